@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tests.models.model_loop import ModelLoop
 from tests.support.models import open_model
+from tests.support.worker import state
 
 from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import PoolMode, read_pooling
-from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
-from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
-from antiphon.model_worker.cache.pages import CachePools
-from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams
 
@@ -27,8 +22,6 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import ErrorReply
 
 PAGE_TOKENS = 4
-CONTEXT_TOKENS = 256
-TURNS_MAX = 1000
 LINEAR = "plain" if unavailable_reason() else "packed"
 
 
@@ -58,23 +51,15 @@ class PoolingEngine:
             deterministic=deterministic,
             pooling=pooling,
         )
-        pools = CachePools(model.groups)
-        limits = EngineLimits(
+        self._loop = ModelLoop(
+            model,
+            tree=pooling.mode is PoolMode.LAST and card.causal,
             step_tokens_max=512,
             chunk_tokens=chunk if card.causal else None,
             running_max=batch,
             queue_max=1000,
-            context_tokens=min(CONTEXT_TOKENS, pools.tokens_max),
-            vocab_size=model.spec.vocabulary,
-            end_ids=frozenset(),
-            weights_digest="",
             pool_width=pooling.card.width,
         )
-        index = RadixIndex(pools) if pooling.mode is PoolMode.LAST and card.causal else None
-        self._batching = EngineCore(limits, pools, index)
-        self._loop = BatchingLoop(self._batching, model.runner, Mailbox(1), lambda _: None)
-        self._keys = 0
-        self.vectors: dict[int, np.ndarray] = {}
         self.errors: dict[int, ErrorReply] = {}
         self.cached_tokens = 0
 
@@ -84,34 +69,20 @@ class PoolingEngine:
         params: PoolParams | None = None,
         sampling: SamplingParams | None = None,
     ) -> list[np.ndarray]:
-        """The vectors of prompts that arrive at once."""
+        """The vectors of prompts that arrive at once; `errors` has those of the others."""
         sampling = sampling or SamplingParams(max_new_tokens=0, pool=params or PoolParams())
-        keys = [ChoiceKey(self._keys + number) for number in range(len(prompts))]
-        self._keys += len(prompts)
-        runs = {
-            key: RequestState(
-                request_id=RequestId(str(key)),
-                choice=0,
-                prompt_ids=pack_ids(prompt),
-                sampling=sampling,
-                deadline_unix_ms=2**52,
-            )
-            for key, prompt in zip(keys, prompts, strict=True)
-        }
-        self._hear(self._loop.turn(Mail(runs=runs)))
-        for _ in range(TURNS_MAX):
-            if self._batching.idle:
-                return [self.vectors[key] for key in keys if key in self.vectors]
-            self._hear(self._loop.turn(Mail()))
-        raise AssertionError("the loop does not come to an end")
-
-    def _hear(self, report: StepReport) -> None:
-        for progress in report.progress:
-            assert progress.finish is not None, "a prompt that becomes a vector says nothing before"
-            assert not progress.token_ids
-            self.cached_tokens += progress.cached_tokens
-            if progress.finish.error is not None:
-                self.errors[progress.key] = progress.finish.error
+        vectors: list[np.ndarray] = []
+        requests = [
+            state(prompt, request_id=RequestId(str(number)), sampling=sampling)
+            for number, prompt in enumerate(prompts)
+        ]
+        for output in self._loop.run(requests):
+            (progress,) = output.progress
+            assert not output.ids
+            self.cached_tokens += output.cached_tokens
+            if output.finish.error is not None:
+                self.errors[progress.key] = output.finish.error
                 continue
             assert progress.details.count == 1
-            self.vectors[progress.key] = np.frombuffer(progress.details.pooled, "<f4")
+            vectors.append(np.frombuffer(progress.details.pooled, "<f4"))
+        return vectors

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ROWS = families.ROWS + families_moe.ROWS + families_seeing.ROWS
 """Of the families that generate text."""
 EVERY = ROWS + families_judges.ROWS
+BY_NAME = {row.name: row for row in EVERY}
 
 
 def spec_of(row: Row) -> ModelSpec:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tests.models import families_moe
 from tests.models.families import GPT2_SIZES, ROWS, SIZES, WITHOUT_KV_HEADS, Row, stretched
 from tests.models.parity import (
@@ -21,7 +19,7 @@ from tests.models.parity import (
     save,
     texts,
 )
-from tests.support.models import load, open_model
+from tests.support.models import change_config, change_tensors, load, open_model
 
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
@@ -250,13 +248,12 @@ def test_only_our_own_decoder_keeps_weights_in_bytes(saved: Saved) -> None:
 
 def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
     saved = save(BORROWED[0], tmp_path)
-    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
-    tensors = load_file(file)
-    save_file({other: tensors[other] for other in tensors if other != name}, file)
-    with pytest.raises(ModelLoadError, match=f"missing: {name}"):
-        opened(saved)
-    save_file({**tensors, name: tensors[name][:-1].contiguous()}, file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(tmp_path, lambda whole: whole | {name: whole[name][:-1].contiguous()})
     with pytest.raises(ModelLoadError, match=rf"of another shape: .*{name}"):
+        opened(saved)
+    change_tensors(tmp_path, lambda whole: {n: whole[n] for n in whole if n != name})
+    with pytest.raises(ModelLoadError, match=f"missing: {name}"):
         opened(saved)
 
 
@@ -342,7 +339,6 @@ def test_rounding_is_no_state(tmp_path: Path, row: Row) -> None:
 
 def test_a_padding_id_beyond_the_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
     saved = save(BORROWED[0], tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": 500}))
+    change_config(tmp_path, pad_token_id=500)
     with pytest.raises(ModelLoadError, match="pad_token_id 500 is beyond the vocabulary of 128"):
         opened(saved)

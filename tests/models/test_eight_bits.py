@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.kernels.rows import ISAS
 from tests.models import families, families_moe
 from tests.models.parity import Saved, error, logits_of, opened, save, texts
+from tests.models.specs import BY_NAME
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.support.models import load, open_model
 from torch import Tensor
@@ -41,7 +42,6 @@ LIMIT = 0.01
 MISSED = 1.5
 """Times the limit by which a model that rounds nothing is off at least."""
 ROWS = families.ROWS + families_moe.ROWS
-BY_NAME = {row.name: row for row in ROWS}
 
 needs_kernels = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tests.models import families_moe
+from safetensors.torch import load_file
 from tests.models.parity import check_logits, error, logits_of, save, texts
 from tests.models.rank import check_two_ranks
-from tests.support.models import load, open_model
+from tests.models.specs import BY_NAME
+from tests.support.models import change_config, change_tensors, open_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from antiphon.kernels.op import DeviceCapability
@@ -30,7 +29,6 @@ from antiphon.layers.moe import (
 from antiphon.layers.sublayer import LayerBuildContext
 from antiphon.layers.weights import BuildContext, SingleRank
 from antiphon.model_card.card import read_card
-from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-BY_NAME = {row.name: row for row in families_moe.ROWS}
 HIDDEN, COUNT, WIDTH = 24, 6, 20
 SPECS = {
     "separate": ExpertsSpec(count=COUNT, width=WIDTH),
@@ -155,34 +152,12 @@ def test_experts_are_kept_in_every_way(tmp_path: Path, linear: str) -> None:
             check_logits(saved, linear)
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "match"),
-    [
-        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
-        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
-        ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        ("deepseek-v3", {"n_group": 3}, "no 3 of 8 experts .* within 2 of 3 groups"),
-        ("deepseek-v3", {"topk_group": 1}, "no 3 of 8 experts .* within 1 of 4 groups"),
-        ("mixtral", {"num_experts_per_tok": 7}, "no 7 of 6 experts"),
-        ("qwen2-moe", {"layer_types": None}, "layer_types must list the layers with windows"),
-    ],
-)
-def test_what_no_model_has_is_refused(
-    tmp_path: Path, name: str, fields: dict[str, object], match: str
-) -> None:
-    save(BY_NAME[name], tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-    with pytest.raises(ModelLoadError, match=match):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, name: str) -> None:
     saved = save(BY_NAME[name], tmp_path)
     card = read_card(tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file({**load_file(file), "model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file)
+    further = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+    change_tensors(tmp_path, lambda tensors: tensors | further)
     check_logits(saved, "plain")
     assert read_card(tmp_path).weights.count == card.weights.count
 
@@ -197,20 +172,19 @@ def says(folder: Path) -> Tensor:
 
 
 def rewrite(folder: Path, tensors: dict[str, Tensor], quantization: object) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file_of(folder))
-    config = json.loads((folder / "config.json").read_text())
-    said = {} if quantization is None else {"quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps({**config, **said}))
+    change_tensors(folder, lambda _: {n: tensor.contiguous() for n, tensor in tensors.items()})
+    if quantization is not None:
+        change_config(folder, quantization_config=quantization)
 
 
-def file_of(folder: Path) -> Path:
-    return folder / "model.safetensors"
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
 
 
 def test_stacked_experts_in_mxfp4(tmp_path: Path) -> None:
     """As every published gpt-oss has them."""
     save(BY_NAME["gpt-oss"], tmp_path)
-    tensors, generator = load_file(file_of(tmp_path)), torch.Generator().manual_seed(0)
+    tensors, generator = tensors_of(tmp_path), torch.Generator().manual_seed(0)
     stored: dict[str, Tensor] = {}
     plain = dict(tensors)
     for name, dense in tensors.items():
@@ -242,7 +216,7 @@ def test_separate_experts_and_latents_in_blocks_of_fp8(tmp_path: Path, name: str
     save(BY_NAME[name], tmp_path)
     plain: dict[str, Tensor] = {}
     stored: dict[str, Tensor] = {}
-    for tensor, weight in load_file(file_of(tmp_path)).items():
+    for tensor, weight in tensors_of(tmp_path).items():
         if weight.dim() != 2 or tensor.endswith(
             ("embed_tokens.weight", "lm_head.weight", "gate.weight")
         ):

@@ -1,4 +1,4 @@
-"""Steps of the real model that raise: who is not to blame says what it would have said."""
+"""Steps of the real model that raise end one request, and leave no trace in the others."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from tests.models.model_loop import ModelLoop, Output
 from tests.models.stepper import Stepper
 from tests.models.test_batching_with_model import state
 from tests.models.tiny import VOCABULARY, write_llama
 from tests.simulation.hash_runner import ApartRunner, CursedRunner
 from tests.support.models import open_model
 
-from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
-from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, Finish, RequestState
-from antiphon.model_worker.cache.pages import CachePools
-from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.observability.recording import RecordingHeader, read, write
 from antiphon.model_worker.observability.replay import replay
 from antiphon.model_worker.runner.sampling import Sampler
@@ -28,8 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.model_worker.batching.plan import Ints, PlanRunner
-    from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.observability.flight_recorder import StepRecord
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 CURSE = VOCABULARY - 1
 COUNT = 5
@@ -52,82 +48,58 @@ def requests(culprit: int | None) -> list[RequestState]:
     return states
 
 
+def opened(folder: Path) -> OpenModel:
+    return open_model(folder, pages=256, dtype="float32")
+
+
 def run(
-    runner: PlanRunner,
-    groups: tuple[CacheGroup, ...],
+    model: OpenModel,
     states: list[RequestState],
+    runner: PlanRunner | None = None,
     *,
     overlap: bool = False,
-) -> tuple[list[list[int]], list[Finish | None], tuple[StepRecord, ...]]:
-    """What each says and how it ends, all at once, and what was recorded."""
-    pools = CachePools(groups)
-    limits = EngineLimits(
-        step_tokens_max=64,
-        chunk_tokens=40,
-        running_max=COUNT,
-        context_tokens=200,
-        vocab_size=VOCABULARY,
-        end_ids=frozenset(),
-        weights_digest="",
-    )
-    batching = EngineCore(limits, pools, RadixIndex(pools))
-    texts: list[list[int]] = [[] for _ in states]
-    ends: list[Finish | None] = [None for _ in states]
-
-    def hear(report: StepReport) -> None:
-        for news in report.progress:
-            texts[news.key] += unpack_ids(news.token_ids)
-            ends[news.key] = news.finish
-
-    loop = BatchingLoop(batching, runner, Mailbox(1), hear, overlap=overlap)
-    hear(loop.turn(Mail(runs={ChoiceKey(i): s for i, s in enumerate(states)})))
-    while not batching.idle:
-        hear(loop.turn(Mail()))
-    hear(loop.turn(Mail()))  # reads what is still in flight
-    batching.flush()
-    assert pools.used() == [0]
-    return texts, ends, loop.recorder.records()
+) -> tuple[list[Output], tuple[StepRecord, ...]]:
+    """The outputs of requests that arrive at once, and what was recorded."""
+    limits = {"step_tokens_max": 64, "chunk_tokens": 40, "running_max": COUNT}
+    loop = ModelLoop(model, runner, tree=True, overlap=overlap, **limits)
+    outputs = loop.run(states)
+    loop.core.flush()
+    assert loop.pools.used() == [0]
+    return outputs, loop.loop.recorder.records()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(llama: Path) -> list[list[int]]:
-    model = open_model(llama, pages=256, dtype="float32")
-    return run(model.runner, model.groups, requests(None))[0]
+    return [output.ids for output in run(opened(llama), requests(None))[0]]
+
+
+def check_outputs(outputs: list[Output], undisturbed: list[list[int]], culprit: int | None) -> None:
+    """Only the culprit fails, before its first token; the others are undisturbed."""
+    for index, output in enumerate(outputs):
+        assert (output.finish.error is not None) == (index == culprit)
+        assert output.ids == ([] if index == culprit else undisturbed[index])
 
 
 @pytest.mark.parametrize("culprit", range(COUNT))
-def test_whoever_is_not_to_blame_says_the_same(
+def test_requests_beside_a_failing_one_are_undisturbed(
     llama: Path, undisturbed: list[list[int]], culprit: int
 ) -> None:
-    model = open_model(llama, pages=256, dtype="float32")
+    model = opened(llama)
     cursed = CursedRunner(model.runner, CURSE)
-    texts, ends, _ = run(cursed, model.groups, requests(culprit))
+    check_outputs(run(model, requests(culprit), cursed)[0], undisturbed, culprit)
     assert cursed.raised > 1
-    for index in range(COUNT):
-        end = ends[index]
-        assert end is not None
-        if index == culprit:
-            assert end.error is not None
-            assert not texts[index]
-        else:
-            assert end.error is None
-            assert texts[index] == undisturbed[index]
 
 
 @pytest.mark.parametrize("culprit", [None, 0, 3])
-def test_steps_that_are_launched_ahead_say_the_same(
+def test_steps_that_are_launched_ahead_are_undisturbed(
     llama: Path, undisturbed: list[list[int]], culprit: int | None
 ) -> None:
-    model = open_model(llama, pages=256, dtype="float32")
+    model = opened(llama)
     apart = ApartRunner(CursedRunner(model.runner, CURSE), resolves=False)
-    texts, ends, _ = run(apart, model.groups, requests(culprit), overlap=True)
+    outputs, _ = run(model, requests(culprit), apart, overlap=True)
     apart.close()
     assert apart.futures > COUNT
-    for index in range(COUNT):
-        end = ends[index]
-        assert end is not None
-        assert (end.error is not None) == (index == culprit)
-        assert texts[index] == ([] if index == culprit else undisturbed[index])
+    check_outputs(outputs, undisturbed, culprit)
 
 
 def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
@@ -138,7 +110,7 @@ def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
         def sample(self, *_: Any, **__: Any) -> Ints:
             raise NoToken
 
-    model = open_model(llama, pages=256, dtype="float32")
+    model = opened(llama)
     model.runner._sampler = Raises(model.runner.ops)
     batch = Stepper(model.runner, model.groups)
     batch.add(range(20)).temperature = 1.0
@@ -148,8 +120,8 @@ def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
 
 
 def test_a_recording_of_the_model_is_replayed_from_its_file(llama: Path, tmp_path: Path) -> None:
-    model = open_model(llama, pages=256, dtype="float32")
-    records = run(model.runner, model.groups, requests(None))[2]
+    model = opened(llama)
+    _, records = run(model, requests(None))
     header = RecordingHeader(
         reason="test",
         unix_ms=1,
@@ -160,21 +132,17 @@ def test_a_recording_of_the_model_is_replayed_from_its_file(llama: Path, tmp_pat
         resolved=None,
     )
     found = read(write(tmp_path, header, records))
-    fresh = open_model(llama, pages=256, dtype="float32")
-    result = replay(found.records, found.header.groups, fresh.runner)
-    assert result.difference is None
-    assert (result.passed, result.plans) == (0, len(records))
-
-    fresh = open_model(llama, pages=256, dtype="float32")
-    result = replay(found.records[3:], found.header.groups, fresh.runner)
-    assert result.difference is None
-    assert result.passed > 0
+    whole = replay(found.records, found.header.groups, opened(llama).runner)
+    assert (whole.difference, whole.passed, whole.plans) == (None, 0, len(records))
+    part = replay(found.records[3:], found.header.groups, opened(llama).runner)
+    assert part.difference is None
+    assert part.passed > 0
 
 
 def test_a_recording_of_another_model_differs(llama: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "other", seed=1)
-    one, two = (open_model(f, pages=256, dtype="float32") for f in (llama, other))
-    records = run(one.runner, one.groups, requests(None))[2]
-    result = replay(records, one.groups, two.runner)
+    model = opened(llama)
+    _, records = run(model, requests(None))
+    result = replay(records, model.groups, opened(other).runner)
     assert result.difference is not None
     assert result.difference.step == 1

@@ -23,8 +23,8 @@ from tests.models.parity import (
     check_text,
     save,
 )
-from tests.models.specs import EVERY, ROWS, spec_of
-from tests.support.models import load
+from tests.models.specs import BY_NAME, EVERY, ROWS, spec_of
+from tests.support.models import change_config, load
 from tests.support.models_page import STORED, attention, refusal, sample
 
 from antiphon.model_card.files import find_files
@@ -101,6 +101,37 @@ def test_what_the_page_refuses_is_what_loading_refuses(tmp_path: Path, method: s
     stored = {"quantization_config": {"quant_method": method, **STORED[method]}}
     with pytest.raises(ModelLoadError, match=r"weights stored as \(inputs, outputs\)"):
         load(find_files(folder, overrides=json.dumps(stored)))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "match"),
+    [
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek-v3", {"n_group": 3}, "no 3 of 8 experts .* within 2 of 3 groups"),
+        ("deepseek-v3", {"topk_group": 1}, "no 3 of 8 experts .* within 1 of 4 groups"),
+        ("mixtral", {"num_experts_per_tok": 7}, "no 7 of 6 experts"),
+        ("qwen2-moe", {"layer_types": None}, "layer_types must list the layers with windows"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 3}, r"config\.json: "),
+        ("llama4", {"no_rope_layers": [1, 0]}, r"config\.json: "),
+        ("llama4", {"num_experts_per_tok": 7}, r"config\.json: "),
+        ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("BertModel", {"is_decoder": True}, "is_decoder"),
+        (
+            "Gemma3TextModel that sees both ways",
+            {"architectures": ["Gemma3ForCausalLM"]},
+            "use_bidirectional_attention",
+        ),
+    ],
+)
+def test_a_config_that_no_model_of_its_family_has_is_refused(
+    tmp_path: Path, name: str, fields: dict[str, object], match: str
+) -> None:
+    save(BY_NAME[name], tmp_path)
+    change_config(tmp_path, **fields)
+    with pytest.raises(ModelLoadError, match=match):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

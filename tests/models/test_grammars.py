@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.worker import state as worker_state
 from tokenizers import Tokenizer
 
 from antiphon import embedded
@@ -17,17 +18,18 @@ from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, Finish
 from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import Grammar, GrammarKind, SamplingParams
+from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 TOKENIZER = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
@@ -53,14 +55,9 @@ def regex(text: str, begins_after: tuple[int, ...] = ()) -> Grammar:
 
 
 def state(grammar: Grammar | None, seed: int, **sampling: object) -> RequestState:
+    prompt = TOKENIZER.encode(PROMPT, add_special_tokens=False).ids
     params = {"max_new_tokens": 400, "temperature": 1.5, "seed": seed, **sampling}
-    return RequestState(
-        request_id=RequestId(f"r{seed}"),
-        choice=0,
-        prompt_ids=pack_ids(TOKENIZER.encode(PROMPT, add_special_tokens=False).ids),
-        sampling=SamplingParams(grammar=grammar, **params),
-        deadline_unix_ms=0,
-    )
+    return worker_state(prompt, request_id=RequestId(f"r{seed}"), grammar=grammar, **params)
 
 
 class Said(msgspec.Struct):

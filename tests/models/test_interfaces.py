@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from tests.models.specs import attention_of, windowed
 from tests.models.stepper import Stepper
 from tests.models.tiny import VOCABULARY
-from tests.support.models import load, open_model
+from tests.support.models import change_config, load, open_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from antiphon.model_worker.cache.groups import GroupKind
@@ -199,11 +198,8 @@ def test_page_bytes_are_those_of_the_pool(llama: Path, tmp_path: Path) -> None:
 
 def test_an_old_rope_field_is_read_as_the_new_one(llama: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(llama, tmp_path / "old"))
-    file = folder / "config.json"
-    fields = json.loads(file.read_text())
-    theta = fields.pop("rope_parameters")["rope_theta"]
-    fields |= {"rope_theta": theta, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    file.write_text(json.dumps(fields))
+    theta = change_config(folder, "rope_parameters")["rope_parameters"]["rope_theta"]
+    change_config(folder, rope_theta=theta, rope_scaling={"type": "linear", "factor": 2.0})
     old, new = (attention_of(load(place).spec.layers[0]).rotary for place in (folder, llama))
     assert old is not None
     assert new is not None

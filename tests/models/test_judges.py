@@ -5,7 +5,6 @@ A model with a head of scores says those; one without any says the stream itself
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tests.models import families_judges
 from tests.models.parity import (
     LINEARS,
@@ -30,15 +28,15 @@ from tests.models.parity import (
     without_tensors,
 )
 from tests.models.pooling import PoolingEngine
+from tests.models.specs import BY_NAME
 from tests.models.stepper import Stepper
-from tests.support.models import load
+from tests.support.models import change_config, change_tensors, load
 from torch import Tensor
 
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.runner.input_batch import PlanRefused, build_input_batch
 
 if TYPE_CHECKING:
@@ -156,10 +154,10 @@ def check_absences(saved: Saved) -> None:
         assert not missed < MISSED * saved.row.limit, f"nobody misses {kind}: {missed:.1e}"
 
 
-def check_served(saved: Saved, chunk: int | None) -> None:
-    """All texts through the batching loop, which asks for no types and takes two at a time."""
+def check_served(saved: Saved, chunk: int | None, batch: int) -> None:
+    """All texts through the batching loop, which asks for no types."""
     saved = replace(saved, row=replace(saved.row, types=0))
-    engine = PoolingEngine(saved.folder, chunk=chunk, batch=2)
+    engine = PoolingEngine(saved.folder, chunk=chunk, batch=batch)
     spec = opened(saved).spec
     assert engine.pooling.mode == spec.pooling
     reference = theirs(saved)
@@ -169,9 +167,6 @@ def check_served(saved: Saved, chunk: int | None) -> None:
         reference = torch.nn.functional.normalize(pooled, dim=1)
     ours = torch.tensor(np.stack(engine.vectors_of(texts())))
     assert error(ours, reference) < saved.row.limit
-
-
-BY_NAME = {row.name: row for row in families_judges.ROWS}
 
 
 @pytest.fixture(scope="module", params=families_judges.ROWS, ids=str)
@@ -188,9 +183,9 @@ def test_a_beginning_that_is_cached_changes_nothing(saved: Saved) -> None:
     check_shared_beginning(saved)
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-def test_the_batching_loop_says_the_same(saved: Saved, chunk: int | None) -> None:
-    check_served(saved, chunk)
+@pytest.mark.parametrize(("chunk", "batch"), [(None, 2), (16, 2), (17, 8)])
+def test_the_batching_loop_gives_the_same(saved: Saved, chunk: int | None, batch: int) -> None:
+    check_served(saved, chunk, batch)
 
 
 def test_every_feature_and_every_tensor_is_missed(saved: Saved) -> None:
@@ -232,14 +227,12 @@ def test_tokens_without_a_type_are_of_the_first(tmp_path: Path) -> None:
 
 def test_norms_as_tensorflow_called_them(tmp_path: Path) -> None:
     saved = save(BY_NAME["BertForSequenceClassification"], tmp_path)
-    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    file = tmp_path / "model.safetensors"
 
     def renamed(name: str) -> str:
-        found = next((new for new in old if name.endswith(new)), None)
-        return name if found is None else name.removesuffix(found) + old[found]
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        return old.replace("LayerNorm.bias", "LayerNorm.beta")
 
-    save_file({renamed(name): tensor for name, tensor in load_file(file).items()}, file)
+    change_tensors(tmp_path, lambda tensors: {renamed(n): t for n, t in tensors.items()})
     check_said(saved, "plain")
 
 
@@ -247,12 +240,8 @@ def test_modernbert_as_its_first_configs_say_it(tmp_path: Path) -> None:
     row = BY_NAME["ModernBertModel"]
     thirds = ["full_attention", "sliding_attention", "sliding_attention"]
     saved = save(replace(row, fields={**row.fields, "layer_types": thirds}), tmp_path)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    for name in ("layer_types", "rope_parameters"):
-        del config[name]
     old = {"global_attn_every_n_layers": 3, "global_rope_theta": 1e5, "local_rope_theta": 500.0}
-    file.write_text(json.dumps({**config, **old}))
+    change_config(tmp_path, "layer_types", "rope_parameters", **old)
     check_said(saved, "plain")
 
 
@@ -265,8 +254,10 @@ def test_a_model_trained_on_gaps_gives_the_vectors_of_its_base(
     gaps = getattr(transformers, f"{name}ForMaskedLM")
     whole = save(replace(base, architecture=gaps), tmp_path)
     if not prefixed:
-        file, prefix = tmp_path / "model.safetensors", f"{gaps.base_model_prefix}."
-        save_file({key.removeprefix(prefix): t for key, t in load_file(file).items()}, file)
+        prefix = f"{gaps.base_model_prefix}."
+        change_tensors(
+            tmp_path, lambda whole: {n.removeprefix(prefix): t for n, t in whole.items()}
+        )
     below = cast("transformers.PreTrainedModel", whole.model).base_model
     check_said(Saved(base, tmp_path, below), "plain")
     pooling = read_pooling(tmp_path, read_card(tmp_path), embedding=True)
@@ -275,27 +266,6 @@ def test_a_model_trained_on_gaps_gives_the_vectors_of_its_base(
 
 def test_a_base_is_loaded_beside_a_head_for_gaps(tmp_path: Path) -> None:
     saved = save(BY_NAME["BertModel"], tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = {f"bert.{key}": tensor for key, tensor in load_file(file).items()}
-    save_file({**tensors, "cls.predictions.bias": torch.ones(4)}, file)
+    head = {"cls.predictions.bias": torch.ones(4)}
+    change_tensors(tmp_path, lambda base: head | {f"bert.{n}": t for n, t in base.items()})
     check_said(saved, "plain")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("position_embedding_type", "relative_key"), ("is_decoder", True)]
-)
-def test_another_kind_of_bert_is_refused(tmp_path: Path, field: str, value: object) -> None:
-    save(BY_NAME["BertModel"], tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
-    with pytest.raises(ModelLoadError, match=field):
-        load(tmp_path)
-
-
-def test_what_sees_both_ways_does_not_write(tmp_path: Path) -> None:
-    save(BY_NAME["Gemma3TextModel that sees both ways"], tmp_path)
-    file = tmp_path / "config.json"
-    writing = {"architectures": ["Gemma3ForCausalLM"]}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **writing}))
-    with pytest.raises(ModelLoadError, match="use_bidirectional_attention"):
-        load(tmp_path)

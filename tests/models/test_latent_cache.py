@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from tests.kernels.rows import ISAS
-from tests.models import families_moe
 from tests.models.parity import Saved, save, texts
+from tests.models.specs import BY_NAME
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.support.models import load, open_model
 
@@ -20,7 +20,6 @@ from antiphon.model_worker.runner.pools import cache_groups
 if TYPE_CHECKING:
     from pathlib import Path
 
-BY_NAME = {row.name: row for row in families_moe.ROWS}
 needs_kernels = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 
 

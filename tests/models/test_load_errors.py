@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.models import load, open_model
+from tests.support.models import change_config, load, open_model
 
 from antiphon.config.errors import ConfigError
 from antiphon.kernels.op import KernelUnavailable
@@ -24,11 +23,6 @@ from antiphon.model_worker.model.weights import Checkpoint
 def folder(llama: Path, tmp_path: Path) -> Path:
     """A copy to break."""
     return Path(shutil.copytree(llama, tmp_path / "broken"))
-
-
-def change_config(folder: Path, **fields: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def shard_with(folder: Path, name: str) -> Path:
@@ -81,9 +75,7 @@ def test_a_config_that_would_be_served_wrongly_is_refused(folder, fields, messag
 
 
 def test_a_config_with_other_names_for_its_shape_says_which_are_missing(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name != "num_hidden_layers"}
-    (folder / "config.json").write_text(json.dumps({**kept, "model_type": "mpt", "n_layers": 2}))
+    change_config(folder, "num_hidden_layers", model_type="mpt", n_layers=2)
     with pytest.raises(ModelLoadError, match="num_hidden_layers missing: models of type mpt"):
         load(folder)
     with pytest.raises(ConfigError, match="num_hidden_layers missing: models of type mpt"):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tests.models.stepper import Stepper
 from tests.models.tiny import QWEN2, write_llama, write_qwen2
-from tests.support.models import load, open_model
+from tests.support.models import change_config, load, open_model
 from torch import Tensor
 
 from antiphon.config.model import LoadFormat
@@ -257,8 +257,7 @@ def test_a_gguf_file_of_qwen2_has_biases_and_its_rows_in_order(tmp_path: Path) -
 def test_a_tied_head_that_gguf_repeats_is_no_surprise(tmp_path: Path) -> None:
     llama = write_llama(tmp_path / "llama")
     write_gguf(llama, llama / "model.gguf")
-    config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    change_config(llama, tie_word_embeddings=True)
     assert "lm_head.weight" not in weights(llama / "model.gguf")
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save as save_tensors
-from tests.models import families_judges
-from tests.models.parity import Saved, error, save, texts
-from tests.models.pooling import CONTEXT_TOKENS, LINEAR, PoolingEngine
+from tests.models.model_loop import CONTEXT_TOKENS
+from tests.models.parity import error, save, texts
+from tests.models.pooling import LINEAR, PoolingEngine
+from tests.models.specs import BY_NAME
 from tests.models.test_llama_parity import prompts
 from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
 from torch.nn.functional import normalize
 from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 
-from antiphon.model_card.config_json import Task
 from antiphon.model_card.pooling import PoolMode
 from antiphon.wire.sampling import PoolParams, SamplingParams, TokenOutputParams
 
@@ -199,51 +199,14 @@ def test_what_is_no_vector_is_refused(
     assert len(engine.vectors_of([[1, 2, 3]])) == 1
 
 
-BY_NAME = {row.name: row for row in families_judges.ROWS}
-
-
-@torch.inference_mode()
-def theirs(saved: Saved, ids: Sequence[int], second_from: int | None = None) -> Tensor:
-    """Scores of a text, or its stream."""
-    types = {}
-    if second_from is not None:
-        types["token_type_ids"] = torch.tensor([[int(at >= second_from) for at in range(len(ids))]])
-    out = saved.model(torch.tensor([list(ids)]), **types)
-    return out.logits[0] if "logits" in out else out.last_hidden_state[0]
-
-
-@pytest.fixture(scope="module", params=families_judges.ROWS, ids=str)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save(request.param, tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.parametrize("chunk", [None, 17])
-def test_what_a_text_becomes_is_what_transformers_makes_of_it(
-    saved: Saved, chunk: int | None
-) -> None:
-    engine = PoolingEngine(saved.folder, chunk=chunk)
-    made = engine.vectors_of(texts())
-    for ids, vector in zip(texts(), made, strict=True):
-        expected = theirs(saved, ids)
-        if engine.pooling.task is Task.EMBED:
-            standing = {
-                PoolMode.LAST: expected[-1],
-                PoolMode.CLS: expected[0],
-                PoolMode.MEAN: expected.mean(dim=0),
-            }
-            expected = torch.nn.functional.normalize(standing[engine.pooling.mode], dim=0)
-        # A vector of few numbers has a deviation of its own.
-        scale = max(1.0, float(expected.abs().max()))
-        assert float((torch.tensor(vector) - expected).abs().max()) < 2e-4 * scale
-
-
-def test_the_second_text_of_a_pair_is_told_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("pair")
-    saved = save(BY_NAME["BertForSequenceClassification"], folder)
-    engine, ids = PoolingEngine(folder), texts()[1]
+def test_the_second_text_of_a_pair_has_another_type(tmp_path: Path) -> None:
+    saved = save(BY_NAME["BertForSequenceClassification"], tmp_path)
+    engine, ids = PoolingEngine(tmp_path), texts()[1]
     (alone,) = engine.vectors_of([ids])
     (pair,) = engine.vectors_of([ids], PoolParams(second_from=7))
-    expected = theirs(saved, ids, 7)
+    types = torch.tensor([[int(at >= 7) for at in range(len(ids))]])
+    with torch.inference_mode():
+        expected = saved.model(torch.tensor([ids]), token_type_ids=types).logits[0]
     assert error(torch.tensor(pair), expected) < 1e-3
     assert error(torch.tensor(alone), expected) > 1e-2
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.families import ROWS, SIZES, Row, long_rope
-from tests.models.families_moe import ROWS as MOE_ROWS
-from tests.models.families_seeing import ROWS as SEEING_ROWS
+from tests.models.families import SIZES, Row, long_rope
 from tests.models.parity import Saved, check_logits, error, logits_of, save, texts
-from tests.models.specs import attention_of
-from tests.support.models import load, open_model
+from tests.models.specs import BY_NAME, attention_of
+from tests.support.models import change_config, change_tensors, load, open_model
+from torch import Tensor
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype, ModelConfig
@@ -40,22 +39,12 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.runner.model_runner import OpenModel
 
-BY_NAME = {row.name: row for row in ROWS + MOE_ROWS}
 LITE = "deepseek-v2 without groups and bottleneck"
-SEEING = {row.name: row for row in SEEING_ROWS}
-
-
-def change(saved: Saved, drop: set[str], **fields: object) -> dict[str, object]:
-    file = saved.folder / "config.json"
-    before = json.loads(file.read_text())
-    kept = {name: value for name, value in before.items() if name not in drop}
-    file.write_text(json.dumps({**kept, **fields}))
-    return before
 
 
 @pytest.mark.parametrize("name", ["gemma", "glm4", "gpt2", "gpt neox", "phi", "starcoder2", LITE])
 def test_what_a_config_leaves_out_is_the_habit_of_its_family(tmp_path: Path, name: str) -> None:
-    saved = save(BY_NAME[name], tmp_path)
+    save(BY_NAME[name], tmp_path)
     spec, card = load(tmp_path).spec, read_card(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     habits = FAMILY_DEFAULTS[config["model_type"]]
@@ -66,17 +55,16 @@ def test_what_a_config_leaves_out_is_the_habit_of_its_family(tmp_path: Path, nam
         and habits.get(FIELD_ALIASES.get(field, field)) == value
     }
     assert dropped, "this row says something else than its family's habits"
-    change(saved, dropped)
+    change_config(tmp_path, *dropped)
     assert load(tmp_path).spec == spec
     assert read_card(tmp_path) == card
 
 
 def test_gemma3_as_its_first_configs_say_it(tmp_path: Path) -> None:
     saved = save(BY_NAME["gemma3"], tmp_path)
-    new = {"layer_types", "rope_parameters", "_sliding_window_pattern"}
-    change(
-        saved,
-        new,
+    change_config(
+        tmp_path,
+        *("layer_types", "rope_parameters", "_sliding_window_pattern"),
         sliding_window_pattern=2,
         rope_local_base_freq=500.0,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
@@ -130,9 +118,10 @@ def test_another_model_that_sees_is_refused_by_its_name(tmp_path: Path) -> None:
 
 def test_what_is_said_of_the_text_within_is_read_of_the_text(tmp_path: Path) -> None:
     """Rounded by names as the whole model has them; what the operator says comes last."""
-    saved = save(SEEING["mistral that sees"], tmp_path)
+    save(BY_NAME["mistral that sees"], tmp_path)
     plain = ["language_model.lm_head", "language_model.model.layers.1.mlp.gate_proj"]
-    change(saved, set(), quantization_config={"quant_method": "fp8", "ignored_layers": plain})
+    rounded = {"quant_method": "fp8", "ignored_layers": plain}
+    change_config(tmp_path, quantization_config=rounded)
     files = find_files(tmp_path, overrides='{"max_position_embeddings": 99}')
     said = read_quantization(files.config())
     assert said is not None
@@ -144,7 +133,7 @@ def test_what_is_said_of_the_text_within_is_read_of_the_text(tmp_path: Path) -> 
 def test_tensors_that_see_are_counted_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(SEEING["gemma3 that sees"], tmp_path)
+    save(BY_NAME["gemma3 that sees"], tmp_path)
     with caplog.at_level("INFO"):
         load(tmp_path)
     (line,) = (one for one in caplog.records if "passed over" in one.message)
@@ -152,12 +141,14 @@ def test_tensors_that_see_are_counted_in_the_log(
     assert line.__dict__["tensors"] == sum(not name.startswith("model.") for name in names)
 
 
+def without(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
 def test_gpt2_as_its_base_alone_was_saved(tmp_path: Path) -> None:
     saved = save(BY_NAME["gpt2"], tmp_path)
-    file = tmp_path / "model.safetensors"
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     mask = {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.ones(1)}
-    save_file(bare | mask, file)
+    change_tensors(tmp_path, lambda whole: without("transformer.", whole) | mask)
     check_logits(saved, "plain")
 
 
@@ -181,41 +172,33 @@ def test_pythia_with_its_masks(tmp_path: Path, kind: torch.dtype, ending: str) -
 
 
 def test_llama4_as_its_first_configs_say_it(tmp_path: Path) -> None:
-    saved = save(BY_NAME["llama4"], tmp_path)
+    save(BY_NAME["llama4"], tmp_path)
     spec = load(tmp_path).spec
-    change(saved, set(), attn_temperature_tuning=4)
+    change_config(tmp_path, attn_temperature_tuning=4)
     assert load(tmp_path).spec == spec
-    change(saved, set(), attn_temperature_tuning=0)
+    change_config(tmp_path, attn_temperature_tuning=0)
     assert load(tmp_path).spec != spec
 
 
 def test_phi3_with_a_rotation_of_its_old_name(tmp_path: Path) -> None:
-    saved = save(BY_NAME["phi3"], tmp_path)
+    save(BY_NAME["phi3"], tmp_path)
     spec = load(tmp_path).spec
-    rope = change(saved, set())["rope_parameters"]
-    assert isinstance(rope, dict)
+    rope = change_config(tmp_path, "rope_parameters")["rope_parameters"]
     old = {"type": "su", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
-    change(
-        saved,
-        {"rope_parameters"},
-        rope_scaling=old,
-        rope_theta=rope["rope_theta"],
-        partial_rotary_factor=0.75,
-    )
+    theta = rope["rope_theta"]
+    change_config(tmp_path, rope_scaling=old, rope_theta=theta, partial_rotary_factor=0.75)
     assert load(tmp_path).spec == spec
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "phi"])
 def test_names_without_the_base_are_those_of_the_base(tmp_path: Path, name: str) -> None:
     saved = save(BY_NAME[name], tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = {key.removeprefix("model."): tensor for key, tensor in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
+    change_tensors(tmp_path, lambda whole: without("model.", whole))
     check_logits(saved, "plain")
 
 
 def test_mistral3_is_tied_where_the_whole_says_so(tmp_path: Path) -> None:
-    row = SEEING["mistral that sees"]
+    row = BY_NAME["mistral that sees"]
     saved = save(replace(row, fields={**row.fields, "tie_word_embeddings": True}), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["tie_word_embeddings"]
@@ -223,27 +206,8 @@ def test_mistral3_is_tied_where_the_whole_says_so(tmp_path: Path) -> None:
     check_logits(saved, "plain")
 
 
-LLAMA4 = next(row for row in MOE_ROWS if row.name == "llama4")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("layer_types", ["sliding_attention"] * 3),
-        ("no_rope_layers", [1, 0]),
-        ("num_experts_per_tok", 7),
-    ],
-)
-def test_what_it_cannot_be_is_refused(tmp_path: Path, field: str, value: object) -> None:
-    save(LLAMA4, tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
-    with pytest.raises(ModelLoadError, match=r"config\.json: "):
-        load(tmp_path)
-
-
-def test_runs_of_tokens_are_whole_pages(tmp_path: Path) -> None:
-    save(LLAMA4, tmp_path)
+def test_chunks_of_attention_are_whole_pages(tmp_path: Path) -> None:
+    save(BY_NAME["llama4"], tmp_path)
     with pytest.raises(ModelLoadError, match="attention_chunk_size 20: pages of 16 tokens"):
         open_model(tmp_path, page_tokens=16, pages=8)
 
@@ -334,7 +298,6 @@ STRAY = {
 def test_a_stray_field_changes_neither_plan_nor_logits(tmp_path: Path, name: str) -> None:
     saved = save(BY_NAME[name], tmp_path)
     card = read_card(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | STRAY[name]))
+    change_config(tmp_path, **STRAY[name])
     assert read_card(tmp_path) == card
     check_logits(saved, "plain")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,8 @@ from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.test_batching_with_model import Engine, Mode
 from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
 from tests.models.tiny import VOCABULARY
-from tests.support.models import load, open_model
+from tests.support.models import change_config, load, open_model
+from tests.support.worker import state
 
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
@@ -24,13 +24,12 @@ from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_card.card import read_card
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.observability.replay import replay
 from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.model_worker.startup.engine import open_engine
-from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
@@ -141,16 +140,8 @@ def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folde
     assert engine.resolved is not None
     assert engine.resolved.running_max.value == 12
     loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
-    states = [
-        RequestState(
-            request_id=RequestId(str(number)),
-            choice=0,
-            prompt_ids=pack_ids(PROMPTS[number]),
-            sampling=GREEDY,
-            deadline_unix_ms=2**52,
-        )
-        for number in range(20)
-    ]
+    names = [RequestId(str(number)) for number in range(20)]
+    states = [state(PROMPTS[i], request_id=names[i], sampling=GREEDY) for i in range(20)]
     loop.turn(Mail(runs={ChoiceKey(i): state for i, state in enumerate(states)}))
     while not engine.core.idle:
         loop.turn(Mail())
@@ -197,10 +188,7 @@ def test_deterministic_inference_is_refused_by_name(folder: Path) -> None:
 
 def test_infinity_in_a_config_file_is_read(tmp_path: Path) -> None:
     folder = write_row(tmp_path, FAMILIES["falcon-h1"])
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["time_step_limit"] = [0.0, float("inf")]
-    file.write_text(json.dumps(config))
-    assert "Infinity" in file.read_text()
+    change_config(folder, time_step_limit=[0.0, float("inf")])
+    assert "Infinity" in (folder / "config.json").read_text()
     (mixer, _) = load(folder).spec.layers[0].mixers
     assert getattr(mixer, "step_limits") == (0.0, float("inf"))  # noqa: B009

@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tests.support.models import change_config, change_tensors
 from torch import Tensor
 from transformers import (
     CLIPConfig,
@@ -183,11 +184,6 @@ def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
     assert error(ours(folder), expected(model.float())) < 2e-5
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -205,7 +201,7 @@ def test_a_config_that_does_not_fit_is_named(
     changes: dict[str, object], complaint: str, tmp_path: Path
 ) -> None:
     folder = saved(siglip_vision(), tmp_path)
-    edit(folder, **changes)
+    change_config(folder, **changes)
     with pytest.raises(ConfigError, match=complaint):
         ours(folder)
 
@@ -226,9 +222,7 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
 
 def test_integer_weights_are_refused(tmp_path: Path) -> None:
     folder = saved(clip_vision(), tmp_path)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, file)
+    change_tensors(folder, lambda tensors: {n: t.to(torch.int8) for n, t in tensors.items()})
     with pytest.raises(ConfigError, match="only floats are read"):
         ours(folder)
 

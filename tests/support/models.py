@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file, save_file
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
@@ -17,6 +20,11 @@ from antiphon.resolve.resolved_config import ResolvedConfig
 from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
     from antiphon.layers.weights import Tp
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.model_runner import OpenModel
@@ -65,6 +73,21 @@ def load(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> Loaded
 
 def open_model(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> OpenModel:
     return model_runner.open_model(place, plan(place, **values), tp=tp)
+
+
+def change_config(folder: Path, *dropped: str, **fields: object) -> dict[str, Any]:
+    """Drop and set fields of a model's config.json; return what it was."""
+    file = folder / "config.json"
+    before = json.loads(file.read_text())
+    kept = {name: value for name, value in before.items() if name not in dropped}
+    file.write_text(json.dumps(kept | fields))
+    return before
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Change the tensors of a model in one file."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
 def _dtype(place: ModelLocation) -> str:

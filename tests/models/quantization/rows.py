@@ -403,3 +403,4 @@ ROWS: tuple[Row, ...] = (
         for group in (32, 64, 128)
     ),
 )
+BY_NAME = {row.name: row for row in ROWS}

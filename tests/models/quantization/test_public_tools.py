@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.models.parity import LINEARS
 from tests.models.quantization.made import bits_and_bytes
-from tests.models.quantization.rows import ROWS, write
+from tests.models.quantization.rows import BY_NAME, write
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
 from tests.support.models import open_model
 from torch import Tensor
@@ -143,9 +143,8 @@ def test_inputs_need_not_be_whole_blocks(
 def test_a_model_whose_sizes_are_no_whole_blocks_is_served(
     tmp_path: Path, reference, name: str
 ) -> None:
-    row = next(row for row in ROWS if row.name == name)
     sizes = {"hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 2}
-    stored, plain = write(tmp_path, row, sizes)
+    stored, plain = write(tmp_path, BY_NAME[name], sizes)
     ids = prompts()[-1]
     model = open_model(stored, dtype="float32")
     assert_close(logits_of(model, ids, 31), reference(plain).logits(ids))

@@ -1,0 +1,118 @@
+"""A batching loop over a model, driven turn by turn, and the outputs of its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.support.worker import limits
+
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
+from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
+from antiphon.model_worker.cache.pages import CachePools
+from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.command import PauseMode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.plan import PlanRunner
+    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.wire.token_outputs import TokenOutput
+
+CONTEXT_TOKENS = 256
+TURNS_MAX = 20_000
+
+
+@dataclass
+class Output:
+    """What the loop reported of a request."""
+
+    progress: list[Progress] = field(default_factory=list[Progress])
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for news in self.progress for token in unpack_ids(news.token_ids)]
+
+    @property
+    def tokens(self) -> list[TokenOutput]:
+        details = (news.details for news in self.progress if news.details.count)
+        return [token for each in details for token in each.iter_tokens()]
+
+    @property
+    def finish(self) -> Finish:
+        finish = self.progress[-1].finish
+        assert finish is not None
+        return finish
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.progress[-1].cached_tokens
+
+
+class ModelLoop:
+    """Requests in, outputs out. `runner` replaces the model's own; `changes` are limits."""
+
+    def __init__(
+        self,
+        model: OpenModel,
+        runner: PlanRunner | None = None,
+        *,
+        tree: bool = False,
+        overlap: bool = False,
+        **changes: Any,
+    ) -> None:
+        self.pools = CachePools(model.groups)
+        whole = {
+            "context_tokens": min(CONTEXT_TOKENS, self.pools.tokens_max),
+            "vocab_size": model.spec.vocabulary,
+            "end_ids": frozenset[int](),
+            **changes,
+        }
+        index = RadixIndex(self.pools) if tree else None
+        self.core = EngineCore(limits(**whole), self.pools, index)
+        self.loop = BatchingLoop(
+            self.core, runner or model.runner, Mailbox(1), self._read, overlap=overlap
+        )
+        self.outputs: list[Output] = []
+        self.reports: list[StepReport] = []
+
+    def run(
+        self,
+        states: Sequence[RequestState],
+        *,
+        one_a_turn: bool = False,
+        retract_at: Sequence[int] = (),
+    ) -> list[Output]:
+        """Run requests to their ends; afterwards every page is free or cached.
+
+        They arrive at once or one a turn. In the turns `retract_at` all that run lose their slots
+        and pages.
+        """
+        self.reports.clear()
+        runs = {ChoiceKey(len(self.outputs) + n): state for n, state in enumerate(states)}
+        self.outputs += [Output() for _ in states]
+        for part in [{key: runs[key]} for key in runs] if one_a_turn else [runs]:
+            self._turn(Mail(runs=part))
+        for turn in range(TURNS_MAX):
+            if self.core.idle:
+                break
+            if turn in retract_at:
+                self.core.prepare_pause(PauseMode.RETRACT)
+            self._turn(Mail())
+        assert self.core.idle, "the loop does not come to an end"
+        self._turn(Mail())  # reads what is still in flight
+        held = [u - c for u, c in zip(self.pools.used(), self.pools.loose(), strict=True)]
+        assert not any(held), f"pages that no request has are held: {held}"
+        return [self.outputs[key] for key in runs]
+
+    def _turn(self, mail: Mail) -> None:
+        self._read(self.loop.turn(mail))
+
+    def _read(self, report: StepReport) -> None:
+        self.reports.append(report)
+        for news in report.progress:
+            self.outputs[news.key].progress.append(news)
