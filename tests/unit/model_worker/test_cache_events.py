@@ -1,4 +1,4 @@
-"""What a worker tells of its cache: numbered, replayed, or said anew."""
+"""KV events of a worker: numbered, replayed, or sent as a snapshot."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.worker import blocks_of, blocks_removed, blocks_stored
+from msgspec.structs import replace
+from tests.support.worker import WORKER, blocks_of, blocks_removed, blocks_stored, page_group
 
 from antiphon.model_worker.cache.events import (
     BLOCKS_MAX,
     BlockTracker,
     EventLog,
 )
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
+from antiphon.model_worker.cache.groups import GroupKind, Shard
 from antiphon.model_worker.cache.hashing import (
     CacheKey,
     Namespace,
@@ -23,7 +24,6 @@ from antiphon.model_worker.cache.hashing import (
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.protocol.kv_events import MESSAGE_BYTES_MAX, KvEventPublisher
-from antiphon.wire.base import Process
 from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.digests import (
     BLOCK_TOKENS,
@@ -34,7 +34,6 @@ from antiphon.wire.digests import (
     salted,
     split_digests,
 )
-from antiphon.wire.ids import Incarnation, InstanceId
 from antiphon.wire.kv_events import (
     BlocksCleared,
     BlocksRemoved,
@@ -61,22 +60,11 @@ def test_a_listener_that_missed_a_little_gets_what_it_missed() -> None:
 @pytest.mark.parametrize("after", [0, 1, 9], ids=["never heard", "too long ago", "another life"])
 def test_a_listener_that_missed_too_much_gets_all_that_is_there(after: int) -> None:
     log = EventLog(events_max=2)
-    log.add(
-        [
-            blocks_stored(ROOT, (A, B)),
-            blocks_stored(ROOT, (C,)),
-            blocks_removed((B,)),
-            blocks_stored(A, (B,)),
-        ]
-    )
+    branch, again = blocks_stored(ROOT, (C,)), blocks_stored(A, (B,))
+    log.add([blocks_stored(ROOT, (A, B)), branch, blocks_removed((B,)), again])
     replay = log.replay(after)
     assert log.seq == 4
-    assert replay == (
-        BlocksCleared(),
-        blocks_stored(ROOT, (A,)),
-        blocks_stored(ROOT, (C,)),
-        blocks_stored(A, (B,)),
-    )
+    assert replay == (BlocksCleared(), blocks_stored(ROOT, (A,)), branch, again)
 
 
 def test_nothing_is_there_after_a_clear() -> None:
@@ -100,41 +88,26 @@ def test_a_block_that_two_pages_hold_comes_with_the_first_and_goes_with_the_last
     assert blocks.take() == ()
 
 
-def test_a_very_long_prompt_is_told_of_in_pieces_that_follow_each_other() -> None:
+def test_a_very_long_prompt_is_announced_in_pieces_that_follow_each_other() -> None:
     blocks, log = BlockTracker(), EventLog(events_max=1)
     names = [number.to_bytes(DIGEST_BYTES) for number in range(2 * BLOCKS_MAX + 1)]
     blocks.stored(ROOT, names)
     pieces = blocks.take()
-    assert [len(blocks_of(piece)) for piece in pieces if isinstance(piece, BlocksStored)] == [
-        BLOCKS_MAX,
-        BLOCKS_MAX,
-        1,
-    ]
-    assert [piece.parent for piece in pieces if isinstance(piece, BlocksStored)] == [
-        ROOT,
-        names[BLOCKS_MAX - 1],
-        names[2 * BLOCKS_MAX - 1],
-    ]
+    starts = (0, BLOCKS_MAX, 2 * BLOCKS_MAX)
+    parts = [names[start : start + BLOCKS_MAX] for start in starts]
+    parents = [ROOT, *(names[start - 1] for start in starts[1:])]
+    assert list(pieces) == list(map(blocks_stored, parents, parts))
     log.add(pieces)
     assert log.replay(after=0) == (BlocksCleared(), *pieces)
     blocks.removed(names)
-    assert [
-        len(blocks_of(piece)) for piece in blocks.take() if isinstance(piece, BlocksRemoved)
-    ] == [
-        BLOCKS_MAX,
-        BLOCKS_MAX,
-        1,
-    ]
+    assert list(blocks.take()) == list(map(blocks_removed, parts))
 
 
 @pytest.mark.parametrize("page_tokens", [16, 48, 64, 128])
 def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_first(
     page_tokens: int,
 ) -> None:
-    group = CacheGroup(
-        kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=page_tokens, pages_total=64
-    )
-    pools, log = CachePools([group]), EventLog()
+    pools, log = CachePools([page_group(64, page_tokens=page_tokens)]), EventLog()
     index = RadixIndex(pools, tracker=BlockTracker())
     name = Namespace(model_digest="m").digest()
     key = CacheKey(namespace=name, token_ids=pack_ids(range(384)))
@@ -171,26 +144,16 @@ def test_a_worker_announces_what_a_gateway_computes_of_a_request_with_a_salt() -
 
 
 def test_whatever_changes_a_page_changes_its_namespace() -> None:
-    names = [
-        Namespace(model_digest="m"),
-        Namespace(model_digest="o"),
-        Namespace(model_digest="m", salt="s"),
-        Namespace(model_digest="m", weight_version="2"),
-        Namespace(model_digest="m", dtype="s"),
-        Namespace(model_digest="m", quantization="s"),
-        Namespace(model_digest="m", arithmetic="s"),
-        Namespace(model_digest="m", kv_scales="s"),
-        Namespace(model_digest="m", rope="s"),
-        Namespace(model_digest="m", layout="s"),
-        Namespace(model_digest="m", shard=Shard(rank=1, ranks=2)),
-        Namespace(model_digest="m", adapter_digest="s"),
-    ]
+    plain = Namespace(model_digest="m")
+    changes = {field: "s" for field in Namespace.__struct_fields__ if field != "shard"}
+    changes |= {"shard": Shard(rank=1, ranks=2)}
+    names = [plain, *(replace(plain, **{field: changes[field]}) for field in changes)]
     digests = [name.digest() for name in names]
-    assert len(set(digests)) == len(names)
+    assert len(set(digests)) == len(names) == 12
     assert {len(digest) for digest in digests} == {2 * DIGEST_BYTES}
 
 
-def test_an_adapter_and_a_salt_are_told_apart_by_whoever_listens() -> None:
+def test_an_adapter_and_a_salt_have_roots_of_their_own() -> None:
     names = [
         Namespace(model_digest="m"),
         Namespace(model_digest="m", salt="a"),
@@ -204,29 +167,23 @@ PAGE = 16
 
 def hybrid(*others: GroupKind, window: int | None = None) -> tuple[CachePools, RadixIndex]:
     """Full attention beside groups that do not keep something of every page."""
-    groups = [
-        CacheGroup(
-            kind=kind,
-            layers=(layer,),
-            page_bytes=1,
-            page_tokens=PAGE,
-            pages_total=64,
-            window=window if kind is GroupKind.WINDOW else None,
-        )
-        for layer, kind in enumerate((GroupKind.FULL, *others))
-    ]
-    pools = CachePools(groups)
+    groups = [page_group(64, kind, window, PAGE) for kind in others]
+    pools = CachePools([page_group(64, page_tokens=PAGE), *groups])
     return pools, RadixIndex(pools, tracker=BlockTracker())
 
 
 def computed(pools: CachePools, tokens: int) -> PageTable:
     """The table of a request that has computed so many tokens in one pass."""
     table = PageTable(pools)
+    compute(table, tokens)
+    return table
+
+
+def compute(table: PageTable, tokens: int) -> None:
     table.allocate(tokens)
     for chain in table.chains.values():
         chain.launch(tokens)
     table.commit(tokens)
-    return table
 
 
 def announced(index: RadixIndex, log: EventLog) -> int:
@@ -242,10 +199,7 @@ def test_blocks_of_a_model_with_states_are_announced_up_to_the_last_checkpoint()
     index.insert(key, short)
     assert announced(index, log) == 2
     # It goes on to a place that is no page border, so that no state of it is kept.
-    short.allocate(5 * BLOCK_TOKENS + 3)
-    for chain in short.chains.values():
-        chain.launch(5 * BLOCK_TOKENS + 3)
-    short.commit(5 * BLOCK_TOKENS + 3)
+    compute(short, 5 * BLOCK_TOKENS + 3)
     index.insert(key, short)
     assert index.peek(key).length == 2 * BLOCK_TOKENS
     assert announced(index, log) == 2
@@ -295,9 +249,6 @@ def test_blocks_before_a_branch_stay_announced_while_a_branch_can_be_found() -> 
     assert announced(index, log) == 0
 
 
-WORKER = Process(instance=InstanceId("worker-0"), incarnation=Incarnation("1"))
-
-
 def block(number: int) -> bytes:
     return number.to_bytes(DIGEST_BYTES)
 
@@ -313,7 +264,7 @@ def long_chains(count: int) -> list[KvEvent]:
 
 
 class Listener:
-    """Applies whatever comes, however it comes."""
+    """Applies events in any order."""
 
     def __init__(self, announcer: KvEventPublisher) -> None:
         self.announcer = announcer
@@ -331,7 +282,7 @@ class Listener:
                     self.blocks.clear()
 
     def catch_up(self) -> list[KvReplayed]:
-        """Ask until there is nothing more to hear."""
+        """Request replays until nothing is missing."""
         replies: list[KvReplayed] = []
         ask = ReplayKv(after=self.seq)
         while self.seq < self.announcer.seq or ask.part:
@@ -369,7 +320,7 @@ def test_a_large_step_is_cut_into_messages_that_follow_each_other() -> None:
     assert messages[-1].seq == announcer.seq == 10
 
 
-def test_a_little_that_was_missed_is_said_again_one_by_one() -> None:
+def test_a_few_missed_events_are_replayed_one_by_one() -> None:
     announcer = KvEventPublisher(WORKER, 100)
     announcer.add((stored(1), stored(2), stored(3)))
     reply = announcer.replay(ReplayKv(after=1))
@@ -387,7 +338,7 @@ def test_a_long_replay_comes_in_as_many_answers_as_it_takes() -> None:
     assert not any(isinstance(event, BlocksCleared) for r in replies for event in r.events)
 
 
-def test_who_missed_too_much_is_told_everything_in_parts() -> None:
+def test_a_listener_that_missed_too_much_gets_everything_in_parts() -> None:
     announcer = KvEventPublisher(WORKER, 2)
     announcer.add(long_chains(10))
     listener = Listener(announcer)
@@ -398,7 +349,7 @@ def test_who_missed_too_much_is_told_everything_in_parts() -> None:
     assert listener.blocks == {block(number) for number in range(10_000)}
 
 
-def test_what_happens_while_a_snapshot_is_read_is_heard_after_it() -> None:
+def test_events_during_a_snapshot_are_replayed_after_it() -> None:
     announcer = KvEventPublisher(WORKER, 3)
     announcer.add(long_chains(10))
     listener = Listener(announcer)
@@ -413,7 +364,7 @@ def test_what_happens_while_a_snapshot_is_read_is_heard_after_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whoever_misses_messages_and_asks_knows_what_is_there(seed: int) -> None:
+def test_a_listener_that_misses_messages_and_requests_replays_is_up_to_date(seed: int) -> None:
     chance = random.Random(seed)
     announcer = KvEventPublisher(WORKER, chance.choice([1, 3, 50]))
     listener, there = Listener(announcer), set[int]()

@@ -1,4 +1,4 @@
-"""What operators tell a worker over the bus, and what it leaves behind when it must end."""
+"""Control commands of operators over the bus, and what a worker leaves when it must end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.unit.model_worker.test_service import (
     Stage,
     admit,
     open_hash_engine,
+    opener_of,
     staged,
 )
 
@@ -33,39 +34,13 @@ from antiphon.wire.command import (
     SetWeightVersion,
 )
 from antiphon.wire.errors import Internal, InvalidRequest, Unsupported
-from antiphon.wire.routes import WORKER_CONTROL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import Sequence
     from pathlib import Path
 
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.state import Progress
-    from antiphon.model_worker.control import ControlMessage
-
-
-class ControlStage(Stage):
-    """A worker, and somebody who may give it orders."""
-
-    async def order(self, message: ControlMessage) -> ControlDone:
-        worker = self.worker.process.instance
-        return await self.bus.call(WORKER_CONTROL, message, timeout_s=5.0, worker=worker)
-
-    async def watched(self) -> None:
-        """Wait until the worker has looked at its loop with the request in it."""
-        await until(lambda: self.metric("held_reqs") == 1.0)
-
-    def metric(self, name: str) -> float | None:
-        return self.worker.metrics.registry.get_sample_value(f"antiphon_{name}")
-
-
-def controlled(
-    settings: Settings = QUICK,
-    opener: Callable[[Settings], Engine] = open_hash_engine,
-    clock: ShiftedClock | None = None,
-) -> AbstractAsyncContextManager[ControlStage]:
-    return staged(opener, ControlStage, settings, clock)
 
 
 def dumping_to(folder: Path) -> Settings:
@@ -74,81 +49,73 @@ def dumping_to(folder: Path) -> Settings:
 
 
 async def test_paused_worker_reports_it_and_lets_requests_wait() -> None:
-    async with controlled() as stage:
-        assert await stage.order(PauseWorker()) == ControlDone()
-        await until(lambda: stage.load is not None and stage.load.paused)
+    async with staged() as stage:
+        assert await stage.control(PauseWorker()) == ControlDone()
+        await until(lambda: stage.load.paused)
         await stage.command(admit("a"))
         await stage.load_is(1)
-        await until(lambda: stage.load is not None and stage.load.waiting == 1)
-        assert stage.load is not None
+        await until(lambda: stage.load.waiting == 1)
         assert stage.load.step_age_s == 0.0
         await until(lambda: stage.metric("paused_workers") == 1.0)
         assert not stage.ids("a")
-        await stage.order(ContinueWorker())
+        await stage.control(ContinueWorker())
         await until(lambda: stage.ended("a"))
-        assert stage.load is not None
-        await until(lambda: stage.load is not None and not stage.load.paused)
+        await until(lambda: not stage.load.paused)
 
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
 async def test_paused_request_sends_all_of_its_output(mode: PauseMode) -> None:
-    async with controlled() as stage:
-        await stage.command(admit("a", 900))
-        await until(lambda: bool(stage.ids("a")))
-        done = await stage.order(PauseWorker(mode=mode))
+    async with staged() as stage:
+        await stage.start(admit("a", 900))
+        done = await stage.control(PauseWorker(mode=mode))
         assert done.requests == 1
-        await stage.order(ContinueWorker())
+        await stage.control(ContinueWorker())
         await until(lambda: stage.ended("a"))
         assert len(stage.ids("a")) == 900
 
 
 async def test_aborting_pause_ends_requests_with_their_outputs_so_far() -> None:
-    async with controlled() as stage:
-        await stage.command(admit("a", 900))
-        await until(lambda: bool(stage.ids("a")))
-        await stage.order(PauseWorker(mode=PauseMode.ABORT))
+    async with staged() as stage:
+        await stage.start(admit("a", 900))
+        await stage.control(PauseWorker(mode=PauseMode.ABORT))
         await until(lambda: stage.ended("a"))
         assert stage.rows[-1].finish_reason is FinishReason.ABORT
         assert 0 < len(stage.ids("a")) < 900
 
 
 async def test_commands_are_answered_each_with_its_own_result() -> None:
-    async with controlled() as stage:
-        await stage.command(admit("a", 900))
-        await until(lambda: bool(stage.ids("a")))
-        assert (await stage.order(FlushCache())).requests == 0
-        assert (await stage.order(PauseWorker(mode=PauseMode.IN_PLACE))).requests == 1
-        assert (await stage.order(SetWeightVersion(version="next"))).requests == 1
-        # Whoever has heard the reply has heard the heartbeat.
-        assert stage.load is not None
+    async with staged() as stage:
+        await stage.start(admit("a", 900))
+        assert (await stage.control(FlushCache())).requests == 0
+        assert (await stage.control(PauseWorker(mode=PauseMode.IN_PLACE))).requests == 1
+        assert (await stage.control(SetWeightVersion(version="next"))).requests == 1
+        # The heartbeat is sent before the reply.
         assert stage.load.weight_version == "next"
-        assert (await stage.order(PauseWorker())).requests == 0
+        assert (await stage.control(PauseWorker())).requests == 0
 
 
 async def test_flush_unless_busy_is_skipped_while_a_request_runs() -> None:
     gently = FlushCache(unless_busy=True)
-    async with controlled() as stage:
-        await stage.order(PauseWorker())
+    async with staged() as stage:
+        await stage.control(PauseWorker())
         await stage.command(admit("a"), admit("b", 900))
         await stage.load_is(2)
-        assert (await stage.order(gently)).requests == 2
-        await stage.order(ContinueWorker())
+        assert (await stage.control(gently)).requests == 2
+        await stage.control(ContinueWorker())
         await until(lambda: stage.ended("a") and stage.ended("b"))
-        # Whoever has read the end of an answer finds it ended.
-        assert (await stage.order(gently)).requests == 0
+        assert (await stage.control(gently)).requests == 0
 
 
 async def test_weight_version_without_a_name_is_rejected() -> None:
-    async with controlled() as stage:
+    async with staged() as stage:
         with pytest.raises(InvalidRequest, match="version"):
-            await stage.order(SetWeightVersion(version=""))
+            await stage.control(SetWeightVersion(version=""))
 
 
 async def test_plans_are_written_by_a_command(tmp_path: Path) -> None:
-    async with controlled(dumping_to(tmp_path)) as stage:
-        await stage.command(admit("a"))
-        await until(lambda: stage.ended("a"))
-        done = await stage.order(DumpPlans())
+    async with staged(settings=dumping_to(tmp_path)) as stage:
+        await stage.finish(admit("a"))
+        done = await stage.control(DumpPlans())
         recording = read(tmp_path / done.file)
         assert recording.header.instance == stage.worker.process.instance
         assert recording.header.reason == "requested by a command"
@@ -156,62 +123,50 @@ async def test_plans_are_written_by_a_command(tmp_path: Path) -> None:
 
 
 async def test_plans_are_not_written_without_a_folder() -> None:
-    async with controlled() as stage:
+    async with staged() as stage:
         with pytest.raises(Unsupported, match="dump_folder is empty"):
-            await stage.order(DumpPlans())
+            await stage.control(DumpPlans())
 
 
 async def test_dump_to_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a folder")
-    async with controlled(dumping_to(file)) as stage:
+    async with staged(settings=dumping_to(file)) as stage:
         with pytest.raises(Internal, match="cannot be written"):
-            await stage.order(DumpPlans())
+            await stage.control(DumpPlans())
 
 
-class Stuck:
-    """An engine whose steps begin when the test says so."""
-
-    def __init__(self) -> None:
-        self.runner = HeldRunner()
-        self.clock = ShiftedClock()
-
-    def open(self, settings: Settings) -> Engine:
-        engine = open_hash_engine(settings)
-        self.runner.runner = engine.runner
-        return Engine(engine.core, self.runner)
+async def stall(stage: Stage, held: HeldRunner, clock: ShiftedClock, shift_s: float) -> None:
+    """Admit a request whose first step does not begin, for so long."""
+    held.go.clear()
+    await stage.command(admit("a"))
+    await until(lambda: stage.metric("held_reqs") == 1.0)  # seen by the worker's watchdog
+    clock.shift_s = shift_s
 
 
 async def test_stalled_step_is_logged_once_with_its_stack_and_plan(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stuck = Stuck()
+    held, clock = HeldRunner(), ShiftedClock()
     with caplog.at_level(logging.ERROR):
-        async with controlled(opener=stuck.open, clock=stuck.clock) as stage:
-            stuck.runner.go.clear()
-            await stage.command(admit("a"))
-            await stage.watched()
-            stuck.clock.shift_s = 60.0
+        async with staged(opener_of(held.around), clock=clock) as stage:
+            await stall(stage, held, clock, 60.0)
             await until(lambda: stage.metric("stalls_total") == 1.0)
-            stuck.runner.go.set()
+            held.go.set()
             await until(lambda: stage.ended("a"))
             assert stage.metric("stalls_total") == 1.0
-    (said,) = [r for r in caplog.records if r.message == "batching loop stalled"]
-    told = vars(said)
-    assert "self.go.wait" in told["stack"]
-    assert (told["rows"], told["tokens"]) == (1, 3)
+    (line,) = [vars(r) for r in caplog.records if r.message == "batching loop stalled"]
+    assert "self.go.wait" in line["stack"]
+    assert (line["rows"], line["tokens"]) == (1, 3)
 
 
 async def test_hung_step_ends_the_process_and_leaves_its_plans(tmp_path: Path) -> None:
-    stuck = Stuck()
+    held, clock, settings = HeldRunner(), ShiftedClock(), dumping_to(tmp_path)
     with pytest.RaisesGroup(LoopHung, flatten_subgroups=True):
-        async with controlled(dumping_to(tmp_path), stuck.open, stuck.clock) as stage:
-            stuck.runner.go.clear()
-            await stage.command(admit("a"))
-            await stage.watched()
-            stuck.clock.shift_s = 400.0
+        async with staged(opener_of(held.around), settings, clock) as stage:
+            await stall(stage, held, clock, 400.0)
             await until(lambda: any(tmp_path.glob("*.plans")))
-            stuck.runner.go.set()  # so that the test's own process can leave
+            held.go.set()  # so that the test's own process can leave
             await stage.worker.gone.wait()
     (file,) = tmp_path.glob("*.plans")
     recording = read(file)
@@ -219,8 +174,8 @@ async def test_hung_step_ends_the_process_and_leaves_its_plans(tmp_path: Path) -
     assert recording.records[-1].outcome is None
 
 
-class Babbling(EngineCore):
-    """Says something that nobody can take in, once the warm-up is over."""
+class BrokenProgress(EngineCore):
+    """Reports progress that cannot be added, once the warm-up is over."""
 
     def take_progress(self) -> Sequence[Progress]:
         progress = super().take_progress()
@@ -230,21 +185,18 @@ class Babbling(EngineCore):
 
 
 async def test_progress_that_cannot_be_added_ends_its_request_alone(tmp_path: Path) -> None:
-    def open_babbling(settings: Settings) -> Engine:
+    def open_broken(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
-        batching = engine.core
-        return Engine(Babbling(batching.limits, batching.pools), engine.runner)
+        return Engine(BrokenProgress(engine.core.limits, engine.core.pools), engine.runner)
 
-    async with controlled(dumping_to(tmp_path), open_babbling) as stage:
-        await stage.order(SetWeightVersion(version="broken"))
-        await stage.command(admit("a"))
-        await until(lambda: stage.ended("a"))
+    async with staged(open_broken, dumping_to(tmp_path)) as stage:
+        await stage.control(SetWeightVersion(version="broken"))
+        await stage.finish(admit("a"))
         (end,) = (row for row in stage.rows if row.finish_reason is not None)
         assert end.error is not None
         assert end.error.code == "internal"
-        await stage.order(SetWeightVersion(version="mended"))
-        await stage.command(admit("b"))
-        await until(lambda: stage.ended("b"))
+        await stage.control(SetWeightVersion(version="mended"))
+        await stage.finish(admit("b"))
         assert len(stage.ids("b")) == 5
         assert not stage.worker.gone.is_set()
         await stage.close("a", "b")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.worker import page_group
 
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.pages import CachePools, PagePool, PageTable
@@ -13,31 +14,16 @@ from antiphon.model_worker.cache.pages import CachePools, PagePool, PageTable
 PAGE_TOKENS = 4
 
 
-def full_group(pages: int) -> CacheGroup:
-    return CacheGroup(
-        kind=GroupKind.FULL,
-        layers=(0, 1),
-        page_bytes=64,
-        page_tokens=PAGE_TOKENS,
-        pages_total=pages,
-    )
-
-
 def window_group(pages: int, window: int) -> CacheGroup:
-    return CacheGroup(
-        kind=GroupKind.WINDOW,
-        layers=(2,),
-        page_bytes=32,
-        page_tokens=PAGE_TOKENS,
-        pages_total=pages,
-        window=window,
-    )
+    return page_group(pages, GroupKind.WINDOW, window)
 
 
-def state_group(slots: int) -> CacheGroup:
-    return CacheGroup(
-        kind=GroupKind.STATE, layers=(3,), page_bytes=16, page_tokens=4, pages_total=slots
-    )
+def full_and_window(pages: int = 8, window: int = 5) -> CachePools:
+    return CachePools([page_group(pages), window_group(pages, window)])
+
+
+def full_and_states(slots: int) -> CachePools:
+    return CachePools([page_group(8), page_group(slots, GroupKind.STATE)])
 
 
 def test_page_released_twice_is_a_bug() -> None:
@@ -150,7 +136,7 @@ def test_cached_page_misuse_is_a_bug(misuse: str) -> None:
 
 
 def test_table_revision_grows_when_entries_change() -> None:
-    pools = CachePools([full_group(8), window_group(8, window=5)])
+    pools = full_and_window()
     table = PageTable(pools)
     table.allocate(16)
     table.commit(4)
@@ -165,7 +151,7 @@ def test_table_revision_grows_when_entries_change() -> None:
 
 
 def test_window_group_releases_pages_behind_the_window() -> None:
-    pools = CachePools([full_group(8), window_group(8, window=5)])
+    pools = full_and_window()
     table = PageTable(pools)
     table.allocate(16)
     table.commit(16)
@@ -176,7 +162,7 @@ def test_window_group_releases_pages_behind_the_window() -> None:
 
 
 def test_fork_shares_full_pages_and_writes_none_of_them() -> None:
-    pools = CachePools([full_group(8), window_group(8, window=5)])
+    pools = full_and_window()
     table = PageTable(pools)
     table.allocate(10)
     table.commit(10)
@@ -199,7 +185,7 @@ def run(table: PageTable, end: int) -> None:
 
 
 def test_request_reads_one_state_and_writes_another_at_any_length() -> None:
-    pools = CachePools([full_group(8), state_group(2)])
+    pools = full_and_states(2)
     table = PageTable(pools)
     pairs: list[tuple[int, int]] = []
     for start, end in ((0, 7), (7, 8), (8, 17)):
@@ -219,14 +205,13 @@ def test_request_reads_one_state_and_writes_another_at_any_length() -> None:
 
 
 def test_row_that_is_run_again_reads_the_same_state() -> None:
-    pools = CachePools([full_group(8), state_group(3)])
+    pools = full_and_states(3)
     table = PageTable(pools)
     run(table, 5)
     chain = table.chains[1]
-    table.allocate(6)
-    chain.launch(6)
-    table.allocate(7)
-    chain.launch(7)
+    for end in (6, 7):
+        table.allocate(end)
+        chain.launch(end)
     assert chain.pair(5)[1] == chain.pair(6)[0]
     before = chain.pair(5)
     chain.recall()
@@ -238,7 +223,7 @@ def test_row_that_is_run_again_reads_the_same_state() -> None:
 
 
 def test_state_with_another_holder_is_never_written() -> None:
-    pools = CachePools([full_group(8), state_group(3)])
+    pools = full_and_states(3)
     table = PageTable(pools)
     run(table, 8)
     kept = table.pages(1)[0]
@@ -252,9 +237,7 @@ def test_state_with_another_holder_is_never_written() -> None:
 @pytest.mark.parametrize(("kind", "window"), [(GroupKind.WINDOW, None), (GroupKind.FULL, 4)])
 def test_cache_group_with_a_wrong_window_is_rejected(kind: GroupKind, window: int | None) -> None:
     with pytest.raises(ValueError, match="window"):
-        CacheGroup(
-            kind=kind, layers=(0,), page_bytes=1, page_tokens=1, pages_total=1, window=window
-        )
+        page_group(1, kind, window)
 
 
 @given(window=st.integers(1, 40), tokens=st.integers(0, 200))
@@ -270,7 +253,7 @@ class Tables(RuleBasedStateMachine):
 
     @initialize(window=st.integers(1, 12))
     def begin(self, window: int) -> None:
-        self.pools = CachePools([full_group(24), window_group(24, window)])
+        self.pools = full_and_window(24, window)
         self.tables: list[PageTable] = []
         self.step = 0
 

@@ -10,8 +10,8 @@ import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import running
 from tests.support.wait import until
-from tests.support.worker import attempt
-from tests.unit.model_worker.test_service import WorkerFactory, open_hash_engine, process
+from tests.support.worker import attempt, process
+from tests.unit.model_worker.test_service import WorkerFactory, open_hash_engine
 
 from antiphon.model_worker.protocol.peers import (
     NumericsCheck,

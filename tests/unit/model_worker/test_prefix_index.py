@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.worker import page_group
 
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
@@ -17,21 +18,17 @@ PAGE_TOKENS = 4
 
 
 def group(kind: GroupKind, window: int | None = None, pages: int = 64) -> CacheGroup:
-    return CacheGroup(
-        kind=kind,
-        layers=(0,),
-        page_bytes=1,
-        page_tokens=PAGE_TOKENS,
-        pages_total=pages,
-        window=window,
-    )
+    return page_group(pages, kind, window)
+
+
+FULL, WINDOW = group(GroupKind.FULL), group(GroupKind.WINDOW, window=9)
 
 
 class Bench:
     """An index and requests that run through it."""
 
     def __init__(self, *groups: CacheGroup, strategy: str = "lru") -> None:
-        self.pools = CachePools(groups or (group(GroupKind.FULL),))
+        self.pools = CachePools(groups or (FULL,))
         self.index = RadixIndex(self.pools, STRATEGIES[strategy])
 
     def key(self, text: str, namespace: bytes = b"n") -> CacheKey:
@@ -142,18 +139,16 @@ def test_a_copy_that_a_fork_shares_is_kept_until_the_fork_is_gone() -> None:
     assert one.pages(0)[:2] == other.pages(0)[:2]
 
 
-def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+@pytest.mark.parametrize(
+    ("texts", "evicted", "found"),
+    [(["abcd"], 2, [2]), (["prompt:answer", "q", "prompt:x"], 6, [7, 1, 8])],
+    ids=["the end of a prompt first", "a prompt that was found again last"],
+)
+def test_pages_are_evicted_in_order(texts: list[str], evicted: int, found: list[int]) -> None:
     bench = Bench()
-    bench.serve("abcd")
-    bench.index.evict([2])
-    assert bench.found("abcd!") == 2
-
-
-def test_a_prompt_that_was_found_again_stays_longer_than_the_answer_that_was_not() -> None:
-    bench = Bench()
-    bench.serve("prompt:answer", "q", "prompt:x")
-    bench.index.evict([6])
-    assert [bench.found(text + "!") for text in ("prompt:answer", "q", "prompt:x")] == [7, 1, 8]
+    bench.serve(*texts)
+    bench.index.evict([evicted])
+    assert [bench.found(text + "!") for text in texts] == found
 
 
 def test_least_recent_goes_first_and_a_use_counts() -> None:
@@ -247,17 +242,15 @@ def test_a_node_leads_up_to_the_root_of_its_namespace() -> None:
     bench.serve("abc", "abd")
     shared, one, other = (bench.index.peek(bench.key(t)).node for t in ("ab!", "abc!", "abd!"))
     assert shared is not None
-    assert one is not None
-    assert other is not None
-    assert one is not other
-    assert one.parent is other.parent is shared
     assert shared.parent is not None
+    assert one is not other
+    assert getattr(one, "parent", None) is getattr(other, "parent", None) is shared
     assert shared.parent.parent is None
     assert bench.index.peek(bench.key("z!")).node is None
 
 
 def test_a_match_ends_only_where_the_window_before_it_is_whole() -> None:
-    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+    bench = Bench(FULL, WINDOW)
     bench.serve("abcdef")
     # Computed at once, so of the window group only what token 24 sees was left.
     assert bench.found("abcdef!") == 6
@@ -268,24 +261,22 @@ def test_a_match_ends_only_where_the_window_before_it_is_whole() -> None:
     assert len(table.pages(0)) == 6
 
 
-def test_a_window_gives_up_its_pages_and_leaves_the_full_ones() -> None:
-    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+@pytest.mark.parametrize(
+    ("wanted", "evicted", "left"),
+    [([0, 1], 1, [6, 1]), ([1, 0], 2, [5, 1])],
+    ids=["of a window alone", "full ones, with those of a window"],
+)
+def test_pages_are_evicted_by_group(wanted: list[int], evicted: int, left: list[int]) -> None:
+    bench = Bench(FULL, WINDOW)
     bench.serve("abcdef")
     assert bench.index.evictable() == [6, 2]
-    assert bench.index.evict([0, 1]) == 1
-    assert bench.index.evictable() == [6, 1]
+    assert bench.index.evict(wanted) == evicted
+    assert bench.index.evictable() == left
     assert bench.found("abcdef!") == 0
 
 
-def test_full_pages_take_those_of_a_window_along() -> None:
-    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
-    bench.serve("abcdef")
-    assert bench.index.evict([1, 0]) == 2
-    assert bench.index.evictable() == [5, 1]
-
-
 def test_a_hole_is_filled_by_whoever_computes_it_again() -> None:
-    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+    bench = Bench(FULL, WINDOW)
     bench.serve("abcdef")
     bench.index.evict([0, 2])
     generation = bench.index.generation
@@ -302,7 +293,7 @@ def test_a_hole_is_filled_by_whoever_computes_it_again() -> None:
 def test_whatever_holes_there_are_every_window_is_whole_where_a_match_ends(
     windows: list[int], holes: list[tuple[int, int]]
 ) -> None:
-    bench = Bench(group(GroupKind.FULL), *(group(GroupKind.WINDOW, window=w) for w in windows))
+    bench = Bench(FULL, *(group(GroupKind.WINDOW, window=w) for w in windows))
     text = "abcdefghijkl"
     table = bench.begin(text)
     for end in range(1, len(text) + 1):
@@ -325,7 +316,7 @@ def test_whatever_holes_there_are_every_window_is_whole_where_a_match_ends(
 
 
 def test_groups_that_keep_every_token_are_all_alike() -> None:
-    bench = Bench(group(GroupKind.FULL), group(GroupKind.LATENT))
+    bench = Bench(FULL, group(GroupKind.LATENT))
     bench.serve("abc", "abd")
     assert bench.index.evictable() == [4, 4]
     assert bench.index.evict([1, 0]) == 2
@@ -333,19 +324,14 @@ def test_groups_that_keep_every_token_are_all_alike() -> None:
 
 
 def with_states(states: int = 64) -> Bench:
-    return Bench(group(GroupKind.FULL), group(GroupKind.STATE, pages=states))
+    return Bench(FULL, group(GroupKind.STATE, pages=states))
 
 
 def test_with_states_a_prefix_is_found_where_one_was_kept_and_nowhere_else() -> None:
     bench = with_states()
     bench.serve("abc")
-    assert [bench.found(text) for text in ("abc!", "abcd!", "abx!", "ab!", "abc")] == [
-        3,
-        3,
-        0,
-        0,
-        0,
-    ]
+    texts = ("abc!", "abcd!", "abx!", "ab!", "abc")
+    assert [bench.found(text) for text in texts] == [3, 3, 0, 0, 0]
     assert bench.pools.loose() == [3, 1]
     bench.serve("ab")
     assert [bench.found(text) for text in ("abc!", "abx!", "abc", "ax!")] == [3, 2, 2, 0]
@@ -371,8 +357,7 @@ def test_a_checkpoint_serves_many_and_is_nobodys_to_write() -> None:
 
 def test_checkpoints_go_before_their_pages_the_shortest_first() -> None:
     bench = with_states()
-    for text in ("a", "ab", "abc"):
-        bench.serve(text)
+    bench.serve("a", "ab", "abc")
     assert bench.pools.loose() == [3, 3]
     bench.index.evict([0, 1])
     assert [bench.found(text) for text in ("ax!", "abx!", "abc!")] == [0, 2, 3]
@@ -385,8 +370,7 @@ def test_checkpoints_go_before_their_pages_the_shortest_first() -> None:
 
 def test_a_checkpoint_goes_with_the_page_that_it_stands_at() -> None:
     bench = with_states()
-    for text in ("ab", "abcd"):
-        bench.serve(text)
+    bench.serve("ab", "abcd")
     bench.index.evict([1, 0])
     assert bench.pools.loose() == [3, 1]
     assert bench.found("abcd!") == 2
@@ -404,7 +388,7 @@ def test_a_state_within_a_page_is_nobodys_checkpoint() -> None:
 
 
 def test_evicting_much_leaves_no_trace_of_what_went() -> None:
-    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+    bench = Bench(FULL, WINDOW)
     for number in range(500):
         bench.serve(f"{number:04d}")
         bench.index.evict([4, 0])
@@ -426,7 +410,7 @@ def test_tokens_that_are_given_up_are_counted_and_those_of_a_flush_are_not() -> 
 
 
 def test_tokens_that_a_window_loses_are_not_counted_where_others_keep_them() -> None:
-    bench = Bench(group(GroupKind.WINDOW, window=PAGE_TOKENS), group(GroupKind.FULL))
+    bench = Bench(group(GroupKind.WINDOW, window=PAGE_TOKENS), FULL)
     bench.serve("abcd")
     bench.index.evict([1, 0])
     assert bench.index.evicted_tokens == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -12,14 +12,13 @@ from tests.simulation.hash_runner import HashRunner
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
+from tests.support.worker import limits, page_group, process
 
 from antiphon.config.cluster import digest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.cache.events import BlockTracker
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.pages import CachePools, PagePool
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.observability.step_accounting import StepAccounting
@@ -46,7 +45,7 @@ from antiphon.wire.command import (
 )
 from antiphon.wire.digests import block_digests, namespace
 from antiphon.wire.heartbeat import Heartbeat, RefusalReason, RefusedCommands, WorkerLoad
-from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.ids import RequestId
 from antiphon.wire.kv_events import BlocksCleared, BlocksStored, KvEvents, KvReplayed, ReplayKv
 from antiphon.wire.routes import (
     COMMAND,
@@ -74,10 +73,6 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 50
 
 
-def process(name: str) -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
-
-
 DETOKENIZER, GATEWAY = process("detokenizer-0"), process("gateway-0")
 TERM = Term(number=1, scheduler=process("scheduler-0"))
 
@@ -95,10 +90,8 @@ class WorkerFactory:
 
 
 def open_hash_engine(settings: Settings) -> Engine:
-    group = CacheGroup(
-        kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=16, pages_total=64
-    )
-    limits = EngineLimits(
+    pools = CachePools([page_group(64, page_tokens=16)])
+    small = limits(
         step_tokens_max=64,
         chunk_tokens=32,
         running_max=min(8, settings.batching.running_max),
@@ -107,13 +100,12 @@ def open_hash_engine(settings: Settings) -> Engine:
         end_ids=frozenset(),
         weights_digest="",
     )
-    pools = CachePools([group])
-    batching = EngineCore(limits, pools, RadixIndex(pools, tracker=BlockTracker()))
-    return Engine(batching, HashRunner([group], VOCAB_SIZE))
+    core = EngineCore(small, pools, RadixIndex(pools, tracker=BlockTracker()))
+    return Engine(core, HashRunner(pools.groups, VOCAB_SIZE))
 
 
 class Stage:
-    """A worker on a memory bus, and a client that plays everybody else."""
+    """A worker on a memory bus, and a client that plays all other services."""
 
     def __init__(self, broker: MemoryBroker, worker: Running[Service], bus: Bus) -> None:
         self.broker = broker
@@ -122,7 +114,7 @@ class Stage:
         self.batches: list[TokenBatch] = []
         self.unfolding = Unfolding()
         self.beats: list[Heartbeat] = []
-        self.told: list[KvEvents] = []
+        self.kv_events: list[KvEvents] = []
         self.commands = 0
         self.lists = 0
         self.meet()
@@ -130,12 +122,12 @@ class Stage:
     async def listen(self) -> None:
         await self.bus.listen(TOKENS, self._tokens, detokenizer=DETOKENIZER.instance)
         await self.bus.listen(HEARTBEAT, self._beat, role="worker")
-        await self.bus.listen(KV_EVENTS, self._tell)
+        await self.bus.listen(KV_EVENTS, self._kv)
         # So that the leader is known before the first command: messages of two subjects race.
         await until(lambda: bool(self.beats))
 
     def meet(self, leader: Process = TERM.scheduler, ahead_s: float = 0.0) -> None:
-        """Let the worker hear a leader, whose clock is so far ahead of its own."""
+        """Send the worker a heartbeat of a leader whose clock is so far ahead of its own."""
         sent_ms = SystemClock().unix_ms() + round(1000 * ahead_s)
         beat = Heartbeat(
             role=Role.SCHEDULER,
@@ -154,8 +146,8 @@ class Stage:
         assert batch is not None, "a step follows nothing"
         self.batches.append(batch)
 
-    async def _tell(self, delivery: Delivery) -> None:
-        self.told.append(delivery.read(KV_EVENTS))
+    async def _kv(self, delivery: Delivery) -> None:
+        self.kv_events.append(delivery.read(KV_EVENTS))
 
     async def _beat(self, delivery: Delivery) -> None:
         self.beats.append(delivery.read(HEARTBEAT))
@@ -165,9 +157,11 @@ class Stage:
         return [row for batch in self.batches for row in batch.rows]
 
     @property
-    def load(self) -> WorkerLoad | None:
-        """What the last heartbeat says."""
-        return self.beats[-1].worker if self.beats else None
+    def load(self) -> WorkerLoad:
+        """What the last heartbeat reports."""
+        load = self.beats[-1].worker
+        assert load is not None
+        return load
 
     def ids(self, request_id: str) -> list[int]:
         rows = [row for row in self.rows if row.request_id == request_id]
@@ -210,11 +204,11 @@ class Stage:
         assert isinstance(transport, MemoryTransport)
         return transport
 
-    def sample(self, name: str, **labels: str) -> float | None:
-        return self.worker.metrics.registry.get_sample_value(name, labels)
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.worker.metrics.registry.get_sample_value(f"antiphon_{name}", labels)
 
     def decoded(self) -> float | None:
-        return self.sample("antiphon_realtime_tokens_total", mode="decode")
+        return self.metric("realtime_tokens_total", mode="decode")
 
     async def close(self, *request_ids: str, valid_s: float = 5.0) -> None:
         """The owner has ended these."""
@@ -252,16 +246,12 @@ def abort(name: str) -> Abort:
     return Abort(request_id=RequestId(name), attempt=Attempt(term=TERM, n=1))
 
 
-S = TypeVar("S", bound=Stage)
-
-
 @asynccontextmanager
 async def staged(
     opener: Callable[[Settings], Engine] = open_hash_engine,
-    kind: type[S] = Stage,
     settings: Settings = QUICK,
     clock: Clock | None = None,
-) -> AsyncGenerator[S]:
+) -> AsyncGenerator[Stage]:
     broker = MemoryBroker()
     async with (
         client_bus(MemoryTransport(broker), party="client") as bus,
@@ -269,7 +259,7 @@ async def staged(
             WorkerFactory(opener), MemoryTransport(broker), settings=settings, clock=clock
         ) as worker,
     ):
-        stage = kind(broker, worker, bus)
+        stage = Stage(broker, worker, bus)
         await stage.listen()
         yield stage
         # Else the worker would linger for owners that never come.
@@ -282,9 +272,7 @@ async def stage() -> AsyncGenerator[Stage]:
         yield stage
 
 
-async def test_an_admitted_request_is_answered_with_numbered_tokens_up_to_its_end(
-    stage: Stage,
-) -> None:
+async def test_an_admitted_request_is_answered_with_numbered_tokens(stage: Stage) -> None:
     await stage.finish(admit("a"))
     assert len(stage.ids("a")) == 5
     assert [batch.seq for batch in stage.batches] == list(range(1, len(stage.batches) + 1))
@@ -292,17 +280,15 @@ async def test_an_admitted_request_is_answered_with_numbered_tokens_up_to_its_en
     assert stage.rows[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_the_heartbeat_tells_pages_load_and_what_is_held(stage: Stage) -> None:
+async def test_the_heartbeat_reports_pages_load_and_running_requests(stage: Stage) -> None:
     await stage.command(admit("a", 900))
     await stage.load_is(1)
     load = stage.load
-    assert load is not None
     assert [line.request_id for line in load.running] == ["a"]
     assert (load.term, load.commands_seq, load.context_tokens) == (TERM, 1, 1024)
     await until(lambda: stage.ended("a"))
     await stage.load_is(0)
     load = stage.load
-    assert load is not None
     assert load.pages_free == load.pages_total == 64
     assert [line.ended for line in load.running] == [True]
     assert load.step_age_s == 0.0
@@ -323,8 +309,7 @@ async def test_worker_obeys_a_leader_whose_clock_is_seconds_away(
     stage.meet(leader.scheduler, ahead_s)
     await stage.command(admit("a"), leader=leader, valid_s=ahead_s + 1.5)
     await until(lambda: stage.ended("a"))
-    await until(lambda: stage.load is not None and stage.load.term == leader)
-    assert stage.load is not None
+    await until(lambda: stage.load.term == leader)
     assert stage.load.refused is None
 
 
@@ -343,37 +328,37 @@ async def test_worker_refuses_commands_by_a_clock_that_it_cannot_read(
     valid_s: float,
     reason: RefusalReason,
 ) -> None:
-    """It says so in one line, counts it, and its heartbeat tells the leader."""
+    """It logs that in one line, counts it, and its heartbeat reports it to the leader."""
     leader = leader_ahead(ahead_s or 0.0)
     if ahead_s is not None:
         stage.meet(leader.scheduler, ahead_s)
     await stage.command(admit("a"), leader=leader, valid_s=valid_s)
     await stage.command(admit("b"), leader=leader, valid_s=valid_s)
     refused = RefusedCommands(leader=leader, seq=2, reason=reason)
-    await until(lambda: stage.load is not None and stage.load.refused == refused)
+    await until(lambda: stage.load.refused == refused)
     lines = [vars(record) for record in caplog.records if record.message == "commands refused"]
     assert [(line["leader"], line["reason"]) for line in lines] == [
         (leader.scheduler.instance, reason)
     ]
-    assert stage.sample("antiphon_refused_commands_total", reason=reason) == 2
+    assert stage.metric("refused_commands_total", reason=reason) == 2
     assert not stage.ids("a")
 
 
 async def test_open_list_that_came_too_late_is_counted_and_ends_nothing(stage: Stage) -> None:
     await stage.start(admit("a", 900))
     await stage.close("a", valid_s=-1.0)
-    await until(lambda: stage.sample("antiphon_late_messages_total", route=OPEN.name) == 1)
+    await until(lambda: stage.metric("late_messages_total", route=OPEN.name) == 1)
     await stage.load_is(1)
     await stage.close("a")
     await stage.load_is(0)
 
 
-async def test_an_abort_frees_the_request_and_says_nothing_more(stage: Stage) -> None:
+async def test_an_abort_frees_the_request_and_sends_no_more(stage: Stage) -> None:
     await stage.start(admit("a", 900))
     await stage.command(abort("a"))
     await stage.load_is(0)
     assert not stage.ended("a")
-    await until(lambda: stage.load is not None and stage.load.pages_free == 64)
+    await until(lambda: stage.load.pages_free == 64)
 
 
 async def test_a_stop_of_the_detokenizer_ends_the_choice(stage: Stage) -> None:
@@ -402,12 +387,10 @@ async def test_a_resend_brings_everything_again(stage: Stage) -> None:
 async def test_what_the_owner_closed_is_forgotten(stage: Stage) -> None:
     await stage.finish(admit("a"))
     await stage.close("a")
-    await until(lambda: stage.load is not None and stage.load.running == ())
+    await until(lambda: stage.load.running == ())
 
 
-async def test_the_worker_goes_on_while_the_link_is_down_and_sends_all_of_it_after(
-    stage: Stage,
-) -> None:
+async def test_tokens_of_an_outage_are_sent_after_it(stage: Stage) -> None:
     await stage.start(admit("a", 400))
     stage.broker.cut(stage.transport)
     await until(lambda: stage.decoded() == 400)
@@ -418,25 +401,22 @@ async def test_the_worker_goes_on_while_the_link_is_down_and_sends_all_of_it_aft
     assert [row.offset for row in stage.rows] == sorted(row.offset for row in stage.rows)
 
 
-async def test_what_comes_into_the_cache_is_announced_by_the_digests_of_the_prompt(
-    stage: Stage,
-) -> None:
+async def test_cached_blocks_are_announced_by_the_digests_of_the_prompt(stage: Stage) -> None:
     prompt = [token % VOCAB_SIZE for token in range(130)]
     await stage.finish(admit("a", prompt=prompt))
-    await until(lambda: sum(len(message.events) for message in stage.told) == 2)
-    assert [message.worker for message in stage.told] == [stage.worker.process] * len(stage.told)
-    assert stage.told[-1].seq == 2
-    said = [event for message in stage.told for event in message.events]
-    stored = [event for event in said if isinstance(event, BlocksStored)]
+    await until(lambda: sum(len(message.events) for message in stage.kv_events) == 2)
+    assert {message.worker for message in stage.kv_events} == {stage.worker.process}
+    assert stage.kv_events[-1].seq == 2
+    events = [event for message in stage.kv_events for event in message.events]
+    stored = [event for event in events if isinstance(event, BlocksStored)]
     root = namespace("", "")
     assert stored[0].parent == root
     assert b"".join(event.digests for event in stored) == block_digests(root, pack_ids(prompt))
     await stage.load_is(0)
-    assert stage.load is not None
     assert stage.load.kv_seq == 2
 
 
-async def test_who_missed_an_event_asks_and_who_missed_a_flush_hears_of_it(stage: Stage) -> None:
+async def test_missed_kv_events_and_a_missed_flush_are_replayed(stage: Stage) -> None:
     prompt = [token % VOCAB_SIZE for token in range(70)]
     worker = stage.worker.process.instance
     await stage.start(admit("a", 300, prompt=prompt))
@@ -445,12 +425,11 @@ async def test_who_missed_an_event_asks_and_who_missed_a_flush_hears_of_it(stage
     stage.broker.heal(stage.transport)
     await until(lambda: stage.ended("a"))
     await stage.load_is(0)
-    assert stage.load is not None
-    seq, heard = stage.load.kv_seq, stage.told[-1].seq
+    seq, received = stage.load.kv_seq, stage.kv_events[-1].seq
     assert seq is not None
-    assert seq > heard, "nothing was lost"
+    assert seq > received, "nothing was lost"
     await stage.control(FlushCache())
-    reply = await stage.bus.call(KV_REPLAY, ReplayKv(after=heard), timeout_s=5.0, worker=worker)
+    reply = await stage.bus.call(KV_REPLAY, ReplayKv(after=received), timeout_s=5.0, worker=worker)
     assert isinstance(reply, KvReplayed)
     assert reply.seq == seq + 1
     assert [type(event) for event in reply.events] == [BlocksStored, BlocksCleared]
@@ -532,7 +511,7 @@ async def test_worker_survives_an_outcome_of_another_plan() -> None:
         assert not stage.worker.gone.is_set()
 
 
-async def test_worker_with_broken_pages_ends_and_says_why(
+async def test_worker_with_broken_pages_ends_and_logs_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.RaisesGroup(SharedStateBroken, flatten_subgroups=True):
@@ -546,31 +525,23 @@ async def test_worker_with_broken_pages_ends_and_says_why(
 async def test_malformed_admit_of_a_leader_ends_its_request_alone(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(self: HeldRequest, choice: ChoiceOutput) -> None:
+    def fail_of_bad(self: HeldRequest, choice: ChoiceOutput) -> None:
         if self.request_id == "bad":
-            raise AssertionError("a bug, on purpose")
+            fail()
 
-    monkeypatch.setattr(HeldRequest, "_detail_store", told)
+    monkeypatch.setattr(HeldRequest, "_detail_store", fail_of_bad)
     await stage.command(admit("a"), admit("bad"), admit("b"))
     await until(lambda: stage.ended("a") and stage.ended("b"))
     assert not stage.worker.gone.is_set()
 
 
 async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
-    held = HeldRunner()
-
-    def open_held(settings: Settings) -> Engine:
-        engine = open_hash_engine(settings)
-        held.runner = engine.runner
-        return Engine(engine.core, held)
-
-    clock = ShiftedClock()
-    async with staged(open_held, clock=clock) as stage:
+    held, clock = HeldRunner(), ShiftedClock()
+    async with staged(opener_of(held.around), clock=clock) as stage:
         clock.shift_s = 600.0
         held.go.clear()
         await stage.command(admit("a"))
         await stage.load_is(1)
-        assert stage.load is not None
         assert 0 < stage.load.step_age_s < 60
         held.go.set()
         await until(lambda: stage.ended("a"))
@@ -611,7 +582,7 @@ def given_back(stage: Stage) -> list[str]:
 
 
 @pytest.mark.parametrize("drains", [True, False], ids=["leaving", "too slow"])
-async def test_what_has_not_begun_is_given_back_if_another_worker_is_there(drains: bool) -> None:
+async def test_waiting_requests_are_given_back_if_there_is_another_worker(drains: bool) -> None:
     async with narrow(other=True, hand_back_s=60.0 if drains else 0.01) as stage:
         await stage.start(admit("a", 900))
         await stage.command(admit("b"))
@@ -635,7 +606,7 @@ async def test_a_lone_worker_keeps_what_waits() -> None:
 
 
 class ShiftedClock(SystemClock):
-    """The system's clock, moved on while nobody looked."""
+    """The system's clock, and what was added to it."""
 
     shift_s = 0.0
 
@@ -644,7 +615,7 @@ class ShiftedClock(SystemClock):
 
 
 class SlowRunner:
-    """A model whose steps take a while: there is time to speak of what waits."""
+    """A model whose steps take a while, so that requests wait."""
 
     def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
@@ -663,6 +634,10 @@ class HeldRunner:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()
+
+    def around(self, runner: PlanRunner) -> HeldRunner:
+        self.runner = runner
+        return self
 
     def run(self, plan: StepPlan) -> StepOutcome:
         assert self.go.wait(10)

@@ -11,10 +11,9 @@ import pytest
 from tests.simulation.test_guided_choices import MaskedRunner
 from tests.support.wait import until
 from tests.unit.model_worker.grammar.words import Compiler
-from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine, staged
+from tests.unit.model_worker.test_service import Stage, abort, admit, open_hash_engine, staged
 
-from antiphon.wire.base import Attempt, FinishReason
-from antiphon.wire.command import Abort, Admit
+from antiphon.wire.base import FinishReason
 from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.model_worker.startup.engine import Engine
+    from antiphon.wire.command import Admit
 
 
 def guided(name: str, text: str) -> Admit:
@@ -48,9 +48,8 @@ async def stage(compiler: Compiler) -> AsyncGenerator[Stage]:
         compiler.released.set()
 
 
-async def test_a_guided_request_says_what_its_grammar_says_and_stops(stage: Stage) -> None:
-    await stage.command(guided("a", "cab"))
-    await until(lambda: stage.ended("a"))
+async def test_a_guided_request_writes_the_text_of_its_grammar_and_stops(stage: Stage) -> None:
+    await stage.finish(guided("a", "cab"))
     assert stage.ids("a") == [5, 3, 4]
     assert (stage.rows[-1].finish_reason, stage.rows[-1].matched_stop) == (FinishReason.STOP, 2)
 
@@ -58,11 +57,9 @@ async def test_a_guided_request_says_what_its_grammar_says_and_stops(stage: Stag
 async def test_others_go_on_while_a_grammar_is_compiled(stage: Stage, compiler: Compiler) -> None:
     await stage.command(guided("slow", "slow"))
     assert await asyncio.to_thread(compiler.begun.wait, 5)
-    await stage.command(admit("b"))
-    await until(lambda: stage.ended("b"))
+    await stage.finish(admit("b"))
     assert not stage.ids("slow")
     await stage.load_is(1)
-    assert stage.load is not None
     assert stage.load.step_age_s == 0.0, "waiting for a grammar passes for a stall"
     compiler.released.set()
     await until(lambda: stage.ended("slow"))
@@ -80,13 +77,10 @@ async def test_a_bad_grammar_ends_its_request_with_the_reason(stage: Stage) -> N
 async def test_an_abort_reaches_a_request_that_waits_for_its_grammar(
     stage: Stage, compiler: Compiler
 ) -> None:
-    slow = guided("slow", "slow")
-    await stage.command(slow)
+    await stage.command(guided("slow", "slow"))
     assert await asyncio.to_thread(compiler.begun.wait, 5)
-    attempt = Attempt(term=slow.attempt.term, n=1)
-    await stage.command(Abort(request_id=slow.request_id, attempt=attempt))
+    await stage.command(abort("slow"))
     await stage.load_is(0)
     compiler.released.set()
-    await stage.command(guided("a", "slow"))
-    await until(lambda: stage.ended("a"))
+    await stage.finish(guided("a", "slow"))
     assert not stage.ids("slow")
