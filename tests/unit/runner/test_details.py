@@ -58,8 +58,8 @@ def outputs(
     return computer.compute(plan, STATES, head_of(STATES[list(LOGIT_TOKENS)]), head, accepted)
 
 
-def computed(**options: int) -> LogprobsBatch:
-    batch = outputs(**options)
+def computed(logit_bytes_max: int = 1 << 20) -> LogprobsBatch:
+    batch = outputs(logit_bytes_max=logit_bytes_max)
     assert batch is not None
     return batch
 
