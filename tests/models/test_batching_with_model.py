@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tests.models.model_loop import CONTEXT_TOKENS, ModelLoop
+from tests.models.model_loop import CONTEXT_TOKENS, LINEAR, ModelLoop
 from tests.models.tiny import VOCABULARY
 from tests.support import worker
 from tests.support.models import open_model
 
-from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from antiphon.wire.sampling import SamplingParams
 
 PAGE_TOKENS = 4
-LINEAR = "plain" if unavailable_reason() else "packed"
-"""What a worker would choose here."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.rows import ISAS
-from tests.models.specs import windowed
+from tests.models.parity import save, texts
+from tests.models.specs import BY_NAME, windowed
 from tests.models.stepper import Line, Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama
-from tests.support.models import load
+from tests.support.models import load, with_spec
 
 from antiphon.kernels.op import KernelUnavailable
-from antiphon.layers.methods import LinearMethod
-from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import LoadedModel, load_weights
-from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.pools import cache_groups
 
@@ -75,7 +72,7 @@ class Bench:
     def of(cls, folder: Path, kind: Kind) -> Bench:
         model = load(folder, dtype=kind.dtype, linear=kind.linear, cache_dtype=kind.cache)
         if kind.windows is not None:
-            model = with_windows(model, folder, kind)
+            model = with_spec(folder, model, windowed(model.spec, kind.windows), kind.linear)
         groups = cache_groups(model.spec, model.build, page_tokens=PAGE_TOKENS, pages=1024)
         runner = ModelRunner(model, groups, fused=kind.fused, deterministic=True)
         return cls(Stepper(runner, groups), spy_on_logits(runner))
@@ -84,14 +81,6 @@ class Bench:
         line = self.stepper.add(ids)
         line.temperature, line.top_p, line.top_k, line.seed = 1.1, 0.95, 40, seed
         return line
-
-
-def with_windows(model: LoadedModel, folder: Path, kind: Kind) -> LoadedModel:
-    assert kind.windows is not None
-    spec = windowed(model.spec, kind.windows)
-    decoder = Decoder(spec, model.build, LinearMethod(kind.linear))
-    load_weights(decoder, Checkpoint.open(folder), spec)
-    return LoadedModel(spec, decoder, model.build)
 
 
 @pytest.fixture(scope="module")
@@ -231,3 +220,38 @@ def test_what_cannot_be_deterministic_does_not_start(folder: Path) -> None:
         start("plain")
     with pytest.raises(KernelUnavailable, match=r"norm.rmsnorm runs on torch.*torch is forced"):
         start("packed", **{"norm.rmsnorm": "torch"})
+
+
+def bits(folder: Path, dtype: str, chunks: list[int], others: int) -> Tensor:
+    """Logits of a prompt in such chunks, beside so many others, by a deterministic runner."""
+    model = load(folder, dtype=dtype, linear="packed")
+    groups = cache_groups(model.spec, model.build, page_tokens=4, pages=256)
+    runner = ModelRunner(model, groups, deterministic=True)
+    batch = Stepper(runner, groups)
+    seen = spy_on_logits(runner)
+    batch.add(texts()[-1])
+    for other in range(others):
+        batch.add(texts()[other % 2])
+    parts: list[Tensor] = []
+    for index, chunk in enumerate(chunks):
+        beside = dict.fromkeys(range(1, others + 1), 3) if index < 3 else {}
+        batch.step({0: chunk, **beside}, all_logits=True)
+        parts.append(seen[-1][:chunk])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "glm4-moe", "deepseek-v2", "deepseek-v3"])
+def test_bits_of_experts_and_latents_do_not_depend_on_chunks_and_neighbours(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    folder, length = save(BY_NAME[name], tmp_path).folder, len(texts()[-1])
+    alone = bits(folder, dtype, [1] * length, others=0)
+    for chunks, others in (([length], 0), ([length], 5), ([7, 20, length - 27], 2)):
+        assert torch.equal(bits(folder, dtype, chunks, others), alone), (chunks, others)
+
+
+def test_sinks_cannot_be_deterministic_yet(tmp_path: Path) -> None:
+    folder = save(BY_NAME["gpt-oss"], tmp_path).folder
+    with pytest.raises(KernelUnavailable, match=r"attention\.shaped runs on torch"):
+        bits(folder, "float32", [1], others=0)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.parity import check_logits, error, logits_of, save, texts
-from tests.models.rank import check_two_ranks
 from tests.models.specs import BY_NAME
 from tests.support.models import change_config, change_tensors, open_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -131,15 +130,6 @@ def test_separate_and_stacked_tensors_are_the_same_experts() -> None:
     one = built(separate, 0, 1, tensors)(CONTEXT, x, chosen, torch.ones(9, 1))
     other = built(replace(stacked, names=StackedExperts()), 0, 1, fused)
     assert torch.equal(one, other(CONTEXT, x, chosen, torch.ones(9, 1)))
-
-
-@pytest.mark.timeout(120)
-def test_two_ranks_sample_the_tokens_of_one(tmp_path: Path) -> None:
-    for name in ("qwen2-moe", "gpt-oss", "deepseek-v3"):
-        case = tmp_path / f"case-{name}"
-        case.mkdir()
-        save(BY_NAME[name], case / "model")
-    check_two_ranks(tmp_path, vocabulary=128)
 
 
 @pytest.mark.parametrize("linear", sorted(LinearMethod))

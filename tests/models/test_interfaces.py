@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.models.specs import attention_of, windowed
+from tests.models.parity import save
+from tests.models.specs import BY_NAME, attention_of, windowed
 from tests.models.stepper import Stepper
+from tests.models.test_llama_parity import mutated
 from tests.models.tiny import VOCABULARY
 from tests.support.models import change_config, load, open_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.llama_parts import attention, gated, layers, rms_norm
 from antiphon.model_worker.model.llama_parts import model as model_of
-from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.registry import FAMILIES
 from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
-from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.input_batch import PlanRefused
-from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
-from antiphon.model_worker.runner.pools import cache_groups
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 RANDOM = np.random.default_rng(11)
 PROMPT = RANDOM.integers(0, VOCABULARY, 21).tolist()
@@ -46,15 +47,10 @@ def decoded(folder: Path, ids: list[int], tokens: int, temperature: float = 0.0)
     return line.ids[len(ids) :]
 
 
-class Oracle:
-    """A drafter with k = 3 that knows the answer, and is wrong from the n-th token on."""
-
-    def __init__(self, answer: list[int]) -> None:
-        self.answer = answer
-
-    def draft(self, done: int, right: int) -> list[int]:
-        ahead = self.answer[done : done + 3]
-        return [token if i < right else (token + 1) % VOCABULARY for i, token in enumerate(ahead)]
+def drafted(answer: list[int], done: int, right: int) -> list[int]:
+    """The three tokens after those that are done, of which so many are right."""
+    ahead = answer[done : done + 3]
+    return [token if i < right else (token + 1) % VOCABULARY for i, token in enumerate(ahead)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -62,14 +58,14 @@ def test_runner_accepts_of_a_verify_row_what_a_draft_foresaw_and_one_more(
     llama: Path, temperature: float
 ) -> None:
     answer = decoded(llama, PROMPT, 20, temperature)
-    oracle, model = Oracle(answer), opened(llama)
+    model = opened(llama)
     batch = Stepper(model.runner, model.groups)
     line, other = batch.add(PROMPT), batch.add(OTHER)
     line.temperature = temperature
     batch.step({0: len(PROMPT), 1: len(OTHER)})
     accepted: list[int] = []
     for right in (0, 1, 2, 3, 1):
-        draft = oracle.draft(len(line.ids) - len(PROMPT), right)
+        draft = drafted(answer, len(line.ids) - len(PROMPT), right)
         outcome = batch.step({0: 1, 1: 1}, drafts={0: draft})
         assert batch.plans[-1].query_len.tolist() == [4, 1]
         accepted.append(int(outcome.starts[1]))
@@ -87,12 +83,7 @@ def test_a_chunk_in_the_middle_of_a_prompt_accepts_nothing(llama: Path) -> None:
 
 
 def with_windows(folder: Path, windows: tuple[int | None, ...]) -> OpenModel:
-    model = load(folder, dtype="float32")
-    spec = windowed(model.spec, windows)
-    decoder = Decoder(spec, model.build)
-    load_weights(decoder, Checkpoint.open(folder), spec)
-    groups = cache_groups(spec, model.build, page_tokens=4, pages=128)
-    return OpenModel(ModelRunner(LoadedModel(spec, decoder, model.build), groups), groups, spec)
+    return mutated(folder, windowed(load(folder).spec, windows))
 
 
 def test_layers_with_a_window_have_their_own_pages_and_drop_old_ones(llama: Path) -> None:
@@ -194,6 +185,15 @@ def test_page_bytes_are_those_of_the_pool(llama: Path, tmp_path: Path) -> None:
         assert model.groups[0].page_bytes == 4 * layers * keys_and_values * heads * head_size * item
         pages = model.runner.pools[0]._data[:, :, 3]
         assert pages.nbytes == model.groups[0].page_bytes
+
+
+def test_all_latent_layers_share_a_group_of_one_vector_a_token(tmp_path: Path) -> None:
+    save(BY_NAME["deepseek-v3"], tmp_path)
+    model = open_model(tmp_path, pages=8, dtype="bfloat16")
+    (group,) = model.groups
+    assert (group.kind, group.layers) == (GroupKind.LATENT, (0, 1, 2))
+    latent, position, item = 16, 8, 2
+    assert group.page_bytes == 4 * 3 * (latent + position) * item
 
 
 def test_an_old_rope_field_is_read_as_the_new_one(llama: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from tests.models import families_judges
+from tests.models.model_loop import PoolingEngine
 from tests.models.parity import (
     LINEARS,
     MISSED,
@@ -27,7 +28,6 @@ from tests.models.parity import (
     texts,
     without_tensors,
 )
-from tests.models.pooling import PoolingEngine
 from tests.models.specs import BY_NAME
 from tests.models.stepper import Stepper
 from tests.support.models import change_config, change_tensors, load

@@ -1,4 +1,4 @@
-"""Our decoder against transformers: same weights, same prompts, float32."""
+"""Our decoder of Llama and Qwen2 against transformers: same weights, same prompts, float32."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from tests.models.specs import layered, mixed, windowed
+from tests.models.specs import attention_of, layered, mixed, windowed
 from tests.models.stepper import Stepper, spy_on_logits
-from tests.models.tiny import VOCABULARY, write_llama
-from tests.support.models import load, open_model
+from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
+from tests.support.models import load, open_model, with_spec
 from torch import Tensor
 
 from antiphon import embedded
+from antiphon.kernels.cpu.extension import unavailable_reason
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.spec import PRE, ModelSpec, Norms
-from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.models.conftest import Reference
 
 
 LLAMA3_ROPE = {
@@ -45,6 +46,21 @@ SHAPES: dict[str, dict[str, object]] = {
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}},
     "heads wider than hidden": {"head_dim": 32},
 }
+QWEN2_SHAPES: dict[str, dict[str, object]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "one kv head": {"num_key_value_heads": 1},
+    "windows in upper layers": {"use_sliding_window": True, "sliding_window": 9},
+    "windows by name": {
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "a window that is not used": {"sliding_window": 5},
+}
+QWEN2_LIMIT = 5e-5
+"""Random biases of queries and keys make sharper attention, so errors grow more than in Llama."""
+LINEARS = ["plain"] if unavailable_reason() else ["plain", "packed"]
 LENGTHS = (1, 2, 7, 16, 33, 90)
 
 
@@ -53,8 +69,8 @@ def prompts(vocabulary: int = VOCABULARY, lengths: tuple[int, ...] = LENGTHS) ->
     return [random.integers(0, vocabulary, length).tolist() for length in lengths]
 
 
-def opened(folder: Path, dtype: str = "float32") -> OpenModel:
-    return open_model(folder, pages=256, dtype=dtype)
+def opened(folder: Path, dtype: str = "float32", linear: str = "plain") -> OpenModel:
+    return open_model(folder, pages=256, dtype=dtype, linear=linear)
 
 
 def stepper(model: OpenModel, batch: list[list[int]]) -> Stepper:
@@ -77,20 +93,36 @@ def assert_close(ours: Tensor, theirs: Tensor, limit: float = 2e-5) -> None:
     assert error < limit, f"off by {error:.1e} standard deviations"
 
 
+def check_greedy(model: OpenModel, theirs: Reference, chunk: int | None, tokens: int) -> None:
+    """The greedy text of all prompts, computed side by side, is that of transformers."""
+    batch = stepper(model, prompts())
+    batch.prefill(chunk)
+    batch.decode(tokens)
+    for line, ids in zip(batch.lines.values(), prompts(), strict=True):
+        assert len(line.ids) >= len(ids) + tokens
+        assert line.ids[len(ids) :] == theirs.greedy_after(line.ids, len(ids))
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_greedy_text_and_logits_equal_transformers(
     tmp_path: Path, reference, shape: dict[str, object]
 ) -> None:
     folder = write_llama(tmp_path, shape)
-    theirs, model = reference(folder), opened(folder)
-    batch = stepper(model, prompts())
-    batch.prefill()
-    batch.decode(32)
-    for line, ids in zip(batch.lines.values(), prompts(), strict=True):
-        assert len(line.ids) >= len(ids) + 32
-        assert line.ids[len(ids) :] == theirs.greedy_after(line.ids, len(ids))
-    ids = prompts()[-1]
+    theirs, ids = reference(folder), prompts()[-1]
+    check_greedy(opened(folder), theirs, None, 32)
     assert_close(logits_of(opened(folder), ids, chunk=90), theirs.logits(ids))
+
+
+@pytest.mark.parametrize("shape", QWEN2_SHAPES.values(), ids=QWEN2_SHAPES.keys())
+@pytest.mark.parametrize("linear", LINEARS)
+def test_greedy_text_and_logits_of_qwen2_equal_transformers(
+    tmp_path: Path, reference, shape: dict[str, object], linear: str
+) -> None:
+    folder = write_qwen2(tmp_path, shape)
+    theirs, ids = reference(folder), prompts()[-1]
+    check_greedy(opened(folder, linear=linear), theirs, 21, 24)
+    ours = logits_of(opened(folder, linear=linear), ids, chunk=31)
+    assert_close(ours, theirs.logits(ids), QWEN2_LIMIT)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 31, 90])
@@ -136,14 +168,14 @@ def test_prefill_and_decode_rows_share_a_pass(llama: Path, reference) -> None:
 
 
 def test_a_token_left_to_the_runner_is_the_one_it_sampled(llama: Path) -> None:
-    told, untold = stepper(opened(llama), prompts()), stepper(opened(llama), prompts())
-    for batch, as_future in ((told, False), (untold, True)):
+    texts: list[list[list[int]]] = []
+    for as_future in (False, True):
+        batch = stepper(opened(llama), prompts())
         batch.step({slot: len(line.ids) for slot, line in batch.lines.items()})
         batch.decode(12, as_future=as_future)
-    assert any((plan.tokens < 0).any() for plan in untold.plans)
-    assert [line.ids for line in told.lines.values()] == [
-        line.ids for line in untold.lines.values()
-    ]
+        assert any((plan.tokens < 0).any() for plan in batch.plans) is as_future
+        texts.append([line.ids for line in batch.lines.values()])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
@@ -161,7 +193,7 @@ def test_every_number_format_loads_and_runs(
     assert error < (0.05 if "bfloat16" in (stored, dtype) else 0.01)
 
 
-def test_the_embedded_model_says_what_transformers_says(reference) -> None:
+def test_greedy_text_of_the_embedded_model_equals_transformers(reference) -> None:
     theirs = reference(embedded.path())
     model = open_model(embedded.path(), page_tokens=16, pages=256, dtype="float32")
     batch_of = prompts(model.spec.vocabulary, (1, 17, 64, 130))
@@ -173,11 +205,9 @@ def test_the_embedded_model_says_what_transformers_says(reference) -> None:
 
 
 def mutated(folder: Path, spec: ModelSpec) -> OpenModel:
-    model = load(folder, dtype="float32")
-    decoder = Decoder(spec, model.build)
-    load_weights(decoder, Checkpoint.open(folder), spec)
+    model = with_spec(folder, load(folder, dtype="float32"), spec)
     groups = cache_groups(spec, model.build, page_tokens=4, pages=256)
-    return OpenModel(ModelRunner(LoadedModel(spec, decoder, model.build), groups), groups, spec)
+    return OpenModel(ModelRunner(model, groups), groups, spec)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +229,25 @@ def test_parity_notices_a_mutant(llama: Path, reference, mutation) -> None:
     model = mutated(llama, mutation(spec))
     with pytest.raises(AssertionError, match="standard deviations"):
         assert_close(logits_of(model, ids, chunk=90), reference(llama).logits(ids))
+
+
+@pytest.mark.parametrize(
+    ("windows", "shape"),
+    [
+        ((None,) * 4, {"use_sliding_window": True, "sliding_window": 60}),
+        ((60, None, None, None), {}),
+    ],
+    ids=["no window", "a window"],
+)
+def test_parity_notices_a_mutant_of_qwen2(tmp_path: Path, reference, windows, shape) -> None:
+    folder, ids = write_qwen2(tmp_path, shape), prompts()[-1]
+    model = mutated(folder, windowed(load(folder).spec, windows))
+    with pytest.raises(AssertionError, match="standard deviations"):
+        assert_close(logits_of(model, ids, chunk=90), reference(folder).logits(ids), QWEN2_LIMIT)
+
+
+def test_only_queries_keys_and_values_of_qwen2_have_a_bias(tmp_path: Path) -> None:
+    for layer in load(write_qwen2(tmp_path)).spec.layers:
+        mixer = attention_of(layer)
+        assert isinstance(layer.feed_forward, GatedMlpSpec)
+        assert (mixer.qkv_bias, mixer.out_bias, layer.feed_forward.bias) == (True, False, False)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save as save_tensors
-from tests.models.model_loop import CONTEXT_TOKENS
+from tests.models.model_loop import CONTEXT_TOKENS, LINEAR, PoolingEngine
 from tests.models.parity import error, save, texts
-from tests.models.pooling import LINEAR, PoolingEngine
 from tests.models.specs import BY_NAME
 from tests.models.test_llama_parity import prompts
 from tests.models.tiny import VOCABULARY, write_llama, write_qwen2

@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.models.families import ROWS, Row
 from tests.models.parity import draw, error
-from tests.models.rank import check_two_ranks
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.test_batching_with_model import Engine, Mode
 from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
@@ -26,7 +25,6 @@ from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.observability.replay import replay
 from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.model_worker.startup.engine import open_engine
@@ -149,36 +147,6 @@ def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folde
     assert again.difference is None
     assert again.passed == 0
     assert again.rows > 20 * NEW_TOKENS
-
-
-@pytest.mark.timeout(90)
-def test_two_ranks_sample_the_tokens_of_one(tmp_path: Path) -> None:
-    shapes = [
-        (FAMILIES["qwen3-next"], {}),
-        (FAMILIES["falcon-h1"], {}),
-        # B and C of the one group are on both ranks; its norm could not be.
-        (FAMILIES["falcon-h1"], {"mamba_n_groups": 1, "mamba_rms_norm": False}),
-    ]
-    for index, (row, fields) in enumerate(shapes):
-        write_row(tmp_path / f"case-{index}" / "model", row, **fields)
-    check_two_ranks(tmp_path)
-
-
-class SecondOfTwo:
-    rank, ranks = 1, 2
-
-    def all_reduce(self, x):
-        raise AssertionError("nothing runs before the weights fit")
-
-    all_gather = all_reduce
-
-
-def test_a_norm_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
-    folder = write_row(tmp_path, FAMILIES["falcon-h1"], mamba_n_groups=1)
-    with pytest.raises(
-        ModelLoadError, match="groups that are normalised: 1 is not divisible by 2 ranks"
-    ):
-        load(folder, tp=SecondOfTwo())
 
 
 def test_deterministic_inference_is_refused_by_name(folder: Path) -> None:

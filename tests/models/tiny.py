@@ -92,7 +92,7 @@ def _write(
         drawn = torch.randn(size, generator=generator)
         tensor = 1 + 0.3 * drawn if "norm" in name else 0.2 * drawn
         tensors[name] = tensor.to(dtype)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     files = {name: f"model-{1 + index % 2}.safetensors" for index, name in enumerate(tensors)}
     for file in set(files.values()):
         part = {name: tensors[name] for name in tensors if files[name] == file}

@@ -9,12 +9,16 @@ from safetensors.torch import load_file, save_file
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
+from antiphon.layers.methods import LinearMethod
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.config_file import read_config
+from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.transformers_backend.support import implementation_of
+from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner import model_runner
 from antiphon.resolve.resolved_config import ResolvedConfig
 from antiphon.resolve.resolved_value import ResolvedValue
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.weights import Tp
-    from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.runner.model_runner import OpenModel
 
 
@@ -73,6 +77,15 @@ def load(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> Loaded
 
 def open_model(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> OpenModel:
     return model_runner.open_model(place, plan(place, **values), tp=tp)
+
+
+def with_spec(
+    folder: Path, model: LoadedModel, spec: ModelSpec, linear: str = "plain"
+) -> LoadedModel:
+    """The model of the folder as if its config declared another spec."""
+    decoder = Decoder(spec, model.build, LinearMethod(linear))
+    load_weights(decoder, Checkpoint.open(folder), spec)
+    return LoadedModel(spec, decoder, model.build)
 
 
 def change_config(folder: Path, *dropped: str, **fields: object) -> dict[str, Any]:

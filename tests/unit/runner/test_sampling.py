@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.worker import penalties, sampling_columns, step_plan
 
 from antiphon.kernels.op import DeviceCapability
@@ -17,8 +20,9 @@ from antiphon.kernels.ops import select
 from antiphon.model_worker.batching.plan import Biases, Penalties, SamplingColumns, StepPlan
 from antiphon.model_worker.batching.token_masks import pack
 from antiphon.model_worker.runner.input_batch import PlanRefused
-from antiphon.model_worker.runner.sampling import Sampler, accept
+from antiphon.model_worker.runner.sampling import Sampler, TokenCounts, accept
 
+OPS = select(DeviceCapability("cpu"))
 VOCABULARY = 12
 DRAWS = 20_000
 LOGITS = np.random.default_rng(3).normal(size=VOCABULARY).astype(np.float32)
@@ -69,7 +73,7 @@ def biases(rows: int) -> Biases:
 
 def drawn(plan: StepPlan, positions: np.ndarray | None = None) -> np.ndarray:
     rows = len(plan.slot)
-    sampler = Sampler(select(DeviceCapability("cpu")))
+    sampler = Sampler(OPS)
     logits = torch.as_tensor(np.tile(LOGITS, (rows, 1)))
     every = np.arange(rows)
     sampler.process_logits(plan, every, logits)
@@ -220,7 +224,7 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(seed: int) -> None:
 
 
 def test_what_is_accepted_is_penalised_from_the_next_step_on() -> None:
-    sampler = Sampler(select(DeviceCapability("cpu")))
+    sampler = Sampler(OPS)
     plan = plan_of(columns(1, 0.0), penalties=penalised_rows(1, 2.0, 2.0, 1.0))
     for count in range(1, 4):
         logits = torch.zeros(1, VOCABULARY)
@@ -243,7 +247,7 @@ def test_rows_left_without_a_token_are_named() -> None:
         ),
     )
     logits = torch.zeros(3, VOCABULARY)
-    barren = Sampler(select(DeviceCapability("cpu"))).process_logits(plan, np.arange(3), logits)
+    barren = Sampler(OPS).process_logits(plan, np.arange(3), logits)
     assert barren is not None
     assert barren.tolist() == [False, True, False]
 
@@ -252,16 +256,15 @@ def test_rows_that_verify_drafts_are_not_steered() -> None:
     plan = plan_of(columns(2), penalties=penalised_rows(2, 1.0, 0.0, 1.0))
     logits = torch.zeros(3, VOCABULARY)
     with pytest.raises(PlanRefused, match="do not support draft tokens"):
-        Sampler(select(DeviceCapability("cpu"))).process_logits(plan, np.array([0, 0, 1]), logits)
+        Sampler(OPS).process_logits(plan, np.array([0, 0, 1]), logits)
 
 
 @pytest.mark.parametrize("peak", [1e4, -1e4])
 def test_a_low_temperature_makes_no_infinity_of_a_large_logit(peak: float) -> None:
-    ops = select(DeviceCapability("cpu"))
     logits = torch.full((1, 500), peak - 50.0)
     logits[0, 300] = peak
     one = torch.ones(1)
-    drawn = ops.sample(logits, one.double() / 2, one * 1e-36, torch.tensor([0]), one, one * 0)
+    drawn = OPS.sample(logits, one.double() / 2, one * 1e-36, torch.tensor([0]), one, one * 0)
     assert drawn.tolist() == [300]
 
 
@@ -306,3 +309,56 @@ def test_a_draft_that_is_right_again_after_a_mistake_stays_refused() -> None:
 def test_a_failed_row_accepts_nothing_and_costs_no_other() -> None:
     rows = [([10, 11], [11, 12]), ([1], [2]), ([3, 4], [4, 5])]
     assert accepted(rows, failed=(1,)) == [[11, 12], [], [4, 5]]
+
+
+SLOTS, TOKENS = 20, 9
+SLOT = st.integers(0, SLOTS - 1)
+TOKEN = st.integers(0, TOKENS - 1)
+BEGIN = st.dictionaries(SLOT, st.lists(TOKEN, max_size=12), max_size=3)
+DRAW = st.dictionaries(SLOT, TOKEN, max_size=SLOTS)
+
+
+def by_count(begun: dict[int, list[int]], rows: int) -> Penalties:
+    return penalties(rows, begun, frequency=1.0, presence=0.0, repetition=1.0)
+
+
+@given(st.lists(st.tuples(BEGIN, DRAW), max_size=12))
+def test_each_slot_counts_what_it_has_drawn_since_it_began(steps) -> None:
+    """Requests begin, with and without outputs, draw, and are followed by others."""
+    drawn = TokenCounts()
+    naive: dict[int, Counter[int]] = {}
+    for begun, draws in steps:
+        drawn.begin(by_count(begun, 0))
+        naive |= {slot: Counter(ids) for slot, ids in begun.items()}
+        live = {slot: token for slot, token in draws.items() if slot in naive}
+        drawn.count(np.array(list(live), np.int32), np.array(list(live.values()), np.int32))
+        for slot, token in live.items():
+            naive[slot][token] += 1
+        slots = np.array(list(naive), np.int32)
+        logits = torch.zeros(len(slots), TOKENS)
+        drawn.apply(
+            OPS,
+            logits,
+            np.arange(len(slots)),
+            slots,
+            by_count({}, len(slots)),
+        )
+        expected = [[-naive[slot][token] for token in range(TOKENS)] for slot in naive]
+        assert logits.tolist() == [[0.0 + count for count in row] for row in expected]
+
+
+def test_many_different_tokens_find_room() -> None:
+    drawn = TokenCounts()
+    ids = list(range(500))
+    drawn.begin(by_count({3: ids[:70]}, 1))
+    for token in ids[70:]:
+        drawn.count(np.array([3], np.int32), np.array([token], np.int32))
+    logits = torch.zeros(1, 600)
+    drawn.apply(
+        OPS,
+        logits,
+        np.arange(1),
+        np.array([3], np.int32),
+        by_count({}, 1),
+    )
+    assert logits[0].tolist() == [-1.0] * 500 + [0.0] * 100

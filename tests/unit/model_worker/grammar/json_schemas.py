@@ -1,7 +1,8 @@
-"""Random JSON schemas of every word that JSON Schema has, well-formed and otherwise by chance.
+"""Random JSON schemas and regular expressions, and a validator that knows nothing of grammars.
 
-Words that nobody can hold come too, and words in company in which they mean something else: what
-is compiled must be held, and the rest refused.
+`random_json_schema` draws every word that JSON Schema has, well-formed and otherwise by chance.
+Words that no grammar can hold come too, and words in company in which they mean something else:
+what is compiled must be held, and the rest refused.
 
 Source of the words: JSON Schema, draft 2020-12, core and validation.
 """
@@ -12,14 +13,14 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from jsonschema import Draft202012Validator, FormatChecker
-from tests.unit.model_worker.grammar.schemas import random_pattern
+from jsonschema import Draft202012Validator, FormatChecker, ValidationError
+from jsonschema.validators import extend
 
 from antiphon.wire.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Schema = dict[str, object] | bool
 
@@ -31,6 +32,68 @@ FORMATS = ("date", "time", "date-time", "email", "ipv4", "uuid", "uri", "a note 
 WORDS = ("red", 'with "quotes"', "ünï", "👋🏽", "", "\n", 0, 3, -7, 2.5, None, True, {"a": [1]}, [])
 REMARKS = {"title": "T", "description": 'Says { and " and ünï.', "default": None, "examples": [3]}
 DEFINED_MAX = 3
+
+
+KEYS = ("name", "alter", "größe", "世界", 'q"uote', "back\\slash", "x y", "👋", "tab\t")
+TEXTS = ("[a-z]{2,8}", r"\d{3}-\d{4}", "(ja|nein|世界)", "[^a-m]{1,4}", ".{2}")
+VALUES = ("red", 'with "quotes"', "ünï", "👋🏽", 3, None, True, "\n", {"a": [1]})
+
+
+def random_schema(dice: random.Random, depth: int = 3) -> dict[str, object]:
+    """A schema of every kind that is compiled."""
+
+    def inner() -> Schema:
+        return random_schema(dice, depth - 1)
+
+    low, high = sorted(dice.sample(range(-1000, 1000), 2))
+    least = dice.randint(0, 2)
+    kinds: list[Callable[[], dict[str, object]]] = [
+        lambda: {"type": "integer", "minimum": low, "maximum": high},
+        lambda: {"type": "number", "minimum": dice.randint(-50, 50) / 4},
+        lambda: {"type": "string", "maxLength": dice.randint(1, 12)},
+        lambda: {"type": "string", "pattern": f"^{dice.choice(TEXTS)}$"},
+        lambda: {"enum": dice.sample(VALUES, 3)},
+        lambda: {"type": "boolean"},
+        lambda: {"type": "null"},
+    ]
+    if depth:
+        items = {"minItems": least, "maxItems": least + dice.randint(1, 3)}
+        kinds += [lambda: _closed_object(dice, inner)] * 2
+        kinds += [
+            lambda: {"type": "array", "items": inner(), **items},
+            lambda: {"type": "object", "additionalProperties": inner()},
+            lambda: {"anyOf": [inner(), inner()]},
+        ]
+    return dice.choice(kinds)()
+
+
+def _closed_object(dice: random.Random, inner: Callable[[], Schema]) -> dict[str, object]:
+    names = dice.sample(KEYS, dice.randint(1, 4))
+    return {
+        "type": "object",
+        "properties": {name: inner() for name in names},
+        "required": [name for name in names if dice.random() < 0.6],
+        "additionalProperties": False,
+    }
+
+
+def random_pattern(dice: random.Random, depth: int = 3) -> str:
+    """A regular expression that Python reads the same, of texts that come to an end."""
+    if not depth:
+        return dice.choice(
+            ["a", "Z", "7", "é", "世", "👋", " ", "[a-f]", "[^xyz]", r"\d", r"\w", "."]
+        )
+
+    def inner() -> str:
+        return random_pattern(dice, depth - 1)
+
+    match dice.choice(["sequence", "choice", "repeated"]):
+        case "sequence":
+            return "".join(inner() for _ in range(dice.randint(1, 4)))
+        case "choice":
+            return "(" + "|".join(inner() for _ in range(dice.randint(2, 3))) + ")"
+        case _:
+            return f"({inner()})" + dice.choice(["?", "{2}", "{1,3}", "{0,2}", "{1,5}"])
 
 
 def random_json_schema(dice: random.Random, depth: int = 3) -> Schema:
@@ -274,7 +337,7 @@ REFUSALS = re.compile(
     r"|no token may come next|cannot accept any value|[Mm]in\w+ is greater|[Mm]ax\w+ is less"
     r"|minimum greater than maximum|must be a whole number"
 )
-"""All reasons for which a schema is refused. A word that nobody expects here would be a change."""
+"""All reasons for which a schema is refused."""
 
 
 def form_of(schema: object) -> Grammar:
@@ -282,5 +345,25 @@ def form_of(schema: object) -> Grammar:
 
 
 def check(schema: Mapping[str, object] | bool, answer: str) -> None:
-    validator = Draft202012Validator(schema, format_checker=FORMAT_CHECKER)
-    validator.validate(json.loads(answer))
+    _Validator(schema, format_checker=FORMAT_CHECKER).validate(json.loads(answer))
+
+
+def _pattern(_: object, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
+    """Where `$` is the end of the text alone, and not what comes before a last line break."""
+    if isinstance(value, str) and not re.search(pattern.replace("$", r"\Z"), value):
+        yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+def _enum(_: object, words: list[object], value: object, __: object) -> Iterator[ValidationError]:
+    if not any(type(value) is type(word) and value == word for word in words):
+        yield ValidationError(f"{value!r} is not one of {words!r}")
+
+
+_Validator = extend(
+    Draft202012Validator,
+    {"pattern": _pattern, "enum": _enum},
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine(
+        "integer", lambda _, value: type(value) is int
+    ),
+)
+"""Stricter than the draft: 3.0 is neither an integer nor 3."""

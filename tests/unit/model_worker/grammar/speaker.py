@@ -76,3 +76,9 @@ def speak(
         said.ids.append(token)
         said.text += vocabulary.tokens[token]
     return said
+
+
+def accepts(grammar: XgrammarGrammar, vocabulary: TokenVocabulary, text: str, *end: int) -> bool:
+    """Whether an answer may begin with this text, byte by byte, and then with these ids."""
+    ids = [vocabulary.tokens.index(bytes([byte])) for byte in text.encode()]
+    return all(map(grammar.start(()).accept, [*ids, *end]))

@@ -15,7 +15,7 @@ from tests.unit.model_worker.grammar.json_schemas import (
     form_of,
     random_json_schema,
 )
-from tests.unit.model_worker.grammar.speaker import guide_of, speak
+from tests.unit.model_worker.grammar.speaker import accepts, guide_of, speak
 
 from antiphon.model_worker.grammar.source import source_of
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler, XgrammarGrammar
@@ -100,11 +100,5 @@ def test_patterns_are_held_where_the_compiler_would_not(
     pattern: str, held: str, broken: str, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     grammar = compiled({"type": "string", "pattern": pattern})
-
-    def allowed(text: str) -> bool:
-        state = grammar.start(())
-        ids = [vocabulary.tokens.index(bytes([byte])) for byte in text.encode()]
-        return all(map(state.accept, ids)) and state.accept(END)
-
-    assert allowed(held)
-    assert not allowed(broken)
+    assert accepts(grammar, vocabulary, held, END)
+    assert not accepts(grammar, vocabulary, broken, END)

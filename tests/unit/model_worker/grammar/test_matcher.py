@@ -1,4 +1,4 @@
-"""Whatever is drawn under a grammar is of the grammar, when it ends."""
+"""What ends under a grammar is of the grammar, and the loop waits for no matcher for long."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import codecs
 import json
 import random
 import re
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.worker import error_of
-from tests.unit.model_worker.grammar.schemas import random_pattern, random_schema
+from tests.unit.model_worker.grammar.json_schemas import check, random_pattern, random_schema
 from tests.unit.model_worker.grammar.speaker import allowed, guide_of, speak
 from tests.unit.model_worker.grammar.words import END, VOCAB_SIZE, Word
 
@@ -47,7 +49,7 @@ def compiled(compiler_of: Callable[..., XgrammarCompiler]) -> Compile:
 def test_what_ends_under_a_random_schema_is_json_of_that_schema(
     seed: int, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
-    schema, check = random_schema(random.Random(seed))
+    schema = random_schema(random.Random(seed))
     grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=seed % 2 == 0))
     ended = 0
     for voice in range(5):
@@ -55,7 +57,7 @@ def test_what_ends_under_a_random_schema_is_json_of_that_schema(
         if said.finish is not None:
             assert said.finish.reason is FinishReason.STOP
             assert said.finish.matched_stop == END
-            assert check(json.loads(said.text)), said.text
+            check(schema, said.text.decode())
             ended += 1
     assert ended >= 3
 
@@ -197,7 +199,7 @@ def test_a_token_that_is_not_allowed_ends_the_choice_as_our_fault(
 def test_a_replayed_answer_stands_where_it_stood_at_every_cut(
     seed: int, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
-    schema, _ = random_schema(random.Random(1000 + seed))
+    schema = random_schema(random.Random(1000 + seed))
     grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     said = speak(guide_of(grammar, vocabulary), vocabulary, seed=seed, tokens_max=60)
     for cut in range(len(said.ids) + (said.finish is None)):
@@ -213,7 +215,7 @@ def test_what_is_taken_back_leaves_no_trace(
     seed: int, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     dice = random.Random(seed)
-    grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(dice)[0]))
+    grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(dice)))
     said = speak(guide_of(grammar, vocabulary), vocabulary, seed=seed, tokens_max=60)
     state, length = grammar.start(()), 0
     for _ in range(200):
@@ -361,6 +363,136 @@ def test_what_is_taken_back_of_a_deferred_grammar_leaves_no_trace(moves: list[in
             words, others = np.zeros((2, 2), np.int32)
             assert fresh.fill(words) == state.fill(others)
             assert words.tolist() == others.tolist()
+
+
+C, A = CAB[:2]
+PATIENCE_S = 0.02
+STILL_S = 1.0
+"""Far longer than patience, on a busy machine too, and far shorter than a stuck task takes."""
+
+
+class Stuck(Word):
+    """Follows its second token when it is released."""
+
+    def __init__(self, text: str, released: threading.Event) -> None:
+        super().__init__(text)
+        self.released = released
+
+    def accept(self, token: int) -> bool:
+        if self.place == 1:
+            assert self.released.wait(20)
+        return super().accept(token)
+
+
+class Broken(Word):
+    def accept(self, token: int) -> bool:
+        raise ZeroDivisionError
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def submitted(
+    threads: ThreadedMatcherExecutor, guides: list[GrammarMatcher], token: int
+) -> tuple[list[MatcherTask], float]:
+    """Tasks that advance each matcher by a token, and how long the loop waited for them."""
+    tasks = [MatcherTask(each, [token]) for each in guides]
+    began = time.perf_counter()
+    threads.submit(tasks)
+    return tasks, time.perf_counter() - began
+
+
+def finished(threads: ThreadedMatcherExecutor, tasks: list[MatcherTask]) -> bool:
+    until = time.perf_counter() + 10
+    while not all(task.done for task in tasks) and time.perf_counter() < until:
+        threads.wait()
+    return all(task.done for task in tasks)
+
+
+def test_tasks_that_take_no_time_are_done_at_once() -> None:
+    threads = ThreadedMatcherExecutor(patience_s=10.0)
+    guides = [guide(Word("ca")) for _ in range(64)]
+    for token, ends in ((C, None), (A, None), (END, FinishReason.STOP)):
+        tasks, _ = submitted(threads, guides, token)
+        assert all(task.done for task in tasks)
+        for task in tasks:
+            (finish,) = task.finishes
+            assert (finish and finish.reason) == ends
+
+
+def test_a_stuck_matcher_delays_neither_the_step_nor_the_others(
+    released: threading.Event,
+) -> None:
+    threads = ThreadedMatcherExecutor(PATIENCE_S)
+    stuck, others = guide(Stuck("cab", released)), [guide(Word("cab")) for _ in range(8)]
+    submitted(threads, [stuck, *others], C)
+    tasks, kept_s = submitted(threads, [stuck, *others], A)
+    assert kept_s < STILL_S
+    assert stuck.slow
+    assert not tasks[0].done
+    assert finished(threads, tasks[1:])
+    released.set()
+    assert finished(threads, tasks)
+    assert tasks[0].finishes == [None]
+
+
+def test_a_step_is_bounded_however_many_are_stuck(released: threading.Event) -> None:
+    threads = ThreadedMatcherExecutor(PATIENCE_S, stuck_max=2)
+    guides = [guide(Stuck("cab", released)) for _ in range(64)]
+    submitted(threads, guides, C)
+    tasks, kept_s = submitted(threads, guides, A)
+    assert kept_s < STILL_S
+    free = guide(Word("cab"))
+    for _ in range(4):  # each finds one more of them stuck, up to the bound
+        mine, kept_s = submitted(threads, [free], C)
+        assert kept_s < STILL_S
+        if not mine[0].done:
+            break
+    released.set()
+    assert finished(threads, tasks)
+
+
+def test_a_cancelled_task_does_not_hold_up_the_slow_ones(
+    released: threading.Event,
+) -> None:
+    threads = ThreadedMatcherExecutor(PATIENCE_S)
+    gone, slow = guide(Stuck("cab", released)), guide(Word("cab"))
+    gone.slow = slow.slow = True
+    threads.submit([MatcherTask(gone, [C])])
+    (stuck,), _ = submitted(threads, [gone], A)
+    behind = MatcherTask(slow, [C, A])
+    threads.submit([behind])
+    threads.wait()
+    assert not behind.done
+    threads.cancel(stuck)
+    assert finished(threads, [behind])
+    waiting = MatcherTask(slow, [C])
+    threads.cancel(waiting)  # it never began
+
+
+def test_an_unexpected_error_is_raised_in_the_loop() -> None:
+    threads = ThreadedMatcherExecutor(patience_s=10.0)
+    tasks, _ = submitted(threads, [guide(Broken("cab"))], C)
+    with pytest.raises(ZeroDivisionError):
+        tasks[0].result()
+    tasks, _ = submitted(threads, [guide(Word("cab"))], C)
+    assert tasks[0].done
+
+
+def test_a_matcher_is_rolled_back_to_its_mark() -> None:
+    word = guide(Word("cab"))
+    word.accept_token(C)
+    assert word.mask is not None
+    before = word.mask.tolist()
+    for _ in range(3):
+        MatcherTask(word, [A, 4]).run()
+        assert word.mask.tolist() != before
+        word.rollback()
+        assert word.mask.tolist() == before
 
 
 BYTES = Utf8([b"", *(bytes([byte]) for byte in range(256))])

@@ -10,7 +10,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.model_worker.grammar.schemas import random_pattern
+from tests.unit.model_worker.grammar.json_schemas import random_pattern
 
 from antiphon.model_worker.grammar.source import GrammarSource, ascii_pattern, source_of
 from antiphon.wire.errors import InvalidRequest

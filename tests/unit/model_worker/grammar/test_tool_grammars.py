@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.model_worker.grammar.speaker import guide_of, speak
+from tests.unit.model_worker.grammar.speaker import accepts, guide_of, speak
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.formats import TOOL_FORMATS, reasoning_format
@@ -125,15 +125,11 @@ def test_a_strict_tools_calls_keep_to_its_schema_in_free_text(
     assert plan.grammar is not None
     form = format_.form
     ready = compiled(plan.grammar)
-    state = ready.start(())
     beginning = f"Well.\n{form.begin}get_weather{form.middle}"
-    for character in beginning.encode():
-        assert state.accept(vocabulary.tokens.index(bytes([character])))
-    assert not state.accept(vocabulary.tokens.index(b"x"))
+    assert accepts(ready, vocabulary, beginning)
+    assert not accepts(ready, vocabulary, f"{beginning}x")
     for mark in form.excludes:  # the reader would see a call behind it, held to nothing
-        state = ready.start(())
-        said = f"Well. {mark}".encode()
-        assert not all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in said)
+        assert not accepts(ready, vocabulary, f"Well. {mark}")
 
 
 def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(
@@ -142,21 +138,18 @@ def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(
     plan = plan_tools(TOOLS, read_choice("auto", TOOLS), JSON_CALLS, parallel=True)
     assert plan.grammar is not None
     ready = compiled(plan.grammar)
-
-    def accepts(text: str) -> bool:
-        state = ready.start(())
-        return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
-
-    assert accepts('[{"name": "get_weather", "parameters": {"days": 3, "unit": "C"}}]')
-    assert accepts('[{"name": "now", "parameters": {"any": [1]}}]')
-    assert accepts("Well: [1] and {2}.")
+    assert accepts(
+        ready, vocabulary, '[{"name": "get_weather", "parameters": {"days": 3, "unit": "C"}}]'
+    )
+    assert accepts(ready, vocabulary, '[{"name": "now", "parameters": {"any": [1]}}]')
+    assert accepts(ready, vocabulary, "Well: [1] and {2}.")
     for loose in (
         '[{"name": "get_weather", "parameters": {"days": "',
         '{"name": "get_weather"',
         ' {"name"',
         '[{"name": "other"',
     ):
-        assert not accepts(loose), loose
+        assert not accepts(ready, vocabulary, loose), loose
     for text in answers(plan, plan.grammar, compiled, vocabulary):
         check(parse(AnswerParser(tools=plan.format, offer=plan.offer()), list(text)))
 
@@ -183,65 +176,59 @@ def test_form_of_an_answer_goes_with_calls(
     assert plan.grammar is not None
     assert only.grammar is not None
     ready = compiled(plan.grammar)
-
-    def accepts(text: str) -> bool:
-        state = ready.start(())
-        return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
-
-    assert accepts('{"sum": 5}')
-    assert not accepts('{"total')
-    assert not accepts("Well")
+    assert accepts(ready, vocabulary, '{"sum": 5}')
+    assert not accepts(ready, vocabulary, '{"total')
+    assert not accepts(ready, vocabulary, "Well")
     for text in answers(plan, only.grammar, compiled, vocabulary):
-        assert accepts(text)
+        assert accepts(ready, vocabulary, text)
         check(parse(AnswerParser(tools=plan.format, offer=plan.offer()), list(text)))
 
 
+OBJECTS = {
+    GrammarKind.JSON_OBJECT: "",
+    GrammarKind.JSON_SCHEMA: '{"type": "object"}',
+    GrammarKind.REGEX: r"\{\}",
+    GrammarKind.EBNF: 'root ::= "{}"',
+    GrammarKind.STRUCTURAL_TAG: '{"format": {"type": "const_string", "value": "{}"}}',
+}
+
+
+def test_every_kind_of_grammar_has_one_of_an_object() -> None:
+    assert OBJECTS.keys() == set(GrammarKind)
+
+
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("kind", list(GrammarKind))
+@pytest.mark.parametrize(("kind", "text"), OBJECTS.items())
 def test_thinking_comes_before_a_grammar(
-    inside: bool, kind: GrammarKind, compiled: Compile, vocabulary: TokenVocabulary
+    inside: bool, kind: GrammarKind, text: str, compiled: Compile, vocabulary: TokenVocabulary
 ):
-    text = {
-        GrammarKind.JSON_OBJECT: "",
-        GrammarKind.JSON_SCHEMA: '{"type": "object"}',
-        GrammarKind.REGEX: r"\{\}",
-        GrammarKind.EBNF: 'root ::= "{}"',
-        GrammarKind.STRUCTURAL_TAG: json.dumps({"format": {"type": "const_string", "value": "{}"}}),
-    }[kind]
     format_ = reasoning_format("qwen3")
     grammar = after_thinking(Grammar(kind=kind, text=text), format_, inside=inside, end_id=None)
     ready = compiled(grammar)
     answer = "so it is</think>\n\n{}" if inside else "<think>so it is</think>\n\n{}"
-    for said in [answer] if inside else [answer, "{}"]:
-        state = ready.start(())
-        for character in said.encode():
-            assert state.accept(vocabulary.tokens.index(bytes([character]))), said
-    state = ready.start(())
-    assert state.accept(vocabulary.tokens.index(b"x")) is inside
+    for text in [answer] if inside else [answer, "{}"]:
+        assert accepts(ready, vocabulary, text), text
+    assert accepts(ready, vocabulary, "x") is inside
 
 
-@pytest.mark.parametrize("kind", [GrammarKind.REGEX, GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.REGEX, "(yes|no)"),
+        (GrammarKind.EBNF, 'root ::= "yes" | "no"'),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "const_string", "value": "yes"}}'),
+    ],
+)
 def test_answer_without_thinking_begins_with_no_white_space(
-    kind: GrammarKind, compiled: Compile, vocabulary: TokenVocabulary
+    kind: GrammarKind, text: str, compiled: Compile, vocabulary: TokenVocabulary
 ):
-    text = {
-        GrammarKind.REGEX: "(yes|no)",
-        GrammarKind.EBNF: 'root ::= "yes" | "no"',
-        GrammarKind.STRUCTURAL_TAG: json.dumps(
-            {"format": {"type": "const_string", "value": "yes"}}
-        ),
-    }[kind]
     format_ = reasoning_format("qwen3")
     grammar = after_thinking(Grammar(kind=kind, text=text), format_, inside=False, end_id=None)
     ready = compiled(grammar)
 
-    def accepts(text: str) -> bool:
-        state = ready.start(())
-        return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
-
-    assert accepts("yes")
-    assert accepts("<think>x</think>\n\nyes")
-    assert not accepts("\n")
+    assert accepts(ready, vocabulary, "yes")
+    assert accepts(ready, vocabulary, "<think>x</think>\n\nyes")
+    assert not accepts(ready, vocabulary, "\n")
 
 
 def test_a_grammar_begins_after_the_token_that_ends_thinking():
