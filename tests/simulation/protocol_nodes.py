@@ -11,7 +11,7 @@ import numpy as np
 
 from antiphon.bus.transport import BusDown
 from antiphon.config.gateway import GatewayConfig
-from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop
+from antiphon.detokenizer.machine import Action, Detokenizer, SendStop
 from antiphon.detokenizer.unfolding import READS
 from antiphon.gateway.owner.actions import Action as OwnerAction
 from antiphon.gateway.owner.actions import Deliver, StreamEvent, TextDelta
@@ -631,8 +631,8 @@ class DetokenizerNode(Node):
                     self.say(TEXT, action, gateway=action.gateway.instance)
                 case SendStop(worker, stop):
                     self.say(STOP, stop, worker=worker)
-                case SendResend(worker, resend):
-                    self.say(STOP, resend, worker=worker)
+                case ResendTokens(worker=worker):
+                    self.say(STOP, action, worker=worker.instance)
 
     def _tick(self) -> None:
         self._act(self.machine.on_tick(self.clock.now(), self.clock.unix_ms()))

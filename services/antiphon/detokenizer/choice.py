@@ -278,9 +278,7 @@ class ThinkingCounter:
             pass
         self.tokens = self._counted
         if self._thinks:
-            unsure = max(
-                (partial_match_length(self._text, cut) for cut in self._marks.cuts), default=0
-            )
+            unsure = max((partial_match_length(self._text, c) for c in self._marks.cuts), default=0)
             self.tokens += self._reach(self._at + len(self._text) - unsure) - self._from
 
     def end(self, tokens: int) -> None:
@@ -294,9 +292,8 @@ class ThinkingCounter:
         places = [(self._text.find(mark), mark) for mark in (marks.end, *marks.cuts)]
         found = min((place for place in places if place[0] >= 0), default=None)
         if found is None:
-            self._drop(
-                len(self._text) - max(partial_match_length(self._text, mark) for _, mark in places)
-            )
+            unsure = max(partial_match_length(self._text, mark) for _, mark in places)
+            self._drop(len(self._text) - unsure)
             return False
         place, mark = found
         stop = place + len(mark) if mark == marks.end else place
@@ -346,7 +343,6 @@ class DetokenizerRequest:
     Attributes:
         tokens: Texts of single tokens, for logprobs.
         listed_at: When the gateway's open list last named it, or when it began.
-        stopped_at: When a stop was last sent to the worker, by choice.
         origins_sent: How many origins were sent to the gateway, by choice.
         error: The error that ended the whole request, after a failure here.
     """
@@ -358,7 +354,6 @@ class DetokenizerRequest:
     choices: dict[int, ChoiceState]
     tokens: TokenTexts
     listed_at: float
-    stopped_at: dict[int, float] = field(default_factory=dict[int, float])
     origins_sent: dict[int, int] = field(default_factory=dict[int, int])
     error: ErrorReply | None = None
 
@@ -368,9 +363,8 @@ class DetokenizerRequest:
 
     @property
     def ended(self) -> bool:
-        if self.error is not None:
-            return True
-        return all(choice.end is not None for choice in self.choices.values())
+        choices = self.choices.values()
+        return self.error is not None or all(choice.end is not None for choice in choices)
 
     @property
     def usage(self) -> Usage:
@@ -434,10 +428,8 @@ class DetokenizerRequest:
     def _detail_pieces(self, choice: ChoiceState, token_start: int) -> list[TokenOutputsChunk]:
         if self.stream.details_from is None:
             return []
-        return [
-            self._detail_piece(offset, details)
-            for offset, details in choice.token_output_chunks(token_start)
-        ]
+        chunks = choice.token_output_chunks(token_start)
+        return [self._detail_piece(offset, details) for offset, details in chunks]
 
     def _detail_piece(self, offset: int, details: TokenOutputs) -> TokenOutputsChunk:
         stop = self.stream.stop

@@ -2,7 +2,7 @@
 
 The ids of a request are fixed here: a row is accepted only at the next offset of the current
 attempt, whichever messages were lost, repeated or late. Missing rows are requested again
-(`SendResend`); unwanted ones are stopped at the worker (`SendStop`).
+(`ResendTokens`); unwanted ones are stopped at the worker (`SendStop`).
 """
 
 from __future__ import annotations
@@ -53,13 +53,7 @@ class SendStop:
     stop: StopChoice
 
 
-@dataclass(frozen=True, slots=True)
-class SendResend:
-    worker: InstanceId
-    resend: ResendTokens
-
-
-Action = TextBatch | SendStop | SendResend
+Action = TextBatch | SendStop | ResendTokens
 
 
 def _same_clock(unix_ms: int, _: Process) -> int:
@@ -104,7 +98,7 @@ class Detokenizer:
         self._seen: dict[Process, int] = {}  # last seq of each worker incarnation
         self._resend_requested_at: dict[Process, float] = {}
         self._resend_pending: set[Process] = set()  # to be requested after `RESEND_INTERVAL_S`
-        self._refused_at: dict[tuple[RequestId, Attempt], float] = {}
+        self._stopped_at: dict[tuple[RequestId, Attempt, int | None], float] = {}  # by choice
         self._lists: dict[Process, int] = {}  # version of each gateway's last list
         self._dead_owners: OrderedDict[Process, None] = OrderedDict()  # dead gateways
 
@@ -160,7 +154,9 @@ class Detokenizer:
         self._lists[owner] = open_list.version
         self._dead_owners.pop(owner, None)
         for request_id in open_list.closed:
-            self._forget(request_id, owner)
+            request = self.requests.get(request_id)
+            if request is not None and request.owner == owner:
+                del self.requests[request_id]
         if not open_list.whole:
             return []
         listed = {entry.request_id for entry in open_list.opened}
@@ -194,14 +190,11 @@ class Detokenizer:
             due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
             if unix_ms > due_ms + FORGET_MS:
                 del self.requests[request.request_id]
-        self._refused_at = {
-            k: at for k, at in self._refused_at.items() if now - at < RESEND_INTERVAL_S
+        self._stopped_at = {
+            k: at for k, at in self._stopped_at.items() if now - at < RESEND_INTERVAL_S
         }
-        return [
-            action
-            for worker in list(self._resend_pending)
-            for action in self._request_resend(worker, now)
-        ]
+        pending = list(self._resend_pending)
+        return [action for worker in pending for action in self._request_resend(worker, now)]
 
     def on_worker_died(self, worker: Process) -> None:
         self._seen.pop(worker, None)
@@ -226,13 +219,13 @@ class Detokenizer:
         if request is not None and row.attempt <= request.attempt:
             if row.attempt == request.attempt:
                 return request
-            reaction.actions += self._refuse(row, worker, now)
+            reaction.actions += self._stop(row, worker, now)
         elif row.stream is None:
             reaction.missing = True  # the row that begins the attempt was lost
         elif row.stream.owner in self._dead_owners:
             pass  # its worker drops it too; if the gateway is only late, it is sent again
         elif request is None and len(self.requests) >= self._requests_max:
-            reaction.actions += self._refuse(row, worker, now)
+            reaction.actions += self._stop(row, worker, now)
             text = "the detokenizer holds as many requests as it may"
             full = Overloaded(text, retry_after_s=1.0)
             reaction.add_rows(row.stream.owner, [_ended(row, full)])
@@ -262,14 +255,14 @@ class Detokenizer:
         self, request: DetokenizerRequest, row: TokenRow, now: float, reaction: Reaction
     ) -> None:
         if request.error is not None:
-            reaction.actions += self._refuse(row, request.worker, now)
+            reaction.actions += self._stop(row, request.worker, now)
             return
         choice = request.choices.get(row.choice)
         if choice is None:
             raise Internal(f"tokens of choice {row.choice}, which was not asked for")
         if choice.end is not None:
             if row.finish_reason is None:
-                reaction.actions += self._stop(request, row.choice, now)
+                reaction.actions += self._stop_choice(request, row.choice, now)
             return
         if row.offset > choice.offset:
             reaction.missing = True
@@ -278,7 +271,7 @@ class Detokenizer:
         choice.record_origin(request.worker.instance, row)
         choice.accept(row.offset, unpack_ids(row.token_ids), row.details)
         if choice.end is not None:
-            reaction.actions += self._stop(request, row.choice, now)
+            reaction.actions += self._stop_choice(request, row.choice, now)
         if row.finish_reason is not None:
             choice.finish(ChoiceResult(row.finish_reason, row.matched_stop, row.error))
         has_outputs = request.stream.details_from is not None and choice.emitted > token_start
@@ -296,7 +289,7 @@ class Detokenizer:
             reaction.add_rows(request.owner, request.rows(row.choice, 0, 0))
         elif row.stream is not None:
             reaction.add_rows(row.stream.owner, [_ended(row, public)])
-        reaction.actions += self._refuse(row, worker, now)
+        reaction.actions += self._stop(row, worker, now)
 
     def _batches(self, reaction: Reaction) -> Iterator[TextBatch]:
         for gateway, rows in reaction.rows.items():
@@ -321,24 +314,22 @@ class Detokenizer:
             if request.worker == worker
             for index, choice in request.choices.items()
         )
-        resend = ResendTokens(worker=worker, detokenizer=self._process, places=places)
-        return [SendResend(worker.instance, resend)]
+        return [ResendTokens(worker=worker, detokenizer=self._process, places=places)]
 
-    def _stop(self, request: DetokenizerRequest, index: int, now: float) -> list[Action]:
+    def _stop_choice(self, request: DetokenizerRequest, index: int, now: float) -> list[Action]:
         """Send the worker the offset at which a choice has ended here."""
-        if now - request.stopped_at.get(index, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
-            return []
-        request.stopped_at[index] = now
         offset = request.choices[index].offset
-        return self._send_stop(request, request.worker, choice=index, offset=offset)
+        return self._stop(request, request.worker, now, choice=index, offset=offset)
 
-    def _refuse(self, row: TokenRow, worker: Process, now: float) -> list[Action]:
-        """Stop an attempt that is superseded, or that exceeds `requests_max`."""
-        key = (row.request_id, row.attempt)
-        if now - self._refused_at.get(key, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
+    def _stop(
+        self, of: TokenRow | DetokenizerRequest, worker: Process, now: float, **at: int
+    ) -> list[Action]:
+        """Stop an attempt, or one choice at an offset, unless that was just done."""
+        key = (of.request_id, of.attempt, at.get("choice"))
+        if now - self._stopped_at.get(key, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
             return []
-        self._refused_at[key] = now
-        return self._send_stop(row, worker)
+        self._stopped_at[key] = now
+        return self._send_stop(of, worker, **at)
 
     def _drop(self, request: DetokenizerRequest) -> list[Action]:
         """Forget a request that its gateway does not want, and stop it if it runs."""
@@ -352,11 +343,6 @@ class Detokenizer:
             request_id=of.request_id, attempt=of.attempt, detokenizer=self._process, **at
         )
         return [SendStop(worker.instance, stop)]
-
-    def _forget(self, request_id: RequestId, owner: Process) -> None:
-        request = self.requests.get(request_id)
-        if request is not None and request.owner == owner:
-            del self.requests[request_id]
 
     def _owned(self, owner: Process) -> list[DetokenizerRequest]:
         return [request for request in self.requests.values() if request.owner == owner]

@@ -7,7 +7,7 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from antiphon.detokenizer.machine import Action, Detokenizer, SendResend, SendStop
+from antiphon.detokenizer.machine import Action, Detokenizer, SendStop
 from antiphon.detokenizer.unfolding import READS
 from antiphon.model_card.served_model import served_name, tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
@@ -16,9 +16,10 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.inbox import UnknownSender
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.service import Report, Runtime
-from antiphon.service.tasks import perform
+from antiphon.service.tasks import perform, repeat
 from antiphon.telemetry.tracing import Span, span
 from antiphon.wire.base import Role
+from antiphon.wire.command import ResendTokens
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
@@ -70,7 +71,7 @@ class DetokenizerService:
         tokens = await asyncio.to_thread(_read_token_bytes, folder)
         service = DetokenizerService(runtime, tokenizer, tokens)
         runtime.peers.watch(service._on_peer)
-        runtime.group.create_task(service._tick(), name="tick")
+        runtime.group.create_task(repeat(service._tick, TICK_S), name="tick")
         yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
@@ -149,19 +150,14 @@ class DetokenizerService:
                 bus.publish(TEXT, action, gateway=action.gateway.instance)
             case SendStop(worker, stop):
                 bus.publish(STOP, stop, worker=worker)
-            case SendResend(worker, resend):
+            case ResendTokens(worker=worker):
                 self._runtime.metrics.gaps.labels(TOKENS.name).inc()
-                bus.publish(STOP, resend, worker=worker)
+                bus.publish(STOP, action, worker=worker.instance)
 
-    async def _tick(self) -> None:
+    def _tick(self) -> None:
         clock = self._runtime.clock
-        while True:
-            await asyncio.sleep(TICK_S)
-            try:
-                self._do(self._machine.on_tick(clock.now(), clock.unix_ms()))
-                self._spans.end(self._machine.requests)
-            except Exception:
-                log.exception("tick failed")
+        self._do(self._machine.on_tick(clock.now(), clock.unix_ms()))
+        self._spans.end(self._machine.requests)
 
 
 def _read_token_bytes(folder: Path) -> Sequence[bytes]:

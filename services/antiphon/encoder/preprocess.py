@@ -15,6 +15,7 @@ from msgspec import Meta, field
 from PIL import Image, ImageOps
 
 from antiphon.config.errors import ConfigError
+from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -53,14 +54,9 @@ class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float = field(name="layer_norm_eps", default=1e-5)
 
     @property
-    def patches(self) -> int:
-        """Patches of an image; an incomplete patch at an edge is left out."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
     def tokens(self) -> int:
-        """Rows of the embedding: the patches, preceded by the class token for CLIP."""
-        return self.patches + (self.family is VisionFamily.CLIP)
+        """Rows of the embedding: the complete patches, preceded by the class token for CLIP."""
+        return (self.image_size // self.patch_size) ** 2 + (self.family is VisionFamily.CLIP)
 
 
 class SiglipSpec(VisionTowerSpec, frozen=True, kw_only=True):
@@ -79,18 +75,14 @@ def read_spec(folder: Path) -> VisionTowerSpec:
         ConfigError: It is missing or malformed, or the tower is not supported.
     """
     file = folder / "config.json"
-    try:
-        text = file.read_bytes()
-        kind = msgspec.json.decode(text, type=_Kind).model_type
-        if kind not in _KINDS:
-            raise ConfigError(f"{file}: model_type = {kind!r}: must be one of {', '.join(_KINDS)}")
-        spec_type, nested = _KINDS[kind]
-        raw = msgspec.json.decode(text, type=_Both).vision_config if nested else text
-        spec = msgspec.json.decode(raw, type=spec_type)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    kind = read_json(file, _Kind).model_type
+    if kind not in _KINDS:
+        raise ConfigError(f"{file}: model_type = {kind!r}: must be one of {', '.join(_KINDS)}")
+    spec_type, nested = _KINDS[kind]
+    if nested:
+        spec = parse_json(read_json(file, _Both).vision_config, spec_type, file)
+    else:
+        spec = read_json(file, spec_type)
     if spec.hidden % spec.heads:
         raise ConfigError(
             f"{file}: hidden_size = {spec.hidden} is not a multiple of "
@@ -246,7 +238,7 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
         ConfigError: It is malformed, or its image size does not match the tower.
     """
     file = folder / "preprocessor_config.json"
-    card = _read(file)
+    card = read_json(file, _PreprocessorFile) if file.exists() else _PreprocessorFile()
     chosen = _CHOSEN[spec.family]
     if not card.do_resize:
         raise ConfigError(f"{file}: do_resize = false: the tower takes images of one size only")
@@ -294,17 +286,6 @@ _CHOSEN = {
     ),
     VisionFamily.SIGLIP: _FamilyDefaults((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), crops=False),
 }
-
-
-def _read(file: Path) -> _PreprocessorFile:
-    if not file.exists():
-        return _PreprocessorFile()
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=_PreprocessorFile)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from error
 
 
 def _short_edge(file: Path, card: _PreprocessorFile, spec: VisionTowerSpec) -> int | None:

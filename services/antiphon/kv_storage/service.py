@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from antiphon.service.clock import time_left_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import CannotStart, address_for_others, bind
+from antiphon.service.tasks import repeat
 from antiphon.transfer.blobs import BlobServer, fetch_all, new_token
 from antiphon.wire.base import Role
 from antiphon.wire.claim import (
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from antiphon.config.settings import KvStorageConfig
     from antiphon.wire.ids import ModelName
 
-
-log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
 BATCH_BYTES = 64 * 1024**2
@@ -73,7 +71,7 @@ class KvStorageService:
             leases = Leases(memory, runtime.clock.unix_ms)
             service = KvStorageService(runtime, address, PageStore(memory, disk, thread), leases)
             runtime.group.create_task(BlobServer(bound, leases).run())
-            runtime.group.create_task(service._sweep())
+            runtime.group.create_task(repeat(leases.sweep, SWEEP_S))
             yield service
 
     def endpoints(self) -> Sequence[Endpoint]:
@@ -168,14 +166,6 @@ class KvStorageService:
             for token, page in lease.pages.items()
         )
         return PagesLeased(lease=lease.name, claims=claims)
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            try:
-                self._leases.sweep()
-            except Exception:
-                log.exception("sweep failed")
 
 
 def _open_disk(config: KvStorageConfig) -> DiskTier | None:

@@ -84,9 +84,8 @@ class SchedulerCore:
         return len(self._leader_term.failed) if self._leader_term else 0
 
     def has_request(self, request_id: RequestId) -> bool:
-        return (
-            self._leader_term is not None and self._leader_term.ledger.find(request_id) is not None
-        )
+        leader_term = self._leader_term
+        return leader_term is not None and leader_term.ledger.find(request_id) is not None
 
     def capacities(self) -> dict[InstanceId, int]:
         """How many more requests each worker can take."""

@@ -68,9 +68,8 @@ class LeaderElection:
         credible = [term for term in sorted(claims) if self._count(term)]
         before, self._leader = self._leader, leading_term(credible)
         if before is not None and self._leader is None:
-            self._quiet_since = (
-                -self._quiet_s
-            )  # it no longer leads: the next claim may come at once
+            # It no longer leads: the next claim may come at once.
+            self._quiet_since = -self._quiet_s
         if self.term is not None and leading_term([self.term, *credible]) != self.term:
             self.term = None
         return len(credible) == len(claims)

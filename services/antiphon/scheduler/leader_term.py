@@ -98,7 +98,9 @@ class LeaderTerm:
             self._reject_unknown_gateway(request)
             self._accept(request)
             self.bind_waiting()
-        elif entry.owner != request.owner or _differs(entry.submit, request):
+        elif entry.owner != request.owner or (
+            entry.submit is not None and entry.submit.digest != request.digest
+        ):
             raise DuplicateRequest("a live request has this id")
         else:
             entry.submit = request
@@ -149,10 +151,7 @@ class LeaderTerm:
         """Accept the binding that a worker reports, and abort the attempt bound elsewhere."""
         self._leave(entry)
         self.queue.remove(entry.request_id)
-        binding = Binding(held.attempt, held.worker, None, self.clock.now())
-        self.ledger.bind(entry, binding)
-        entry.seen_at = self.clock.now()
-        entry.disputed_at = None
+        self.ledger.bind(entry, Binding(held.attempt, held.worker, None, self.clock.now()))
 
     def follow(self, entry: RequestEntry, attempt: Attempt) -> None:
         """Accept the attempt that the gateway shows. No other attempt can serve it from now on."""
@@ -190,9 +189,8 @@ class LeaderTerm:
         entry.seen_at = self.clock.now()
         self._queue(entry)
 
-    def expire(self, entry: RequestEntry) -> None:
-        timeout_s = self.rules.queue_timeout_s
-        assert timeout_s is not None
+    def expire(self, entry: RequestEntry, timeout_s: float) -> None:
+        """Fail a request that has waited for `timeout_s`."""
         retry_after_s = self._rate.retry_after_s(len(self.queue), self.clock.now())
         self.fail(entry, Overloaded.late(timeout_s=timeout_s, retry_after_s=retry_after_s))
 
@@ -221,10 +219,10 @@ class LeaderTerm:
             "request lost",
             extra={"request_id": entry.request_id, "code": error.code, "reason": error.message},
         )
-        self.failed[entry.request_id] = FailedRequest(
+        self.failed[entry.request_id] = failed = FailedRequest(
             entry.request_id, entry.owner, attempt, encode_error(error), entry.deadline_unix_ms
         )
-        self.outbox.notice(self.failed[entry.request_id])
+        self.outbox.notice(failed)
         self.drop(entry)
 
     def fail_attempt(self, entry: RequestEntry, error: EngineError) -> None:
@@ -242,10 +240,6 @@ class LeaderTerm:
             self.fail_attempt(entry, WorkerLost("the worker that ran the request has died"))
         self.ledger.close(worker)
         self.bind_waiting()
-
-    def resend_failures(self) -> None:
-        for failed in self.failed.values():
-            self.outbox.notice(failed)
 
     def _reject_ended(self, request: SubmitRequest) -> None:
         due_ms = self.peers.to_local_ms(request.deadline_unix_ms, request.owner)
@@ -303,8 +297,6 @@ class LeaderTerm:
         binding = Binding(attempt, place.worker, place.detokenizer, now, steps=place.steps)
         self.ledger.bind(entry, binding, place.charge)
         self.caches.expect(place.worker, submit.block_digests, now)
-        entry.seen_at = now
-        entry.disputed_at = None
         self._rate.record(now)
         cached, waited_s = place.cached_blocks, now - entry.since
         blocks = cached + place.charge.blocks
@@ -319,7 +311,3 @@ class LeaderTerm:
         self.ledger.unbind(entry)
         if binding is not None and self.peers.is_alive(binding.worker):
             self.abort(entry.request_id, HeldAttempt(binding.attempt, binding.worker))
-
-
-def _differs(known: SubmitRequest | None, request: SubmitRequest) -> bool:
-    return known is not None and known.digest != request.digest

@@ -11,7 +11,6 @@ from antiphon.scheduler.request_table import (
     RequestEntry,
     RequestTable,
     WorkerCapacity,
-    pages_needed,
 )
 from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.codec import id_count
@@ -240,11 +239,8 @@ def placement_cost(
 
 
 def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> RequestCost:
-    return RequestCost(
-        choices=submit.choices,
-        pages=pages_needed(submit.prompt_ids, load.page_tokens),
-        blocks=blocks,
-    )
+    pages = id_count(submit.prompt_ids) // load.page_tokens + 1
+    return RequestCost(choices=submit.choices, pages=pages, blocks=blocks)
 
 
 def stalled(load: WorkerLoad, stall_s: float) -> bool:

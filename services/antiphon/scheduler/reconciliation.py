@@ -117,7 +117,8 @@ class Reconciliation:
         )
         if beat:
             self._resent_at = now
-            self._leader_term.resend_failures()
+            for failed in self._leader_term.failed.values():
+                self._leader_term.outbox.notice(failed)
         self._leader_term.bind_waiting()
 
     def _end_due(self, unix_ms: int) -> None:
@@ -139,10 +140,11 @@ class Reconciliation:
 
     def _end_waits(self, now: float, *, beat: bool) -> None:
         waiting, bound = self._leader_term.queue.request_ids, self._ledger.bound()
-        if beat and self._rules.queue_timeout_s is not None:
+        timeout_s = self._rules.queue_timeout_s
+        if beat and timeout_s is not None:
             for entry in self._ledger.entries():
-                if entry.request_id in waiting:
-                    self._check_wait(entry, now)
+                if entry.request_id in waiting and now - entry.queued_at >= timeout_s:
+                    self._leader_term.expire(entry, timeout_s)
         # More entries than waiting and bound ones: some are followed and run nowhere.
         if len(self._ledger) > len(waiting) + len(bound):
             bound = [each for each in self._ledger.entries() if each.request_id not in waiting]
@@ -215,11 +217,6 @@ class Reconciliation:
             self._leader_term.restart(entry)
         else:
             self._leader_term.admit(entry)
-
-    def _check_wait(self, entry: RequestEntry, now: float) -> None:
-        timeout_s = self._rules.queue_timeout_s
-        if timeout_s is not None and now - entry.queued_at >= timeout_s:
-            self._leader_term.expire(entry)
 
     def _check_age(self, entry: RequestEntry) -> None:
         """Fail an attempt that no worker runs or no detokenizer decodes for too long."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.leader_config import FREE_AFTER_MS, LeaderConfig
-from antiphon.wire.codec import id_count
 from antiphon.wire.ids import InstanceId, RequestId
 
 if TYPE_CHECKING:
@@ -140,20 +138,20 @@ class RequestTable:
     def remove(self, entry: RequestEntry) -> None:
         self.unbind(entry)
         del self._entries[entry.request_id]
-        owned = self._owned[entry.owner]
-        del owned[entry.request_id]
-        if not owned:
+        del self._owned[entry.owner][entry.request_id]
+        if not self._owned[entry.owner]:
             del self._owned[entry.owner]
 
     def bind(
         self, entry: RequestEntry, binding: Binding, charge: RequestCost | None = None
     ) -> None:
-        """Record a request's binding, in place of an earlier one.
+        """Record a request's binding, in place of an earlier one; its timeouts begin anew.
 
         Without a charge it runs there already, and its worker's report includes its pages.
         """
         self.unbind(entry)
         entry.binding = binding
+        entry.wait(binding.admitted_at)
         choices = 1 if entry.submit is None else entry.submit.choices
         running = RequestCost(choices=choices, waiting=False, computing=False)
         self._accounts[binding.worker].bind(entry.request_id, charge or running)
@@ -180,13 +178,11 @@ class RequestTable:
 
     def bound_to(self, worker: Process) -> list[RequestEntry]:
         """One worker's entries by request id, so that a simulation is reproducible."""
-        account = self._accounts.get(worker)
-        return [self._entries[name] for name in sorted(account.costs)] if account else []
+        return [self._entries[name] for name in sorted(self._accounts[worker].costs)]
 
     def preempted(self, worker: Process, rank: int, precedence: PriorityPolicy) -> set[RequestId]:
         """The requests on a worker that one of this rank preempts."""
-        account = self._accounts.get(worker)
-        submits = (self._entries[name].submit for name in account.costs) if account else ()
+        submits = (self._entries[name].submit for name in self._accounts[worker].costs)
         return {
             submit.request_id
             for submit in submits
@@ -226,7 +222,7 @@ class SchedulerTombstones:
         if until_unix_ms <= until:
             return
         self._dead[request_id] = (owner, until_unix_ms)
-        heapq.heappush(self._expiry, (until_unix_ms, request_id))
+        heappush(self._expiry, (until_unix_ms, request_id))
         while len(self._expiry) > TOMBSTONES_MAX:
             self._pop()
 
@@ -241,7 +237,7 @@ class SchedulerTombstones:
             self._pop()
 
     def _pop(self) -> None:
-        until, request_id = heapq.heappop(self._expiry)
+        until, request_id = heappop(self._expiry)
         # A later addition of the same id has an expiry of its own.
         if self._dead.get(request_id, (None, until))[1] == until:
             self._dead.pop(request_id, None)
@@ -380,7 +376,3 @@ class WorkerCapacity:
 
 def _choices(charges: Iterable[RequestCost]) -> int:
     return sum(charge.choices for charge in charges)
-
-
-def pages_needed(prompt_ids: bytes, page_tokens: int) -> int:
-    return id_count(prompt_ids) // page_tokens + 1

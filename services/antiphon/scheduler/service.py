@@ -14,7 +14,7 @@ from antiphon.model_card.served_model import served_name
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import Action, RequestBound, RequestRemoved, RequestRequeued
-from antiphon.scheduler.worker_caches import REPLAY_RETRY_S, WorkerCaches
+from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tasks import isolated, perform
@@ -210,7 +210,8 @@ class SchedulerService:
     def _note_bound(self, bound: RequestBound) -> None:
         self._metrics.bound.labels(bound.worker.instance).inc()
         self._metrics.wait_seconds.observe(bound.waited_s)
-        self._metrics.place(bound)
+        self._metrics.blocks.inc(bound.blocks)
+        self._metrics.cached_blocks.inc(bound.cached_blocks)
         self._end_span(bound.request_id)
         log.info(
             "request bound",
@@ -271,7 +272,8 @@ class SchedulerService:
         self._metrics.leads.set(self._core.term is not None)
         self._metrics.waiting.set(self._core.waiting)
         self._metrics.open_requests.set(self._core.open_requests)
-        self._metrics.follow(self._core.caches)
+        self._metrics.known_blocks.set(self._core.caches.blocks)
+        self._metrics.replays.follow(self._core.caches.replays)
         self._metrics.credit.clear()
         for worker, credit in self._core.capacities().items():
             self._metrics.credit.labels(worker).set(credit)
@@ -285,19 +287,11 @@ class SchedulerMetrics:
         self.wait_seconds = metrics.histogram(catalog.QUEUE_TIME)
         self.bound = metrics.counter(catalog.SCHEDULED_REQS)
         self.returned = metrics.counter(catalog.REQUEUED_REQS)
-        self._blocks = metrics.counter(catalog.PROMPT_BLOCKS)
-        self._cached_blocks = metrics.counter(catalog.CACHED_PROMPT_BLOCKS)
-        self._known_blocks = metrics.gauge(catalog.KNOWN_BLOCKS)
-        self._replays = RunningTotal(metrics.counter(catalog.KV_REPLAYS))
+        self.blocks = metrics.counter(catalog.PROMPT_BLOCKS)
+        self.cached_blocks = metrics.counter(catalog.CACHED_PROMPT_BLOCKS)
+        self.known_blocks = metrics.gauge(catalog.KNOWN_BLOCKS)
+        self.replays = RunningTotal(metrics.counter(catalog.KV_REPLAYS))
         self.failed = metrics.counter(catalog.FAILED_TERMS)
         self.refused = metrics.counter(catalog.SCHEDULER_REJECTED_REQS)
         self.lost = metrics.counter(catalog.LOST_REQS)
         self.credit = metrics.gauge(catalog.WORKER_CAPACITY)
-
-    def place(self, bound: RequestBound) -> None:
-        self._blocks.inc(bound.blocks)
-        self._cached_blocks.inc(bound.cached_blocks)
-
-    def follow(self, caches: WorkerCaches) -> None:
-        self._known_blocks.set(caches.blocks)
-        self._replays.follow(caches.replays)

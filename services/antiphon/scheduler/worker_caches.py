@@ -6,7 +6,7 @@ hint: a wrong entry costs a prompt computed twice, and the next replay repairs i
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class WorkerCacheState:
         named: The newest event by its last heartbeat. Heartbeats overtake events, so events count
             as lost only when the next heartbeat arrives.
         snapshot: Number of the snapshot that is being read, while `part` names its next part.
-        requested_at: When a replay was requested that has not arrived yet.
+        requested_at: When a replay was requested that has not arrived yet; else in the past.
         whole: All of its blocks are requested, although none of its events is missing: some blocks
             were evicted here, and there is space for them now.
         whole_at: When they were last requested.
@@ -60,7 +60,7 @@ class WorkerCacheState:
     named: int = 0
     snapshot: int = 0
     part: int = 0
-    requested_at: float | None = None
+    requested_at: float = -REPLAY_RETRY_S
     whole: bool = False
     whole_at: float = -FULL_REPLAY_RETRY_S
 
@@ -119,10 +119,7 @@ class WorkerCaches:
         due: list[tuple[Process, ReplayKv]] = []
         self._complete(now)
         for worker, followed in self._followed.items():
-            waits = (
-                followed.requested_at is not None and now - followed.requested_at < REPLAY_RETRY_S
-            )
-            if followed.behind and not waits:
+            if followed.behind and now - followed.requested_at >= REPLAY_RETRY_S:
                 followed.requested_at = now
                 self.replays += 1
                 due.append((worker, followed.next_replay))
@@ -149,7 +146,7 @@ class WorkerCaches:
         followed = self._followed.get(worker)
         if followed is None or reply.worker != worker:
             return
-        followed.requested_at = None
+        followed.requested_at = -REPLAY_RETRY_S
         followed.newest = max(followed.newest, reply.seq)
         if not reply.snapshot:
             self._apply_next(worker, followed, reply.seq, reply.events)
@@ -212,7 +209,8 @@ class BlockIndex:
         self._holders: dict[bytes, int] = {}
         self._bits: dict[Process, int] = {}
         self._workers: dict[int, Process] = {}
-        self._blocks: dict[Process, OrderedDict[bytes, None]] = {}  # the least recently used first
+        # Per worker, the least recently used first.
+        self._blocks: defaultdict[Process, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self._partial: dict[Process, int] = {}
         self._expected: OrderedDict[tuple[Process, bytes], float] = OrderedDict()
         self._count = 0
@@ -289,9 +287,7 @@ class BlockIndex:
 
     def _put(self, worker: Process, digest: bytes) -> None:
         """Add a block as the most recently used one of its worker."""
-        known = self._blocks.get(worker)
-        if known is None:
-            known = self._blocks[worker] = OrderedDict()
+        known = self._blocks[worker]
         if digest in known:
             known.move_to_end(digest)
             return
@@ -302,14 +298,11 @@ class BlockIndex:
         self._count += 1
 
     def _evict(self) -> None:
-        worker = max(self._blocks, key=self._size)
+        worker = max(self._blocks, key=lambda each: len(self._blocks[each]))
         digest = next(iter(self._blocks[worker]))
         if self._expected.pop((worker, digest), None) is None:
             self._partial[worker] = self._partial.get(worker, 0) + 1
         self._drop(worker, digest)
-
-    def _size(self, worker: Process) -> int:
-        return len(self._blocks[worker])
 
     def _regain(self, worker: Process) -> None:
         """One of the evicted blocks has left its worker."""
@@ -317,10 +310,9 @@ class BlockIndex:
             self._partial[worker] -= 1
 
     def _drop(self, worker: Process, digest: bytes) -> bool:
-        known = self._blocks.get(worker)
-        if known is None or digest not in known:
+        if digest not in self._blocks.get(worker, ()):
             return False
-        del known[digest]
+        del self._blocks[worker][digest]
         self._unmark(worker, digest)
         return True
 

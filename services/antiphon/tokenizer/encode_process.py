@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
-from antiphon.wire.errors import EngineError, ErrorReply, Internal, decode_error, encode_error
+from antiphon.wire.errors import ErrorReply, decode_error, encode_error
 from antiphon.wire.tokenize import EncodeRequest
 
 _MODULE = "antiphon.tokenizer.encode_process"
@@ -42,13 +41,8 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
         return TextEncoder(words, self.root, self.text_bytes_max, self.context_tokens)
 
 
-class EncodeOutcome(msgspec.Struct, frozen=True):
-    encoded: EncodedPrompt | None = None
-    error: ErrorReply | None = None
-
-
 class EncodeProcesses:
-    """Encodes heavy texts, one per process at a time."""
+    """Encodes heavy texts, one per process at a time, while its `pool` is entered."""
 
     def __init__(self, settings: EncoderSettings, processes: int) -> None:
         shown = msgspec.json.encode(settings).decode()
@@ -58,13 +52,6 @@ class EncodeProcesses:
             processes=processes,
             memory_bytes_max=_MEMORY_BYTES_MAX,
         )
-
-    async def __aenter__(self) -> Self:
-        await self.pool.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.pool.__aexit__()
 
     async def encode(self, text: EncodeRequest, *, timeout_s: float) -> EncodedPrompt:
         """Encode a text; tenants are served round-robin.
@@ -76,11 +63,10 @@ class EncodeProcesses:
         """
         job = msgspec.msgpack.encode(text)
         result = await self.pool.run(job, timeout_s=timeout_s, owner=text.tenant)
-        outcome = msgspec.msgpack.decode(result, type=EncodeOutcome)
-        if outcome.error is not None:
-            raise decode_error(outcome.error)
-        assert outcome.encoded is not None, "a text is encoded or refused"
-        return outcome.encoded
+        outcome = msgspec.msgpack.decode(result, type=EncodedPrompt | ErrorReply)
+        if isinstance(outcome, ErrorReply):
+            raise decode_error(outcome)
+        return outcome
 
 
 def main(arguments: list[str]) -> None:
@@ -89,10 +75,8 @@ def main(arguments: list[str]) -> None:
 
     def work(job: bytes) -> bytes:
         (result,) = encoder.encode([msgspec.msgpack.decode(job, type=EncodeRequest)])
-        if isinstance(result, EncodedPrompt):
-            return msgspec.msgpack.encode(EncodeOutcome(encoded=result))
-        error = result if isinstance(result, EngineError) else Internal("internal error")
-        return msgspec.msgpack.encode(EncodeOutcome(error=encode_error(error)))
+        outcome = result if isinstance(result, EncodedPrompt) else encode_error(result)
+        return msgspec.msgpack.encode(outcome)
 
     serve(work, parent_pid, memory_bytes_max)
 

@@ -7,6 +7,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import msgspec
+
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import block_digests, salted
 from antiphon.wire.errors import (
@@ -52,20 +54,15 @@ def is_heavy(request: EncodeRequest) -> bool:
     calls = [call for message in messages for call in message.tool_calls]
     if len(messages) + len(calls) > _LIGHT_MESSAGES:
         return True
-    beside = len(request.template.tools or "") + len(request.template.options or "")
-    beside += sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
-    beside += sum(
-        len(message.role)
-        + len(message.name or "")
-        + len(message.reasoning_content or "")
-        + len(message.tool_call_id or "")
-        for message in messages
-    )
-    return character_count(request) + beside > _LIGHT_CHARACTERS
+    beside = [request.template.tools, request.template.options]
+    for call in calls:
+        beside += call.id, call.name, call.arguments
+    for each in messages:
+        beside += each.role, each.name, each.reasoning_content, each.tool_call_id
+    return character_count(request) + sum(len(text or "") for text in beside) > _LIGHT_CHARACTERS
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
+class EncodedPrompt(msgspec.Struct, frozen=True, tag=True):
     """A prompt's ids (int32, little-endian), its block digests, and the end of its rendered text.
 
     `second_from` is where the second text of a pair begins, if the tokenizer has type ids for it.
@@ -88,7 +85,7 @@ class TextEncoder:
     text_bytes_max: int
     context_tokens: int | None = None
 
-    def encode(self, texts: Sequence[EncodeRequest]) -> list[EncodedPrompt | Exception]:
+    def encode(self, texts: Sequence[EncodeRequest]) -> list[EncodedPrompt | EngineError]:
         """Encode each text; an error in one is its result and does not affect the others."""
         return [self._encode_one(text) for text in texts]
 
@@ -115,9 +112,8 @@ class TextEncoder:
         kept = self._tokens_kept(text, encoding)
         token_ids = pack_ids(encoding.ids[:kept])
         text_end = "" if text.messages is None or kept is not None else rendered[-TEXT_END:]
-        second_from = None
-        if text.pair is not None and 1 in encoding.type_ids:
-            second_from = encoding.type_ids.index(1)
+        paired = text.pair is not None and 1 in encoding.type_ids
+        second_from = encoding.type_ids.index(1) if paired else None
         digests = block_digests(salted(self.root, text.cache_salt), token_ids)
         untruncated = None if kept is None else len(encoding.ids)
         return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
@@ -155,11 +151,9 @@ class TextEncoder:
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
-            return (
-                text.prompt
-                if text.suffix is None
-                else self._render_fill_in_middle(text.prompt, text.suffix)
-            )
+            if text.suffix is None:
+                return text.prompt
+            return self._render_fill_in_middle(text.prompt, text.suffix)
         if text.suffix is not None:
             raise InvalidRequest("suffix: a conversation has no gap to fill", param="suffix")
         if text.prompt is not None:

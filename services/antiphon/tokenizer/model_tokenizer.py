@@ -15,6 +15,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import TEMPLATES, CompletionTemplate, read_template
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
+from antiphon.model_card.config_json import read_json
 from antiphon.model_card.tokenizer_file import open_tokenizer
 from antiphon.tokenizer.template import ChatTemplate
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 P = TypeVar("P")
-
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -75,23 +73,19 @@ def read_model_tokenizer(
         ConfigError: A file is missing or malformed, there is no such template, or a marker is not a
             token; the message names it.
     """
-    card = _read(folder / TOKENIZER_CONFIG, SpecialTokens)
+    special = _special(folder)
     tokenizer = open_tokenizer(folder)
     sources = _sources(folder, template_file, template_name)
+    template = None
     try:
-        template = _template(sources, _special(folder, card))
+        if sources is not None:
+            template = ChatTemplate(sources.source, special, tool_source=sources.tool_source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     completion = choose_completion_template(tokenizer, completion_template)
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
     return ModelTokenizer(tokenizer, template, size, _formats(sources), completion, longest)
-
-
-def _template(sources: TemplateSources | None, special: Mapping[str, str]) -> ChatTemplate | None:
-    if sources is None:
-        return None
-    return ChatTemplate(sources.source, special, tool_source=sources.tool_source)
 
 
 def _formats(sources: TemplateSources | None) -> TemplateFormats:
@@ -106,27 +100,19 @@ def _formats(sources: TemplateSources | None) -> TemplateFormats:
     )
 
 
-def _special(folder: Path, card: SpecialTokens) -> Mapping[str, str]:
+def _special(folder: Path) -> Mapping[str, str]:
     """The special tokens by their names in templates.
 
     Older folders have them in a separate file; tokenizer_config.json takes precedence.
     """
-    older = _read(folder / "special_tokens_map.json", SpecialTokens)
+    files = (folder / TOKENIZER_CONFIG, folder / "special_tokens_map.json")
+    newer, older = (read_json(f, SpecialTokens) if f.exists() else SpecialTokens() for f in files)
     special: dict[str, str] = {}
     for name in SpecialTokens.__struct_fields__:
-        token: str | AddedToken | None = getattr(card, name) or getattr(older, name)
+        token: str | AddedToken | None = getattr(newer, name) or getattr(older, name)
         if token is not None:
             special[name] = token.content if isinstance(token, AddedToken) else token
     return special
-
-
-def _read(file: Path, kind: type[T]) -> T:
-    if not file.exists():
-        return kind()
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from error
 
 
 def _sources(folder: Path, file: str, name: str) -> TemplateSources | None:

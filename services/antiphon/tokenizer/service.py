@@ -103,8 +103,9 @@ class TokenizerService:
             context_tokens=settings.model.context_tokens or card.context_tokens,
         )
         encoder = await asyncio.to_thread(shared.encoder)
+        processes = EncodeProcesses(shared, threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="encode") as executor:
-            async with EncodeProcesses(shared, threads) as processes:
+            async with processes.pool:
                 service = TokenizerService(runtime, card, pooling, encoder, processes, executor)
                 for _ in range(threads):
                     runtime.group.create_task(service._batcher.run())

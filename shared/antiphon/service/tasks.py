@@ -50,6 +50,16 @@ def perform(actions: Iterable[T], act: Callable[[T], None]) -> None:
             log.exception("action failed", extra={"action": type(action).__name__})
 
 
+async def repeat(work: Callable[[], None], every_s: float) -> None:
+    """Run `work` periodically until cancelled; its errors are logged and do not end the loop."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            work()
+        except Exception:
+            log.exception("tick failed", extra={"work": work.__qualname__})
+
+
 async def gather(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
     """Return all results in order, or raise the first error and cancel the other calls."""
     if len(work) == 1:

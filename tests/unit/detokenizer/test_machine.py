@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, SendResend, SendStop
+from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, SendStop
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids
+from antiphon.wire.command import ResendTokens
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.submit import OpenList, OpenRequest
@@ -125,15 +126,15 @@ def test_a_gap_is_asked_for_from_the_next_offset_and_its_rows_wait():
     m = begun(row("ab"))
     actions = m.on_tokens(batch(3, row("d", 3)), 1.0)
     (resend,) = actions
-    assert isinstance(resend, SendResend)
-    assert [(p.request_id, p.offset) for p in resend.resend.places] == [(REQUEST, 2)]
+    assert isinstance(resend, ResendTokens)
+    assert [(p.request_id, p.offset) for p in resend.places] == [(REQUEST, 2)]
     assert [r.text for r in texts(m.on_tokens(batch(4, row("cd", 2)), 1.0))] == ["cd"]
 
 
 def test_a_lost_tail_shows_in_the_heartbeat():
     m = begun(row("ab"))
     assert m.on_worker_seq(WORKER, 1, 1.0) == []
-    assert isinstance(m.on_worker_seq(WORKER, 2, 1.0)[0], SendResend)
+    assert isinstance(m.on_worker_seq(WORKER, 2, 1.0)[0], ResendTokens)
 
 
 def test_a_gap_that_comes_too_soon_to_ask_about_is_asked_about_later():
@@ -141,7 +142,7 @@ def test_a_gap_that_comes_too_soon_to_ask_about_is_asked_about_later():
     assert m.on_tokens(batch(3, row("d", 3)), 1.0)
     assert m.on_tokens(batch(5), 1.1) == []
     assert m.on_tick(1.2, unix_ms=0) == []
-    assert isinstance(m.on_tick(1.6, unix_ms=0)[0], SendResend)
+    assert isinstance(m.on_tick(1.6, unix_ms=0)[0], ResendTokens)
     assert m.on_tick(2.6, unix_ms=0) == []
 
 
@@ -340,8 +341,8 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
             if chance.random() < 0.2:
                 actions += m.on_tokens(arrived, now)
         for action in actions:
-            if isinstance(action, SendResend):
-                places = {p.request_id: p.offset for p in action.resend.places}
+            if isinstance(action, ResendTokens):
+                places = {p.request_id: p.offset for p in action.places}
                 sent = min(sent, places.get(REQUEST, 0))
         for said in texts(actions):
             assert said.text_offset == len(shown), f"seed {seed}"
@@ -422,11 +423,11 @@ def test_step_adds_a_token_to_each_row_of_the_batch_before():
 def test_step_after_a_gap_is_requested_until_it_arrives(lost: TokenStep):
     m = begun(row("ab"))
     (asked,) = m.on_tokens(lost, 1.0)
-    assert isinstance(asked, SendResend)
-    assert [place.offset for place in asked.resend.places] == [2]
+    assert isinstance(asked, ResendTokens)
+    assert [place.offset for place in asked.places] == [2]
     assert m.on_tokens(step(lost.seq + 1, "f"), 1.1) == []  # asked just now
     (asked,) = m.on_tick(2.0, 0)
-    assert isinstance(asked, SendResend)
+    assert isinstance(asked, ResendTokens)
     assert [r.text for r in texts(m.on_tokens(batch(6, row("cdef", 2)), 2.0))] == ["cdef"]
     assert [r.text for r in texts(m.on_tokens(step(7, "g"), 2.0))] == ["g"]
 
@@ -435,4 +436,4 @@ def test_step_of_an_unknown_worker_is_requested():
     m = begun(row("ab"))
     m.on_worker_died(WORKER)
     (asked,) = m.on_tokens(step(2, "c"), 1.0)
-    assert isinstance(asked, SendResend)
+    assert isinstance(asked, ResendTokens)
