@@ -56,10 +56,6 @@ class SendStop:
 Action = TextBatch | SendStop | ResendTokens
 
 
-def _same_clock(unix_ms: int, _: Process) -> int:
-    return unix_ms
-
-
 @dataclass(slots=True)
 class Reaction:
     """The result of one message: text by gateway, other actions, and whether rows are missing."""
@@ -85,7 +81,7 @@ class Detokenizer:
         decode: Decode,
         requests_max: int,
         tokens: Sequence[bytes] = (),
-        our_time_ms: Callable[[int, Process], int] = _same_clock,
+        our_time_ms: Callable[[int, Process], int] = lambda unix_ms, _: unix_ms,
     ) -> None:
         self.requests: dict[RequestId, DetokenizerRequest] = {}
         self._process = process

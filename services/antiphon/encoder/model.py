@@ -221,21 +221,21 @@ def _layer(checkpoint: _Checkpoint, name: str, spec: VisionTowerSpec) -> VisionL
     )
 
 
+@dataclass(frozen=True, eq=False)
 class VisionModel:
     """Preprocessor and vision tower. Blocks; must be used from one thread."""
 
-    def __init__(self, preprocessor: Preprocessor, tower: VisionTower) -> None:
-        self._preprocess = preprocessor
-        self._tower = tower
+    preprocess: Preprocessor
+    tower: VisionTower
 
     @property
     def embedding_bytes(self) -> int:
         """Size of an embedding, the same for all images."""
-        return self._tower.spec.tokens * self._tower.spec.hidden * 4
+        return self.tower.spec.tokens * self.tower.spec.hidden * 4
 
     def embed(self, image: bytes | bytearray) -> CachedEmbedding:
-        pixels = torch.as_tensor(self._preprocess(image))
-        (embedding,) = self._tower(pixels[None])  # (T, C)
+        pixels = torch.as_tensor(self.preprocess(image))
+        (embedding,) = self.tower(pixels[None])  # (T, C)
         data = embedding.numpy().astype("<f4", copy=False).tobytes()
         tokens, hidden = embedding.shape
         return CachedEmbedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())

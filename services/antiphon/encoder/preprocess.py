@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Size = Annotated[int, Meta(ge=1)]
+Channels = tuple[float, float, float]
+"""One value each for red, green and blue."""
 
 
 class VisionFamily(StrEnum):
@@ -40,9 +42,15 @@ class VisionActivation(StrEnum):
 
 
 class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a tower, as in config.json. Missing fields have CLIP's defaults."""
+    """The shape of a tower, as in config.json. Missing fields have CLIP's defaults.
+
+    `mean`, `std` and `crops` (to a square) are the family's defaults for preprocessing.
+    """
 
     family: ClassVar = VisionFamily.CLIP
+    mean: ClassVar[Channels] = (0.48145466, 0.4578275, 0.40821073)
+    std: ClassVar[Channels] = (0.26862954, 0.26130258, 0.27577711)
+    crops: ClassVar = True
     hidden: Size = field(name="hidden_size", default=768)
     intermediate: Size = field(name="intermediate_size", default=3072)
     layers: Size = field(name="num_hidden_layers", default=12)
@@ -63,6 +71,9 @@ class SiglipSpec(VisionTowerSpec, frozen=True, kw_only=True):
     """Missing fields have SigLIP's defaults."""
 
     family: ClassVar = VisionFamily.SIGLIP
+    mean: ClassVar[Channels] = (0.5, 0.5, 0.5)
+    std: ClassVar[Channels] = (0.5, 0.5, 0.5)
+    crops: ClassVar = False
     patch_size: Size = 16
     activation: VisionActivation = field(name="hidden_act", default=VisionActivation.GELU_TANH)
     norm_eps: float = field(name="layer_norm_eps", default=1e-6)
@@ -205,10 +216,6 @@ def _opaque(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
-Channels = tuple[float, float, float]
-"""One value each for red, green and blue."""
-
-
 @dataclass(frozen=True, slots=True)
 class PreprocessorConfig:
     """Preprocessing steps from an image to the pixels of a tower, in this order.
@@ -239,7 +246,6 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
     """
     file = folder / "preprocessor_config.json"
     card = read_json(file, _PreprocessorFile) if file.exists() else _PreprocessorFile()
-    chosen = _CHOSEN[spec.family]
     if not card.do_resize:
         raise ConfigError(f"{file}: do_resize = false: the tower takes images of one size only")
     return PreprocessorConfig(
@@ -247,8 +253,8 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
         short_edge=_short_edge(file, card, spec),
         resample=card.resample,
         scale=card.rescale_factor if card.do_rescale else 1.0,
-        mean=(card.image_mean or chosen.mean) if card.do_normalize else (0.0, 0.0, 0.0),
-        std=(card.image_std or chosen.std) if card.do_normalize else (1.0, 1.0, 1.0),
+        mean=(card.image_mean or spec.mean) if card.do_normalize else (0.0, 0.0, 0.0),
+        std=(card.image_std or spec.std) if card.do_normalize else (1.0, 1.0, 1.0),
     )
 
 
@@ -273,32 +279,19 @@ class _PreprocessorFile(msgspec.Struct):
     image_std: Channels | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _FamilyDefaults:
-    mean: Channels
-    std: Channels
-    crops: bool
-
-
-_CHOSEN = {
-    VisionFamily.CLIP: _FamilyDefaults(
-        (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), crops=True
-    ),
-    VisionFamily.SIGLIP: _FamilyDefaults((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), crops=False),
-}
-
-
 def _short_edge(file: Path, card: _PreprocessorFile, spec: VisionTowerSpec) -> int | None:
     """The shorter edge to resize to, or None to resize to a square; checked against the tower."""
-    crops = _CHOSEN[spec.family].crops if card.do_center_crop is None else card.do_center_crop
-    size = card.size or spec.image_size
+    crops = spec.crops if card.do_center_crop is None else card.do_center_crop
+    size, crop = card.size or spec.image_size, card.crop_size or spec.image_size
     if isinstance(size, int):
         # Older files have a plain number: CLIP's shorter edge, or the edge of SigLIP's square.
         size = _Edges(shortest_edge=size) if crops else _Edges(height=size, width=size)
-    made = _square(card.crop_size or spec.image_size) if crops else (size.height, size.width)
-    if made != (spec.image_size, spec.image_size):
+    if isinstance(crop, int):
+        crop = _Edges(height=crop, width=crop)
+    made = crop if crops else size
+    if (made.height, made.width) != (spec.image_size, spec.image_size):
         raise ConfigError(
-            f"{file}: makes images of {made[0]} x {made[1]} pixels; the tower takes "
+            f"{file}: makes images of {made.height} x {made.width} pixels; the tower takes "
             f"{spec.image_size} x {spec.image_size}"
         )
     if not crops:
@@ -306,7 +299,3 @@ def _short_edge(file: Path, card: _PreprocessorFile, spec: VisionTowerSpec) -> i
     if size.shortest_edge is None or size.shortest_edge < spec.image_size:
         raise ConfigError(f"{file}: size.shortest_edge must be {spec.image_size} or more")
     return size.shortest_edge
-
-
-def _square(size: int | _Edges) -> tuple[int | None, int | None]:
-    return (size, size) if isinstance(size, int) else (size.height, size.width)

@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -105,7 +106,7 @@ class KvStorageService:
         stored: list[bytes] = []
         clock = self._runtime.clock
         due_at = clock.now() + time_left_s(request, clock)
-        for offers in split_rows(request.pages, _size, BATCH_BYTES):
+        for offers in split_rows(request.pages, attrgetter("claim.size_bytes"), BATCH_BYTES):
             missing = [offer for offer in offers if offer.digest not in self._store]
             fetched = await self._fetch(missing, due_at)
             for offer in offers:
@@ -177,10 +178,6 @@ def _open_disk(config: KvStorageConfig) -> DiskTier | None:
         raise CannotStart(f"kv_storage.disk_path: {config.disk_path}: {error.strerror}") from error
 
 
-def _size(offer: PageOffer) -> int:
-    return offer.claim.size_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Lease:
     """Pinned pages by fetch token, in the order of their chain."""
@@ -197,7 +194,7 @@ class Leases:
         self._memory = memory
         self._unix_ms = unix_ms
         self._leases: dict[str, Lease] = {}
-        self._pages: dict[str, Page] = {}
+        self._data: dict[str, bytes | bytearray] = {}  # by token
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -214,7 +211,7 @@ class Leases:
         self._memory.pin(page.digest)
         token = new_token()
         lease.pages[token] = page
-        self._pages[token] = page
+        self._data[token] = page.data
 
     def release(self, name: str) -> None:
         """End a lease. Unknown leases are ignored."""
@@ -222,7 +219,7 @@ class Leases:
         if lease is None:
             return
         for token, page in lease.pages.items():
-            del self._pages[token]
+            del self._data[token]
             self._memory.unpin(page.digest)
 
     def sweep(self) -> None:
@@ -231,5 +228,4 @@ class Leases:
             self.release(name)
 
     def get(self, token: str) -> bytes | bytearray | None:
-        page = self._pages.get(token)
-        return None if page is None else page.data
+        return self._data.get(token)

@@ -46,10 +46,8 @@ class MemoryTier:
         return len(self._pages)
 
     def get(self, digest: bytes) -> Page | None:
-        page = self._pages.get(digest)
-        if page is not None:
-            self._pages.move_to_end(digest)
-        return page
+        self.touch(digest)
+        return self._pages.get(digest)
 
     def touch(self, digest: bytes) -> None:
         if digest in self._pages:
@@ -114,9 +112,6 @@ class DiskTier:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._sizes
 
-    def __len__(self) -> int:
-        return len(self._sizes)
-
     def touch(self, digests: Iterable[bytes]) -> None:
         """Mark pages as most recently used, the last one most; survives a restart."""
         for digest in digests:
@@ -173,13 +168,11 @@ class DiskTier:
         """Index the files of an earlier incarnation, oldest first."""
         found: list[tuple[int, bytes, int]] = []
         for entry in os.scandir(self._folder):
-            digest = _digest_of(entry.name)
-            if digest is None:
-                if entry.name.endswith(".partial"):
-                    Path(entry.path).unlink(missing_ok=True)
-                continue
-            status = entry.stat()
-            found.append((status.st_mtime_ns, digest, status.st_size))
+            if entry.name.endswith(".partial"):
+                Path(entry.path).unlink(missing_ok=True)
+            elif (digest := _digest_of(entry.name)) is not None:
+                status = entry.stat()
+                found.append((status.st_mtime_ns, digest, status.st_size))
         for _, digest, size in sorted(found):
             self._sizes[digest] = size
             self.bytes_held += size

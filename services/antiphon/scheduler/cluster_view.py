@@ -99,10 +99,8 @@ class OpenLists:
             return False
         owned.version = change.version
         if change.whole:
-            owned.received_at = now
-            owned.requests = {line.request_id: line for line in change.opened}
-        else:
-            owned.requests.update((line.request_id, line) for line in change.opened)
+            owned.received_at, owned.requests = now, {}
+        owned.requests.update((line.request_id, line) for line in change.opened)
         for request_id in change.closed:
             owned.requests.pop(request_id, None)
         return True

@@ -215,13 +215,7 @@ class SchedulerCore:
         assert term is not None
         log.info("scheduler leads", extra={"term": term.number})
         self._leader_term = LeaderTerm(
-            term=term,
-            model=self._model,
-            rules=self._rules,
-            clock=self._clock,
-            peers=self._peers,
-            assignments=self._assignments,
-            caches=self.caches,
+            term, self._model, self._rules, self._clock, self._peers, self._assignments, self.caches
         )
         self._reconciliation = Reconciliation(self._leader_term, self._lists)
         self._not_ready_since = self._clock.now()

@@ -122,8 +122,7 @@ class LeaderElection:
         known = self._number_max
         if not term.may_follow(known):
             return False
-        outdated = known is not None and term.number + TERM_JUMP_MAX < known
-        if known is None or (outdated and self.term is None):
+        if known is None or (self.term is None and term.number + TERM_JUMP_MAX < known):
             self._number_max = term.number
         else:
             self._number_max = max(known, term.number)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class LeaderTerm:
     """Accepts, binds, aborts and fails requests. Actions collect until `take_actions`."""
 

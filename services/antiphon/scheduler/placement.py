@@ -101,15 +101,14 @@ class Placement:
 
         Those in `avoid` are used only if no other can take it.
         """
-        able = [one for one in self._able(submit) if one.worker not in kept]
         candidates = [
             one
-            for one in able
-            if one.account.fits(one.load, self.rules, request_cost(submit, one.load))
+            for one in self.able(submit)
+            if one.worker not in kept
+            and one.account.fits(one.load, self.rules, request_cost(submit, one.load))
         ]
-        return self._best(
-            submit, [one for one in candidates if one.worker not in avoid] or candidates
-        )
+        others = [one for one in candidates if one.worker not in avoid]
+        return self._best(submit, others or candidates)
 
     def choose_preempting(self, submit: SubmitRequest) -> PlacementTarget | None:
         """Choose a worker without a free slot that runs requests which this one preempts."""
@@ -118,16 +117,23 @@ class Placement:
             return None
         rank = precedence.rank(submit.priority)
         candidates: list[Candidate] = []
-        for one in self._able(submit):
+        for one in self.able(submit):
             yielding = self.ledger.preempted(one.worker, rank, precedence)
             charge = request_cost(submit, one.load)
             if yielding and one.account.fits(one.load, self.rules, charge, yielding):
                 candidates.append(one)
         return self._best(submit, candidates)
 
-    def able(self, submit: SubmitRequest) -> set[Process]:
-        """The workers that could run a request if they had a free slot."""
-        return {one.worker for one in self._able(submit)}
+    def able(self, submit: SubmitRequest) -> list[Candidate]:
+        """Workers whose context fits the prompt and the longest answer to it.
+
+        Where no worker fits so long an answer, it is cut to the longest context of them.
+        """
+        tokens = id_count(submit.prompt_ids) + submit.sampling.max_new_tokens
+        tokens_max = self._tokens_max()
+        if tokens_max is not None:
+            tokens = min(tokens, tokens_max)
+        return [one for one in self._healthy() if tokens <= one.load.context_tokens]
 
     def has_free_slots_outside(self, kept: Container[Process]) -> bool:
         """Whether a worker outside `kept` has a free slot."""
@@ -151,32 +157,20 @@ class Placement:
         cached = self.caches.overlaps(submit.block_digests)
         blocks = len(submit.block_digests) // DIGEST_BYTES
         running_most = max(one.load.running_max for one in candidates)
+
+        def cost(one: Candidate) -> float:
+            to_compute = blocks - cached.get(one.worker, 0) + one.account.blocks_pending
+            share = one.account.occupied * running_most / one.load.running_max
+            return self.rules.prefill_weight * to_compute + self.rules.request_blocks * share
+
         # Ties go by name, so that a simulation is reproducible.
-        best = min(
-            candidates,
-            key=lambda one: placement_cost(
-                blocks - cached.get(one.worker, 0), one.account, one.load, running_most, self.rules
-            ),
-        )
+        best = min(candidates, key=cost)
         detokenizer = self._detokenizer_of(best.worker.instance)
         if detokenizer is None:
             return None
-        found = cached.get(best.worker, 0)
+        found, steps = cached.get(best.worker, 0), self._reads_steps(detokenizer)
         charge = request_cost(submit, best.load, blocks - found)
-        return PlacementTarget(
-            best.worker, detokenizer, self._reads_steps(detokenizer), charge, found
-        )
-
-    def _able(self, submit: SubmitRequest) -> list[Candidate]:
-        """Workers whose context fits the prompt and the longest answer to it.
-
-        Where no worker fits so long an answer, it is cut to the longest context of them.
-        """
-        tokens = id_count(submit.prompt_ids) + submit.sampling.max_new_tokens
-        tokens_max = self._tokens_max()
-        if tokens_max is not None:
-            tokens = min(tokens, tokens_max)
-        return [one for one in self._healthy() if tokens <= one.load.context_tokens]
+        return PlacementTarget(best.worker, detokenizer, steps, charge, found)
 
     def _healthy(self) -> Iterator[Candidate]:
         for peer in self._working(Role.WORKER):
@@ -186,16 +180,14 @@ class Placement:
 
     def _tokens_max(self) -> int | None:
         """The longest context of all live workers; None while that of some is unknown."""
-        beats = [
-            peer.heartbeat
-            for peer in self.peers.with_role(Role.WORKER)
-            if peer.heartbeat.model == self.model
-            and peer.heartbeat.state is not ProcessState.DRAINING
-        ]
-        loads = [beat.worker for beat in beats if beat.worker is not None]
-        if len(loads) < len(beats):
-            return None  # a worker that is loading its model may have a longer one
-        return max((load.context_tokens for load in loads), default=None)
+        longest = None
+        for peer in self.peers.with_role(Role.WORKER):
+            beat = peer.heartbeat
+            if beat.model == self.model and beat.state is not ProcessState.DRAINING:
+                if beat.worker is None:
+                    return None  # a worker that is loading its model may have a longer one
+                longest = max(longest or 0, beat.worker.context_tokens)
+        return longest
 
     def _detokenizer_of(self, worker: InstanceId) -> InstanceId | None:
         ready = [peer.process.instance for peer in self._working(Role.DETOKENIZER)]
@@ -219,23 +211,6 @@ class Placement:
         return [
             peer for peer in self.peers.accepting_work(role) if peer.heartbeat.model == self.model
         ]
-
-
-def placement_cost(
-    blocks_lacking: int,
-    account: WorkerCapacity,
-    load: WorkerLoad,
-    running_most: int,
-    rules: LeaderConfig,
-) -> float:
-    """Cost of one more request on a worker, in prompt blocks.
-
-    It has not cached `blocks_lacking` blocks of the prompt; the largest candidate runs
-    `running_most` requests at once.
-    """
-    to_compute = blocks_lacking + account.blocks_pending
-    share = account.occupied * running_most / load.running_max
-    return rules.prefill_weight * to_compute + rules.request_blocks * share
 
 
 def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> RequestCost:
@@ -279,7 +254,8 @@ class Dispatcher:
             match = self._match(request_id, reserved)
             if match is not None:
                 return match
-            reserved |= self.placement.able(self._waiting(request_id)[1])
+            _, submit = self._waiting(request_id)
+            reserved.update(one.worker for one in self.placement.able(submit))
             if not self.placement.has_free_slots_outside(reserved):
                 break
         return self._match_over()

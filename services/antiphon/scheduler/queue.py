@@ -11,6 +11,7 @@ import random
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from antiphon.config.worker import Policy
@@ -108,10 +109,7 @@ def _depth_first(
     that end at a block come after those that continue below it, which share more.
     """
     weights = Counter(digest for _, path in waiting for digest in path)
-    first: dict[bytes, int] = {}
-    for _, path in waiting:
-        for digest in path:
-            first.setdefault(digest, len(first))
+    first = {digest: index for index, digest in enumerate(weights)}
 
     def key(cached: tuple[RequestId, list[bytes]]) -> Key:
         branches: list[tuple[int, int]] = []
@@ -213,8 +211,7 @@ class SchedulerQueue:
         return self._waiting.get(waiting.request_id) is waiting
 
 
-def _key(waiting: QueuedRequest) -> SchedulerQueueKey:
-    return waiting.key
+_key = attrgetter("key")
 
 
 def _arrival(waiting: QueuedRequest) -> float:

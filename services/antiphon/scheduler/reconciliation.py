@@ -124,8 +124,7 @@ class Reconciliation:
     def _end_due(self, unix_ms: int) -> None:
         waiting = self._leader_term.queue.request_ids
         for entry in self._ledger.take_due(unix_ms):
-            waits = entry.request_id in waiting
-            if waits or unix_ms >= entry.deadline_unix_ms + FREE_AFTER_MS:
+            if entry.request_id in waiting or unix_ms >= entry.deadline_unix_ms + FREE_AFTER_MS:
                 self._leader_term.drop(entry)
 
     def _end_orphans(self, now: float) -> None:
@@ -273,17 +272,8 @@ class Reconciliation:
         held = self._assignments.find(line.request_id, line.attempt)
         if held is None and line.attempt is None:
             return False
-        now = self._clock.now()
-        entry = RequestEntry(
-            line.request_id,
-            owner,
-            self._peers.to_local_ms(line.deadline_unix_ms, owner),
-            since=now,
-            seen_at=now,
-            came_at=now,
-            queued_at=now,
-            followed=line.attempt,
-        )
+        now, due_ms = self._clock.now(), self._peers.to_local_ms(line.deadline_unix_ms, owner)
+        entry = RequestEntry(line.request_id, owner, due_ms, now, now, followed=line.attempt)
         self._ledger.add(entry)
         if held is not None:
             self._leader_term.adopt(entry, held)

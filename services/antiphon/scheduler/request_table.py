@@ -57,11 +57,11 @@ class RequestEntry:
     owner: Process
     deadline_unix_ms: int
     since: float
-    seen_at: float
     came_at: float
-    queued_at: float
     submit: SubmitRequest | None = None
     followed: Attempt | None = None
+    seen_at: float = field(init=False)
+    queued_at: float = field(init=False)
     binding: Binding | None = None
     disputed_at: float | None = None
     number: int = 0
@@ -72,17 +72,11 @@ class RequestEntry:
     @classmethod
     def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> RequestEntry:
         came_at = now - submit.waited_ms / 1000
-        return cls(
-            submit.request_id,
-            submit.owner,
-            due_ms,
-            since=now,
-            seen_at=now,
-            came_at=came_at,
-            queued_at=came_at,
-            submit=submit,
-            followed=submit.attempt_floor,
-        )
+        owner, followed = submit.owner, submit.attempt_floor
+        return cls(submit.request_id, owner, due_ms, now, came_at, submit, followed)
+
+    def __post_init__(self) -> None:
+        self.seen_at, self.queued_at = self.since, self.came_at
 
     @property
     def restartable(self) -> bool:

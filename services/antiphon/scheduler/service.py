@@ -56,12 +56,9 @@ class SchedulerService:
         self._runtime = runtime
         self._model = served_name(runtime.settings)
         self._metrics = SchedulerMetrics(runtime.metrics)
+        rules = LeaderConfig.of(runtime.settings)
         self._core = SchedulerCore(
-            runtime.process,
-            self._model,
-            LeaderConfig.of(runtime.settings),
-            runtime.clock,
-            runtime.peers,
+            runtime.process, self._model, rules, runtime.clock, runtime.peers
         )
         self._news = asyncio.Event()
         self._emptied = asyncio.Event()
@@ -91,10 +88,8 @@ class SchedulerService:
         return self._model
 
     def report(self) -> Report:
-        term = self._core.term
-        return Report(
-            load=self._core.open_requests, leads=term if term == self._announced_term else None
-        )
+        leads = self._core.term if self._core.term == self._announced_term else None
+        return Report(load=self._core.open_requests, leads=leads)
 
     async def drain(self) -> None:
         """Bind the waiting requests, unless a standby can do it; then stop leading."""

@@ -22,7 +22,7 @@ from antiphon.wire.kv_events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from antiphon.wire.base import Process
 
@@ -205,13 +205,14 @@ class BlockIndex:
     """
 
     def __init__(self, blocks_max: int) -> None:
+        # Workers that hold blocks which were evicted from the index, and about how many.
+        self.partial: dict[Process, int] = {}
         self._blocks_max = blocks_max
         self._holders: dict[bytes, int] = {}
         self._bits: dict[Process, int] = {}
         self._workers: dict[int, Process] = {}
         # Per worker, the least recently used first.
         self._blocks: defaultdict[Process, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
-        self._partial: dict[Process, int] = {}
         self._expected: OrderedDict[tuple[Process, bytes], float] = OrderedDict()
         self._count = 0
 
@@ -235,11 +236,6 @@ class BlockIndex:
     @property
     def free(self) -> int:
         return self._blocks_max - self._count
-
-    @property
-    def partial(self) -> Mapping[Process, int]:
-        """Workers that hold blocks which were evicted from the index, and about how many."""
-        return self._partial
 
     def store(self, worker: Process, digests: bytes) -> None:
         # In reverse: without its first blocks a prompt is not found, so they are evicted last.
@@ -265,7 +261,7 @@ class BlockIndex:
             if self._expected[name] > now:
                 return
             del self._expected[name]
-            if name[0] in self._partial:
+            if name[0] in self.partial:
                 self._regain(name[0])
             else:
                 self._drop(*name)
@@ -278,12 +274,11 @@ class BlockIndex:
 
     def clear(self, worker: Process) -> None:
         """Remove all blocks of a worker: its cache was cleared, or the worker is gone."""
-        self._partial.pop(worker, None)
+        self.partial.pop(worker, None)
         for digest in self._blocks.pop(worker, ()):
             self._expected.pop((worker, digest), None)
             self._unmark(worker, digest)
-        bit = self._bits.pop(worker, 0)
-        self._workers.pop(bit, None)
+        self._workers.pop(self._bits.pop(worker, 0), None)
 
     def _put(self, worker: Process, digest: bytes) -> None:
         """Add a block as the most recently used one of its worker."""
@@ -301,13 +296,13 @@ class BlockIndex:
         worker = max(self._blocks, key=lambda each: len(self._blocks[each]))
         digest = next(iter(self._blocks[worker]))
         if self._expected.pop((worker, digest), None) is None:
-            self._partial[worker] = self._partial.get(worker, 0) + 1
+            self.partial[worker] = self.partial.get(worker, 0) + 1
         self._drop(worker, digest)
 
     def _regain(self, worker: Process) -> None:
         """One of the evicted blocks has left its worker."""
-        if self._partial.get(worker):
-            self._partial[worker] -= 1
+        if self.partial.get(worker):
+            self.partial[worker] -= 1
 
     def _drop(self, worker: Process, digest: bytes) -> bool:
         if digest not in self._blocks.get(worker, ()):

@@ -199,12 +199,6 @@ def decode(vocabulary: ModelTokenizer, request: DecodeRequest) -> tuple[str, ...
     )
 
 
-@dataclass(frozen=True)
-class BatchJob(Generic[T, R]):
-    item: T
-    result: asyncio.Future[R]
-
-
 class Batcher(Generic[T, R]):
     """Runs `work` over batches, each in the executor.
 
@@ -225,41 +219,41 @@ class Batcher(Generic[T, R]):
         self._work = work
         self._executor = executor
         self._batch_max = batch_max
-        self._jobs: list[BatchJob[T, R]] = []
+        self._jobs: list[tuple[T, asyncio.Future[R]]] = []
         self._arrived = asyncio.Event()
 
     async def submit(self, item: T) -> R:
         """Return the result of one item. An item whose caller was cancelled is skipped."""
-        job = BatchJob[T, R](item, asyncio.get_running_loop().create_future())
-        self._jobs.append(job)
+        result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._jobs.append((item, result))
         self._arrived.set()
-        return await job.result
+        return await result
 
     async def run(self) -> None:
         """Process batches until cancelled; several may run concurrently, one per thread."""
         loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()
-            jobs = [job for job in self._jobs[: self._batch_max] if not job.result.done()]
+            jobs = [job for job in self._jobs[: self._batch_max] if not job[1].done()]
             del self._jobs[: self._batch_max]
             if not self._jobs:
                 self._arrived.clear()
             if not jobs:
                 continue
             try:
-                items = [job.item for job in jobs]
+                items = [item for item, _ in jobs]
                 (done,) = await asyncio.gather(
                     loop.run_in_executor(self._executor, self._work, items), return_exceptions=True
                 )
             except asyncio.CancelledError:
-                for job in jobs:
-                    job.result.cancel()
+                for _, result in jobs:
+                    result.cancel()
                 raise
-            results = [done] * len(jobs) if isinstance(done, BaseException) else done
-            for job, result in zip(jobs, results, strict=True):
-                if job.result.done():
+            outcomes = [done] * len(jobs) if isinstance(done, BaseException) else done
+            for (_, result), outcome in zip(jobs, outcomes, strict=True):
+                if result.done():
                     continue
-                if isinstance(result, BaseException):
-                    job.result.set_exception(result)
+                if isinstance(outcome, BaseException):
+                    result.set_exception(outcome)
                 else:
-                    job.result.set_result(result)
+                    result.set_result(outcome)

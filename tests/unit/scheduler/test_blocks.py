@@ -191,7 +191,7 @@ def test_index_at_its_bound_finds_prompts_shorter_and_never_longer(
         index.clear(worker)
     assert len(index) == 0
     assert not index._holders
-    assert not index._partial
+    assert not index.partial
 
 
 @pytest.mark.parametrize("blocks", [10, 1000])
