@@ -64,7 +64,9 @@ def python_of(requirements: str) -> Path:
         python = folder / "bin" / "python"
         if not ready:
             _run([sys.executable, "-m", "venv", str(folder)], folder)
-            _run([str(python), "-m", "pip", "install", "--quiet", "-r", str(file)], folder)
+            # Compiled on import: of most packages nothing is imported.
+            pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile"]
+            _run([*pip, "-r", str(file)], folder)
     return python
 
 

@@ -93,6 +93,9 @@ def install_packages() -> None:
     constraints = ["-c", str(ROOT / "constraints.txt")]
     pip_install([*torch_source(), *constraints, "--no-deps", TORCH])
     pip_install([*constraints, "-e", f"{ROOT}[dev]"])
+    # Compiled by all cores; pip would use one.
+    compiling = ["-m", "compileall", "-qq", "-j0", str(VENV / "lib")]
+    succeeds([str(VENV / "bin" / "python"), *compiling])
 
 
 def torch_source() -> "list[str]":
@@ -118,7 +121,7 @@ def torch_source() -> "list[str]":
 
 def pip_install(arguments: "list[str]") -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    pip = [str(PIP), "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(PIP), "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     if not succeeds([*pip, *extra, *arguments]):
         raise CannotSetUp("pip failed, see above. Pass options to pip with PIP_ARGS.")
 

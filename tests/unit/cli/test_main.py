@@ -224,9 +224,10 @@ def test_a_checkout_that_was_set_up_is_ready(checkout: Path, programs: FakeProgr
     programs.output = report_of()
     assert bootstrap.main() == 0
     assert bootstrap.is_ready()
-    *_, torch, everything, kernels = programs.commands
+    *_, torch, everything, bytecode, kernels = programs.commands
     assert torch[-2:] == ["--no-deps", bootstrap.TORCH]
     assert everything[-2:] == ["-e", f"{checkout}[dev]"]
+    assert bytecode[-1] == str(bootstrap.VENV / "lib")
     assert kernels[-2:] == ["-m", "antiphon.kernels.cpu.build"]
 
 
