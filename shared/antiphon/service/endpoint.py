@@ -72,8 +72,8 @@ class RequestEndpoint(Generic[Q, R]):
     async def _handle(self, delivery: Delivery) -> R:
         message = delivery.read(self.route)
         # Not reset: the task belongs to this call, and later log lines should have the id, too.
-        request_id_var.set(_text(message, "request_id"))
-        with span(self.route.name, _text(message, "traceparent")):
+        request_id_var.set(getattr(message, "request_id", None))
+        with span(self.route.name, getattr(message, "traceparent", None)):
             return await self.handler(message, delivery)
 
 
@@ -110,10 +110,6 @@ class StreamEndpoint(Generic[Q]):
 def _counters(route: Route[Q], bus: Bus, address: Mapping[str, str]) -> EndpointCounters:
     queue = str(route.listeners[0]) if route.delivery is DeliveryMode.QUEUE else ""
     return EndpointCounters(name=route.name, subject=bus.subject(route, **address), queue=queue)
-
-
-def _text(message: Message, name: str) -> str | None:
-    return getattr(message, name, None)
 
 
 @dataclass(eq=False, kw_only=True)

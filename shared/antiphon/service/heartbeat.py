@@ -36,7 +36,8 @@ class Heartbeater:
 
     async def listen(self) -> None:
         """Subscribe to the heartbeats that the route table lists for this role, and to discover."""
-        self._runtime.peers.on_reject(self._count_refused)
+        refused = self._runtime.metrics.peers_refused
+        self._runtime.peers.on_reject(lambda reason: refused.labels(reason).inc())
         role, instance = self._role, self._runtime.process.instance
         addresses = [{"role": str(other)} for other in HEARTBEAT_SOURCES.get(role, ())]
         if role not in HEARTBEAT_SOURCES.get(role, ()):
@@ -78,11 +79,9 @@ class Heartbeater:
 
     async def send(self) -> None:
         """Send one heartbeat. While the link is down it is dropped; the next one replaces it."""
-        process, role = self._runtime.process, self._role
+        instance, role = self._runtime.process.instance, self._role
         try:
-            self._runtime.bus.publish(
-                HEARTBEAT, self._heartbeat(), role=role, instance=process.instance
-            )
+            self._runtime.bus.publish(HEARTBEAT, self._heartbeat(), role=role, instance=instance)
         except RequestTooLarge as error:
             # Later ones will be too large as well: peers will consider us dead.
             self._runtime.metrics.bus_errors.labels("heartbeat").inc()
@@ -125,9 +124,6 @@ class Heartbeater:
         self._runtime.peers.on_heartbeat(beat)
         if self._runtime.peers.take_name_conflict() is not None:
             self._name.recheck()
-
-    def _count_refused(self, reason: str) -> None:
-        self._runtime.metrics.peers_refused.labels(reason).inc()
 
     def _on_discover(self, question: Discover) -> None:
         """Reply after a random delay: the whole cluster receives it at once."""

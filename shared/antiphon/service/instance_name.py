@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = Incarnation("unknown")
-
 
 class Replaced(Exception):
     """Another process has taken over this one's name."""
@@ -98,7 +96,7 @@ class InstanceName:
             return None
         except EngineError:
             # A holder that is overloaded or draining does not name itself.
-            return Process(instance=self._instance, incarnation=_UNKNOWN)
+            return Process(instance=self._instance, incarnation=Incarnation("unknown"))
         return reply.process
 
     async def _listen_and_claim(self) -> None:

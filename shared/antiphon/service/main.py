@@ -17,12 +17,13 @@ import signal
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import uvloop
 
 from antiphon.bus.bus import Bus
-from antiphon.bus.nats import LinkErrors, NatsTransport
+from antiphon.bus.nats import NatsTransport
 from antiphon.config.cluster import digest
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import ProcessArguments, load_process
@@ -37,8 +38,6 @@ from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
-
-    from antiphon.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +105,9 @@ def _process_context(role: Role, arguments: ProcessArguments) -> ProcessContext:
         bus=Bus(transport, ClusterName(settings.cluster.name), process, party=role),
         on_started=tune_gc,
     )
-    _export_link_errors(context.metrics, transport.errors)
+    for kind in ("dropped", "forbidden", "failed"):
+        errors = context.metrics.link_errors.labels(kind)
+        errors.set_function(partial(getattr, transport.errors, kind))
     return context
 
 
@@ -118,12 +119,6 @@ def tune_gc() -> None:
     gc.freeze()
     _, *older = gc.get_threshold()
     gc.set_threshold(_YOUNG_MAX, *older)
-
-
-def _export_link_errors(metrics: Metrics, errors: LinkErrors) -> None:
-    metrics.link_errors.labels("dropped").set_function(lambda: errors.dropped)
-    metrics.link_errors.labels("forbidden").set_function(lambda: errors.forbidden)
-    metrics.link_errors.labels("failed").set_function(lambda: errors.failed)
 
 
 async def _until_signal(factory: ServiceFactory[Service], context: ProcessContext) -> int:

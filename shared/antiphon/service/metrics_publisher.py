@@ -136,7 +136,9 @@ def families(published: Iterable[Published]) -> tuple[MetricFamily, ...]:
 
 def _family(each: Published) -> Iterator[MetricFamily]:
     series = [
-        MetricSeries(labels=one.labels, value=_short(one.value), counts=_shorts(one.counts))
+        MetricSeries(
+            labels=one.labels, value=_short(one.value), counts=tuple(map(_short, one.counts))
+        )
         for one in each.series
         if _sendable(one)
     ]
@@ -149,10 +151,6 @@ def _sendable(series: Series) -> bool:
     """Whether the values are within bounds; one that is not would make the message invalid."""
     values = (series.value, *series.counts)
     return all(math.isfinite(value) and abs(value) <= _VALUE_MAX for value in values)
-
-
-def _shorts(values: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple([_short(value) for value in values])
 
 
 def _short(value: float) -> float:

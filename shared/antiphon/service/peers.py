@@ -68,6 +68,14 @@ class LivenessConfig:
     """Time until a gateway that is not draining counts as dead: it owns requests of others and may
     only be paused."""
 
+    @property
+    def suspect_s(self) -> float:
+        return self.suspect_beats * self.heartbeat_s
+
+    @property
+    def dead_s(self) -> float:
+        return self.dead_beats * self.heartbeat_s
+
 
 Watcher = Callable[[PeerChange, Peer], None]
 
@@ -134,7 +142,7 @@ class PeerTable:
         self._timings: dict[Process, ClockOffset] = {}
         self._former: OrderedDict[Process, ClockOffset] = OrderedDict()  # of dead incarnations
         self._refused: OrderedDict[tuple[Process, str], None] = OrderedDict()
-        self._count_refused: Callable[[str], None] = _uncounted
+        self._count_refused: Callable[[str], None] = lambda _: None
 
     def watch(self, watcher: Watcher) -> None:
         """Call `watcher` at every change, in order. It must not block."""
@@ -264,10 +272,6 @@ class PeerTable:
     def age_s(self, peer: Peer) -> float:
         return self._clock.now() - peer.received_at
 
-    @property
-    def _suspect_s(self) -> float:
-        return self._liveness.suspect_beats * self._liveness.heartbeat_s
-
     def _link_whole(self) -> bool:
         # Two intervals: one heartbeat that is merely late must not suspend liveness updates.
         silence_max = 2 * self._liveness.heartbeat_s
@@ -278,7 +282,7 @@ class PeerTable:
         if not self._link_whole():
             for peer in self._peers.values():
                 self._peers[peer.process.instance] = replace(peer, received_at=now)
-        if self._echoed_at is not None and now - self._echoed_at >= self._suspect_s:
+        if self._echoed_at is not None and now - self._echoed_at >= self._liveness.suspect_s:
             self._silent_until = now
         self._echo_at = self._echoed_at = now
 
@@ -286,9 +290,9 @@ class PeerTable:
         """Record another process with our name, if it may own the name rightfully."""
         # It may if it sent a heartbeat before our first one, or while ours were missing.
         now = self._clock.now()
-        silent = self._echoed_at is None or now - self._echoed_at >= self._suspect_s
-        back_s = self._liveness.dead_beats * self._liveness.heartbeat_s
-        if silent or (self._silent_until is not None and now - self._silent_until < back_s):
+        silent = self._echoed_at is None or now - self._echoed_at >= self._liveness.suspect_s
+        since = self._silent_until
+        if silent or (since is not None and now - since < self._liveness.dead_s):
             self._name_conflict = beat.process
         else:
             self.reject_heartbeat(beat, "instance", timing.offset_ms or 0)
@@ -297,8 +301,7 @@ class PeerTable:
         if beat.sent_unix_ms is not None:
             return beat.sent_unix_ms
         # A heartbeat of an earlier version; they are valid for as long as ours.
-        valid_s = self._liveness.dead_beats * self._liveness.heartbeat_s
-        return beat.not_after_unix_ms - round(valid_s * 1000)
+        return beat.not_after_unix_ms - round(self._liveness.dead_s * 1000)
 
     def _rejection_reason(self, beat: Heartbeat, timing: ClockOffset, now_ms: int) -> str | None:
         """Return the fields because of which a heartbeat is rejected; None if it is accepted."""
@@ -351,32 +354,25 @@ class PeerTable:
         return Liveness.SUSPECT if beats >= self._liveness.suspect_beats else Liveness.ALIVE
 
     def _due_s(self, peer: Peer) -> float:
-        silence_s = self._suspect_s if peer.liveness is Liveness.ALIVE else self._dead_s(peer)
+        alive = peer.liveness is Liveness.ALIVE
+        silence_s = self._liveness.suspect_s if alive else self._dead_s(peer)
         return silence_s - self.age_s(peer)
 
     def _dead_s(self, peer: Peer) -> float:
         """Return the time without heartbeats after which a peer counts as dead."""
         # A gateway gets more time: after a pause it finds its requests still running.
-        dead_s = self._liveness.dead_beats * self._liveness.heartbeat_s
-        if (
-            peer.heartbeat.role is Role.GATEWAY
-            and peer.heartbeat.state is not ProcessState.DRAINING
-        ):
+        beat, dead_s = peer.heartbeat, self._liveness.dead_s
+        if beat.role is Role.GATEWAY and beat.state is not ProcessState.DRAINING:
             return max(dead_s, self._liveness.owner_s)
         return dead_s
 
     def _remove_dead(self, peer: Peer) -> None:
         del self._peers[peer.process.instance]
         _remember(self._former, peer.process, self._timings.pop(peer.process))
-        log.log(
-            logging.INFO if peer.heartbeat.state is ProcessState.DRAINING else logging.WARNING,
-            "peer died",
-            extra={
-                "role": peer.heartbeat.role,
-                "peer": peer.process.instance,
-                "state": peer.heartbeat.state,
-            },
-        )
+        beat = peer.heartbeat
+        fields = {"role": beat.role, "peer": peer.process.instance, "state": beat.state}
+        level = logging.INFO if beat.state is ProcessState.DRAINING else logging.WARNING
+        log.log(level, "peer died", extra=fields)
         self._notify(PeerChange.DIED, replace(peer, liveness=Liveness.DEAD))
 
     def _put(self, change: PeerChange, peer: Peer) -> None:
@@ -400,9 +396,6 @@ _REASONS = {
 def _reason(field: str) -> str:
     """Return the metric label of a rejection; fields of the cluster config share one."""
     return "cluster" if field.startswith("cluster.") else field
-
-
-def _uncounted(_: str) -> None: ...
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:

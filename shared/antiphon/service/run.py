@@ -41,10 +41,8 @@ async def serve(
         ExceptionGroup: Of `CannotStart` and `EngineError` during startup, of `Replaced` when
             another process has its name, of any error later.
     """
-    settings, health = context.settings, context.health
-    probes = probe_server(
-        health, context.metrics, host=settings.health.host, port=settings.health.port
-    )
+    health, at = context.health, context.settings.health
+    probes = probe_server(health, context.metrics, host=at.host, port=at.port)
     try:
         async with asyncio.TaskGroup() as watch:
             watch.create_task(_abort_start_on_stop(health, stop))
@@ -64,9 +62,8 @@ async def _abort_start_on_stop(health: ProcessHealth, stop: asyncio.Event) -> No
 async def _run(
     factory: ServiceFactory[Service], context: ProcessContext, stop: asyncio.Event, health_port: int
 ) -> None:
-    limits = InboxLimits(
-        slots=context.settings.service.slots, backlog=context.settings.service.backlog
-    )
+    service_config = context.settings.service
+    limits = InboxLimits(slots=service_config.slots, backlog=service_config.backlog)
     async with Tasks() as group, Listeners(context.bus, limits, context.metrics) as listeners:
         runtime = Runtime(
             **vars(context),

@@ -83,20 +83,18 @@ class ProcessHealth:
     """State of this process: starting, then ready, then draining; never back."""
 
     def __init__(self) -> None:
-        self._state = ProcessState.STARTING
+        self.state = ProcessState.STARTING
         self._changed = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
 
-    @property
-    def state(self) -> ProcessState:
-        return self._state
-
     def ready(self) -> None:
-        assert self._state is ProcessState.STARTING
-        self._move(ProcessState.READY)
+        assert self.state is ProcessState.STARTING
+        self.state = ProcessState.READY
+        self.changed()
 
     def draining(self) -> None:
-        self._move(ProcessState.DRAINING)
+        self.state = ProcessState.DRAINING
+        self.changed()
 
     def changed(self) -> None:
         """Send a heartbeat at once, because its content changed, such as the leader."""
@@ -118,10 +116,6 @@ class ProcessHealth:
         """Wait for the next change. For the heartbeat task only."""
         await self._changed.wait()
         self._changed.clear()
-
-    def _move(self, state: ProcessState) -> None:
-        self._state = state
-        self.changed()
 
 
 def probe_routes(
