@@ -89,13 +89,8 @@ class Bus:
         self.cluster = cluster
         self.process = process
         self._prefix = f"{cluster}.v{WIRE_VERSION}."
-        self._inbox = ".".join(
-            (
-                self._prefix + inbox(party, tenant),
-                escape(process.instance),
-                escape(process.incarnation),
-            )
-        )
+        own = f"{escape(process.instance)}.{escape(process.incarnation)}"
+        self._inbox = f"{self._prefix}{inbox(party, tenant)}.{own}"
         self._pending: dict[str, asyncio.Future[Packet | None]] = {}
         self._probes: dict[str, Callable[[], None]] = {}
         self._numbers = itertools.count()
@@ -163,12 +158,7 @@ class Bus:
         return decode_reply(reply, route.replies)
 
     async def request_raw(
-        self,
-        subject: str,
-        data: bytes,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        self, subject: str, data: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> bytes:
         """Send bytes to a subject outside the route table, such as JetStream's; return the reply.
 
@@ -200,9 +190,8 @@ class Bus:
         finally:
             del self._pending[key]
         if packet is None:
-            raise ReplyLost(
-                f"the NATS connection was lost during a call of {name}", retry_after_s=1.0
-            )
+            lost = f"the NATS connection was lost during a call of {name}"
+            raise ReplyLost(lost, retry_after_s=1.0)
         if packet.no_responders:
             raise NoResponders(f"no process serves {name}", retry_after_s=1.0)
         return packet.data

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,9 +16,9 @@ import msgspec
 from antiphon.wire.base import Process, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from antiphon.bus.transport import Packet, PacketCallback, Transport
+    from antiphon.bus.transport import Packet, Transport
 
 Response = dict[str, object]
 
@@ -81,36 +82,23 @@ async def answer_discovery(
     }
     started = datetime.now(UTC).isoformat(timespec="milliseconds")
 
-    def pong() -> Response:
-        return {"type": "io.nats.micro.v1.ping_response", **identity}
+    def response(verb: str) -> Response:
+        answer: Response = {"type": f"io.nats.micro.v1.{verb.lower()}_response", **identity}
+        if verb == "INFO":
+            answer["description"] = f"Antiphon {role}"
+            answer["endpoints"] = [endpoint.info() for endpoint in endpoints]
+        elif verb == "STATS":
+            answer["started"] = started
+            answer["endpoints"] = [endpoint.stats() for endpoint in endpoints]
+        return answer
 
-    def info() -> Response:
-        return {
-            "type": "io.nats.micro.v1.info_response",
-            **identity,
-            "description": f"Antiphon {role}",
-            "endpoints": [endpoint.info() for endpoint in endpoints],
-        }
-
-    def stats() -> Response:
-        return {
-            "type": "io.nats.micro.v1.stats_response",
-            **identity,
-            "started": started,
-            "endpoints": [endpoint.stats() for endpoint in endpoints],
-        }
-
-    for verb, response in zip(VERBS, (pong, info, stats), strict=True):
-        for subject in subjects(verb, role, process.incarnation):
-            await transport.subscribe(subject, _responder(transport, response))
-
-
-def _responder(transport: Transport, response: Callable[[], Response]) -> PacketCallback:
-    def receive(packet: Packet) -> None:
+    def respond(verb: str, packet: Packet) -> None:
         if packet.reply is not None:
-            transport.publish(packet.reply, msgspec.json.encode(response()))
+            transport.publish(packet.reply, msgspec.json.encode(response(verb)))
 
-    return receive
+    for verb in VERBS:
+        for subject in subjects(verb, role, process.incarnation):
+            await transport.subscribe(subject, partial(respond, verb))
 
 
 def service_name(role: Role) -> str:

@@ -97,10 +97,8 @@ class NatsTransport:
     ) -> None:
         if len(data) > self.payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.payload_bytes_max)
-        if not self.link.up:
-            raise BusDown("the NATS connection is down", retry_after_s=1.0)
         writer = self._connection.writer
-        if writer is None:
+        if not self.link.up or writer is None:
             raise BusDown("the NATS connection is down", retry_after_s=1.0)
         if writer.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
             raise BusDown("the NATS server does not read", retry_after_s=1.0)

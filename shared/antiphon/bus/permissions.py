@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, VERBS, subjects
 from antiphon.bus.server import ServerSettings, config_text
-from antiphon.wire.base import WIRE_VERSION, Message, Role
+from antiphon.wire.base import WIRE_VERSION, Role
 from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, TenantId
 from antiphon.wire.routes import (
     BUCKETS,
@@ -25,7 +25,6 @@ from antiphon.wire.routes import (
     ROUTES,
     Party,
     RequestRoute,
-    Route,
     inbox,
 )
 
@@ -62,9 +61,8 @@ def users(cluster: ClusterName, tenant: TenantId = DEFAULT_TENANT) -> Sequence[N
 
 def anonymous_user(cluster: ClusterName) -> NatsUser:
     prefix = f"{cluster}.v{WIRE_VERSION}."
-    client = user(cluster, CLIENT)
-    nothing = '""'
-    return replace(client, name=CLIENT, password=nothing, subscribe=(f"{prefix}client.*.>",))
+    nothing, subscribe = '""', (f"{prefix}client.*.>",)
+    return replace(user(cluster, CLIENT), name=CLIENT, password=nothing, subscribe=subscribe)
 
 
 def user(cluster: ClusterName, party: Party, tenant: TenantId = DEFAULT_TENANT) -> NatsUser:
@@ -82,9 +80,10 @@ def user(cluster: ClusterName, party: Party, tenant: TenantId = DEFAULT_TENANT) 
     if isinstance(party, Role):
         publish |= {f"{prefix}{inbox(asker)}.>" for asker in DISCOVERY_CLIENTS}
         subscribe |= {subject for verb in VERBS for subject in subjects(verb, party)}
+    name = f"{CLIENT}-{tenant}" if party == CLIENT else str(party)
     return NatsUser(
-        name=_user_name(party, tenant),
-        password=_password(_user_name(party, tenant)),
+        name=name,
+        password=_password(name),
         publish=tuple(sorted(publish)),
         subscribe=tuple(sorted(subscribe)),
     )
@@ -109,10 +108,11 @@ def compose_config(cluster: ClusterName) -> str:
 def _published(party: Party) -> Iterator[str]:
     for route in ROUTES:
         if party in route.senders:
-            yield route.subject_filter(**_own_part(route, party))
+            # The role is fixed in subjects that have one: no role may publish as another.
+            yield route.subject_filter(**{"role": party} if "{role}" in route.subject else {})
         if party in route.listeners and isinstance(route, RequestRoute):
             for sender in route.senders:
-                yield _reply_subjects(sender)
+                yield "client.*.>" if sender == CLIENT else f"{inbox(sender)}.>"
 
 
 def _subscribed(party: Party, tenant: TenantId) -> Iterator[str]:
@@ -120,15 +120,6 @@ def _subscribed(party: Party, tenant: TenantId) -> Iterator[str]:
     for route in ROUTES:
         if party in route.listeners and party != CLIENT:
             yield route.subject_filter()
-
-
-def _reply_subjects(sender: Party) -> str:
-    return "client.*.>" if sender == CLIENT else f"{inbox(sender)}.>"
-
-
-def _own_part(route: Route[Message], party: Party) -> dict[str, str]:
-    """Fix the role in subjects that have one: no role may publish as another."""
-    return {"role": party} if "{role}" in route.subject else {}
 
 
 def _operator(cluster: ClusterName) -> NatsUser:
@@ -139,10 +130,6 @@ def _operator(cluster: ClusterName) -> NatsUser:
         publish=("$SRV.>", prefix + DISCOVER.subject_filter()),
         subscribe=(prefix + HEARTBEAT.subject_filter(), f"{prefix}{inbox(OPERATOR)}.>"),
     )
-
-
-def _user_name(party: Party, tenant: TenantId) -> str:
-    return f"{CLIENT}-{tenant}" if party == CLIENT else str(party)
 
 
 def _password(name: str) -> str:

@@ -153,15 +153,12 @@ async def wait_ready(
             while process.returncode is None:
                 ports = _read_ports(folder, process.pid)
                 if ports is not None and await name_at(ports.nats[0]) == name:
-                    monitoring = next(iter(ports.monitoring), None)
-                    return RunningServer(
-                        process=process, url=ports.nats[0], monitoring_url=monitoring
-                    )
+                    url, monitoring = ports.nats[0], next(iter(ports.monitoring), None)
+                    return RunningServer(process=process, url=url, monitoring_url=monitoring)
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise ServerFailed(
-            f"nats-server was not ready in {timeout_s:g} s: {_log_tail(folder)}"
-        ) from None
+        late = f"nats-server was not ready in {timeout_s:g} s"
+        raise ServerFailed(f"{late}: {_log_tail(folder)}") from None
     raise ServerFailed(f"nats-server ended with {process.returncode}: {_log_tail(folder)}")
 
 

@@ -124,10 +124,13 @@ class KeyValueStore:
         head = await self._find(key)
         if head is None or not head.mark:
             return None if head is None else head.data
-        parts = [await self._find((*key, head.mark, str(n))) for n in range(head.parts)]
-        if any(part is None for part in parts):
-            return None
-        return b"".join(part.data for part in parts if part is not None)
+        parts: list[bytes] = []
+        for number in range(head.parts):
+            part = await self._find((*key, head.mark, str(number)))
+            if part is None:
+                return None
+            parts.append(part.data)
+        return b"".join(parts)
 
     async def read(self, *key: str) -> tuple[bytes, int] | None:
         """Return a value stored by `swap` and its revision; None if there is none."""
@@ -164,15 +167,11 @@ class KeyValueStore:
         await self.open()
         subject, data = self._subject(*key), msgspec.msgpack.encode(value)
         try:
-            reply = await self._bus.request_raw(
-                subject, data, timeout_s=_REPLY_TIMEOUT_S, headers=headers
-            )
+            reply = await self._bus.request_raw(subject, data, _REPLY_TIMEOUT_S, headers)
         except NoResponders:
             self._created = False
             await self.open()
-            reply = await self._bus.request_raw(
-                subject, data, timeout_s=_REPLY_TIMEOUT_S, headers=headers
-            )
+            reply = await self._bus.request_raw(subject, data, _REPLY_TIMEOUT_S, headers)
         return msgspec.json.decode(reply, type=_JetStreamReply)
 
     async def _find(self, key: tuple[str, ...]) -> _StoredValue | None:
@@ -196,7 +195,7 @@ class KeyValueStore:
     async def _request(self, verb: str, question: dict[str, object], kind: type[R]) -> R:
         subject = f"{API}.{verb}.{self._stream}"
         data = msgspec.json.encode(question)
-        reply = await self._bus.request_raw(subject, data, timeout_s=_REPLY_TIMEOUT_S)
+        reply = await self._bus.request_raw(subject, data, _REPLY_TIMEOUT_S)
         return msgspec.json.decode(reply, type=kind)
 
     def _check(self, reply: _JetStreamReply) -> None:
@@ -204,9 +203,8 @@ class KeyValueStore:
             return
         if reply.error.code == _NOT_FOUND:
             self._created = False  # the broker has lost the bucket: the next call creates it again
-        log.warning(
-            "bucket refused", extra={"bucket": self._stream, "reason": reply.error.description}
-        )
+        fields = {"bucket": self._stream, "reason": reply.error.description}
+        log.warning("bucket refused", extra=fields)
         raise Unavailable("the record cannot be stored now", retry_after_s=1.0)
 
     def _subject(self, *key: str) -> str:

@@ -155,18 +155,14 @@ async def dispatch(receive: PacketCallback, packet: Packet) -> None:
         if rest is not None:
             await rest
     except asyncio.CancelledError:
-        if _being_cancelled():
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
             raise
         log.warning("receiver awaited what was cancelled", extra={"subject": packet.subject})
     except EngineError as error:
         log.warning("receiver refused", extra={"subject": packet.subject, "code": error.code})
     except Exception:
         log.exception("receiver failed", extra={"subject": packet.subject})
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class BusDown(Unavailable):

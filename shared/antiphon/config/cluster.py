@@ -48,10 +48,11 @@ def digest(cluster: ClusterConfig) -> str:
     Each field is a prefix of its value's SHA-256, so that differing fields can be named and no
     value (the salt) is disclosed.
     """
-    return ",".join(
-        f"{field.encode_name}:{_digest(getattr(cluster, field.name))}"
-        for field in msgspec.structs.fields(cluster)
-    )
+    hashes = {
+        name: hashlib.sha256(msgspec.json.encode(getattr(cluster, name))).hexdigest()
+        for name in cluster.__struct_fields__
+    }
+    return ",".join(f"{name}:{value[:_FIELD_DIGITS]}" for name, value in hashes.items())
 
 
 def differing(ours: str, theirs: str) -> tuple[str, ...]:
@@ -60,10 +61,5 @@ def differing(ours: str, theirs: str) -> tuple[str, ...]:
     return tuple(sorted(n for n in mine | others if mine.get(n) != others.get(n)))
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:_FIELD_DIGITS]
-
-
 def _parse(text: str) -> dict[str, str]:
-    pairs = (part.partition(":") for part in text.split(","))
-    return {name: value for name, _, value in pairs}
+    return {name: value for name, _, value in (part.partition(":") for part in text.split(","))}

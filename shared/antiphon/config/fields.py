@@ -7,7 +7,7 @@ import functools
 import inspect as source
 import sys
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import inspect
@@ -70,10 +70,9 @@ def help_texts(module: str) -> Mapping[tuple[str, str], str]:
     Python does not keep them, so they are read from the source as vLLM does it: only for help and
     for the OpenAPI document, since it takes a hundredth of a second.
     """
+    statements = ast.parse(source.getsource(sys.modules[module])).body
     texts: dict[tuple[str, str], str] = {}
-    for config in ast.parse(source.getsource(sys.modules[module])).body:
-        if not isinstance(config, ast.ClassDef):
-            continue
+    for config in (one for one in statements if isinstance(one, ast.ClassDef)):
         for pair in pairwise(config.body):
             match pair:
                 case (
@@ -104,12 +103,8 @@ def _group(name: str, config: type[msgspec.Struct]) -> Group:
 
 
 def _field(
-    config: type[msgspec.Struct],
-    group: str,
-    member: msgspec.structs.FieldInfo,
-    annotation: object,
+    config: type[msgspec.Struct], group: str, member: msgspec.structs.FieldInfo, annotation: object
 ) -> SettingField:
-    extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     type_, unit, optional = _unwrap(annotation)
     return SettingField(
         config=config,
@@ -122,7 +117,7 @@ def _field(
         unit=unit,
         bounds=_bounds(type_),
         optional=optional,
-        secret=any(isinstance(extra, Secret) for extra in extras),
+        secret=any(isinstance(extra, Secret) for extra in get_args(annotation)),
     )
 
 

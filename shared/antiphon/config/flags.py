@@ -114,11 +114,11 @@ def add_settings(parser: Parser, also: Mapping[str, Sequence[str]] = {}) -> None
         section = parser.add_argument_group(group.name, group.title)
         for field in group.fields:
             if not field.secret:
-                flags, nargs, metavar = [field.flag], None, _metavar(field)
+                flags, nargs = [field.flag], None
                 if field.kind == "boolean":
-                    flags, nargs, metavar = [field.flag, f"--no-{field.flag[2:]}"], 0, None
+                    flags, nargs = [field.flag, f"--no-{field.flag[2:]}"], 0
                 action = section.add_argument(
-                    *flags, dest=field.path, action=_StoreText, nargs=nargs, metavar=metavar
+                    *flags, dest=field.path, action=_StoreText, nargs=nargs, metavar=_metavar(field)
                 )
                 parser.described.append((action, field, also.get(field.path, ())))
 
@@ -133,7 +133,7 @@ def _help(field: SettingField, also: Sequence[str]) -> str:
     default = "" if field.default in (None, "") else f"default {field.default}"
     names = f"also {' '.join(also)}" if also else ""
     notes = "; ".join(note for note in (field.bounds, default, names) if note)
-    return f"{field.help} [{notes}]".replace("%", "%%") if notes else field.help.replace("%", "%%")
+    return (f"{field.help} [{notes}]" if notes else field.help).replace("%", "%%")
 
 
 def _sort(namespace: dict[str, object]) -> ParsedFlags:

@@ -173,9 +173,8 @@ class AccessConfig(Config):
     def __post_init__(self) -> None:
         for origin in self.origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"allowed_origins: {origin!r} is not an origin; expected https://host:port or *"
-                )
+                expected = "expected https://host:port or *"
+                raise ValueError(f"allowed_origins: {origin!r} is not an origin; {expected}")
 
     @property
     def origins(self) -> frozenset[str]:

@@ -106,8 +106,7 @@ def child_environment(settings: Settings) -> dict[str, str]:
     known = {field.variable for field in fields().values()}
     environ = {name: text for name, text in os.environ.items() if name not in known}
     for field in fields().values():
-        secret = value_at(settings, field) if field.secret else None
-        if secret:
+        if field.secret and (secret := value_at(settings, field)):
             environ[field.variable] = str(secret)
     return environ
 
@@ -170,8 +169,11 @@ def read_yaml(path: Path) -> Layer:
             guess = nearest(key, known | flat.keys())
             raise ConfigError(f"{path}: {key}: no such group or argument{guess}")
         for name, member in _mapping(value, f"{path}: {key}").items():
-            field = _field(f"{key}.{name}", path)
-            layer[field.path] = _given(member, field, path)
+            setting = f"{key}.{name}"
+            if setting not in fields():
+                guess = nearest(setting, fields())
+                raise ConfigError(f"{path}: {setting}: no such setting{guess}")
+            layer[setting] = _given(member, fields()[setting], path)
     return implied | layer
 
 
@@ -193,12 +195,10 @@ def write_yaml(settings: Settings, path: Path) -> None:
 
 def yaml_text(settings: Settings) -> str:
     """Format all settings except secrets."""
-    tree = {
-        group.name: {
-            field.name: value_at(settings, field) for field in group.fields if not field.secret
-        }
-        for group in groups()
-    }
+    tree: dict[str, dict[str, Value]] = {}
+    for field in fields().values():
+        if not field.secret:
+            tree.setdefault(field.group, {})[field.name] = value_at(settings, field)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
@@ -237,13 +237,6 @@ def _mapping(tree: object, where: str) -> dict[str, object]:
         return msgspec.convert(tree, dict[str, object])
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: must be a mapping of names to values") from error
-
-
-def _field(path: str, file: Path) -> SettingField:
-    known = fields()
-    if path not in known:
-        raise ConfigError(f"{file}: {path}: no such setting{nearest(path, known)}")
-    return known[path]
 
 
 def _given(value: object, field: SettingField, file: Path) -> SourcedValue:

@@ -54,12 +54,9 @@ class MetricsConfig(Config):
     """Whether metrics are reported per worker instead of summed over all workers."""
 
     def __post_init__(self) -> None:
-        for field in (
-            "time_to_first_token_buckets",
-            "inter_token_latency_buckets",
-            "e2e_request_latency_buckets",
-        ):
-            bounds(getattr(self, field), field)
+        bounds(self.time_to_first_token_buckets, "time_to_first_token_buckets")
+        bounds(self.inter_token_latency_buckets, "inter_token_latency_buckets")
+        bounds(self.e2e_request_latency_buckets, "e2e_request_latency_buckets")
         token_bounds(self.prompt_tokens_buckets, "prompt_tokens_buckets")
         token_bounds(self.generation_tokens_buckets, "generation_tokens_buckets")
         if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.custom_labels_header):
@@ -67,9 +64,8 @@ class MetricsConfig(Config):
         names = (*label_names(self.custom_labels), *label_values(self.extra_labels))
         for name in names:
             if not _LABEL.fullmatch(name) or name.startswith("__"):
-                raise ValueError(
-                    f"'{name}' is not a label name; use letters, digits and underscores"
-                )
+                advice = "use letters, digits and underscores"
+                raise ValueError(f"'{name}' is not a label name; {advice}")
             if name in _TAKEN:
                 raise ValueError(f"the label '{name}' is reserved for built-in metrics")
         if len(set(names)) != len(names):
@@ -132,9 +128,8 @@ def _two_sided(words: list[str], name: str) -> tuple[float, ...]:
 def _checked(found: tuple[float, ...], name: str) -> tuple[float, ...]:
     if len(found) > BUCKETS_MAX:
         raise ValueError(f"{name}: {len(found)} buckets; the limit is {BUCKETS_MAX}")
-    if not all(map(math.isfinite, found)) or any(
-        after <= before for before, after in pairwise(found)
-    ):
+    ascending = all(before < after for before, after in pairwise(found))
+    if not ascending or not all(map(math.isfinite, found)):
         raise ValueError(f"{name}: bucket bounds must be finite and ascending")
     return found
 

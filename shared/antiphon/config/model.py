@@ -188,9 +188,9 @@ def check_name(name_or_file: str) -> None:
 
 
 def read_template(name_or_file: str) -> CompletionTemplate:
-    known = {template.name: template for template in TEMPLATES}
-    if name_or_file in known:
-        return known[name_or_file]
+    for template in TEMPLATES:
+        if template.name == name_or_file:
+            return template
     try:
         content = Path(name_or_file).expanduser().read_bytes()
         file = msgspec.json.decode(content, type=_TemplateFile)

@@ -249,30 +249,24 @@ def choose_quantization(
         return None if gguf else stored
     if gguf or requested is QuantizationMethod.GGUF:
         what = "is a GGUF file" if gguf else "is not a GGUF file"
-        raise ConfigError(f"model.quantization = {requested}: the checkpoint {what}")
-    if stored is None and requested in ONLINE:
+    elif stored is None and requested in ONLINE:
         return online_quantization(requested)
-    if stored is None and requested is QuantizationMethod.W8A8_INT8:
+    elif stored is None and requested is QuantizationMethod.W8A8_INT8:
         return W8A8_INT8
-    if stored is None:
-        raise ConfigError(
-            f"model.quantization = {requested}: the checkpoint is not quantized; only fp8 and the "
-            "torchao methods quantize while loading"
-        )
-    if _agrees(stored, requested):
+    elif stored is None:
+        what = "is not quantized; only fp8 and the torchao methods quantize while loading"
+    elif _agrees(stored, requested):
         return stored
-    raise ConfigError(
-        f"model.quantization = {requested}: the checkpoint is quantized with {stored.method}"
-    )
+    else:
+        what = f"is quantized with {stored.method}"
+    raise ConfigError(f"model.quantization = {requested}: the checkpoint {what}")
 
 
 def _agrees(stored: QuantizationConfig, requested: QuantizationMethod) -> bool:
     if requested is QuantizationMethod.MARLIN:
         return stored.method in (QuantizationMethod.GPTQ, QuantizationMethod.AWQ)
-    if (
-        requested is QuantizationMethod.W8A8_INT8
-        and stored.method is QuantizationMethod.COMPRESSED_TENSORS
-    ):
+    kinds = (requested, stored.method)
+    if kinds == (QuantizationMethod.W8A8_INT8, QuantizationMethod.COMPRESSED_TENSORS):
         # The same weights, under the name of SGLang's kernel for them.
         return stored.int8_exact and stored.dynamic_activations
     return GPU_KERNELS.get(requested, requested) is stored.method

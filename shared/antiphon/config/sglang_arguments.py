@@ -77,9 +77,8 @@ class SglangArgument(msgspec.Struct, frozen=True):
         by_reason: dict[str, list[str]] = {}
         for value, reason in self.refused_values.items():
             by_reason.setdefault(reason, []).append(value)
-        return " ".join(
-            f"{', '.join(refused)}: refused. {why}" for why, refused in by_reason.items()
-        )
+        listed = ((", ".join(refused), why) for why, refused in by_reason.items())
+        return " ".join(f"{refused}: refused. {why}" for refused, why in listed)
 
 
 class ArgumentStatus(msgspec.Struct, frozen=True):
@@ -295,11 +294,8 @@ def serve_parser(prog: str, description: str) -> Parser:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="the same as --model-path", action=_ModelArgument
     )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with Antiphon's groups, or with SGLang's flat keys",
-    )
+    config_help = "YAML file with Antiphon's groups, or with SGLang's flat keys"
+    parser.add_argument("--config", metavar="FILE", help=config_help)
     add_settings(parser, also=other_names())
     for flag, path in OUR_SHORT.items():
         row = SglangArgument(group="", flags=(flag,), takes="text", neutral=(), verdict=path)
@@ -322,12 +318,11 @@ class _ModelArgument(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         del parser, option_string
+        path = "model.path"
         if isinstance(values, str):
-            path = "model.path"
             if hasattr(namespace, path):
-                raise ConfigError(
-                    f"{values}: --model-path already sets the model; give one of them"
-                )
+                twice = "--model-path already sets the model; give one of them"
+                raise ConfigError(f"{values}: {twice}")
             setattr(namespace, path, TypedText(values, "MODEL"))
 
 
@@ -372,13 +367,11 @@ def translate(row: SglangArgument, flag: str, text: str) -> TranslatedValue:
 
 
 def _add(parser: Parser, row: SglangArgument, flags: Sequence[str]) -> None:
-    count = {"+": "+", "*": "*", "?": "?"}.get(row.takes[-1], 0 if row.takes == "switch" else None)
+    last = row.takes[-1]
+    count = last if last in "+*?" else 0 if row.takes == "switch" else None
+    dest = f"sglang:{row.flags[0]}"
     action = parser.add_argument(
-        *flags,
-        action=_Translate,
-        dest=f"sglang:{row.flags[0]}",
-        nargs=count,
-        help=argparse.SUPPRESS,
+        *flags, action=_Translate, dest=dest, nargs=count, help=argparse.SUPPRESS
     )
     assert isinstance(action, _Translate)
     action.row = row

@@ -10,8 +10,8 @@ A key is stored as its SHA-256 in hexadecimal, so that the file does not disclos
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -108,12 +108,7 @@ def read_tenants(file: str) -> Tenants:
     return tenants_of(keys_file_bytes(path), path)
 
 
-def _json(data: bytes) -> Tenants:
-    return msgspec.json.decode(data, type=Tenants)
-
-
-def _toml(data: bytes) -> Tenants:
-    return msgspec.convert(tomllib.loads(data.decode()), Tenants)
-
-
-_KINDS = {"json": _json, "toml": _toml}
+_KINDS = {
+    "json": partial(msgspec.json.decode, type=Tenants),
+    "toml": partial(msgspec.toml.decode, type=Tenants),
+}

@@ -74,13 +74,13 @@ class Route(Generic[Q]):
     ordered: bool = False
 
     def subject_for(self, **parts: str) -> str:
-        """Fill in the subject, escaping each part."""
-        return _filled(self.subject, tuple(parts.items()))
+        """Fill in the subject, escaping each part. A missing part is a bug: `KeyError`."""
+        return _fill(self.subject, tuple(parts.items()))
 
     def subject_filter(self, **parts: str) -> str:
         """Fill in the subject, with a wildcard for each missing part."""
         wildcards = re.sub(r"\{(\w+)\}", lambda p: p[0] if p[1] in parts else "*", self.subject)
-        return fill(wildcards, parts)
+        return _fill(wildcards, tuple(parts.items()))
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,9 @@ def escape(part: str) -> str:
 
 
 @lru_cache(1024)
-def _filled(subject: str, parts: tuple[tuple[str, str], ...]) -> str:
-    """`fill`, cached: a process publishes to the same few subjects."""
-    return fill(subject, dict(parts))
-
-
-def fill(subject: str, parts: dict[str, str]) -> str:
-    """Insert escaped names into a subject. A missing part is a bug and raises `KeyError`."""
-    return subject.format(**{name: escape(value) for name, value in parts.items()})
+def _fill(subject: str, parts: tuple[tuple[str, str], ...]) -> str:
+    """Insert escaped names. Cached: a process publishes to the same few subjects."""
+    return subject.format(**{name: escape(value) for name, value in parts})
 
 
 GENERATE = RequestRoute(

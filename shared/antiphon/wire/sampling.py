@@ -247,9 +247,8 @@ class SamplingParams(Value):
     @property
     def penalised(self) -> bool:
         """Whether any penalty is active: logits depend on the tokens sampled before."""
-        return bool(
-            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
-        )
+        additive = self.frequency_penalty or self.presence_penalty
+        return bool(additive or self.repetition_penalty != 1.0)
 
     @property
     def greedy(self) -> bool:
