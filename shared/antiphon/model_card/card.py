@@ -163,10 +163,10 @@ class ModelCard(msgspec.Struct, frozen=True):
         if self.kv_numbers is not None:
             return self.kv_numbers * item_bytes(dtype)
         layers = self.layers if self.states is None else self.states.attending
-        kept = (
-            2 * self.kv_heads * self.head_size if self.latent is None else self.latent.cached_width
-        )
-        return layers * kept * item_bytes(dtype)
+        cached, latent = 2 * self.kv_heads * self.head_size, self.latent
+        if latent is not None:
+            cached = latent.cached_width
+        return layers * cached * item_bytes(dtype)
 
     def with_full_heads(self) -> ModelCard:
         """The card for transformers' modules, which cache keys and values in place of latents."""
@@ -192,27 +192,26 @@ def read_card(location: ModelLocation) -> ModelCard:
     raw, file = files.config(), files.folder / "config.json"
     check_shape(raw, file)
     config = parse_json(raw, _CardFields, file)
-    generation_file = files.folder / "generation_config.json"
-    generation = (
-        read_json(generation_file, _Generation) if generation_file.exists() else _Generation()
-    )
+    generation, generation_file = _Generation(), files.folder / "generation_config.json"
+    if generation_file.exists():
+        generation = read_json(generation_file, _Generation)
     if not config.architectures:
         raise ConfigError(f"{file}: architectures names none")
-    states = _states(config.architectures[0], raw)
+    architecture, rope = config.architectures[0], config.rope
+    recurrent = _RECURRENT.get(architecture)
+    states = None if recurrent is None else parse_json(raw, recurrent, "config.json").states()
     quantization = read_quantization(raw)
     weights = _weights(files, config, quantization, states)
-    width = _width(config)
-    rope = config.rope_parameters or config.rope_scaling or _RopeFields()
-    task = task_of(config.architectures[0])
+    task = task_of(architecture)
     return ModelCard(
-        architecture=config.architectures[0],
+        architecture=architecture,
         model_type=config.model_type,
         hidden_size=config.hidden_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=_kv_heads(config),
         head_size=_head_size(config),
-        mlp_width=config.intermediate_size_mlp or width,
+        mlp_width=config.intermediate_size_mlp or _width(config),
         vocabulary_size=config.vocab_size,
         context_tokens=_context_tokens(config),
         dtype=_dtype(config, weights, file),
@@ -232,7 +231,7 @@ def read_card(location: ModelLocation) -> ModelCard:
         kv_numbers=_kv_numbers(config),
         task=task,
         labels=_labels(config) if task is Task.SCORE else (),
-        causal=not (is_bidirectional(config.architectures[0]) or config.bidirectional),
+        causal=not (is_bidirectional(architecture) or config.bidirectional),
     )
 
 
@@ -305,6 +304,10 @@ class _CardFields(msgspec.Struct):
     """Multi-token prediction layers after the last layer, which are not loaded."""
 
     @property
+    def rope(self) -> _RopeFields:
+        return self.rope_parameters or self.rope_scaling or _RopeFields()
+
+    @property
     def bidirectional(self) -> bool:
         """Whether text attention is bidirectional; Gemma 4's `vision` is about images only."""
         return self.use_bidirectional_attention in (True, "all")
@@ -327,18 +330,13 @@ def _weights(
         size_bytes = sum(file.stat().st_size for file in files.weights if file.exists())
         linears = _in_linears(config, states)
         return Weights(_parameters(config, states), size_bytes, None, quantized=linears)
-    named = config.dtype or config.torch_dtype
-    wide = named in (None, Dtype.FLOAT32)
+    wide = (config.dtype or config.torch_dtype) in (None, Dtype.FLOAT32)
     of_number = item_bytes(Dtype.FLOAT32 if wide else Dtype.BFLOAT16)
     layers = config.num_hidden_layers
     further = range(layers, layers + config.num_nextn_predict_layers)
-    passed_over = tuple(f"{name}.{layer}." for layer in further for name in _LAYER_NAMES)
-    passed_over += unused_prefixes(config.architectures[0])
+    names = [f"{name}.{layer}." for layer in further for name in ("model.layers", "blk")]
+    passed_over = (*names, *unused_prefixes(config.architectures[0]))
     return read_weights(files, of_number, quantization, passed_over)
-
-
-_LAYER_NAMES = ("model.layers", "blk")
-"""Prefixes of a layer's tensor names, before its number."""
 
 
 def _parameters(config: _CardFields, states: RecurrentStates | None) -> int:
@@ -357,11 +355,9 @@ def _in_linears(config: _CardFields, states: RecurrentStates | None) -> int:
     layers, hidden, width = config.num_hidden_layers, config.hidden_size, _width(config)
     linears = 2 if config.model_type in UNGATED_MLP else 3
     dense = linears * hidden * (config.intermediate_size_mlp or width)
-    experts = _experts(config)
-    sparse_layers = 0 if experts is None else experts.layers
-    blocks = (layers - sparse_layers) * dense
-    if experts is not None:
-        blocks += sparse_layers * experts.layer_parameters(hidden)
+    blocks = layers * dense
+    if (experts := _experts(config)) is not None:
+        blocks += experts.layers * (experts.layer_parameters(hidden) - dense)
     attending, recurrent, attention = layers, 0, _attention_parameters(config)
     if states is not None:
         attending, recurrent = states.attending, states.layers * states.parameters
@@ -415,8 +411,7 @@ def _latent(config: _CardFields) -> LatentCard | None:
 def _context_tokens(config: _CardFields) -> int:
     """Context length; in some models, positions start after that of the padding token."""
     padding = config.pad_token_id if config.model_type in PADDED_POSITIONS else None
-    rope = config.rope_parameters or config.rope_scaling or _RopeFields()
-    longest = int(config.max_position_embeddings * rope.stretch)
+    longest = int(config.max_position_embeddings * config.rope.stretch)
     return longest - (0 if padding is None else padding + 1)
 
 
@@ -457,17 +452,14 @@ def _kv_numbers(config: _CardFields) -> int | None:
 def _own_heads(config: _CardFields, layer: int) -> _LayerHeads:
     if config.per_layer_config is not None:
         return config.per_layer_config.get(str(layer), _LayerHeads())
-    kinds = config.layer_types or _every_sixth(config.num_hidden_layers)
-    if layer >= len(kinds) or kinds[layer] != "full_attention":
+    if not config.layer_types:  # Gemma 4's default
+        full = layer % 6 == 5 or layer == config.num_hidden_layers - 1
+    else:
+        full = config.layer_types[layer : layer + 1] == ("full_attention",)
+    if not full:
         return _LayerHeads()
     heads = config.num_global_key_value_heads if config.attention_k_eq_v else None
     return _LayerHeads(head_dim=config.global_head_dim, num_key_value_heads=heads)
-
-
-def _every_sixth(layers: int) -> tuple[str, ...]:
-    """Gemma 4's default layer types; the last layer has full attention."""
-    seeing = (layer % 6 == 5 or layer == layers - 1 for layer in range(layers))
-    return tuple("full_attention" if all_ else "sliding_attention" for all_ in seeing)
 
 
 def _dtype(config: _CardFields, weights: Weights, file: Path) -> Dtype:
@@ -484,11 +476,6 @@ def _ids(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else ids
-
-
-def _states(architecture: str, config: bytes) -> RecurrentStates | None:
-    kind = _RECURRENT.get(architecture)
-    return None if kind is None else parse_json(config, kind, "config.json").states()
 
 
 class _FalconH1(msgspec.Struct):

@@ -55,20 +55,15 @@ def choose_templates(folder: Path, name: str = "") -> TemplateSources | None:
     templates = read_templates(folder)
     if name:
         if name not in templates:
-            raise ConfigError(_unknown(name, templates))
+            why = "the tokenizer has no chat template"
+            if templates:
+                why = f"the tokenizer has no template {name!r}, only {', '.join(templates)}"
+            raise ConfigError(f"model.chat_template_name (--hf-chat-template-name): {why}")
         return TemplateSources(templates[name])
     if not templates:
         return None
     first = next(iter(templates.values()))
     return TemplateSources(templates.get(_DEFAULT, first), templates.get(_TOOL_USE))
-
-
-def _unknown(name: str, templates: Mapping[str, str]) -> str:
-    if templates:
-        why = f"the tokenizer has no template {name!r}, only {', '.join(templates)}"
-    else:
-        why = "the tokenizer has no chat template"
-    return f"model.chat_template_name (--hf-chat-template-name): {why}"
 
 
 def _of_card(file: Path) -> Mapping[str, str]:

@@ -40,9 +40,6 @@ def parse_json(content: bytes | str | msgspec.Raw, type_: type[T], source: objec
 Fields = dict[str, msgspec.Raw]
 Factors = Literal["short", "long"]
 
-_KINDS = ("longrope", "su")
-_ROPE_KEYS = ("rope_parameters", "rope_scaling")
-
 MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
@@ -51,7 +48,6 @@ MULTIMODAL_ARCHITECTURES = (
 """Multimodal architectures whose text model is served."""
 TEXT_MODEL_PREFIX = "language_model."
 """Prefix of its tensor names, first or after the common prefix."""
-_TIED = "tie_word_embeddings"
 VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 """Prefixes of vision tensors."""
 
@@ -137,14 +133,21 @@ REPEATED_KV = frozenset({"jetmoe"})
 
 def complete_config(config: Fields) -> Fields:
     """The config with the common field names and the defaults of its family."""
-    model_type = bytes(config.get("model_type", b"")).decode().strip('"')
+    model_type = _model_type(config)
     unread = IGNORED_FIELDS.get(model_type, ())
     read = {name: value for name, value in config.items() if name not in unread}
     renamed = {FIELD_ALIASES[name]: read[name] for name in read if name in FIELD_ALIASES}
-    given = {name: value for name, value in {**renamed, **read}.items() if bytes(value) != b"null"}
-    habits = FAMILY_DEFAULTS.get(model_type, {})
-    added = {name: msgspec.Raw(msgspec.json.encode(habits[name])) for name in habits}
-    return added | given
+    defaults = FAMILY_DEFAULTS.get(model_type, {}).items()
+    added = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in defaults}
+    return added | _without_nulls(renamed | read)
+
+
+def _model_type(config: Fields) -> str:
+    return bytes(config.get("model_type", b"")).decode().strip('"')
+
+
+def _without_nulls(config: Fields) -> Fields:
+    return {name: value for name, value in config.items() if bytes(value) != b"null"}
 
 
 _SHAPE = (
@@ -154,10 +157,10 @@ _SHAPE = (
 
 
 def check_shape(config: bytes, file: Path) -> None:
-    fields = msgspec.json.decode(config, type=dict[str, msgspec.Raw])
+    fields = msgspec.json.decode(config, type=Fields)
     missing = [name for name in _SHAPE if name not in fields]
     if missing:
-        model_type = bytes(fields.get("model_type", b"")).decode().strip('"') or "none"
+        model_type = _model_type(fields) or "none"
         raise ConfigError(
             f"{file}: {', '.join(missing)} missing: models of type {model_type} lack this field "
             "or use another name for it, and are not supported"
@@ -169,18 +172,17 @@ def text_model_config(config: Fields) -> Fields:
     if "text_config" not in config:
         return config
     architecture = _architecture(config)
-    if not is_multimodal(architecture):
+    if architecture not in MULTIMODAL_ARCHITECTURES:
         if "hidden_size" in config:  # the config is complete without it
             return config
         raise ConfigError(
             f"config.json: architecture {architecture or 'none'} is not supported:"
             f" of those with a text_config there are {', '.join(MULTIMODAL_ARCHITECTURES)}"
         )
-    text = parse_json(config["text_config"], dict[str, msgspec.Raw], "config.json: text_config")
-    given = {name: value for name, value in text.items() if bytes(value) != b"null"}
+    text = parse_json(config["text_config"], Fields, "config.json: text_config")
     # transformers ties weights by the outer config; the inner one may have its class's default.
-    whole = {name: config[name] for name in ("architectures", _TIED) if name in config}
-    flat = config | given | whole
+    outer = ("architectures", "tie_word_embeddings")
+    flat = config | _without_nulls(text) | {name: config[name] for name in outer if name in config}
     if "quantization_config" in flat:
         # Names of linear layers, and patterns for them, are those of the whole model.
         stored = bytes(flat["quantization_config"]).replace(TEXT_MODEL_PREFIX.encode(), b"")
@@ -189,15 +191,9 @@ def text_model_config(config: Fields) -> Fields:
 
 
 def text_name(tensor: str) -> str:
-    return (
-        tensor.replace(TEXT_MODEL_PREFIX, "", 1)
-        if tensor.startswith((TEXT_MODEL_PREFIX, f"model.{TEXT_MODEL_PREFIX}"))
-        else tensor
-    )
-
-
-def is_multimodal(architecture: str) -> bool:
-    return architecture in MULTIMODAL_ARCHITECTURES
+    if tensor.startswith((TEXT_MODEL_PREFIX, f"model.{TEXT_MODEL_PREFIX}")):
+        return tensor.replace(TEXT_MODEL_PREFIX, "", 1)
+    return tensor
 
 
 def _architecture(config: Fields) -> str:
@@ -233,10 +229,9 @@ def longrope_factors(config: Fields, context_tokens: int | None) -> Factors | No
     except msgspec.DecodeError:
         return None  # the reader of the fields reports the malformed one
     rope = fields.rope_parameters or fields.rope_scaling
-    if rope is None or (rope.rope_type or rope.type) not in _KINDS:
+    if rope is None or (rope.rope_type or rope.type) not in ("longrope", "su"):
         return None
-    longest = fields.max_position_embeddings
-    if longest is None:
+    if (longest := fields.max_position_embeddings) is None:
         return None
     trained = rope.original_max_position_embeddings or fields.original_max_position_embeddings
     served = longest if context_tokens is None else min(context_tokens, longest)
@@ -247,8 +242,9 @@ def with_factors(config: Fields, factors: Factors | None) -> Fields:
     """The config with both lists set to those factors; without factors, the config itself."""
     if factors is None:
         return config
-    place = next(name for name in _ROPE_KEYS if bytes(config.get(name, b"null")) != b"null")
-    rope = msgspec.json.decode(config[place], type=dict[str, msgspec.Raw])
+    places = ("rope_parameters", "rope_scaling")
+    place = next(name for name in places if bytes(config.get(name, b"null")) != b"null")
+    rope = msgspec.json.decode(config[place], type=Fields)
     chosen = rope.get(f"{factors}_factor", msgspec.Raw(b"[]"))  # none: refused where it is read
     rope |= {"short_factor": chosen, "long_factor": chosen}
     return config | {place: msgspec.Raw(msgspec.json.encode(rope))}
@@ -266,11 +262,9 @@ class Task(StrEnum):
 def task_of(architecture: str) -> Task:
     if architecture.endswith(("ForSequenceClassification", "ForRewardModel")):
         return Task.SCORE
-    if architecture.endswith("ForMaskedLM"):
-        return Task.EMBED  # masked tokens are not served; the layers below the head can embed
-    if architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
-        return Task.EMBED
-    return Task.GENERATE
+    # Masked tokens are not served; the layers below their head can embed.
+    embeds = architecture.endswith(("Model", "ForMaskedLM"))
+    return Task.EMBED if embeds and not architecture.endswith("LMHeadModel") else Task.GENERATE
 
 
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
@@ -291,11 +285,10 @@ _OTHER_HEADS = (
 
 def unused_prefixes(architecture: str) -> tuple[str, ...]:
     """Prefixes of tensors in a checkpoint that belong to another task than the architecture's."""
-    if is_multimodal(architecture):
+    if architecture in MULTIMODAL_ARCHITECTURES:
         return (*VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
-    if not is_bidirectional(architecture) or task_of(architecture) is not Task.EMBED:
-        return ()
-    return _OTHER_HEADS
+    embeds = is_bidirectional(architecture) and task_of(architecture) is Task.EMBED
+    return _OTHER_HEADS if embeds else ()
 
 
 def head_parameters(architecture: str, hidden: int, labels: int) -> int:

@@ -13,6 +13,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import LoadFormat
 from antiphon.model_card.config_json import (
     Factors,
+    Fields,
     complete_config,
     longrope_factors,
     parse_json,
@@ -70,11 +71,10 @@ class ModelFiles(msgspec.Struct, frozen=True):
         For a longrope model both lists of factors are set to the ones for the served context.
         """
         config = self._completed()
-        return msgspec.json.encode(
-            with_factors(config, longrope_factors(config, self.context_tokens))
-        )
+        factors = longrope_factors(config, self.context_tokens)
+        return msgspec.json.encode(with_factors(config, factors))
 
-    def _completed(self) -> _Fields:
+    def _completed(self) -> Fields:
         file = self.folder / "config.json"
         try:
             config = file.read_bytes()
@@ -106,14 +106,15 @@ def find_files(
 
     `described_in` is the folder of config.json, if that is another one than the weights'.
     """
-    folder = path.parent if is_gguf(path) else path
-    names = [path.name] if is_gguf(path) else []
-    if is_gguf(path) and SHARD.search(path.name):
-        names = [file.name for file in folder.glob("*.gguf") if _of_one(file.name, path.name)]
-    elif not names and folder.is_dir():
+    folder, names = path, list[str]()
+    if is_gguf(path):
+        folder, names = path.parent, [path.name]
+        if SHARD.search(path.name):
+            names = [file.name for file in folder.glob("*.gguf") if _of_one(file.name, path.name)]
+        if requested is LoadFormat.AUTO:
+            requested = LoadFormat.GGUF
+    elif folder.is_dir():
         names = [file.name for file in folder.iterdir()]
-    if is_gguf(path) and requested is LoadFormat.AUTO:
-        requested = LoadFormat.GGUF
     format_, chosen = weight_names(folder, names, requested)
     weights = tuple(folder / name for name in chosen)
     return ModelFiles(described_in or folder, format_, weights, overrides, mapped, context_tokens)
@@ -190,34 +191,32 @@ def _of_one(name: str, other: str) -> bool:
     return (name[: ours.start()], ours[1]) == (other[: theirs.start()], theirs[1])
 
 
-_Fields = dict[str, msgspec.Raw]
-
-
 _BEYOND_JSON = re.compile(r"(?<=[\[:,\s])(-?Infinity|NaN)(?=\s*[,\]}])")
 
 
-def _object(text: bytes | str, what: str) -> _Fields:
+def _object(text: bytes | str, what: str) -> Fields:
     try:
-        return msgspec.json.decode(text, type=_Fields)
+        return msgspec.json.decode(text, type=Fields)
     except msgspec.DecodeError:
         pass
     # Such files are written with Python's json, which has numbers that JSON lacks; newer versions
     # of transformers write them as objects, and so does this.
     written = text if isinstance(text, str) else text.decode(errors="replace")
     spelled = _BEYOND_JSON.sub(r'{"__float__": "\1"}', written)
-    return parse_json(spelled, _Fields, what)
+    return parse_json(spelled, Fields, what)
 
 
-def _override(config: _Fields, overrides: _Fields) -> _Fields:
+def _override(config: Fields, overrides: Fields) -> Fields:
     """Newer files have theta and scaling in `rope_parameters`; overrides use the older names."""
     merged = config | overrides
     older = {"rope_theta", "rope_scaling"} & overrides.keys()
     if not older or "rope_parameters" in overrides or "rope_parameters" not in config:
         return merged
     rope = _object(bytes(config["rope_parameters"]), "config.json: rope_parameters")
-    theta = {name: rope[name] for name in rope if name == "rope_theta"}
     if "rope_scaling" in overrides:
         scaling = bytes(overrides["rope_scaling"])
-        rope = {} if scaling == b"null" else _object(scaling, "rope_scaling")
-    given = {name: overrides[name] for name in overrides if name == "rope_theta"}
-    return merged | {"rope_parameters": msgspec.Raw(msgspec.json.encode(theta | rope | given))}
+        theta = {name: rope[name] for name in rope if name == "rope_theta"}
+        rope = theta | ({} if scaling == b"null" else _object(scaling, "rope_scaling"))
+    if "rope_theta" in overrides:
+        rope["rope_theta"] = overrides["rope_theta"]
+    return merged | {"rope_parameters": msgspec.Raw(msgspec.json.encode(rope))}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,6 @@ from antiphon.model_card.files import refuse_full_disk, weight_names
 from antiphon.model_card.packaged import MODELS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from huggingface_hub import HfApi
 
     from antiphon.config.model import LoadConfig
@@ -63,12 +62,10 @@ def fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None = 
 
     try:
         return _fetch(repo, load, weights=weights, endpoint=endpoint)
-    except (errors.RepositoryNotFoundError, errors.LocalEntryNotFoundError) as error:
-        raise ConfigError(
-            f"{repo}: {_describe_error(error, load)}{nearest(repo, MODELS)}"
-        ) from error
     except (errors.HTTPError, OSError, ValueError) as error:  # pyright: ignore[reportPrivateImportUsage]
-        raise ConfigError(f"{repo}: {_describe_error(error, load)}") from error
+        unknown = isinstance(error, errors.RepositoryNotFoundError | errors.LocalEntryNotFoundError)
+        guess = nearest(repo, MODELS) if unknown else ""
+        raise ConfigError(f"{repo}: {_describe_error(error, load)}{guess}") from error
 
 
 def list_published_files(
@@ -87,20 +84,17 @@ def list_published_files(
 def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
 
-    def have(patterns: Sequence[str]) -> Path:
-        folder = snapshot_download(
-            repo,
-            revision=load.revision or None,
-            cache_dir=str(Path(load.download_folder).expanduser())
-            if load.download_folder
-            else None,
-            local_files_only=load.offline,
-            allow_patterns=list(patterns),
-            endpoint=endpoint,
-        )
-        return Path(folder)
+    cache = load.download_folder
+    download = partial(
+        snapshot_download,
+        repo,
+        revision=load.revision or None,
+        cache_dir=str(Path(cache).expanduser()) if cache else None,
+        local_files_only=load.offline,
+        endpoint=endpoint,
+    )
 
-    folder = have(METADATA_PATTERNS)
+    folder = Path(download(allow_patterns=[*METADATA_PATTERNS]))
     if not weights:
         return folder
     files = _known(HfApi(endpoint=endpoint), repo, folder, load)
@@ -109,7 +103,7 @@ def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) 
         size_bytes = sum(files[name].size_bytes for name in missing if name in files)
         refuse_full_disk(folder, size_bytes, f"{repo}: weights need")
         log.info("fetching", extra={"model": repo, "files": len(missing), "bytes": size_bytes})
-    return have([*METADATA_PATTERNS, *DENSE, *names])
+    return Path(download(allow_patterns=[*METADATA_PATTERNS, *DENSE, *names]))
 
 
 def _known(api: HfApi, repo: str, folder: Path, load: LoadConfig) -> dict[str, PublishedFile]:
@@ -128,13 +122,12 @@ def _known(api: HfApi, repo: str, folder: Path, load: LoadConfig) -> dict[str, P
 def _published(api: HfApi, repo: str, revision: str | None) -> dict[str, PublishedFile]:
     from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415
 
-    return {
-        entry.path: PublishedFile(
-            entry.size, None if entry.lfs is None else entry.lfs.sha256, entry.blob_id
-        )
-        for entry in api.list_repo_tree(repo, revision=revision)
-        if isinstance(entry, RepoFile)
-    }
+    files: dict[str, PublishedFile] = {}
+    for entry in api.list_repo_tree(repo, revision=revision):
+        if isinstance(entry, RepoFile):
+            sha256 = None if entry.lfs is None else entry.lfs.sha256
+            files[entry.path] = PublishedFile(entry.size, sha256, entry.blob_id)
+    return files
 
 
 def _describe_error(error: Exception, load: LoadConfig) -> str:

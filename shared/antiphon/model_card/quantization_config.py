@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import msgspec
@@ -32,7 +32,7 @@ def read_quantization(config: bytes) -> QuantizationConfig | None:
     method = _decode(raw, _Method).quant_method
     if method not in METHODS:
         raise _refused(f"quant_method {method!r} is not supported, only {', '.join(METHODS)}")
-    return METHODS[method](raw)
+    return _decode(raw, METHODS[method]).config()
 
 
 class _ModelQuantization(msgspec.Struct):
@@ -58,30 +58,26 @@ class _Fp8(_Unconverted):
     weight_block_size: tuple[int, int] | None = None
     ignored_layers: Names = None
 
-
-def _fp8(raw: msgspec.Raw) -> QuantizationConfig:
-    parsed = _decode(raw, _Fp8)
-    scheme = schemes.Fp8(scale="tensor")
-    if parsed.weight_block_size is not None:
-        scheme = schemes.Fp8(scale="block", block=parsed.weight_block_size)
-    return QuantizationConfig(
-        method=QuantizationMethod.FP8,
-        rules=schemes.every_linear(scheme),
-        plain=_modules(parsed.modules_to_not_convert or parsed.ignored_layers),
-        ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
-        # Multiplied despite its name: the weights were divided by its inverse.
-        spelled={".weight_scale_inv": ".weight_scale"},
-    )
+    def config(self) -> QuantizationConfig:
+        scheme = schemes.Fp8(scale="tensor")
+        if self.weight_block_size is not None:
+            scheme = schemes.Fp8(scale="block", block=self.weight_block_size)
+        return QuantizationConfig(
+            method=QuantizationMethod.FP8,
+            rules=schemes.every_linear(scheme),
+            plain=_modules(self.modules_to_not_convert or self.ignored_layers),
+            ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
+            # Multiplied despite its name: the weights were divided by its inverse.
+            spelled={".weight_scale_inv": ".weight_scale"},
+        )
 
 
 class _W8a8(_Unconverted):
     ignore: Names = None
 
-
-def _w8a8_int8(raw: msgspec.Raw) -> QuantizationConfig:
-    parsed = _decode(raw, _W8a8)
-    plain = _modules(parsed.modules_to_not_convert or parsed.ignore)
-    return msgspec.structs.replace(schemes.W8A8_INT8, plain=plain)
+    def config(self) -> QuantizationConfig:
+        plain = _modules(self.modules_to_not_convert or self.ignore)
+        return msgspec.structs.replace(schemes.W8A8_INT8, plain=plain)
 
 
 class _Awq(_Unconverted):
@@ -90,18 +86,16 @@ class _Awq(_Unconverted):
     version: str = "gemm"
     zero_point: bool = True
 
-
-def _awq(raw: msgspec.Raw) -> QuantizationConfig:
-    parsed = _decode(raw, _Awq)
-    _only("version", parsed.version.lower(), "gemm")
-    _only("bits", parsed.bits, 4)
-    if not parsed.zero_point:
-        raise _refused("zero_point false is not supported")
-    scheme = schemes.Awq(weight=".qweight", count=8, group=_group(parsed.group_size))
-    plain = _modules(parsed.modules_to_not_convert)
-    return QuantizationConfig(
-        method=QuantizationMethod.AWQ, rules=schemes.every_linear(scheme), plain=plain
-    )
+    def config(self) -> QuantizationConfig:
+        _only("version", self.version.lower(), "gemm")
+        _only("bits", self.bits, 4)
+        if not self.zero_point:
+            raise _refused("zero_point false is not supported")
+        scheme = schemes.Awq(weight=".qweight", count=8, group=_group(self.group_size))
+        plain = _modules(self.modules_to_not_convert)
+        return QuantizationConfig(
+            method=QuantizationMethod.AWQ, rules=schemes.every_linear(scheme), plain=plain
+        )
 
 
 class _Gptq(_Unconverted):
@@ -113,34 +107,32 @@ class _Gptq(_Unconverted):
     modules_in_block_to_quantize: list[list[str] | str] | None = None
     dynamic: Mapping[str, msgspec.Raw] | None = None
 
-
-def _gptq(raw: msgspec.Raw) -> QuantizationConfig:
-    parsed = _decode(raw, _Gptq)
-    _only("bits", parsed.bits, 2, 4, 8)
-    _only("checkpoint_format", parsed.checkpoint_format or "gptq", "gptq", "gptq_v2")
-    scheme = schemes.Gptq(
-        weight=".qweight",
-        count=32 // parsed.bits,
-        bits=parsed.bits,
-        group=_group(parsed.group_size),
-        ordered=parsed.desc_act,
-        zero_added=0 if parsed.checkpoint_format == "gptq_v2" else 1,
-    )
-    within = parsed.modules_in_block_to_quantize or ()
-    named = [name for some in within for name in ([some] if isinstance(some, str) else some)]
-    return QuantizationConfig(
-        method=QuantizationMethod.GPTQ,
-        rules=(Rule(_modules(named, head=True) or (schemes.EVERY,), scheme),),
-        plain=(
-            *_modules(parsed.modules_to_not_convert, head=parsed.lm_head),
-            *_skipped(parsed.dynamic),
-        ),
-        head=parsed.lm_head,
-        # With inputs in order, the tensor of group indices is redundant.
-        ignored=() if parsed.desc_act else (".g_idx",),
-        # AutoGPTQ writes a bias for every linear layer.
-        blank=(".bias",),
-    )
+    def config(self) -> QuantizationConfig:
+        _only("bits", self.bits, 2, 4, 8)
+        _only("checkpoint_format", self.checkpoint_format or "gptq", "gptq", "gptq_v2")
+        scheme = schemes.Gptq(
+            weight=".qweight",
+            count=32 // self.bits,
+            bits=self.bits,
+            group=_group(self.group_size),
+            ordered=self.desc_act,
+            zero_added=0 if self.checkpoint_format == "gptq_v2" else 1,
+        )
+        within = self.modules_in_block_to_quantize or ()
+        named = [name for some in within for name in ([some] if isinstance(some, str) else some)]
+        return QuantizationConfig(
+            method=QuantizationMethod.GPTQ,
+            rules=(Rule(_modules(named, head=True) or (schemes.EVERY,), scheme),),
+            plain=(
+                *_modules(self.modules_to_not_convert, head=self.lm_head),
+                *_skipped(self.dynamic),
+            ),
+            head=self.lm_head,
+            # With inputs in order, the tensor of group indices is redundant.
+            ignored=() if self.desc_act else (".g_idx",),
+            # AutoGPTQ writes a bias for every linear layer.
+            blank=(".bias",),
+        )
 
 
 def _skipped(dynamic: Mapping[str, msgspec.Raw] | None) -> tuple[Pattern, ...]:
@@ -159,28 +151,27 @@ class _BitsAndBytes(msgspec.Struct):
     bnb_4bit_quant_storage: str | None = "uint8"
     llm_int8_skip_modules: Names = None
 
-
-def _bitsandbytes(raw: msgspec.Raw) -> QuantizationConfig:
-    parsed = _decode(raw, _BitsAndBytes)
-    _only("bnb_4bit_quant_storage", parsed.bnb_4bit_quant_storage or "uint8", "uint8")
-    if parsed.load_in_4bit == parsed.load_in_8bit:
-        raise _refused("one of load_in_4bit and load_in_8bit has to be true")
-    scheme: schemes.QuantizationScheme = schemes.LlmInt8()
-    if parsed.load_in_4bit:
-        kind, nested = parsed.bnb_4bit_quant_type, parsed.bnb_4bit_use_double_quant
-        scheme = schemes.BitsAndBytes4(count=2, kind=kind, nested=nested)
-    return QuantizationConfig(
-        method=QuantizationMethod.BITSANDBYTES,
-        rules=schemes.every_linear(scheme),
-        plain=_modules(parsed.llm_int8_skip_modules),
-        ignored=(".weight_format",),
-    )
+    def config(self) -> QuantizationConfig:
+        _only("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage or "uint8", "uint8")
+        if self.load_in_4bit == self.load_in_8bit:
+            raise _refused("one of load_in_4bit and load_in_8bit has to be true")
+        scheme: schemes.QuantizationScheme = schemes.LlmInt8()
+        if self.load_in_4bit:
+            kind, nested = self.bnb_4bit_quant_type, self.bnb_4bit_use_double_quant
+            scheme = schemes.BitsAndBytes4(count=2, kind=kind, nested=nested)
+        return QuantizationConfig(
+            method=QuantizationMethod.BITSANDBYTES,
+            rules=schemes.every_linear(scheme),
+            plain=_modules(self.llm_int8_skip_modules),
+            ignored=(".weight_format",),
+        )
 
 
-def _mxfp4(raw: msgspec.Raw) -> QuantizationConfig:
-    plain = _modules(_decode(raw, _Unconverted).modules_to_not_convert)
-    rules = schemes.every_linear(schemes.Mxfp4(weight="_blocks", count=2))
-    return QuantizationConfig(method=QuantizationMethod.MXFP4, rules=rules, plain=plain)
+class _Mxfp4(_Unconverted):
+    def config(self) -> QuantizationConfig:
+        plain = _modules(self.modules_to_not_convert)
+        rules = schemes.every_linear(schemes.Mxfp4(weight="_blocks", count=2))
+        return QuantizationConfig(method=QuantizationMethod.MXFP4, rules=rules, plain=plain)
 
 
 class _Typed(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
@@ -195,26 +186,24 @@ class _TorchaoData(msgspec.Struct):
 class _Torchao(_Unconverted):
     quant_type: Mapping[str, _Typed]
 
-
-def _torchao(raw: msgspec.Raw) -> QuantizationConfig:
-    parsed = _decode(raw, _Torchao)
-    _only("quant_type", sorted(parsed.quant_type), ["default"])
-    kind = parsed.quant_type["default"]
-    _only("quant_type", kind.type, "Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
-    data = _decode(kind.data, _TorchaoData)
-    if data.granularity is not None:
-        _only("quant_type: granularity", data.granularity.type, "PerRow")
-    weight = "._weight_qdata"
-    scheme: schemes.QuantizationScheme = schemes.Int8(weight=weight)
-    if kind.type == "Float8WeightOnlyConfig":
-        scheme = schemes.Fp8(scale="channel", weight=weight)
-    return QuantizationConfig(
-        method=QuantizationMethod.TORCHAO,
-        rules=schemes.every_linear(scheme),
-        plain=_modules(parsed.modules_to_not_convert),
-        spelled={weight: ".weight", "._weight_scale": ".weight_scale"},
-        blank=("._weight_zero_point",),
-    )
+    def config(self) -> QuantizationConfig:
+        _only("quant_type", sorted(self.quant_type), ["default"])
+        kind = self.quant_type["default"]
+        _only("quant_type", kind.type, "Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
+        data = _decode(kind.data, _TorchaoData)
+        if data.granularity is not None:
+            _only("quant_type: granularity", data.granularity.type, "PerRow")
+        weight = "._weight_qdata"
+        scheme: schemes.QuantizationScheme = schemes.Int8(weight=weight)
+        if kind.type == "Float8WeightOnlyConfig":
+            scheme = schemes.Fp8(scale="channel", weight=weight)
+        return QuantizationConfig(
+            method=QuantizationMethod.TORCHAO,
+            rules=schemes.every_linear(scheme),
+            plain=_modules(self.modules_to_not_convert),
+            spelled={weight: ".weight", "._weight_scale": ".weight_scale"},
+            blank=("._weight_zero_point",),
+        )
 
 
 class _Arguments(msgspec.Struct):
@@ -248,28 +237,26 @@ class _Compressed(msgspec.Struct):
     sparsity_config: _Sparsity | None = None
     transform_config: Mapping[str, msgspec.Raw] | None = None
 
-
-def _compressed(raw: msgspec.Raw) -> QuantizationConfig:
-    parsed = _decode(raw, _Compressed)
-    # The first versions saved the in-memory status of the model in compressed checkpoints.
-    _only("quantization_status", parsed.quantization_status, "compressed", "frozen")
-    if parsed.sparsity_config is not None:
-        _only("sparsity_config.format", parsed.sparsity_config.format, "dense")
-    if parsed.transform_config:
-        raise _refused("transform_config: rotated weights are not supported")
-    rules = tuple(
-        Rule(tuple(map(_target, each.targets)), _scheme(name, each, each.format or parsed.format))
-        for name, each in parsed.config_groups.items()
-    )
-    if not rules:
-        raise _refused("config_groups has no weights")
-    return QuantizationConfig(
-        method=QuantizationMethod.COMPRESSED_TENSORS,
-        rules=rules,
-        plain=tuple(map(_target, parsed.ignore or ())),
-        head=True,
-        ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
-    )
+    def config(self) -> QuantizationConfig:
+        # The first versions saved the in-memory status of the model in compressed checkpoints.
+        _only("quantization_status", self.quantization_status, "compressed", "frozen")
+        if self.sparsity_config is not None:
+            _only("sparsity_config.format", self.sparsity_config.format, "dense")
+        if self.transform_config:
+            raise _refused("transform_config: rotated weights are not supported")
+        rules = tuple(
+            Rule(tuple(map(_target, each.targets)), _scheme(name, each, each.format or self.format))
+            for name, each in self.config_groups.items()
+        )
+        if not rules:
+            raise _refused("config_groups has no weights")
+        return QuantizationConfig(
+            method=QuantizationMethod.COMPRESSED_TENSORS,
+            rules=rules,
+            plain=tuple(map(_target, self.ignore or ())),
+            head=True,
+            ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
+        )
 
 
 def _target(text: str) -> Pattern:
@@ -362,14 +349,14 @@ def _decode(content: bytes | msgspec.Raw, type_: type[T]) -> T:
     return parse_json(content, type_, _SOURCE)
 
 
-METHODS: Mapping[str, Callable[[msgspec.Raw], QuantizationConfig]] = {
-    "fp8": _fp8,
-    "w8a8_int8": _w8a8_int8,
-    "awq": _awq,
-    "gptq": _gptq,
-    "bitsandbytes": _bitsandbytes,
-    "compressed-tensors": _compressed,
-    "mxfp4": _mxfp4,
-    "torchao": _torchao,
+METHODS = {
+    "fp8": _Fp8,
+    "w8a8_int8": _W8a8,
+    "awq": _Awq,
+    "gptq": _Gptq,
+    "bitsandbytes": _BitsAndBytes,
+    "compressed-tensors": _Compressed,
+    "mxfp4": _Mxfp4,
+    "torchao": _Torchao,
 }
-"""Parsers by `quant_method`."""
+"""The form of each tool, by `quant_method`."""
