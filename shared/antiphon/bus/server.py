@@ -119,7 +119,6 @@ def log_path(folder: Path) -> Path:
 async def start(
     settings: ServerSettings,
     folder: Path,
-    *,
     program: Path | None = None,
     before_exec: Callable[[], None] | None = None,
     timeout_s: float = READY_TIMEOUT_S,

@@ -21,6 +21,7 @@ from antiphon.client.stream import (
     now,
 )
 from antiphon.config.settings import BusConfig
+from antiphon.service.tasks import gather
 from antiphon.wire.base import Message, Process, Usage
 from antiphon.wire.errors import DeadlineExceeded, InvalidRequest
 from antiphon.wire.generate import (
@@ -134,8 +135,7 @@ class Client:
         """
         request = _request(model, conversation, timeout_s, options)
         # Text alone fits into one message; token outputs may not.
-        streams = request.details is not None
-        request = msgspec.structs.replace(request, stream=streams)
+        request = msgspec.structs.replace(request, stream=request.details is not None)
         with self._stream(request) as stream:
             async with aclosing(stream.chunks(timeout_s)) as received:
                 chunks = [chunk async for chunk in received]
@@ -178,21 +178,18 @@ class Client:
             raise InvalidRequest(f"{len(pairs)} second texts for {len(texts)} first ones")
         if not texts:
             return EmbedResult([], (), Usage())
-        requests = [
-            _checked(
-                {
-                    "model": model,
-                    "texts": tuple(texts[at : at + BATCH]),
-                    "pairs": None if pairs is None else tuple(pairs[at : at + BATCH]),
-                    "dimensions": dimensions,
-                    "cache_salt": cache_salt,
-                    "priority": priority,
-                    "api_key": self._api_key,
-                },
-                EmbedRequest,
-            )
-            for at in range(0, len(texts), BATCH)
-        ]
+        fields: dict[str, object] = {
+            "model": model,
+            "dimensions": dimensions,
+            "cache_salt": cache_salt,
+            "priority": priority,
+            "api_key": self._api_key,
+        }
+        requests: list[EmbedRequest] = []
+        for at in range(0, len(texts), BATCH):
+            fields["texts"] = tuple(texts[at : at + BATCH])
+            fields["pairs"] = pairs and tuple(pairs[at : at + BATCH])
+            requests.append(_checked(fields, EmbedRequest))
         return await embed(self._bus, requests, timeout_s)
 
     @contextmanager
@@ -265,20 +262,13 @@ async def embed(bus: Bus, requests: Sequence[EmbedRequest], timeout_s: float) ->
         async with slots:
             return await _call(bus, request, deadline)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(one(request)) for request in requests]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    replies = [call.result() for call in calls]
-    return EmbedResult(
-        [unpack_floats(vector) for reply in replies for vector in reply.vectors],
-        replies[0].labels,
-        Usage(
-            prompt_tokens=sum(reply.usage.prompt_tokens for reply in replies),
-            cached_tokens=sum(reply.usage.cached_tokens for reply in replies),
-        ),
+    replies = await gather([one(request) for request in requests])
+    usage = Usage(
+        prompt_tokens=sum(reply.usage.prompt_tokens for reply in replies),
+        cached_tokens=sum(reply.usage.cached_tokens for reply in replies),
     )
+    vectors = [unpack_floats(vector) for reply in replies for vector in reply.vectors]
+    return EmbedResult(vectors, replies[0].labels, usage)
 
 
 async def _call(bus: Bus, request: EmbedRequest, deadline: float) -> EmbedReply:

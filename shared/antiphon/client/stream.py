@@ -212,9 +212,7 @@ class GenerationStream:
         self._resumed_from = self._assembler.cursors
         resume = GenerateResume(request_id=accepted.request_id, places=self._assembler.cursors)
         try:
-            await self._bus.call(
-                GATEWAY_CONTROL, resume, timeout_s=CALL_TIMEOUT_S, gateway=accepted.gateway
-            )
+            await self._call(accepted, resume)
         except NoResponders as error:
             self._on_no_responders(error)
         except InvalidRequest as error:
@@ -233,13 +231,16 @@ class GenerationStream:
             raise error
 
     async def _cancel(self, accepted: GenerateAccepted) -> None:
-        cancel = GenerateCancel(request_id=accepted.request_id)
         try:
-            await self._bus.call(
-                GATEWAY_CONTROL, cancel, timeout_s=CALL_TIMEOUT_S, gateway=accepted.gateway
-            )
+            await self._call(accepted, GenerateCancel(request_id=accepted.request_id))
         except EngineError:
             return  # the gateway detects by itself that the inbox has no subscriber
+
+    async def _call(
+        self, accepted: GenerateAccepted, message: GenerateResume | GenerateCancel
+    ) -> None:
+        gateway = accepted.gateway
+        await self._bus.call(GATEWAY_CONTROL, message, timeout_s=CALL_TIMEOUT_S, gateway=gateway)
 
     def _receive(self, packet: Packet) -> None:
         event: Event

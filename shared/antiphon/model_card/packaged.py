@@ -110,7 +110,8 @@ def is_cached(wheel: Wheel, cache: Path) -> bool:
     """
     file = cached_path(wheel, cache)
     try:
-        found = _state(file, wheel.member_sha256)
+        stat = file.stat()
+        found = _Verified(wheel.member_sha256, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         if found.size_bytes != wheel.member_bytes:
             return False
         if _read_verified(file) == found:
@@ -126,11 +127,6 @@ def is_cached(wheel: Wheel, cache: Path) -> bool:
         with contextlib.suppress(OSError):
             _write_verified(file, found)
     return True
-
-
-def _state(file: Path, sha256: str) -> _Verified:
-    stat = file.stat()
-    return _Verified(sha256, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _read_verified(file: Path) -> _Verified | None:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import Task, is_bidirectional, parse_json, read_json
@@ -62,8 +63,8 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     """The output, as gateways see it."""
 
     def __str__(self) -> str:
-        parts = [str(self.mode), *(f"dense {dense.outputs}" for dense in self.dense)]
-        return ", ".join([*parts, *(["normalised"] if self.normalize else [])])
+        dense = (f"dense {dense.outputs}" for dense in self.dense)
+        return ", ".join([self.mode, *dense, *(["normalised"] if self.normalize else [])])
 
 
 def read_pooling(
@@ -77,18 +78,15 @@ def read_pooling(
     config = parse_json(files.config(), _PoolingFields, files.folder / "config.json")
     habit = _default_mode(card)
     if task is Task.SCORE:
-        return Pooling(
-            task=task,
-            mode=config.classifier_pooling or habit,
-            normalize=False,
-            card=PoolingCard(
-                scores=True,
-                width=len(card.labels),
-                labels=card.labels,
-                several=config.problem_type == "multi_label_classification",
-                plain_score=config.scores_plainly,
-            ),
+        scores = PoolingCard(
+            scores=True,
+            width=len(card.labels),
+            labels=card.labels,
+            several=config.problem_type == "multi_label_classification",
+            plain_score=config.scores_plainly,
         )
+        mode = config.classifier_pooling or habit
+        return Pooling(task=task, mode=mode, normalize=False, card=scores)
     output = PoolingCard(
         width=card.hidden_size,
         matryoshka=config.is_matryoshka or bool(config.matryoshka_dimensions),
@@ -171,45 +169,37 @@ _MODES = {
     "mean_tokens": PoolMode.MEAN,
     "lasttoken": PoolMode.LAST,
 }
-_DROPPED = frozenset({"Transformer", "Dropout"})
 
 
 def _apply_modules(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -> Pooling:
-    pooling = msgspec.structs.replace(habit, normalize=False)
+    pooling, listing = replace(habit, normalize=False), folder / "modules.json"
     for module in modules:
         kind = module.type.rpartition(".")[2]
         file = folder / module.path / "config.json"
         if kind == "Transformer" and module.path not in ("", "."):
-            raise ConfigError(
-                f"{folder / 'modules.json'}: the model is in {module.path}; serve that folder"
-            )
-        if pooling.normalize and kind not in _DROPPED:
-            raise ConfigError(f"{folder / 'modules.json'}: {kind} after Normalize is not supported")
+            raise ConfigError(f"{listing}: the model is in {module.path}; serve that folder")
+        if kind in ("Transformer", "Dropout"):
+            continue
+        if pooling.normalize:
+            raise ConfigError(f"{listing}: {kind} after Normalize is not supported")
         match kind:
             case "Pooling":
-                pooling = msgspec.structs.replace(pooling, mode=_mode(file))
+                pooling = replace(pooling, mode=_mode(file))
             case "Dense":
                 dense = _dense(module.path, file, pooling.card.width)
-                output = msgspec.structs.replace(pooling.card, width=dense.outputs)
-                pooling = msgspec.structs.replace(
-                    pooling, dense=(*pooling.dense, dense), card=output
-                )
+                output = replace(pooling.card, width=dense.outputs)
+                pooling = replace(pooling, dense=(*pooling.dense, dense), card=output)
             case "Normalize":
-                pooling = msgspec.structs.replace(pooling, normalize=True)
-            case _ if kind not in _DROPPED:
-                raise ConfigError(f"{folder / 'modules.json'}: the module {kind} is not supported")
+                pooling = replace(pooling, normalize=True)
             case _:
-                pass
+                raise ConfigError(f"{listing}: the module {kind} is not supported")
     return pooling
 
 
 def _mode(file: Path) -> PoolMode:
     fields = read_json(file, _PoolFile)
-    start = "pooling_mode_"
-    names = [
-        name.removeprefix(start) for name in fields.__struct_fields__ if name.startswith(start)
-    ]
-    modes = [name for name in names if getattr(fields, start + name)]
+    flags = [name for name in fields.__struct_fields__ if name != "pooling_mode"]
+    modes = [name.removeprefix("pooling_mode_") for name in flags if getattr(fields, name)]
     if fields.pooling_mode is not None:
         modes = [fields.pooling_mode]
     if len(modes) != 1 or modes[0] not in _MODES:
@@ -220,16 +210,15 @@ def _mode(file: Path) -> PoolMode:
 
 def _dense(path: str, file: Path, width: int) -> Dense:
     fields = read_json(file, _DenseFile)
-    if fields.in_features != width:
-        raise ConfigError(
-            f"{file}: in_features = {fields.in_features}: must be {width}, as the input has"
-        )
+    inputs = fields.in_features
+    if inputs != width:
+        raise ConfigError(f"{file}: in_features = {inputs}: must be {width}, as the input has")
     name = fields.activation_function.rpartition(".")[2].lower()
     if name not in set(PoolingActivation):
         raise ConfigError(f"{file}: activation_function {name} is not supported")
     return Dense(
         folder=path,
-        inputs=fields.in_features,
+        inputs=inputs,
         outputs=fields.out_features,
         bias=fields.bias,
         squash=PoolingActivation(name),

@@ -57,7 +57,8 @@ def tokenizer_path(settings: Settings) -> Path:
     if not path:
         model_path = _model_path(settings, weights=False)
         folder = _config_folder(settings, model_path)
-        if is_gguf(model_path) and not _has_tokenizer(folder):
+        names = (TOKENIZER, PIECES, TEKKEN)
+        if is_gguf(model_path) and not any((folder / name).is_file() for name in names):
             return _from_gguf(settings, model_path)
     elif is_hub_id(path):
         # The revision is of the model's repository and has no meaning in another one.
@@ -153,15 +154,12 @@ def _from_gguf(settings: Settings, model_path: Path) -> Path:
     return gguf_folder(find_files(model_path).weights, cache_folder(settings))
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (TOKENIZER, PIECES, TEKKEN))
-
-
 def _holding(folder: Path, file: str, setting: str) -> Path:
     if (folder / file).is_file():
         return folder
+    why = ": no such folder"
     if folder.is_dir():
-        raise ConfigError(f"{setting}: {folder} has no {file}")
-    if folder.exists():
-        raise ConfigError(f"{setting}: {folder} is neither a folder nor a .gguf file")
-    raise ConfigError(f"{setting}: {folder}: no such folder")
+        why = f" has no {file}"
+    elif folder.exists():
+        why = " is neither a folder nor a .gguf file"
+    raise ConfigError(f"{setting}: {folder}{why}")

@@ -30,16 +30,16 @@ def read_vocabulary(folder: Path, size: int | None = None) -> TokenVocabulary:
     try:
         tokenizer = msgspec.json.decode(file.read_bytes(), type=_VocabularyFile)
     except (OSError, msgspec.DecodeError) as error:
-        raise Unsupported(
-            f"reading the bytes of tokens requires a tokenizer.json: {error}"
-        ) from error
-    token_bytes = _token_bytes(tokenizer.decoder)
-    entries = list(_entries(tokenizer.model))
+        text = f"reading the bytes of tokens requires a tokenizer.json: {error}"
+        raise Unsupported(text) from error
+    token_bytes, vocab = _token_bytes(tokenizer.decoder), tokenizer.model.vocab
+    if not isinstance(vocab, dict):  # a unigram model: each token with its score
+        vocab = {text: token for token, (text, _) in enumerate(vocab)}
     if size is None:
-        ids = [token for _, token in entries] + [added.id for added in tokenizer.added_tokens]
+        ids = [*vocab.values(), *(added.id for added in tokenizer.added_tokens)]
         size = max(ids, default=-1) + 1
     tokens = [b""] * size
-    for text, token in entries:
+    for text, token in vocab.items():
         if token < size:
             tokens[token] = token_bytes(text)
     for added in tokenizer.added_tokens:
@@ -93,13 +93,6 @@ class _AddedTokens(msgspec.Struct, kw_only=True):
 class _VocabularyFile(_AddedTokens):
     model: _VocabularyModel
     decoder: _Decoder | None = None
-
-
-def _entries(model: _VocabularyModel) -> Iterator[tuple[str, int]]:
-    if isinstance(model.vocab, dict):
-        yield from model.vocab.items()
-    else:  # a unigram model: each token with its score
-        yield from ((text, token) for token, (text, _) in enumerate(model.vocab))
 
 
 def _token_bytes(decoder: _Decoder | None) -> Callable[[str], bytes]:

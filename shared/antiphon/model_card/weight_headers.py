@@ -89,23 +89,21 @@ class _GgufReader:
                 lists[key] = value
             elif value is not None:
                 settings[key] = value
-        placed = [self._tensor() for _ in range(tensors)]
+        placed = {self._string(): self._tensor() for _ in range(tensors)}
         alignment = settings.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ConfigError(f"{self._file}: general.alignment = {alignment!r}")
         size_bytes = self._stream.tell()
         start = -(-size_bytes // alignment) * alignment
-        tensors_at = {
-            name: msgspec.structs.replace(at, start=start + at.start) for name, at in placed
-        }
-        return GgufHeader(settings, tensors_at, lists, size_bytes)
+        for name, at in placed.items():
+            placed[name] = msgspec.structs.replace(at, start=start + at.start)
+        return GgufHeader(settings, placed, lists, size_bytes)
 
-    def _tensor(self) -> tuple[str, GgufTensor]:
-        name = self._string()
+    def _tensor(self) -> GgufTensor:
         sizes = [int(self._number("Q")) for _ in range(int(self._number("I")))]
         kind, offset = int(self._number("I")), int(self._number("Q"))
         # The file names the innermost dimension first.
-        return name, GgufTensor(tuple(reversed(sizes)), kind, offset)
+        return GgufTensor(tuple(reversed(sizes)), kind, offset)
 
     def _value(self, kind: int) -> Value | Values | None:
         """A list that is not requested is skipped."""
@@ -233,20 +231,18 @@ def read_weights(
         return Weights(count=size_bytes // item_bytes, bytes=size_bytes, dtype=None)
     counts: Counter[Dtype | None] = Counter()
     size_bytes = quantized = 0
+    gguf = files.format is LoadFormat.GGUF
     for file in there:
-        read = _gguf if files.format is LoadFormat.GGUF else _safetensors
-        for name, dtype, count, tensor_bytes in read(file):
+        for name, dtype, count, tensor_bytes in (_gguf if gguf else _safetensors)(file):
             if name.startswith(passed_over):
                 continue
             size_bytes += tensor_bytes
-            if dtype is None and files.format is not LoadFormat.GGUF:
-                quantized += (
-                    count if quantization is None else quantization.weight_count(name, count)
-                )
+            if dtype is None and not gguf:
+                weights = quantization and quantization.weight_count(name, count)
+                quantized += count if weights is None else weights
             elif quantization is None or not quantization.is_auxiliary(name):
                 counts[dtype] += count
-    common = counts.most_common(1)
-    dtype = common[0][0] if common else None
+    ((dtype, _),) = counts.most_common(1) or ((None, 0),)
     return Weights(counts.total() + quantized, size_bytes, dtype, quantized)
 
 

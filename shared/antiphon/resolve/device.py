@@ -50,8 +50,7 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
 
 
 def _available_bytes(proc: Path) -> int:
-    available = _number(proc / "meminfo", "MemAvailable")
-    if available is not None:
+    if (available := _number(proc / "meminfo", "MemAvailable")) is not None:
         return available * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 

@@ -122,10 +122,7 @@ def logits_bytes(card: ModelCard, rows: int) -> int:
 
 
 def prompt_logits_bytes(card: ModelCard, tokens: int) -> int:
-    if card.task is not Task.GENERATE:
-        return 0
-    row = card.vocabulary_size * LOGIT_BYTES
-    return LOGIT_COPIES * row * min(tokens, prompt_logits_rows(card.vocabulary_size))
+    return logits_bytes(card, min(tokens, prompt_logits_rows(card.vocabulary_size)))
 
 
 def prompt_logits_rows(vocabulary_size: int, bytes_max: int = PROMPT_LOGITS_BYTES_MAX) -> int:
@@ -178,9 +175,9 @@ def _quantization(
     settings: Settings, card: ModelCard, quantization: QuantizationConfig | None
 ) -> ResolvedValue[str]:
     said = settings.model.quantization
+    if card.gguf:
+        return ResolvedValue("gguf", "each tensor of the file has its own type")
     if quantization is None:
-        if card.gguf:
-            return ResolvedValue("gguf", "each tensor of the file has its own type")
         return ResolvedValue("none", "the checkpoint is not quantized")
     name = str(quantization.method)
     if said in GPU_KERNELS:
@@ -221,12 +218,7 @@ def _quantized(
 
 
 def memory_budget(
-    settings: Settings,
-    card: ModelCard,
-    free: int,
-    dtype: Dtype,
-    weights: int,
-    step_tokens: int,
+    settings: Settings, card: ModelCard, free: int, dtype: Dtype, weights: int, step_tokens: int
 ) -> MemoryBudget:
     memory = MemoryBudget(
         free=free,
@@ -249,23 +241,22 @@ def state_count(
     if not state_bytes:
         return ResolvedValue(0, "the model has no recurrent layers")
     cache = settings.cache
-    if cache.checkpoint_tokens % settings.cluster.page_tokens:
+    page_tokens = settings.cluster.page_tokens
+    if cache.checkpoint_tokens % page_tokens:
         raise ConfigError(
             f"cache.checkpoint_tokens = {cache.checkpoint_tokens}: must be a multiple of"
-            f" cluster.page_tokens = {settings.cluster.page_tokens}"
+            f" cluster.page_tokens = {page_tokens}"
         )
     if cache.states_max is not None:
+        said = f"cache.states_max = {cache.states_max}"
         if cache.states_max < RUNNING or cache.states_max * state_bytes > memory.rest:
-            raise ConfigError(
-                f"cache.states_max = {cache.states_max}: a request needs {RUNNING} states of"
-                f" {gib(state_bytes)}: {memory}"
-            )
-        return ResolvedValue(cache.states_max, f"cache.states_max = {cache.states_max}")
+            each = gib(state_bytes)
+            raise ConfigError(f"{said}: a request needs {RUNNING} states of {each}: {memory}")
+        return ResolvedValue(cache.states_max, said)
     count = int(pool.value * cache.states_ratio / (1 + cache.states_ratio)) // state_bytes
     if count < RUNNING:
-        raise ConfigError(
-            f"not enough memory for the {RUNNING} states of one request: {pool.reason}"
-        )
+        needed = f"the {RUNNING} states of one request"
+        raise ConfigError(f"not enough memory for {needed}: {pool.reason}")
     return ResolvedValue(count, f"cache.states_ratio = {cache.states_ratio} of {pool.reason}")
 
 
@@ -292,11 +283,9 @@ def cache_pages(
                 f"{gib(pool.value)} exceeds the {gib(memory.rest)} left by weights and the largest "
                 f"step; lower it: {memory}"
             )
-        return ResolvedValue(pages, pool.reason)
-    if enough < pages:
-        return ResolvedValue(
-            enough, f"enough for {settings.batching.running_max} requests of full context length"
-        )
+    elif enough < pages:
+        running = settings.batching.running_max
+        return ResolvedValue(enough, f"enough for {running} requests of full context length")
     return ResolvedValue(pages, pool.reason)
 
 
@@ -304,16 +293,12 @@ def _requested_pages(
     tokens_max: int, page_tokens: int, page_bytes: int, memory: MemoryBudget, held: int
 ) -> ResolvedValue[int]:
     """The configured size, which must fit as well: checked here, not while serving."""
-    pages = tokens_max // page_tokens
+    pages, said = tokens_max // page_tokens, f"cache.tokens_max = {tokens_max}"
     if pages < 1:
-        raise ConfigError(
-            f"cache.tokens_max = {tokens_max}: must be at least one page, {page_tokens} tokens"
-        )
+        raise ConfigError(f"{said}: must be at least one page, {page_tokens} tokens")
     if pages * page_bytes > memory.rest - held:
-        raise ConfigError(
-            f"cache.tokens_max = {tokens_max}: {gib(pages * page_bytes)} do not fit: {memory}"
-        )
-    return ResolvedValue(pages, f"cache.tokens_max = {tokens_max}")
+        raise ConfigError(f"{said}: {gib(pages * page_bytes)} do not fit: {memory}")
+    return ResolvedValue(pages, said)
 
 
 def pool_bytes(settings: Settings, memory: MemoryBudget) -> ResolvedValue[int]:

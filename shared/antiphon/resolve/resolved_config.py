@@ -35,6 +35,7 @@ _VALUE_WIDTH = 16
 """A longer value shifts only its own reason."""
 CACHED_BYTES_MAX = 64 << 20
 """Weights up to this size are read from CPU caches: steps are short, and services need a core."""
+LONGEST = "the longest prompt, since chunked prefill is off"
 UNCHUNKED = -1
 """The `batching.chunk_tokens` that disables chunked prefill, as in SGLang."""
 CPU_CHUNK_TOKENS = 512
@@ -123,6 +124,7 @@ def resolve(
     held = states.value * state_bytes
     token_bytes = card.kv_bytes(cache_dtype.value)
     pages = cache_pages(settings, memory, token_bytes, context.value, held)
+    cache_bytes = pages.value * page_tokens * token_bytes
     overlap = _overlap(settings, device)
     return ResolvedConfig(
         device=_device(settings, device),
@@ -148,9 +150,7 @@ def resolve(
         logit_bytes=ResolvedValue(memory.logits, f"{drawing} rows of logits"),
         scored_bytes=ResolvedValue(memory.scored, "prompt logprobs, computed in chunks"),
         cache_pages=pages,
-        cache_bytes=ResolvedValue(
-            pages.value * page_tokens * token_bytes, f"{token_bytes} bytes per token"
-        ),
+        cache_bytes=ResolvedValue(cache_bytes, f"{token_bytes} bytes per token"),
         cache_states=states,
         state_bytes=ResolvedValue(held, f"{state_bytes} bytes per state"),
         step_tokens=step,
@@ -169,9 +169,8 @@ def table(plan: ResolvedConfig) -> str:
     rows = list(_rows(plan))
     names = max(len(name) for name, _, _ in rows)
     values = max(len(value) for _, value, _ in rows if len(value) <= _VALUE_WIDTH)
-    return "\n".join(
-        f"{name:<{names}}  {value:>{values}}  {reason}" for name, value, reason in rows
-    )
+    lines = (f"{name:<{names}}  {value:>{values}}  {reason}" for name, value, reason in rows)
+    return "\n".join(lines)
 
 
 def _rows(plan: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
@@ -310,9 +309,8 @@ def _threads(
     # run up to 60 times slower than one fewer.
     spin, short = "torch threads spin while waiting", "steps of this model are short"
     why = spin if linear is LinearFormat.PLAIN else short
-    return ResolvedValue(
-        max(1, device.cores - 1), f"one fewer than the {device.cores} cores: {why}"
-    )
+    reason = f"one fewer than the {device.cores} cores: {why}"
+    return ResolvedValue(max(1, device.cores - 1), reason)
 
 
 def _context(settings: Settings, card: ModelCard) -> ResolvedValue[int]:
@@ -339,9 +337,8 @@ def check_context(settings: Settings, card: ModelCard) -> None:
 def _fit(context: ResolvedValue[int], cache_tokens: int) -> ResolvedValue[int]:
     if context.value <= cache_tokens:
         return context
-    return ResolvedValue(
-        cache_tokens, f"limited by the KV cache pool, of {context.value} ({context.reason})"
-    )
+    whole = f"{context.value} ({context.reason})"
+    return ResolvedValue(cache_tokens, f"limited by the KV cache pool, of {whole}")
 
 
 def _pooling(settings: Settings, pooling: Pooling | None) -> ResolvedValue[Pooling | None]:
@@ -366,10 +363,8 @@ def _step(settings: Settings, context_tokens: int, *, whole: bool) -> ResolvedVa
     # settings allow more prompt tokens than that, several prompts may share the pass.
     prompts = max(context_tokens, batching.fill_tokens or 0)
     if whole and prompts > batching.tokens_max:
-        longest = "the longest prompt, since chunked prefill is off"
-        return ResolvedValue(
-            prompts, longest if prompts == context_tokens else "batching.fill_tokens"
-        )
+        longest = prompts == context_tokens
+        return ResolvedValue(prompts, LONGEST if longest else "batching.fill_tokens")
     return ResolvedValue(batching.tokens_max, "batching.tokens_max")
 
 
@@ -378,7 +373,7 @@ def _chunk(
 ) -> ResolvedValue[int]:
     batching = settings.batching
     if whole:
-        return ResolvedValue(context_tokens, "the longest prompt, since chunked prefill is off")
+        return ResolvedValue(context_tokens, LONGEST)
     if batching.chunk_tokens is not None:
         return ResolvedValue(batching.chunk_tokens, "batching.chunk_tokens")
     if device.kind == "cpu" and batching.tokens_max > CPU_CHUNK_TOKENS:
@@ -409,9 +404,8 @@ def _mixed(settings: Settings) -> ResolvedValue[bool]:
 
 def _prefix(settings: Settings, card: ModelCard, pooling: Pooling | None) -> ResolvedValue[bool]:
     if not card.causal:
-        return ResolvedValue(
-            value=False, reason=f"{BIDIRECTIONAL}: states of a prefix depend on the text after it"
-        )
+        reason = f"{BIDIRECTIONAL}: states of a prefix depend on the text after it"
+        return ResolvedValue(value=False, reason=reason)
     if settings.cache.prefix and pooling is not None and pooling.mode is not PoolMode.LAST:
         reason = f"{pooling.mode} pooling needs the vectors of all tokens, cached ones included"
         return ResolvedValue(value=False, reason=reason)
@@ -435,21 +429,15 @@ def _overlap(settings: Settings, device: HostDevice) -> ResolvedValue[bool]:
 
 
 def _running(
-    settings: Settings,
-    pages: int,
-    step_tokens: int,
-    states: ResolvedValue[int],
-    *,
-    overlap: bool,
+    settings: Settings, pages: int, step_tokens: int, states: ResolvedValue[int], *, overlap: bool
 ) -> ResolvedValue[int]:
     """The running requests: each takes at least a page and its states, and a token per step."""
-    each = OVERLAPPED if overlap else RUNNING
-    if states.value and settings.batching.running_max > states.value // each:
-        return ResolvedValue(
-            min(pages, step_tokens, states.value // each), f"{each} states per request"
-        )
-    if settings.batching.running_max > step_tokens:
+    each, running_max = OVERLAPPED if overlap else RUNNING, settings.batching.running_max
+    fit = states.value // each
+    if states.value and running_max > fit:
+        return ResolvedValue(min(pages, step_tokens, fit), f"{each} states per request")
+    if running_max > step_tokens:
         return ResolvedValue(min(pages, step_tokens), "limited by the tokens of a step")
-    if settings.batching.running_max > pages:
+    if running_max > pages:
         return ResolvedValue(pages, "at least one page per request")
-    return ResolvedValue(settings.batching.running_max, "batching.running_max")
+    return ResolvedValue(running_max, "batching.running_max")

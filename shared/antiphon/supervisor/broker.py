@@ -91,12 +91,8 @@ class Broker:
             await stop_process(self._running.process, STOP_TIMEOUT_S)
 
     async def _start(self) -> RunningServer:
-        return await start(
-            self._settings,
-            self._folder,
-            program=self._program,
-            before_exec=partial(_in_child, os.getpid()),
-        )
+        in_child = partial(_in_child, os.getpid())
+        return await start(self._settings, self._folder, self._program, in_child)
 
 
 def _in_child(parent_pid: int) -> None:

@@ -131,9 +131,10 @@ class Child:
     def alive(self) -> bool:
         return self.process is not None and self.process.returncode is None
 
-    async def died(self) -> None:
+    async def died(self) -> int:
+        """Return its exit status."""
         assert self.process is not None, "watched before it was started"
-        await self.process.wait()
+        return await self.process.wait()
 
     async def fails_to_start(self) -> None:
         """Wait for its end; start it again if its port was taken between its choice and its use."""
@@ -147,8 +148,7 @@ class Child:
     async def keep_running(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            assert self.process is not None, "kept before it was started"
-            status = await self.process.wait()
+            status = await self.died()
             pause_s = self.restarts.pause_s(loop.time())
             fields = {"instance": self.instance, "status": status, "pause_s": pause_s}
             log.warning("service died", extra=fields)
@@ -165,7 +165,7 @@ class Child:
             log.warning("service killed", extra={"instance": self.instance, "timeout_s": timeout_s})
 
     def kill(self) -> None:
-        if self.process is not None and self.process.returncode is None:
+        if self.process is not None and self.alive:
             self.process.kill()
 
     def trim_log(self) -> None:

@@ -32,6 +32,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.served_model import check_template, model_files, tokenizer_folder
 from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.resolved_config import check_context
+from antiphon.service.tasks import gather
 from antiphon.service.web import server_context
 from antiphon.supervisor.broker import ANY_PORT, PORT, Broker, Passwords
 from antiphon.supervisor.child import Child
@@ -41,7 +42,7 @@ from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -128,9 +129,8 @@ class ServiceStack:
         """Check what would fail in a child anyway, so that the operator sees the error at once."""
         gateway = self._settings.gateway
         if gateway.port and not is_free(gateway.host, gateway.port):
-            raise CannotServe(
-                f"port {gateway.port} on {gateway.host} is in use; choose another with --port"
-            )
+            port = f"port {gateway.port} on {gateway.host}"
+            raise CannotServe(f"{port} is in use; choose another with --port")
         nats_port = self._settings.supervisor.nats_port
         if nats_port and not self._settings.bus.url and not is_free("127.0.0.1", nats_port):
             raise CannotServe(f"port {nats_port} is in use; choose another with --nats-port")
@@ -198,19 +198,17 @@ class ServiceStack:
                 settings=settings,
                 config=self._folder / "settings.yaml",
                 log_folder=self._folder / "logs",
-                environment={
-                    **environment,
-                    **self._user_of(role),
-                    **_share(settings, role, self._device),
-                },
+                environment={**environment, **self._environment(settings, role)},
                 ports=ports,
             )
             for role in START_ORDER
             for instance in _instances(settings, role)
         )
 
-    def _user_of(self, role: Role) -> Mapping[str, str]:
-        return {} if self._passwords is None else self._passwords.environment(role)
+    def _environment(self, settings: Settings, role: Role) -> Mapping[str, str]:
+        """The environment of a role: its NATS user and its share of the machine."""
+        share = _share(settings, role, self._device)
+        return share if self._passwords is None else {**self._passwords.environment(role), **share}
 
     async def _wait_ready(self, url: str, stop: asyncio.Event) -> Readiness:
         """Wait until all are ready, one has died, `stop` is set, or the start timeout is over."""
@@ -247,11 +245,9 @@ class ServiceStack:
         """Return when all are ready, `stop` is set, one has died, or the timeout is over."""
         settled = asyncio.Event()
         deaths = [child.fails_to_start for child in self._children]
+        waits = (readiness.wait, stop.wait, *deaths)
         async with asyncio.TaskGroup() as group:
-            watches = [
-                group.create_task(_set_after(wait, settled))
-                for wait in (readiness.wait, stop.wait, *deaths)
-            ]
+            watches = [group.create_task(_set_after(wait, settled)) for wait in waits]
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.supervisor.start_timeout_s):
                     await settled.wait()
@@ -271,23 +267,21 @@ class ServiceStack:
         gateway = readiness.heartbeats[_instances(self._settings, Role.GATEWAY)[0]]
         host, port = self._settings.gateway.host, self._settings.gateway.port
         scheme = self._settings.gateway.scheme
-        self._console.print(
+        beats = sorted(readiness.heartbeats.items())
+        ports = ", ".join(f"{name} {beat.health_port}" for name, beat in beats)
+        ready = (
             f"[green]ready[/green] API {scheme}://{host}:{port}/v1 · model {gateway.model} · "
             f"NATS {url} · logs {self._folder / 'logs'} · "
-            f"metrics {scheme}://{host}:{port}/metrics ({_ports(readiness)})",
-            highlight=False,
-            soft_wrap=True,
+            f"metrics {scheme}://{host}:{port}/metrics ({ports})"
         )
         key = EXAMPLE_KEY if self._keys else ""
-        example = EXAMPLE.format(scheme=scheme, host=host, port=port, key=key)
-        self._console.print(example, highlight=False, soft_wrap=True)
+        for text in (ready, EXAMPLE.format(scheme=scheme, host=host, port=port, key=key)):
+            self._console.print(text, highlight=False, soft_wrap=True)
 
     async def _supervise(self, stop: asyncio.Event, readiness: Readiness) -> None:
+        timeout_s = self._settings.supervisor.hang_timeout_s
         hangs = HangDetector(
-            self._children,
-            readiness.health_port,
-            self._settings.health,
-            self._settings.supervisor.hang_timeout_s,
+            self._children, readiness.health_port, self._settings.health, timeout_s
         )
         jobs = [self._trim_logs, hangs.run, *(child.keep_running for child in self._children)]
         if self._broker is not None:
@@ -306,20 +300,15 @@ class ServiceStack:
 
     async def _stop(self, now: asyncio.Event) -> None:
         """Stop the gateway first, so that running requests can finish; then the rest, then NATS."""
+        timeout_s = self._settings.supervisor.stop_timeout_s
         async with asyncio.TaskGroup() as group:
             kill = group.create_task(self._kill_at(now))
             for roles in STOP_ORDER:
-                await self._stop_roles(roles)
+                stopped = (child for child in self._children if child.role in roles)
+                await gather([child.stop(timeout_s) for child in stopped])
             kill.cancel()
         if self._broker is not None:
             await self._broker.stop()
-
-    async def _stop_roles(self, roles: Collection[Role]) -> None:
-        timeout_s = self._settings.supervisor.stop_timeout_s
-        async with asyncio.TaskGroup() as group:
-            for child in self._children:
-                if child.role in roles:
-                    group.create_task(child.stop(timeout_s))
 
     async def _kill_at(self, now: asyncio.Event) -> None:
         await now.wait()
@@ -335,12 +324,6 @@ def _with_port(settings: Settings) -> Settings:
     return replace(settings, gateway=replace(gateway, port=free_port(gateway.host)))
 
 
-def _ports(readiness: Readiness) -> str:
-    """The health ports, which also serve the metrics of each process."""
-    beats = sorted(readiness.heartbeats.items())
-    return ", ".join(f"{name} {beat.health_port}" for name, beat in beats)
-
-
 async def _set_after(wait: Callable[[], Awaitable[object]], event: asyncio.Event) -> None:
     await wait()
     event.set()
@@ -353,12 +336,9 @@ def _instances(settings: Settings, role: Role) -> Sequence[InstanceId]:
 def _check_counts(settings: Settings, device: HostDevice) -> None:
     supervisor, running_max = settings.supervisor, settings.batching.running_max
     for name, flag in _FLAGS.items():
-        count = getattr(supervisor, name)
+        count, most = getattr(supervisor, name), f"{device.cores}, the number of cores"
         if count > device.cores:
-            raise ConfigError(
-                f"supervisor.{name} = {count} ({flag}): must be at most {device.cores}, "
-                "the number of cores"
-            )
+            raise ConfigError(f"supervisor.{name} = {count} ({flag}): must be at most {most}")
     if supervisor.workers > running_max:
         raise ConfigError(
             f"batching.running_max = {running_max} (--max-running-requests): must be at least "

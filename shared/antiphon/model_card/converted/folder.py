@@ -31,10 +31,7 @@ VERSION = 2
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 PIECES, TEKKEN = "tokenizer.model", "tekken.json"
 _BESIDE = (
-    CONFIG,
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "generation_config.json",
+    *(CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json"),
     "params.json",
 )
 _TEMPLATES = ("*.jinja", f"{MORE}/*.jinja")
@@ -74,16 +71,11 @@ def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
     read = piece_tokenizer if source.name == PIECES else tekken_tokenizer
 
     def contents() -> Mapping[str, Json | bytes]:
-        made: dict[str, Json | bytes] = {
-            str(file.relative_to(folder)): file.read_bytes() for file in beside
-        }
+        copied = {str(file.relative_to(folder)): file.read_bytes() for file in beside}
         tokenizer, card = read(source)
-        old = made.get(TOKENIZER_CONFIG, b"{}")
-        assert isinstance(old, bytes), "just read"
-        return made | {
-            TOKENIZER: tokenizer,
-            TOKENIZER_CONFIG: card | parse_json(old, dict[str, object], folder / TOKENIZER_CONFIG),
-        }
+        old = copied.get(TOKENIZER_CONFIG, b"{}")
+        card |= parse_json(old, dict[str, object], folder / TOKENIZER_CONFIG)
+        return {**copied, TOKENIZER: tokenizer, TOKENIZER_CONFIG: card}
 
     digest = hashlib.sha256()
     for file in (source, *beside):
@@ -114,7 +106,6 @@ def _cached_folder(
             shutil.rmtree(new, ignore_errors=True)
     except OSError as error:
         if not folder.is_dir():
-            raise ConfigError(
-                f"{folder}: {error.strerror}; load.download_folder names a folder for such files"
-            ) from error
+            advice = "load.download_folder names a folder for such files"
+            raise ConfigError(f"{folder}: {error.strerror}; {advice}") from error
     return folder

@@ -48,14 +48,14 @@ class _GgufParts(msgspec.Struct, frozen=True):
         )
 
     def number(self, key: str) -> float | None:
-        value = self.header.settings.get(f"{self.architecture}.{key}")
-        if f"{self.architecture}.{key}" in self.header.lists:
-            several = set(self.header.lists[f"{self.architecture}.{key}"])
-            if len(several) != 1:
+        name = f"{self.architecture}.{key}"
+        value = self.header.settings.get(name)
+        if name in self.header.lists:
+            value, *others = set(self.header.lists[name]) or {None}
+            if others:
                 raise self.refuse(f"{key} differs from layer to layer")
-            (value,) = several
         if isinstance(value, str):
-            raise self.refuse(f"{self.architecture}.{key} = {value!r}")
+            raise self.refuse(f"{name} = {value!r}")
         return value
 
     def whole(self, key: str) -> int:
@@ -63,10 +63,6 @@ class _GgufParts(msgspec.Struct, frozen=True):
         if value is None or value != int(value) or value < 0:
             raise self.refuse(f"{self.architecture}.{key} is missing")
         return int(value)
-
-    def text(self, key: str) -> str | None:
-        value = self.header.settings.get(f"{self.architecture}.{key}")
-        return value if isinstance(value, str) else None
 
 
 def gguf_config(parts: Mapping[Path, GgufHeader]) -> Json:
@@ -111,7 +107,8 @@ def _common(file: _GgufParts) -> Json:
         "num_key_value_heads": heads if kv_heads is None else int(kv_heads),
         "head_dim": int(head_dim),
         "max_position_embeddings": file.whole("context_length"),
-        "rms_norm_eps": _rounded(file.number("attention.layer_norm_rms_epsilon") or 1e-6),
+        # A 32-bit float in its shortest decimal form: 1e-05, not 9.999999747378752e-06.
+        "rms_norm_eps": float(f"{file.number('attention.layer_norm_rms_epsilon') or 1e-6:.6g}"),
         "rope_theta": file.number("rope.freq_base") or 10_000.0,
         "vocab_size": file.tensors[_TABLE][1].shape[0],
         "tie_word_embeddings": _HEAD not in file.tensors,
@@ -121,18 +118,11 @@ def _common(file: _GgufParts) -> Json:
     }
 
 
-def _rounded(number: float) -> float:
-    """A 32-bit float in its shortest decimal form: 1e-05, not 9.999999747378752e-06."""
-    return float(f"{number:.6g}")
-
-
 def _dtype(file: _GgufParts) -> str:
-    return _PLAIN.get(file.tensors[_layer_weight(file)][1].kind, "bfloat16")
-
-
-def _layer_weight(file: _GgufParts) -> str:
+    """The dtype of the first matrix of a layer, or else of the embedding."""
     matrices = (name for name, (_, tensor) in file.tensors.items() if len(tensor.shape) > 1)
-    return next((name for name in matrices if name.startswith("blk.")), _TABLE)
+    chosen = next((name for name in matrices if name.startswith("blk.")), _TABLE)
+    return _PLAIN.get(file.tensors[chosen][1].kind, "bfloat16")
 
 
 def _ids(file: _GgufParts) -> Json:
@@ -144,7 +134,8 @@ def _ids(file: _GgufParts) -> Json:
         value = settings.get(f"tokenizer.ggml.{own}_token_id")
         if isinstance(value, int):
             ids[name] = value
-    ends = {ids.get("eos_token_id"), *(settings.get(f"tokenizer.ggml.{end}") for end in _TURNS)}
+    turns = (settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom"))
+    ends = {ids.get("eos_token_id"), *turns}
     if "tokenizer.ggml.eot_token_id" not in settings:
         ends |= {index for index, token in enumerate(tokens) if token in _ENDS}
     if known := sorted(end for end in ends if isinstance(end, int)):
@@ -152,13 +143,10 @@ def _ids(file: _GgufParts) -> Json:
     return ids
 
 
-_TURNS = ("eot_token_id", "eom_token_id")
-
-
 def _scaling(file: _GgufParts) -> Json:
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file)
-    kind = file.text("rope.scaling.type")
+    kind = file.header.settings.get(f"{file.architecture}.rope.scaling.type")
     factor = file.number("rope.scaling.factor")
     if kind in (None, "none"):
         return {}
@@ -216,11 +204,8 @@ def _silu(architecture: str, model_type: str) -> Json:
 
 
 def _gelu(architecture: str, model_type: str) -> Json:
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
+    activation = {"hidden_activation": "gelu_pytorch_tanh"}
+    return {"architectures": [architecture], "model_type": model_type, **activation}
 
 
 def _llama(file: _GgufParts) -> Json:
@@ -252,8 +237,8 @@ def _qwen2moe(file: _GgufParts) -> Json:
 
 
 def _qwen3moe(file: _GgufParts) -> Json:
-    own = _silu("Qwen3MoeForCausalLM", "qwen3_moe") | {"norm_topk_prob": True}
-    return own | _experts(file)
+    own = _silu("Qwen3MoeForCausalLM", "qwen3_moe")
+    return own | {"norm_topk_prob": True} | _experts(file)
 
 
 def _gemma2(file: _GgufParts) -> Json:
@@ -327,6 +312,12 @@ class _GgufVocabulary(msgspec.Struct, frozen=True):
             "model.tokenizer_path"
         )
 
+    @property
+    def merges(self) -> list[tuple[str, str]]:
+        # A token may contain the separating space, but never as its first character.
+        merges = cast("Sequence[str]", self.header.lists.get(_PREFIX + "merges", ()))
+        return [(merge[:at], merge[at + 1 :]) for merge in merges for at in (merge.find(" ", 1),)]
+
     def named(self, name: str) -> Added | None:
         index = self.setting(f"{name}_token_id")
         if not isinstance(index, int) or not 0 <= index < len(self.tokens):
@@ -361,15 +352,10 @@ def _byte_level(words: _GgufVocabulary) -> Json:
         raise words.refuse(
             f"{_PREFIX}pre = {cut!r}: unknown pre-tokenizer, must be one of {', '.join(_SPLITS)}"
         )
-    merges = cast("Sequence[str]", words.header.lists.get(_PREFIX + "merges", ()))
     whole = cut in _WHOLE_WORDS
+    ids = {token: index for index, token in enumerate(words.tokens)}
     return parts.tokenizer_json(
-        model=parts.bpe(
-            {token: index for index, token in enumerate(words.tokens)},
-            # A token may contain the separating space, but never as its first character.
-            [_pair(merge) for merge in merges],
-            whole_words=whole,
-        ),
+        model=parts.bpe(ids, words.merges, whole_words=whole),
         added=_added(words, words.tokens),
         normalizer={"type": "NFC"} if cut == "qwen2" else None,
         pre_tokenizer=parts.byte_level_split(_SPLITS[cut]),
@@ -379,35 +365,25 @@ def _byte_level(words: _GgufVocabulary) -> Json:
     )
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    at = merge.find(" ", 1)
-    return merge[:at], merge[at + 1 :]
-
-
 def _sentence_pieces(words: _GgufVocabulary) -> Json:
     by_position = words.header.settings.get("general.architecture") in _BY_POSITION
-    tokens = [_respelled(token) if by_position else token for token in words.tokens]
+    tokens = words.tokens
+    if by_position:  # tokens that consist of spaces are written so, not with SentencePiece's marker
+        tokens = [token if token.strip(" ") else parts.SPACE * len(token) for token in tokens]
     ids = {token: index for index, token in enumerate(tokens)}
     scores = cast("Sequence[float]", words.header.lists.get(_PREFIX + "scores", ()))
-    merges = [
-        _pair(merge)
-        for merge in cast("Sequence[str]", words.header.lists.get(_PREFIX + "merges", ()))
-    ]
+    merges = words.merges
     if not merges and not by_position and len(scores) != len(tokens):
         raise words.refuse("its tokenizer has neither merges nor scores")
     if not merges:
         ranks = range(len(tokens)) if by_position else [-score for score in scores]
         merges = parts.merges_by_rank(ids, lambda token: ranks[ids[token]])
-    adds_space = words.setting("add_space_prefix")
-    adds_space = not by_position if adds_space is None else bool(adds_space)
-    unknown = words.named("unknown")
+    configured = words.setting("add_space_prefix")
+    adds_space = not by_position if configured is None else bool(configured)
+    named = words.named("unknown")
+    unknown = None if named is None else named.content
     return parts.tokenizer_json(
-        model=parts.bpe(
-            ids,
-            merges,
-            unknown=None if unknown is None else unknown.content,
-            bytes_for_unknown=True,
-        ),
+        model=parts.bpe(ids, merges, unknown=unknown, bytes_for_unknown=True),
         added=_added(words, tokens),
         normalizer=None if adds_space else parts.replaced_spaces(),
         pre_tokenizer=parts.metaspace() if adds_space else None,
@@ -415,11 +391,6 @@ def _sentence_pieces(words: _GgufVocabulary) -> Json:
         before=words.adds("bos", otherwise=True),
         after=words.adds("eos", otherwise=False),
     )
-
-
-def _respelled(token: str) -> str:
-    """Write tokens that consist of spaces with spaces, and others with SentencePiece's marker."""
-    return token if token.strip(" ") else parts.SPACE * len(token)
 
 
 def _added(words: _GgufVocabulary, tokens: Sequence[str]) -> list[Added]:
@@ -433,8 +404,7 @@ def _added(words: _GgufVocabulary, tokens: Sequence[str]) -> list[Added]:
 def _card(words: _GgufVocabulary) -> Json:
     card: Json = {}
     for name, own in _NAMES.items():
-        token = words.named(own)
-        if token is not None:
+        if (token := words.named(own)) is not None:
             card[f"{name}_token"] = token.content
     settings = words.header.settings
     template = settings.get("tokenizer.chat_template")

@@ -64,31 +64,26 @@ def piece_tokenizer(file: Path) -> tuple[Json, Json]:
     ids = {text: index for index, text in enumerate(texts)}
     if parsed.model == _BPE:
         # User-defined tokens are matched as a whole and take no part in merges.
-        whole = {piece.text for piece in parsed.pieces if piece.kind != _NORMAL}
-        model = parts.bpe(
-            ids,
-            parts.merges_by_rank(
-                ids, lambda text: -parsed.pieces[ids[text]].score, frozenset(whole)
-            ),
-            unknown=texts[parsed.unknown],
-            bytes_for_unknown=parsed.byte_fallback,
-        )
+        whole = frozenset(piece.text for piece in parsed.pieces if piece.kind != _NORMAL)
+        merges = parts.merges_by_rank(ids, lambda text: -parsed.pieces[ids[text]].score, whole)
+        unknown, fallback = texts[parsed.unknown], parsed.byte_fallback
+        model = parts.bpe(ids, merges, unknown=unknown, bytes_for_unknown=fallback)
     elif parsed.model == _UNIGRAM:
         scores = [(piece.text, piece.score) for piece in parsed.pieces]
         model = parts.unigram(scores, parsed.unknown, bytes_for_unknown=parsed.byte_fallback)
     else:
         raise ConfigError(f"{file}: SentencePiece type {parsed.model}; only unigram and BPE")
+    begin = parsed.begin
     tokenizer = parts.tokenizer_json(
         model=model,
         added=_added(parsed),
         normalizer=_normalizer(parsed),
         pre_tokenizer=parts.metaspace() if parsed.adds_space else None,
         decoder=parts.pieces_decoder(drops_first_space=parsed.adds_space),
-        before=[Added(parsed.begin, texts[parsed.begin], special=True)]
-        if parsed.begin >= 0
-        else [],
+        before=[Added(begin, texts[begin], special=True)] if begin >= 0 else [],
     )
-    return tokenizer, _card(parsed)
+    named = {"unk": parsed.unknown, "bos": begin, "eos": parsed.end, "pad": parsed.padding}
+    return tokenizer, {f"{name}_token": texts[index] for name, index in named.items() if index >= 0}
 
 
 def _normalizer(parsed: SentencePieceModel) -> Json | None:
@@ -107,16 +102,6 @@ def _added(parsed: SentencePieceModel) -> list[Added]:
         for index, piece in enumerate(parsed.pieces)
         if piece.kind in (_CONTROL, _OWN) or index == parsed.unknown
     ]
-
-
-def _card(parsed: SentencePieceModel) -> Json:
-    named = {
-        "unk_token": parsed.unknown,
-        "bos_token": parsed.begin,
-        "eos_token": parsed.end,
-        "pad_token": parsed.padding,
-    }
-    return {name: parsed.pieces[index].text for name, index in named.items() if index >= 0}
 
 
 def read_pieces(file: Path) -> SentencePieceModel:
@@ -153,10 +138,8 @@ def _pieces(content: bytes) -> SentencePieceModel:
         adds_space=bool(_number(normalizer, 3, 1)),
         characters=characters if isinstance(characters, bytes) else b"",
     )
-    if (
-        max(parsed.unknown, parsed.begin, parsed.end, parsed.padding) >= len(pieces)
-        or parsed.unknown < 0
-    ):
+    last = max(parsed.unknown, parsed.begin, parsed.end, parsed.padding)
+    if last >= len(pieces) or parsed.unknown < 0:
         raise ValueError(f"{len(pieces)} pieces, and a special one beyond them")
     return parsed
 
@@ -165,9 +148,8 @@ def _piece(fields: dict[int, int | bytes]) -> SentencePieceToken:
     text, score = fields.get(1, b""), fields.get(2, b"\0\0\0\0")
     if not isinstance(text, bytes) or not isinstance(score, bytes):
         raise ValueError("a piece without text")  # noqa: TRY004  # one error for what is no file
-    return SentencePieceToken(
-        text.decode(), struct.unpack("<f", score)[0], _number(fields, 3, _NORMAL)
-    )
+    (number,) = struct.unpack("<f", score)
+    return SentencePieceToken(text.decode(), number, _number(fields, 3, _NORMAL))
 
 
 def _number(fields: dict[int, int | bytes], field: int, otherwise: int) -> int:
@@ -271,11 +253,9 @@ def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
 
 def _tekken_special(parsed: _Tekken) -> dict[str, int]:
     count = parsed.config.default_num_special_tokens
-    named = (
-        dict(enumerate(_OLDER))
-        if parsed.special_tokens is None
-        else {token.rank: token.token_str for token in parsed.special_tokens}
-    )
+    named = dict(enumerate(_OLDER))
+    if parsed.special_tokens is not None:
+        named = {token.rank: token.token_str for token in parsed.special_tokens}
     return {named.get(index, f"<SPECIAL_{index}>"): index for index in range(count)}
 
 
@@ -284,7 +264,5 @@ def _tekken_plain(parsed: _Tekken) -> list[str]:
     count = parsed.config.default_vocab_size - parsed.config.default_num_special_tokens
     in_order = sorted(parsed.vocab, key=lambda token: token.rank)[:count]
     letters = parts.byte_letters()
-    return [
-        "".join(letters[byte] for byte in base64.b64decode(token.token_bytes, validate=True))
-        for token in in_order
-    ]
+    texts = (base64.b64decode(token.token_bytes, validate=True) for token in in_order)
+    return ["".join(letters[byte] for byte in text) for text in texts]

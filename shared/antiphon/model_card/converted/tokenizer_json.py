@@ -16,12 +16,8 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's marker for a space."""
 
 
-BYTE_LEVEL: Json = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": False,
-}
+_PLAIN_BYTES = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BYTE_LEVEL: Json = {"type": "ByteLevel", **_PLAIN_BYTES}
 """Maps every byte to a character; as a decoder, every character to its byte."""
 
 
@@ -94,12 +90,8 @@ def bpe(
 def unigram(
     pieces: Sequence[tuple[str, float]], unknown: int, *, bytes_for_unknown: bool = False
 ) -> Json:
-    return {
-        "type": "Unigram",
-        "unk_id": unknown,
-        "vocab": pieces,
-        "byte_fallback": bytes_for_unknown,
-    }
+    model: Json = {"type": "Unigram", "unk_id": unknown, "vocab": pieces}
+    return model | {"byte_fallback": bytes_for_unknown}
 
 
 def byte_level_split(patterns: Sequence[str]) -> Json:
@@ -123,12 +115,7 @@ def pieces_decoder(*, drops_first_space: bool) -> Json:
 
 def metaspace() -> Json:
     """Replace spaces by SentencePiece's marker, and add one before a text that lacks one."""
-    return {
-        "type": "Metaspace",
-        "replacement": SPACE,
-        "prepend_scheme": "first",
-        "split": False,
-    }
+    return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
 
 
 def replaced_spaces() -> Json:
@@ -145,12 +132,11 @@ def merges_by_rank(
     tiktoken the one whose token comes first.
     """
     found: list[tuple[float, int, int, Merge]] = []
-    for token in tokens:
-        if token in skipped:
-            continue
+    whole = tokens.keys() - skipped
+    for token in whole:
         for at in range(1, len(token)):
             left, right = token[:at], token[at:]
-            if left in tokens and right in tokens and not {left, right} & skipped:
+            if left in whole and right in whole:
                 found.append((rank(token), tokens[left], tokens[right], (left, right)))
     found.sort(key=lambda each: each[:3])
     return [merge for *_, merge in found]
@@ -171,13 +157,12 @@ def _around(before: Sequence[Added], after: Sequence[Added]) -> Json | None:
     if not before and not after:
         return None
 
-    def mark(token: Added, kind: int) -> Json:
-        return {"SpecialToken": {"id": token.content, "type_id": kind}}
-
     def text(name: str, kind: int) -> list[Json]:
-        one: Json = {"Sequence": {"id": name, "type_id": kind}}
-        starts, ends = [mark(token, kind) for token in before], [mark(end, kind) for end in after]
-        return [*starts, one, *ends]
+        starts, ends = (
+            [Json(SpecialToken={"id": token.content, "type_id": kind}) for token in tokens]
+            for tokens in (before, after)
+        )
+        return [*starts, Json(Sequence={"id": name, "type_id": kind}), *ends]
 
     return {
         "type": "TemplateProcessing",
