@@ -180,8 +180,7 @@ def test_what_was_never_tried_is_refused_in_one_line(pretend: str, said: str) ->
     result = subprocess.run(
         [sys.executable, "-c", wrapper], capture_output=True, text=True, check=False, timeout=20
     )
-    assert result.returncode == 1
-    assert result.stdout == ""
+    assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith(said)
     assert result.stderr.count("\n") == 1
 

@@ -116,8 +116,7 @@ async def test_an_answer_comes_piece_by_piece(broker: MemoryBroker, client: Clie
     assert pieces == [text for text in SCRIPT if text]
     (request,) = fake.requests
     assert (request.request.max_tokens, request.request.stop) == (9, ("x",))
-    assert fake.submits == 1
-    assert fake.resumes == 0
+    assert (fake.submits, fake.resumes) == (1, 0)
     assert not request.cancelled.is_set()
 
 

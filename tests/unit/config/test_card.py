@@ -76,10 +76,8 @@ def test_a_card_holds_what_the_files_say(tmp_path: Path) -> None:
     write_weights(tmp_path / "b.safetensors", z=("F16", [], 2))
     card = read_card(tmp_path)
     assert (card.layers, card.heads, card.kv_heads, card.head_size) == (2, 4, 2, 32)
-    assert (card.vocabulary_size, card.context_tokens) == (100, 512)
-    assert card.dtype is Dtype.FLOAT16
-    assert card.eos_ids == (2, 7)
-    assert (card.rope_kind, card.rope_theta) == ("llama3", 5e5)
+    assert (card.vocabulary_size, card.context_tokens, card.dtype) == (100, 512, Dtype.FLOAT16)
+    assert (card.eos_ids, card.rope_kind, card.rope_theta) == ((2, 7), "llama3", 5e5)
     assert card.sampling == SamplingDefaults(temperature=0.6, top_k=20)
     assert (card.weights.count, card.weights.bytes) == (6409, 12834)
     assert card.kv_bytes(Dtype.FLOAT32) == 2 * 2 * 2 * 32 * 4
@@ -102,8 +100,7 @@ def test_an_encoder_keeps_nothing_and_its_positions_begin_behind_padding(tmp_pat
         "tie_word_embeddings": True,
     }
     card = read_card(write_model(tmp_path, {**CONFIG, **said}))
-    assert (card.causal, card.kv_bytes(Dtype.FLOAT32)) == (False, 0)
-    assert card.context_tokens == 512
+    assert (card.causal, card.kv_bytes(Dtype.FLOAT32), card.context_tokens) == (False, 0, 512)
     assert (card.task, card.labels, card.tied) == (Task.SCORE, ("good", "bad", "odd"), False)
     assert read_card(write_model(tmp_path, CONFIG)).causal
 
@@ -128,9 +125,7 @@ def test_what_a_config_leaves_out_has_its_usual_meaning(tmp_path: Path) -> None:
     left_out = ("num_key_value_heads", "torch_dtype", "eos_token_id")
     bare = {name: value for name, value in CONFIG.items() if name not in left_out}
     card = read_card(write_model(tmp_path, bare))
-    assert (card.kv_heads, card.head_size) == (4, 16)
-    assert card.dtype is Dtype.FLOAT32
-    assert card.eos_ids == ()
+    assert (card.kv_heads, card.head_size, card.dtype, card.eos_ids) == (4, 16, Dtype.FLOAT32, ())
     assert card.weights.count == 0
     write_weights(tmp_path / "a.safetensors", x=("BF16", [2], 4))
     assert read_card(tmp_path).dtype is Dtype.BFLOAT16

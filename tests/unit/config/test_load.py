@@ -63,8 +63,7 @@ def test_null_unsets_in_every_source(file: Path) -> None:
     file.write_text("model: {threads: 3, context_tokens: 7}\ncache: {tokens_max: null}")
     environ = {"ANTIPHON_MODEL__THREADS": "null"}
     settings = load(file, flags("--model-context-tokens null"), environ=environ).settings
-    assert settings.model.threads is None
-    assert settings.model.context_tokens is None
+    assert (settings.model.threads, settings.model.context_tokens) == (None, None)
     assert settings.cache.tokens_max is None
 
 
@@ -465,8 +464,7 @@ def test_flag_and_variable_set_what_they_say(field: SettingField, data: st.DataO
     typed = PARSER.parse([typed_flag(field, value)])
     by_flag = load(flags=typed.settings, environ={}).settings
     by_variable = load(environ={field.variable: text(value)}).settings
-    assert value_at(by_flag, field) == value
-    assert by_flag == by_variable
+    assert (value_at(by_flag, field), by_flag) == (value, by_variable)
 
 
 @settings(

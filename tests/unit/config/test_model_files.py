@@ -155,8 +155,7 @@ def gguf_bytes(kind: int, *, version: int = 3) -> bytes:
 def test_a_gguf_header_is_read(tmp_path: Path, kind: int, dtype: Dtype | None) -> None:
     (write(tmp_path) / "a.gguf").write_bytes(gguf_bytes(kind))
     header = read_gguf(tmp_path / "a.gguf")
-    assert header.settings == {"general.alignment": 16}
-    assert header.tensors["w"].shape == (3, 32)
+    assert (header.settings, header.tensors["w"].shape) == ({"general.alignment": 16}, (3, 32))
     assert header.tensors["w"].start % 16 == 0
     weights = read_card(tmp_path).weights
     assert (weights.count, weights.bytes, weights.dtype) == (96, 96 * 4, dtype)

@@ -157,8 +157,7 @@ def test_groups_of_linears_have_schemes_of_their_own() -> None:
     found = said(**compressed(config_groups={"b": wide, "a": GROUP}, ignore=["lm_head"]))
     assert found.scheme("model.layers.0.mlp.down_proj") is found.rules[0].scheme
     assert found.scheme("model.layers.0.mlp.up_proj") is found.rules[1].scheme
-    assert found.scheme("lm_head") is None
-    assert found.int8_exact is False
+    assert (found.scheme("lm_head"), found.int8_exact) == (None, False)
 
 
 def test_gptq_says_which_linears_of_a_layer_it_rounded() -> None:

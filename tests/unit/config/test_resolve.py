@@ -61,10 +61,8 @@ def decide(device: HostDevice = DEVICE, card: ModelCard = CARD, /, **said: str) 
 def test_what_the_operator_left_open_is_decided() -> None:
     plan = decide()
     assert plan.dtype == ResolvedValue(Dtype.BFLOAT16, "the checkpoint's")
-    assert (plan.threads.value, plan.device.value) == (6, "cpu")
-    assert plan.context_tokens.value == 512
-    assert plan.eos_ids.value == (2, 7)
-    assert plan.step_tokens.value == 2048
+    assert (plan.threads.value, plan.device.value, plan.context_tokens.value) == (6, "cpu", 512)
+    assert (plan.eos_ids.value, plan.step_tokens.value) == ((2, 7), 2048)
     assert (plan.chunk_tokens.value, plan.fill_tokens.value) == (512, 256)
     assert (plan.mixed.value, plan.whole_prompts.value) == (True, False)
 
@@ -339,8 +337,7 @@ def test_pages_and_states_share_the_pool() -> None:
     plan = decide(
         DEVICE, HYBRID, cache__bytes_max=str(19 * STATE_BYTES * 10), cache__states_ratio="0.9"
     )
-    assert plan.cache_states.value == 90
-    assert plan.state_bytes.value == 90 * STATE_BYTES
+    assert (plan.cache_states.value, plan.state_bytes.value) == (90, 90 * STATE_BYTES)
     pages = 100 * STATE_BYTES // (PAGE_BYTES // 2)  # one layer of the two that CARD has
     assert plan.cache_pages.value == pages
     assert plan.running_max == ResolvedValue(45, "2 states per request")

