@@ -59,9 +59,7 @@ async def test_commands_not_yet_written_are_not_published_to_the_next_broker(
     assert await box.wait(1) == [b"after"]
 
 
-def test_a_socket_that_closes_before_the_end_of_the_turn_is_not_written_to(
-    server: NatsServer,
-) -> None:
+def test_socket_that_closes_within_a_turn_is_not_written_to(server: NatsServer) -> None:
     """On the event loop of services, which raises there what others pass over."""
 
     async def publish_to_a_closed_socket() -> None:
@@ -113,9 +111,7 @@ async def test_frozen_broker_is_found_by_pings_and_joined_again(server: NatsServ
         assert (await box.wait(1))[-1] == b"after"
 
 
-async def test_flush_that_gave_up_does_not_deafen_the_link(
-    server: NatsServer, transport: NatsTransport
-) -> None:
+async def test_flush_timeout_keeps_the_link(server: NatsServer, transport: NatsTransport) -> None:
     box = await mailbox(transport, "news")
     await server.pause()
     with pytest.raises(BusDown):
@@ -200,7 +196,7 @@ class Doorkeeper:
 @pytest.mark.parametrize(
     "last_words", [b"", b"MSG news 1 400000\r\nhalf a mes", b"MSG ne"], ids=["", "half", "line"]
 )
-async def test_an_attempt_to_rejoin_that_fails_late_leaves_nothing(
+async def test_attempt_to_rejoin_that_fails_late_leaves_nothing(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch, last_words: bytes
 ) -> None:
     monkeypatch.setattr(Client.flush, "__defaults__", (0.2,))  # its timeout, for a failure soon
@@ -235,9 +231,7 @@ async def test_start_waits_for_a_broker_that_comes_up(server: NatsServer) -> Non
     await transport.__aexit__()
 
 
-async def test_start_without_a_broker_fails_at_the_deadline_naming_the_url(
-    server: NatsServer,
-) -> None:
+async def test_start_without_a_broker_fails_in_time_naming_the_url(server: NatsServer) -> None:
     await server.kill()
     transport = NatsTransport(bus_config(server.url), name="test", connect_timeout_s=0.2)
     begun = time.monotonic()
@@ -253,9 +247,7 @@ async def test_wrong_password_is_named() -> None:
             await NatsTransport(config, name="test", connect_timeout_s=2.0).__aenter__()
 
 
-async def test_a_start_that_swallows_a_cancellation_ends_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_start_ends_despite_swallowed_cancellations(monkeypatch: pytest.MonkeyPatch) -> None:
     swallowed = 0
 
     async def connect(*_: object, **__: object) -> None:
@@ -288,7 +280,7 @@ async def test_cancelled_start_leaves_no_connection_attempt(server: NatsServer) 
     assert asyncio.all_tasks() == before
 
 
-async def test_refused_subjects_are_counted_and_the_link_stays_up(
+async def test_refused_subjects_are_counted_on_a_live_link(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with NatsServer(ServerSettings(name="closed", users=USERS)) as server:
@@ -329,7 +321,7 @@ async def test_slow_receiver_loses_the_newest_and_is_counted(
     assert caplog.messages.count("slow receiver lost messages") == 7
 
 
-async def test_leaving_a_frozen_broker_ends_in_time(
+async def test_leave_of_frozen_broker_ends(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport_module, "LEAVE_TIMEOUT_S", 0.2)
@@ -400,7 +392,7 @@ class Taken:
         return self.connection._consume_messages(data)
 
 
-def test_a_payload_that_looks_like_a_message_is_none() -> None:
+def test_payload_that_looks_like_a_message_is_none() -> None:
     taken = Taken()
     forged = b"MSG other 7 4\r\nBAD!\r\n"
     asyncio.run(taken.connection._ps.parse(b"MSG a.b 7 %d\r\n" % len(forged)))
@@ -415,7 +407,7 @@ def test_a_payload_that_looks_like_a_message_is_none() -> None:
 @pytest.mark.parametrize(
     "line", [b"MSG a 7", b"MSG a x 2", b"MSG a 7 two", b"MSG a b c 7 2", b"MSG a\x0bb 8 2 7"]
 )
-def test_a_line_that_is_none_of_the_protocol_is_left_to_nats_py(line: bytes) -> None:
+def test_line_that_is_none_of_the_protocol_is_left_to_nats_py(line: bytes) -> None:
     taken = Taken()
     data = line + b"\r\nhi\r\n"
     assert taken.take(data) == data
@@ -430,7 +422,7 @@ def test_messages_after_the_connection_is_closed_are_ignored() -> None:
     assert taken.received == []
 
 
-async def test_a_thread_publishes_beside_the_event_loop_and_each_in_its_order(
+async def test_thread_publishes_beside_the_event_loop_and_each_in_its_order(
     server: NatsServer, transport: NatsTransport
 ) -> None:
     count = 500

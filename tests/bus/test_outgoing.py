@@ -130,7 +130,7 @@ async def test_what_waits_when_it_is_closed_is_never_written() -> None:
         assert await count_frames(line.reader) < whole
 
 
-async def test_a_broken_connection_takes_everything_and_keeps_nothing() -> None:
+async def test_broken_connection_takes_everything_and_keeps_nothing() -> None:
     async with connected() as line:
         at_once = struct.pack("ii", 1, 0)  # and by a reset
         line.far.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)

@@ -97,7 +97,7 @@ def test_committed_config_is_the_generated_one() -> None:
     assert COMMITTED.read_text() == compose_config(CLUSTER)
 
 
-async def test_committed_config_starts_with_passwords_from_the_environment(
+async def test_committed_config_reads_passwords_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for party in users(CLUSTER):

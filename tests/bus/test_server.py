@@ -47,9 +47,7 @@ async def test_server_is_ready_under_its_name_on_its_own_port() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"x" * 200_000])
-async def test_other_servers_have_no_nats_name(
-    said: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_other_servers_have_no_name(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even who takes the connection, and then keeps it without a word."""
     monkeypatch.setattr(server, "ANSWER_TIMEOUT_S", 0.2)
     stopped = asyncio.Event()

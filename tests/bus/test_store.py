@@ -74,7 +74,7 @@ async def test_what_is_put_is_there_until_it_is_forgotten(bus: Bus, value: bytes
     assert not await kept.forget("me", "a")
 
 
-async def test_the_last_value_counts_whatever_their_sizes(bus: Bus) -> None:
+async def test_last_value_counts_whatever_their_sizes(bus: Bus) -> None:
     kept = store(bus)
     for value in (b"1", LARGE, LARGE[::-1], b"2"):
         await kept.put("me", "a", value=value)
@@ -100,9 +100,7 @@ async def test_values_and_limits_outlive_the_broker(server: NatsServer, bus: Bus
     assert await changed.get("me", "a") == LARGE
 
 
-async def test_a_bucket_that_the_broker_has_lost_is_made_again(
-    server: NatsServer, bus: Bus
-) -> None:
+async def test_bucket_that_the_broker_has_lost_is_made_again(server: NatsServer, bus: Bus) -> None:
     kept = store(bus)
     await kept.put("me", "a", value=b"1")
     stream = RESPONSES.stream(CLUSTER)
@@ -111,7 +109,7 @@ async def test_a_bucket_that_the_broker_has_lost_is_made_again(
     assert await kept.get("me", "a") == b"2"
 
 
-async def test_the_oldest_go_when_there_is_no_room(bus: Bus) -> None:
+async def test_oldest_go_when_there_is_no_room(bus: Bus) -> None:
     kept = store(bus, replace(LIMITS, bytes_max=8 * PART_BYTES))
     for number in range(12):
         await kept.put("me", str(number), value=bytes(PART_BYTES))

@@ -112,9 +112,7 @@ async def test_one_message_at_a_time_is_received(world: World) -> None:
     assert most == 1
 
 
-async def test_plain_receiver_gets_all_messages_in_order_however_they_are_split(
-    world: World,
-) -> None:
+async def test_plain_receiver_gets_split_messages_in_order(world: World) -> None:
     sender, listener = await world.join(), await world.join()
     plain = await mailbox(listener, "sizes", plain=True)
     other = await mailbox(listener, "others")
@@ -134,9 +132,7 @@ async def test_plain_receiver_gets_all_messages_in_order_however_they_are_split(
 
 
 @pytest.mark.parametrize("plain", [False, True])
-async def test_no_responders_are_reported_and_an_empty_reply_is_not(
-    world: World, plain: bool
-) -> None:
+async def test_no_responders_differ_from_an_empty_reply(world: World, plain: bool) -> None:
     transport, other = await world.join(), await world.join()
     box = await mailbox(transport, "inbox.*", plain=plain)
     foreign = await mailbox(other, "inbox.1")
@@ -260,9 +256,7 @@ async def test_subscriptions_survive_an_outage_and_messages_do_not(world: World)
     assert not drained.packets
 
 
-async def test_link_reports_connects_and_drops(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_link_reports_joins_and_drops(world: World, caplog: pytest.LogCaptureFixture) -> None:
     transport = await world.join()
     link, box, events = transport.link, Mailbox(), list[str]()
     await transport.subscribe("discover", box.receive)

@@ -113,9 +113,7 @@ def of_leader(name: str) -> Observe:
         shows("--soft-watchdog-timeout", "3", of_leader("stall_s"), 3.0),
     ],
 )
-def test_argument_decides_a_value(
-    flag: str, value: str | None, observe: Observe, expected: object
-) -> None:
+def test_argument_decides(flag: str, value: str | None, observe: Observe, expected: object) -> None:
     given, without = compare(flag, value, observe=observe)
     assert given == expected != without
 

@@ -127,7 +127,7 @@ def has_own_kernels(seen: Worker) -> None:
         shows("--enforce-disable-flashinfer-allreduce-fusion", has_one_rank),
     ],
 )
-def test_worker_runs_without_what_the_switch_turns_off(
+def test_worker_runs_without_what_is_off_anyway(
     flag: str, states: Callable[[Worker], None]
 ) -> None:
     seen = compare_equal(flag, observe=worker)
@@ -177,7 +177,7 @@ def test_shared_experts_are_a_block_of_their_own(mixture: Path) -> None:
 
 
 @pytest.mark.argument("--disable-chunked-prefix-cache")
-def test_cached_latents_of_a_prompt_are_read_in_one_piece(
+def test_cached_latents_are_read_in_one_piece(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = cast("Any", LatentMetadata.parts).func
@@ -207,9 +207,7 @@ def test_cached_latents_of_a_prompt_are_read_in_one_piece(
 
 
 @pytest.mark.argument("--disable-outlines-disk-cache")
-def test_compiled_grammars_are_not_kept_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_grammars_are_not_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "OUTLINES_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     schema = '{"type": "object", "properties": {"n": {"type": "integer"}}}'

@@ -125,9 +125,7 @@ def test_metrics_for_all_schedulers_tells_workers_apart() -> None:
 
 
 @pytest.mark.argument("--decode-log-interval")
-def test_decode_log_interval_is_the_decodes_between_two_lines(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_decode_log_interval_is_the_decodes_between_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     def lines(settings: Settings) -> int:
@@ -239,7 +237,7 @@ async def test_log_requests_format_writes_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.argument("--log-requests-target")
-async def test_log_requests_target_is_where_they_go(
+async def test_log_requests_target_places(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     places = logged(lambda: ("rid=mine" in capfd.readouterr().out, "rid=mine" in written(tmp_path)))

@@ -193,9 +193,7 @@ def plan_of(settings: Settings, folder: Path) -> ResolvedConfig:
         shows("--detokenizer-worker-num", Role.DETOKENIZER),
     ],
 )
-def test_argument_is_the_number_of_processes_of_a_service(
-    flag: str, role: Role, tmp_path: Path
-) -> None:
+def test_argument_is_the_number_of_processes(flag: str, role: Role, tmp_path: Path) -> None:
     def names(settings: Settings) -> list[str]:
         return [child.instance for child in children(settings, role, tmp_path)]
 
@@ -253,7 +251,7 @@ def test_tokenizers_encode_on_all_cores_together(tmp_path: Path) -> None:
     assert threads == [2, 2, 2]
 
 
-def test_a_single_process_of_a_service_has_the_whole_machine(tmp_path: Path) -> None:
+def test_single_process_of_a_service_has_the_whole_machine(tmp_path: Path) -> None:
     settings = settings_of("--tokenizer-threads", "5")
     for role in Role:
         (child,) = children(settings, role, tmp_path)
@@ -322,9 +320,7 @@ async def test_password_opens_the_key(served: Certificate) -> None:
 
 
 @pytest.mark.argument("--ssl-ca-certs")
-async def test_ca_certs_verify_the_certificate_of_a_client(
-    served: Certificate, stranger: Certificate
-) -> None:
+async def test_ca_certs_verify_clients(served: Certificate, stranger: Certificate) -> None:
     trusted = ssl.create_default_context(cafile=str(served.certificate))
     trusted.load_cert_chain(stranger.certificate, stranger.key)
     given, without = await compare_async(

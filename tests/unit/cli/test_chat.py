@@ -91,7 +91,7 @@ async def answer(server: Server, model: str = "small") -> str:
     return "".join(received)
 
 
-async def test_an_answer_is_what_was_streamed(server: Server) -> None:
+async def test_answer_is_what_was_streamed(server: Server) -> None:
     assert await first_model(ChatOptions(url=server.url)) == "small"
     assert await answer(server) == "Good day."
 
@@ -111,18 +111,18 @@ async def test_events_that_say_nothing_are_passed_over(server: Server) -> None:
         (["?"], "sent an invalid response"),
     ],
 )
-async def test_a_broken_answer_is_an_error(server: Server, events: list[str], message: str) -> None:
+async def test_broken_answer_is_an_error(server: Server, events: list[str], message: str) -> None:
     server.answer = events
     with pytest.raises(ChatFailed, match=message):
         await answer(server)
 
 
-async def test_a_refusal_gives_the_reason_of_the_server(server: Server) -> None:
+async def test_refusal_gives_the_reason_of_the_server(server: Server) -> None:
     with pytest.raises(ChatFailed, match=r"rejected the request \(404\): no model large"):
         await answer(server, model="large")
 
 
-async def test_a_cancelled_answer_closes_the_connection(server: Server) -> None:
+async def test_cancelled_answer_closes_the_connection(server: Server) -> None:
     server.hangs, server.answer = True, [chunk("Go")]
     received = asyncio.Event()
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
@@ -166,7 +166,7 @@ async def test_one_message_prints_the_answer_and_leaves(server: Server) -> None:
     assert (asked.stream, asked.max_tokens, asked.temperature) == (True, 5, 0)
 
 
-async def test_a_conversation_remembers_until_it_is_reset(server: Server) -> None:
+async def test_conversation_remembers_until_it_is_reset(server: Server) -> None:
     async with chat("--url", server.url) as process:
         out, _ = await process.communicate(b"one\n\ntwo\n/what\n/help\n/reset\nthree\n/exit\n")
     assert process.returncode == 0

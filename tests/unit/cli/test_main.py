@@ -66,16 +66,12 @@ def test_models_are_listed_with_size_licence_and_source(capsys: pytest.CaptureFi
         ("chat --temperature=-1", "antiphon: --temperature: Expected `float` >= 0.0"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistake_is_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     assert capsys.readouterr().err == f"{message}\n"
 
 
-def test_the_help_of_serve_is_grouped_and_names_the_aliases(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_of_serve_is_grouped_and_names_the_aliases(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["serve", "--help"])
     assert left.value.code == 0
@@ -185,7 +181,7 @@ def test_what_was_never_tried_is_refused_in_one_line(pretend: str, said: str) ->
     assert result.stderr.count("\n") == 1
 
 
-def test_an_old_python_can_read_the_script_and_has_what_it_imports() -> None:
+def test_old_python_can_read_the_script_and_has_what_it_imports() -> None:
     tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 6))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {
@@ -200,7 +196,7 @@ def test_an_old_python_can_read_the_script_and_has_what_it_imports() -> None:
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
-def test_a_change_of_what_is_wanted_is_noticed(name: str, checkout: Path) -> None:
+def test_change_of_what_is_wanted_is_noticed(name: str, checkout: Path) -> None:
     bootstrap.STAMP.parent.mkdir()
     assert not bootstrap.is_ready()
     bootstrap.STAMP.write_text(bootstrap.wanted())
@@ -209,7 +205,7 @@ def test_a_change_of_what_is_wanted_is_noticed(name: str, checkout: Path) -> Non
     assert not bootstrap.is_ready()
 
 
-def test_a_checkout_that_is_ready_is_left_alone(checkout: Path, programs: FakePrograms) -> None:
+def test_checkout_that_is_ready_is_left_alone(checkout: Path, programs: FakePrograms) -> None:
     bootstrap.STAMP.parent.mkdir()
     bootstrap.STAMP.write_text(bootstrap.wanted())
     bootstrap.KERNELS_STAMP.write_text(bootstrap.kernels_wanted())
@@ -217,7 +213,7 @@ def test_a_checkout_that_is_ready_is_left_alone(checkout: Path, programs: FakePr
     assert programs.commands == []
 
 
-def test_a_checkout_that_was_set_up_is_ready(checkout: Path, programs: FakePrograms) -> None:
+def test_checkout_that_was_set_up_is_ready(checkout: Path, programs: FakePrograms) -> None:
     bootstrap.PIP.parent.mkdir(parents=True)
     bootstrap.PIP.touch()
     programs.output = report_of()
@@ -246,7 +242,7 @@ def test_kernels_are_compiled_again_when_a_source_or_the_compiler_changed(
     assert len(programs.commands) == 3
 
 
-def test_kernels_that_cannot_be_compiled_do_not_stop_the_setup(
+def test_kernels_that_do_not_compile_do_not_stop_setup(
     checkout: Path, programs: FakePrograms
 ) -> None:
     bootstrap.STAMP.parent.mkdir()
@@ -282,7 +278,7 @@ def test_torch_comes_from_where_it_is_a_cpu_build(
     assert "--dry-run" in programs.commands[0]
 
 
-def test_pip_args_decide_where_torch_comes_from(
+def test_pip_args_give_torch_source(
     programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_ARGS", "--find-links '/my wheels' --no-index")
@@ -299,7 +295,7 @@ def test_failing_pip_is_reported(programs: FakePrograms) -> None:
         bootstrap.pip_install(["x"])
 
 
-def test_a_python_without_venv_names_the_package_and_leaves_nothing(
+def test_python_without_venv_names_the_package_and_leaves_nothing(
     checkout: Path, programs: FakePrograms, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bootstrap.VENV.mkdir()
@@ -323,7 +319,7 @@ def put_program(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "sbin", None], ids=["PATH", "sbin", "named"])
-def test_a_nats_server_that_is_there_is_found(
+def test_nats_server_that_is_there_is_found(
     folder: str | None, bare: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if folder is None:
@@ -335,7 +331,7 @@ def test_a_nats_server_that_is_there_is_found(
 
 
 @pytest.mark.parametrize(("user", "admin"), [(0, []), (1000, ["sudo", "-n"])])
-def test_a_missing_nats_server_is_installed(
+def test_missing_nats_server_is_installed(
     user: int, admin: list[str], bare: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: user)
@@ -349,7 +345,7 @@ def test_a_missing_nats_server_is_installed(
 @pytest.mark.parametrize(
     ("user", "there", "runs"), [(0, (), 0), (1000, ("apt-get",), 0), (0, ("apt-get",), 2)]
 )
-def test_a_nats_server_that_cannot_be_installed_is_asked_for(
+def test_nats_server_that_cannot_be_installed_is_asked_for(
     user: int,
     there: tuple[str, ...],
     runs: int,

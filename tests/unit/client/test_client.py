@@ -110,7 +110,7 @@ async def reading(
         yield fake, await first_request(fake), task
 
 
-async def test_an_answer_comes_piece_by_piece(broker: MemoryBroker, client: Client) -> None:
+async def test_answer_comes_piece_by_piece(broker: MemoryBroker, client: Client) -> None:
     async with gateway(broker, script=SCRIPT) as fake:
         pieces = [p.text async for p in client.generate(MODEL, "hi", max_tokens=9, stop=("x",))]
     assert pieces == [text for text in SCRIPT if text]
@@ -120,7 +120,7 @@ async def test_an_answer_comes_piece_by_piece(broker: MemoryBroker, client: Clie
     assert not request.cancelled.is_set()
 
 
-async def test_a_piece_is_given_out_before_the_next_is_made(
+async def test_piece_is_yielded_before_the_next_is_made(
     broker: MemoryBroker, client: Client
 ) -> None:
     async with gateway(broker) as fake, asyncio.TaskGroup() as group:
@@ -135,9 +135,7 @@ async def test_a_piece_is_given_out_before_the_next_is_made(
         assert [piece async for piece in pieces] == []
 
 
-async def test_a_whole_answer_is_asked_for_without_a_stream(
-    broker: MemoryBroker, client: Client
-) -> None:
+async def test_whole_answer_is_requested_unstreamed(broker: MemoryBroker, client: Client) -> None:
     async with gateway(broker, script=SCRIPT) as fake:
         answer = await client.complete(MODEL, [("system", "Be brief."), ("user", "hi")])
     (request,) = fake.requests
@@ -195,9 +193,7 @@ async def test_client_survives_the_loss_of_its_own_messages(
         assert len(fake.requests) == 1, "a retry under the same key is no second request"
 
 
-async def test_the_end_before_missing_text_is_not_the_end(
-    broker: MemoryBroker, client: Client
-) -> None:
+async def test_end_before_missing_text_is_not_the_end(broker: MemoryBroker, client: Client) -> None:
     async with reading(broker, client) as (fake, request, task):
         await fake.say(request, "one ")
         fake.mute[GenerateText] = 1
@@ -233,9 +229,7 @@ async def test_leaving_the_loop_early_cancels(broker: MemoryBroker, client: Clie
         await until(request.cancelled.is_set)
 
 
-async def test_leaving_the_client_cancels_what_was_not_read_to_its_end(
-    broker: MemoryBroker,
-) -> None:
+async def test_leaving_the_client_cancels_what_was_not_read(broker: MemoryBroker) -> None:
     async with gateway(broker) as fake, asyncio.TaskGroup() as group:
         async with Client(MemoryTransport(broker), cluster=CLUSTER) as client:
             pieces = client.generate(MODEL, "hi")
@@ -247,7 +241,7 @@ async def test_leaving_the_client_cancels_what_was_not_read_to_its_end(
         await pieces.aclose()
 
 
-async def test_a_cancelled_caller_cancels_its_request(broker: MemoryBroker, client: Client) -> None:
+async def test_cancelled_caller_cancels_its_request(broker: MemoryBroker, client: Client) -> None:
     async with reading(broker, client) as (fake, request, task):
         await fake.say(request, "one")
         await asyncio.sleep(0)
@@ -255,7 +249,7 @@ async def test_a_cancelled_caller_cancels_its_request(broker: MemoryBroker, clie
         await until(request.cancelled.is_set)
 
 
-async def test_a_timeout_cancels_and_raises(broker: MemoryBroker, client: Client) -> None:
+async def test_timeout_cancels_and_raises(broker: MemoryBroker, client: Client) -> None:
     async with gateway(broker) as fake:
         with pytest.raises(DeadlineExceeded):
             await read(client, timeout_s=0.1)
@@ -264,9 +258,7 @@ async def test_a_timeout_cancels_and_raises(broker: MemoryBroker, client: Client
         assert request.request.timeout_s == 0.1, "the cluster knows it too"
 
 
-async def test_request_without_responders_fails_at_once(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_responders_fail_at_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "SILENCE_S", 60.0)
     monkeypatch.setattr(stream, "NO_RESPONDERS_TIMEOUT_S", 60.0)
     async with asyncio.timeout(1):
@@ -276,7 +268,7 @@ async def test_request_without_responders_fails_at_once(
             await client.complete(MODEL, "hi")
 
 
-async def test_a_refusal_is_raised_as_its_type(broker: MemoryBroker, client: Client) -> None:
+async def test_refusal_is_raised_as_its_type(broker: MemoryBroker, client: Client) -> None:
     async with gateway(broker) as fake:
         fake.refuses = Overloaded("full", retry_after_s=3.0)
         with pytest.raises(Overloaded) as caught:
@@ -286,9 +278,7 @@ async def test_a_refusal_is_raised_as_its_type(broker: MemoryBroker, client: Cli
         await client.complete(MODEL, "hi", temperature=-1)
 
 
-async def test_an_error_as_the_end_is_raised_after_the_text(
-    broker: MemoryBroker, client: Client
-) -> None:
+async def test_error_at_the_end_follows_the_text(broker: MemoryBroker, client: Client) -> None:
     async with gateway(broker) as fake, asyncio.TaskGroup() as group:
         pieces = client.generate(MODEL, "hi")
         first = group.create_task(anext(pieces))
@@ -301,7 +291,7 @@ async def test_an_error_as_the_end_is_raised_after_the_text(
         assert not request.cancelled.is_set()
 
 
-async def test_a_link_that_drops_and_comes_back_loses_nothing(
+async def test_link_that_drops_and_comes_back_loses_nothing(
     broker: MemoryBroker, link: MemoryTransport, client: Client
 ) -> None:
     async with reading(broker, client) as (fake, request, task):
@@ -314,7 +304,7 @@ async def test_a_link_that_drops_and_comes_back_loses_nothing(
         assert not request.cancelled.is_set()
 
 
-async def test_a_request_made_while_the_link_is_down_is_sent_when_it_is_up(
+async def test_request_made_while_the_link_is_down_is_sent_when_it_is_up(
     broker: MemoryBroker, link: MemoryTransport, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = count_calls(monkeypatch, "_submit")
@@ -327,7 +317,7 @@ async def test_a_request_made_while_the_link_is_down_is_sent_when_it_is_up(
         assert await reading == TEXT
 
 
-async def test_a_gateway_that_finds_the_broker_later_than_we_is_waited_for(
+async def test_gateway_that_finds_the_broker_later_than_we_is_waited_for(
     broker: MemoryBroker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "NO_RESPONDERS_TIMEOUT_S", 5.0)
@@ -343,7 +333,7 @@ async def test_a_gateway_that_finds_the_broker_later_than_we_is_waited_for(
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["gone for good", "restarted"])
-async def test_a_gateway_that_dies_ends_its_requests(
+async def test_dead_gateway_ends_requests(
     again: bool, broker: MemoryBroker, client: Client
 ) -> None:
     async with gateway(broker) as fake, asyncio.TaskGroup() as group:
@@ -363,7 +353,7 @@ async def failure(client: Client) -> Exception:
     return caught.value
 
 
-async def test_a_retry_that_another_gateway_takes_is_cancelled_and_never_mixed_in(
+async def test_retry_that_another_gateway_takes_is_cancelled_and_never_mixed_in(
     broker: MemoryBroker, client: Client
 ) -> None:
     """Both answer on one inbox, from their own beginnings and with their own words."""
@@ -388,7 +378,7 @@ async def test_a_retry_that_another_gateway_takes_is_cancelled_and_never_mixed_i
             assert not second.cancelled.is_set()
 
 
-async def test_a_slow_caller_gets_everything(
+async def test_slow_caller_gets_everything(
     broker: MemoryBroker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "EVENTS_MAX", 4)
@@ -484,7 +474,7 @@ def test_text_and_details_are_given_out_once_and_in_order(pieces) -> None:
 PAGE = (Path(__file__).parents[3] / "docs" / "nats-client.md").read_text(encoding="utf-8")
 
 
-def test_the_examples_are_messages() -> None:
+def test_examples_are_messages() -> None:
     blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     examples = [one for block in blocks for one in re.split(r"\n(?=\{)", block.strip())]
     kinds = (
@@ -498,7 +488,7 @@ def test_the_examples_are_messages() -> None:
     assert seen == set(kinds)
 
 
-def test_the_figures_are_the_clients() -> None:
+def test_figures_are_the_clients() -> None:
     assert f"after {SILENCE_S:g} seconds in which" in PAGE
     assert NO_RESPONDERS_TIMEOUT_S < 10, "it says a few seconds"
     assert f"At most {TEXTS_MAX}\ntexts go into a request" in PAGE

@@ -36,7 +36,7 @@ async def flicker(broker: MemoryBroker, link: MemoryTransport, chance: random.Ra
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_every_answer_is_whole_over_a_bad_link(
+async def test_answers_are_whole_over_a_bad_link(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is said to the client is lost with its link; what it says, by chance too.
@@ -81,7 +81,7 @@ async def test_every_answer_is_whole_over_a_bad_link(
     assert [answer.result() for answer in answers] == [WHOLE] * AT_A_TIME, f"seed {seed}"
 
 
-async def test_a_broker_that_dies_and_comes_back_loses_no_byte() -> None:
+async def test_broker_that_dies_and_comes_back_loses_no_byte() -> None:
     async with (
         NatsServer() as server,
         gateway(NatsTransport(BusConfig(url=server.url), name="gateway")) as fake,
@@ -105,7 +105,7 @@ async def test_a_broker_that_dies_and_comes_back_loses_no_byte() -> None:
         assert not request.cancelled.is_set()
 
 
-async def test_request_without_responders_fails_at_once() -> None:
+async def test_no_responders_fail_at_once() -> None:
     async with NatsServer() as server, Client(server.url, cluster=CLUSTER) as client:
         async with asyncio.timeout(1):
             with pytest.raises(Unavailable, match="no gateway serves this model"):

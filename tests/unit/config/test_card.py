@@ -66,7 +66,7 @@ def write_weights(file: Path, **shapes: tuple[str, list[int], int]) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text)
 
 
-def test_a_card_holds_what_the_files_say(tmp_path: Path) -> None:
+def test_card_holds_what_the_files_say(tmp_path: Path) -> None:
     write_model(
         tmp_path,
         CONFIG | {"head_dim": 32, "rope_scaling": {"rope_type": "llama3"}, "rope_theta": 5e5},
@@ -91,7 +91,7 @@ def test_sampling_defaults_that_no_request_may_have_are_refused(tmp_path: Path) 
         read_card(tmp_path)
 
 
-def test_an_encoder_keeps_nothing_and_its_positions_begin_behind_padding(tmp_path: Path) -> None:
+def test_encoder_keeps_nothing_and_its_positions_begin_behind_padding(tmp_path: Path) -> None:
     said = {
         "architectures": ["XLMRobertaForSequenceClassification"],
         "model_type": "xlm-roberta",
@@ -145,14 +145,14 @@ def test_newer_names_are_read_too(tmp_path: Path) -> None:
         ({"torch_dtype": "float8"}, "dtype = 'float8': must be one of bfloat16, float16, float32"),
     ],
 )
-def test_a_config_that_means_nothing_is_refused(
+def test_meaningless_config_is_refused(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: " + re.escape(message)):
         read_card(write_model(tmp_path, CONFIG | change))
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: No such file"):
         read_card(tmp_path)
 
@@ -165,7 +165,7 @@ def test_weights_that_are_none_are_refused(tmp_path: Path, content: bytes) -> No
         read_card(tmp_path)
 
 
-def test_the_embedded_model_has_a_card() -> None:
+def test_embedded_model_has_a_card() -> None:
     card: ModelCard = read_card(embedded.path())
     assert card.architecture == "LlamaForCausalLM"
     assert card.context_tokens >= 2048
@@ -186,9 +186,7 @@ def test_the_embedded_model_has_a_card() -> None:
         {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     ],
 )
-def test_layers_with_other_heads_are_counted_one_by_one(
-    tmp_path: Path, said: dict[str, object]
-) -> None:
+def test_layers_with_other_heads_are_all_counted(tmp_path: Path, said: dict[str, object]) -> None:
     config = CONFIG | {"model_type": "gemma4_text", "num_hidden_layers": 2, "head_dim": 16} | said
     write_model(tmp_path, config)
     kv_heads = 2
@@ -206,11 +204,11 @@ def test_layers_with_other_heads_are_counted_one_by_one(
         ("BertForSequenceClassification", Task.SCORE),
     ],
 )
-def test_a_name_ends_in_its_task(architecture: str, task: Task) -> None:
+def test_name_ends_in_its_task(architecture: str, task: Task) -> None:
     assert task_of(architecture) is task
 
 
-def test_a_name_begins_with_how_tokens_see() -> None:
+def test_name_begins_with_how_tokens_see() -> None:
     encoders = ("BertModel", "RobertaModel", "XLMRobertaModel", "ModernBertModel")
     assert all(map(is_bidirectional, encoders))
     assert not is_bidirectional("LlamaForSequenceClassification")
@@ -241,28 +239,28 @@ def write(folder: Path, card: dict[str, object] | None, tokens: list[str] = TOKE
 
 
 @pytest.mark.parametrize("end", ["</s>", {"content": "</s>", "special": True}], ids=type)
-def test_the_end_token_is_found_however_it_is_written(tmp_path: Path, end: object) -> None:
+def test_end_token_is_found_however_it_is_written(tmp_path: Path, end: object) -> None:
     assert tokenizer_eos_ids(write(tmp_path, {"eos_token": end}, TOKENS[:2])) == (101,)
 
 
 @pytest.mark.parametrize(
     ("card", "ends"), [({"eos_token": "</s>"}, (101, 102)), (None, (102,))], ids=["card", "none"]
 )
-def test_the_end_of_a_message_that_calls_a_tool_is_an_end(tmp_path: Path, card, ends) -> None:
+def test_end_of_a_message_that_calls_a_tool_is_an_end(tmp_path: Path, card, ends) -> None:
     assert tokenizer_eos_ids(write(tmp_path, card)) == ends
 
 
-def test_a_folder_without_a_tokenizer_names_no_ends(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_names_no_ends(tmp_path: Path) -> None:
     assert tokenizer_eos_ids(tmp_path) == ()
 
 
-def test_a_malformed_file_is_named(tmp_path: Path) -> None:
+def test_malformed_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         tokenizer_eos_ids(tmp_path)
 
 
-def test_the_embedded_tokenizer_ends_as_its_model_does() -> None:
+def test_embedded_tokenizer_ends_as_its_model_does() -> None:
     folder = embedded.path()
     assert set(tokenizer_eos_ids(folder)) == set(read_card(folder).eos_ids)
 
@@ -361,7 +359,7 @@ def pooling(at: Path, *, embedding: bool = True) -> Pooling:
     return found
 
 
-def test_a_model_that_answers_pools_nothing_unless_it_is_told_to(folder: Path) -> None:
+def test_model_that_answers_pools_nothing_unless_it_is_told_to(folder: Path) -> None:
     assert read_pooling(folder, read_card(folder)) is None
     found = pooling(folder)
     assert (found.task, found.mode, found.normalize) == (Task.EMBED, PoolMode.LAST, True)
@@ -383,23 +381,21 @@ def test_modules_say_how_a_text_is_pooled(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_without_a_module_that_normalises_nothing_is_normalised(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_without_a_module_nothing_is_normalised(folder: Path, tmp_path: Path) -> None:
     assert not pooling(described(folder, tmp_path, ("Pooling", LAST))).normalize
 
 
-def test_a_config_says_where_a_vector_may_be_cut(folder: Path, tmp_path: Path) -> None:
+def test_config_says_where_a_vector_may_be_cut(folder: Path, tmp_path: Path) -> None:
     found = pooling(described(folder, tmp_path, matryoshka_dimensions=[32, 16]))
     assert (found.card.matryoshka, found.card.cuts) == (True, (16, 32))
 
 
-def test_a_config_says_where_a_vector_may_be_cut_anywhere(folder: Path, tmp_path: Path) -> None:
+def test_config_says_where_a_vector_may_be_cut_anywhere(folder: Path, tmp_path: Path) -> None:
     found = pooling(described(folder, tmp_path, is_matryoshka=True))
     assert (found.card.matryoshka, found.card.cuts) == (True, ())
 
 
-def test_a_classifier_has_labels(folder: Path, tmp_path: Path) -> None:
+def test_classifier_has_labels(folder: Path, tmp_path: Path) -> None:
     fields = {"architectures": ["LlamaForSequenceClassification"]}
     named = {"id2label": {"0": "bad", "1": "good"}, "problem_type": "multi_label_classification"}
     found = pooling(described(folder, tmp_path, **fields, **named), embedding=False)
@@ -419,7 +415,7 @@ def test_a_classifier_has_labels(folder: Path, tmp_path: Path) -> None:
         ({}, False),
     ],
 )
-def test_a_cross_encoder_says_what_its_score_goes_through(
+def test_cross_encoder_says_what_its_score_goes_through(
     folder: Path, tmp_path: Path, said: Mapping[str, object], plain: bool
 ) -> None:
     fields = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
@@ -445,7 +441,7 @@ def test_what_is_not_built_is_refused_by_name(
         pooling(described(folder, tmp_path, *modules))
 
 
-def test_a_model_below_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_model_below_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     at = described(folder, tmp_path)
     modules = [{"path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}]
     (at / "modules.json").write_text(json.dumps(modules))

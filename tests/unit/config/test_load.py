@@ -95,9 +95,7 @@ def test_null_unsets_in_every_source(file: Path) -> None:
         ("gateway: {port: 1", "expected"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_name_path_value_and_bound(
-    file: Path, text: str, message: str
-) -> None:
+def test_bad_file_is_refused_with_path_value_and_bound(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load(file, environ={})
@@ -125,7 +123,7 @@ def test_a_bad_file_is_refused_with_its_name_path_value_and_bound(
         ),
     ],
 )
-def test_a_bad_variable_is_refused_with_its_name(variable: str, text: str, message: str) -> None:
+def test_bad_variable_is_refused_with_its_name(variable: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(environ={variable: text})
     assert str(caught.value) == message
@@ -140,7 +138,7 @@ def test_variables_of_others_are_left_alone() -> None:
     assert load(environ=others).settings == Settings()
 
 
-def test_a_check_across_fields_names_every_source_that_had_a_part() -> None:
+def test_check_across_fields_names_every_source_that_had_a_part() -> None:
     environ = {"ANTIPHON_BATCHING__TOKENS_MAX": "64"}
     with pytest.raises(ConfigError) as caught:
         load(flags=flags("--batching-chunk-tokens 65"), environ=environ)
@@ -148,12 +146,12 @@ def test_a_check_across_fields_names_every_source_that_had_a_part() -> None:
     assert str(caught.value).startswith(sources)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
         load(tmp_path / "none.yaml", environ={})
 
 
-def test_a_secret_comes_by_environment_and_is_never_shown_or_written(file: Path) -> None:
+def test_secret_comes_by_environment_and_is_never_shown_or_written(file: Path) -> None:
     settings = load(environ={"ANTIPHON_BUS__PASSWORD": "swordfish"}).settings
     assert settings.bus.password == "swordfish"
     write_yaml(settings, file)
@@ -196,7 +194,7 @@ def test_settings_that_are_written_anew_are_whole_for_whoever_reads_them(
     assert [found.name for found in file.parent.iterdir()] == [file.name]
 
 
-def test_a_child_gets_secrets_and_no_variable_that_would_overrule_its_file(
+def test_child_gets_secrets_and_no_variable_that_would_overrule_its_file(
     monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
     monkeypatch.setenv("ANTIPHON_GATEWAY__PORT", "1")
@@ -210,7 +208,7 @@ def test_a_child_gets_secrets_and_no_variable_that_would_overrule_its_file(
     assert environ["ANTIPHON_NATS_SERVER"] == "/somewhere"
 
 
-def test_a_service_reads_its_file_its_name_and_its_supervisor(file: Path) -> None:
+def test_service_reads_its_file_its_name_and_its_supervisor(file: Path) -> None:
     file.write_text("tokenizer: {threads: 2}")
     line = f"--config {file} --instance t-1 --parent-pid 77 --tokenizer-batch-max 5"
     arguments = load_process(line.split())
@@ -219,14 +217,14 @@ def test_a_service_reads_its_file_its_name_and_its_supervisor(file: Path) -> Non
     assert (tokenizer.threads, tokenizer.batch_max) == (2, 5)
 
 
-def test_a_service_without_a_name_has_one_of_its_own() -> None:
+def test_service_without_a_name_has_one_of_its_own() -> None:
     arguments = load_process([])
     assert re.fullmatch(r".+-\d+", arguments.instance)
     assert arguments.parent_pid is None
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", "x", "1.5"])
-def test_a_supervisor_is_a_process_id(pid: str) -> None:
+def test_supervisor_is_a_process_id(pid: str) -> None:
     with pytest.raises(ConfigError, match="--parent-pid"):
         load_process([f"--parent-pid={pid}"])
 
@@ -248,7 +246,7 @@ def test_origins_are_origins() -> None:
             load(environ={"ANTIPHON_ACCESS__ALLOWED_ORIGINS": bad})
 
 
-def test_a_key_that_fits_no_header_is_refused_and_not_shown() -> None:
+def test_key_that_fits_no_header_is_refused_and_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         load(environ={"ANTIPHON_ACCESS__API_KEY": "two words"})
     assert "two words" not in str(caught.value)
@@ -320,9 +318,7 @@ def test_no_file_has_no_tenants() -> None:
         ("keys.toml", "#" * (BYTES_MAX + 1), "larger than"),
     ],
 )
-def test_a_bad_file_is_told_in_one_line_without_its_keys(
-    tmp_path: Path, name: str, text: str, reason: str
-) -> None:
+def test_bad_keys_file_is_one_line_error(tmp_path: Path, name: str, text: str, reason: str) -> None:
     file = tmp_path / name
     file.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError, match=reason) as caught:
@@ -339,7 +335,7 @@ def test_tenants_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "form.json", *(template.name for template in TEMPLATES)])
-def test_a_name_or_a_file_is_taken(said: str) -> None:
+def test_name_or_a_file_is_taken(said: str) -> None:
     assert ModelConfig(completion_template=said).completion_template == said
 
 
@@ -494,7 +490,7 @@ def test_names_are_unique_in_every_form() -> None:
 
 
 @pytest.mark.parametrize(("flag", "said"), [("--load-mmap", True), ("--no-load-mmap", False)])
-def test_a_boolean_is_a_flag_and_its_negation(flag: str, said: bool) -> None:
+def test_boolean_is_a_flag_and_its_negation(flag: str, said: bool) -> None:
     assert PARSER.parse([flag]).settings == {"load.mmap": SourcedValue(said, flag)}
 
 
@@ -503,7 +499,7 @@ def test_nothing_typed_is_nothing_given() -> None:
     assert (typed.settings, typed.implied, typed.plain) == ({}, {}, {})
 
 
-def test_an_abbreviation_is_spelled_out_in_the_source() -> None:
+def test_abbreviation_is_spelled_out_in_the_source() -> None:
     layer = PARSER.parse(["--scheduler-q", "5"]).settings
     assert layer["scheduler.queue_max"].source == "--scheduler-queue-max"
 

@@ -274,7 +274,7 @@ def test_bytes_are_kept_as_bytes_and_the_rest_as_numbers() -> None:
     assert found.weight_bytes.value == GIB // 4 + GIB // 2
 
 
-def test_the_operator_may_keep_it_otherwise() -> None:
+def test_operator_may_keep_it_otherwise() -> None:
     found = plan(AWQ, model__linear="int8")
     assert (found.linear.value, found.quantized.value) == (LinearFormat.INT8, LinearFormat.INT8)
     looked_up = 0 if CARD.tied else CARD.vocabulary_size * CARD.hidden_size
@@ -296,7 +296,7 @@ def test_without_quantization_the_plan_is_what_it_was() -> None:
     assert decide().weight_bytes.value == GIB
 
 
-def test_a_card_counts_weights_and_not_words(tmp_path: Path) -> None:
+def test_card_counts_weights_and_not_words(tmp_path: Path) -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}
     write_model(tmp_path, CONFIG | {"quantization_config": config})
     name = "model.layers.0.mlp.up_proj"

@@ -67,14 +67,14 @@ def test_what_the_operator_left_open_is_decided() -> None:
     assert (plan.mixed.value, plan.whole_prompts.value) == (True, False)
 
 
-def test_a_processor_with_tiles_takes_more_prompts_at_once() -> None:
+def test_processor_with_tiles_takes_more_prompts_at_once() -> None:
     device = msgspec.structs.replace(DEVICE, arithmetic={"isa": "amx"})
     assert decide(device).fill_tokens.value == 1024
     assert decide(device, batching__fill_tokens="100").fill_tokens.value == 100
     assert decide(device, batching__tokens_max="300").fill_tokens.value == 300
 
 
-def test_a_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() -> None:
+def test_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() -> None:
     assert decide().threads.reason.startswith("all cores")
     why = "one fewer than the 6 cores: torch threads spin while waiting"
     assert decide(model__linear="plain").threads == ResolvedValue(5, why)
@@ -162,14 +162,14 @@ def test_everybody_who_runs_fits_in_a_step() -> None:
     assert plan.running_max.value == plan.chunk_tokens.value == plan.fill_tokens.value == 10
 
 
-def test_the_pool_holds_no_more_than_all_requests_at_full_length() -> None:
+def test_pool_holds_no_more_than_all_requests_at_full_length() -> None:
     plan = decide(batching__running_max="3")
     why = "enough for 3 requests of full context length"
     assert plan.cache_pages == ResolvedValue(3 * 512 // 16, why)
     assert plan.cache_bytes.value == plan.cache_pages.value * PAGE_BYTES
 
 
-def test_the_pool_is_a_share_of_what_weights_and_the_largest_step_leave() -> None:
+def test_pool_is_a_share_of_what_weights_and_the_largest_step_leave() -> None:
     plan = decide(batching__running_max="1000000000")
     logits = 3 * 2048 * 100 * 4
     assert (plan.memory_bytes.value, plan.weight_bytes.value) == (5 * GIB, GIB)
@@ -196,20 +196,20 @@ def test_more_rows_take_more_logits_but_not_more_than_a_step_has_tokens() -> Non
     assert plan.logit_bytes.value == 3 * 10 * 100 * 4
 
 
-def test_a_long_prompt_is_scored_in_pieces_that_are_counted() -> None:
+def test_long_prompt_is_scored_in_pieces_that_are_counted() -> None:
     device = msgspec.structs.replace(DEVICE, memory_bytes=50 * GIB)
     card = msgspec.structs.replace(CARD, vocabulary_size=128 * 1024)
     scored = decide(device, card).scored_bytes.value
     assert scored == 3 * PROMPT_LOGITS_BYTES_MAX == 96 * 1024**2
 
 
-def test_a_static_ratio_counts_weights_and_pool_together_and_knows_no_other_limit() -> None:
+def test_static_ratio_counts_weights_and_pool_together_and_knows_no_other_limit() -> None:
     plan = decide(batching__running_max="3", cache__bytes_max="1000", cache__static_ratio="0.8")
     assert plan.cache_bytes.value == 3 * GIB
     assert plan.cache_pages.reason.startswith("cache.static_ratio = 0.8 of 5.00 GiB free")
 
 
-def test_a_static_ratio_that_leaves_no_room_for_a_step_is_refused_with_both_numbers() -> None:
+def test_static_ratio_that_leaves_no_room_for_a_step_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
         decide(cache__static_ratio="1")
     assert str(caught.value).startswith(
@@ -218,13 +218,13 @@ def test_a_static_ratio_that_leaves_no_room_for_a_step_is_refused_with_both_numb
     )
 
 
-def test_the_pool_has_a_limit_in_bytes() -> None:
+def test_pool_has_a_limit_in_bytes() -> None:
     plan = decide(batching__running_max="1000000000", cache__bytes_max=str(GIB // 2))
     assert plan.cache_bytes.value == GIB // 2
     assert plan.cache_pages.reason.startswith("cache.bytes_max = 0.50 GiB")
 
 
-def test_a_small_pool_shortens_the_context_and_the_batch() -> None:
+def test_small_pool_shortens_the_context_and_the_batch() -> None:
     plan = decide(cache__tokens_max="160")
     assert plan.context_tokens.value == 160
     assert plan.context_tokens.reason.startswith("limited by the KV cache pool, of 512")
@@ -262,7 +262,7 @@ def test_weights_larger_than_memory_are_refused() -> None:
         decide(HostDevice(kind="cpu", cores=1, memory_bytes=GIB // 2))
 
 
-def test_a_worker_takes_no_more_cores_and_memory_than_it_may() -> None:
+def test_worker_takes_no_more_cores_and_memory_than_it_may() -> None:
     plan = decide(model__cores="2", model__memory_bytes=str(2 * GIB))
     assert (plan.threads.value, plan.memory_bytes.value) == (2, 2 * GIB)
     assert plan.memory_bytes.reason == "model.memory_bytes, of 5.00 GiB free"
@@ -272,7 +272,7 @@ def test_a_worker_takes_no_more_cores_and_memory_than_it_may() -> None:
         decide(model__memory_bytes=str(GIB // 2))
 
 
-def test_the_table_gives_each_value_a_line_and_a_reason() -> None:
+def test_table_gives_each_value_a_line_and_a_reason() -> None:
     plan = decide()
     lines = table(plan).splitlines()
     assert len(lines) == len(plan.__struct_fields__)
@@ -289,7 +289,7 @@ STATE_BYTES = 3 * (96 * 2 + 1000 * 4)
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
+def test_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
     room = {"cache__bytes_max": str(40 * PAGE_BYTES)}
     wide, plan = decide(**room), decide(**room, cache__dtype=dtype)
     assert (wide.cache_dtype.value, wide.cache_pages.value) == (CacheDtype.BFLOAT16, 40)
@@ -308,7 +308,7 @@ def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
     assert each[0] == each[1] == STATE_BYTES
 
 
-def test_the_number_format_of_the_model_may_be_said_of_the_cache() -> None:
+def test_number_format_of_the_model_may_be_said_of_the_cache() -> None:
     assert decide(cache__dtype="bfloat16").cache_dtype.value is CacheDtype.BFLOAT16
     with pytest.raises(
         ConfigError, match=r"cache\.dtype = bfloat16: must be auto, fp8 or the model's float32"
@@ -316,7 +316,7 @@ def test_the_number_format_of_the_model_may_be_said_of_the_cache() -> None:
         decide(cache__dtype="bfloat16", model__dtype="float32")
 
 
-def test_a_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
+def test_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
     with pytest.raises(
         ConfigError, match=r"cache.dtype = fp8_e4m3: needs .*: there is no compiler"
     ):
@@ -328,7 +328,7 @@ def test_a_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
         decide(DEVICE, both_ways, cache__dtype="fp8_e4m3")
 
 
-def test_a_model_without_states_has_no_room_for_them() -> None:
+def test_model_without_states_has_no_room_for_them() -> None:
     plan = decide()
     assert (plan.cache_states.value, plan.state_bytes.value) == (0, 0)
 
@@ -343,7 +343,7 @@ def test_pages_and_states_share_the_pool() -> None:
     assert plan.running_max == ResolvedValue(45, "2 states per request")
 
 
-def test_the_operator_may_say_how_many_states_there_are() -> None:
+def test_operator_may_say_how_many_states_there_are() -> None:
     plan = decide(DEVICE, HYBRID, cache__states_max="9")
     assert plan.cache_states == ResolvedValue(9, "cache.states_max = 9")
     assert plan.running_max.value == 4
@@ -364,7 +364,7 @@ def test_states_that_cannot_be_are_refused(said: dict[str, str], message: str) -
         decide(DEVICE, HYBRID, **said)
 
 
-def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
+def test_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
     encoder = msgspec.structs.replace(
         CARD, architecture="BertModel", causal=False, context_tokens=4096, task=Task.EMBED
     )
@@ -382,13 +382,13 @@ def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> Non
         decide(DEVICE, encoder, model__deterministic="1")
 
 
-def test_a_prefix_cache_is_what_the_operator_says() -> None:
+def test_prefix_cache_is_what_the_operator_says() -> None:
     assert decide().prefix == ResolvedValue(value=True, reason="cache.prefix")
     assert not decide(cache__prefix="0").prefix.value
 
 
 @pytest.mark.parametrize(("mode", "cached"), [("last", True), ("cls", False), ("mean", False)])
-def test_a_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cached: bool) -> None:
+def test_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cached: bool) -> None:
     pooling = Pooling(
         task=Task.EMBED, mode=PoolMode(mode), normalize=True, card=PoolingCard(width=64)
     )
@@ -399,7 +399,7 @@ def test_a_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cac
     assert f"{mode}, normalised" in table(plan)
 
 
-def test_a_model_that_answers_pools_nothing() -> None:
+def test_model_that_answers_pools_nothing() -> None:
     assert decide().pooling == ResolvedValue(None, "a generative model")
 
 
@@ -455,9 +455,7 @@ def memory_bytes(at: Path, limits: Sequence[Limit], names: tuple[str, str, str])
         pytest.param([("outer", MIB, 2 * MIB, 0)], 0, id="over its limit"),
     ],
 )
-def test_memory_is_what_the_tightest_group_leaves(
-    nested: Path, limits: list[Limit], free: int
-) -> None:
+def test_memory_is_what_tightest_group_leaves(nested: Path, limits: list[Limit], free: int) -> None:
     names = ("memory.max", "memory.current", "anon 1\ninactive_file")
     assert memory_bytes(nested, limits, names) == free
 
@@ -474,9 +472,7 @@ def test_memory_is_what_the_tightest_group_leaves(
         pytest.param([("memory", 2**63 - 4096, MIB, 0)], 100 * MIB, id="a number beyond all"),
     ],
 )
-def test_memory_is_what_groups_of_version_1_leave(
-    old: Path, limits: list[Limit], free: int
-) -> None:
+def test_memory_is_what_version_1_groups_leave(old: Path, limits: list[Limit], free: int) -> None:
     stat = "inactive_file 1\ntotal_inactive_file"
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", stat)
     assert memory_bytes(old, limits, names) == free
@@ -490,7 +486,7 @@ def test_cores_are_those_that_this_process_may_use(nested: Path) -> None:
 
 
 @pytest.mark.parametrize(("quota_us", "limited"), [("100000", True), ("-1", False)])
-def test_a_quota_of_version_1_limits_the_cores(old: Path, quota_us: str, limited: bool) -> None:
+def test_quota_of_version_1_limits_the_cores(old: Path, quota_us: str, limited: bool) -> None:
     cpu = old / "groups" / "cpu,cpuacct"
     (cpu / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
     (cpu / "cpu.cfs_period_us").write_text("100000\n")

@@ -82,7 +82,7 @@ def typed_values(row: SglangArgument) -> list[str]:
     return [sample, sample] if row.takes[-1] in "+*" else [sample]
 
 
-def test_the_map_is_total() -> None:
+def test_map_is_total() -> None:
     assert (
         len([row for row in rows() if row.group not in ("Older names", "Configuration file")])
         == 543
@@ -119,11 +119,11 @@ def test_every_refused_argument_has_a_reason_of_its_own() -> None:
         if not value.startswith("<")
     ],
 )
-def test_a_value_of_sglang_is_refused_with_its_reason(flag: str, value: str, reason: str) -> None:
+def test_value_of_sglang_is_refused_with_its_reason(flag: str, value: str, reason: str) -> None:
     assert refused([flag, value]) == f"{flag} {value}: refused: {reason}"
 
 
-def test_a_flag_that_is_also_ours_means_the_same() -> None:
+def test_flag_that_is_also_ours_means_the_same() -> None:
     ours = {field.flag: field.path for field in fields().values()}
     shared = {flag: row.path for row in rows() for flag in row.flags if flag in ours}
     assert shared == {flag: ours[flag] for flag in shared}
@@ -135,7 +135,7 @@ NEEDED = {"--export-metrics-to-file": ("--export-metrics-to-file-dir", "folder")
 
 
 @pytest.mark.parametrize("row", TARGETS, ids=by_flag)
-def test_an_alias_sets_its_setting(row: SglangArgument) -> None:
+def test_alias_sets_its_setting(row: SglangArgument) -> None:
     path = row.path
     assert path is not None
     sample = SETTABLE.get(row.flags[0], SETTABLE.get(path, "1"))
@@ -146,7 +146,7 @@ def test_an_alias_sets_its_setting(row: SglangArgument) -> None:
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=by_flag)
-def test_a_refused_flag_says_why_and_its_neutral_values_pass(row: SglangArgument) -> None:
+def test_refused_flag_says_why_and_its_neutral_values_pass(row: SglangArgument) -> None:
     for flag in row.flags:
         said = refused([flag, *typed_values(row)])
         assert said.startswith(flag)
@@ -169,7 +169,7 @@ def test_services_named_by_the_reason_of_a_service_name_are_the_roles() -> None:
 
 
 @pytest.mark.parametrize("row", SETTLED, ids=by_flag)
-def test_a_settled_flag_changes_nothing(row: SglangArgument) -> None:
+def test_settled_flag_changes_nothing(row: SglangArgument) -> None:
     if row.flags[0] != "--config":  # ours: a file, see the tests of load
         assert serve([row.flags[0], *typed_values(row)]).settings == Settings()
 
@@ -186,7 +186,7 @@ def test_keys_are_taken_from_the_command_line_and_written_nowhere(tmp_path: Path
     assert environment["ANTIPHON_ACCESS__ADMIN_API_KEY"] == "trout"
 
 
-def test_a_command_line_of_sglang_is_taken_as_it_is() -> None:
+def test_command_line_of_sglang_is_taken_as_it_is() -> None:
     settings = serve(
         "--model /models/small --served-model-name small --host 0.0.0.0 --port 31000 --tp 1 "
         "--dp-size 1 --dtype half --context-len 1024 --mem-frac .8 --max-running-requests 8 "
@@ -201,7 +201,7 @@ def test_a_command_line_of_sglang_is_taken_as_it_is() -> None:
     assert settings.model.random_seed == 42
 
 
-def test_a_large_chunk_raises_the_step_unless_the_step_is_set() -> None:
+def test_large_chunk_raises_the_step_unless_the_step_is_set() -> None:
     assert serve("--chunked-prefill-size 8192").settings.batching.tokens_max == 8192
     both = serve("--chunked-prefill-size 4096 --max-prefill-tokens 16384").settings.batching
     assert (both.chunk_tokens, both.tokens_max, both.fill_tokens) == (4096, 4096, 16384)
@@ -230,7 +230,7 @@ def test_white_space_of_json_is_bounded_or_the_pattern_is_refused() -> None:
     assert serve("--constrained-json-disable-any-whitespace").settings.grammar.compact_json
 
 
-def test_a_parser_that_is_not_built_is_refused_by_name() -> None:
+def test_parser_that_is_not_built_is_refused_by_name() -> None:
     assert serve("--tool-call-parser hermes").settings.gateway.tool_call_parser == "hermes"
     for line in ("--tool-call-parser gemma4", "--reasoning-parser muse"):
         assert f"{line}: refused: This format" in refused(line)
@@ -258,7 +258,7 @@ def test_our_short_forms_work() -> None:
     assert "--port" in other_names()["gateway.port"]
 
 
-def test_the_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
+def test_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
     said = refused("--port 99999")
     assert said == "--port: gateway.port = '99999': must be an integer >= 0, <= 65535"
 
@@ -280,7 +280,7 @@ def test_the_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
         ),
     ],
 )
-def test_a_bad_command_line_is_refused_in_one_line(line: str, message: str) -> None:
+def test_bad_command_line_is_refused_in_one_line(line: str, message: str) -> None:
     said = refused(line)
     assert message in said
     assert "\n" not in said
@@ -310,12 +310,12 @@ def test_guess_is_the_misspelled_argument(typed: str, meant: str) -> None:
     assert refused(typed) == f"{typed}: no such argument; did you mean {meant}?"
 
 
-def test_a_model_may_stand_before_the_flags_or_behind_them() -> None:
+def test_model_may_stand_before_the_flags_or_behind_them() -> None:
     assert serve("/models/a --port 0").settings.model.path == "/models/a"
     assert serve("--port 0 /models/a").settings.model.path == "/models/a"
 
 
-def test_a_flat_yaml_file_of_sglang_is_read_beside_our_groups(tmp_path: Path) -> None:
+def test_flat_yaml_file_of_sglang_is_read_beside_our_groups(tmp_path: Path) -> None:
     file = tmp_path / "sglang.yaml"
     file.write_text(
         """
@@ -373,9 +373,7 @@ def test_flat_yaml_file_of_sglangs_empty_defaults_sets_nothing(tmp_path: Path) -
         ("load-format: npcache", "npcache: refused: It converts torch files"),
     ],
 )
-def test_a_flat_yaml_file_is_refused_as_the_flags_are(
-    text: str, message: str, tmp_path: Path
-) -> None:
+def test_flat_yaml_is_refused_as_the_flags_are(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "sglang.yaml"
     file.write_text(text)
     said = refused(["--config", str(file)])

@@ -66,7 +66,7 @@ def test_both_times_move_together_and_never_back() -> None:
         manual.advance(-1)
 
 
-def test_a_deadline_runs_down_and_is_then_exceeded() -> None:
+def test_deadline_runs_down_and_is_then_exceeded() -> None:
     clock = ManualClock()
     deadline = deadline_in(2.0, clock)
     clock.advance(0.5)
@@ -105,7 +105,7 @@ def named(seq: int) -> tuple[StreamSeq, ...]:
     return (StreamSeq(receiver=ME, seq=seq),)
 
 
-def test_a_sender_counts_each_receiver_from_one() -> None:
+def test_sender_counts_each_receiver_from_one() -> None:
     sender = SeqSender()
     assert [sender.next(ME), sender.next(InstanceId("other")), sender.next(ME)] == [1, 1, 2]
     assert set(sender.streams()) == {
@@ -114,7 +114,7 @@ def test_a_sender_counts_each_receiver_from_one() -> None:
     }
 
 
-def test_the_heartbeat_lists_only_recent_receivers_and_none_is_forgotten() -> None:
+def test_heartbeat_lists_only_recent_receivers_and_none_is_forgotten() -> None:
     sender = SeqSender()
     for n in range(200):
         sender.next(InstanceId(f"other-{n}"))
@@ -130,7 +130,7 @@ def test_arrivals_are_next_duplicate_or_gap() -> None:
     assert seen == ["next", "next", "duplicate", "duplicate", "gap", "duplicate", "next"]
 
 
-def test_a_receiver_that_comes_late_sees_a_gap() -> None:
+def test_receiver_that_comes_late_sees_a_gap() -> None:
     assert SeqReceiver().accept(WORKER, 4711) is Arrival.GAP
 
 
@@ -141,7 +141,7 @@ def test_each_life_of_a_sender_counts_from_one() -> None:
     assert receiver.accept(WORKER, 8) is Arrival.NEXT
 
 
-def test_a_lost_tail_is_reported_once_and_after_a_heartbeat_of_grace() -> None:
+def test_lost_tail_is_reported_once_and_after_a_heartbeat_of_grace() -> None:
     receiver = SeqReceiver()
     receiver.accept(WORKER, 1)
     assert not receiver.tail_lost(WORKER, ME, named(2))  # it may still be under way
@@ -150,7 +150,7 @@ def test_a_lost_tail_is_reported_once_and_after_a_heartbeat_of_grace() -> None:
     assert receiver.accept(WORKER, 3) is Arrival.NEXT
 
 
-def test_a_heartbeat_that_overtakes_its_messages_reports_nothing() -> None:
+def test_heartbeat_that_overtakes_its_messages_reports_nothing() -> None:
     receiver = SeqReceiver()
     for seq in range(1, 50):
         assert not receiver.tail_lost(WORKER, ME, named(seq))
@@ -180,7 +180,7 @@ def test_without_priorities_all_have_one_rank() -> None:
 
 
 @pytest.mark.parametrize(("low_first", "order"), [(False, [7, 0, -5]), (True, [-5, 0, 7])])
-def test_the_lower_rank_goes_first(low_first: bool, order: list[int]) -> None:
+def test_lower_rank_goes_first(low_first: bool, order: list[int]) -> None:
     precedence = PriorityPolicy(priority=True, low_first=low_first)
     assert sorted((0, -5, 7), key=precedence.rank) == order
 
@@ -191,7 +191,7 @@ def test_preemption_needs_a_rank_difference_above_the_threshold() -> None:
 
 
 @pytest.mark.parametrize("queue", [QueueConfig(priority=True), QueueConfig(policy=Policy.PRIORITY)])
-def test_the_settings_have_two_names_for_priorities(queue: QueueConfig) -> None:
+def test_settings_have_two_names_for_priorities(queue: QueueConfig) -> None:
     assert PriorityPolicy.from_config(queue).priority
 
 

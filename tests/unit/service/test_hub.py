@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
+from tests.arguments import settings_of
 from tests.unit.service.fake_hub import COMMIT, FakeHub
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import LoadConfig, LoadFormat
-from antiphon.config.settings import Settings
 from antiphon.model_card.hub import fetch, is_hub_id, list_published_files
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
 
@@ -50,15 +51,13 @@ def names(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_description_is_fetched_without_the_weights(hub: FakeHub, tmp_path: Path) -> None:
+def test_description_is_fetched_without_the_weights(hub: FakeHub, tmp_path: Path) -> None:
     folder = fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
     assert names(folder) == DESCRIBED
     assert (folder / "config.json").read_bytes() == FILES["config.json"]
 
 
-def test_of_the_weights_only_one_format_is_fetched_and_only_once(
-    hub: FakeHub, tmp_path: Path
-) -> None:
+def test_one_format_of_weights_is_fetched_and_only_once(hub: FakeHub, tmp_path: Path) -> None:
     load = cached_in(tmp_path)
     folder = fetch(REPO, load, weights=True, endpoint=hub.url)
     assert names(folder) == DESCRIBED | WEIGHTS
@@ -73,7 +72,7 @@ def test_another_format_is_fetched_when_it_is_asked_for(hub: FakeHub, tmp_path: 
     assert names(folder) == DESCRIBED | {"pytorch_model.bin"}
 
 
-def test_a_commit_names_the_same_files_as_its_branch(hub: FakeHub, tmp_path: Path) -> None:
+def test_commit_names_the_same_files_as_its_branch(hub: FakeHub, tmp_path: Path) -> None:
     by_commit = fetch(REPO, cached_in(tmp_path, revision=COMMIT), weights=True, endpoint=hub.url)
     assert by_commit == fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
 
@@ -86,12 +85,9 @@ def test_what_was_fetched_is_found_offline_and_without_the_hub(tmp_path: Path) -
     assert fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url) == folder
 
 
-def test_a_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path) -> None:
+def test_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path) -> None:
     folder = fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
-    settings = Settings()
-    settings = replace(
-        settings, model=replace(settings.model, path=REPO), load=cached_in(tmp_path, offline=True)
-    )
+    settings = settings_of("--model-path", REPO, "--download-dir", str(tmp_path), "--load-offline")
     files = model_files(settings)
     assert files.folder == folder
     assert {file.name for file in files.weights} == WEIGHTS
@@ -138,18 +134,14 @@ def test_part_of_a_model_is_not_enough_offline(hub: FakeHub, tmp_path: Path) -> 
         fetch(REPO, cached_in(tmp_path, offline=True), weights=True)
 
 
-def test_a_disk_without_room_is_found_before_anything_is_fetched(
+def test_disk_without_room_is_found_before_anything_is_fetched(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: DiskUsage())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5))
     with pytest.raises(ConfigError, match=r"weights need 0\.00 GiB; only 0\.00 GiB free in"):
         fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
     assert not WEIGHTS & set(hub.fetched)
-
-
-class DiskUsage:
-    free = 5
 
 
 def test_hub_lists_published_files(hub: FakeHub) -> None:
@@ -172,13 +164,11 @@ def test_hub_lists_published_files(hub: FakeHub) -> None:
         ("owner/model.gguf", False),
     ],
 )
-def test_a_path_or_an_id(path: str, is_id: bool) -> None:
+def test_path_or_an_id(path: str, is_id: bool) -> None:
     assert is_hub_id(path) is is_id
 
 
-def test_a_folder_of_the_same_name_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path(REPO).mkdir(parents=True)
     assert not is_hub_id(REPO)

@@ -120,7 +120,7 @@ async def test_call_beyond_the_backlog_is_overloaded_with_retry_advice() -> None
         at.go.set()
 
 
-async def test_a_shut_inbox_refuses_and_finishes_what_it_took() -> None:
+async def test_shut_inbox_refuses_and_finishes_what_it_took() -> None:
     async with world() as at:
         taken = at.call(1)[0]
         await until(lambda: at.running == 1)
@@ -132,7 +132,7 @@ async def test_a_shut_inbox_refuses_and_finishes_what_it_took() -> None:
         assert await taken is None
 
 
-async def test_a_call_that_is_cancelled_before_it_began_is_answered_by_close() -> None:
+async def test_call_that_is_cancelled_before_it_began_is_answered_by_close() -> None:
     async with world() as at:
         at.cancels = True
         made = at.call(3)
@@ -145,7 +145,7 @@ async def test_a_call_that_is_cancelled_before_it_began_is_answered_by_close() -
         assert at.inbox.empty
 
 
-async def test_a_stream_is_applied_in_order_and_survives_what_it_cannot_apply(
+async def test_stream_is_applied_in_order_despite_failures(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broker, applied = MemoryBroker(), list[str]()

@@ -110,7 +110,7 @@ async def test_more_series_than_a_family_holds_are_not_cut_off() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
-async def test_a_number_that_is_not_finite_costs_no_other(value: float) -> None:
+async def test_number_that_is_not_finite_costs_no_other(value: float) -> None:
     def count(metrics: Metrics) -> None:
         metrics.gauge(catalog.GEN_THROUGHPUT).set(value)
         metrics.gauge(catalog.TOKEN_USAGE).set(0.5)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
+from tests.arguments import settings_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from antiphon import embedded
@@ -40,9 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def settings(path: object, **fields: str) -> Settings:
-    base = Settings()
-    return replace(base, model=replace(base.model, path=str(path), **fields))
+def settings(path: object, *further: object) -> Settings:
+    return settings_of("--model-path", str(path), *map(str, further))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_embedded_model_is_in_the_package() -> None:
+def test_embedded_model_is_in_the_package() -> None:
     files = model_files(Settings())
     assert (files.folder, files.format) == (embedded.path(), LoadFormat.SAFETENSORS)
     assert served_name(Settings()) == embedded.SERVED_NAME
@@ -70,19 +70,17 @@ def test_the_embedded_model_is_in_the_package() -> None:
         ("/models/small-Q8_0.gguf", "small-Q8_0"),
     ],
 )
-def test_a_model_is_called_by_its_path_alone(path: str, name: str) -> None:
+def test_model_is_called_by_its_path_alone(path: str, name: str) -> None:
     assert served_name(settings(path)) == name
 
 
-def test_a_gguf_file_is_described_beside_it_or_by_the_tokenizers_folder(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_gguf_file_is_described_beside_it_or_by_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     beside, apart = folder / "a.gguf", tmp_path / "b.gguf"
     for file in (beside, apart):
         file.write_bytes(b"")
     assert model_files(settings(beside)).folder == folder
     assert tokenizer_folder(settings(beside)) == folder
-    described = settings(apart, tokenizer_path=str(folder))
+    described = settings(apart, "--tokenizer-path", folder)
     assert (model_files(described).folder, model_files(described).weights) == (folder, (apart,))
     with pytest.raises(ConfigError, match=r"b\.gguf: not a GGUF file"):
         model_files(settings(apart))
@@ -98,20 +96,20 @@ def test_what_is_missing_is_named_with_its_setting(folder: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"config\.json is neither a folder nor a \.gguf file"):
         model_files(settings(folder / "config.json"))
     with pytest.raises(ConfigError, match=r"model\.tokenizer_path: .* has no tokenizer\.json"):
-        tokenizer_folder(settings(folder, tokenizer_path=str(tmp_path)))
+        tokenizer_folder(settings(folder, "--tokenizer-path", tmp_path))
 
 
 def test_loading_follows_the_settings(folder: Path) -> None:
-    said = settings(folder)
-    load = replace(said.load, format=LoadFormat.DUMMY, mmap=False, config_overrides='{"a": 1}')
-    files = model_files(replace(said, load=load))
+    overrides = ("--json-model-override-args", '{"a": 1}')
+    unmapped = ("--load-format", "dummy", "--weight-loader-disable-mmap", *overrides)
+    files = model_files(settings(folder, *unmapped))
     assert (files.format, files.mapped, files.config()) == (LoadFormat.DUMMY, False, b'{"a":1}')
 
 
 CONTENT = b"GGUF" + bytes(1000)
 
 
-def made(folder: Path, **other: str) -> tuple[Wheel, bytes]:
+def made(folder: Path, **other: str) -> tuple[Wheel, Index]:
     file = folder / "some-1.0-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("some/model.gguf", CONTENT)
@@ -125,7 +123,7 @@ def made(folder: Path, **other: str) -> tuple[Wheel, bytes]:
         member_sha256=hashlib.sha256(CONTENT).hexdigest(),
         member_bytes=len(CONTENT),
     )
-    return replace(wheel, **other), content
+    return replace(wheel, **other), Index(content)
 
 
 class Index:
@@ -143,9 +141,9 @@ def left(cache: Path) -> list[str]:
     return sorted(path.relative_to(cache).parts[1] for path in cache.glob("models/*"))
 
 
-def test_a_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
-    wheel, content = made(tmp_path)
-    index, cache = Index(content), tmp_path / "cache"
+def test_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
+    wheel, index = made(tmp_path)
+    cache = tmp_path / "cache"
     assert not is_cached(wheel, cache)
     file = ensure_cached(wheel, cache, index)
     assert (file, file.read_bytes()) == (cached_path(wheel, cache), CONTENT)
@@ -155,9 +153,8 @@ def test_a_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
     assert left(cache) == [wheel.member_sha256[:16]]
 
 
-def test_a_file_that_is_cut_short_is_fetched_again(tmp_path: Path) -> None:
-    wheel, content = made(tmp_path)
-    index = Index(content)
+def test_file_that_is_cut_short_is_fetched_again(tmp_path: Path) -> None:
+    wheel, index = made(tmp_path)
     ensure_cached(wheel, tmp_path, index).write_bytes(CONTENT[:10])
     assert not is_cached(wheel, tmp_path)
     assert ensure_cached(wheel, tmp_path, index).read_bytes() == CONTENT
@@ -182,16 +179,15 @@ def altered(file: Path) -> None:
 
 
 def test_file_that_was_written_just_now_is_compared_again(tmp_path: Path) -> None:
-    wheel, content = made(tmp_path)
-    file = ensure_cached(wheel, tmp_path, Index(content))
+    wheel, index = made(tmp_path)
+    file = ensure_cached(wheel, tmp_path, index)
     assert is_cached(wheel, tmp_path)
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
 @pytest.mark.usefixtures("settled")
 def test_altered_file_is_noticed_and_fetched_again(tmp_path: Path) -> None:
-    wheel, content = made(tmp_path)
-    index = Index(content)
+    wheel, index = made(tmp_path)
     file = ensure_cached(wheel, tmp_path, index)
     assert is_cached(wheel, tmp_path)
     altered(file)
@@ -203,8 +199,8 @@ def test_altered_file_is_noticed_and_fetched_again(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel, content = made(tmp_path)
-    file = ensure_cached(wheel, tmp_path, Index(content))
+    wheel, index = made(tmp_path)
+    file = ensure_cached(wheel, tmp_path, index)
     hashed: list[Path] = []
     monkeypatch.setattr(Path, "open", counting(Path.open, hashed))
     assert all(is_cached(wheel, tmp_path) for _ in range(3))
@@ -225,8 +221,8 @@ def counting(opens: Callable[..., Any], opened: list[Path]) -> Callable[..., Any
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff"])
 def test_broken_record_is_written_anew(tmp_path: Path, content: bytes) -> None:
-    wheel, packed = made(tmp_path)
-    record = ensure_cached(wheel, tmp_path, Index(packed)).parent / "verified.json"
+    wheel, index = made(tmp_path)
+    record = ensure_cached(wheel, tmp_path, index).parent / "verified.json"
     assert is_cached(wheel, tmp_path)
     written = record.read_bytes()
     record.write_bytes(content)
@@ -236,8 +232,8 @@ def test_broken_record_is_written_anew(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_record_of_other_content_does_not_count(tmp_path: Path) -> None:
-    wheel, packed = made(tmp_path)
-    ensure_cached(wheel, tmp_path, Index(packed))
+    wheel, index = made(tmp_path)
+    ensure_cached(wheel, tmp_path, index)
     assert is_cached(wheel, tmp_path)
     other = replace(wheel, member_sha256=wheel.member_sha256[:16] + "0" * 48)
     assert cached_path(other, tmp_path) == cached_path(wheel, tmp_path)
@@ -252,47 +248,35 @@ def test_record_of_other_content_does_not_count(tmp_path: Path) -> None:
         ({"member": "some/other.gguf"}, r"no item named 'some/other\.gguf'"),
     ],
 )
-def test_file_with_a_wrong_checksum_is_never_cached(
-    tmp_path: Path, other: dict[str, str], message: str
-) -> None:
-    wheel, content = made(tmp_path, **other)
+def test_wrong_checksum_is_not_cached(tmp_path: Path, other: dict[str, str], message: str) -> None:
+    wheel, index = made(tmp_path, **other)
     with pytest.raises(ConfigError, match=message):
-        ensure_cached(wheel, tmp_path / "cache", Index(content))
+        ensure_cached(wheel, tmp_path / "cache", index)
     assert not is_cached(wheel, tmp_path / "cache")
     assert left(tmp_path / "cache") == []
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_an_index_that_gives_other_than_one_wheel_is_refused(tmp_path: Path, count: int) -> None:
-    wheel, content = made(tmp_path)
+def test_index_that_gives_other_than_one_wheel_is_refused(tmp_path: Path, count: int) -> None:
+    wheel, index = made(tmp_path)
     with pytest.raises(ConfigError, match=f"gave {count} wheels"):
-        ensure_cached(wheel, tmp_path, Index(*[content] * count))
+        ensure_cached(wheel, tmp_path, Index(*index.contents * count))
 
 
-def test_a_wheel_that_is_no_archive_is_refused(tmp_path: Path) -> None:
+def test_wheel_that_is_no_archive_is_refused(tmp_path: Path) -> None:
     wheel, _ = made(tmp_path, sha256=hashlib.sha256(b"x").hexdigest())
     with pytest.raises(ConfigError, match=r"some==1\.0: File is not a zip file"):
         ensure_cached(wheel, tmp_path, Index(b"x"))
 
 
-def test_a_full_disk_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
-    wheel, content = made(tmp_path)
-    index = Index(content)
+def test_full_disk_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    wheel, index = made(tmp_path)
     with pytest.raises(ConfigError, match="GiB free in"):
         ensure_cached(replace(wheel, member_bytes=1 << 60), tmp_path, index)
     assert index.asked == 0
 
 
-def cached_settings(path: str, cache: Path) -> Settings:
-    base = Settings()
-    return replace(
-        base,
-        model=replace(base.model, path=path),
-        load=replace(base.load, download_folder=str(cache)),
-    )
-
-
-def test_a_folder_wins_over_a_short_name_and_that_over_the_hub(
+def test_folder_precedes_short_name_and_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -300,23 +284,24 @@ def test_a_folder_wins_over_a_short_name_and_that_over_the_hub(
     assert not is_hub_id("smollm2")
     assert not is_packaged("gpt2")
     assert is_hub_id("gpt2")
+    named = settings("smollm2", "--download-dir", tmp_path / "cache")
     with pytest.raises(
         ConfigError, match=r"smollm2 is missing from .*; `antiphon serve --model-path"
     ):
-        model_files(cached_settings("smollm2", tmp_path / "cache"))
+        model_files(named)
     (tmp_path / "smollm2").touch()
     assert is_packaged("smollm2"), "a file of that name is no folder"
     (tmp_path / "smollm2").unlink()
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2" / "config.json").write_text("{}")
     assert not is_packaged("smollm2")
-    assert model_files(cached_settings("smollm2", tmp_path / "cache")).folder == Path("smollm2")
-    assert served_name(cached_settings("smollm2", tmp_path)) == "smollm2"
+    assert model_files(named).folder == Path("smollm2")
+    assert served_name(named) == "smollm2"
 
 
 def test_files_are_kept_where_the_settings_say() -> None:
     assert cache_folder(Settings()) == Path.home() / ".cache/antiphon"
-    assert cache_folder(cached_settings("smollm2", Path("/data"))) == Path("/data")
+    assert cache_folder(settings("smollm2", "--download-dir", "/data")) == Path("/data")
 
 
 def test_every_short_name_has_a_description() -> None:
@@ -332,7 +317,7 @@ def test_every_short_name_has_a_description() -> None:
 TEXTS = ["Grüße, 世界 👋🏽!\n\tnaïve", "  two  spaces", '{"a": [1, 2.5e-3]}', "\u00ad\u0000\u007f"]
 
 
-def test_the_embedded_model_writes_what_its_tokenizer_reads() -> None:
+def test_embedded_model_writes_what_its_tokenizer_reads() -> None:
     vocabulary = read_vocabulary(embedded.path(), 1024)
     tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
     for text in TEXTS:
@@ -380,21 +365,19 @@ def test_sentence_pieces_write_spaces_and_bytes(tmp_path: Path) -> None:
     assert read_vocabulary(folder, 5).tokens == expected
 
 
-def test_a_unigram_model_lists_its_tokens(tmp_path: Path) -> None:
+def test_unigram_model_lists_its_tokens(tmp_path: Path) -> None:
     model = {"type": "Unigram", "vocab": [["▁the", -1.5], ["é", -2.0]]}
     folder = write(tmp_path, model, {"type": "Metaspace", "replacement": "▁"})
     assert read_vocabulary(folder, 3).tokens == (b" the", "é".encode(), b"")
 
 
 @pytest.mark.parametrize("decoder", [None, {"type": "WordPiece"}])
-def test_tokens_that_do_not_say_their_bytes_have_no_grammars(
-    tmp_path: Path, decoder: object
-) -> None:
+def test_tokens_without_known_bytes_have_no_grammars(tmp_path: Path, decoder: object) -> None:
     folder = write(tmp_path, {"type": "WordPiece", "vocab": {"##a": 0}}, decoder)
     with pytest.raises(Unsupported, match="the bytes of tokens are unknown"):
         read_vocabulary(folder, 1)
 
 
-def test_a_folder_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"requires a tokenizer\.json"):
         read_vocabulary(tmp_path, 1)

@@ -111,7 +111,7 @@ def test_watchers_get_each_change_once_and_in_order(world: World) -> None:
     assert world.news() == [(PeerChange.APPEARED, "1")]  # it was frozen, not gone
 
 
-def test_a_heartbeat_ends_suspicion(world: World) -> None:
+def test_heartbeat_ends_suspicion(world: World) -> None:
     world.beat()
     world.run(2)
     assert not world.peers.accepting_work(Role.WORKER)
@@ -119,7 +119,7 @@ def test_a_heartbeat_ends_suspicion(world: World) -> None:
     assert len(world.peers.accepting_work(Role.WORKER)) == 1
 
 
-def test_a_draining_peer_is_listed_and_gets_no_work(world: World) -> None:
+def test_draining_peer_is_listed_and_gets_no_work(world: World) -> None:
     world.beat(state=ProcessState.DRAINING)
     assert len(world.peers.with_role(Role.WORKER)) == 1
     assert not world.peers.accepting_work(Role.WORKER)
@@ -142,9 +142,7 @@ def test_name_passes_to_a_new_life_once_the_old_one_is_silent(world: World) -> N
     assert not world.peers.is_alive(old)
 
 
-def test_name_stays_with_a_live_process_despite_other_claimants(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_name_stays_with_a_live_process(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """A second process of the name, and heartbeats that are forged, each with another life."""
     for turn in range(40):
         world.beat(incarnation="true")
@@ -299,7 +297,7 @@ def test_forged_times_in_its_name_do_not_shut_a_process_out(world: World) -> Non
         ("not_after_unix_ms", {"late_s": 3}),
     ],
 )
-def test_a_heartbeat_that_does_not_fit_is_refused_and_logged_once(
+def test_heartbeat_that_does_not_fit_is_refused_and_logged_once(
     world: World, field: str, change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
@@ -391,7 +389,7 @@ def test_peers_with_heartbeats_never_die_and_silent_ones_always_do(seed: int) ->
 
 
 @pytest.mark.parametrize(("silence_s", "due_s"), [(0.3, 0.5), (1.2, 0.3), (1.5, 1.0), (2.2, 0.3)])
-def test_a_verdict_is_due_when_silence_next_means_more(
+def test_verdict_is_due_when_silence_counts_more(
     world: World, silence_s: float, due_s: float
 ) -> None:
     world.beat()
@@ -400,7 +398,7 @@ def test_a_verdict_is_due_when_silence_next_means_more(
     assert due == pytest.approx(min(due_s, 0.5))
 
 
-def test_a_verdict_that_is_due_is_drawn_in_time_and_few_others(world: World) -> None:
+def test_verdict_that_is_due_is_drawn_in_time_and_few_others(world: World) -> None:
     world.run(0)  # the link is whole
     world.beat()
     began_s, looks = world.clock.now(), 0
@@ -415,5 +413,5 @@ def test_a_verdict_that_is_due_is_drawn_in_time_and_few_others(world: World) -> 
     assert looks <= 8
 
 
-def test_a_link_that_is_not_whole_is_looked_at_several_times_a_heartbeat(world: World) -> None:
+def test_link_that_is_not_whole_is_looked_at_several_times_a_heartbeat(world: World) -> None:
     assert world.peers.update_liveness(link_up=False, connect_count=1) == pytest.approx(BEAT_S / 5)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 import pytest
-from tests.support.echo import BUG, MODEL, echo_request
+from tests.support.echo import MODEL, echo_request
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.nats import NatsServer
 from tests.support.services import client_bus, listening, process, running
@@ -121,8 +121,8 @@ async def echo(url: str, *flags: str) -> AsyncGenerator[Echo]:
         await process.communicate()
 
 
-async def outcome(bus: Bus, after_s: float, prompt: str = "echo") -> str:
-    request = echo_request(CLOCK, prompt, after_s)
+async def outcome(bus: Bus, after_s: float) -> str:
+    request = echo_request(CLOCK, after_s=after_s)
     try:
         await bus.call(TOKENIZE, request, timeout_s=10, model=MODEL)
     except EngineError as error:
@@ -148,17 +148,7 @@ async def test_sigterm_answers_12_of_12(
         assert await service.ended() == 0
 
 
-async def test_a_bug_without_a_caller_does_not_end_the_process(
-    server: NatsServer, bus: Bus
-) -> None:
-    async with echo(server.url) as service:
-        await service.ready(bus)
-        bus.publish(TOKENIZE, echo_request(CLOCK, BUG), model=MODEL)
-        assert await outcome(bus, 0, BUG) == "internal"
-        assert await outcome(bus, 0) == "ok"
-
-
-async def test_a_restarted_broker_finds_the_service_again(server: NatsServer, bus: Bus) -> None:
+async def test_restarted_broker_finds_the_service_again(server: NatsServer, bus: Bus) -> None:
     async with echo(server.url, "--service-heartbeat-s", "0.1") as service:
         await service.ready(bus)
         await server.kill()
@@ -170,7 +160,7 @@ async def test_a_restarted_broker_finds_the_service_again(server: NatsServer, bu
         assert float(counted[1]) > 0
 
 
-async def test_a_second_signal_ends_it_at_once(server: NatsServer, bus: Bus) -> None:
+async def test_second_signal_ends_it_at_once(server: NatsServer, bus: Bus) -> None:
     async with echo(server.url) as service, asyncio.TaskGroup() as group:
         await service.ready(bus)
         call = group.create_task(outcome(bus, 60))
@@ -209,7 +199,7 @@ async def test_what_keeps_it_from_starting_is_one_line_and_an_exit_code(server: 
             assert "--bus-url" in service.log
 
 
-async def test_second_process_of_a_name_is_refused_and_the_first_one_serves_on(
+async def test_second_process_of_a_name_is_refused_beside_the_first(
     server: NatsServer, bus: Bus
 ) -> None:
     async with echo(server.url) as first:
@@ -227,9 +217,7 @@ async def test_second_process_of_a_name_is_refused_and_the_first_one_serves_on(
         assert await outcome(bus, 0) == "ok"
 
 
-async def test_frozen_process_that_was_replaced_ends_when_it_wakes(
-    server: NatsServer, bus: Bus
-) -> None:
+async def test_frozen_process_that_was_replaced_ends_awake(server: NatsServer, bus: Bus) -> None:
     quick = ("--service-heartbeat-s", "0.1")
     async with echo(server.url, *quick) as first:
         await first.ready(bus)
@@ -244,9 +232,7 @@ async def test_frozen_process_that_was_replaced_ends_when_it_wakes(
             assert second.process.returncode is None
 
 
-async def test_forged_heartbeats_under_its_name_do_not_end_a_process(
-    server: NatsServer, bus: Bus
-) -> None:
+async def test_forged_heartbeats_of_its_name_end_no_process(server: NatsServer, bus: Bus) -> None:
     """Neither while it serves, nor when they were sent while it was frozen."""
 
     def forge(beat: Heartbeat) -> None:
@@ -276,7 +262,7 @@ async def test_forged_heartbeats_under_its_name_do_not_end_a_process(
 
 
 @pytest.mark.long
-async def test_an_unreachable_broker_is_one_line_and_an_exit_code() -> None:
+async def test_unreachable_broker_is_one_line_and_an_exit_code() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
         async with echo(url, "--bus-connect-timeout-s", "0.2") as service:
@@ -285,7 +271,7 @@ async def test_an_unreachable_broker_is_one_line_and_an_exit_code() -> None:
     assert "Traceback" not in service.log
 
 
-async def test_a_stop_while_it_looks_for_the_broker_ends_it() -> None:
+async def test_stop_while_it_looks_for_the_broker_ends_it() -> None:
     async with echo("nats://127.0.0.1:9") as service:
         assert service.process.stderr is not None
         async with asyncio.timeout(5):
@@ -297,9 +283,7 @@ async def test_a_stop_while_it_looks_for_the_broker_ends_it() -> None:
         assert await service.ended(3) == 0
 
 
-async def test_a_process_ends_with_its_parent_even_if_that_one_is_killed(
-    server: NatsServer, bus: Bus
-) -> None:
+async def test_process_ends_with_its_parent_even_if_killed(server: NatsServer, bus: Bus) -> None:
     script = (
         "import os, subprocess, sys, time\n"
         "command = [sys.executable, '-m', 'tests.support.echo', '--instance', 'echo-0',\n"
@@ -321,7 +305,7 @@ async def test_a_process_ends_with_its_parent_even_if_that_one_is_killed(
     await until(lambda: not _runs(child))
 
 
-async def test_a_process_whose_parent_has_gone_does_not_start(server: NatsServer) -> None:
+async def test_process_whose_parent_has_gone_does_not_start(server: NatsServer) -> None:
     async with echo(server.url, "--parent-pid", str(os.getppid())) as service:
         assert await service.ended() == 3
         assert f"parent {os.getppid()} has ended" in service.log
@@ -365,7 +349,7 @@ run(Refused())
 
 
 @pytest.mark.timeout(60)
-async def test_a_refused_start_ends_with_its_reason_though_a_thread_hangs() -> None:
+async def test_refused_start_ends_with_its_reason_though_a_thread_hangs() -> None:
     async with NatsServer() as nats:
         arguments = ("--bus-url", nats.url, "--instance", "tokenizer-0", "--health-port", "0")
         command = (sys.executable, "-c", HANGING, *arguments)
@@ -407,7 +391,7 @@ async def test_metrics_are_served_in_prometheus_form() -> None:
     assert "process_resident_memory_bytes" in text
 
 
-def test_an_address_that_is_not_ours_is_named_in_one_line() -> None:
+def test_address_that_is_not_ours_is_named_in_one_line() -> None:
     with pytest.raises(CannotStart, match=r"port 192\.0\.2\.1:0"):
         bind("192.0.2.1", 0)
 
@@ -427,13 +411,13 @@ def test_what_a_line_is_taken_to_need_is_enough() -> None:
     assert len(msgspec.msgpack.encode(held)) <= HELD_ENTRY_BYTES
 
 
-def test_the_largest_bound_that_fits_is_named_and_fits() -> None:
+def test_largest_bound_that_fits_is_named_and_fits() -> None:
     with pytest.raises(CannotStart, match=r"queue = 9999: must be at most 836, .* 100000 bytes"):
         check_message_fits("queue", 9999, each_bytes=100, message_bytes_max=100_000)
     check_message_fits("queue", 836, each_bytes=100, message_bytes_max=100_000)
 
 
-async def test_a_gateway_with_more_requests_than_its_list_can_name_does_not_start() -> None:
+async def test_gateway_with_more_requests_than_its_list_can_name_does_not_start() -> None:
     chosen = settings(requests_max=100_000)
     with pytest.raises(ExceptionGroup) as raised:
         async with running(GatewayService, MemoryTransport(MemoryBroker()), settings=chosen):

@@ -118,9 +118,7 @@ async def test_pool_kills_a_child_whose_job_takes_too_long(gate: Gate) -> None:
         assert (await made.run(b"next", timeout_s=20)).endswith(b" next")
 
 
-async def test_pool_kills_a_child_whose_caller_left_and_whose_job_takes_too_long(
-    gate: Gate,
-) -> None:
+async def test_pool_kills_a_child_whose_job_outlives_its_caller_for_long(gate: Gate) -> None:
     async with pool(job_s=30) as made:
         pid = await _warm(made)
         await _leave(made, gate.job)
@@ -191,7 +189,7 @@ async def test_pool_that_is_closed_while_a_child_starts_leaves_no_process(gate: 
         assert [_lives(pid) for pid in pids] == [False]
 
 
-async def test_pool_that_is_closed_before_a_child_is_known_leaves_no_process(
+async def test_pool_closed_before_a_child_is_known_leaves_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pids: list[int] = []

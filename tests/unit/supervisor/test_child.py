@@ -48,13 +48,13 @@ def program(folder: Path, line: str) -> Program:
     return found
 
 
-def test_the_first_restart_is_at_once_and_later_ones_wait_ever_longer():
+def test_first_restart_is_at_once_and_later_ones_wait_ever_longer():
     restarts = Restarts()
     pauses = [restarts.pause_s(now) for now in (0.0, 1.0, 2.0, 3.0, 100.0)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 0.0]
 
 
-async def test_a_service_that_cannot_start_is_tried_again(tmp_path: Path):
+async def test_service_that_cannot_start_is_tried_again(tmp_path: Path):
     service = program(tmp_path, "raise SystemExit('no model')")
     await service.start()
     async with asyncio.TaskGroup() as group:
@@ -238,7 +238,7 @@ async def test_frozen_service_is_killed_and_started_again(
     assert messages == ["service does not answer", "service hangs and is killed", "service died"]
 
 
-async def test_a_long_log_begins_anew_under_the_running_process(
+async def test_long_log_begins_anew_under_the_running_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "LOG_BYTES_MAX", 8)
@@ -257,7 +257,7 @@ async def test_a_long_log_begins_anew_under_the_running_process(
     assert [path.read_text() for path in tmp_path.glob("logs/*.1.log")] == ["much text\n"]
 
 
-def test_a_named_port_is_free_and_not_one_that_connections_are_given():
+def test_named_port_is_free_and_not_one_that_connections_are_given():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     for _ in range(50):
         port = free_port("127.0.0.1")

@@ -85,13 +85,13 @@ def test_spans_across_processes_share_a_trace_and_each_has_its_parent(collector:
     assert tracing.current() is None
 
 
-def test_an_error_is_on_its_span(collector: Collector) -> None:
+def test_error_is_on_its_span(collector: Collector) -> None:
     with pytest.raises(ValueError, match="wrong"), span("failing"):
         raise ValueError("wrong")
     assert collector.spans()["failing"].status.description == "ValueError"
 
 
-def test_a_parent_that_was_not_sampled_is_not_traced_below(collector: Collector) -> None:
+def test_parent_that_was_not_sampled_is_not_traced_below(collector: Collector) -> None:
     with span("gateway", NOT_SAMPLED) as here:
         assert here.traceparent is not None
         assert here.traceparent.endswith("-00")
@@ -99,9 +99,7 @@ def test_a_parent_that_was_not_sampled_is_not_traced_below(collector: Collector)
 
 
 @pytest.mark.parametrize("text", ["", "garbage", PARENT.upper(), "00-" + "0" * 32 + PARENT[35:]])
-def test_a_parent_that_is_not_w3c_begins_a_trace_of_its_own(
-    collector: Collector, text: str
-) -> None:
+def test_parent_that_is_not_w3c_begins_a_trace_of_its_own(collector: Collector, text: str) -> None:
     with span("gateway", text):
         pass
     assert collector.spans()["gateway"].parent is None
@@ -115,7 +113,7 @@ def test_work_without_a_block_has_a_beginning_and_an_end(collector: Collector) -
     assert dict(collector.spans()["queue"].attributes or {}) == {"position": 3}
 
 
-def test_the_ratio_decides_for_traces_that_begin_here() -> None:
+def test_ratio_decides_for_traces_that_begin_here() -> None:
     collector = Collector(ratio=0.1)
     for n in range(300):
         with span(f"request-{n}"):
@@ -125,7 +123,7 @@ def test_the_ratio_decides_for_traces_that_begin_here() -> None:
     assert 5 <= kept <= 90
 
 
-async def test_a_collector_gets_the_spans_over_http() -> None:
+async def test_collector_gets_the_spans_over_http() -> None:
     got: list[tuple[str, bytes]] = []
 
     async def take(request: web.Request) -> web.Response:
@@ -177,7 +175,7 @@ class GrpcCollector(TraceServiceServicer):
 
 
 @pytest.mark.parametrize("scheme", ["", "grpc://"])
-async def test_a_collector_gets_the_spans_over_grpc(scheme: str) -> None:
+async def test_collector_gets_the_spans_over_grpc(scheme: str) -> None:
     with GrpcCollector() as collector:
         provider = export.start(
             endpoint=f"{scheme}127.0.0.1:{collector.port}",
@@ -206,11 +204,11 @@ async def test_a_collector_gets_the_spans_over_grpc(scheme: str) -> None:
         ("https://a/otlp/", OtlpTarget(grpc=False, address="https://a/otlp/v1/traces")),
     ],
 )
-def test_the_form_of_an_endpoint_names_its_transport(endpoint: str, target: OtlpTarget) -> None:
+def test_form_of_an_endpoint_names_its_transport(endpoint: str, target: OtlpTarget) -> None:
     assert OtlpTarget.parse(endpoint) == target
 
 
-def test_a_collector_that_is_away_does_not_hold_up_the_end() -> None:
+def test_collector_that_is_away_does_not_hold_up_the_end() -> None:
     provider = export.start(
         endpoint="http://127.0.0.1:9", service="gateway", instance="gateway-0", ratio=1.0
     )
@@ -273,7 +271,7 @@ def test_what_json_does_not_know_is_written_as_text(written: Written) -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_traceback_and_a_line_break_stay_in_one_line(written: Written, form: Form) -> None:
+def test_traceback_and_a_line_break_stay_in_one_line(written: Written, form: Form) -> None:
     stream = written(form)
     try:
         int("two\nlines")
@@ -287,7 +285,7 @@ def test_a_traceback_and_a_line_break_stay_in_one_line(written: Written, form: F
         assert " route=x" in text
 
 
-def test_the_level_holds_and_outside_of_a_request_there_is_no_request(written: Written) -> None:
+def test_level_holds_and_outside_of_a_request_there_is_no_request(written: Written) -> None:
     stream = written("text")
     log.debug("not written")
     log.info("bus joined")

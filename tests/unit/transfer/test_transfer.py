@@ -92,7 +92,7 @@ async def test_several_claims_come_over_one_connection_in_order():
     assert [blob[0] for blob in blobs] == list(range(20))
 
 
-async def test_an_unknown_token_and_an_expired_one_are_gone():
+async def test_unknown_token_and_an_expired_one_are_gone():
     async with shelf() as (holder, wall):
         claim = holder.put(b"x", 1)
         with pytest.raises(BlobGone):
@@ -120,7 +120,7 @@ async def test_another_checksum_or_size_is_corrupt():
             await take(replace(claim, size_bytes=3))
 
 
-async def test_a_holder_that_hangs_up_in_the_middle_is_gone():
+async def test_holder_that_hangs_up_in_the_middle_is_gone():
     bound, address = listener()
     claim = BlobStore(address, MIB, Wall()).put(b"x" * 100, 60)
 
@@ -137,14 +137,14 @@ async def test_a_holder_that_hangs_up_in_the_middle_is_gone():
                 await take(claim)
 
 
-async def test_a_holder_that_says_nothing_is_gone_in_time():
+async def test_holder_that_says_nothing_is_gone_in_time():
     bound, address = listener()
     claim = BlobStore(address, MIB, Wall()).put(b"x", 60)
     with bound, pytest.raises(BlobGone):
         await fetch(claim, timeout_s=0.05, bytes_max=MIB)
 
 
-async def test_a_large_claim_is_refused_before_anything_is_sent():
+async def test_large_claim_is_refused_before_anything_is_sent():
     async with shelf() as (holder, _):
         claim = holder.put(b"x" * 11, 60)
         with pytest.raises(RequestTooLarge):
@@ -152,13 +152,13 @@ async def test_a_large_claim_is_refused_before_anything_is_sent():
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", ":1", "host:x"])
-async def test_a_malformed_address_is_the_callers_error(address: str):
+async def test_malformed_address_is_the_callers_error(address: str):
     claim = BlobStore(address, MIB, Wall()).put(b"x", 60)
     with pytest.raises(InvalidRequest):
         await take(claim)
 
 
-async def test_a_full_shelf_refuses_until_something_expires():
+async def test_full_shelf_refuses_until_something_expires():
     async with shelf(bytes_max=100) as (holder, wall):
         holder.put(b"x" * 80, 1)
         with pytest.raises(Overloaded):
@@ -170,7 +170,7 @@ async def test_a_full_shelf_refuses_until_something_expires():
         assert holder.bytes_held == 30
 
 
-async def test_a_stranger_is_hung_up_on():
+async def test_stranger_is_hung_up_on():
     async with shelf() as (holder, _):
         host, _, port = holder.put(b"x", 60).address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -257,9 +257,7 @@ async def test_blob_server_accepts_again_and_logs_once(
     ]
 
 
-async def test_blob_server_outlives_a_source_that_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_blob_server_outlives_a_source_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(BlobStore):
         broken = True
 

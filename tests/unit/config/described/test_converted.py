@@ -75,7 +75,7 @@ def test_config_says_what_the_settings_say(tmp_path: Path) -> None:
     }
 
 
-def test_a_lone_file_is_a_model_to_every_service(tmp_path: Path) -> None:
+def test_lone_file_is_a_model_to_every_service(tmp_path: Path) -> None:
     file = write(tmp_path / "a.gguf", tokenizer=byte_level())
     settings = settings_of("--model-path", str(file), "--download-dir", str(tmp_path / "cache"))
     card = read_card(model_files(settings))
@@ -89,7 +89,7 @@ def test_a_lone_file_is_a_model_to_every_service(tmp_path: Path) -> None:
     assert read_vocabulary(folder).tokens[257] == b" he"
 
 
-def test_a_folder_is_made_once_and_another_file_gets_its_own(tmp_path: Path) -> None:
+def test_folder_is_made_once_and_another_file_gets_its_own(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = gguf_folder([write(tmp_path / "a.gguf", tokenizer=byte_level())], cache)
     made = (first / "tokenizer.json").stat().st_mtime_ns
@@ -101,7 +101,7 @@ def test_a_folder_is_made_once_and_another_file_gets_its_own(tmp_path: Path) -> 
     assert [path.name[0] for path in first.parent.iterdir()].count(".") == 0
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_its_setting(tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_named_with_its_setting(tmp_path: Path) -> None:
     file = write(tmp_path / "a.gguf", tokenizer=byte_level())
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"Not a directory; load\.download_folder names"):
@@ -168,7 +168,7 @@ def test_ends_of_turns_end_an_answer(tmp_path: Path) -> None:
     assert config_of(found, tmp_path)["eos_token_id"] == [0, 259]
 
 
-def test_the_template_for_tools_stands_beside_the_default(tmp_path: Path) -> None:
+def test_template_for_tools_stands_beside_the_default(tmp_path: Path) -> None:
     said = byte_level(**{"chat_template.tool_use": "tools"})
     folder = gguf_folder([write(tmp_path / "a.gguf", tokenizer=said)], tmp_path)
     card = json.loads((folder / "tokenizer_config.json").read_text())
@@ -255,7 +255,7 @@ def test_scaling_is_what_the_file_says(
         ),
     ],
 )
-def test_what_is_not_read_is_refused_with_a_way_out(
+def test_unread_file_is_refused_with_advice(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     given: dict[str, Any] = {"tokenizer": byte_level(), **fields}
@@ -266,7 +266,7 @@ def test_what_is_not_read_is_refused_with_a_way_out(
     assert "model.tokenizer_path" in str(caught.value)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="cut short"):
         gguf_folder([tmp_path / "a.gguf"], tmp_path)
@@ -349,7 +349,7 @@ def test_pairs_are_merged_as_sentence_piece_merges_them(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text.removeprefix(" ")
 
 
-def test_a_text_is_cut_the_likeliest_way(tmp_path: Path) -> None:
+def test_text_is_cut_the_likeliest_way(tmp_path: Path) -> None:
     names = write_model(tmp_path, "unigram")
     tokenizer = converted_tokenizer(tmp_path)
     model = json.loads(tokenizer.to_str())["model"]
@@ -363,7 +363,7 @@ def test_a_text_is_cut_the_likeliest_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_what_is_no_piece_becomes_bytes_and_special_tokens_stay_whole(
+def test_unknown_text_becomes_bytes_and_special_tokens_stay_whole(
     tmp_path: Path, kind: str
 ) -> None:
     write_model(tmp_path, kind)
@@ -377,7 +377,7 @@ def test_what_is_no_piece_becomes_bytes_and_special_tokens_stay_whole(
     assert b" hello" in tokens.tokens
 
 
-def test_a_model_folder_with_pieces_is_served_whole(tmp_path: Path) -> None:
+def test_model_folder_with_pieces_is_served_whole(tmp_path: Path) -> None:
     write_model(tmp_path, "bpe")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x", "eos_token": "<own>"}')
@@ -402,7 +402,7 @@ def test_a_model_folder_with_pieces_is_served_whole(tmp_path: Path) -> None:
         (b"\xff" * 20, "more than ten bytes"),
     ],
 )
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         converted(tmp_path)
@@ -466,11 +466,11 @@ def test_tekken_that_is_broken_is_refused(tmp_path: Path, content: str) -> None:
         converted(tmp_path)
 
 
-def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
+def test_letters_of_bytes_are_those_of_gpt2() -> None:
     from antiphon.model_card.converted.tokenizer_json import byte_letters  # noqa: PLC0415
 
     assert byte_letters() == gguf_letters()
 
 
-def test_a_folder_with_neither_has_no_tokenizer(tmp_path: Path) -> None:
+def test_folder_with_neither_has_no_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_files_folder(embedded.path(), tmp_path) is None
