@@ -6,20 +6,23 @@ import asyncio
 import os
 import random
 import time
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 from tests.fuzz.forger import Forger, Known
+from tests.support.services import client_bus
 from tests.support.wait import until
 from tests.system.stack import SERVICES, Stack, serving
 
-from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.settings import BusConfig
-from antiphon.wire.base import Process
-from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
+from antiphon.wire.ids import ClusterName
 from antiphon.wire.routes import HEARTBEAT, OPEN
+
+if TYPE_CHECKING:
+    from antiphon.bus.bus import Bus, Delivery
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -110,10 +113,9 @@ async def test_stack_survives_hostile_messages_beside_streams() -> None:
     with serving() as stack:
         before = stack.pids()
         assert set(before) == set(SERVICES)
-        process = Process(instance=InstanceId("fuzz"), incarnation=Incarnation("1"))
         transport = NatsTransport(BusConfig(url=stack.nats_url), name="fuzz")
         async with (
-            Bus(transport, ClusterName("antiphon"), process) as bus,
+            client_bus(transport, "fuzz", cluster=ClusterName("antiphon")) as bus,
             Client(stack.nats_url) as client,
         ):
             attack = Attack(stack, bus, client)

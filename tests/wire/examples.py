@@ -5,6 +5,8 @@ Some fields exclude each other in use (`messages` and `prompt`); here they are a
 
 from __future__ import annotations
 
+from tests.support.services import process
+
 from antiphon.wire import (
     claim,
     command,
@@ -17,26 +19,10 @@ from antiphon.wire import (
     tokenize,
     tokens,
 )
-from antiphon.wire.base import (
-    Attempt,
-    FinishReason,
-    Message,
-    Process,
-    ProcessState,
-    Role,
-    Term,
-    Usage,
-)
+from antiphon.wire.base import Attempt, FinishReason, Message, ProcessState, Role, Term, Usage
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.ids import (
-    ClientKey,
-    Incarnation,
-    InstanceId,
-    ModelName,
-    RequestId,
-    TenantId,
-)
+from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
 
 MODEL = ModelName("antiphon-small")
@@ -45,12 +31,10 @@ OTHER_REQUEST = RequestId("fedcba9876543210fedcba9876543210")
 KEY = ClientKey("my-request-1")
 DEADLINE = 1_767_225_600_000
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-GATEWAY = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("aaaa000000000001"))
-SCHEDULER = Process(instance=InstanceId("scheduler-0"), incarnation=Incarnation("bbbb000000000002"))
-WORKER = Process(instance=InstanceId("worker-0"), incarnation=Incarnation("cccc000000000003"))
-DETOKENIZER = Process(
-    instance=InstanceId("detokenizer-0"), incarnation=Incarnation("dddd000000000004")
-)
+GATEWAY = process("gateway-0", "aaaa000000000001")
+SCHEDULER = process("scheduler-0", "bbbb000000000002")
+WORKER = process("worker-0", "cccc000000000003")
+DETOKENIZER = process("detokenizer-0", "dddd000000000004")
 TERM = Term(number=7, scheduler=SCHEDULER)
 FIRST = Attempt(term=TERM, n=1)
 SECOND = Attempt(term=TERM, n=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.service import main as service_main
 from antiphon.service.tasks import Tasks
 from antiphon.service.web import server_context, web_server
+from antiphon.supervisor.ports import free_port
 from antiphon.supervisor.stack import ServiceStack
 from antiphon.telemetry import export
 from antiphon.tokenizer.encoding import Batcher
@@ -50,15 +50,9 @@ async def test_argument_is_where_the_gateway_listens(flag: str, value: str, at: 
         async with web_server(runner, gateway.host, gateway.port):
             return runner.addresses[0][at]
 
-    base = ("--port", "0") if flag == "--host" else ("--port", str(_free_port()))
+    base = ("--port", "0") if flag == "--host" else ("--port", str(free_port("127.0.0.1")))
     given, without = await compare_async(flag, value, observe=address, base=base)
     assert (given == "127.0.0.3") if flag == "--host" else without == int(base[1])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -23,6 +22,8 @@ from antiphon.cli.chat import (
     server_url,
 )
 from antiphon.config.errors import ConfigError
+from antiphon.service.web import web_server
+from antiphon.supervisor.ports import free_port
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -73,12 +74,9 @@ async def server() -> AsyncIterator[Server]:
     app.router.add_get("/v1/models", server.models)
     app.router.add_post("/v1/chat/completions", server.chat)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    async with web_server(runner, "127.0.0.1", 0) as port:
+        server.url = f"http://127.0.0.1:{port}"
+        yield server
 
 
 def ask(text: str, model: str = "small") -> ChatRequest:
@@ -202,19 +200,12 @@ async def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: Server) 
     )
 
 
-async def test_missing_server_error_has_the_start_command(unused_port: int) -> None:
-    url = f"http://127.0.0.1:{unused_port}"
+async def test_missing_server_error_has_the_start_command() -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     async with chat("--url", url, "--message", "hello") as process:
         _, err = await process.communicate()
     expected = f"antiphon chat: no server responds at {url}; start one with: antiphon serve\n"
     assert (err.decode(), process.returncode) == (expected, 1)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.services import CLUSTER
+from tests.support.services import client_bus
 
-from antiphon.bus.bus import Bus, Delivery
-from antiphon.wire.base import FinishReason, Message, Process, Role, Usage
+from antiphon.wire.base import FinishReason, Message, Role, Usage
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.generate import (
     ChoiceEnd,
@@ -24,12 +23,13 @@ from antiphon.wire.generate import (
     GenerateResume,
     GenerateText,
 )
-from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator
 
+    from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.transport import Subscription, Transport
 
 MODEL = "m"
@@ -207,8 +207,7 @@ async def gateway(
     mischief: Mischief | None = None,
 ) -> AsyncGenerator[FakeGateway]:
     transport = MemoryTransport(broker) if isinstance(broker, MemoryBroker) else broker
-    process = Process(instance=InstanceId(name), incarnation=Incarnation("1"))
-    async with Bus(transport, CLUSTER, process, party=Role.GATEWAY) as bus:
+    async with client_bus(transport, name, Role.GATEWAY) as bus:
         fake = FakeGateway(bus, name, script, mischief or Mischief(0))
         await fake.listen()
         yield fake

@@ -262,9 +262,9 @@ async def test_no_responders_fail_at_once(client: Client, monkeypatch: pytest.Mo
     monkeypatch.setattr(stream, "SILENCE_S", 60.0)
     monkeypatch.setattr(stream, "NO_RESPONDERS_TIMEOUT_S", 60.0)
     async with asyncio.timeout(1):
-        with pytest.raises(NoResponders):
+        with pytest.raises(NoResponders, match="no gateway serves this model"):
             await read(client)
-        with pytest.raises(NoResponders):
+        with pytest.raises(NoResponders, match="no gateway serves this model"):
             await client.complete(MODEL, "hi")
 
 

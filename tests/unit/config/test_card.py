@@ -385,14 +385,14 @@ def test_without_a_module_nothing_is_normalised(folder: Path, tmp_path: Path) ->
     assert not pooling(described(folder, tmp_path, ("Pooling", LAST))).normalize
 
 
-def test_config_says_where_a_vector_may_be_cut(folder: Path, tmp_path: Path) -> None:
-    found = pooling(described(folder, tmp_path, matryoshka_dimensions=[32, 16]))
-    assert (found.card.matryoshka, found.card.cuts) == (True, (16, 32))
-
-
-def test_config_says_where_a_vector_may_be_cut_anywhere(folder: Path, tmp_path: Path) -> None:
-    found = pooling(described(folder, tmp_path, is_matryoshka=True))
-    assert (found.card.matryoshka, found.card.cuts) == (True, ())
+@pytest.mark.parametrize(
+    ("said", "cuts"),
+    [({"matryoshka_dimensions": [32, 16]}, (16, 32)), ({"is_matryoshka": True}, ())],
+    ids=["there", "anywhere"],
+)
+def test_config_says_where_a_vector_may_be_cut(folder: Path, tmp_path: Path, said, cuts) -> None:
+    card = pooling(described(folder, tmp_path, **said)).card
+    assert (card.matryoshka, card.cuts) == (True, cuts)
 
 
 def test_classifier_has_labels(folder: Path, tmp_path: Path) -> None:

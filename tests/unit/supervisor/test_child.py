@@ -48,6 +48,11 @@ def program(folder: Path, line: str) -> Program:
     return found
 
 
+async def ran(service: Program) -> None:
+    await service.start()
+    await service.died()
+
+
 def test_first_restart_is_at_once_and_later_ones_wait_ever_longer():
     restarts = Restarts()
     pauses = [restarts.pause_s(now) for now in (0.0, 1.0, 2.0, 3.0, 100.0)]
@@ -96,8 +101,7 @@ async def test_service_is_started_again_while_the_disk_is_full(
     """Its settings are those of before, or come in memory, and its lines go to our own output."""
     shows = "import sys; print(len(open(sys.argv[1]).read()), flush=True)"
     service = program(tmp_path, shows)
-    await service.start()
-    await service.died()
+    await ran(service)
     size = service.log_tail()
     assert int(size) > 1000
     monkeypatch.setattr(module, "write_yaml", full)
@@ -105,8 +109,7 @@ async def test_service_is_started_again_while_the_disk_is_full(
     service.log_path.mkdir()  # a log that cannot be opened
     if cleaned:
         service.config.unlink()
-    await service.start()
-    await service.died()
+    await ran(service)
     assert service.process is not None
     assert service.process.returncode == 0
     assert size in capfd.readouterr().err
@@ -116,8 +119,7 @@ async def test_service_files_are_readable_by_their_owner_only(tmp_path: Path):
     service = program(tmp_path, "print('much text')")
     service.log_folder.mkdir(mode=0o700)
     service.log_path.touch(mode=0o644)  # of an earlier version
-    await service.start()
-    await service.died()
+    await ran(service)
     service.log_path.write_text("x" * (module.LOG_BYTES_MAX + 1))
     service.trim_log()
     modes = {
@@ -130,8 +132,7 @@ async def test_service_files_are_readable_by_their_owner_only(tmp_path: Path):
         "tokenizer-0.1.log": "0o600",
     }
     other = program(tmp_path / "new", "")
-    await other.start()
-    await other.died()
+    await ran(other)
     for folder in (other.log_folder, other.config.parent):
         assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -151,12 +152,10 @@ async def test_reasons_of_a_refused_start_are_read_from_its_log(
     written = tmp_path / "written"
     written.write_text(refused(formatter, reason, reason, "no_room"))
     service = program(tmp_path, f"print(open({str(written)!r}).read())")
-    await service.start()
-    await service.died()
+    await ran(service)
     assert service.refusals() == f"{reason}; no_room"
     service.line = "raise SystemExit('killed')"  # a life that does not say why it ended
-    await service.start()
-    await service.died()
+    await ran(service)
     assert service.refusals() == ""
     assert service.log_tail().endswith("killed")
 
@@ -267,15 +266,11 @@ def test_named_port_is_free_and_not_one_that_connections_are_given():
 
 def test_names_get_the_next_free_port_and_keep_theirs() -> None:
     first = free_port("127.0.0.1")
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", first))
-        other.listen()
+    with socket.create_server(("127.0.0.1", first)):
         ports = PortRange("127.0.0.1", first)
         a, b = ports.allocate("a"), ports.allocate("b")
         assert first < a < b, "one is bound, and the other was given away but not bound yet"
         assert (ports.allocate("a"), ports.allocate("b")) == (a, b)
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", a))
-            taken.listen()
+        with socket.create_server(("127.0.0.1", a)):
             assert ports.allocate("a") not in (first, a, b)
     assert PortRange("127.0.0.1", 0).allocate("a") == 0

@@ -24,13 +24,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from antiphon.service.web import web_server
 from antiphon.telemetry import export, tracing
 from antiphon.telemetry import log as logs
 from antiphon.telemetry.export import OtlpTarget
 from antiphon.telemetry.tracing import request_context, span
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.trace import SpanContext
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -123,6 +124,10 @@ def test_ratio_decides_for_traces_that_begin_here() -> None:
     assert 5 <= kept <= 90
 
 
+def export_to(endpoint: str) -> TracerProvider:
+    return export.start(endpoint=endpoint, service="gateway", instance="gateway-0", ratio=1.0)
+
+
 async def test_collector_gets_the_spans_over_http() -> None:
     got: list[tuple[str, bytes]] = []
 
@@ -132,18 +137,11 @@ async def test_collector_gets_the_spans_over_http() -> None:
 
     app = web.Application()
     app.router.add_post("/{path:.*}", take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port: int = runner.addresses[0][1]
-    provider = export.start(
-        endpoint=f"http://127.0.0.1:{port}", service="gateway", instance="gateway-0", ratio=1.0
-    )
-    with span("gateway.chat", PARENT):
-        pass
-    await asyncio.to_thread(export.stop, provider)
-    await runner.cleanup()
+    async with web_server(web.AppRunner(app), "127.0.0.1", 0) as port:
+        provider = export_to(f"http://127.0.0.1:{port}")
+        with span("gateway.chat", PARENT):
+            pass
+        await asyncio.to_thread(export.stop, provider)
     assert [path for path, _ in got] == ["/v1/traces"]
     assert b"gateway.chat" in got[0][1]
     assert bytes.fromhex(TRACE) in got[0][1]
@@ -177,12 +175,7 @@ class GrpcCollector(TraceServiceServicer):
 @pytest.mark.parametrize("scheme", ["", "grpc://"])
 async def test_collector_gets_the_spans_over_grpc(scheme: str) -> None:
     with GrpcCollector() as collector:
-        provider = export.start(
-            endpoint=f"{scheme}127.0.0.1:{collector.port}",
-            service="gateway",
-            instance="gateway-0",
-            ratio=1.0,
-        )
+        provider = export_to(f"{scheme}127.0.0.1:{collector.port}")
         with span("gateway.chat"):
             pass
         await asyncio.to_thread(export.stop, provider)
@@ -209,9 +202,7 @@ def test_form_of_an_endpoint_names_its_transport(endpoint: str, target: OtlpTarg
 
 
 def test_collector_that_is_away_does_not_hold_up_the_end() -> None:
-    provider = export.start(
-        endpoint="http://127.0.0.1:9", service="gateway", instance="gateway-0", ratio=1.0
-    )
+    provider = export_to("http://127.0.0.1:9")
     with span("gateway.chat"):
         pass
     since = time.monotonic()

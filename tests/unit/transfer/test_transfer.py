@@ -243,13 +243,9 @@ async def test_blob_server_accepts_again_and_logs_once(
         return await accept(bound)
 
     monkeypatch.setattr(loop, "sock_accept", sock_accept)
-    bound, address = listener()
-    store = BlobStore(address, 1024, lambda: 0)
-    with bound, caplog.at_level("INFO"):
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(BlobServer(bound, store).run())
-            assert await take(store.put(b"bytes", 60)) == b"bytes"
-            running.cancel()
+    with caplog.at_level("INFO"):
+        async with shelf() as (holder, _):
+            assert await take(holder.put(b"bytes", 60)) == b"bytes"
     assert failures == 50
     assert [record.message for record in caplog.records] == [
         "connection not accepted",
@@ -269,13 +265,9 @@ async def test_blob_server_outlives_a_source_that_fails(caplog: pytest.LogCaptur
     bound, address = listener()
     store = Broken(address, 1024, lambda: 0)
     claim = store.put(b"bytes", 60)
-    with bound:
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(BlobServer(bound, store).run())
-            try:
-                await take(claim)
-            except BlobGone:
-                store.broken = False
-            assert await take(claim) == b"bytes"
-            running.cancel()
+    async with serving(bound, store):
+        with pytest.raises(BlobGone):
+            await take(claim)
+        store.broken = False
+        assert await take(claim) == b"bytes"
     assert "a bug, on purpose" in caplog.text
