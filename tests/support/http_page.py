@@ -7,45 +7,33 @@ from typing import TYPE_CHECKING, cast
 from tests.support.markdown import DOCS, table
 
 from antiphon.gateway.http.anthropic.schema import (
-    COUNT_UNSUPPORTED,
-    MESSAGES_UNSUPPORTED,
     CountBody,
     MessagesBody,
 )
-from antiphon.gateway.http.core.fields import EMBEDDING, UnsupportedField
+from antiphon.gateway.http.core.fields import unsupported_fields
 from antiphon.gateway.http.core.operation import described_schemas
 from antiphon.gateway.http.native.control import AbortBody, ContinueBody, PauseBody, VersionBody
-from antiphon.gateway.http.native.encode import EncodeBody
-from antiphon.gateway.http.native.endpoints import SESSION_UNSUPPORTED, CloseSession, OpenSession
-from antiphon.gateway.http.native.parsing import SEPARATE_UNSUPPORTED, ParseBody, SeparateBody
-from antiphon.gateway.http.native.schema import (
-    ENCODE_UNSUPPORTED,
-    GENERATE_UNSUPPORTED,
-    GenerateBody,
-)
+from antiphon.gateway.http.native.endpoints import CloseSession, OpenSession
+from antiphon.gateway.http.native.parsing import ParseBody, SeparateBody
+from antiphon.gateway.http.native.schema import EncodeBody, GenerateBody
 from antiphon.gateway.http.ollama.models import ShowBody
 from antiphon.gateway.http.ollama.schema import (
-    OLLAMA_CHAT_UNSUPPORTED,
-    OLLAMA_EMBED_UNSUPPORTED,
-    OLLAMA_GENERATE_UNSUPPORTED,
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingBody,
     OllamaGenerateBody,
 )
 from antiphon.gateway.http.openai.embeddings import ClassifyBody, EmbeddingBody
-from antiphon.gateway.http.openai.responses.schema import RESPONSES_UNSUPPORTED, ResponsesBody
+from antiphon.gateway.http.openai.responses.schema import ResponsesBody
 from antiphon.gateway.http.openai.schema import (
-    CHAT_UNSUPPORTED,
-    COMPLETION_UNSUPPORTED,
     ChatBody,
     CompletionBody,
 )
-from antiphon.gateway.http.openai.score import SCORE_UNSUPPORTED, RerankBody, ScoreBody
+from antiphon.gateway.http.openai.score import RerankBody, ScoreBody
 from antiphon.gateway.http.openai.tokenize import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import msgspec
 
@@ -56,36 +44,36 @@ Schema = dict[str, object]
 
 _WIDE = 2**31 - 1
 
-BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, UnsupportedField]], ...] = (
-    ("/v1/chat/completions", ChatBody, CHAT_UNSUPPORTED),
-    ("/v1/completions", CompletionBody, COMPLETION_UNSUPPORTED),
-    ("/v1/messages", MessagesBody, MESSAGES_UNSUPPORTED),
-    ("/v1/messages/count_tokens", CountBody, COUNT_UNSUPPORTED),
-    ("/v1/responses", ResponsesBody, RESPONSES_UNSUPPORTED),
-    ("/v1/tokenize", TokenizeBody, {}),
-    ("/v1/detokenize", DetokenizeBody, {}),
-    ("/v1/score", ScoreBody, SCORE_UNSUPPORTED),
-    ("/v1/embeddings", EmbeddingBody, EMBEDDING),
-    ("/v1/classify", ClassifyBody, EMBEDDING),
-    ("/v1/rerank", RerankBody, EMBEDDING),
-    ("/encode", EncodeBody, ENCODE_UNSUPPORTED),
-    ("/classify", EncodeBody, ENCODE_UNSUPPORTED),
-    ("/generate", GenerateBody, GENERATE_UNSUPPORTED),
-    ("/api/chat", OllamaChatBody, OLLAMA_CHAT_UNSUPPORTED),
-    ("/api/generate", OllamaGenerateBody, OLLAMA_GENERATE_UNSUPPORTED),
-    ("/api/embed", OllamaEmbedBody, OLLAMA_EMBED_UNSUPPORTED),
-    ("/api/embeddings", OllamaEmbeddingBody, {}),
-    ("/api/show", ShowBody, {}),
-    ("/open_session", OpenSession, SESSION_UNSUPPORTED),
-    ("/close_session", CloseSession, {}),
-    ("/abort_request", AbortBody, {}),
-    ("/pause_generation", PauseBody, {}),
-    ("/continue_generation", ContinueBody, {}),
-    ("/update_weight_version", VersionBody, {}),
-    ("/parse_function_call", ParseBody, {}),
-    ("/separate_reasoning", SeparateBody, SEPARATE_UNSUPPORTED),
+BODIES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
+    ("/v1/chat/completions", ChatBody),
+    ("/v1/completions", CompletionBody),
+    ("/v1/messages", MessagesBody),
+    ("/v1/messages/count_tokens", CountBody),
+    ("/v1/responses", ResponsesBody),
+    ("/v1/tokenize", TokenizeBody),
+    ("/v1/detokenize", DetokenizeBody),
+    ("/v1/score", ScoreBody),
+    ("/v1/embeddings", EmbeddingBody),
+    ("/v1/classify", ClassifyBody),
+    ("/v1/rerank", RerankBody),
+    ("/encode", EncodeBody),
+    ("/classify", EncodeBody),
+    ("/generate", GenerateBody),
+    ("/api/chat", OllamaChatBody),
+    ("/api/generate", OllamaGenerateBody),
+    ("/api/embed", OllamaEmbedBody),
+    ("/api/embeddings", OllamaEmbeddingBody),
+    ("/api/show", ShowBody),
+    ("/open_session", OpenSession),
+    ("/close_session", CloseSession),
+    ("/abort_request", AbortBody),
+    ("/pause_generation", PauseBody),
+    ("/continue_generation", ContinueBody),
+    ("/update_weight_version", VersionBody),
+    ("/parse_function_call", ParseBody),
+    ("/separate_reasoning", SeparateBody),
 )
-"""Path, struct and rejected fields of every documented body."""
+"""Path and struct of every documented body."""
 
 _HEAD = """\
 # Request bodies of the HTTP APIs
@@ -100,12 +88,12 @@ def page() -> str:
 
 
 def _parts() -> Iterator[str]:
-    _, parts = described_schemas([body for _, body, _ in BODIES])
+    _, parts = described_schemas([body for _, body in BODIES])
     referenced: dict[str, None] = {}
-    for path, body, unsupported in BODIES:
+    for path, body in BODIES:
         yield f"## POST {path}\n"
         yield from _fields(parts[body.__name__], referenced)
-        if unsupported:
+        if unsupported := unsupported_fields(body):
             yield "Rejected with status 400 and this reason, unless the value requests nothing:\n"
             rows = [(f"`{name}`", why.reason) for name, why in sorted(unsupported.items())]
             yield from table(("field", "reason"), rows)

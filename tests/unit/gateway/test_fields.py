@@ -154,7 +154,7 @@ def test_a_chat_is_read_or_refused(said: str, field: str) -> None:
         deep = said.replace("DEEP", "[" * depth + "]" * depth)
         body = '{"messages": [{"role": "user", "content": "hi"}], ' + deep + "}"
         try:
-            parse_chat(fields.read(body.encode(), ChatBody, {})[0], FORMATS)
+            parse_chat(fields.read(body.encode(), ChatBody)[0], FORMATS)
         except InvalidRequest as error:
             refused.add((error.param or "").partition("[")[0])
     assert refused
@@ -168,7 +168,7 @@ def test_tools_to_take_an_answer_apart_are_read_or_refused() -> None:
         deep = tools.replace("DEEP", "[" * depth + "]" * depth)
         body = '{"text": "x", "tool_call_parser": "hermes", ' + deep + "}"
         try:
-            parsing.parsed_calls(fields.read(body.encode(), parsing.ParseBody, {})[0])
+            parsing.parsed_calls(fields.read(body.encode(), parsing.ParseBody)[0])
             read += 1
         except InvalidRequest:
             refused += 1

@@ -287,7 +287,7 @@ async def test_long_answer_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatc
 
 
 def test_child_keeps_the_kind_of_an_error_and_its_field() -> None:
-    job = BodyJob(f"{ParseBody.__module__}:{ParseBody.__qualname__}", {}, "", b'{"text": 1}')
+    job = BodyJob(f"{ParseBody.__module__}:{ParseBody.__qualname__}", "", b'{"text": 1}')
     done = msgspec.msgpack.decode(run_job(msgspec.msgpack.encode(job)), type=BodyResult)
     assert done.error is not None
     error = decode_error(done.error)
@@ -344,7 +344,7 @@ LARGE = msgspec.json.encode({"text": "a" * 300_000, "tools": [], "tool_call_pars
 
 async def test_reader_leaves_no_child_behind() -> None:
     async with BodyReader() as reader:
-        await reader.read(LARGE, ParseBody, lambda read: read, {}, "acme")
+        await reader.read(LARGE, ParseBody, lambda read: read, "acme")
         assert len(reader.pool.pids) == 1
     assert reader.pool.pids == ()
 

@@ -257,5 +257,5 @@ def _over_token_limit(
     return InvalidRequest(
         f"the prompt has {prompt_tokens} tokens, and {gen_request.choices} x {tokens} "
         f"tokens may be generated; the limit of this key is {burst:.0f} tokens at once",
-        param=gen_request.tokens_field if gen_request.tokens_max is not None else None,
+        param=gen_request.field("max_tokens") if gen_request.tokens_max is not None else None,
     )

@@ -118,7 +118,6 @@ def _requests(
     return [
         GenerationRequest(
             api="embed",
-            prompt_field="texts",
             model=request.model,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=None if isinstance(prompt, str) else prompt,

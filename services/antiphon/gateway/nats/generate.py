@@ -69,9 +69,7 @@ class NatsGenerationEndpoints:
         self._by_name: dict[tuple[TenantId, ClientKey], NatsGeneration] = {}
         self._by_id: dict[RequestId, NatsGeneration] = {}
         self._retained: list[NatsGeneration] = []
-        self._live = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._pumps = set[asyncio.Task[None]]()
 
     def endpoints(self) -> Sequence[Endpoint]:
         return (
@@ -89,7 +87,8 @@ class NatsGenerationEndpoints:
 
     async def idle(self) -> None:
         """Return when every client has been sent its end. The caller sets the deadline."""
-        await self._idle.wait()
+        while self._pumps:
+            await asyncio.wait(self._pumps)
 
     async def close(self) -> None:
         """Send the end to clients that have not received it; the tasks that would have are gone."""
@@ -122,7 +121,9 @@ class NatsGenerationEndpoints:
             raise
         finally:
             generation.opened.set()
-        self._runtime.group.create_task(isolated(self._pump, generation, events))
+        pump = self._runtime.group.create_task(isolated(self._pump, generation, events))
+        self._pumps.add(pump)
+        pump.add_done_callback(self._pumps.discard)
         return generation.accepted(self._runtime.process.instance)
 
     async def _retry(self, earlier: NatsGeneration, delivery: Delivery) -> GenerateAccepted:
@@ -146,8 +147,6 @@ class NatsGenerationEndpoints:
             raise
         generation.open(stream)
         self._by_id[generation.id] = generation
-        self._live += 1
-        self._idle.clear()
         return events
 
     async def _pump(self, generation: NatsGeneration, events: list[StreamEvent]) -> None:
@@ -229,9 +228,6 @@ class NatsGenerationEndpoints:
 
     def _retain(self, generation: NatsGeneration) -> None:
         """Retain an ended request for a while: its client may have missed the end."""
-        self._live -= 1
-        if self._live == 0:
-            self._idle.set()
         self._retained.append(generation)
         asyncio.get_running_loop().call_later(_RETAINED_S, self._drop, generation)
         if len(self._retained) > _RETAINED_MAX:

@@ -15,7 +15,7 @@ from antiphon.gateway.owner.actions import (
 )
 from antiphon.service.inbox import UnknownSender
 from antiphon.service.peers import Peer, PeerChange
-from antiphon.service.tasks import isolated
+from antiphon.service.tasks import isolated, perform
 from antiphon.wire.base import Message, Role
 from antiphon.wire.errors import EngineError, Internal
 from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT, RequestRoute
@@ -132,13 +132,7 @@ class OwnerDriver:
             self._apply(self._owner.leader_changed(leading))
 
     def _apply(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            try:
-                self._run_action(action)
-            except Exception:
-                # An action concerns one request or one message; the actions after it concern
-                # others.
-                log.exception("action failed", extra={"action": type(action).__name__})
+        perform(actions, self._run_action)
         self._update_timer()
 
     def _run_action(self, action: Action) -> None:

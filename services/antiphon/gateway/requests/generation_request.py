@@ -73,22 +73,11 @@ class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
     call_marks: tuple[str, ...] = ()
 
 
-class TokenOutputFields(msgspec.Struct, frozen=True, kw_only=True):
-    ids: str = "details.ids"
-    logprobs: str = "details.logprobs"
-    top: str = "details.top"
-    named_ids: str = "details.named_ids"
-    hidden: str = "details.hidden"
-    start: str = "details.prompt_start"
-
-
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Exactly one of `messages`, `prompt` and `prompt_ids` is set.
 
-    `prompt_field`, `fields`, `tokens_field`, `grammar_field` and `detail_fields` are the API's
-    names of fields, for errors.
-
     Attributes:
+        fields: The API's names of fields, for errors. See `field`.
         text_pair: Second text of a text pair, whose first is `prompt`.
         suffix: Text after the insertion point that follows `prompt`.
         special_tokens: Whether to add the tokenizer's special tokens to a text prompt.
@@ -106,7 +95,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None
-    prompt_field: str | None = None
     fields: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
     text_pair: str | None = None
     suffix: str | None = None
@@ -115,12 +103,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     template: TemplateParams = TemplateParams()
     special_tokens: bool = True
     tokens_max: int | None = None
-    tokens_field: str = "max_tokens"
     tokens_default: int | None = None
     choices: int = 1
     sampling: SamplingOptions = SamplingOptions()
-    grammar_field: str = "grammar"
-    detail_fields: TokenOutputFields = TokenOutputFields()
     stop: StopStrings = StopStrings()
     model_defaults: bool = False
     reasoning: ReasoningParams | None = None
@@ -133,6 +118,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
     private: bool = False
     auto_truncate: bool = True
+
+    def field(self, name: str) -> str:
+        """Return the API's name of `max_tokens`, `grammar`, or the `param` of an error."""
+        return self.fields.get(name, name)
 
 
 def validate_request(gen_request: GenerationRequest) -> None:
@@ -148,7 +137,7 @@ def validate_request(gen_request: GenerationRequest) -> None:
     if grammar is not None and len(grammar.text) > GRAMMAR_TEXT_MAX:
         length = len(grammar.text)
         raise InvalidRequest.at(
-            gen_request.grammar_field, f"{length} characters; the limit is {GRAMMAR_TEXT_MAX}"
+            gen_request.field("grammar"), f"{length} characters; the limit is {GRAMMAR_TEXT_MAX}"
         )
 
 
@@ -188,22 +177,21 @@ def _context_exceeded(
     gen_request: GenerationRequest, wanted: int, prompt_tokens: int, context_tokens: int
 ) -> InvalidRequest:
     """The error for a limit that exceeds the context, with this prompt or with any."""
-    space = context_tokens - prompt_tokens
+    space, field = context_tokens - prompt_tokens, gen_request.field("max_tokens")
     if wanted > context_tokens:
         return InvalidRequest(
-            f"{gen_request.tokens_field} is too large: {wanted}. The model's context of "
-            f"{context_tokens} tokens leaves at most {space} tokens for the completion of "
-            "an "
-            f"input of {prompt_tokens} tokens.",
-            param=gen_request.tokens_field,
+            f"{field} is too large: {wanted}. The model's context of {context_tokens} tokens "
+            f"leaves at most {space} tokens for the completion of an input of {prompt_tokens} "
+            "tokens.",
+            param=field,
             details={OPENAI_CODE: "invalid_value"},
         )
     return InvalidRequest(
         "Requested token count exceeds the model's maximum context length of "
         f"{context_tokens} tokens. You requested a total of {prompt_tokens + wanted} "
         f"tokens: {prompt_tokens} tokens from the input messages and {wanted} tokens "
-        f"for the completion. With this input {gen_request.tokens_field} is at most {space}.",
-        param=gen_request.tokens_field,
+        f"for the completion. With this input {field} is at most {space}.",
+        param=field,
         details={OPENAI_CODE: "context_length_exceeded"},
     )
 

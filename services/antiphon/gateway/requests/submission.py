@@ -18,7 +18,6 @@ from antiphon.gateway.requests.generation_request import (
     PROBE_API,
     GenerationRequest,
     Seeds,
-    TokenOutputFields,
     answer_tokens,
     sampling_params,
     validate_request,
@@ -235,7 +234,7 @@ class Submission:
             submit = self._build_submit_request(
                 gen_request, encoded, tokens_max, request_id, deadline_unix_ms, trace.traceparent
             )
-            budget.reserve(submit, gen_request.detail_fields, hidden_size=encoded.hidden_size)
+            budget.reserve(submit, gen_request, hidden_size=encoded.hidden_size)
         except BaseException as error:
             trace.end(error)
             if record is not None:
@@ -344,7 +343,7 @@ class Submission:
             return SamplingParams(max_new_tokens=0, pool=pool)
         least, most = gen_request.sampling.min_tokens, gen_request.tokens_max
         if most is not None and least > most:
-            text = f"min_tokens is {least}, more than {gen_request.tokens_field}"
+            text = f"min_tokens is {least}, more than {gen_request.field('max_tokens')}"
             raise InvalidRequest(text, param="min_tokens")
         recommended = (
             self.runtime.settings.gateway.sampling_defaults == "model"
@@ -406,7 +405,7 @@ def _apply_reasoning(
 def check_logprob_start(gen_request: GenerationRequest, prompt_tokens: int) -> None:
     wanted = gen_request.sampling.details
     if wanted is not None and wanted.prompt_start > prompt_tokens:
-        field = gen_request.detail_fields.start
+        field = gen_request.field("details.prompt_start")
         text = (
             f"{field} ({wanted.prompt_start}) is higher than the number of input tokens "
             f"({prompt_tokens})"
@@ -422,7 +421,7 @@ class TokenOutputBudget:
         self._bytes = 0
 
     def reserve(
-        self, submit: SubmitRequest, fields: TokenOutputFields, *, hidden_size: int
+        self, submit: SubmitRequest, gen_request: GenerationRequest, *, hidden_size: int
     ) -> None:
         """Reserve the maximum size of a request's token outputs.
 
@@ -434,9 +433,9 @@ class TokenOutputBudget:
         self._bytes += sum(columns.values()) * tokens
         if self._bytes <= self._bytes_max:
             return
-        field = str(msgspec.structs.asdict(fields)[max(columns, key=lambda name: columns[name])])
+        largest = max(columns, key=lambda name: columns[name])
         raise InvalidRequest.at(
-            field,
+            gen_request.field(f"details.{largest}"),
             f"token outputs may take {self._bytes} bytes ({sum(columns.values())} per token for "
             f"{tokens} tokens); the limit is {self._bytes_max} bytes (gateway.details_bytes_max). "
             "Request fewer choices, fewer tokens or fewer outputs",

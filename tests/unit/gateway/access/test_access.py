@@ -186,7 +186,11 @@ def test_an_answer_without_a_limit_gets_what_a_full_bucket_holds() -> None:
     ("wanted", "prompt_tokens", "param"),
     [
         (ask(tokens_max=91), 10, "max_tokens"),
-        (ask(tokens_max=50, tokens_field="max_new_tokens", choices=2), 10, "max_new_tokens"),
+        (
+            ask(tokens_max=50, fields={"max_tokens": "max_new_tokens"}, choices=2),
+            10,
+            "max_new_tokens",
+        ),
         (ask(), 100, None),
         (ask(sampling=SamplingOptions(min_tokens=20)), 90, None),
         (ask(tokens_max=0), 101, "max_tokens"),

@@ -11,8 +11,6 @@ from antiphon.gateway.http.anthropic.parse import (
     parse_messages,
 )
 from antiphon.gateway.http.anthropic.schema import (
-    COUNT_UNSUPPORTED,
-    MESSAGES_UNSUPPORTED,
     CountBody,
     CountReply,
     MessageReply,
@@ -52,7 +50,6 @@ class MessagesEndpoints(Endpoints):
         "Create a message.",
         body=MessagesBody,
         reply=MessageReply,
-        unsupported=MESSAGES_UNSUPPORTED,
         examples=(
             _HELLO,
             _HELLO | {"stream": True, "stop_sequences": ["!"], "system": "Be brief."},
@@ -68,7 +65,7 @@ class MessagesEndpoints(Endpoints):
             return parse_messages(body, formats)
 
         parsed = await self.response_handler.parse_body(
-            request, MessagesBody, make, MESSAGES_UNSUPPORTED, warns_beyond=MessagesBody
+            request, MessagesBody, make, warns_beyond=MessagesBody
         )
         warn(request, parsed.warnings)
         gen_request = await with_end_token(parsed.gen_request, self.tokenizers)
@@ -94,7 +91,6 @@ class MessagesEndpoints(Endpoints):
         "Count the input tokens of a message.",
         body=CountBody,
         reply=CountReply,
-        unsupported=COUNT_UNSUPPORTED,
         examples=({"messages": _ASKED, "system": "Be brief."},),
     )
     async def _count(self, request: web.Request) -> web.Response:
@@ -106,7 +102,7 @@ class MessagesEndpoints(Endpoints):
             return parse_count(body, formats), warnings
 
         gen_request, warnings = await self.response_handler.parse_body(
-            request, CountBody, make, COUNT_UNSUPPORTED, warns_beyond=MessagesBody
+            request, CountBody, make, warns_beyond=MessagesBody
         )
         warn(request, warnings)
         return json_reply(CountReply(await self.count_tokens(request, gen_request)))

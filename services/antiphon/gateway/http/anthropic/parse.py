@@ -33,7 +33,7 @@ from antiphon.gateway.http.core.chat import (
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import decode, model_of
-from antiphon.gateway.http.core.sampling_fields import RequestedGrammar, single_grammar
+from antiphon.gateway.http.core.sampling_fields import single_grammar
 from antiphon.gateway.parsing.tools.choice import (
     Mode,
     ToolChoice,
@@ -88,7 +88,7 @@ def parse_messages(body: MessagesBody, formats: Formats) -> ParsedMessagesReques
     # Checked first: a request that continues a thread has only new messages, which alone are
     # invalid.
     warnings = ignored_field_warnings(body)
-    plan, constraint = _plan(body, formats), _output_constraint(body)
+    plan, (field, grammar) = _plan(body, formats), _output_constraint(body)
     gen_request = msgspec.structs.replace(
         _prompt(body, plan, formats.reasoning, api="messages"),
         # Not a hard limit: a context that leaves less is accepted.
@@ -97,9 +97,9 @@ def parse_messages(body: MessagesBody, formats: Formats) -> ParsedMessagesReques
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
-            grammar=constraint.grammar if constraint else None,
+            grammar=grammar,
         ),
-        grammar_field=constraint.field if constraint else "output_config.format",
+        fields={"grammar": field},
         stop=StopStrings(strings=tuple(body.stop_sequences or ())),
     )
     return ParsedMessagesRequest(
@@ -208,7 +208,7 @@ def _budget(thinking: ThinkingBody | None, tokens_max: int) -> int | None:
     return thinking.budget_tokens
 
 
-def _output_constraint(body: PromptBody) -> RequestedGrammar | None:
+def _output_constraint(body: PromptBody) -> tuple[str, Grammar | None]:
     config = body.output_config or OutputConfig()
     if config.task_budget:
         raise Unsupported("use max_tokens", param="output_config.task_budget")
@@ -230,8 +230,7 @@ def _grammar(given: OutputFormat | None) -> Grammar | None:
 def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
     tools = _tools(body.tools or [])
     tool_choice = body.tool_choice
-    choice, requested = _choice(body, tools), _output_constraint(body)
-    constraint = None if requested is None else requested.grammar
+    choice, (_, constraint) = _choice(body, tools), _output_constraint(body)
     parallel = not (tool_choice and tool_choice.disable_parallel_tool_use)
     try:
         return plan_tools(tools, choice, formats.tools, parallel=parallel, constraint=constraint)

@@ -7,18 +7,16 @@ automatic and no citations are produced.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.core.fields import UnsupportedField
+from antiphon.gateway.http.core.fields import NOTHING, UnsupportedField
 from antiphon.gateway.http.core.limits import Json, Messages, Name, Parts, TokensMax, Tools
 from antiphon.wire.sampling import STOPS_MAX, StopString, TopP
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from antiphon.wire.base import Usage
 
 Budget = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -215,6 +213,11 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_control: Json | None = None
     """Accepted and ignored: prefix caching is automatic."""
 
+    UNSUPPORTED: ClassVar = {
+        "compaction": UnsupportedField("compaction of conversations is not supported"),
+        "mcp_servers": UnsupportedField("MCP servers are not supported", NOTHING),
+    }
+
 
 class MessagesBody(PromptBody, frozen=True, kw_only=True):
     """Create a message: the assistant's reply to a conversation."""
@@ -237,24 +240,18 @@ class MessagesBody(PromptBody, frozen=True, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
     """Accepted and ignored: the only tier is `standard`."""
 
+    UNSUPPORTED: ClassVar = {
+        **PromptBody.UNSUPPORTED,
+        "container": UnsupportedField("containers for code execution are not supported", NOTHING),
+        "inference_geo": UnsupportedField(
+            "requests are placed by the scheduler; clients cannot select a worker", ("", "global")
+        ),
+    }
+
 
 class CountBody(PromptBody, frozen=True, kw_only=True):
     """Count the input tokens of a message without creating it."""
 
-
-_NOTHING: tuple[object, ...] = ({}, [], "")
-COUNT_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    "compaction": UnsupportedField("compaction of conversations is not supported"),
-    "mcp_servers": UnsupportedField("MCP servers are not supported", _NOTHING),
-}
-
-MESSAGES_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **COUNT_UNSUPPORTED,
-    "container": UnsupportedField("containers for code execution are not supported", _NOTHING),
-    "inference_geo": UnsupportedField(
-        "requests are placed by the scheduler; clients cannot select a worker", ("", "global")
-    ),
-}
 
 StopReason = Literal[
     "end_turn",

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Self, TypeVar, cast
 import msgspec
 
 from antiphon.gateway.http.core import fields, limits
-from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.service.process_pool import FairQueue, OwnerQuota, ProcessPool, serve
 from antiphon.wire.errors import (
     EngineError,
@@ -36,7 +35,7 @@ from antiphon.wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class BodyJob(msgspec.Struct, frozen=True):
     """
 
     kind: str
-    refused: dict[str, UnsupportedField]
     work: str
     body: bytes
 
@@ -125,7 +123,6 @@ class BodyReader:
         body: bytes,
         kind: type[B],
         make: Callable[[B], T],
-        unsupported: Mapping[str, UnsupportedField],
         tenant: str,
     ) -> tuple[T, list[str]]:
         """Decode a body and build the result of `make`; also return the names of unknown fields.
@@ -135,10 +132,10 @@ class BodyReader:
             Overloaded: Too many large bodies of the tenant are queued.
         """
         if limits.is_small(body):
-            read, unknown = fields.read(body, kind, unsupported)
+            read, unknown = fields.read(body, kind)
             return make(read), unknown
         with self._large.admit(tenant, len(body)):
-            done = await self._done(body, kind, unsupported, "", tenant)
+            done = await self._done(body, kind, "", tenant)
             read = fields.decode(done.json, kind)
             return await self.run_in_thread(lambda: make(read), tenant), done.unknown
 
@@ -164,7 +161,6 @@ class BodyReader:
         body: bytes,
         kind: type[B],
         work: Callable[[B], msgspec.Struct],
-        unsupported: Mapping[str, UnsupportedField],
         tenant: str,
         *,
         inline_bytes_max: int,
@@ -175,20 +171,15 @@ class BodyReader:
         `inline_bytes_max`, looks it up by name.
         """
         if len(body) <= inline_bytes_max and limits.is_small(body):
-            read, unknown = fields.read(body, kind, unsupported)
+            read, unknown = fields.read(body, kind)
             return msgspec.json.encode(work(read)), unknown
-        done = await self._done(body, kind, unsupported, _name(work), tenant)
+        done = await self._done(body, kind, _name(work), tenant)
         return done.json, done.unknown
 
     async def _done(
-        self,
-        body: bytes,
-        kind: type[msgspec.Struct],
-        unsupported: Mapping[str, UnsupportedField],
-        work: str,
-        tenant: str,
+        self, body: bytes, kind: type[msgspec.Struct], work: str, tenant: str
     ) -> BodyResult:
-        job = msgspec.msgpack.encode(BodyJob(_name(kind), dict(unsupported), work, body))
+        job = msgspec.msgpack.encode(BodyJob(_name(kind), work, body))
         result = await self.pool.run(job, timeout_s=_WAIT_S, owner=tenant)
         done = msgspec.msgpack.decode(result, type=BodyResult)
         if done.error is not None:
@@ -223,7 +214,7 @@ def run_job(data: bytes) -> bytes:
 
 def _run_job(job: BodyJob) -> BodyResult:
     kind = cast("type[msgspec.Struct]", _resolve(job.kind))
-    read, unknown = fields.read(job.body, kind, job.refused)
+    read, unknown = fields.read(job.body, kind)
     if job.work:
         work = cast("Callable[[msgspec.Struct], msgspec.Struct]", _resolve(job.work))
         return BodyResult(msgspec.json.encode(work(read)), unknown)

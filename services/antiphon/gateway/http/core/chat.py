@@ -49,10 +49,10 @@ def with_tool_constraints(
     gen_request: GenerationRequest, plan: ToolPlan, format_: ReasoningFormat | None
 ) -> GenerationRequest:
     """Apply the plan's output constraint, and keep its special tokens in the text."""
-    sampling, field = gen_request.sampling, gen_request.grammar_field
-    if plan.grammar is not None and sampling.grammar is None:
-        field = "tools"
+    sampling, fields = gen_request.sampling, gen_request.fields
     if plan.grammar is not None:
+        if sampling.grammar is None:
+            fields = {**fields, "grammar": "tools"}
         sampling = msgspec.structs.replace(sampling, grammar=plan.grammar)
     special = bool((plan.format and plan.format.special) or (format_ and format_.special))
     stop = msgspec.structs.replace(
@@ -62,7 +62,7 @@ def with_tool_constraints(
     if thinking is not None and plan.format is not None:
         thinking = msgspec.structs.replace(thinking, call_marks=plan.format.marks)
     return msgspec.structs.replace(
-        gen_request, sampling=sampling, grammar_field=field, stop=stop, reasoning=thinking
+        gen_request, sampling=sampling, fields=fields, stop=stop, reasoning=thinking
     )
 
 

@@ -97,6 +97,6 @@ class Endpoints:
         try:
             encoded = await self.tokenizers.encode(gen_request, request_id, deadline, None)
         except PromptTooLong as error:
-            error.param = gen_request.prompt_field or error.param
+            error.param = gen_request.field(error.param or "messages")
             raise
         return id_count(encoded.token_ids)

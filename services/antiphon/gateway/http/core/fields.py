@@ -97,9 +97,12 @@ EMBEDDING: Mapping[str, UnsupportedField] = {
 }
 
 
-def read(
-    body: bytes, kind: type[B], unsupported: Mapping[str, UnsupportedField]
-) -> tuple[B, list[str]]:
+def unsupported_fields(kind: type[msgspec.Struct]) -> Mapping[str, UnsupportedField]:
+    """The rejected fields of a body, which its class declares as `UNSUPPORTED`."""
+    return getattr(kind, "UNSUPPORTED", {})
+
+
+def read(body: bytes, kind: type[B]) -> tuple[B, list[str]]:
     """Decode a body. Also return the names of its undocumented fields, sorted.
 
     Raises:
@@ -107,7 +110,7 @@ def read(
         RequestTooLarge: A free-form field is too long.
         Unsupported: A field requests something that is not supported.
     """
-    fields = decode(body, dict[str, msgspec.Raw])
+    fields, unsupported = decode(body, dict[str, msgspec.Raw]), unsupported_fields(kind)
     known = kind.__struct_encode_fields__
     unknown = fields.keys() - unsupported.keys() - NO_EFFECT - set(known)
     _check_amounts(fields, len(unknown))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
-    from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.wire.errors import EngineError
 
 Object = dict[str, object]
@@ -47,9 +46,6 @@ class Operation:
     alternative_types: tuple[str, ...] = ()
     query: Mapping[str, str] | None = None
     examples: tuple[Mapping[str, object], ...] = ()
-    unsupported: Mapping[str, UnsupportedField] = field(
-        default_factory=dict[str, "UnsupportedField"]
-    )
     deprecated: bool = False
     admin: bool = False
 

@@ -77,7 +77,7 @@ def pooling_requests(
     return [
         GenerationRequest(
             api=api,
-            prompt_field=field,
+            fields={"prompt": field, "messages": field},
             model=model_of(model),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=None if isinstance(prompt, str) else prompt,

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, read_json, warn
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES
+from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES, SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.writer import CONTENT_TYPE, ResponseWriter
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.stream.stream import (
@@ -36,12 +36,10 @@ if TYPE_CHECKING:
         Callable,
         Coroutine,
         Generator,
-        Mapping,
         Sequence,
     )
 
     from antiphon.gateway.http.core.body_reader import BodyReader
-    from antiphon.gateway.http.core.fields import UnsupportedField
     from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.submission import Submission
@@ -56,11 +54,8 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_NONE: Mapping[str, UnsupportedField] = {}
-_GRAMMAR_PARAM = "grammar"
-"""An engine's name of the output constraint in errors; APIs have their own."""
-_PROMPT_PARAMS = ("prompt", "messages")
-"""A tokenizer's name of a prompt that is too long."""
+_PROSE_PARAMS = ("grammar", "prompt", "messages")
+"""Names that are also words at the start of the messages of engines and tokenizers."""
 _NAME_SHOWN = 100
 """Maximum number of characters shown of an unknown field's name."""
 _FINAL_WRITE_S = 10.0
@@ -96,7 +91,6 @@ class ResponseHandler:
         request: web.Request,
         kind: type[B],
         make: Callable[[B], T],
-        unsupported: Mapping[str, UnsupportedField] = _NONE,
         *,
         bytes_max: int | None = None,
         warns_beyond: type[msgspec.Struct] | None = None,
@@ -110,9 +104,7 @@ class ResponseHandler:
         """
         with self._metrics.count_rejections():
             body = await self._read_body(request, self._limit(bytes_max))
-            made, unknown = await self._bodies.read(
-                body, kind, make, unsupported, tenant_of(request)
-            )
+            made, unknown = await self._bodies.read(body, kind, make, tenant_of(request))
             self._metrics.unknown_fields.inc(len(unknown))
             if warns_beyond is not None:
                 known = warns_beyond.__struct_encode_fields__
@@ -122,12 +114,17 @@ class ResponseHandler:
                 )
             return made
 
+    async def small_body(self, request: web.Request, kind: type[B]) -> B:
+        """Read a body that holds only names and flags."""
+        return await self.parse_body(
+            request, kind, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
+        )
+
     async def compute(
         self,
         request: web.Request,
         kind: type[B],
         work: Callable[[B], msgspec.Struct],
-        unsupported: Mapping[str, UnsupportedField] = _NONE,
         *,
         inline_bytes_max: int,
     ) -> web.Response:
@@ -135,12 +132,7 @@ class ResponseHandler:
         with self._metrics.count_rejections():
             body = await self._read_body(request, self._body_bytes_max)
             json, unknown = await self._bodies.compute(
-                body,
-                kind,
-                work,
-                unsupported,
-                tenant_of(request),
-                inline_bytes_max=inline_bytes_max,
+                body, kind, work, tenant_of(request), inline_bytes_max=inline_bytes_max
             )
             self._metrics.unknown_fields.inc(len(unknown))
             return web.Response(body=json, content_type="application/json")
@@ -408,25 +400,10 @@ class ResponseHandler:
 def _rename_error_field(error: EngineError, gen_request: GenerationRequest) -> None:
     if error.param is None:
         return
-    if error.param == _GRAMMAR_PARAM:
-        name = gen_request.grammar_field
-    elif error.param in _PROMPT_PARAMS:
-        name = gen_request.prompt_field or error.param
-    else:
-        name = _client_field_names(gen_request).get(error.param, error.param)
-        if error.message.startswith(error.param):
-            error.message = name + error.message[len(error.param) :]
+    name = gen_request.field(error.param)
+    if error.param not in _PROSE_PARAMS and error.message.startswith(error.param):
+        error.message = name + error.message[len(error.param) :]
     error.param = name
-
-
-def _client_field_names(gen_request: GenerationRequest) -> dict[str, str]:
-    details = gen_request.detail_fields
-    return {
-        "details.hidden": details.hidden,
-        "details.named_ids": details.named_ids,
-        "processors": "custom_params",
-        **gen_request.fields,
-    }
 
 
 async def _first_events(stream_group: StreamGroup, silence: IdleTimer) -> EventBatches:
@@ -503,22 +480,16 @@ class DetachedTasks:
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._running = set[asyncio.Task[None]]()
 
     def start(
         self, work: Callable[P, Coroutine[None, None, None]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        self._running += 1
-        self._idle.clear()
-        self._group.create_task(isolated(work, *args, **kwargs)).add_done_callback(self._ended)
+        task = self._group.create_task(isolated(work, *args, **kwargs))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
     async def idle(self) -> None:
         """Return when no task is running. The caller sets the deadline."""
-        await self._idle.wait()
-
-    def _ended(self, _: asyncio.Task[None]) -> None:
-        self._running -= 1
-        if not self._running:
-            self._idle.set()
+        while self._running:
+            await asyncio.wait(self._running)

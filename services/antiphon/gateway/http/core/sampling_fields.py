@@ -108,22 +108,15 @@ class SglangSamplingFields(SamplingFields):
         }
 
 
-class RequestedGrammar(msgspec.Struct, frozen=True):
-    field: str
-    grammar: Grammar
-
-
-def single_grammar(given: Mapping[str, Grammar | None]) -> RequestedGrammar | None:
-    """Return the one output constraint that is set; reject a second."""
-    forms = [
-        RequestedGrammar(field, grammar) for field, grammar in given.items() if grammar is not None
-    ]
-    if len(forms) > 1:
-        both = f"{forms[0].field} and {forms[1].field}"
+def single_grammar(given: Mapping[str, Grammar | None]) -> tuple[str, Grammar | None]:
+    """Return the one output constraint that is set, and its field; reject a second."""
+    fields = [field for field, grammar in given.items() if grammar is not None]
+    if len(fields) > 1:
+        both = f"{fields[0]} and {fields[1]}"
         raise InvalidRequest(
-            f"only one output constraint is allowed; {both} are both set", param=forms[1].field
+            f"only one output constraint is allowed; {both} are both set", param=fields[1]
         )
-    return forms[0] if forms else None
+    return (fields[0], given[fields[0]]) if fields else ("grammar", None)
 
 
 def schema_grammar(kind: GrammarKind, schema: Schema | None) -> Grammar | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -21,12 +21,8 @@ from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWei
 from antiphon.wire.errors import Forbidden, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from antiphon.gateway.peers import WorkerControl
     from antiphon.gateway.requests.submission import Submission
-
-B = TypeVar("B", bound=msgspec.Struct)
 
 FLUSH_WAIT_MAX_S = 600.0
 
@@ -36,11 +32,8 @@ _PICKLE = (
     "with a folder as log_requests_target writes them as JSON lines"
 )
 _START = "the crash dump folder is set at startup with --crash-dump-folder"
-REFUSED: Mapping[str, UnsupportedField] = {
-    "dump_requests_folder": UnsupportedField(_PICKLE, (None, "")),
-    "dump_requests_threshold": UnsupportedField(_PICKLE, (None, 1000)),
-    "crash_dump_folder": UnsupportedField(_START, (None,)),
-}
+
+
 Place = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -99,6 +92,12 @@ class ConfigureLogging(msgspec.Struct, frozen=True, kw_only=True):
     log_requests_target: (
         Annotated[list[Place], Meta(min_length=1, max_length=TARGETS_MAX)] | Place | None
     ) = None
+
+    UNSUPPORTED: ClassVar = {
+        "dump_requests_folder": UnsupportedField(_PICKLE, ("",)),
+        "dump_requests_threshold": UnsupportedField(_PICKLE, (1000,)),
+        "crash_dump_folder": UnsupportedField(_START),
+    }
 
 
 class LoggingConfigured(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +161,7 @@ class ControlEndpoints(Endpoints):
         admin=True,
     )
     async def _pause(self, request: web.Request) -> web.Response:
-        body = await self._read(request, PauseBody)
+        body = await self.response_handler.small_body(request, PauseBody)
         done = await self.workers.command(PauseWorker(mode=body.mode))
         running = sum(each.requests for each in done)
         message = f"Generation paused; {running} requests were running."
@@ -178,7 +177,7 @@ class ControlEndpoints(Endpoints):
         admin=True,
     )
     async def _continue(self, request: web.Request) -> web.Response:
-        await self._read(request, ContinueBody)
+        await self.response_handler.small_body(request, ContinueBody)
         await self.workers.command(ContinueWorker())
         return json_reply(ControlReply(message="Generation continued."))
 
@@ -192,7 +191,7 @@ class ControlEndpoints(Endpoints):
         admin=True,
     )
     async def _name_weights(self, request: web.Request) -> web.Response:
-        body = await self._read(request, VersionBody)
+        body = await self.response_handler.small_body(request, VersionBody)
         version = body.new_version
         await self.workers.command(
             SetWeightVersion(version=version, abort_all=body.abort_all_requests)
@@ -206,12 +205,11 @@ class ControlEndpoints(Endpoints):
         "Change the request log settings of this gateway.",
         body=ConfigureLogging,
         reply=LoggingConfigured,
-        unsupported=REFUSED,
         examples=({"log_requests": True, "log_requests_level": 1},),
         admin=True,
     )
     async def _configure_logging(self, request: web.Request) -> web.Response:
-        body = await self._read(request, ConfigureLogging, REFUSED)
+        body = await self.response_handler.small_body(request, ConfigureLogging)
         now = self.submission.request_log.logging
         wanted = LoggingOptions(
             enabled=now.enabled if body.log_requests is None else body.log_requests,
@@ -232,16 +230,6 @@ class ControlEndpoints(Endpoints):
                 log_requests_format=wanted.format,
                 log_requests_target=list(wanted.target),
             )
-        )
-
-    async def _read(
-        self,
-        request: web.Request,
-        kind: type[B],
-        unsupported: Mapping[str, UnsupportedField] | None = None,
-    ) -> B:
-        return await self.response_handler.parse_body(
-            request, kind, lambda body: body, unsupported or {}, bytes_max=SMALL_BODY_BYTES_MAX
         )
 
     async def _check_folder(self, name: str) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Meta
 
 from antiphon.gateway.http.core.endpoints import operation
-from antiphon.gateway.http.core.limits import Ids, Rid
 from antiphon.gateway.http.core.meta_info import FinishBody, weight_version
 from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.pooling import (
@@ -20,39 +18,16 @@ from antiphon.gateway.http.core.pooling import (
     pooling_requests,
 )
 from antiphon.gateway.http.native.parse import prompts_of
-from antiphon.gateway.http.native.schema import ENCODE_UNSUPPORTED, TokenIds
+from antiphon.gateway.http.native.schema import EncodeBody
 from antiphon.gateway.requests.pooling import Pooled, pool_params
-from antiphon.wire.digests import CacheSaltText, cache_salt
+from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.sampling import Dimensions, Priority, TokenId
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.wire.tokenize import PoolingCard
-
-
-class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Encode texts to vectors, or to raw scores.
-
-    Exactly one of `text` and `input_ids` is required.
-    """
-
-    text: str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None = None
-    """Text to encode, or a list of texts."""
-    input_ids: Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None = None
-    """Token ids to encode, or a list of token id lists. Use instead of `text`."""
-    dimensions: Dimensions | None = None
-    """Number of leading dimensions to return, for Matryoshka models."""
-    rid: Rid | None = None
-    """Request id chosen by the client; for several texts a prefix."""
-    priority: Priority | None = None
-    """Scheduling priority; higher runs first. Requires --enable-priority-scheduling."""
-    cache_salt: CacheSaltText | None = None
-    """Restricts prefix cache sharing to requests with the same salt."""
-    extra_key: CacheSaltText | None = None
-    """Like `cache_salt`; both must match."""
 
 
 class EncodeMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +54,6 @@ _encoding = partial(
     "POST PUT",
     body=EncodeBody,
     reply=EncodeResult | list[EncodeResult],
-    unsupported=ENCODE_UNSUPPORTED,
     examples=({"text": "Hello"}, {"text": ["One", "Two"]}, {"input_ids": [1, 2]}),
 )
 
@@ -99,7 +73,7 @@ class EncodeEndpoints(PoolingEndpoints):
     async def _answer(self, request: web.Request, card: PoolingCard, api: str) -> web.Response:
         began = time.monotonic()
         gen_requests, batch = await self.response_handler.parse_body(
-            request, EncodeBody, lambda body: _requests(body, card, api), ENCODE_UNSUPPORTED
+            request, EncodeBody, lambda body: _requests(body, card, api)
         )
         pooled = await self.pooled(request, gen_requests)
         seconds = time.monotonic() - began

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -14,10 +14,9 @@ from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.chat import with_thinking_budget
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import UnsupportedField
-from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.meta_info import GenerateOutputs, weight_version
 from antiphon.gateway.http.native.parse import ParsedGenerateRequest, parse_generate
-from antiphon.gateway.http.native.schema import GENERATE_UNSUPPORTED, GenerateBody
+from antiphon.gateway.http.native.schema import GenerateBody
 from antiphon.gateway.http.native.write import GenerateReply, GenerateResponseWriter
 from antiphon.wire.codec import unpack_ids
 
@@ -47,6 +46,13 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     """Idle timeout, in seconds."""
 
+    UNSUPPORTED: ClassVar = {
+        "streaming": UnsupportedField(
+            "session streaming is not supported: sessions store token ids and hold no cache pages",
+            (False,),
+        )
+    }
+
 
 class CloseSession(msgspec.Struct, frozen=True):
     """Close a session."""
@@ -55,12 +61,6 @@ class CloseSession(msgspec.Struct, frozen=True):
     """Session id."""
 
 
-SESSION_UNSUPPORTED = {
-    "streaming": UnsupportedField(
-        "session streaming is not supported: sessions store token ids and hold no cache pages",
-        (False,),
-    )
-}
 _EXAMPLES = (
     {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 4}},
     {
@@ -86,7 +86,6 @@ class GenerateEndpoints(Endpoints):
         "Generate text for a prompt. A batch of prompts returns a list.",
         body=GenerateBody,
         reply=GenerateReply | list[GenerateReply],
-        unsupported=GENERATE_UNSUPPORTED,
         examples=_EXAMPLES,
     )
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -94,7 +93,6 @@ class GenerateEndpoints(Endpoints):
             request,
             GenerateBody,
             lambda body: (parse_generate(body), body.session_params),
-            GENERATE_UNSUPPORTED,
         )
         if parsed.budget is not None:
             parsed = await self._budgeted(parsed, parsed.budget)
@@ -172,13 +170,10 @@ class GenerateEndpoints(Endpoints):
         "Open a session, usable at every gateway. Returns the session id.",
         body=OpenSession,
         reply=str,
-        unsupported=SESSION_UNSUPPORTED,
         examples=({"capacity_of_str_len": 1000},),
     )
     async def _open(self, request: web.Request) -> web.Response:
-        body = await self.response_handler.parse_body(
-            request, OpenSession, lambda body: body, SESSION_UNSUPPORTED
-        )
+        body = await self.response_handler.parse_body(request, OpenSession, lambda body: body)
         name = await self.sessions.open(
             tenant_of(request), body.session_id, body.capacity_of_str_len, body.timeout
         )
@@ -192,8 +187,6 @@ class GenerateEndpoints(Endpoints):
         examples=({"session_id": "mine"},),
     )
     async def _close(self, request: web.Request) -> web.Response:
-        body = await self.response_handler.parse_body(
-            request, CloseSession, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
-        )
+        body = await self.response_handler.small_body(request, CloseSession)
         await self.sessions.close(tenant_of(request), body.session_id)
         return web.Response()

@@ -9,17 +9,16 @@ import msgspec
 from antiphon.gateway.http.core.meta_info import FULL, GenerateResponseOptions
 from antiphon.gateway.http.core.sampling_fields import (
     NAME,
-    RequestedGrammar,
     processor_of,
     schema_grammar,
     single_grammar,
 )
 from antiphon.gateway.http.native.schema import ANSWER_TOKENS, GenerateBody, SamplingBody
-from antiphon.gateway.requests.generation_request import GenerationRequest, TokenOutputFields
+from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import NAMED_MAX, GrammarKind, LogitProcessor
+from antiphon.wire.sampling import NAMED_MAX, Grammar, GrammarKind, LogitProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,17 +27,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FIELDS = TokenOutputFields(
-    ids="sampling_params.n",  # always returned
-    logprobs="return_logprob",
-    top="top_logprobs_num",
-    named_ids="token_ids_logprob",
-    hidden="return_hidden_states",
-    start="logprob_start_len",
-)
 _PREFIX = "sampling_params."
 _PARAMS = f"{_PREFIX}custom_params"
 _CLIENT_FIELDS = {
+    "max_tokens": "max_new_tokens",
+    "details.ids": "sampling_params.n",  # always returned
+    "details.logprobs": "return_logprob",
+    "details.top": "top_logprobs_num",
+    "details.named_ids": "token_ids_logprob",
+    "details.hidden": "return_hidden_states",
+    "details.prompt_start": "logprob_start_len",
     "min_tokens": "sampling_params.min_new_tokens",
     "max_new_tokens": "sampling_params.max_new_tokens",
     "processors": _PARAMS,
@@ -184,26 +182,26 @@ def _request(
     salt: bytes,
 ) -> GenerationRequest:
     _check_served(sampling)
-    constraint = _output_constraint(sampling)
+    field, grammar = _output_constraint(sampling)
     return GenerationRequest(
         api="native",
         model=None,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_ids=None if isinstance(prompt, str) else prompt,
-        prompt_field="text" if isinstance(prompt, str) else "input_ids",
-        fields=_CLIENT_FIELDS,
+        fields={
+            **_CLIENT_FIELDS,
+            "prompt": "text" if isinstance(prompt, str) else "input_ids",
+            "grammar": field,
+        },
         tokens_max=sampling.max_new_tokens,
-        tokens_field="max_new_tokens",
         tokens_default=ANSWER_TOKENS,
         choices=sampling.n or 1,
         sampling=sampling.options(
             processors=processors,
-            grammar=constraint.grammar if constraint else None,
+            grammar=grammar,
             outputs=reply_options.token_outputs,
             prefix=_PREFIX,
         ),
-        grammar_field=constraint.field if constraint else "grammar",
-        detail_fields=_FIELDS,
         stop=sampling.stop_strings(token_texts=reply_options.texts),
         priority=body.priority,
         cache_salt=salt,
@@ -231,7 +229,7 @@ def _processors(
     ]
 
 
-def _output_constraint(sampling: SamplingBody) -> RequestedGrammar | None:
+def _output_constraint(sampling: SamplingBody) -> tuple[str, Grammar | None]:
     tag = schema_grammar(GrammarKind.STRUCTURAL_TAG, sampling.structural_tag)
     forms = sampling.grammars() | {"structural_tag": tag}
     return single_grammar({f"{_PREFIX}{name}": form for name, form in forms.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import msgspec
 
@@ -23,9 +23,6 @@ Object = dict[str, msgspec.Raw]
 
 _INLINE_BYTES_MAX = 8 * 1024
 """Larger texts are parsed in a child process: a parser takes up to 1 us per character."""
-SEPARATE_UNSUPPORTED = {
-    "return_blocks": UnsupportedField("blocks are returned as one text", (False,))
-}
 
 
 class ParseBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +59,10 @@ class SeparateBody(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str
     """Name of the reasoning parser, such as `qwen3`."""
 
+    UNSUPPORTED: ClassVar = {
+        "return_blocks": UnsupportedField("blocks are returned as one text", (False,))
+    }
+
 
 class SeparateReply(msgspec.Struct, frozen=True, kw_only=True):
     """Reasoning and the remaining text."""
@@ -96,7 +97,6 @@ class ParsingEndpoints(Endpoints):
         "Separate the reasoning from a text.",
         body=SeparateBody,
         reply=SeparateReply,
-        unsupported=SEPARATE_UNSUPPORTED,
         examples=({"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"},),
     )
     async def _separate(self, request: web.Request) -> web.Response:
@@ -104,7 +104,6 @@ class ParsingEndpoints(Endpoints):
             request,
             SeparateBody,
             separated,
-            SEPARATE_UNSUPPORTED,
             inline_bytes_max=_INLINE_BYTES_MAX,
         )
 

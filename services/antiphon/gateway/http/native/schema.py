@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, UnsupportedField
 from antiphon.gateway.http.core.limits import Choices, Ids, Rid, TokensMax
+from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.http.core.sampling_fields import Schema, SglangSamplingFields
 from antiphon.gateway.sessions import SessionParams
 from antiphon.wire.digests import CacheSaltText
-from antiphon.wire.sampling import NAMED_MAX, Priority, Seed, TokenId, TopLogprobs
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from antiphon.wire.sampling import NAMED_MAX, Dimensions, Priority, Seed, TokenId, TopLogprobs
 
 ANSWER_TOKENS = 128
 """Default of `max_new_tokens`."""
@@ -59,6 +57,15 @@ class SamplingBody(SglangSamplingFields, forbid_unknown_fields=True):
     """Not supported: accepted only if not enabled."""
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     """Number of tokens between two events of a stream."""
+
+
+_MEDIA = UnsupportedField("this model accepts text only", NOTHING)
+
+
+_PLACED = "requests are placed by the scheduler; clients cannot select a worker"
+
+
+_EMBEDS = "embeddings are not accepted as {}; use text or input_ids"
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,54 +116,71 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     no_logs: bool | None = None
     """Exclude the request from request logs and crash dumps."""
 
-
-_MEDIA = UnsupportedField("this model accepts text only", NOTHING)
-_PLACED = "requests are placed by the scheduler; clients cannot select a worker"
-_EMBEDS = "embeddings are not accepted as {}; use text or input_ids"
-
-GENERATE_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **COMMON,
-    "input_embeds": UnsupportedField(_EMBEDS.format("prompts")),
-    **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), _MEDIA),
-    **dict.fromkeys(("mm_hashes", "mm_content_hashes", "video_config"), _MEDIA),
-    "mm_processor_kwargs": _MEDIA,
-    "routing_key": UnsupportedField(_PLACED),
-    "background": UnsupportedField(
-        "background generation is not supported by /generate; use /v1/responses", (False,)
-    ),
-    "external_trace_header": UnsupportedField("set the traceparent header instead", NOTHING),
-    **dict.fromkeys(
-        (
-            "return_flat_raw_top_logprobs",
-            "return_flat_raw_output_top_logprobs",
-            "return_flat_raw_top_logprobs_b64",
+    UNSUPPORTED: ClassVar = {
+        **COMMON,
+        "input_embeds": UnsupportedField(_EMBEDS.format("prompts")),
+        **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), _MEDIA),
+        **dict.fromkeys(("mm_hashes", "mm_content_hashes", "mm_processor_kwargs"), _MEDIA),
+        "video_config": _MEDIA,
+        "routing_key": UnsupportedField(_PLACED),
+        "background": UnsupportedField(
+            "background generation is not supported by /generate; use /v1/responses", (False,)
         ),
-        UnsupportedField("logprobs are returned as lists", (False,)),
-    ),
-    "routed_experts_start_len": UnsupportedField("expert routing is not recorded", (0, -1)),
-    "return_input_ids_in_sglext": UnsupportedField("use return_prompt_token_ids", (False,)),
-    "return_output_ids_in_sglext": UnsupportedField("output_ids are always returned", (False,)),
-    **dict.fromkeys(
-        ("return_indexer_topk", "return_entropy", "return_sampling_mask"),
-        UnsupportedField("sampling masks are not returned", (False,)),
-    ),
-    "sampling_logprobs_mode": UnsupportedField(
-        "logprobs are always computed over the whole vocabulary", ("",)
-    ),
-    "require_reasoning": UnsupportedField(
-        "reasoning is not required by this API; use /v1/chat/completions", (False,)
-    ),
-    "decode_tp_size": UnsupportedField("prefill and decode run in the same worker"),
-    "kv_hints": UnsupportedField(_PLACED, NOTHING),
-}
+        "external_trace_header": UnsupportedField("set the traceparent header instead", NOTHING),
+        **dict.fromkeys(
+            (
+                "return_flat_raw_top_logprobs",
+                "return_flat_raw_output_top_logprobs",
+                "return_flat_raw_top_logprobs_b64",
+            ),
+            UnsupportedField("logprobs are returned as lists", (False,)),
+        ),
+        "routed_experts_start_len": UnsupportedField("expert routing is not recorded", (0, -1)),
+        "return_input_ids_in_sglext": UnsupportedField("use return_prompt_token_ids", (False,)),
+        "return_output_ids_in_sglext": UnsupportedField("output_ids are always returned", (False,)),
+        **dict.fromkeys(
+            ("return_indexer_topk", "return_entropy", "return_sampling_mask"),
+            UnsupportedField("sampling masks are not returned", (False,)),
+        ),
+        "sampling_logprobs_mode": UnsupportedField(
+            "logprobs are always computed over the whole vocabulary", ("",)
+        ),
+        "require_reasoning": UnsupportedField(
+            "reasoning is not required by this API; use /v1/chat/completions", (False,)
+        ),
+        "decode_tp_size": UnsupportedField("prefill and decode run in the same worker"),
+        "kv_hints": UnsupportedField(_PLACED, NOTHING),
+    }
 
-ENCODE_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **EMBEDDING,
-    "input_embeds": UnsupportedField(_EMBEDS.format("inputs")),
-    **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), _MEDIA),
-    "sampling_params": UnsupportedField("this API does not sample tokens", NOTHING),
-    "is_cross_encoder_request": UnsupportedField("use /v1/rerank for pairs of texts", (False,)),
-    "return_pooled_hidden_states": UnsupportedField(
-        "the pooled output is always returned", (False,)
-    ),
-}
+
+class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Encode texts to vectors, or to raw scores.
+
+    Exactly one of `text` and `input_ids` is required.
+    """
+
+    text: str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None = None
+    """Text to encode, or a list of texts."""
+    input_ids: Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None = None
+    """Token ids to encode, or a list of token id lists. Use instead of `text`."""
+    dimensions: Dimensions | None = None
+    """Number of leading dimensions to return, for Matryoshka models."""
+    rid: Rid | None = None
+    """Request id chosen by the client; for several texts a prefix."""
+    priority: Priority | None = None
+    """Scheduling priority; higher runs first. Requires --enable-priority-scheduling."""
+    cache_salt: CacheSaltText | None = None
+    """Restricts prefix cache sharing to requests with the same salt."""
+    extra_key: CacheSaltText | None = None
+    """Like `cache_salt`; both must match."""
+
+    UNSUPPORTED: ClassVar = {
+        **EMBEDDING,
+        "input_embeds": UnsupportedField(_EMBEDS.format("inputs")),
+        **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), _MEDIA),
+        "sampling_params": UnsupportedField("this API does not sample tokens", NOTHING),
+        "is_cross_encoder_request": UnsupportedField("use /v1/rerank for pairs of texts", (False,)),
+        "return_pooled_hidden_states": UnsupportedField(
+            "the pooled output is always returned", (False,)
+        ),
+    }

@@ -24,9 +24,6 @@ from antiphon.gateway.http.ollama.parse import (
     tagged,
 )
 from antiphon.gateway.http.ollama.schema import (
-    OLLAMA_CHAT_UNSUPPORTED,
-    OLLAMA_EMBED_UNSUPPORTED,
-    OLLAMA_GENERATE_UNSUPPORTED,
     OllamaBody,
     OllamaChatBody,
     OllamaChatReply,
@@ -67,7 +64,6 @@ class OllamaEndpoints(PoolingEndpoints):
         body=OllamaChatBody,
         reply=OllamaChatReply,
         streamed_as=NDJSON,
-        unsupported=OLLAMA_CHAT_UNSUPPORTED,
         examples=(
             _HELLO,
             _HELLO | {"stream": False, "format": "json", "options": {"num_predict": 32}},
@@ -81,7 +77,6 @@ class OllamaEndpoints(PoolingEndpoints):
             request,
             OllamaChatBody,
             lambda body: (body, parse_chat(body, formats, self.served)),
-            OLLAMA_CHAT_UNSUPPORTED,
         )
         return await self._answer(request, body, parsed, chat_reply)
 
@@ -92,7 +87,6 @@ class OllamaEndpoints(PoolingEndpoints):
         body=OllamaGenerateBody,
         reply=OllamaGenerateReply,
         streamed_as=NDJSON,
-        unsupported=OLLAMA_GENERATE_UNSUPPORTED,
         examples=(
             {"prompt": "What is 2 + 3?", "system": "Be brief.", "stream": False},
             {"prompt": "Once upon a time", "raw": True, "options": {"num_predict": 8}},
@@ -104,7 +98,6 @@ class OllamaEndpoints(PoolingEndpoints):
             request,
             OllamaGenerateBody,
             lambda body: (body, parse_generate(body, formats, self.served)),
-            OLLAMA_GENERATE_UNSUPPORTED,
         )
         return await self._answer(request, body, parsed, generate_reply)
 
@@ -138,7 +131,6 @@ class OllamaEndpoints(PoolingEndpoints):
         "Create embedding vectors. Requires an embedding model.",
         body=OllamaEmbedBody,
         reply=OllamaEmbedReply,
-        unsupported=OLLAMA_EMBED_UNSUPPORTED,
         examples=({"input": "Hello"}, {"input": ["One", "Two"], "truncate": False}),
     )
     async def _embed(self, request: web.Request) -> web.Response:
@@ -148,7 +140,6 @@ class OllamaEndpoints(PoolingEndpoints):
             request,
             OllamaEmbedBody,
             lambda body: self._requests(body, card),
-            OLLAMA_EMBED_UNSUPPORTED,
         )
         pooled = await self.pooled(request, gen_requests)
         return json_reply(

@@ -235,9 +235,7 @@ class OllamaModelsEndpoints(Endpoints):
     )
     async def _pull(self, request: web.Request) -> web.Response:
         """Nothing is downloaded; clients pull before they run a model."""
-        body = await self.response_handler.parse_body(
-            request, PullBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
-        )
+        body = await self.response_handler.small_body(request, PullBody)
         other = model_of(_requested_name(body), self.served)
         if other is not None or not self._shown(request):
             raise UnknownModel(

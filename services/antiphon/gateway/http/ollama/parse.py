@@ -17,7 +17,6 @@ from antiphon.gateway.http.core.chat import (
 )
 from antiphon.gateway.http.core.sampling_fields import as_tuple
 from antiphon.gateway.http.ollama.schema import (
-    OLLAMA_OPTIONS_UNSUPPORTED,
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
@@ -30,7 +29,6 @@ from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
     SamplingOptions,
-    TokenOutputFields,
 )
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings, TokenOutputParams
@@ -45,7 +43,12 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json as JsonValue
 
 _LATEST = "latest"
-_FIELDS = TokenOutputFields(logprobs="logprobs", top="top_logprobs", named_ids="logprobs")
+_FIELDS = {
+    "grammar": "format",
+    "details.logprobs": "logprobs",
+    "details.top": "top_logprobs",
+    "details.named_ids": "logprobs",
+}
 
 
 class ParsedOllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +87,7 @@ def parse_generate(
     if not body.prompt and not body.suffix:
         return _is_load_request(body, served)
     gen_request = GenerationRequest(
-        api="ollama_generate", model=model_of(body.model, served), prompt_field="prompt"
+        api="ollama_generate", model=model_of(body.model, served), fields={"messages": "prompt"}
     )
     prompt = body.prompt or ""
     if body.raw or body.suffix:
@@ -171,7 +174,7 @@ def _raw(gen_request: GenerationRequest, body: OllamaGenerateBody) -> ParsedOlla
 
 def _with_common_fields(gen_request: GenerationRequest, body: OllamaBody) -> GenerationRequest:
     options = body.options or OllamaOptions()
-    for name, why in OLLAMA_OPTIONS_UNSUPPORTED.items():
+    for name, why in OllamaOptions.UNSUPPORTED.items():
         value: object = getattr(options, name)
         if value is not None and value not in why.neutral:
             raise Unsupported.at(f"options.{name}", why.reason)
@@ -191,8 +194,7 @@ def _with_common_fields(gen_request: GenerationRequest, body: OllamaBody) -> Gen
             top_k=-1 if options.top_k is not None and options.top_k <= 0 else options.top_k,
             seed=None if options.seed == -1 else options.seed,
         ),
-        grammar_field="format",
-        detail_fields=_FIELDS,
+        fields={**gen_request.fields, **_FIELDS},
         stop=StopStrings(strings=as_tuple(options.stop), token_texts=bool(body.logprobs)),
         model_defaults=True,
         auto_truncate=body.truncate is not False,

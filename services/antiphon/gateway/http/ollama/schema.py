@@ -7,7 +7,7 @@ A null is equivalent to an omitted field. Ollama options that configure model lo
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,8 +20,6 @@ from antiphon.gateway.http.core.sampling_fields import SamplingFields, Stops
 from antiphon.wire.sampling import Dimensions, RepetitionPenalty, Seed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.base import Usage
 
@@ -58,6 +56,14 @@ class OllamaOptions(SamplingFields):
     penalize_newline: bool | None = None
     """Only true is supported."""
 
+    UNSUPPORTED: ClassVar = {
+        "repeat_last_n": UnsupportedField("penalties always cover the whole output", (-1, 64)),
+        "typical_p": UnsupportedField("typical sampling is not supported", (1,)),
+        "tfs_z": UnsupportedField("tail-free sampling is not supported", (1,)),
+        "mirostat": UnsupportedField("mirostat sampling is not supported", (0,)),
+        "penalize_newline": UnsupportedField("newlines are penalized as any other token", (True,)),
+    }
+
 
 class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The called function. `arguments` is an object; `index` is the position of the call."""
@@ -86,6 +92,9 @@ class OllamaTurn(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: CallId | None = None
 
 
+_CUT = UnsupportedField("truncation of prompts is configured by the operator", (False,))
+
+
 class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields common to /api/chat and /api/generate."""
 
@@ -107,6 +116,14 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     """Number of most likely tokens to return at each position."""
     truncate: bool | None = None
     """Whether to truncate a prompt that is too long. Only false is supported."""
+
+    UNSUPPORTED: ClassVar = {
+        "truncate": _CUT,
+        "shift": _CUT,
+        "_debug_render_only": UnsupportedField(
+            "use /v1/tokenize to see the tokens of a conversation", (False,)
+        ),
+    }
 
 
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
@@ -132,6 +149,16 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     raw: bool | None = None
     """Whether to use the prompt as is, without a chat template."""
 
+    UNSUPPORTED: ClassVar = {
+        **OllamaBody.UNSUPPORTED,
+        "template": UnsupportedField("the chat template is configured by the operator", ("",)),
+        "context": UnsupportedField("send the messages of the conversation to /api/chat", ([],)),
+        "images": UnsupportedField("this model accepts text only", ([],)),
+        **dict.fromkeys(
+            ("width", "height", "steps"), UnsupportedField("this model generates text only", (0,))
+        ),
+    }
+
 
 class _OllamaEmbedBase(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
@@ -152,43 +179,14 @@ class OllamaEmbedBody(_OllamaEmbedBase, frozen=True, kw_only=True):
     truncate: bool | None = None
     """Whether to truncate a text that is too long. Only false is supported."""
 
+    UNSUPPORTED: ClassVar = {"truncate": _CUT}
+
 
 class OllamaEmbeddingBody(_OllamaEmbedBase, frozen=True, kw_only=True):
     """Create an embedding vector for one text."""
 
     prompt: str
     """Text to embed."""
-
-
-_CUT = UnsupportedField("truncation of prompts is configured by the operator", (False,))
-
-OLLAMA_CHAT_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    "truncate": _CUT,
-    "shift": _CUT,
-    "_debug_render_only": UnsupportedField(
-        "use /v1/tokenize to see the tokens of a conversation", (False,)
-    ),
-}
-
-OLLAMA_GENERATE_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **OLLAMA_CHAT_UNSUPPORTED,
-    "template": UnsupportedField("the chat template is configured by the operator", ("",)),
-    "context": UnsupportedField("send the messages of the conversation to /api/chat", ([],)),
-    "images": UnsupportedField("this model accepts text only", ([],)),
-    **dict.fromkeys(
-        ("width", "height", "steps"), UnsupportedField("this model generates text only", (0,))
-    ),
-}
-
-OLLAMA_EMBED_UNSUPPORTED: Mapping[str, UnsupportedField] = {"truncate": _CUT}
-
-OLLAMA_OPTIONS_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    "repeat_last_n": UnsupportedField("penalties always cover the whole output", (-1, 64)),
-    "typical_p": UnsupportedField("typical sampling is not supported", (1,)),
-    "tfs_z": UnsupportedField("tail-free sampling is not supported", (1,)),
-    "mirostat": UnsupportedField("mirostat sampling is not supported", (0,)),
-    "penalize_newline": UnsupportedField("newlines are penalized as any other token", (True,)),
-}
 
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):

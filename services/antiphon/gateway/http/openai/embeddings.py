@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -87,6 +87,8 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
             salt=cache_salt(self.cache_salt, self.extra_key),
         )
 
+    UNSUPPORTED: ClassVar = EMBEDDING
+
 
 class EmbeddingBody(PoolingBody, frozen=True, kw_only=True):
     """Create an embedding vector for each input."""
@@ -152,7 +154,6 @@ class EmbeddingsEndpoints(PoolingEndpoints):
         "Create embedding vectors. Requires an embedding model.",
         body=EmbeddingBody,
         reply=EmbeddingReply,
-        unsupported=EMBEDDING,
         examples=(
             {"input": "Hello"},
             {"input": ["One", "Two"], "encoding_format": "base64"},
@@ -162,7 +163,7 @@ class EmbeddingsEndpoints(PoolingEndpoints):
     async def _embed(self, request: web.Request) -> web.Response:
         card = await self.embedder()
         body, gen_requests = await self.response_handler.parse_body(
-            request, EmbeddingBody, lambda body: (body, _embedding_requests(body, card)), EMBEDDING
+            request, EmbeddingBody, lambda body: (body, _embedding_requests(body, card))
         )
         pooled = await self.pooled(request, gen_requests)
         as_text = body.encoding_format == "base64"
@@ -180,13 +181,12 @@ class EmbeddingsEndpoints(PoolingEndpoints):
         "Classify texts. Requires a classification model.",
         body=ClassifyBody,
         reply=ClassifyReply,
-        unsupported=EMBEDDING,
         examples=({"input": "Good!"}, {"input": ["Good!", "Bad!"]}),
     )
     async def _classify(self, request: web.Request) -> web.Response:
         card = await self.scorer("classify")
         gen_requests = await self.response_handler.parse_body(
-            request, ClassifyBody, _classify_requests, EMBEDDING
+            request, ClassifyBody, _classify_requests
         )
         scored = await self.pooled(request, gen_requests)
         return json_reply(

@@ -13,8 +13,6 @@ from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.meta_info import GenerateOutputs, weight_version
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai.schema import (
-    CHAT_UNSUPPORTED,
-    COMPLETION_UNSUPPORTED,
     ChatBody,
     ChatReply,
     CompletionBody,
@@ -51,7 +49,6 @@ class CompletionsEndpoints(Endpoints):
         "Create a chat completion. SageMaker uses the path /invocations.",
         body=ChatBody,
         reply=ChatReply,
-        unsupported=CHAT_UNSUPPORTED,
         examples=(
             _HELLO,
             _HELLO | {"stream": True, "stream_options": {"include_usage": True}},
@@ -62,7 +59,7 @@ class CompletionsEndpoints(Endpoints):
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         formats = await self.tokenizers.formats()
         parsed = await self.response_handler.parse_body(
-            request, ChatBody, lambda body: reading.parse_chat(body, formats), CHAT_UNSUPPORTED
+            request, ChatBody, lambda body: reading.parse_chat(body, formats)
         )
         parsed = self._with_usage(await self._with_end_token(parsed, formats))
 
@@ -86,7 +83,6 @@ class CompletionsEndpoints(Endpoints):
         "Create a text completion.",
         body=CompletionBody,
         reply=TextReply,
-        unsupported=COMPLETION_UNSUPPORTED,
         examples=(
             {"prompt": "Once upon a time", "max_tokens": 8},
             {"prompt": ["One", "Two"], "max_tokens": 4, "echo": True, "logprobs": 1},
@@ -99,7 +95,6 @@ class CompletionsEndpoints(Endpoints):
             request,
             CompletionBody,
             lambda body: (reading.parse_completion(body), body.session_params),
-            COMPLETION_UNSUPPORTED,
         )
         parsed = self._with_usage(parsed)
         if params is not None:

@@ -15,7 +15,6 @@ from antiphon.gateway.http.core.chat import (
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
 from antiphon.gateway.http.core.sampling_fields import (
-    RequestedGrammar,
     processor_of,
     single_grammar,
 )
@@ -36,7 +35,6 @@ from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
-    TokenOutputFields,
     set_fields,
 )
 from antiphon.wire.digests import cache_salt
@@ -50,14 +48,15 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.schemas import Json
 
-CHAT_FIELDS = TokenOutputFields(
-    ids="return_token_ids",
-    logprobs="logprobs",
-    top="top_logprobs",
-    named_ids="logprobs",
-    hidden="return_hidden_states",
-)
-TEXT_FIELDS = msgspec.structs.replace(CHAT_FIELDS, top="logprobs")
+TEXT_FIELDS = {
+    "processors": "custom_params",
+    "details.ids": "return_token_ids",
+    "details.logprobs": "logprobs",
+    "details.top": "logprobs",
+    "details.named_ids": "logprobs",
+    "details.hidden": "return_hidden_states",
+}
+CHAT_FIELDS = TEXT_FIELDS | {"details.top": "top_logprobs", "prompt": "input_ids"}
 
 
 class ParsedOpenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,14 +86,12 @@ def parse_chat(
         model=model_of(body.model),
         messages=None if body.input_ids else messages,
         prompt_ids=tuple(body.input_ids) if body.input_ids else None,
-        prompt_field="input_ids" if body.input_ids else None,
         continue_final_message=bool(body.continue_final_message) or begins_answer(body.messages),
         template=TemplateParams(options=_options(body), tools=template_tools(plan)),
         reasoning=_reasoning_params(body, formats.reasoning),
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
-        tokens_field="max_completion_tokens" if completing else "max_tokens",
         model_defaults=True,
-        detail_fields=CHAT_FIELDS,
+        fields=CHAT_FIELDS | ({"max_tokens": "max_completion_tokens"} if completing else {}),
     )
     reply_options = response_options(
         body,
@@ -147,7 +144,7 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
             suffix=suffix,
             tokens_max=body.max_tokens,
             tokens_default=COMPLETION_TOKENS,
-            detail_fields=TEXT_FIELDS,
+            fields=TEXT_FIELDS,
         )
         for prompt in prompts
     ]
@@ -190,7 +187,8 @@ def _with_common_fields(
     name: str | None,
     choices: int = 0,
 ) -> GenerationRequest:
-    constraint = _output_constraint(body)
+    field, grammar = _output_constraint(body)
+    ids = next((name for name, wants in _fields_needing_ids(body).items() if wants), None)
     return msgspec.structs.replace(
         gen_request,
         choices=choices or body.n or 1,
@@ -198,11 +196,10 @@ def _with_common_fields(
             processors=processor_of(
                 body.custom_logit_processor, body.custom_params, field="custom_params"
             ),
-            grammar=constraint.grammar if constraint else None,
+            grammar=grammar,
             outputs=wanted,
         ),
-        grammar_field=constraint.field if constraint else gen_request.grammar_field,
-        detail_fields=_with_id_field(gen_request.detail_fields, body),
+        fields={**gen_request.fields, "grammar": field} | ({"details.ids": ids} if ids else {}),
         stop=body.stop_strings(token_texts=wanted is not None and wanted.logprobs),
         priority=body.priority,
         cache_salt=cache_salt(body.cache_salt, body.extra_key),
@@ -210,7 +207,7 @@ def _with_common_fields(
     )
 
 
-def _output_constraint(body: CompletionFields) -> RequestedGrammar | None:
+def _output_constraint(body: CompletionFields) -> tuple[str, Grammar | None]:
     return single_grammar(
         body.grammars() | {"response_format": _response_form(body.response_format)}
     )
@@ -240,13 +237,13 @@ def _response_form(given: ResponseFormat | None) -> Grammar | None:
 
 def _plan(body: ChatBody, format_: ToolFormat | None, *, requires_strict: bool) -> ToolPlan:
     tools = read_tools(cast("list[Json]", to_json(body.tools or [], "tools")))
-    constraint = _output_constraint(body)
+    _, constraint = _output_constraint(body)
     return plan_tools(
         tools,
         read_choice(to_json(body.tool_choice, "tool_choice"), tools),
         format_,
         parallel=body.parallel_tool_calls is not False,
-        constraint=constraint.grammar if constraint else None,
+        constraint=constraint,
         requires_strict=requires_strict,
     )
 
@@ -352,12 +349,6 @@ def response_options(
             hidden="last" if options.return_hidden_states else "",
         ),
     )
-
-
-def _with_id_field(fields: TokenOutputFields, body: CompletionFields) -> TokenOutputFields:
-    """Name the field that requested output token ids."""
-    wanting = next((name for name, wants in _fields_needing_ids(body).items() if wants), None)
-    return msgspec.structs.replace(fields, ids=wanting) if wanting else fields
 
 
 def _token_outputs_wanted(

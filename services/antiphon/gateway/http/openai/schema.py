@@ -6,9 +6,9 @@ equivalent to an omitted field, as in SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -165,6 +165,13 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "
 Verbosity = Literal["low", "medium", "high"]
 
 
+SESSION_PARAMS = UnsupportedField(
+    "not supported by chat completions, which carry the whole conversation; use /generate"
+    " or /v1/completions",
+    NOTHING,
+)
+
+
 class ChatBody(CompletionFields):
     """Create a chat completion: the assistant's reply to a conversation."""
 
@@ -203,6 +210,19 @@ class ChatBody(CompletionFields):
     stream_reasoning: bool | None = None
     """Whether to stream reasoning as it is generated. Defaults to true."""
 
+    UNSUPPORTED: ClassVar = {
+        **COMMON,
+        "session_params": SESSION_PARAMS,
+        "functions": UnsupportedField("use tools", NOTHING),
+        "function_call": UnsupportedField("use tool_choice", ("none", "auto")),
+        "modalities": UnsupportedField("this model generates text only", (["text"], [])),
+        "audio": UnsupportedField("this model generates text only"),
+        "prediction": UnsupportedField("predicted outputs are not supported"),
+        "web_search_options": UnsupportedField("web search is not supported"),
+        "store": UnsupportedField("chat completions are not stored; use /v1/responses", (False,)),
+        "service_tier": UnsupportedField("service tiers are not supported", ("auto", "default")),
+    }
+
 
 class CompletionBody(CompletionFields):
     """Create a text completion."""
@@ -226,30 +246,12 @@ class CompletionBody(CompletionFields):
     """Number of completions to generate, of which the `n` with the highest logprob per token are
     returned."""
 
-
-SESSION_PARAMS = UnsupportedField(
-    "not supported by chat completions, which carry the whole conversation; use /generate"
-    " or /v1/completions",
-    NOTHING,
-)
-
-CHAT_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **COMMON,
-    "session_params": SESSION_PARAMS,
-    "functions": UnsupportedField("use tools", NOTHING),
-    "function_call": UnsupportedField("use tool_choice", ("none", "auto")),
-    "modalities": UnsupportedField("this model generates text only", (["text"], [])),
-    "audio": UnsupportedField("this model generates text only"),
-    "prediction": UnsupportedField("predicted outputs are not supported"),
-    "web_search_options": UnsupportedField("web search is not supported"),
-    "store": UnsupportedField("chat completions are not stored; use /v1/responses", (False,)),
-    "service_tier": UnsupportedField("service tiers are not supported", ("auto", "default")),
-}
-
-COMPLETION_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **COMMON,
-    "max_thinking_tokens": UnsupportedField("only supported by /v1/chat/completions and /generate"),
-}
+    UNSUPPORTED: ClassVar = {
+        **COMMON,
+        "max_thinking_tokens": UnsupportedField(
+            "only supported by /v1/chat/completions and /generate"
+        ),
+    }
 
 
 def conversation(turns: Sequence[ChatMessageParam]) -> tuple[ChatMessage, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -31,7 +31,6 @@ from antiphon.gateway.http.openai.schema import PROMPTS_MAX, UsageBody, usage_bo
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     SamplingOptions,
-    TokenOutputFields,
 )
 from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_vector
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
@@ -40,8 +39,6 @@ from antiphon.wire.sampling import NAMED_MAX, PoolParams, TokenId, TokenOutputPa
 from antiphon.wire.tokenize import ChatMessage, PoolingCard, TemplateParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aiohttp import web
 
     from antiphon.gateway.stream.stream import CollectedResponse
@@ -66,12 +63,11 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(gt=0, le=100)] | None = None
     """Divides the logprobs before the softmax."""
 
-
-SCORE_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **EMBEDDING,
-    "return_token_logprobs": UnsupportedField("use /generate for logprobs", (False,)),
-    "score_extraction_token": UnsupportedField("only the next token is scored"),
-}
+    UNSUPPORTED: ClassVar = {
+        **EMBEDDING,
+        "return_token_logprobs": UnsupportedField("use /generate for logprobs", (False,)),
+        "score_extraction_token": UnsupportedField("only the next token is scored"),
+    }
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,12 +94,6 @@ class RerankBody(PoolingBody, frozen=True, kw_only=True):
     """Whether to return the text of each document. Defaults to true."""
 
 
-RERANK_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **EMBEDDING,
-    "instruct": UnsupportedField("a cross-encoder accepts only a query and a document", ("",)),
-}
-
-
 class RankMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Token usage of a score."""
 
@@ -120,19 +110,6 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
     meta_info: RankMeta
 
 
-class RelevanceScorer(Protocol):
-    """How a kind of model scores a document."""
-
-    @property
-    def unsupported(self) -> Mapping[str, UnsupportedField]: ...
-
-    def requests(self, body: RerankBody) -> list[GenerationRequest]: ...
-
-    def score(self, answer: CollectedResponse) -> float:
-        """Return the score: 0 to 1, unless the model's raw scores are returned."""
-        ...
-
-
 class ScoreEndpoints(PoolingEndpoints):
     @operation(
         "POST",
@@ -140,7 +117,6 @@ class ScoreEndpoints(PoolingEndpoints):
         "Score items by the probability of label tokens as the next token.",
         body=ScoreBody,
         reply=ScoreReply,
-        unsupported=SCORE_UNSUPPORTED,
         examples=(
             {
                 "query": "Is this a colour? ",
@@ -151,9 +127,7 @@ class ScoreEndpoints(PoolingEndpoints):
         ),
     )
     async def _score(self, request: web.Request) -> web.Response:
-        body = await self.response_handler.parse_body(
-            request, ScoreBody, _check_items, SCORE_UNSUPPORTED
-        )
+        body = await self.response_handler.parse_body(request, ScoreBody, _check_items)
         answers = await self.response_handler.collect(request, _score_requests(body))
         usages = [answer.usage for answer in answers]
         return json_reply(
@@ -170,7 +144,6 @@ class ScoreEndpoints(PoolingEndpoints):
         "Sort documents by relevance. Requires a reranker.",
         body=RerankBody,
         reply=list[RerankResult],
-        unsupported=EMBEDDING,
         examples=({"query": "Who?", "documents": ["He.", "She."], "top_n": 1},),
     )
     async def _rerank(self, request: web.Request) -> web.Response:
@@ -179,7 +152,6 @@ class ScoreEndpoints(PoolingEndpoints):
             request,
             RerankBody,
             lambda body: (body, _rerank_requests(body, judge)),
-            judge.unsupported,
         )
 
         def read(answer: CollectedResponse) -> tuple[float, RankMeta]:
@@ -247,8 +219,7 @@ def _score_requests(body: ScoreBody) -> list[GenerationRequest]:
                 prompt_ids=(*first, *second)
                 if isinstance(first, list) and isinstance(second, list)
                 else None,
-                prompt_field="items",
-                detail_fields=TokenOutputFields(named_ids="label_token_ids"),
+                fields={"prompt": "items", "details.named_ids": "label_token_ids"},
                 tokens_max=0,
                 auto_truncate=False,
                 sampling=SamplingOptions(details=details),
@@ -271,11 +242,12 @@ def _label_scores(answer: CollectedResponse, body: ScoreBody) -> list[float]:
 
 @dataclass(frozen=True)
 class CrossEncoder:
-    unsupported = RERANK_UNSUPPORTED
-
     card: PoolingCard
 
     def requests(self, body: RerankBody) -> list[GenerationRequest]:
+        if body.instruct:
+            text = "a cross-encoder accepts only a query and a document"
+            raise Unsupported.at("instruct", text)
         queries = [body.query] * len(body.documents)
         gen_requests = body.requests(queries, api="rerank", field="documents", pool=PoolParams())
         return [
@@ -291,8 +263,6 @@ class CrossEncoder:
 
 class YesNoScorer:
     """Scores with a generative reranker; `label_ids` are its tokens for yes and no."""
-
-    unsupported = EMBEDDING
 
     def __init__(self, label_ids: tuple[int, ...]) -> None:
         self._details = TokenOutputParams(named_ids=label_ids)
@@ -322,6 +292,9 @@ class YesNoScorer:
         if -math.inf in (yes, no):
             return 0.0 if yes == -math.inf else 1.0
         return sigmoid(yes - no)
+
+
+RelevanceScorer = CrossEncoder | YesNoScorer
 
 
 def _rerank_requests(body: RerankBody, judge: RelevanceScorer) -> list[GenerationRequest]:

@@ -19,7 +19,6 @@ from antiphon.gateway.http.openai.responses.parse import (
     prepare_responses_request,
 )
 from antiphon.gateway.http.openai.responses.schema import (
-    RESPONSES_UNSUPPORTED,
     InputTokens,
     ItemList,
     ResponseDeleted,
@@ -77,7 +76,6 @@ class ResponsesEndpoints(Endpoints):
         "Create a response.",
         body=ResponsesBody,
         reply=ResponseReply,
-        unsupported=RESPONSES_UNSUPPORTED,
         examples=(_HELLO, _HELLO | {"stream": True}, _HELLO | {"store": False}),
     )
     async def _create(self, request: web.Request) -> web.StreamResponse:
@@ -106,7 +104,6 @@ class ResponsesEndpoints(Endpoints):
         "Count the input tokens of a response without creating it.",
         body=ResponsesBody,
         reply=InputTokens,
-        unsupported=RESPONSES_UNSUPPORTED,
         examples=(_HELLO,),
     )
     async def _count(self, request: web.Request) -> web.Response:
@@ -179,7 +176,6 @@ class ResponsesEndpoints(Endpoints):
             request,
             ResponsesBody,
             lambda body: parse_responses_request(body, decrypt),
-            RESPONSES_UNSUPPORTED,
         )
         warn(request, parsed.warnings)
         return parsed

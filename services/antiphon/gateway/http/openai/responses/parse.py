@@ -134,9 +134,12 @@ def prepare_responses_request(
     gen_request = msgspec.structs.replace(
         gen_request,
         api="responses",
-        prompt_field="input",
-        tokens_field="max_output_tokens",
-        grammar_field=gen_request.grammar_field.replace("response_format", "text.format"),
+        fields={
+            **gen_request.fields,
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "grammar": gen_request.field("grammar").replace("response_format", "text.format"),
+        },
         key=ClientKey(parsed.id),
         auto_truncate=body.truncation is None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,8 +15,6 @@ from antiphon.gateway.http.openai.responses.tools import ResponseTool
 from antiphon.gateway.http.openai.schema import SESSION_PARAMS, Effort, OpenAiFields, Verbosity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from antiphon.wire.base import Usage
 
 METADATA_MAX = 16
@@ -58,6 +56,9 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options for streaming responses."""
 
     include_obfuscation: bool | None = None
+
+
+_ELSEWHERE = UnsupportedField("use /generate, /v1/chat/completions or /v1/completions", (False,))
 
 
 class ResponsesBody(OpenAiFields):
@@ -110,39 +111,39 @@ class ResponsesBody(OpenAiFields):
     chat_template_kwargs: Json | None = None
     """Additional variables for the chat template."""
 
+    UNSUPPORTED: ClassVar = {
+        **COMMON,
+        "session_params": SESSION_PARAMS,
+        "return_cached_tokens_details": UnsupportedField(
+            "cached tokens are reported in usage", (False,)
+        ),
+        "max_thinking_tokens": UnsupportedField(
+            "only supported by /v1/chat/completions and /generate"
+        ),
+        **dict.fromkeys(
+            ("rid", "request_id"), UnsupportedField("responses are identified by their id")
+        ),
+        "conversation": UnsupportedField("conversations are not stored; use previous_response_id"),
+        "prompt": UnsupportedField("stored prompts are not supported; use input and instructions"),
+        "context_management": UnsupportedField("context compaction is not supported", ([],)),
+        "max_tool_calls": UnsupportedField("applies to built-in tools, which are not supported"),
+        **dict.fromkeys(
+            ("max_tokens", "max_completion_tokens"), UnsupportedField("use max_output_tokens")
+        ),
+        "n": UnsupportedField("a response has exactly one output", (1,)),
+        "response_format": UnsupportedField("use text.format", ({"type": "text"},)),
+        "reasoning_effort": UnsupportedField("use reasoning.effort"),
+        **dict.fromkeys(("return_hidden_states", "return_meta_info"), _ELSEWHERE),
+        **dict.fromkeys(("return_input_ids_in_sglext", "return_output_ids_in_sglext"), _ELSEWHERE),
+        "moderation": UnsupportedField("moderation is not supported"),
+        "image": UnsupportedField("this model does not generate images"),
+        "access_programs": UnsupportedField("access programs are not supported"),
+        "prompt_cache_retention": UnsupportedField(
+            "cached prefixes are kept as long as there is space", ("in_memory",)
+        ),
+        "prompt_cache_options": UnsupportedField("prefix caching is automatic", ({},)),
+    }
 
-_ELSEWHERE = UnsupportedField("use /generate, /v1/chat/completions or /v1/completions", (False,))
-
-RESPONSES_UNSUPPORTED: Mapping[str, UnsupportedField] = {
-    **COMMON,
-    "session_params": SESSION_PARAMS,
-    "return_cached_tokens_details": UnsupportedField(
-        "cached tokens are reported in usage", (False,)
-    ),
-    "max_thinking_tokens": UnsupportedField("only supported by /v1/chat/completions and /generate"),
-    **dict.fromkeys(
-        ("rid", "request_id"), UnsupportedField("responses are identified by their id")
-    ),
-    "conversation": UnsupportedField("conversations are not stored; use previous_response_id"),
-    "prompt": UnsupportedField("stored prompts are not supported; use input and instructions"),
-    "context_management": UnsupportedField("context compaction is not supported", ([],)),
-    "max_tool_calls": UnsupportedField("applies to built-in tools, which are not supported"),
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens"), UnsupportedField("use max_output_tokens")
-    ),
-    "n": UnsupportedField("a response has exactly one output", (1,)),
-    "response_format": UnsupportedField("use text.format", ({"type": "text"},)),
-    "reasoning_effort": UnsupportedField("use reasoning.effort"),
-    **dict.fromkeys(("return_hidden_states", "return_meta_info"), _ELSEWHERE),
-    **dict.fromkeys(("return_input_ids_in_sglext", "return_output_ids_in_sglext"), _ELSEWHERE),
-    "moderation": UnsupportedField("moderation is not supported"),
-    "image": UnsupportedField("this model does not generate images"),
-    "access_programs": UnsupportedField("access programs are not supported"),
-    "prompt_cache_retention": UnsupportedField(
-        "cached prefixes are kept as long as there is space", ("in_memory",)
-    ),
-    "prompt_cache_options": UnsupportedField("prefix caching is automatic", ({},)),
-}
 
 State = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
