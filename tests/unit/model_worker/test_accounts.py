@@ -1,4 +1,4 @@
-"""What nobody waits for is counted later, and nothing of it is lost."""
+"""Steps are accounted later than they run, and nothing of them is lost."""
 
 from __future__ import annotations
 
@@ -57,9 +57,17 @@ class Desk:
         state = worker.state([1, 2], max_new_tokens=9)
         self.accounts.begin(RunChoice(KEY, state, None), 10.0)
 
-    def put_down(self, step: int, ids: list[int], finish: Finish | None = None) -> None:
+    def add(self, step: int, ids: list[int], finish: Finish | None = None) -> None:
         ended = finish is not None
         self.accounts.record(report(step, ids, finish), 10.0 + step, ended=ended)
+
+    def record(self, **fields: object) -> None:
+        """Put down a step whose report has these fields, of itself or of its capacity."""
+        plain = report(1, [5])
+        capacity = {name: fields.pop(name) for name in [*fields] if hasattr(plain.credit, name)}
+        credit = msgspec.structs.replace(plain.credit, **capacity)
+        whole = msgspec.structs.replace(plain, credit=credit, **fields)
+        self.accounts.record(whole, 10.0, ended=False)
 
     def read(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"antiphon_{name}", labels)
@@ -78,65 +86,54 @@ def desk(caplog: pytest.LogCaptureFixture) -> Desk:
     return Desk()
 
 
-def test_whoever_reads_the_numbers_reads_all_that_was_put_down(desk: Desk) -> None:
-    desk.put_down(1, [5])
-    desk.put_down(2, [6, 7])
+def test_metrics_and_the_heartbeat_have_all_recorded_steps(desk: Desk) -> None:
+    desk.add(1, [5])
+    desk.add(2, [6, 7])
+    assert desk.figures().output_tokens_s == pytest.approx(0.3)
     assert desk.generated == 3
     assert desk.read("step_seconds_count") == 2
-    desk.put_down(3, [8])
+    desk.add(3, [8])
     assert desk.generated == 4
     assert desk.figures().output_tokens_s == pytest.approx(0.4)
 
 
-def test_the_heartbeat_tells_all_that_was_put_down(desk: Desk) -> None:
-    desk.put_down(1, [5])
-    desk.put_down(2, [6, 7])
-    assert desk.figures().output_tokens_s == pytest.approx(0.3)
-
-
-def test_the_line_of_a_choice_comes_when_it_ends_and_has_all_its_tokens(
+def test_the_line_of_a_choice_is_logged_when_it_ends_and_has_all_its_tokens(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk.put_down(1, [5])
+    desk.add(1, [5])
     assert not caplog.records
-    desk.put_down(4, [6, 7], LENGTH)
+    desk.add(4, [6, 7], LENGTH)
     (line,) = (record.__dict__ for record in caplog.records)
     assert (line["output_tokens"], line["first_token_s"], line["seconds"]) == (3, 1.0, 4.0)
 
 
-def test_a_choice_that_is_dropped_has_had_what_was_put_down(
+def test_the_line_of_a_dropped_choice_has_what_was_recorded(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk.put_down(1, [5])
+    desk.add(1, [5])
     desk.accounts.drop(KEY, 12.0)
     (line,) = (record.__dict__ for record in caplog.records)
     assert (line["reason"], line["output_tokens"], line["seconds"]) == ("dropped", 1, 2.0)
 
 
-def test_reports_that_nobody_reads_do_not_pile_up(desk: Desk) -> None:
+def test_reports_that_are_not_read_do_not_pile_up(desk: Desk) -> None:
     for step in range(10 * REPORTS_MAX):
-        desk.put_down(step, [5])
+        desk.add(step, [5])
         assert len(desk.accounts._uncounted) < REPORTS_MAX
     assert desk.generated == 10 * REPORTS_MAX
 
 
-def test_tokens_that_the_cache_gave_up_are_counted_once(desk: Desk) -> None:
-    for step, tokens in enumerate((16, 16, 48)):
-        given = msgspec.structs.replace(report(step, [5]), evicted_tokens=tokens)
-        desk.accounts.record(given, 10.0, ended=False)
+def test_evicted_tokens_are_counted_once(desk: Desk) -> None:
+    for tokens in (16, 16, 48):
+        desk.record(evicted_tokens=tokens)
         assert desk.read("evicted_tokens_total") == tokens
 
 
 def test_windows_and_states_are_shown_where_a_model_has_them(desk: Desk) -> None:
-    desk.put_down(1, [5])
+    desk.add(1, [5])
     assert desk.read("swa_used_tokens") is None
-    plain = report(2, [5])
-    credit = msgspec.structs.replace(
-        plain.credit,
-        window=PoolUse(total=8, free=3, evictable=1),
-        states=PoolUse(total=10, free=4, evictable=5),
-    )
-    desk.accounts.record(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
+    window = PoolUse(total=8, free=3, evictable=1)
+    desk.record(window=window, states=PoolUse(total=10, free=4, evictable=5))
     desk.accounts.process_pending()
     desk.accounts.metrics.flush()
     names = ("available_tokens", "evictable_tokens", "used_tokens")
@@ -156,19 +153,14 @@ def test_the_time_of_the_start_is_shown_by_phase(desk: Desk) -> None:
 
 
 def test_tokens_of_retracted_requests_are_counted_by_kind(desk: Desk) -> None:
-    for step, (tokens, prompts) in enumerate(((30, 20), (30, 20), (90, 60))):
-        retracted = msgspec.structs.replace(
-            report(step, [5]), retracted_tokens=tokens, retracted_prompt_tokens=prompts
-        )
-        desk.accounts.record(retracted, 10.0, ended=False)
+    for tokens, prompts in ((30, 20), (30, 20), (90, 60)):
+        desk.record(retracted_tokens=tokens, retracted_prompt_tokens=prompts)
         assert desk.read("num_retracted_input_tokens_total") == prompts
         assert desk.read("num_retracted_output_tokens_total") == tokens - prompts
 
 
 def test_tokens_of_running_requests_are_shown(desk: Desk) -> None:
-    plain = report(1, [5])
-    credit = msgspec.structs.replace(plain.credit, sequence_tokens=70)
-    desk.accounts.record(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
+    desk.record(sequence_tokens=70)
     assert desk.read("decode_sum_seq_lens") == 70
 
 
@@ -215,7 +207,7 @@ def test_each_so_many_decode_batches_have_a_line(written: pytest.LogCaptureFixtu
     ]
 
 
-def test_a_retraction_is_warned_of(written: pytest.LogCaptureFixture) -> None:
+def test_a_retraction_logs_a_warning(written: pytest.LogCaptureFixture) -> None:
     log = StepLog(40, WorkerSize(pages_total=100, page_tokens=16))
     log.step(sized_report(new_token_ratio=0.5), 0, 1.0)
     log.step(sized_report(retractions=2, retracted_tokens=90, new_token_ratio=0.75), 0, 2.0)
@@ -228,7 +220,7 @@ def test_a_retraction_is_warned_of(written: pytest.LogCaptureFixture) -> None:
     )
 
 
-def test_what_is_old_is_forgotten():
+def test_a_sliding_sum_forgets_what_is_old():
     lately = SlidingSum(10)
     lately.add(3, 100.2)
     lately.add(4, 100.9)
@@ -254,7 +246,7 @@ NAME = "antiphon_worker_cpu_seconds_total"
 PARTS = ("bus", "kernels", "python", "sending")
 
 
-def told(registry: CollectorRegistry) -> dict[str, float]:
+def cpu_s(registry: CollectorRegistry) -> dict[str, float]:
     values = {part: registry.get_sample_value(NAME, {"part": part}) for part in PARTS}
     return {part: value for part, value in values.items() if value is not None}
 
@@ -266,13 +258,13 @@ def burn(seconds: float) -> float:
     return used
 
 
-def test_each_thread_is_told_by_itself_and_only_while_it_lives(
+def test_cpu_time_is_reported_by_thread_while_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(extension, "kernel_cpu_s", lambda: 0.02)
     registry, batching = CollectorRegistry(), [0]
     registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.15))
-    assert told(registry).keys() == {"bus"}
+    assert cpu_s(registry).keys() == {"bus"}
     burnt: Future[float] = Future()
     go = threading.Event()
 
@@ -285,11 +277,11 @@ def test_each_thread_is_told_by_itself_and_only_while_it_lives(
     thread.start()
     used = burnt.result()
     before = time.thread_time()
-    parts = told(registry)
+    parts = cpu_s(registry)
     after = time.thread_time()
     go.set()
     thread.join()
-    wait_until(lambda: told(registry).keys() == {"bus"}, 5, "the end of a thread")
+    wait_until(lambda: cpu_s(registry).keys() == {"bus"}, 5, "the end of a thread")
     assert parts.keys() == set(PARTS)
     assert (parts["kernels"], parts["sending"]) == (0.02, 0.15)
     assert parts["python"] == pytest.approx(used - 0.02 - 0.15, abs=0.01)

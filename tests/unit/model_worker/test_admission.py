@@ -1,4 +1,4 @@
-"""Who is refused, who waits and who gives way."""
+"""Which requests are rejected, which wait and which are retracted."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import gc
 import weakref
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.worker import error_of, state
+from tests.support.worker import error_of, limits, state
 from tests.unit.model_worker.steps import LIMITS, Steps
 
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.plan import future
 from antiphon.model_worker.batching.running_batch import NewTokenRatio, build_plan, fits_exactly
+from antiphon.model_worker.batching.state import Finish
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
+from antiphon.wire.errors import EngineError, InvalidRequest, PromptTooLong, Unsupported
 from antiphon.wire.sampling import (
     AllowRange,
     DisallowTokens,
@@ -29,25 +29,84 @@ from antiphon.wire.sampling import (
 )
 from antiphon.wire.token_outputs import pack_floats
 
+VOCABULARY = LIMITS.vocab_size
+INFINITE = float("inf")
+
+
+def bias(*values: tuple[int, float]) -> LogitBias:
+    return LogitBias(
+        token_ids=pack_ids([token for token, _ in values]),
+        values=pack_floats([value for _, value in values]),
+    )
+
+
+CUT_BIASES = (
+    LogitBias(token_ids=pack_ids([1, 2]), values=b"1234"),
+    LogitBias(token_ids=b"123", values=b"123"),
+)
+THINKING = ThinkingBudget(tokens_max=1, begin_id=1, closing_ids=(1, VOCABULARY))
+
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("fields", "error", "param"),
     [
-        ({"prompt_ids": b""}, InvalidRequest),
-        ({"prompt_ids": b"abc"}, InvalidRequest),
-        ({"prompt_ids": pack_ids([100])}, InvalidRequest),
-        ({"prompt_ids": pack_ids([-1])}, InvalidRequest),
-        ({"prompt_ids": pack_ids([1] * 40)}, PromptTooLong),
-        ({"weights_digest": "other"}, Unsupported),
-        ({"adapter_digest": "a"}, Unsupported),
+        ({"prompt_ids": b""}, InvalidRequest, "input_ids"),
+        ({"prompt_ids": b"abc"}, InvalidRequest, "input_ids"),
+        ({"prompt_ids": pack_ids([VOCABULARY])}, InvalidRequest, "input_ids"),
+        ({"prompt_ids": pack_ids([-1])}, InvalidRequest, "input_ids"),
+        ({"prompt_ids": pack_ids([1] * 40)}, PromptTooLong, None),
+        ({"weights_digest": "other"}, Unsupported, None),
+        ({"adapter_digest": "a"}, Unsupported, None),
+        ({"logit_bias": bias((VOCABULARY, 1.0))}, InvalidRequest, "logit_bias"),
+        ({"logit_bias": bias((-1, 1.0))}, InvalidRequest, "logit_bias"),
+        ({"logit_bias": bias((4, 1.0), (4, 2.0))}, InvalidRequest, "logit_bias"),
+        ({"logit_bias": bias((4, INFINITE))}, InvalidRequest, "logit_bias"),
+        ({"logit_bias": bias((4, INFINITE - INFINITE))}, InvalidRequest, "logit_bias"),
+        *(({"logit_bias": each}, InvalidRequest, "logit_bias") for each in CUT_BIASES),
+        (
+            {"processors": (DisallowTokens(token_ids=(VOCABULARY,)),)},
+            InvalidRequest,
+            "processors",
+        ),
+        ({"processors": (AllowRange(first=VOCABULARY, last=199),)}, InvalidRequest, "processors"),
+        ({"processors": (THINKING,)}, InvalidRequest, "processors"),
+        ({"stop_token_ids": (VOCABULARY,)}, InvalidRequest, "stop_token_ids"),
+        (
+            {"details": TokenOutputParams(named_ids=(VOCABULARY,))},
+            InvalidRequest,
+            "details.named_ids",
+        ),
     ],
 )
 def test_request_that_can_never_run_is_rejected(
-    change: dict[str, str | bytes], error: type[Exception]
+    fields: dict[str, Any], error: type[EngineError], param: str | None
 ) -> None:
     with pytest.raises(error) as refused:
-        check(msgspec.structs.replace(state(), **change), LIMITS)
-    assert type(refused.value) is error
+        check(state(**fields), LIMITS)
+    assert (type(refused.value), refused.value.param) == (error, param)
+
+
+def test_request_at_the_limits_is_admitted() -> None:
+    fields: dict[str, Any] = {
+        "logit_bias": bias((0, -100.0), (VOCABULARY - 1, 5.0)),
+        "processors": (
+            DisallowTokens(token_ids=(0, VOCABULARY - 1)),
+            AllowRange(first=VOCABULARY - 1, last=10 * VOCABULARY),
+            ThinkingBudget(tokens_max=0, begin_id=4, closing_ids=(5,)),
+        ),
+        "stop_token_ids": (0, VOCABULARY - 1),
+        "details": TokenOutputParams(
+            logprobs=True, top=VOCABULARY + 1, named_ids=(VOCABULARY - 1,)
+        ),
+    }
+    check(state(**fields), LIMITS)
+
+
+def test_hidden_states_are_given_only_where_the_operator_allows_it() -> None:
+    asking = state(details=TokenOutputParams(hidden=True))
+    with pytest.raises(Unsupported, match=r"batching\.hidden_states"):
+        check(asking, LIMITS)
+    check(asking, limits(hidden_states=True))
 
 
 def test_prompt_that_fills_the_context_may_request_no_tokens() -> None:
@@ -61,15 +120,14 @@ def test_output_is_limited_to_the_context() -> None:
 def test_request_for_no_tokens_is_prefilled_and_samples_nothing() -> None:
     steps = Steps(cached=True)
     steps.add(1, 12, max_new_tokens=0)
-    assert steps.batching.take_progress() == ()
-    rows = steps.next()
-    assert [(row.length, row.draws) for row in rows] == [(8, False)]
-    assert steps.commit(rows, []) == ()
-    rows = steps.next()
-    assert [(row.length, row.draws) for row in rows] == [(4, False)]
-    (progress,) = steps.commit(rows, [])
-    assert progress.finish is not None
-    assert (progress.finish.reason, progress.token_ids) == (FinishReason.LENGTH, b"")
+    progress = steps.batching.take_progress()
+    for length in (8, 4):
+        assert progress == ()
+        rows = steps.next()
+        assert [(row.length, row.draws) for row in rows] == [(length, False)]
+        progress = steps.commit(rows, [])
+    ((finish, token_ids),) = [(each.finish, each.token_ids) for each in progress]
+    assert (finish, token_ids) == (Finish(reason=FinishReason.LENGTH), b"")
     assert steps.batching.idle
     assert steps.batching.index.evictable() == [3]
 
@@ -152,16 +210,12 @@ def test_request_that_does_not_fit_waits() -> None:
 
 
 def test_only_a_share_of_the_remaining_output_is_reserved() -> None:
-    steps = Steps(pages=10)
-    for key in (1, 2):
-        steps.add(key, 8, max_new_tokens=16)  # 2 pages, and 3 of the 4 that it may take yet
-    steps.go()
-    assert steps.running() == [1, 2]
-    certain = Steps(pages=10)
-    for key in (1, 2):
-        certain.add(key, 8, max_new_tokens=16, ignore_eos=True)
-    certain.go()
-    assert certain.running() == [1]
+    for ignore_eos, running in ((False, [1, 2]), (True, [1])):
+        steps = Steps(pages=10)
+        for key in (1, 2):  # 2 pages, and 3 of the 4 that it may take yet
+            steps.add(key, 8, max_new_tokens=16, ignore_eos=ignore_eos)
+        steps.go()
+        assert steps.running() == running
 
 
 def test_new_token_ratio_decays_and_jumps_at_a_retraction() -> None:
@@ -288,15 +342,9 @@ def test_timeouts_forget_ended_requests() -> None:
 def test_stream_interval_reports_first_and_last_tokens_at_once() -> None:
     steps = Steps(stream_interval=3)
     steps.add(1, max_new_tokens=6)
-    told = [steps.run([token]) for token in range(20, 26)]
-    assert [[list(unpack_ids(p.token_ids)) for p in news] for news in told] == [
-        [[20]],
-        [],
-        [],
-        [[21, 22, 23]],
-        [],
-        [[24, 25]],
-    ]
+    reported = [steps.run([token]) for token in range(20, 26)]
+    ids = [[list(unpack_ids(p.token_ids)) for p in progress] for progress in reported]
+    assert ids == [[[20]], [], [], [[21, 22, 23]], [], [[24, 25]]]
 
 
 def test_next_step_may_be_planned_before_the_last_outcome() -> None:
@@ -401,63 +449,3 @@ def test_choice_that_never_ran_leaves_nothing_behind() -> None:
     steps.go()
     steps.drop(2, kept=0)
     assert steps.cached_tokens([5] * 9) == 0
-
-
-VOCABULARY = LIMITS.vocab_size
-INFINITE = float("inf")
-
-
-def bias(*values: tuple[int, float]) -> LogitBias:
-    return LogitBias(
-        token_ids=pack_ids([token for token, _ in values]),
-        values=pack_floats([value for _, value in values]),
-    )
-
-
-def test_what_makes_sense_is_let_in() -> None:
-    wishes: dict[str, Any] = {
-        "logit_bias": bias((0, -100.0), (VOCABULARY - 1, 5.0)),
-        "processors": (
-            DisallowTokens(token_ids=(0, VOCABULARY - 1)),
-            AllowRange(first=VOCABULARY - 1, last=10 * VOCABULARY),
-            ThinkingBudget(tokens_max=0, begin_id=4, closing_ids=(5,)),
-        ),
-        "stop_token_ids": (0, VOCABULARY - 1),
-        "details": TokenOutputParams(
-            logprobs=True, top=VOCABULARY + 1, named_ids=(VOCABULARY - 1,)
-        ),
-    }
-    check(state(**wishes), LIMITS)
-
-
-@pytest.mark.parametrize(
-    ("wish", "param"),
-    [
-        ({"logit_bias": bias((VOCABULARY, 1.0))}, "logit_bias"),
-        ({"logit_bias": bias((-1, 1.0))}, "logit_bias"),
-        ({"logit_bias": bias((4, 1.0), (4, 2.0))}, "logit_bias"),
-        ({"logit_bias": bias((4, INFINITE))}, "logit_bias"),
-        ({"logit_bias": bias((4, INFINITE - INFINITE))}, "logit_bias"),
-        ({"logit_bias": LogitBias(token_ids=pack_ids([1, 2]), values=b"1234")}, "logit_bias"),
-        ({"logit_bias": LogitBias(token_ids=b"123", values=b"123")}, "logit_bias"),
-        ({"processors": (DisallowTokens(token_ids=(VOCABULARY,)),)}, "processors"),
-        ({"processors": (AllowRange(first=VOCABULARY, last=199),)}, "processors"),
-        (
-            {"processors": (ThinkingBudget(tokens_max=1, begin_id=1, closing_ids=(1, 100)),)},
-            "processors",
-        ),
-        ({"stop_token_ids": (VOCABULARY,)}, "stop_token_ids"),
-        ({"details": TokenOutputParams(named_ids=(VOCABULARY,))}, "details.named_ids"),
-    ],
-)
-def test_what_cannot_be_is_refused(wish: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        check(state(**wish), LIMITS)
-    assert refused.value.param == param
-
-
-def test_hidden_states_are_told_only_where_the_operator_allows_it() -> None:
-    asking = state(details=TokenOutputParams(hidden=True))
-    with pytest.raises(Unsupported, match=r"batching\.hidden_states"):
-        check(asking, LIMITS)
-    check(asking, msgspec.structs.replace(LIMITS, hidden_states=True))

@@ -1,4 +1,4 @@
-"""A model whose files are not what somebody published is not loaded."""
+"""A model whose files are not those that were published is not loaded."""
 
 from __future__ import annotations
 
@@ -129,15 +129,14 @@ def test_another_pooling_is_another_model(tmp_path: Path) -> None:
     shutil.copytree(embedded.path(), folder)
     digests = [content_digest(folder)]
     assert digests == [content_digest(embedded.path())]
-    parts = ["", "1_Pooling", "2_Dense", "3_Normalize"]
-    kinds = ["Transformer", "Pooling", "Dense", "Normalize"]
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense", "Normalize": "3_N"}
     listed = [
         {"type": f"sentence_transformers.models.{kind}", "path": part}
-        for kind, part in zip(kinds, parts, strict=True)
+        for kind, part in kinds.items()
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
-    for part in parts[1:3]:
-        (folder / part).mkdir()
+    for kind in ("Pooling", "Dense"):
+        (folder / kinds[kind]).mkdir()
     written = {
         "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
         "2_Dense/config.json": b"{}",

@@ -17,7 +17,7 @@ from antiphon.config.cluster import differing
 from antiphon.config.model import CacheDtype, LinearFormat
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig, Policy
-from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
+from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
@@ -37,25 +37,29 @@ if TYPE_CHECKING:
 SMALL = Settings(cache=CacheConfig(tokens_max=512))
 
 
+def loop_of(engine: Engine) -> BatchingLoop:
+    return BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None, clock=lambda: 7.0)
+
+
+def greedy(prompt: list[int], number: int, max_new_tokens: int) -> RequestState:
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
+    return worker.state(prompt, request_id=RequestId(f"r{number}"), **sampling)
+
+
 def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """What the engine says, all prompts at once, each with 12 greedy tokens."""
-    reports: list[StepReport] = []
-    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
-    sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-    runs = {
-        ChoiceKey(n): worker.state(prompt, request_id=RequestId(f"r{n}"), **sampling)
-        for n, prompt in enumerate(prompts)
-    }
-    reports.append(loop.turn(Mail(runs=runs)))
+    """12 greedy tokens to each prompt, all at once."""
+    loop = loop_of(engine)
+    runs = {ChoiceKey(n): greedy(prompt, n, 12) for n, prompt in enumerate(prompts)}
+    reports = [loop.turn(Mail(runs=runs))]
     while not engine.core.idle:
         reports.append(loop.turn(Mail()))
-    said: list[list[int]] = [[] for _ in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
     for news in (news for report in reports for news in report.progress):
-        said[news.key] += unpack_ids(news.token_ids)
-    return said
+        found[news.key] += unpack_ids(news.token_ids)
+    return found
 
 
-def test_the_embedded_model_says_the_same_beside_others_as_alone() -> None:
+def test_the_embedded_model_answers_the_same_beside_others_as_alone() -> None:
     prompts = [[5, 6, 7], [9] * 40, [3, 1, 4, 1, 5, 9, 2, 6]]
     together = answers(open_engine(SMALL), prompts)
     assert [len(ids) for ids in together] == [12, 12, 12]
@@ -64,15 +68,10 @@ def test_the_embedded_model_says_the_same_beside_others_as_alone() -> None:
 
 def test_report_of_a_started_request_counts_its_pages() -> None:
     engine = open_engine(SMALL)
-    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None, clock=lambda: 7.0)
-
-    def start(number: int) -> RequestState:
-        sampling = {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True}
-        return worker.state([5 + number] * 40, request_id=RequestId(f"r{number}"), **sampling)
-
-    free = []
+    loop, free = loop_of(engine), []
     for number in range(3):
-        report = loop.turn(Mail(runs={ChoiceKey(number): start(number)}))
+        run = greedy([5 + number] * 40, number, 20)
+        report = loop.turn(Mail(runs={ChoiceKey(number): run}))
         assert report.prefill_rows == 1
         free.append(report.credit.pages_free + report.credit.pages_evictable)
     # 40 tokens and the next one are in three pages of 16.
@@ -82,7 +81,7 @@ def test_report_of_a_started_request_counts_its_pages() -> None:
 def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
     model = msgspec.structs.replace(SMALL.model, embedding=True)
     engine = open_engine(msgspec.structs.replace(SMALL, model=model))
-    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
+    loop = loop_of(engine)
     assert warm_up(loop, pools=True).step == 1
     limits = engine.core.limits
     assert engine.resolved is not None
@@ -92,7 +91,7 @@ def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
         warm_up(loop)
 
 
-def test_the_pool_is_as_large_as_the_settings_say_and_bounds_the_context() -> None:
+def test_the_pool_is_as_large_as_its_setting_and_bounds_the_context() -> None:
     limits = open_engine(SMALL).core.limits
     assert limits.context_tokens == 512
     assert limits.end_ids
@@ -100,22 +99,22 @@ def test_the_pool_is_as_large_as_the_settings_say_and_bounds_the_context() -> No
 
 @pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 def test_pages_of_another_instruction_set_or_of_rounded_weights_are_others() -> None:
-    said: dict[str, str] = {}
+    digests: dict[str, str] = {}
     names: set[bytes] = set()
     for isa in ISAS:
         with using(isa):
             engine = open_engine(SMALL)
         assert engine.resolved is not None
-        said[isa] = engine.resolved.bits.value
+        digests[isa] = engine.resolved.bits.value
         names.add(page_space(engine))
         assert engine.numerics_digest == "", "nothing was promised"
     model = msgspec.structs.replace(SMALL.model, linear=LinearFormat.INT8, deterministic=True)
     rounded = open_engine(msgspec.structs.replace(SMALL, model=model))
     names.add(page_space(rounded))
     assert len(names) == len(ISAS) + 1
-    assert differing(said[ISAS[0]], rounded.numerics_digest) == ("linear",)
+    assert differing(digests[ISAS[0]], rounded.numerics_digest) == ("linear",)
     for isa in ISAS[1:]:
-        assert differing(said[ISAS[0]], said[isa]) == ("isa",)
+        assert differing(digests[ISAS[0]], digests[isa]) == ("isa",)
 
 
 def page_space(engine: Engine) -> bytes:
@@ -144,8 +143,7 @@ def test_pages_in_eight_bits_are_others_and_twice_as_many() -> None:
 
 def test_a_warmed_up_engine_is_empty_again() -> None:
     engine = open_engine(SMALL)
-    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
-    report = warm_up(loop)
+    report = warm_up(loop_of(engine))
     assert (report.step, report.progress) == (2, ())
     assert engine.core.pools.used() == [0]
 
@@ -168,7 +166,7 @@ def opened(line: str = "") -> EngineCore:
     return open_engine_core(settings, resolved, pools(999), vocab_size=100)
 
 
-def test_by_default_prefixes_are_kept_and_who_comes_first_goes_first() -> None:
+def test_by_default_prefixes_are_cached_and_requests_run_in_order_of_arrival() -> None:
     batching = opened()
     assert isinstance(batching.index, RadixIndex)
     assert batching.rules == QueueRules()
@@ -195,11 +193,11 @@ def test_the_prefix_cache_can_be_switched_off() -> None:
         ("--queue-max-overtake-s 2", QueueRules(max_overtake_s=2.0)),
     ],
 )
-def test_flags_say_who_goes_first(line: str, rules: QueueRules) -> None:
+def test_flags_set_the_queue_rules(line: str, rules: QueueRules) -> None:
     assert opened(line).rules == rules
 
 
-def test_flags_say_what_a_step_takes() -> None:
+def test_flags_set_what_a_step_takes() -> None:
     limits = opened(
         "--chunked-prefill-size -1 --prefill-max-requests 2 --schedule-conservativeness 0.3"
         " --stream-interval 4 --max-running-requests 7 --batching-fill-tokens 100"
@@ -241,7 +239,7 @@ def test_max_prefill_tokens_counts_new_prompt_tokens_and_no_decodes() -> None:
     assert steps.go()[21:] == [(31, 4), (32, 4)]
 
 
-def test_in_a_full_queue_who_outranks_the_last_takes_its_place() -> None:
+def test_a_request_of_higher_priority_takes_the_last_place_of_a_full_queue() -> None:
     steps = Steps(running_max=1, queue_max=1, rules=QueueRules(priority=True))
     steps.add(1, priority=1)
     steps.go()

@@ -1,4 +1,4 @@
-"""What one step takes, and who goes before whom."""
+"""What one step takes, and the order of requests."""
 
 from __future__ import annotations
 
@@ -150,27 +150,16 @@ def test_lof_starts_the_longest_output_first() -> None:
 
 
 def test_lpm_starts_the_longest_cached_prefix_first() -> None:
-    requests = [
-        {"prompt": prompt}
-        for prompt in ([1] * 20, [*STEM[:12], *[2] * 20], [*STEM[:30], 3], STEM[:3])
-    ]
+    prompts = [1] * 20, [*STEM[:12], *[2] * 20], [*STEM[:30], 3], STEM[:3]
+    requests = [{"prompt": prompt} for prompt in prompts]
     assert order(Policy.LPM, [STEM], requests) == [2, 1, 0, 3]
 
 
 def test_dfs_weight_stays_in_the_largest_subtree() -> None:
-    left, right = [*STEM[:8], *[1] * 8], [*STEM[:8], *[2] * 8]
-    requests = [
-        {"prompt": prompt}
-        for prompt in (
-            [*left, 5],
-            [*right, 5, 5],
-            [9] * 4,
-            [*right, 6],
-            [*left, 6],
-            [*right, 7],
-            [*STEM[:8], 3],
-        )
-    ]
+    stem, other = STEM[:8], [9] * 4
+    left, right = [*stem, *[1] * 8], [*stem, *[2] * 8]
+    prompts = [*left, 5], [*right, 5, 5], other, [*right, 6], [*left, 6], [*right, 7], [*stem, 3]
+    requests = [{"prompt": prompt} for prompt in prompts]
     assert order(Policy.DFS_WEIGHT, [left, right], requests, slots=7) == [1, 3, 5, 0, 4, 6, 2]
 
 
@@ -239,9 +228,8 @@ def test_higher_priority_preempts_the_lowest() -> None:
     assert steps.batching.planner.preemptions == 1
     assert steps.batching.planner.retractions == 0
     steps.drain()
-    told = steps.batching.take_progress()
-    assert sorted(p.key for p in told if p.finish) == [1, 2, 3, 4]
-    assert all(p.finish.error is None for p in told if p.finish)
+    finishes = {p.key: p.finish.error for p in steps.batching.take_progress() if p.finish}
+    assert finishes == dict.fromkeys((1, 2, 3, 4))
 
 
 def test_preemption_happens_only_if_it_frees_enough_pages() -> None:
@@ -329,11 +317,7 @@ def test_cached_tokens_exclude_own_tokens_after_a_retraction() -> None:
     steps.add(1, 30, max_new_tokens=60, ignore_eos=True)
     for _ in range(40):
         steps.go()
-    (request,) = (
-        steps.batching.running.values()
-        if isinstance(steps.batching.running, dict)
-        else steps.batching.running
-    )
+    (request,) = steps.batching.running.values()
     steps.batching.planner.retract(request)
     steps.go()
     assert (request.retractions, request.cached_tokens) == (1, 0)
@@ -367,20 +351,20 @@ def test_prompt_logprobs_of_older_weights_are_discarded() -> None:
     steps = Steps(pages=60, step_tokens_max=8, chunk_tokens=8)
     details = TokenOutputParams(logprobs=True, prompt_start=0)
     steps.add(0, STEM[:20], max_new_tokens=2, details=details)
-    told = [run_told(steps, logprob=-1.0)]
+    reported = [run_with_logprobs(steps, logprob=-1.0)]
     steps.batching.set_weight_version("newer")
-    told += [run_told(steps, logprob=-2.0) for _ in range(3)]
-    (news,) = [progress for news in told for progress in news]
+    reported += [run_with_logprobs(steps, logprob=-2.0) for _ in range(3)]
+    (news,) = itertools.chain(*reported)
     assert list(unpack_ids(news.details.token_ids)) == [*STEM[1:20], 1]
     assert set(unpack_floats(news.details.logprobs)) == {-2.0}
-    # What was told with the first token of the answer stays told, once.
+    # What was reported with the first token of the answer is not reported again.
     steps.batching.set_weight_version("newest")
-    (news,) = run_told(steps, logprob=-3.0)
+    (news,) = run_with_logprobs(steps, logprob=-3.0)
     assert list(unpack_floats(news.details.logprobs)) == [-3.0]
 
 
-def run_told(steps: Steps, logprob: float) -> tuple[Progress, ...]:
-    """A step in which whoever draws draws 1, and every log-probability is the same."""
+def run_with_logprobs(steps: Steps, logprob: float) -> tuple[Progress, ...]:
+    """A step in which all rows that draw draw 1, and every log-probability is the same."""
     rows = steps.next()
     plan = build_plan(1, rows, steps.batching.slots)
     assert plan.details is not None
@@ -550,7 +534,5 @@ def test_decode_steps_without_a_finish_can_be_appended_at_once(tokens: list[int]
     assert one.snapshot() == other.snapshot()
     for name in ("length", "computed", "planned", "ahead", "pending", "emitted", "finish"):
         assert getattr(one, name) == getattr(other, name), name
-    assert one.table is not None
-    assert other.table is not None
-    assert one.table.committed == other.table.committed == one.length - 1
+    assert [r.table and r.table.committed for r in (one, other)] == [one.length - 1] * 2
     assert one.progress("w") is None
