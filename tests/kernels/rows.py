@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from antiphon.kernels.cpu import extension
@@ -45,6 +46,25 @@ def using(isa: str | None) -> Iterator[None]:
         yield
     finally:
         library.use_isa(before)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let torch and the C++ kernels use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def each_row(
+    op: Op[..., Any], name: str = "row", *, invariant: bool = False
+) -> pytest.MarkDecorator:
+    """Run a test with every way to compute an op, or with those that are batch-invariant."""
+    rows = [row for row in rows_of(op) if row.invariant or not invariant]
+    return pytest.mark.parametrize(name, rows, ids=lambda row: row.name)
 
 
 def rows_of(op: Op[..., Any], dtype: torch.dtype = torch.float32) -> list[Row]:

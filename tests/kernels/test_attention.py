@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from tests.kernels.rows import Row, rows_of
+from tests.kernels.rows import ISAS, Row, each_row, threads
 from torch import Tensor
 
 from antiphon.kernels.attention import (
@@ -24,16 +24,8 @@ if TYPE_CHECKING:
     from antiphon.kernels.kv import KvScales
 
 PAGES, PAGE_TOKENS = 300, 4
-BACKENDS = rows_of(paged_attention)
-INVARIANT = [row for row in BACKENDS if row.invariant]
-
-
-def named(row: object) -> str | None:
-    return row.name if isinstance(row, Row) else None
-
-
-every_backend = pytest.mark.parametrize("attention", BACKENDS, ids=named)
-every_invariant_backend = pytest.mark.parametrize("attention", INVARIANT, ids=named)
+every_backend = each_row(paged_attention, "attention")
+every_invariant_backend = each_row(paged_attention, "attention", invariant=True)
 
 
 def ints(values: Sequence[object] | np.ndarray) -> np.ndarray:
@@ -284,15 +276,11 @@ def test_a_decode_row_has_the_same_bits_in_a_batch_of_64(attention: Row, page_to
 
 @every_invariant_backend
 def test_the_number_of_threads_changes_nothing(attention: Row) -> None:
-    threads = torch.get_num_threads()
     results: list[Tensor] = []
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
+    for number in (1, 2, 3):
+        with threads(number):
             case = Case(7, *ROWS["all at once"], a_shape())
             results.append(attention(*case.arguments()))
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -300,7 +288,7 @@ def test_a_token_without_a_page_is_our_bug() -> None:
     rows = AttentionMetadata(a_shape(), ints([[7, -1]]), ints([1]), ints([5]))
     with pytest.raises(AssertionError, match="no page"):
         _ = rows.slot_mapping
-    if INVARIANT:
+    if ISAS:
         with pytest.raises(RuntimeError, match="no page"):
             _ = rows.compiled
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from tests.kernels.rows import ISAS, Row, rows_of, using
+from tests.kernels.rows import ISAS, Row, each_row
 from tests.kernels.test_attention import (
     ROWS,
     Case,
     a_shape,
     assert_same_bits_in_any_chunk,
     ints,
-    named,
     one_by_one,
 )
-from tests.kernels.test_stack import PASSES, a_world, fused
-from tests.kernels.test_stack import one_by_one as layer_by_layer
+from tests.kernels.test_stack import PASSES, a_world, assert_has_the_bits_of_its_operations
 from torch import Tensor
 
 from antiphon.kernels.attention import (
@@ -28,8 +24,6 @@ from antiphon.kernels.attention import (
     softcap_sink_attention,
 )
 from antiphon.kernels.kv import FP8_MAX, KvScales, LayerKvCache, as_bytes, quantize_fp8, upcast
-from antiphon.kernels.op import DeviceCapability
-from antiphon.kernels.ops import select
 from antiphon.kernels.rotary import qk_norm_rope_store
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -37,8 +31,8 @@ SCALES = KvScales(0.37, 1.9)
 
 every_format = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS.keys())
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-every_attention = pytest.mark.parametrize("attention", rows_of(paged_attention), ids=named)
-every_store = pytest.mark.parametrize("store", rows_of(qk_norm_rope_store), ids=named)
+every_attention = each_row(paged_attention, "attention")
+every_store = each_row(qk_norm_rope_store, "store")
 
 
 def every_code(format_: torch.dtype) -> Tensor:
@@ -58,12 +52,13 @@ def in_eight_bits(case: Case, format_: torch.dtype, scales: KvScales = SCALES) -
     return case
 
 
-def textbook(case: Case, scales: KvScales = SCALES) -> Tensor:
+def assert_equals_the_textbook(attention: Row, case: Case, format_: torch.dtype) -> None:
     """Attention over what is kept, as numbers of many bits."""
-    keys, values = (
-        kept.float() * scale for kept, scale in zip((case.keys, case.values), scales, strict=True)
-    )
-    return one_by_one(case.q.float(), keys, values, case.rows, case.scale)
+    case, tolerance = in_eight_bits(case, format_), 1e-5 if case.q.dtype is torch.float32 else 0.03
+    keys, values = case.keys.float() * SCALES.key, case.values.float() * SCALES.value
+    expected = one_by_one(case.q.float(), keys, values, case.rows, case.scale)
+    found = attention(*case.arguments(), SCALES).float()
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @every_attention
@@ -179,9 +174,8 @@ def test_keys_are_rotated_before_they_are_rounded(
     (q, keys, values), (plain_q, plain_keys, plain_values) = results
     assert torch.equal(q, plain_q)
     assert torch.equal(as_bytes(keys), as_bytes(quantize_fp8(plain_keys, format_, SCALES.key)))
-    assert torch.equal(
-        as_bytes(values), as_bytes(quantize_fp8(plain_values, format_, SCALES.value))
-    )
+    rounded = quantize_fp8(plain_values, format_, SCALES.value)
+    assert torch.equal(as_bytes(values), as_bytes(rounded))
 
 
 @every_attention
@@ -197,10 +191,8 @@ def test_attention_equals_the_textbook_and_reads_nothing_else(
     prefix: list[int],
     window: int | None,
 ) -> None:
-    case = in_eight_bits(Case(3, query_len, prefix, a_shape(dtype=dtype, window=window)), format_)
-    tolerance = 1e-5 if dtype is torch.float32 else 0.03
-    found = attention(*case.arguments(), SCALES).float()
-    torch.testing.assert_close(found, textbook(case), atol=tolerance, rtol=tolerance)
+    case = Case(3, query_len, prefix, a_shape(dtype=dtype, window=window))
+    assert_equals_the_textbook(attention, case, format_)
 
 
 @every_attention
@@ -211,10 +203,7 @@ def test_heads_may_have_any_even_size(
     attention: Row, format_: torch.dtype, head_size: int, dtype: torch.dtype
 ) -> None:
     case = Case(3, [1, 12, 1, 4], [40, 3, 100, 9], a_shape(2, 3, head_size, dtype))
-    case = in_eight_bits(case, format_)
-    tolerance = 1e-5 if dtype is torch.float32 else 0.03
-    found = attention(*case.arguments(), SCALES).float()
-    torch.testing.assert_close(found, textbook(case), atol=tolerance, rtol=tolerance)
+    assert_equals_the_textbook(attention, case, format_)
 
 
 @every_format
@@ -231,9 +220,7 @@ def test_caps_and_sinks_work_on_it(format_: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "attention", [row for row in rows_of(paged_attention) if row.invariant], ids=named
-)
+@each_row(paged_attention, "attention", invariant=True)
 @every_format
 @every_dtype
 def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(
@@ -257,24 +244,13 @@ def test_a_stack_has_the_bits_of_its_operations(
     head_norms: bool,
 ) -> None:
     world = a_world(dtype, query_len, prefix, head_norms=head_norms)
-    world = replace(
-        world,
-        caches=[
-            LayerKvCache(
-                cache.group,
-                quantize_fp8(cache.keys, format_, SCALES.key),
-                quantize_fp8(cache.values, format_, SCALES.value),
-                KvScales(SCALES.key * (index + 1), SCALES.value),
-            )
-            for index, cache in enumerate(world.caches)
-        ],
-    )
-    with using(isa):
-        apart, together = world.copied_caches(), world.copied_caches()
-        expected = layer_by_layer(world, select(DeviceCapability("cpu", dtype=dtype)), apart)
-        out, finite = fused(world, together)
-    assert torch.equal(out, expected)
-    assert finite is None
-    for one, other in zip(apart, together, strict=True):
-        assert torch.equal(as_bytes(one.keys), as_bytes(other.keys))
-        assert torch.equal(as_bytes(one.values), as_bytes(other.values))
+    world.caches = [
+        LayerKvCache(
+            cache.group,
+            quantize_fp8(cache.keys, format_, SCALES.key),
+            quantize_fp8(cache.values, format_, SCALES.value),
+            KvScales(SCALES.key * (index + 1), SCALES.value),
+        )
+        for index, cache in enumerate(world.caches)
+    ]
+    assert_has_the_bits_of_its_operations(world, isa)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.kernels.rows import Row, rows_of
+from tests.kernels.rows import Row, each_row
 
 from antiphon.kernels.activation import silu_mul
 from antiphon.kernels.kv import store_kv
@@ -30,11 +30,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def random(*size: int) -> torch.Tensor:
     return torch.randn(size, generator=GENERATOR)
-
-
-def each_row(op, *, invariant: bool = False) -> pytest.MarkDecorator:
-    rows = [row for row in rows_of(op) if row.invariant or not invariant]
-    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
 
 
 @each_row(rmsnorm)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from tests.kernels.rows import Row, rows_of
+from tests.kernels.rows import Row, each_row, rows_of
 
 from antiphon.kernels import latent
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
@@ -23,7 +23,7 @@ SMALL = LatentSizes(heads=3, latent=16, content=6, position=4, value=10)
 NARROW_VALUES = LatentSizes(heads=2, latent=24, content=12, position=4, value=8)
 DEEPSEEK = LatentSizes(heads=4, latent=512, content=128, position=64, value=128)
 
-every_backend = pytest.mark.parametrize("attend", BACKENDS, ids=lambda row: row.name)
+every_backend = each_row(paged_attention, "attend")
 
 
 class Weights:
@@ -165,7 +165,7 @@ def test_no_more_is_expanded_at_once_than_there_is_room_for(monkeypatch) -> None
     torch.testing.assert_close(got, case.textbook().float(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", [row for row in BACKENDS if row.invariant], ids=lambda r: r.name)
+@each_row(paged_attention, "attend", invariant=True)
 def test_in_bfloat16_absorbing_is_about_as_exact_as_expanding(attend: Row) -> None:
     case = Case(DEEPSEEK, [300, 40], [0, 0], torch.bfloat16)
     exact = case.textbook()

@@ -5,13 +5,14 @@ Every instruction set that this machine runs, by itself.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernels.rows import ISAS, using
+from tests.kernels.rows import ISAS, threads, using
 
 from antiphon.kernels.activation import silu_mul
 from antiphon.kernels.cpu import extension
@@ -32,6 +33,9 @@ FORMATS: tuple[Format, ...] = ("packed", "int8", "int8_dynamic")
 SHAPES = ((64, 64), (96, 35), (33, 130), (1, 1), (200, 2))
 """Outputs and inputs: whole panels and ragged ones, pairs and fours of inputs that are not full."""
 ROWS = 70
+every_kind = pytest.mark.parametrize(
+    ("dtype", "format_"), list(itertools.product(DTYPES, FORMATS)), ids=str
+)
 
 
 @pytest.fixture(params=ISAS, autouse=True)
@@ -94,8 +98,7 @@ def assert_near(ours: Tensor, exact: Tensor, inputs: int) -> None:
     assert bool(((ours.double() - exact).abs() <= exact.abs() * unit + slack).all())
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_kind
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_linear_is_the_product_of_what_its_format_keeps(
@@ -112,8 +115,7 @@ def test_a_packed_linear_is_the_product_of_what_its_format_keeps(
     assert torch.equal(linear.multiply_wide(x).to(dtype), linear.multiply(x))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_kind
 @pytest.mark.parametrize(("outputs", "inputs"), [(160, 96), (50, 37)])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
     outputs: int, inputs: int, dtype: torch.dtype, format_: Format
@@ -128,8 +130,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
         assert torch.equal(linear.multiply_wide(x[row : row + 1]), whole[row : row + 1])
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_kind
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_row_has_the_same_bits_in_blocks_of_rows(
     dtype: torch.dtype, format_: Format, halves: bool
@@ -143,22 +144,18 @@ def test_a_row_has_the_same_bits_in_blocks_of_rows(
         assert torch.equal(whole[-5:], linear.multiply_wide(x[rows - 5 : rows]))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_row_has_the_same_bits_from_any_number_of_threads(threads: int) -> None:
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_row_has_the_same_bits_from_any_number_of_threads(number: int) -> None:
     weight = drawn(300, 200, dtype=torch.bfloat16)
     x = drawn(ROWS, 200, dtype=torch.bfloat16, seed=1)
     linear = packed(weight, None).linear
-    alone, before = linear.multiply_wide(x), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    alone = linear.multiply_wide(x)
+    with threads(number):
         for _ in range(20):
             assert torch.equal(linear.multiply_wide(x), alone)
-    finally:
-        torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_kind
 @pytest.mark.parametrize(("width", "inputs"), [(32, 64), (21, 18), (80, 48)])
 def test_the_gate_in_the_epilogue_is_the_gate_by_itself(
     width: int, inputs: int, dtype: torch.dtype, format_: Format
@@ -173,8 +170,7 @@ def test_the_gate_in_the_epilogue_is_the_gate_by_itself(
     torch.testing.assert_close(gated, silu_mul.reference(halves.multiply(x)))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_kind
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_table_is_looked_up_from_the_packed_copy(
     dtype: torch.dtype, format_: Format, halves: bool
@@ -210,8 +206,7 @@ def test_weights_written_again_are_used_from_then_on() -> None:
     assert torch.equal(linear.multiply(x), packed(new, None).linear.multiply(x))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_kind
 def test_a_number_that_is_not_finite_reaches_its_own_row_only(
     dtype: torch.dtype, format_: Format
 ) -> None:
@@ -293,14 +288,10 @@ def test_rows_that_no_panel_takes_are_refused() -> None:
             linear.write(**said)
 
 
-def test_no_rows_are_no_rows() -> None:
-    linear = packed(drawn(64, 32, dtype=torch.float32), None).linear
+def test_no_rows_give_no_rows_and_what_does_not_fit_is_refused() -> None:
+    linear: Any = packed(drawn(64, 32, dtype=torch.float32), None).linear
     assert linear.multiply(torch.zeros(0, 32)).shape == (0, 64)
     assert linear.rows(torch.zeros(0, dtype=torch.int64)).shape == (0, 32)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    linear: Any = packed(drawn(64, 32, dtype=torch.float32), None).linear
     with pytest.raises(RuntimeError, match="x must be"):
         linear.multiply(torch.zeros(2, 31))
     with pytest.raises(RuntimeError, match="x must be"):

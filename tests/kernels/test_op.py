@@ -5,16 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from antiphon.kernels import op
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import huge_zeros
-from antiphon.kernels.op import (
-    REGISTRY,
-    Backend,
-    DeviceCapability,
-    KernelUnavailable,
-    kernel,
-    table,
-)
+from antiphon.kernels.op import Backend, DeviceCapability, KernelUnavailable, kernel, table
 from antiphon.kernels.ops import select
 
 CPU = DeviceCapability("cpu")
@@ -59,7 +53,7 @@ def test_a_forced_op_that_does_not_exist_is_refused() -> None:
 
 def test_every_registered_op_is_chosen_and_printed() -> None:
     choices = select(CPU).choices
-    assert {choice.op for choice in choices} == set(REGISTRY) - {"test.double"}
+    assert {choice.op for choice in choices} == set(op.REGISTRY) - {"test.double"}
     assert table(choices).count("\n") == len(choices) - 1
 
 

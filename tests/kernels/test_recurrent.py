@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.rows import Row, rows_of
+from tests.kernels.rows import Row, each_row
 from torch import Tensor
 
 from antiphon.kernels.norm import finite_rows, gated_rmsnorm
@@ -195,16 +195,14 @@ def test_a_run_of_more_than_a_span_goes_on_where_the_span_ends(kind) -> None:
 
 @pytest.mark.parametrize("kind", [Ssd, Delta])
 def test_cuts_where_chunks_end_change_next_to_nothing(kind) -> None:
-    whole, cut = (
-        Sequences(kind, [4 * CHUNK_TOKENS + 9], 0),
-        Sequences(kind, [4 * CHUNK_TOKENS + 9], 0),
-    )
-    whole.step([4 * CHUNK_TOKENS + 9])
-    for count in (CHUNK_TOKENS, 2 * CHUNK_TOKENS, CHUNK_TOKENS + 9):
+    cuts = (CHUNK_TOKENS, 2 * CHUNK_TOKENS, CHUNK_TOKENS + 9)
+    whole, cut = (Sequences(kind, [sum(cuts)], 0) for _ in range(2))
+    whole.step([sum(cuts)])
+    for count in cuts:
         cut.step([count])
-    torch.testing.assert_close(
-        torch.cat(cut.out[0]), whole.out[0][0], rtol=0, atol=1e-6 * float(whole.out[0][0].std())
-    )
+    expected = whole.out[0][0]
+    atol = 1e-6 * float(expected.std())
+    torch.testing.assert_close(torch.cat(cut.out[0]), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kind", [Ssd, Delta])
@@ -233,10 +231,6 @@ def test_gated_rmsnorm_scales_parts_of_a_row(gate_first: bool, groups: int) -> N
 
 GENERATOR = torch.Generator().manual_seed(0)
 SIZES = (1, 15, 16, 17, 255, 256, 257, 301, 8192)
-
-
-def each_row(op) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("row", rows_of(op), ids=lambda row: row.name)
 
 
 @each_row(argmax)
@@ -270,15 +264,11 @@ def test_rows_that_are_not_finite_are_told(row: Row, dtype: torch.dtype, size: i
 
 
 @each_row(finite_rows)
-def test_opposite_infinities_do_not_cancel(row: Row) -> None:
+def test_opposite_infinities_do_not_cancel_and_of_no_rows_all_are_finite(row: Row) -> None:
     values = torch.zeros(2, 40)
     values[0, 3], values[0, 30] = torch.inf, -torch.inf
     assert row(values).tolist() == [False, True]
-
-
-@each_row(finite_rows)
-def test_of_no_rows_all_are_finite(row: Row) -> None:
-    assert row(torch.zeros(0, 8)) is None
+    assert row(values[:0]) is None
 
 
 @each_row(argmax)

@@ -122,11 +122,7 @@ def test_a_row_that_is_not_finite_harms_no_other() -> None:
 # kat_vectors of the authors' Random123 library: counter, key, result.
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    (
-        (0xFFFFFFFF,) * 4,
-        (0xFFFFFFFF,) * 2,
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
@@ -151,15 +147,8 @@ def draws(seed: int = 5, choice: int = 0, position: int = 9):
 
 
 def test_each_coordinate_changes_the_number() -> None:
-    numbers = {
-        draws(),
-        draws(seed=6),
-        draws(seed=5 + 2**32),
-        draws(seed=-5),
-        draws(choice=1),
-        draws(position=10),
-    }
-    assert len(numbers) == 6
+    seeds = {draws(seed=seed) for seed in (5, 6, 5 + 2**32, -5)}
+    assert len(seeds | {draws(choice=1), draws(position=10)}) == 6
 
 
 def test_a_row_gets_the_same_number_in_any_batch() -> None:
@@ -233,12 +222,8 @@ def test_a_mask_forbids_each_token_whose_bit_is_not_set(vocabulary: int, seed: i
 
 def test_a_bias_is_added_and_minus_infinity_forbids() -> None:
     logits = torch.zeros(3, 5)
-    OPS.bias(
-        logits,
-        torch.tensor([0, 2, 2]),
-        torch.tensor([4, 0, 1]),
-        torch.tensor([1.5, -2.0, -torch.inf]),
-    )
+    rows, tokens = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 1])
+    OPS.bias(logits, rows, tokens, torch.tensor([1.5, -2.0, -torch.inf]))
     assert logits.tolist() == [[0, 0, 0, 0, 1.5], [0] * 5, [-2.0, -torch.inf, 0, 0, 0]]
 
 

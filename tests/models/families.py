@@ -92,6 +92,15 @@ def stretched(kind: str, **fields: object) -> Mapping[str, object]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **fields}}
 
 
+LLAMA3_ROPE = stretched(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+
+
 def long_rope(trained: int, partial: float = 0.75) -> Mapping[str, object]:
     """Phi's rotation of a model trained with so many tokens, of 256."""
     short = [1.0 + 0.1 * pair for pair in range(PAIRS)]
@@ -151,28 +160,14 @@ QWEN_NEXT = {
     "linear_conv_kernel_dim": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 500.0,
-        "partial_rotary_factor": 0.25,
-    },
+    **stretched("default", partial_rotary_factor=0.25),
 }
 
 ROWS = (
     Row(
         "llama",
         transformers.LlamaForCausalLM,
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            **stretched(
-                "llama3",
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=64,
-            ),
-        },
+        {"attention_bias": True, "mlp_bias": True, **LLAMA3_ROPE},
     ),
     Row("llama with linear rope", transformers.LlamaForCausalLM, stretched("linear", factor=3.0)),
     Row(

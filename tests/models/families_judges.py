@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,11 @@ ENCODER_SIZES: Mapping[str, object] = {
 PADDING = VOCABULARY + 2
 """An id that no text has: a token of padding has another position in transformers."""
 PADDED: Mapping[str, object] = {"vocab_size": VOCABULARY + 3, "pad_token_id": PADDING}
+GEMMA3: Mapping[str, object] = {
+    "head_dim": 32,
+    "sliding_window": 20,
+    "layer_types": WINDOWS_IN_TURN,
+}
 IDLE = ("self.key.bias",)
 """What is added to all keys adds the same to all scores of a query, if keys are not rotated."""
 MODERN: Mapping[str, object] = {
@@ -81,6 +87,14 @@ def base(architecture: type[transformers.PreTrainedModel], **fields: object) -> 
     return Row(architecture.__name__, architecture, fields)
 
 
+def encoder(
+    architecture: type[transformers.PreTrainedModel], fields: Mapping[str, object], types: int = 2
+) -> Row:
+    """An encoder that tells types of tokens apart."""
+    row = base(architecture, **fields)
+    return replace(row, sizes=ENCODER_SIZES, types=types, idle=IDLE)
+
+
 ROWS = (
     classifier(transformers.LlamaForSequenceClassification, attention_bias=True),
     classifier(transformers.MistralForSequenceClassification, sliding_window=20),
@@ -94,71 +108,26 @@ ROWS = (
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
     ),
-    classifier(
-        transformers.Gemma3TextForSequenceClassification,
-        head_dim=32,
-        sliding_window=20,
-        layer_types=WINDOWS_IN_TURN,
-    ),
+    classifier(transformers.Gemma3TextForSequenceClassification, **GEMMA3),
     Row("Qwen2ForRewardModel", Qwen2ForRewardModel),
     Row("Qwen3ForRewardModel", Qwen3ForRewardModel, {"head_dim": 32}),
     base(transformers.Gemma2Model, head_dim=32, sliding_window=20, attn_logit_softcapping=2.0),
-    base(transformers.Gemma3TextModel, head_dim=32, sliding_window=20, layer_types=WINDOWS_IN_TURN),
+    base(transformers.Gemma3TextModel, **GEMMA3),
     Row(
         "Gemma3TextModel that sees both ways",
         transformers.Gemma3TextModel,
-        {
-            "head_dim": 32,
-            "sliding_window": 20,
-            "layer_types": WINDOWS_IN_TURN,
-            "use_bidirectional_attention": True,
-        },
+        {**GEMMA3, "use_bidirectional_attention": True},
     ),
     base(transformers.LlamaModel),
     base(transformers.MistralModel, sliding_window=20),
     base(transformers.Qwen2Model),
     base(transformers.Qwen3Model),
-    Row(
-        "BertModel",
-        transformers.BertModel,
-        {"type_vocab_size": 3, "pad_token_id": 0},
-        sizes=ENCODER_SIZES,
-        types=3,
-        idle=IDLE,
-    ),
-    Row(
-        "BertForSequenceClassification",
-        transformers.BertForSequenceClassification,
-        {**LABELS, "pad_token_id": 0},
-        sizes=ENCODER_SIZES,
-        types=2,
-        idle=IDLE,
-    ),
-    Row("RobertaModel", transformers.RobertaModel, PADDED, sizes=ENCODER_SIZES, types=2, idle=IDLE),
-    Row(
-        "RobertaForSequenceClassification",
-        transformers.RobertaForSequenceClassification,
-        {**LABELS, **PADDED},
-        sizes=ENCODER_SIZES,
-        types=2,
-        idle=IDLE,
-    ),
-    Row(
-        "XLMRobertaModel",
-        transformers.XLMRobertaModel,
-        PADDED,
-        sizes=ENCODER_SIZES,
-        types=2,
-        idle=IDLE,
-    ),
-    Row(
-        "XLMRobertaForSequenceClassification",
-        transformers.XLMRobertaForSequenceClassification,
-        {**LABELS, **PADDED},
-        sizes=ENCODER_SIZES,
-        types=2,
-        idle=IDLE,
-    ),
+    encoder(transformers.BertModel, {"type_vocab_size": 3, "pad_token_id": 0}, types=3),
+    encoder(transformers.BertForSequenceClassification, {**LABELS, "pad_token_id": 0}),
+    encoder(transformers.RobertaModel, PADDED),
+    encoder(transformers.RobertaForSequenceClassification, {**LABELS, **PADDED}),
+    encoder(transformers.XLMRobertaModel, PADDED),
+    encoder(transformers.XLMRobertaForSequenceClassification, {**LABELS, **PADDED}),
     Row("ModernBertModel", transformers.ModernBertModel, MODERN, sizes=ENCODER_SIZES),
     Row(
         "ModernBertForSequenceClassification by its first token",
@@ -169,12 +138,7 @@ ROWS = (
     Row(
         "ModernBertForSequenceClassification by the mean of its tokens",
         transformers.ModernBertForSequenceClassification,
-        {
-            **LABELS,
-            "pad_token_id": 0,
-            "local_attention": 20,
-            "classifier_pooling": "mean",
-        },
+        {**LABELS, "pad_token_id": 0, "local_attention": 20, "classifier_pooling": "mean"},
         sizes=ENCODER_SIZES,
     ),
 )

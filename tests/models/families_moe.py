@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import transformers
-from tests.models.families import QWEN_NEXT, STATE_LIMIT, WINDOWS_IN_TURN, Row, stretched
+from tests.models.families import (
+    LLAMA3_ROPE,
+    QWEN_NEXT,
+    STATE_LIMIT,
+    WINDOWS_IN_TURN,
+    Row,
+    stretched,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+EXPERTS: Mapping[str, object] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+SHARED_EXPERT: Mapping[str, object] = {**EXPERTS, "shared_expert_intermediate_size": 48}
 GROUPED: Mapping[str, object] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -53,10 +66,7 @@ ROWS = (
         "qwen2-moe",
         transformers.Qwen2MoeForCausalLM,
         {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
+            **SHARED_EXPERT,
             "mlp_only_layers": [1],
             "use_sliding_window": True,
             "sliding_window": 20,
@@ -66,21 +76,14 @@ ROWS = (
     Row(
         "qwen2-moe without windows",
         transformers.Qwen2MoeForCausalLM,
-        {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
-            "norm_topk_prob": True,
-        },
+        {**SHARED_EXPERT, "norm_topk_prob": True},
     ),
     Row(
         "qwen3-moe",
         transformers.Qwen3MoeForCausalLM,
         {
-            "num_experts": 6,
+            **EXPERTS,
             "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
             "norm_topk_prob": True,
             "decoder_sparse_step": 2,
             "head_dim": 32,
@@ -92,15 +95,7 @@ ROWS = (
     Row(
         "qwen3-next with experts",
         transformers.Qwen3NextForCausalLM,
-        {
-            **QWEN_NEXT,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [0],
-        },
+        {**QWEN_NEXT, **SHARED_EXPERT, "norm_topk_prob": True, "mlp_only_layers": [0]},
         limit=STATE_LIMIT,
     ),
     Row(
@@ -111,11 +106,7 @@ ROWS = (
             "head_dim": 32,
             "attention_bias": True,
             "use_qk_norm": True,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 500.0,
-                "partial_rotary_factor": 0.5,
-            },
+            **stretched("default", partial_rotary_factor=0.5),
         },
     ),
     Row(
@@ -133,16 +124,7 @@ ROWS = (
     Row(
         "llama4",
         transformers.Llama4ForCausalLM,
-        {
-            **LLAMA4,
-            **stretched(
-                "llama3",
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=64,
-            ),
-        },
+        {**LLAMA4, **LLAMA3_ROPE},
     ),
     Row(
         "llama4 with two experts a token and no norms of heads",

@@ -101,6 +101,20 @@ PROMPTS = [RANDOM.integers(0, VOCABULARY, length).tolist() for length in LENGTHS
 NEW_TOKENS = 30
 
 
+def mixture(count: int, seed: int, longest: int, prefixes: Sequence[int]) -> list[list[int]]:
+    """Prompts of 1 to `longest` tokens; half begin with a prefix of one of these lengths."""
+    random = np.random.default_rng(seed)
+
+    def drawn(length: int | np.integer) -> list[int]:
+        return random.integers(0, VOCABULARY, length).tolist()
+
+    shared = [drawn(length) for length in prefixes]
+    half = range(count // 2)
+    made = [drawn(random.integers(1, longest + 1)) for _ in half]
+    made += [shared[n % len(shared)] + drawn(random.integers(1, 31)) for n in half]
+    return [made[place] for place in random.permutation(count)]
+
+
 def state(index: int) -> RequestState:
     sampling = {"temperature": 0.9 * (index % 2), "top_p": 0.9, "seed": index}
     name = RequestId(str(index))

@@ -9,7 +9,15 @@ import pytest
 import torch
 import transformers
 from tests.models import families_moe
-from tests.models.families import GPT2_SIZES, ROWS, SIZES, WITHOUT_KV_HEADS, Row, stretched
+from tests.models.families import (
+    GPT2_SIZES,
+    ROWS,
+    SIZES,
+    WINDOWS_IN_TURN,
+    WITHOUT_KV_HEADS,
+    Row,
+    stretched,
+)
 from tests.models.parity import (
     Saved,
     check_prefix,
@@ -41,6 +49,7 @@ GEMMA4 = {
     "sliding_window": 20,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
 UNSCALED_LIMIT = 2e-3
 """Scores are not scaled and softmax saturates: transformers' float32 is 3e-4 from its float64."""
@@ -50,10 +59,7 @@ BORROWED = (
     Row(
         "exaone4",
         transformers.Exaone4ForCausalLM,
-        {
-            "sliding_window": 20,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
+        {"sliding_window": 20, "layer_types": WINDOWS_IN_TURN},
     ),
     Row(
         "cohere2",
@@ -73,8 +79,7 @@ BORROWED = (
         "granitemoeshared",
         transformers.GraniteMoeSharedForCausalLM,
         {
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
+            **LOCAL_EXPERTS,
             "shared_intermediate_size": 48,
             "residual_multiplier": 0.3,
             "attention_multiplier": 0.2,
@@ -86,8 +91,7 @@ BORROWED = (
         "phimoe",
         transformers.PhimoeForCausalLM,
         {
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
+            **LOCAL_EXPERTS,
             "sliding_window": 20,
             "lm_head_bias": True,
             "attention_bias": True,
@@ -96,7 +100,7 @@ BORROWED = (
     Row(
         "jetmoe",
         transformers.JetMoeForCausalLM,
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "kv_channels": 24},
+        {**LOCAL_EXPERTS, "kv_channels": 24},
     ),
     Row(
         "granite 4 without recurrent layers",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from tests.kernels.rows import ISAS
+from tests.kernels.rows import ISAS, threads
 from tests.models.parity import save, texts
 from tests.models.specs import BY_NAME, windowed
 from tests.models.stepper import Line, Stepper, spy_on_logits
@@ -197,16 +197,12 @@ def test_a_continued_sequence_samples_what_it_would_have_sampled(
     assert line.ids == truth[0]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(
-    folder: Path, kind: Kind, truth: tuple[list[int], Tensor], threads: int
+    folder: Path, kind: Kind, truth: tuple[list[int], Tensor], number: int
 ) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(number):
         assert torch.equal(whole(Bench.of(folder, kind), truth[0]), truth[1])
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_what_cannot_be_deterministic_does_not_start(folder: Path) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
-from tests.models.test_batching_with_model import Engine, Mode
-from tests.models.tiny import VOCABULARY
+from tests.models.test_batching_with_model import Engine, Mode, mixture
 
 from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.wire.sampling import SamplingParams
@@ -39,19 +37,7 @@ MODES = (
 )
 
 
-def prompts() -> list[list[int]]:
-    """200 prompts of 1 to 130 tokens; half begin with one of four long prefixes."""
-    random = np.random.default_rng(11)
-    prefixes = [random.integers(0, VOCABULARY, n).tolist() for n in (31, 64, 77, 100)]
-    made = [random.integers(0, VOCABULARY, random.integers(1, 131)).tolist() for _ in range(100)]
-    made += [
-        prefixes[n % 4] + random.integers(0, VOCABULARY, random.integers(1, 31)).tolist()
-        for n in range(100)
-    ]
-    return [made[place] for place in random.permutation(200)]
-
-
-PROMPTS = prompts()
+PROMPTS = mixture(200, seed=11, longest=130, prefixes=(31, 64, 77, 100))
 
 
 class Judge:

@@ -16,13 +16,8 @@ from tests.models.stepper import Stepper
 from tests.models.test_llama_parity import mutated
 from tests.models.tiny import VOCABULARY
 from tests.support.models import change_config, load, open_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.model.llama_parts import attention, gated, layers, rms_norm
-from antiphon.model_worker.model.llama_parts import model as model_of
-from antiphon.model_worker.model.registry import FAMILIES
-from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 from antiphon.model_worker.runner.input_batch import PlanRefused
 
 if TYPE_CHECKING:
@@ -105,53 +100,6 @@ def test_layers_with_a_window_have_their_own_pages_and_drop_old_ones(llama: Path
     again = at_once.add(line.ids[:-1])
     at_once.step({0: len(line.ids) - 1})
     assert again.ids == line.ids
-
-
-def declare(config):
-    norm = rms_norm(config)
-
-    def layer(window: int | None) -> LayerSpec:
-        mixer = attention(config, window=window, qkv_bias=True)
-        return LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)
-
-    return model_of(config, layers(config.windows(), layer))
-
-
-def test_a_family_with_window_layers_is_a_declaration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Qwen2 in ten lines, with two cache groups, against transformers."""
-    kinds = ["full_attention", "sliding_attention"] * 2
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        use_sliding_window=True,
-        sliding_window=9,
-        layer_types=kinds,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    reference = Qwen2ForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            drawn = torch.randn(parameter.shape)
-            parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.2 * drawn)
-    reference.save_pretrained(tmp_path)
-    monkeypatch.setitem(FAMILIES, "Qwen2ForCausalLM", ModelFamily("qwen2", declare))
-    model = opened(tmp_path)
-    assert [group.window for group in model.groups] == [None, 9]
-    batch = Stepper(model.runner, model.groups)
-    line = batch.add(OTHER)
-    batch.prefill(chunk=15)
-    batch.decode(31)
-    with torch.inference_mode():
-        logits = reference(torch.tensor([line.ids[:-1]])).logits[0, len(OTHER) - 1 :]
-    assert line.ids[len(OTHER) :] == logits.argmax(dim=-1).tolist()
 
 
 def a_plan(llama: Path):

@@ -1,4 +1,4 @@
-"""A model says the same however its linears are kept, as far as its weights are the same."""
+"""A model gives the same however its linears are stored, as far as its weights are the same."""
 
 from __future__ import annotations
 
@@ -48,15 +48,9 @@ def round_weights(folder: Path, *, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_packed_weights_say_what_plain_ones_say(tmp_path: Path, shape: dict[str, object]) -> None:
-    folder = write_llama(tmp_path, shape)
-    ids = prompts()[-1]
-    plain = logits_of(opened(folder, "plain"), ids, chunk=90)
-    assert_close(logits_of(opened(folder, "packed"), ids, chunk=31), plain)
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_int8_says_what_its_rounded_weights_say(tmp_path: Path, shape: dict[str, object]) -> None:
+def test_int8_gives_the_logits_of_its_rounded_weights(
+    tmp_path: Path, shape: dict[str, object]
+) -> None:
     folder = write_llama(tmp_path, shape)
     ids = prompts()[-1]
     ours = logits_of(opened(folder, "int8"), ids, chunk=31)

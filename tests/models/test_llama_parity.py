@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from tests.models.families import LLAMA3_ROPE, stretched
 from tests.models.specs import attention_of, layered, mixed, windowed
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
@@ -23,27 +24,20 @@ from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tests.models.conftest import Reference
 
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-SHAPES: dict[str, dict[str, object]] = {
+SHAPES: dict[str, Mapping[str, object]] = {
     "grouped queries": {},
     "one kv head a query head": {"num_key_value_heads": 4},
     "one kv head": {"num_key_value_heads": 1},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
-    "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
-    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}},
+    "llama3 rope": LLAMA3_ROPE,
+    "linear rope": stretched("linear", factor=3.0),
     "heads wider than hidden": {"head_dim": 32},
 }
 QWEN2_SHAPES: dict[str, dict[str, object]] = {
@@ -105,7 +99,7 @@ def check_greedy(model: OpenModel, theirs: Reference, chunk: int | None, tokens:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_greedy_text_and_logits_equal_transformers(
-    tmp_path: Path, reference, shape: dict[str, object]
+    tmp_path: Path, reference, shape: Mapping[str, object]
 ) -> None:
     folder = write_llama(tmp_path, shape)
     theirs, ids = reference(folder), prompts()[-1]

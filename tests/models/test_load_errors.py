@@ -137,42 +137,36 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+def test_a_folder_without_weights_and_files_without_a_tensor_are_refused(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     with pytest.raises(ModelLoadError, match=r"no \.safetensors file"):
         load(folder)
-
-
-def test_files_without_a_tensor_are_refused(folder: Path) -> None:
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
     save_file({}, folder / "model.safetensors")
     with pytest.raises(ModelLoadError, match="no tensors"):
         load(folder)
 
 
-def test_a_missing_tensor_is_named(folder: Path) -> None:
-    change_tensor(folder, NORM, None)
-    with pytest.raises(ModelLoadError, match=f"missing: {NORM}$"):
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (None, f"missing: {NORM}$"),
+        (torch.ones(47), rf"{NORM} \(47,\), not \(48,\)"),
+        (torch.ones(48, dtype=torch.float64), f"{NORM} is F64"),
+    ],
+    ids=["missing", "of another shape", "of a format that is not read"],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    folder: Path, tensor: torch.Tensor | None, message: str
+) -> None:
+    change_tensor(folder, NORM, tensor)
+    with pytest.raises(ModelLoadError, match=message):
         load(folder)
 
 
 def test_an_unexpected_tensor_is_named(folder: Path) -> None:
     change_config(folder, num_hidden_layers=3)
     with pytest.raises(ModelLoadError, match=r"unexpected: model\.layers\.3\..* and 4 more"):
-        load(folder)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
-    change_tensor(folder, NORM, torch.ones(47))
-    with pytest.raises(ModelLoadError, match=rf"{NORM} \(47,\), not \(48,\)"):
-        load(folder)
-
-
-def test_a_tensor_of_a_format_that_we_do_not_read_is_named(folder: Path) -> None:
-    change_tensor(folder, NORM, torch.ones(48, dtype=torch.float64))
-    with pytest.raises(ModelLoadError, match=f"{NORM} is F64"):
         load(folder)
 
 

@@ -66,27 +66,35 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, expected[name].float()), name
 
 
-def without_safetensors(folder: Path, into: Path) -> Path:
-    into.mkdir()
-    shutil.copy(folder / "config.json", into)
-    return into
+@pytest.fixture
+def bare(llama: Path, tmp_path: Path) -> Path:
+    """The model's config without its weights."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    shutil.copy(llama / "config.json", folder)
+    return folder
+
+
+def cut_short(file: Path, kept: float) -> None:
+    """Keep so many bytes of a file, or this part of them."""
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept if kept >= 1 else kept * len(content))])
 
 
 # torch's own files
 
 
 @pytest.fixture
-def torch_folder(llama: Path, tmp_path: Path) -> Path:
+def torch_folder(llama: Path, bare: Path) -> Path:
     """Two shards under an index, and what a trainer left."""
-    folder = without_safetensors(llama, tmp_path / "torch")
     tensors = tensors_of(llama)
     shards = {name: f"pytorch_model-{1 + i % 2}.bin" for i, name in enumerate(tensors)}
     for shard in set(shards.values()):
-        torch.save({n: t for n, t in tensors.items() if shards[n] == shard}, folder / shard)
+        torch.save({n: t for n, t in tensors.items() if shards[n] == shard}, bare / shard)
     index = {"metadata": {}, "weight_map": shards}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    torch.save({"lr": 0.1}, folder / "training_args.bin")
-    return folder
+    (bare / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    torch.save({"lr": 0.1}, bare / "training_args.bin")
+    return bare
 
 
 def test_files_of_torch_give_the_same_weights(torch_folder: Path, llama: Path) -> None:
@@ -95,17 +103,15 @@ def test_files_of_torch_give_the_same_weights(torch_folder: Path, llama: Path) -
     assert_same(weights(find_files(torch_folder, mapped=False)), tensors_of(llama))
 
 
-def test_a_file_of_torch_without_an_index_is_found_too(llama: Path, tmp_path: Path) -> None:
-    folder = without_safetensors(llama, tmp_path / "one")
-    torch.save(tensors_of(llama), folder / "model.pt")
-    assert_same(weights(folder), tensors_of(llama))
+def test_a_file_of_torch_without_an_index_is_found_too(llama: Path, bare: Path) -> None:
+    torch.save(tensors_of(llama), bare / "model.pt")
+    assert_same(weights(bare), tensors_of(llama))
 
 
-def test_a_file_from_before_torch_1_6_is_read_without_mapping(llama: Path, tmp_path: Path) -> None:
-    folder = without_safetensors(llama, tmp_path / "old")
-    file = folder / "pytorch_model.bin"
+def test_a_file_from_before_torch_1_6_is_read_without_mapping(llama: Path, bare: Path) -> None:
+    file = bare / "pytorch_model.bin"
     torch.save(tensors_of(llama), file, _use_new_zipfile_serialization=False)
-    assert_same(weights(folder), tensors_of(llama))
+    assert_same(weights(bare), tensors_of(llama))
 
 
 class Trap:
@@ -118,13 +124,11 @@ class Trap:
         return os.makedirs, (str(self.mark),)
 
 
-def test_code_in_a_file_of_torch_is_named_and_not_run(llama: Path, tmp_path: Path) -> None:
-    folder, mark = without_safetensors(llama, tmp_path / "trap"), tmp_path / "ran"
-    torch.save({"weight": Trap(mark)}, folder / "pytorch_model.bin")
-    with pytest.raises(
-        ModelLoadError, match=r"pytorch_model\.bin: refused: it would run os.makedirs$"
-    ):
-        load(folder)
+def test_code_in_a_file_of_torch_is_named_and_not_run(bare: Path, tmp_path: Path) -> None:
+    mark, match = tmp_path / "ran", r"pytorch_model\.bin: refused: it would run os.makedirs$"
+    torch.save({"weight": Trap(mark)}, bare / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=match):
+        load(bare)
     assert not mark.exists()
 
 
@@ -139,19 +143,16 @@ def test_code_in_a_file_of_torch_is_named_and_not_run(llama: Path, tmp_path: Pat
     ids=["list", "nested", "float64", "empty"],
 )
 def test_a_file_of_torch_that_holds_something_else_is_refused(
-    llama: Path, tmp_path: Path, content: object, message: str
+    bare: Path, content: object, message: str
 ) -> None:
-    folder = without_safetensors(llama, tmp_path / "else")
-    torch.save(content, folder / "pytorch_model.bin")
+    torch.save(content, bare / "pytorch_model.bin")
     with pytest.raises(ModelLoadError, match=message):
-        load(folder)
+        load(bare)
 
 
 @pytest.mark.parametrize("kept", [0, 100, 0.5, 0.99], ids=lambda kept: f"first {kept}")
 def test_a_file_of_torch_that_was_cut_short_is_refused(torch_folder: Path, kept: float) -> None:
-    file = torch_folder / "pytorch_model-1.bin"
-    content = file.read_bytes()
-    file.write_bytes(content[: int(kept if kept >= 1 or not kept else kept * len(content))])
+    cut_short(torch_folder / "pytorch_model-1.bin", kept)
     with pytest.raises(ModelLoadError, match=r"pytorch_model-1\.bin: (cut short|refused)"):
         load(torch_folder)
 
@@ -207,19 +208,21 @@ def write_gguf(
         if blocks is None:
             blocks = gguf.quantize(data.float().numpy(), as_is)
         writer.add_tensor(own, blocks, raw_dtype=as_is)
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def test_a_gguf_file_of_llama_gives_the_same_weights(llama: Path, tmp_path: Path) -> None:
-    folder = without_safetensors(llama, tmp_path / "gguf")
-    write_gguf(llama, folder / "model.gguf")
-    assert find_files(folder).format is LoadFormat.GGUF
-    assert_same(weights(folder), tensors_of(llama))
-    assert_same(weights(folder / "model.gguf"), tensors_of(llama))
-    assert_same(weights(find_files(folder, mapped=False)), tensors_of(llama))
+def test_a_gguf_file_of_llama_gives_the_same_weights(llama: Path, bare: Path) -> None:
+    write_gguf(llama, bare / "model.gguf")
+    assert find_files(bare).format is LoadFormat.GGUF
+    for place in (bare, bare / "model.gguf", find_files(bare, mapped=False)):
+        assert_same(weights(place), tensors_of(llama))
 
 
 def test_a_gguf_file_may_be_described_by_another_folder(llama: Path, tmp_path: Path) -> None:
@@ -261,41 +264,27 @@ def test_a_tied_head_that_gguf_repeats_is_no_surprise(tmp_path: Path) -> None:
     assert "lm_head.weight" not in weights(llama / "model.gguf")
 
 
-def test_parts_of_one_gguf_model_are_found_by_any_of_them(llama: Path, tmp_path: Path) -> None:
-    folder = without_safetensors(llama, tmp_path / "parts")
-    for number in (1, 2):
-        write_gguf(llama, folder / f"m-{number:05}-of-00002.gguf")
-    write_gguf(llama, folder / "other.gguf")
-    files = find_files(folder / "m-00002-of-00002.gguf")
-    assert [file.name for file in files.weights] == [
-        "m-00001-of-00002.gguf",
-        "m-00002-of-00002.gguf",
-    ]
+def test_parts_of_one_gguf_model_are_found_by_any_of_them(llama: Path, bare: Path) -> None:
+    parts = [bare / f"m-{number:05}-of-00002.gguf" for number in (1, 2)]
+    for file in (*parts, bare / "other.gguf"):
+        write_gguf(llama, file)
+    files = find_files(parts[1])
+    assert list(files.weights) == parts
     assert_same(weights(files), tensors_of(llama))
 
 
-def test_a_gguf_architecture_that_nobody_looked_at_is_refused(llama: Path, tmp_path: Path) -> None:
-    folder = without_safetensors(llama, tmp_path / "gguf")
-    writer = gguf.GGUFWriter(folder / "model.gguf", "falcon")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def test_an_unknown_gguf_architecture_is_refused(bare: Path) -> None:
+    finish(gguf.GGUFWriter(bare / "model.gguf", "falcon"))
     with pytest.raises(ModelLoadError, match=r"'falcon' are not read: there are llama, qwen2"):
-        load(folder)
+        load(bare)
 
 
 @pytest.mark.parametrize("kept", [0, 20, 0.002, 0.5, 0.999], ids=lambda kept: f"first {kept}")
-def test_a_gguf_file_that_was_cut_short_is_refused(
-    llama: Path, tmp_path: Path, kept: float
-) -> None:
-    folder = without_safetensors(llama, tmp_path / "gguf")
-    file = folder / "model.gguf"
-    write_gguf(llama, file)
-    content = file.read_bytes()
-    file.write_bytes(content[: int(kept if kept >= 1 or not kept else kept * len(content))])
+def test_a_gguf_file_that_was_cut_short_is_refused(llama: Path, bare: Path, kept: float) -> None:
+    write_gguf(llama, bare / "model.gguf")
+    cut_short(bare / "model.gguf", kept)
     with pytest.raises(ModelLoadError, match=r"model\.gguf: (cut short|not a GGUF file)"):
-        load(folder)
+        load(bare)
 
 
 def greedy(place: Path | ModelFiles) -> list[int]:
@@ -307,7 +296,7 @@ def greedy(place: Path | ModelFiles) -> list[int]:
     return line.ids
 
 
-def test_a_gguf_file_says_what_its_safetensors_say(llama: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_text_of_its_safetensors(llama: Path, tmp_path: Path) -> None:
     write_gguf(llama, tmp_path / "model.gguf")
     assert greedy(find_files(tmp_path / "model.gguf", described_in=llama)) == greedy(llama)
 
@@ -325,9 +314,8 @@ def test_dummy_weights_are_the_same_each_time_and_on_every_rank(llama: Path) -> 
     assert torch.equal(first["model.norm.weight"], torch.ones(48))
 
 
-def test_dummy_weights_need_no_files(llama: Path, tmp_path: Path) -> None:
-    folder = without_safetensors(llama, tmp_path / "none")
-    assert load(find_files(folder, LoadFormat.DUMMY)).spec.layers[3:]
+def test_dummy_weights_need_no_files(bare: Path) -> None:
+    assert load(find_files(bare, LoadFormat.DUMMY)).spec.layers[3:]
 
 
 # How they are read
@@ -404,9 +392,8 @@ def test_what_is_read_ahead_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPa
         tensors[number].release()
     assert most <= 3
     assert not held
-    # Who asks may be late, and is not waited for.
-    assert asked == list(range(len(asked)))
-    assert asked
+    # What prefetches may be late, and is not waited for.
+    assert asked == list(range(len(asked))) != []
     assert asked_most <= 6
 
 
@@ -419,7 +406,7 @@ def test_what_the_disk_was_asked_for_is_read_all_the_same(llama: Path, mapped: b
         assert torch.equal(tensor.data.read(), before)
 
 
-def test_loading_says_once_a_second_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_logs_its_progress_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     progress = LoadProgress(1000, clock=lambda: now[0], stream=io.StringIO())
     with caplog.at_level(logging.INFO):
@@ -428,13 +415,8 @@ def test_loading_says_once_a_second_how_far_it_is(caplog: pytest.LogCaptureFixtu
             progress.add(100)
         progress.end()
     lines = [record for record in caplog.records if record.message == "loading weights"]
-    assert [(vars(line)["done_bytes"], vars(line)["seconds_left"]) for line in lines] == [
-        (200, 4.0),
-        (400, 3.0),
-        (600, 2.0),
-        (800, 1.0),
-        (1000, 0.0),
-    ]
+    shown = [(vars(line)["done_bytes"], vars(line)["seconds_left"]) for line in lines]
+    assert shown == [(200, 4.0), (400, 3.0), (600, 2.0), (800, 1.0), (1000, 0.0)]
     assert caplog.records[-1].message == "weights loaded"
     last = vars(caplog.records[-1])
     assert (last["bytes"], last["seconds"]) == (1000, 5.0)

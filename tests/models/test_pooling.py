@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save as save_tensors
+from tests.models import families
 from tests.models.model_loop import CONTEXT_TOKENS, LINEAR, PoolingEngine
 from tests.models.parity import error, save, texts
 from tests.models.specs import BY_NAME
 from tests.models.test_llama_parity import prompts
-from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
+from tests.models.tiny import VOCABULARY, write_llama
 from torch.nn.functional import normalize
-from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModel
 
 from antiphon.model_card.pooling import PoolMode
 from antiphon.wire.sampling import PoolParams, SamplingParams, TokenOutputParams
@@ -40,33 +41,6 @@ POOLED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda states: states.mean(dim=0),
 }
 WIDTH = 48
-
-
-def write_qwen3(folder: Path) -> Path:
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.randn(weight.shape) * 0.2 + ("norm" in name))
-    model.save_pretrained(folder)
-    return folder
-
-
-WRITERS: Mapping[str, Callable[[Path], Path]] = {
-    "llama": write_llama,
-    "qwen2": write_qwen2,
-    "qwen3": write_qwen3,
-}
 
 
 def sentence(folder: Path, mode: str, *more: str) -> Path:
@@ -97,13 +71,14 @@ def check(ours: Sequence[np.ndarray], theirs: Sequence[Tensor]) -> None:
         )
 
 
-@pytest.mark.parametrize("family", list(WRITERS))
+@pytest.mark.parametrize("name", ["LlamaModel", "Qwen2Model", "Qwen3Model"])
 @pytest.mark.parametrize("mode", MODES)
-def test_vectors_are_those_of_transformers(tmp_path: Path, family: str, mode: str) -> None:
-    folder = sentence(WRITERS[family](tmp_path / "model"), mode)
-    theirs = [POOLED[mode](states(folder, ids)) for ids in PROMPTS]
-    check(PoolingEngine(folder).vectors_of(PROMPTS), theirs)
-    check(PoolingEngine(folder, chunk=16, batch=3).vectors_of(PROMPTS), theirs)
+def test_vectors_are_those_of_transformers(tmp_path: Path, name: str, mode: str) -> None:
+    folder = sentence(save(BY_NAME[name], tmp_path).folder, mode)
+    some = prompts(families.VOCABULARY, LENGTHS)
+    theirs = [POOLED[mode](states(folder, ids)) for ids in some]
+    check(PoolingEngine(folder).vectors_of(some), theirs)
+    check(PoolingEngine(folder, chunk=16, batch=3).vectors_of(some), theirs)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,7 @@ import torch
 from tests.models.families import ROWS, Row
 from tests.models.parity import draw, error
 from tests.models.stepper import Stepper, spy_on_logits
-from tests.models.test_batching_with_model import Engine, Mode
+from tests.models.test_batching_with_model import Engine, Mode, mixture
 from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
 from tests.models.tiny import VOCABULARY
 from tests.support.models import change_config, load, open_model
@@ -51,19 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_row(tmp_path_factory.mktemp("states"), FAMILIES[request.param])
 
 
-def prompts() -> list[list[int]]:
-    """60 prompts of 1 to 100 tokens; half begin with one of three long prefixes."""
-    random = np.random.default_rng(5)
-    prefixes = [random.integers(0, VOCABULARY, n).tolist() for n in (31, 48, 70)]
-    made = [random.integers(0, VOCABULARY, random.integers(1, 101)).tolist() for _ in range(30)]
-    made += [
-        prefixes[n % 3] + random.integers(0, VOCABULARY, random.integers(1, 31)).tolist()
-        for n in range(30)
-    ]
-    return [made[place] for place in random.permutation(60)]
-
-
-PROMPTS = prompts()
+PROMPTS = mixture(60, seed=5, longest=100, prefixes=(31, 48, 70))
 MODES = (
     Mode(batch=1, chunk=13),
     Mode(batch=1, chunk=64, cached=True),

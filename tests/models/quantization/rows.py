@@ -136,6 +136,11 @@ def swapped(words: Tensor) -> Tensor:
     return ((flat << 4) | (flat >> 4)).view(words.dtype)
 
 
+def rolled(words: Tensor) -> Tensor:
+    """The halves of each word, one place further."""
+    return words.view(torch.int16).roll(1, 1).contiguous().view(torch.int32)
+
+
 def one_more(words: Tensor) -> Tensor:
     """Each number of four bits in a word one larger, modulo 16."""
     flat = words.contiguous().view(torch.uint8)
@@ -192,6 +197,10 @@ def gptq_config(**said: object) -> dict[str, object]:
 
 
 NIBBLES: Mapping[str, Change] = {".weight": swapped}
+SCALES_TURNED: Mapping[str, Mapping[str, Change]] = {"scales turned": {".weight_scale": first_last}}
+INPUTS_TURNED: Mapping[str, Mapping[str, Change]] = {
+    "inputs for outputs": {".weight": lambda weight: weight.roll(1, 1)}
+}
 ROWS: tuple[Row, ...] = (
     Row(
         "fp8 block",
@@ -215,7 +224,7 @@ ROWS: tuple[Row, ...] = (
         "fp8 online",
         None,
         fp8_online,
-        {"inputs for outputs": {".weight": lambda weight: weight.roll(1, 1)}},
+        INPUTS_TURNED,
         said="fp8",
         skipped="",
     ),
@@ -223,7 +232,7 @@ ROWS: tuple[Row, ...] = (
         "w8a8_int8",
         {"quant_method": "w8a8_int8"},
         w8a8,
-        {"scales turned": {".weight_scale": first_last}},
+        SCALES_TURNED,
         skipped="ignore",
         kept="int8_dynamic",
         rounded=0.1,
@@ -232,7 +241,7 @@ ROWS: tuple[Row, ...] = (
         "w8a8_int8 by flag",
         None,
         w8a8,
-        {"scales turned": {".weight_scale": first_last}},
+        SCALES_TURNED,
         said="w8a8_int8",
         skipped="",
         kept="int8_dynamic",
@@ -273,7 +282,7 @@ ROWS: tuple[Row, ...] = (
         "W8A8 int8",
         "int-quantized",
         CHANNEL,
-        {"scales turned": {".weight_scale": first_last}},
+        SCALES_TURNED,
         TOKENS,
         kept="int8_dynamic",
         rounded=0.1,
@@ -291,7 +300,7 @@ ROWS: tuple[Row, ...] = (
         "W8 int8 in groups",
         "int-quantized",
         CHANNEL | {"strategy": "group", "group_size": 64},
-        {"scales turned": {".weight_scale": first_last}},
+        SCALES_TURNED,
         TOKENS,
     ),
     compressed_row(
@@ -305,13 +314,7 @@ ROWS: tuple[Row, ...] = (
         "W8A16 packed",
         "pack-quantized",
         CHANNEL,
-        {
-            "bytes in another order": {
-                ".weight_packed": lambda w: (
-                    w.view(torch.int16).roll(1, 1).contiguous().view(torch.int32)
-                )
-            }
-        },
+        {"bytes in another order": {".weight_packed": rolled}},
     ),
     compressed_row(
         "W4A16 packed",
@@ -319,7 +322,7 @@ ROWS: tuple[Row, ...] = (
         GROUPS,
         {
             "nibbles swapped": {".weight_packed": swapped},
-            "scales turned": {".weight_scale": first_last},
+            **SCALES_TURNED,
         },
     ),
     compressed_row(
@@ -338,9 +341,7 @@ ROWS: tuple[Row, ...] = (
         {"order ignored": {".weight_g_idx": in_order(64)}},
         skipped="ignore",
     ),
-    compressed_row(
-        "FP8", "float-quantized", FLOATS, {"scales turned": {".weight_scale": first_last}}
-    ),
+    compressed_row("FP8", "float-quantized", FLOATS, SCALES_TURNED),
     compressed_row(
         "FP8 blocks",
         "float-quantized",
@@ -386,7 +387,7 @@ ROWS: tuple[Row, ...] = (
         "torchao int8wo",
         None,
         torchao_int8,
-        {"inputs for outputs": {".weight": lambda weight: weight.roll(1, 1)}},
+        INPUTS_TURNED,
         said="torchao-int8wo",
         skipped="",
         kept="int8",
@@ -396,7 +397,7 @@ ROWS: tuple[Row, ...] = (
             f"torchao int4wo in groups of {group}",
             None,
             torchao_int4(group),
-            {"inputs for outputs": {".weight": lambda weight: weight.roll(1, 1)}},
+            INPUTS_TURNED,
             said=f"torchao-int4wo-{group}",
             skipped="",
         )
