@@ -20,9 +20,17 @@ from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
 from tests.support.worker import sampling_columns
 
+from antiphon.layers.weights import SingleRank
 from antiphon.model_worker.batching.plan import StepPlan
 
 COLUMNS = ("slot", "query_start", "query_len", "kv_len", "adapter", "tokens", "positions")
+
+
+class LoneRank(SingleRank):
+    """One of several ranks, which sums nothing."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
 
 
 class GroupRank:

@@ -7,6 +7,7 @@ compared agrees within `LIMIT`; without the rounding it is off by several times 
 
 from __future__ import annotations
 
+import shutil
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.kernels.rows import ISAS
 from tests.models import families, families_moe
 from tests.models.parity import Saved, error, logits_of, opened, save, texts
 from tests.models.specs import BY_NAME
 from tests.models.stepper import Stepper, spy_on_logits
-from tests.support.models import load, open_model
+from tests.support.models import change_tensors, load, open_model
 from torch import Tensor
 
 from antiphon.kernels.kv import KvScales, quantize_fp8
@@ -169,15 +169,14 @@ SPELLINGS: dict[str, tuple[str, str | None]] = {
 
 def scaled(saved: Saved, folder: Path, names: tuple[str, str | None], *values: Tensor) -> Path:
     """A copy of a checkpoint with scales of each layer, of as many layers as there are values."""
-    folder.mkdir()
-    tensors = load_file(saved.folder / "model.safetensors")
+    shutil.copytree(saved.folder, folder)
+    tensors: dict[str, Tensor] = {}
     for layer, value in enumerate(values):
         for at, name in enumerate(names):
             if name is not None:
                 one = value[at] if value.dim() else value
                 tensors[f"model.layers.{layer}.{name}"] = one.clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_bytes((saved.folder / "config.json").read_bytes())
+    change_tensors(folder, lambda whole: whole | tensors)
     return folder
 
 

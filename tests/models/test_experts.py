@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.parity import check_logits, error, logits_of, save, texts
+from tests.models.rank import LoneRank
 from tests.models.specs import BY_NAME
 from tests.support.models import change_config, change_tensors, open_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -56,26 +57,21 @@ SPECS = {
 }
 
 
-class Rank(SingleRank):
-    """One of several, that sums nothing."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-
-
-def unspoken(layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
+def no_attention(layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
     raise AssertionError(f"experts do not attend: {layer}, {heads.shape}, {params}")
 
 
-CONTEXT = ForwardContext(ops=select(DeviceCapability("cpu")), tp=SingleRank(), attend=unspoken)
+CONTEXT = ForwardContext(ops=select(DeviceCapability("cpu")), tp=SingleRank(), attend=no_attention)
+
+
+def site_of(rank: SingleRank, device: str) -> LayerBuildContext:
+    build = BuildContext(rank, torch.float32, torch.device(device))
+    method = LinearMethod.PLAIN
+    return LayerBuildContext(layer=0, name="layer", hidden=HIDDEN, build=build, method=method)
 
 
 def built(spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor]) -> Experts:
-    build = BuildContext(Rank(rank, ranks), torch.float32, torch.device("cpu"))
-    site = LayerBuildContext(
-        layer=0, name="layer", hidden=HIDDEN, build=build, method=LinearMethod.PLAIN
-    )
-    experts = Experts(site, spec)
+    experts = Experts(site_of(LoneRank(rank, ranks), "cpu"), spec)
     taken = {source.name: source for source in experts.sources()}
     assert {name: source.shape for name, source in taken.items()} == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
@@ -88,10 +84,7 @@ def built(spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor
 
 def drawn(spec: ExpertsSpec) -> dict[str, Tensor]:
     """Every tensor of a checkpoint of the spec."""
-    build = BuildContext(SingleRank(), torch.float32, torch.device("meta"))
-    site = LayerBuildContext(
-        layer=0, name="layer", hidden=HIDDEN, build=build, method=LinearMethod.PLAIN
-    )
+    site = site_of(SingleRank(), "meta")
     generator = torch.Generator().manual_seed(0)
     return {
         source.name: 0.3 * torch.randn(source.shape, generator=generator)
@@ -113,7 +106,7 @@ def test_what_ranks_make_sums_to_what_one_makes(spec: ExpertsSpec) -> None:
 
 
 def test_separate_and_stacked_tensors_are_the_same_experts() -> None:
-    separate, stacked = SPECS["separate"], ExpertsSpec(count=COUNT, width=WIDTH)
+    separate = SPECS["separate"]
     tensors = drawn(separate)
     names = SeparateExperts()
 
@@ -128,7 +121,7 @@ def test_separate_and_stacked_tensors_are_the_same_experts() -> None:
     }
     x, chosen = torch.randn(9, HIDDEN), torch.arange(9)[:, None] % COUNT
     one = built(separate, 0, 1, tensors)(CONTEXT, x, chosen, torch.ones(9, 1))
-    other = built(replace(stacked, names=StackedExperts()), 0, 1, fused)
+    other = built(replace(separate, names=StackedExperts()), 0, 1, fused)
     assert torch.equal(one, other(CONTEXT, x, chosen, torch.ones(9, 1)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.models import change_config, load, open_model
+from tests.support.models import change_config, load, open_model, take_tensors
 
 from antiphon.config.errors import ConfigError
 from antiphon.kernels.op import KernelUnavailable
@@ -138,8 +138,7 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_and_files_without_a_tensor_are_refused(folder: Path) -> None:
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
+    take_tensors(folder)
     with pytest.raises(ModelLoadError, match=r"no \.safetensors file"):
         load(folder)
     save_file({}, folder / "model.safetensors")

@@ -10,8 +10,14 @@ import torch
 from tests.models.families import ROWS, Row
 from tests.models.parity import draw, error
 from tests.models.stepper import Stepper, spy_on_logits
-from tests.models.test_batching_with_model import Engine, Mode, mixture
-from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
+from tests.models.test_batching_with_model import (
+    ANSWER_TOKENS,
+    GREEDY,
+    Engine,
+    Judge,
+    Mode,
+    mixture,
+)
 from tests.models.tiny import VOCABULARY
 from tests.support.models import change_config, load, open_model
 from tests.support.worker import state
@@ -85,7 +91,7 @@ def test_a_second_turn_goes_on_from_a_checkpoint_of_the_first(folder: Path, judg
     second = [*first, *answer, 7, 8, 9]
     ran = engine.run([second], GREEDY)
     # The prompt's last page border is at 100, the answer's checkpoint at 112.
-    assert len(answer) == NEW_TOKENS
+    assert len(answer) == ANSWER_TOKENS
     assert ran.cached_tokens == 112
     assert judge.near_ties(second, ran.answers[0]) == 0
 
@@ -134,7 +140,7 @@ def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folde
     again = replay(loop.recorder.records(), engine.core.pools.groups, open_engine(settings).runner)
     assert again.difference is None
     assert again.passed == 0
-    assert again.rows > 20 * NEW_TOKENS
+    assert again.rows > 20 * ANSWER_TOKENS
 
 
 def test_deterministic_inference_is_refused_by_name(folder: Path) -> None:

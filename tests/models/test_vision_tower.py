@@ -72,30 +72,18 @@ def clip_vision(**changes: Any) -> PreTrainedModel:
     return CLIPVisionModel(CLIPVisionConfig(**SHAPE, **changes))
 
 
-def clip_projecting() -> PreTrainedModel:
-    return CLIPVisionModelWithProjection(CLIPVisionConfig(**SHAPE))
-
-
-def clip_whole() -> PreTrainedModel:
-    return CLIPModel(CLIPConfig(vision_config=SHAPE, text_config=TEXT))
-
-
 def siglip_vision(**changes: Any) -> PreTrainedModel:
     return SiglipVisionModel(SiglipVisionConfig(**SHAPE, **changes))
 
 
-def siglip_whole() -> PreTrainedModel:
-    return SiglipModel(SiglipConfig(vision_config=SHAPE, text_config=TEXT))
-
-
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "clip vision": clip_vision,
-    "clip vision with projection": clip_projecting,
-    "clip": clip_whole,
+    "clip vision with projection": lambda: CLIPVisionModelWithProjection(CLIPVisionConfig(**SHAPE)),
+    "clip": lambda: CLIPModel(CLIPConfig(vision_config=SHAPE, text_config=TEXT)),
     "clip with exact gelu": lambda: clip_vision(hidden_act="gelu"),
     "clip with another eps": lambda: clip_vision(layer_norm_eps=1e-2),
     "siglip vision": siglip_vision,
-    "siglip": siglip_whole,
+    "siglip": lambda: SiglipModel(SiglipConfig(vision_config=SHAPE, text_config=TEXT)),
 }
 
 

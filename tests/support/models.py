@@ -103,6 +103,16 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str,
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
+def take_tensors(folder: Path) -> dict[str, Tensor]:
+    """Remove all tensors from a model's folder, and return them."""
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    for file in [*folder.glob("*.safetensors*")]:
+        file.unlink()
+    return tensors
+
+
 def _dtype(place: ModelLocation) -> str:
     config = read_config(place)
     named = config.dtype or config.torch_dtype

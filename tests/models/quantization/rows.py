@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tests.models.quantization.made import (
     GROUPS,
     Made,
@@ -31,6 +31,7 @@ from tests.models.quantization.made import (
     w8a8,
 )
 from tests.models.tiny import write_llama
+from tests.support.models import take_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,9 +90,7 @@ def write(folder: Path, row: Row, shape: Mapping[str, object] = SHAPE) -> tuple[
         The folders of both.
     """
     plain, stored = write_llama(folder / "plain", shape), folder / "stored"
-    tensors = {n: t for f in plain.glob("*.safetensors") for n, t in load_file(f).items()}
-    for file in (*plain.glob("*.safetensors*"),):
-        file.unlink()
+    tensors = take_tensors(plain)
     torch.manual_seed(0)
     kept: dict[str, Tensor] = {}
     for name, tensor in list(tensors.items()):

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from tests.models.parity import LINEARS
 from tests.models.quantization.made import q4_k, q6_k
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
-from tests.models.test_load_formats import Kind, finish, tensors_of, write_gguf
+from tests.models.test_load_formats import Kind, finish, write_gguf
 from tests.models.tiny import write_llama
-from tests.support.models import open_model
+from tests.support.models import open_model, take_tensors
 from torch import Tensor
 
 from antiphon.model_card.files import find_files
@@ -143,10 +143,8 @@ def test_logits_are_those_of_the_numbers_that_the_blocks_stand_for(
     # Small enough that no softmax saturates, where roundings of float32 would grow.
     tensors = {
         name: tensor / 4 if name.endswith("_proj.weight") else tensor
-        for name, tensor in tensors_of(llama).items()
+        for name, tensor in take_tensors(llama).items()
     }
-    for file in (*llama.glob("*.safetensors*"),):
-        file.unlink()
     save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
     write_gguf(llama, llama / "model.gguf", kind=kind, quantize=MADE[kind])
     whole = tmp_path / "whole"

@@ -14,10 +14,9 @@ import gguf
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from tests.models.families import SIZES, Row
 from tests.models.parity import LINEARS, Saved, error, logits_of, save, texts
-from tests.models.test_load_formats import rotated_as_llama_cpp_does
+from tests.models.test_load_formats import rotated_as_llama_cpp_does, tensors_of
 from tests.support.models import load, open_model
 from tests.unit.config.described.gguf_files import byte_level, write
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -171,14 +170,6 @@ def described(case: Case) -> dict[str, object]:
         said["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     fields = {name: value for name, value in case.row.fields.items() if value is not None}
     return said | {key: fields[name] for key, name in SETTINGS.items() if name in fields}
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    return found
 
 
 def written(case: Case, folder: Path, file: Path, *, changed: bool = True) -> Path:
