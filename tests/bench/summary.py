@@ -88,13 +88,18 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """The maximum, or the only value."""
         return self.middle if self.max is None else self.max
 
-    def span(self, form: str) -> str:
-        """Format as `median (minimum-maximum)`."""
-        return f"{self.middle:{form}} ({self.least:{form}}-{self.most:{form}})"
+    def __format__(self, form: str) -> str:
+        """Format the middle as `.1f` says, and with a range in parentheses as `.1f span` does.
 
-    def tenths(self, form: str) -> str:
-        """Format as `median (10th percentile-90th percentile)`."""
-        return f"{self.middle:{form}} ({self.p10:{form}}-{self.p90:{form}})"
+        `span` is from the minimum to the maximum, `tenths` from the 10th to the 90th percentile.
+        """
+        form, _, ends = form.partition(" ")
+        low, high = (self.p10, self.p90) if ends == "tenths" else (self.least, self.most)
+        return (
+            f"{self.middle:{form}} ({low:{form}}-{high:{form}})"
+            if ends
+            else f"{self.middle:{form}}"
+        )
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

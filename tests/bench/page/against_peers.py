@@ -10,7 +10,7 @@ from tests.bench.peers.cases import CASES, Case, Figure
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tests.bench.summary import Measurement, Summary
+    from tests.bench.summary import Summary
 
 HEAD = """
 ## Against other servers
@@ -74,17 +74,14 @@ def _measured(summary: Summary) -> Iterable[str]:
 
 def _cells(summary: Summary, case: Case, figure: Figure, names: Sequence[str]) -> Sequence[str]:
     assert summary.device is not None, "servers are measured beside the device"
+    rows = [summary.find(figure.title, case=case.name, arm=name) for name in names]
     ratio = summary.find(figure.title, case=case.name, ratio=True)
     targets = " / ".join("" if each is None else f"{each:g}" for each in (figure.must, figure.aim))
     return (
         f"{case.title}: {figure.title}",
-        *(_shown(summary.find(figure.title, case=case.name, arm=name)) for name in names),
-        f"**{ratio.middle:.2f}** ({ratio.least:.2f}-{ratio.most:.2f})" if ratio else "",
+        *("not measured" if row is None else f"{row:.0f span}" for row in rows),
+        f"**{ratio:.2f}** ({ratio.least:.2f}-{ratio.most:.2f})" if ratio else "",
         ratio.against if ratio else "",
         f"{'>=' if figure.higher_wins else '<='} {targets}",
         f"{figure.limit(summary.device):.0f}",
     )
-
-
-def _shown(row: Measurement | None) -> str:
-    return "not measured" if row is None else row.span(".0f")

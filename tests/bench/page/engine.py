@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import device_line, facts, machine_line, markdown, rows
+from tests.bench.page.markdown import device_line, facts, lines, machine_line, markdown, rows
 from tests.bench.peers.peer import OURS
 from tests.bench.serving import int8
 
@@ -87,16 +87,12 @@ def _cells(summary: Summary, case: str) -> Sequence[str]:
     return (
         case.removeprefix("poisson:"),
         f"{requests - row('failed').middle:.0f} of {requests:.0f}",
-        f"{row('output_tokens_per_s').middle:.0f}",
-        *(_times(row(quantity)) for quantity in ("ttft_ms", "tpot_ms", "itl_ms")),
-        f"{row('requests_per_s').middle:.2f}",
-        "" if goodput is None else f"{goodput.middle:.2f}",
+        f"{row('output_tokens_per_s'):.0f}",
+        *(f"{row(name):.0f}, {row(name).p99:.0f}" for name in ("ttft_ms", "tpot_ms", "itl_ms")),
+        f"{row('requests_per_s'):.2f}",
+        "" if goodput is None else f"{goodput:.2f}",
         "not measured" if others is None else f"{100 * others.middle:.0f}",
     )
-
-
-def _times(row: Measurement) -> str:
-    return f"{row.middle:.0f}, {row.p99:.0f}"
 
 
 def prose(summary: Summary) -> Iterable[str]:
@@ -105,14 +101,7 @@ def prose(summary: Summary) -> Iterable[str]:
     yield f"{machine_line(summary)}.\n\n"
     yield markdown(
         ("engine", "perplexity", "vs. transformers"),
-        [
-            (
-                reader,
-                f"{summary.row('perplexity', arm=reader).middle:.4f}",
-                f"{summary.row('change', arm=reader).middle:+.3%}",
-            )
-            for reader in summary.arms("perplexity")
-        ],
+        lines(summary, "{perplexity:.4f}", "{change:+.3%}", by="arm"),
     )
 
 
@@ -121,9 +110,9 @@ def radix(summary: Summary) -> Iterable[str]:
     yield device_line(summary) + "\n"
     yield facts(
         summary,
-        ("speedup", "{times_faster.middle:.1f}"),
-        ("hit rate", "{hit_rate.middle:.4f}"),
-        ("hit rate computed from the prompts", "{hit_rate_computed.middle:.4f}"),
+        ("speedup", "{times_faster:.1f}"),
+        ("hit rate", "{hit_rate:.4f}"),
+        ("hit rate computed from the prompts", "{hit_rate_computed:.4f}"),
     )
 
 
@@ -132,14 +121,14 @@ def waiting(summary: Summary) -> Iterable[str]:
     yield device_line(summary) + "\n"
     yield facts(
         summary,
-        ("alone, tok/s", "{tokens_per_s_alone.middle:.1f}"),
-        ("with 2,000 queued, tok/s", "{tokens_per_s_beside_2000.middle:.1f}"),
-        ("ratio per pair", summary.row("ratio").span(".3f")),
+        ("alone, tok/s", "{tokens_per_s_alone:.1f}"),
+        ("with 2,000 queued, tok/s", "{tokens_per_s_beside_2000:.1f}"),
+        ("ratio per pair", "{ratio:.3f span}"),
         (
             "p99 gap between stream events, alone and with the queue, ms",
-            "{gap_p99_ms_alone.middle:.0f}, {gap_p99_ms_beside_2000.middle:.0f}",
+            "{gap_p99_ms_alone:.0f}, {gap_p99_ms_beside_2000:.0f}",
         ),
-        ("time to queue 2,000 requests, s", "{queue_formed_in_s.middle:.1f}"),
+        ("time to queue 2,000 requests, s", "{queue_formed_in_s:.1f}"),
     )
 
 
@@ -152,28 +141,22 @@ def int8_weights(summary: Summary) -> Iterable[str]:
         summary.row(int8.OUTPUT, arm=arm).middle for arm in (OURS, int8.Int8.name, int8.LIMIT)
     )
     ratio = summary.row(int8.OUTPUT, ratio=True)
-    lines = [
+    yield facts(
+        summary,
         ("bf16, tok/s", f"{bf16:.1f}"),
         ("int8, tok/s", f"{rounded:.1f}"),
-        (
-            "speedup per pair",
-            f"**{ratio.middle:.2f}** ({ratio.least:.2f}-{ratio.most:.2f})",
-        ),
+        ("speedup per pair", f"**{ratio:.2f}** ({ratio.least:.2f}-{ratio.most:.2f})"),
         ("limit of int8 at the read rate, tok/s", f"{limit:.1f}"),
         ("share of that limit", f"{rounded / limit:.0%}"),
-    ]
-    yield markdown(("", ""), lines)
+    )
 
 
 def int8_perplexity(summary: Summary) -> Iterable[str]:
     change, agreement = (
-        summary.row(quantity, case="all", arm="int8").middle for quantity in ("change", "agreement")
+        summary.row(quantity, case="all", arm="int8") for quantity in ("change", "agreement")
     )
     yield rows(
-        (
-            ("change in perplexity", f"{change:+.2%}"),
-            ("same argmax token", f"{agreement:.2%}"),
-        )
+        (("change in perplexity", f"{change:+.2%}"), ("same argmax token", f"{agreement:.2%}"))
     )
 
 
@@ -184,12 +167,12 @@ def grammar(summary: Summary) -> Iterable[str]:
     cost, least, most = (100 * share for share in (row.middle, row.least, row.most))
     yield facts(
         summary,
-        ("without a schema, tok/s", "{tokens_per_s_plain.middle:.1f}"),
-        ("with a schema, tok/s", "{tokens_per_s_schema.middle:.1f}"),
+        ("without a schema, tok/s", "{tokens_per_s_plain:.1f}"),
+        ("with a schema, tok/s", "{tokens_per_s_schema:.1f}"),
         ("cost per pair", f"**{cost:.1f} %** ({least:.1f} to {most:.1f})"),
-        ("advancing 16 matchers by one token", "{walks_us.middle:.0f} us"),
-        ("of which accepting tokens", "{of_walks_accept_us.middle:.0f} us"),
-        ("of which filling masks", "{of_walks_fill_us.middle:.0f} us"),
-        ("copying masks into the step plan", "{into_the_plan_us.middle:.0f} us"),
-        ("applying masks to logits", "{into_the_logits_us.middle:.0f} us"),
+        ("advancing 16 matchers by one token", "{walks_us:.0f} us"),
+        ("of which accepting tokens", "{of_walks_accept_us:.0f} us"),
+        ("of which filling masks", "{of_walks_fill_us:.0f} us"),
+        ("copying masks into the step plan", "{into_the_plan_us:.0f} us"),
+        ("applying masks to logits", "{into_the_logits_us:.0f} us"),
     )

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tests.bench.summary import Summary
+    from tests.bench.summary import Measurement, Summary
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return rows((head, ["---"] * len(head), *body))
 
 
-def rows(lines: Iterable[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def rows(body: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in body)
 
 
-def facts(summary: Summary, *lines: tuple[str, str]) -> str:
+def lines(
+    summary: Summary, *forms: str, by: Literal["case", "arm"] = "case", split: bool = False
+) -> Iterable[Sequence[str]]:
+    """Yield a line for each case, or for each arm: its name, and formats of its rows.
+
+    A format names a row by its quantity, or by quantity and arm: `{step_ms torch:.2f}`. With
+    `split`, each part of a name has a column of its own.
+    """
+    groups: dict[str, dict[str, Measurement]] = {}
+    for row in summary.rows:
+        group = groups.setdefault(row.case if by == "case" else row.arm, {})
+        group.setdefault(row.quantity, row)
+        group.setdefault(f"{row.quantity} {row.arm}", row)
+    for name, found in groups.items():
+        if name:
+            names = name.split(", ") if split else [name]
+            yield *names, *(form.format_map(found) for form in forms)
+
+
+def facts(summary: Summary, *forms: tuple[str, str]) -> str:
     """Return a table of names and values, which are formats of a summary's rows by quantity."""
     found = {row.quantity: row for row in reversed(summary.rows)}
-    return markdown(("", ""), ((name, form.format_map(found)) for name, form in lines))
+    return markdown(("", ""), ((name, form.format_map(found)) for name, form in forms))
 
 
 def machine_line(summary: Summary) -> str:

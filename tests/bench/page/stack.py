@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import machine_line, markdown
+from tests.bench.page.markdown import lines, machine_line, markdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -62,14 +62,7 @@ def planned(summary: Summary) -> Iterable[str]:
     yield machine_line(summary) + ".\n\n"
     yield markdown(
         ("load", "plan", "plan and commit"),
-        (
-            (
-                case,
-                f"**{summary.row('plan_us', case=case).tenths('.0f')}**",
-                summary.row("step_us", case=case).tenths(".0f"),
-            )
-            for case in summary.cases()
-        ),
+        lines(summary, "**{plan_us:.0f tenths}**", "{step_us:.0f tenths}"),
     )
 
 
@@ -77,10 +70,7 @@ def services(summary: Summary) -> Iterable[str]:
     rate = summary.row("tokens_per_s")
     yield SERVICES_HEAD.format(tokens_per_s=rate.middle, rounds=rate.n or 0) + "\n"
     yield machine_line(summary) + ".\n\n"
-    yield markdown(
-        ("service", "percent"),
-        ((name, summary.row("percent", arm=name).span(".1f")) for name in summary.arms("percent")),
-    )
+    yield markdown(("service", "percent"), lines(summary, "{percent:.1f span}", by="arm"))
 
 
 def large_bodies(summary: Summary) -> Iterable[str]:
@@ -89,14 +79,8 @@ def large_bodies(summary: Summary) -> Iterable[str]:
     yield f"{machine_line(summary)}; load average {summary.machine.load:g} at the end.\n\n"
     yield markdown(
         (
-            "body",
-            "MB",
-            "status",
-            "response, ms",
-            "p99 without",
-            "p99 with",
-            "max with",
-            "difference",
+            *("body", "MB", "status", "response, ms"),
+            *("p99 without", "p99 with", "max with", "difference"),
         ),
         (_body_cells(summary, case) for case in summary.cases()),
     )
@@ -111,11 +95,11 @@ def _body_cells(summary: Summary, case: str) -> Sequence[str]:
         case,
         f"{row('size_bytes').middle / 1e6:.1f}",
         ", ".join(sorted({f"{each:.0f}" for each in status.by_round or (status.middle,)})),
-        f"{row('reply_ms').middle:.0f}",
-        f"{row('gap_p99_ms', 'without').middle:.0f}",
-        f"{row('gap_p99_ms', 'with').middle:.0f}",
+        f"{row('reply_ms'):.0f}",
+        f"{row('gap_p99_ms', 'without'):.0f}",
+        f"{row('gap_p99_ms', 'with'):.0f}",
         f"{row('gap_max_ms', 'with').most:.0f}",
-        f"**{row('difference_ms').middle:+.0f}**",
+        f"**{row('difference_ms'):+.0f}**",
     )
 
 
@@ -129,7 +113,7 @@ def soaked(summary: Summary) -> Iterable[str]:
     )
     yield f"\n{machine_line(summary)}.\n\n"
     left = (
-        f"{name.removeprefix('antiphon_')} {summary.row('left', arm=name).middle:g}"
+        f"{name.removeprefix('antiphon_')} {summary.row('left', arm=name):g}"
         for name in summary.arms("left")
     )
     grown = (
@@ -160,13 +144,18 @@ def _share(summary: Summary, *ends: str) -> float:
 def crowd(summary: Summary) -> Iterable[str]:
     yield CROWD_HEAD.format(**summary.setup) + "\n"
     yield f"{machine_line(summary)}.\n\n"
-    cases = summary.cases()
     processes = summary.arms("percent_of_core")
     yield markdown(
         ("worker", "events/s", "gap p50, ms", "gap p99, ms", "gateway, us/event", "% of a core"),
-        (_crowd_row(summary, case, processes) for case in cases),
+        lines(
+            summary,
+            *("{events_per_s:.0f}", "{gap_p50_ms:.1f}", "{gap_p99_ms:.1f}"),
+            "{gateway_us_per_event:.1f}",
+            ", ".join(f"{name} {{percent_of_core {name}:.0f}}" for name in processes),
+        ),
     )
     yield CROWD_PROFILE
+    cases = summary.cases()
     yield markdown(
         ("part", *cases),
         (
@@ -179,17 +168,3 @@ def crowd(summary: Summary) -> Iterable[str]:
 def _gateway_share(summary: Summary, case: str, part: str) -> float:
     row = summary.find("percent_of_gateway", case=case, arm=part)
     return 0.0 if row is None else row.middle
-
-
-def _crowd_row(summary: Summary, case: str, processes: Sequence[str]) -> Sequence[str]:
-    shares = {
-        name: summary.row("percent_of_core", case=case, arm=name).middle for name in processes
-    }
-    return (
-        case,
-        f"{summary.row('events_per_s', case=case).middle:.0f}",
-        f"{summary.row('gap_p50_ms', case=case).middle:.1f}",
-        f"{summary.row('gap_p99_ms', case=case).middle:.1f}",
-        f"{summary.row('gateway_us_per_event', case=case).middle:.1f}",
-        ", ".join(f"{name} {share:.0f}" for name, share in shares.items()),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.page.markdown import machine_line, markdown
+from tests.bench.page.markdown import lines, machine_line, markdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -76,11 +76,11 @@ def _step_cells(summary: Summary, case: str) -> Sequence[str]:
     )
     return (
         case,
-        default.tenths(".2f"),
-        strict.tenths(".2f"),
+        f"{default:.2f tenths}",
+        f"{strict:.2f tenths}",
         f"{strict.middle / default.middle - 1:+.1%}",
         f"{beside:.2f} ({beside / default.middle:.1%})",
-        f"{torch.middle:.2f}",
+        f"{torch:.2f}",
         f"{limit:.2f}",
     )
 
@@ -91,17 +91,13 @@ def shares(summary: Summary) -> Iterable[str]:
     parts = summary.arms("cpu_ms")
     yield markdown(
         ("model", "clients", "step ms", *(f"{part} ms" for part in parts), "outside kernels"),
-        (_share_cells(summary, case, parts) for case in summary.cases()),
-    )
-
-
-def _share_cells(summary: Summary, case: str, parts: Sequence[str]) -> Sequence[str]:
-    share = summary.row("share", case=case)
-    return (
-        *case.split(", "),
-        f"{summary.row('step_ms', case=case).middle:.1f}",
-        *(f"{summary.row('cpu_ms', case=case, arm=part).middle:.2f}" for part in parts),
-        f"**{share.middle:.1%}** ({share.least:.1%}-{share.most:.1%})",
+        lines(
+            summary,
+            "{step_ms:.1f}",
+            *(f"{{cpu_ms {part}:.2f}}" for part in parts),
+            "**{share:.1%}** ({share.least:.1%}-{share.most:.1%})",
+            split=True,
+        ),
     )
 
 
@@ -112,16 +108,10 @@ def loading_weights(summary: Summary) -> Iterable[str]:
     yield f"{machine_line(summary)}; the disk reads {setup['disk_megabytes_per_s']:.0f} MB/s.\n\n"
     yield markdown(
         ("weights stored as", "s", "CPU s", "MB/s", "share of disk rate", "peak / weights"),
-        (
-            (
-                case,
-                f"{summary.row('seconds', case=case).middle:.2f}",
-                f"{summary.row('cpu_seconds', case=case).middle:.2f}",
-                f"{summary.row('megabytes_per_s', case=case).middle:.0f}",
-                f"**{summary.row('share_of_disk_rate', case=case).middle:.2f}**",
-                f"**{summary.row('peak_per_weight_bytes', case=case).middle:.2f}**",
-            )
-            for case in summary.cases()
+        lines(
+            summary,
+            *("{seconds:.2f}", "{cpu_seconds:.2f}", "{megabytes_per_s:.0f}"),
+            *("**{share_of_disk_rate:.2f}**", "**{peak_per_weight_bytes:.2f}**"),
         ),
     )
 
@@ -146,7 +136,7 @@ def _cache_cells(summary: Summary, case: str, form: str) -> Sequence[str]:
     return (
         *case.split(", "),
         form,
-        summary.row("ms", case=case, arm=form).tenths(".3f"),
-        "" if rate is None else f"{rate.middle:.1f}",
-        f"**{summary.row('speedup', case=case, arm=form).middle:.2f}**",
+        f"{summary.row('ms', case=case, arm=form):.3f tenths}",
+        "" if rate is None else f"{rate:.1f}",
+        f"**{summary.row('speedup', case=case, arm=form):.2f}**",
     )
