@@ -19,7 +19,6 @@ import time
 from typing import TYPE_CHECKING
 
 import aiohttp
-import msgspec
 from tests.bench.crowd.listeners import Listeners
 from tests.bench.services import EchoStack, echo_stack
 from tests.bench.summary import Measurement, Summary, arguments, here, measured, report
@@ -45,21 +44,10 @@ STEP_S = RUNNING / TOKENS_PER_S
 LISTENERS = Listeners(RUNNING, answer_tokens=100, settle_s=3.0, window_s=10.0)
 
 
-class ServicesCpu(msgspec.Struct, frozen=True):
-    """Shares of one core, in percent, at a measured rate."""
-
-    tokens_per_s: float
-    services_percent: dict[str, float]
-
-    @property
-    def total_percent(self) -> float:
-        return sum(self.services_percent.values())
-
-
 async def run(rounds: int) -> Summary:
     """Measure on a broker and stacks of its own a round, since the machine is shared."""
     rows: list[Measurement] = []
-    cpu: list[ServicesCpu] = []
+    cpu: list[tuple[float, dict[str, float]]] = []
     for number in range(rounds):
         async with NatsServer() as nats:
             latency, used = await asyncio.to_thread(_round, nats.url)
@@ -70,18 +58,18 @@ async def run(rounds: int) -> Summary:
     return here("services", {"rounds": rounds}, rows)
 
 
-def _cpu_rows(rounds: Sequence[ServicesCpu]) -> list[Measurement]:
+def _cpu_rows(rounds: Sequence[tuple[float, dict[str, float]]]) -> list[Measurement]:
+    rates, shares = zip(*rounds, strict=True)
     return [
-        measured("tokens_per_s", (one.tokens_per_s for one in rounds), case="cpu"),
+        measured("tokens_per_s", rates, case="cpu"),
         *(
-            measured("percent", (o.services_percent[name] for o in rounds), case="cpu", arm=name)
-            for name in rounds[0].services_percent
+            measured("percent", (each[name] for each in shares), case="cpu", arm=name)
+            for name in shares[0]
         ),
-        measured("percent", (one.total_percent for one in rounds), case="cpu", arm="all"),
     ]
 
 
-def _round(nats_url: str) -> tuple[dict[str, list[float]], ServicesCpu]:
+def _round(nats_url: str) -> tuple[dict[str, list[float]], tuple[float, dict[str, float]]]:
     with echo_stack(nats_url) as stack:
         latency = _latency(stack)
     with echo_stack(nats_url, STEP_S) as stack:
@@ -115,14 +103,18 @@ async def _first_bytes(url: str) -> list[float]:
     return times
 
 
-def _measured_cpu(stack: EchoStack) -> ServicesCpu:
-    """Keep 16 streams open, and read what each process but the worker uses of a core."""
+def _measured_cpu(stack: EchoStack) -> tuple[float, dict[str, float]]:
+    """Keep 16 streams open, and read what each process but the worker uses of a core.
+
+    Returns:
+        Tokens a second, and shares of one core in percent, with `all` for their sum.
+    """
     pids = {name: pid for name, pid in stack.pids.items() if name != "worker-0"}
     heard, used = LISTENERS.measure(stack, pids)
+    rate = round(heard.events / heard.seconds, 1)
     shares = {name: round(100 * each / heard.seconds, 2) for name, each in used.items()}
-    result = ServicesCpu(round(heard.events / heard.seconds, 1), shares)
-    assert result.tokens_per_s > 0.8 * TOKENS_PER_S, f"the stream is too slow: {result}"
-    return result
+    assert rate > 0.8 * TOKENS_PER_S, f"the stream is too slow: {rate}, {shares}"
+    return rate, shares | {"all": sum(shares.values())}
 
 
 def main() -> None:

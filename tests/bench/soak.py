@@ -78,8 +78,7 @@ async def _soak(stack: Stack, minutes: float, seed: int) -> Summary:
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 dice = random.Random(seed * CLIENTS + number)
-                asker = _Asker(stack, client, session, dice, outcomes)
-                group.create_task(asker.run(ends_at))
+                group.create_task(_Asker(stack, client, session, dice, outcomes).run(ends_at))
             group.create_task(_watch(pids, samples, ends_at))
         gateway = urls["gateway-0"]  # it shows the whole model
         left = await asyncio.to_thread(_settled, gateway)

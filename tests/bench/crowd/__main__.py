@@ -10,7 +10,6 @@ before it: 128 x 40 us, 5 ms for the last one.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -20,14 +19,13 @@ import msgspec
 from tests.bench.crowd import profiled_gateway
 from tests.bench.crowd.listeners import Listeners
 from tests.bench.crowd.profiled_gateway import read
-from tests.bench.services import GATEWAY, EchoStack, echo_stack
-from tests.bench.summary import RESULTS, Measurement, Summary, here, measured, report, single
+from tests.bench.services import GATEWAY, echo_stack
+from tests.bench.summary import Measurement, Summary, arguments, here, measured, report, single
 from tests.support.nats import NatsServer
 from tests.system.stack import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 
 STREAMS = 128
@@ -67,19 +65,13 @@ class Profile(msgspec.Struct, frozen=True):
     functions: dict[str, float]
 
 
-Windows = dict[str, list[Crowd]]
-Profiles = dict[str, Profile]
-
-
-def summarize(windows: Windows, profiles: Profiles) -> Summary:
-    rows: list[Measurement] = []
-    for case, found in windows.items():
-        rows += _rows(case, found)
-    for case, profile in profiles.items():
-        rows += [
-            single("percent_of_gateway", share, case=case, arm=part)
-            for part, share in profile.parts.items()
-        ]
+def summarize(windows: dict[str, list[Crowd]], profiles: dict[str, Profile]) -> Summary:
+    rows = [row for case, found in windows.items() for row in _rows(case, found)]
+    rows += [
+        single("percent_of_gateway", share, case=case, arm=part)
+        for case, profile in profiles.items()
+        for part, share in profile.parts.items()
+    ]
     setup = {"streams": STREAMS, "rounds": min(map(len, windows.values()))}
     return here("crowd", setup, rows)
 
@@ -98,10 +90,10 @@ def _rows(case: str, windows: Sequence[Crowd]) -> list[Measurement]:
     ]
 
 
-async def run(rounds: int) -> tuple[Windows, Profiles]:
+async def run(rounds: int) -> tuple[dict[str, list[Crowd]], dict[str, Profile]]:
     """Measure on a broker and a stack of its own a window; then profile, which costs a little."""
-    windows: Windows = {name: [] for name in STEPS_S}
-    profiles: Profiles = {}
+    windows: dict[str, list[Crowd]] = {name: [] for name in STEPS_S}
+    profiles: dict[str, Profile] = {}
     for _ in range(rounds):
         for name, step_s in STEPS_S.items():
             window, _ = await _window(step_s, GATEWAY)
@@ -122,43 +114,36 @@ async def _window(step_s: float, gateway: str) -> tuple[Crowd, Profile | None]:
 def _measured(
     nats_url: str, broker: int, step_s: float, gateway: str
 ) -> tuple[Crowd, Profile | None]:
-    watch = gateway == PROFILED
+    marks = iter((signal.SIGUSR1, signal.SIGUSR2) if gateway == PROFILED else ())
     with echo_stack(nats_url, step_s, gateway=gateway) as stack:
-        crowd = _listen(stack, broker, watch=watch)
-        return crowd, _profile(stack.logs / profiled_gateway.FILE) if watch else None
 
+        def mark() -> None:
+            if (signal_ := next(marks, None)) is not None:
+                os.kill(stack.pids["gateway-0"], signal_)
 
-def _profile(file: Path) -> Profile:
-    wait_until(file.exists, 5, "the samples of the profiled gateway")
-    samples = read(file)
-    return Profile(samples.shares(PARTS, LOOP), samples.top())
-
-
-def _listen(stack: EchoStack, broker: int, *, watch: bool) -> Crowd:
-    marks = iter((signal.SIGUSR1, signal.SIGUSR2))
-
-    def mark() -> None:
-        if watch:
-            os.kill(stack.pids["gateway-0"], next(marks))
-
-    heard, used = LISTENERS.measure(stack, {**stack.pids, "broker": broker}, mark)
-    seconds = used | {"listeners": heard.cpu_s}
-    return Crowd(
-        events_per_s=round(heard.events / heard.seconds, 1),
-        gaps_ms=heard.gaps_ms,
-        percents={name: round(100 * each / heard.seconds, 1) for name, each in seconds.items()},
-        us_an_event=round(1e6 * used["gateway-0"] / max(1, heard.events), 2),
-    )
+        heard, used = LISTENERS.measure(stack, {**stack.pids, "broker": broker}, mark)
+        seconds = used | {"listeners": heard.cpu_s}
+        crowd = Crowd(
+            events_per_s=round(heard.events / heard.seconds, 1),
+            gaps_ms=heard.gaps_ms,
+            percents={name: round(100 * each / heard.seconds, 1) for name, each in seconds.items()},
+            us_an_event=round(1e6 * used["gateway-0"] / max(1, heard.events), 2),
+        )
+        if gateway != PROFILED:
+            return crowd, None
+        file = stack.logs / profiled_gateway.FILE
+        wait_until(file.exists, 5, "the samples of the profiled gateway")
+        samples = read(file)
+        return crowd, Profile(samples.shares(PARTS, LOOP), samples.top())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.crowd")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser = arguments("python -m tests.bench.crowd", rounds=ROUNDS, file="crowd.json")
     parser.add_argument("--dry", action="store_true", help="write no result")
-    arguments = parser.parse_args()
-    windows, profiles = asyncio.run(run(arguments.rounds))
+    given = parser.parse_args()
+    windows, profiles = asyncio.run(run(given.rounds))
     raw = {"windows": windows, "profiles": profiles}
-    report(summarize(windows, profiles), None if arguments.dry else RESULTS / "crowd.json", raw)
+    report(summarize(windows, profiles), None if given.dry else given.json, raw)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ class Heard(msgspec.Struct, frozen=True):
 
     seconds: float
     events: int
-    reads: int
     gaps_ms: tuple[float, float, float, float]
     cpu_s: float
 
@@ -69,10 +68,7 @@ class Listeners:
     ) -> tuple[Heard, dict[str, float]]:
         """Return what came in a window, and the processor time that each process used in it.
 
-        Args:
-            stack: Where to listen.
-            pids: The processes.
-            mark: Called at the beginning of the window and at its end.
+        `mark` is called at the beginning of the window and at its end.
         """
         port = stack.url.rpartition(":")[2]
         arguments = (port, str(self.streams), str(self.answer_tokens))
@@ -112,10 +108,8 @@ class Tally:
 
 class Listener(asyncio.Protocol):
     def __init__(self, request: bytes, tally: Tally) -> None:
-        self._request = request
-        self._tally = tally
-        self._last_s = 0.0
-        self._begun = False
+        self._request, self._tally = request, tally
+        self._last_s, self._begun = 0.0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # as which uvloop's does not count
@@ -157,10 +151,10 @@ async def listen(port: int, streams: int, tokens: int) -> Heard:
     tally.empty()
     began_s = _cpu_s()
     await loop.run_in_executor(None, sys.stdin.readline)
-    seconds, used_s = time.perf_counter() - tally.since, _cpu_s() - began_s
+    seconds, cpu_s = time.perf_counter() - tally.since, _cpu_s() - began_s
     gaps = np.array([*tally.gaps, *[0.0] * (tally.events - len(tally.gaps))]) * 1000
     p50, p90, p99, most = (float(each) for each in np.percentile(gaps, (50, 90, 99, 100)))
-    return Heard(seconds, tally.events, len(tally.gaps), (p50, p90, p99, most), used_s)
+    return Heard(seconds, tally.events, (p50, p90, p99, most), cpu_s)
 
 
 def request(port: int, tokens: int) -> bytes:

@@ -9,13 +9,14 @@ a layer finds its KV cache in memory and not in the CPU caches.
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
-from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
+from tests.bench.kernels.rounds import Rounds, arguments, read_gb_s, run, setup
 from tests.bench.summary import Measurement, Summary, here, measured, single
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
@@ -95,17 +96,16 @@ def store(shape: Shape, format_: torch.dtype) -> Callable[[], object]:
 def measure() -> Summary:
     rounds, rows = Rounds(), list[Measurement]()
     reads: list[float] = []
-    cases = [(batch, context) for context in (1024, 8192) for batch in (1, 16)]
     for shape in SHAPES:
-        for batch, context in cases:
+        for context, batch in product((1024, 8192), (1, 16)):
             numbers = 2 * batch * context * shape.heads * shape.size
             layers = max(1, (96 << 20) // (2 * numbers))
-            work = {
+            steps = {
                 name: decode(shape, format_, batch, context, layers)
                 for name, format_ in FORMATS.items()
             }
-            times = rounds.alternate(work, CASE_S)
-            reads.append(SWEEP_BYTES / median(times[READ]) / 1e6)
+            times = rounds.alternate(steps, CASE_S)
+            reads.append(read_gb_s(times))
             rows += _rows(f"{shape.name}, {batch} x {context}", times, layers, numbers)
         stores = {name: store(shape, format_) for name, format_ in FORMATS.items()}
         times = rounds.alternate(stores, CASE_S)

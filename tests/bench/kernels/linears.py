@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
+from tests.bench.kernels.rounds import Rounds, arguments, read_gb_s, run, setup
 from tests.bench.models import SHAPES, Shape
 from tests.bench.summary import Measurement, Summary, here, measured, single
 
@@ -83,8 +83,8 @@ def measure(shape: Shape, rows: Sequence[int]) -> Summary:
         work = {name: partial(way, by_inputs) for name, way in found.items()}
         times = rounds.alternate(work, ROUNDS_S)
         case = f"{count} rows"
-        read_gb_s = SWEEP_BYTES / median(times[READ]) / 1e6
-        measurements.append(single("read_gb_s", round(read_gb_s, 1), case=case, arm="plain read"))
+        rate = round(read_gb_s(times), 1)
+        measurements.append(single("read_gb_s", rate, case=case, arm="plain read"))
         for name, way in found.items():
             ms = median(times[name])
             speedup = median(times["torch"]) / ms

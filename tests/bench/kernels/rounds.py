@@ -7,6 +7,8 @@ processes disturb all of them alike. Ratios are of the medians of a run.
 from __future__ import annotations
 
 import time
+from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +19,7 @@ from antiphon.kernels.cpu.extension import huge_zeros
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from tests.bench.summary import Summary
 
@@ -42,18 +44,21 @@ class Rounds:
         """
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         times: dict[str, list[float]] = {name: [] for name in (READ, *work)}
-        names = list(work)
-        began, count = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds or count < ROUNDS_MIN:
-            # The first variant finds nothing of its own in the CPU caches, so they alternate.
-            first = count % len(names)
-            for name in (READ, *names[first:], *names[:first]):
-                once = self._sweep.sum if name == READ else work[name]
+        turns = deque(work.items())
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds or len(times[READ]) < ROUNDS_MIN:
+            for name, once in ((READ, self._sweep.sum), *turns):
                 start = clock()
                 once()
                 times[name].append((clock() - start) * 1e3)
-            count += 1
+            # The first variant finds nothing of its own in the CPU caches, so they alternate.
+            turns.rotate(-1)
         return {name: taken[1:] for name, taken in times.items()}
+
+
+def read_gb_s(times: Mapping[str, Sequence[float]]) -> float:
+    """Return the rate of the plain reads among the times of `Rounds.alternate`."""
+    return SWEEP_BYTES / median(times[READ]) / 1e6
 
 
 def setup() -> dict[str, str | int | float]:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING
 
-from tests.bench.kernels.rounds import READ, SWEEP_BYTES, Rounds, arguments, run, setup
+from tests.bench.kernels.rounds import Rounds, arguments, read_gb_s, run, setup
 from tests.bench.models import SHAPES, Shape, made
 from tests.bench.summary import Measurement, Summary, here, measured, single
 from tests.support.models import load
@@ -42,10 +41,6 @@ class Case:
     rows: int
     new: int
     kv: int
-
-    @property
-    def title(self) -> str:
-        return f"{self.rows} x {self.new} of {self.kv}"
 
 
 CASES = (Case(1, 1, 256), Case(16, 1, 256), Case(64, 1, 256), Case(1, 1024, 1024))
@@ -112,10 +107,10 @@ def ways(shape: Shape, pages: int) -> dict[str, Way]:
     return found
 
 
-def measure(shape: Shape, cases: tuple[Case, ...]) -> Summary:
-    pages = max(case.rows * -(-case.kv // PAGE_TOKENS) for case in cases)
+def measure(shape: Shape) -> Summary:
+    pages = max(case.rows * -(-case.kv // PAGE_TOKENS) for case in CASES)
     found, rounds = ways(shape, pages), Rounds()
-    rows = (row for case in cases for row in _rows(shape, case, found, rounds))
+    rows = (row for case in CASES for row in _rows(shape, case, found, rounds))
     return here("steps", {"shape": shape.name, **setup()}, rows)
 
 
@@ -126,18 +121,19 @@ def _rows(shape: Shape, case: Case, found: dict[str, Way], rounds: Rounds) -> It
         way.beside_ms.clear()
     times = rounds.alternate({name: partial(way.step, plan) for name, way in found.items()}, CASE_S)
     read_bytes = 2 * shape.weights_count + case.rows * case.kv * shape.kv_bytes
-    limit_ms = round(read_bytes * median(times[READ]) / SWEEP_BYTES, 2)
+    limit_ms = round(read_bytes / read_gb_s(times) / 1e6, 2)
+    title = f"{case.rows} x {case.new} of {case.kv}"
     for name, way in found.items():
-        yield measured("step_ms", times[name], case=case.title, arm=name)
-        yield measured("layers_ms", way.layers_ms[1:], case=case.title, arm=name)
-        yield measured("beside_ms", way.beside_ms[1:], case=case.title, arm=name)
-        yield single("limit_ms", limit_ms, case=case.title, arm=name)
+        yield measured("step_ms", times[name], case=title, arm=name)
+        yield measured("layers_ms", way.layers_ms[1:], case=title, arm=name)
+        yield measured("beside_ms", way.beside_ms[1:], case=title, arm=name)
+        yield single("limit_ms", limit_ms, case=title, arm=name)
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-135m")
-    run(parser, lambda given: measure(SHAPES[given.shape], CASES))
+    run(parser, lambda given: measure(SHAPES[given.shape]))
 
 
 if __name__ == "__main__":

@@ -95,16 +95,20 @@ class Case:
     figures: tuple[Figure, ...]
 
 
-def _output(limit: Callable[[Device], float], must: float, aim: float) -> tuple[Figure, ...]:
-    return (Figure("output", "tok/s", lambda m: m.output_tokens_per_s, limit, must=must, aim=aim),)
+def _output(shape: Shape, must: float, aim: float, **load: int) -> Figure:
+    """Output rate, limited as `output_limit` says of such a load."""
+    return Figure(
+        "output",
+        "tok/s",
+        lambda metrics: metrics.output_tokens_per_s,
+        lambda device: output_limit(shape, device, **load),
+        must=must,
+        aim=aim,
+    )
 
 
 def _decode(shape: Shape, clients: int, requests: int, must: float, aim: float) -> Case:
-    def limit(device: Device) -> float:
-        return output_limit(
-            shape, device, rows=clients, new_tokens=128, prompt_tokens=128, output=128
-        )
-
+    load = {"rows": clients, "new_tokens": 128, "prompt_tokens": 128, "output": 128}
     return Case(
         f"{shape.name}-{clients}",
         f"{shape.name}, 128 in / 128 out, concurrency {clients}",
@@ -112,76 +116,68 @@ def _decode(shape: Shape, clients: int, requests: int, must: float, aim: float) 
         RandomLengths(128, 128),
         clients,
         requests,
-        _output(limit, must, aim),
+        (_output(shape, must, aim, **load),),
     )
 
 
-def _shared_prefix() -> Case:
-    def limit(device: Device) -> float:
-        return output_limit(LLAMA_135M, device, rows=8, new_tokens=32, prompt_tokens=800, output=32)
-
-    return Case(
-        "shared-prefix",
-        f"{LLAMA_135M.name}, 800 in (768 shared) / 32 out, 8 clients",
-        LLAMA_135M,
-        SharedPrefix(768, 32, 32),
-        8,
-        48,
-        _output(limit, 1.1, 1.5),
-    )
+_SHARED_PREFIX = Case(
+    "shared-prefix",
+    f"{LLAMA_135M.name}, 800 in (768 shared) / 32 out, 8 clients",
+    LLAMA_135M,
+    SharedPrefix(768, 32, 32),
+    8,
+    48,
+    (_output(LLAMA_135M, 1.1, 1.5, rows=8, new_tokens=32, prompt_tokens=800, output=32),),
+)
 
 
-def _burst() -> Case:
-    def last_ms(device: Device) -> float:
-        return 1000 * prefill_s(LLAMA_135M, device, 16 * 128)
+def _last_ms(device: Device) -> float:
+    """Time of the last of 16 prompts that are computed one after the other."""
+    return 1000 * prefill_s(LLAMA_135M, device, 16 * 128)
 
-    return Case(
-        "ttft",
-        f"{LLAMA_135M.name}, 16 at once, 128 in",
-        LLAMA_135M,
-        RandomLengths(128, 8),
-        16,
-        16,
-        (
-            Figure("TTFT p50", "ms", lambda m: m.ttft_ms.p50, _half(last_ms), False, 0.7, 0.55),
-            Figure("TTFT max", "ms", lambda m: m.ttft_ms.max, last_ms, False, 1.05),
+
+def _middle_ms(device: Device) -> float:
+    return _last_ms(device) / 2
+
+
+_BURST = Case(
+    "ttft",
+    f"{LLAMA_135M.name}, 16 at once, 128 in",
+    LLAMA_135M,
+    RandomLengths(128, 8),
+    16,
+    16,
+    (
+        Figure("TTFT p50", "ms", lambda m: m.ttft_ms.p50, _middle_ms, False, 0.7, 0.55),
+        Figure("TTFT max", "ms", lambda m: m.ttft_ms.max, _last_ms, False, 1.05),
+    ),
+)
+"""It has 8 output tokens, so that no first token waits for another request's last one."""
+_PREFILL = Case(
+    "prefill",
+    f"{LLAMA_135M.name}, prefill of 1,024 tokens, one at a time",
+    LLAMA_135M,
+    RandomLengths(1024, 1),
+    1,
+    5,
+    (
+        Figure(
+            "prefill",
+            "tok/s",
+            lambda metrics: 1024 * 1000 / metrics.e2e_ms.p50,
+            lambda device: 1024 / prefill_s(LLAMA_135M, device, 1024),
+            must=0.95,
+            aim=1.05,
         ),
-    )
-
-
-def _half(limit: Callable[[Device], float]) -> Callable[[Device], float]:
-    """The middle one of prompts that are computed one after the other."""
-    return lambda device: limit(device) / 2
-
-
-def _prefill() -> Case:
-    def tokens_per_s(metrics: Metrics) -> float:
-        return 1024 * 1000 / metrics.e2e_ms.p50
-
-    def limit(device: Device) -> float:
-        return 1024 / prefill_s(LLAMA_135M, device, 1024)
-
-    return Case(
-        "prefill",
-        f"{LLAMA_135M.name}, prefill of 1,024 tokens, one at a time",
-        LLAMA_135M,
-        RandomLengths(1024, 1),
-        1,
-        5,
-        (Figure("prefill", "tok/s", tokens_per_s, limit, True, 0.95, 1.05),),
-    )
-
-
+    ),
+)
 CASES = (
     _decode(LLAMA_135M, 1, 4, 1.0, 1.2),
     _decode(LLAMA_135M, 16, 48, 1.1, 1.5),
     _decode(LLAMA_135M, 64, 128, 1.1, 1.5),
-    _shared_prefix(),
-    _burst(),
-    _prefill(),
+    *(_SHARED_PREFIX, _BURST, _PREFILL),
     _decode(QWEN_05B, 1, 2, 1.0, 1.2),
     _decode(QWEN_05B, 16, 32, 1.1, 1.5),
     _decode(SMOLLM2, 1, 4, 1.0, 1.2),
     _decode(SMOLLM2, 16, 48, 1.1, 1.5),
 )
-"""The burst has 8 output tokens, so that no first token waits for another request's last one."""

@@ -10,10 +10,12 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Iterable
+
+T = TypeVar("T")
 
 WATCH_S = 2.0
 BUSY_MAX = 0.05
@@ -42,6 +44,14 @@ class Work:
 def work(ours: Iterable[int]) -> Work:
     """Read the clocks; `ours` are processes that do not count as others, with descendants."""
     return Work(time.monotonic(), _machine_s(), _tree_s(set(ours)))
+
+
+async def watched(playing: Awaitable[T], *ours: int) -> tuple[T, float]:
+    """Await a result; return it with the share of all cores that others used meanwhile."""
+    own = [os.getpid(), *ours]
+    before = work(own)
+    result = await playing
+    return result, work(own).others_since(before)
 
 
 def wait_until_quiet(timeout_s: float, ours: Iterable[int] = ()) -> None:

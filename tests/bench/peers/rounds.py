@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -22,14 +21,14 @@ import msgspec
 from tests.bench.machine import Device, Machine, machine, measure_device
 from tests.bench.peers.cases import CASES, Case, Figure
 from tests.bench.peers.peer import OURS, NotHere, Peer, Server, config_digest, running
-from tests.bench.peers.quiet import BUSY_MAX, wait_until_quiet, work
+from tests.bench.peers.quiet import BUSY_MAX, wait_until_quiet, watched
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.load import ClosedLoop, RandomLengths, SharedPrefix, Vocabulary, play
 from tests.bench.serving.metrics import Metrics, measure
 from tests.bench.summary import Entrant, Measurement, Summary, measured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tests.bench.models import Model
 
@@ -142,66 +141,51 @@ def contends(peer: Peer, case: Case, first: Sequence[Sample]) -> bool:
 def _turn(round_: int, peer: Peer, model: Model, cases: Sequence[Case], referee: Referee) -> Turn:
     try:
         with running(peer, model) as server:
-            samples = asyncio.run(_samples(round_, peer, model, cases, server, referee))
+            guest = Guest(round_, peer, server, Vocabulary(model.folder), referee)
+            samples = asyncio.run(guest.samples(cases))
             return Turn(round_, peer.name, model.name, server.started_in_s, samples)
     except NotHere as error:
         referee.progress(f"  {error}")
         return Turn(round_, peer.name, model.name, 0.0, failed=str(error))
 
 
-async def _samples(
-    round_: int,
-    peer: Peer,
-    model: Model,
-    cases: Sequence[Case],
-    server: Server,
-    referee: Referee,
-) -> tuple[Sample, ...]:
-    words = Vocabulary(model.folder)
-    async with HttpTarget(server.url, server.model, ignore_eos=peer.ignores_eos) as target:
-        guest = Guest(round_, peer.name, server, target, words, referee)
-        await guest.warm_up({case.clients for case in cases})
-        return tuple([await guest.sample(case) for case in cases])
-
-
 @dataclass(frozen=True)
 class Guest:
     round_: int
-    name: str
+    peer: Peer
     server: Server
-    target: HttpTarget
     words: Vocabulary
     referee: Referee
 
-    async def warm_up(self, clients_asked: Container[int]) -> None:
-        """Send a request of each kind that follows, with prompts that no case has."""
-        for n, (dataset, clients) in enumerate(WARM_UP):
-            if clients not in clients_asked:
-                continue
-            scripts = dataset.scripts(self.words, clients, WARM_UP_SEED + n)
-            await play(scripts, ClosedLoop(clients), self.target)
+    async def samples(self, cases: Sequence[Case]) -> tuple[Sample, ...]:
+        """Warm up with a request of each kind that follows, with prompts that no case has."""
+        url, model, ignore_eos = self.server.url, self.server.model, self.peer.ignores_eos
+        async with HttpTarget(url, model, ignore_eos=ignore_eos) as target:
+            for n, (dataset, clients) in enumerate(WARM_UP):
+                if any(case.clients == clients for case in cases):
+                    scripts = dataset.scripts(self.words, clients, WARM_UP_SEED + n)
+                    await play(scripts, ClosedLoop(clients), target)
+            return tuple([await self._sample(target, case) for case in cases])
 
-    async def sample(self, case: Case) -> Sample:
+    async def _sample(self, target: HttpTarget, case: Case) -> Sample:
         """Measure until undisturbed, with new prompts each time; return the best sample."""
         tries: list[Sample] = []
         while len(tries) < TRIES and not (tries and tries[-1].settled):
             self.referee.wait(self.server.pid)
-            tries.append(await self._try(case, seed_of(case, self.round_, len(tries))))
+            tries.append(await self._try(target, case, seed_of(case, self.round_, len(tries))))
             figures = ", ".join(f"{f.name} {f.of(tries[-1].metrics):.1f}" for f in case.figures)
             others, wrong = tries[-1].others, tries[-1].wrong or ""
             self.referee.progress(f"  {case.name}: {figures} (others {others:.0%}) {wrong}")
         return min(tries, key=lambda each: each.others)
 
-    async def _try(self, case: Case, seed: int) -> Sample:
+    async def _try(self, target: HttpTarget, case: Case, seed: int) -> Sample:
         scripts = case.dataset.scripts(self.words, case.requests, seed)
-        ours = [os.getpid(), self.server.pid]
-        before = work(ours)
-        timelines = await play(scripts, ClosedLoop(case.clients), self.target)
-        others = work(ours).others_since(before)
+        playing = play(scripts, ClosedLoop(case.clients), target)
+        timelines, others = await watched(playing, self.server.pid)
         metrics = measure(timelines, self.words.tokens)
         errors = [timeline.error for timeline in timelines if timeline.error]
         wrong = _wrong(case, metrics, errors)
-        return Sample(self.round_, self.name, case.name, round(others, 3), metrics, wrong)
+        return Sample(self.round_, self.peer.name, case.name, round(others, 3), metrics, wrong)
 
 
 def seed_of(case: Case, round_: int, try_: int = 0) -> int:
@@ -298,10 +282,15 @@ def summarize(report: PeersReport) -> Summary:
 def rows(report: PeersReport, case: Case) -> list[Measurement]:
     """Reduce a case: each server's figures, and the ratio to the best of the others."""
     found: list[Measurement] = []
-    for figure in case.figures:
-        values = _values(report, case, figure.of)
-        found += _measured(values, case, figure.title)
-        best = _best(values, figure)
+    figures = {figure.title: figure for figure in case.figures}
+    observed = {title: of for title, of in OBSERVED.items() if title not in figures}
+    for title, of in ({title: figure.of for title, figure in figures.items()} | observed).items():
+        values = _values(report, case, of)
+        found += [
+            measured(title, by_round.values(), case=case.name, arm=name)
+            for name, by_round in values.items()
+        ]
+        best = _best(values, figures[title]) if title in figures else None
         if best is None or OURS not in values:
             continue
         ours, theirs = values[OURS], values[best]
@@ -311,22 +300,9 @@ def rows(report: PeersReport, case: Case) -> list[Measurement]:
         ]
         if any(ratios):
             found.append(
-                measured(
-                    figure.title, ratios, case=case.name, arm=OURS, against=best, by_round=True
-                )
+                measured(title, ratios, case=case.name, arm=OURS, against=best, by_round=True)
             )
-    titles = {figure.title for figure in case.figures}
-    for title, of in OBSERVED.items():
-        if title not in titles:
-            found += _measured(_values(report, case, of), case, title)
     return found
-
-
-def _measured(
-    values: dict[str, dict[int, float]], case: Case, quantity: str
-) -> Iterable[Measurement]:
-    for name, by_round in values.items():
-        yield measured(quantity, by_round.values(), case=case.name, arm=name)
 
 
 def _values(
@@ -341,15 +317,9 @@ def _values(
 
 
 def _best(values: dict[str, dict[int, float]], figure: Figure) -> str | None:
-    medians = {
-        name: median(by_round.values())
-        for name, by_round in values.items()
-        if not name.startswith(OURS)
-    }
-    if not medians:
-        return None
-    choose: Callable[..., str] = max if figure.higher_wins else min
-    return choose(medians, key=lambda name: medians[name])
+    others = [name for name in values if not name.startswith(OURS)]
+    choose: Callable[..., str | None] = max if figure.higher_wins else min
+    return choose(others, key=lambda name: median(values[name].values()), default=None)
 
 
 def _notes(report: PeersReport) -> Iterable[str]:

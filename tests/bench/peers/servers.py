@@ -125,21 +125,9 @@ class LlamaCpp(Peer):
 
     def _unpack(self) -> None:
         # Downloading a source package runs its build backend, which pip fetches by itself.
-        self.run(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "pip",
-                    "download",
-                    "--no-deps",
-                    "--no-binary",
-                    LLAMA_SOURCE,
-                ),
-                *(f"{LLAMA_SOURCE}=={LLAMA_VERSION}", "-d", str(self.folder)),
-            ],
-            "downloading",
-        )
+        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary"]
+        package = f"{LLAMA_SOURCE}=={LLAMA_VERSION}"
+        self.run([*download, LLAMA_SOURCE, package, "-d", str(self.folder)], "downloading")
         archive = next(self.folder.glob("llama_cpp_python-*.tar.gz"))
         with tarfile.open(archive) as files:
             files.extractall(self.folder, filter="data")
@@ -253,7 +241,7 @@ class Vllm(Peer):
             f"VLLM_CACHE_ROOT={self.folder / 'compiled'}",
         )
         return [
-            *("env", *environment, str(self._environment / "bin" / "python")),
+            *("env", *environment, str(self.folder / "venv" / "bin" / "python")),
             # `vllm serve` asks for a package named vllm, and this build has another name.
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model.folder), "--served-model-name", model.name),
@@ -263,9 +251,5 @@ class Vllm(Peer):
         ]
 
     @property
-    def _environment(self) -> Path:
-        return self.folder / "venv"
-
-    @property
     def _openmp(self) -> list[Path]:
-        return sorted(self._environment.glob("lib/**/libiomp5.so"))
+        return sorted(self.folder.glob("venv/lib/**/libiomp5.so"))

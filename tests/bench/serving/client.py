@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import aiohttp
 import msgspec
+from msgspec.structs import replace
 
 from antiphon.wire.errors import EngineError
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from antiphon.client import Client
+    from antiphon.wire.base import Usage
+    from antiphon.wire.generate import CompleteOptions
 
 TIMEOUT_S = 900.0
 _DATA = b"data:"
@@ -75,17 +78,13 @@ class Target(Protocol):
         ...
 
 
-class _Text(msgspec.Struct):
+class _Text(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Text | None = None
-
-    @property
-    def said(self) -> str:
-        return self.text or (self.delta and self.delta.content) or ""
+    delta: _Text = _Text()
 
 
 class _Details(msgspec.Struct):
@@ -152,8 +151,8 @@ class HttpTarget:
     async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
         body = msgspec.json.encode(self._body(said, output_tokens))
         reads: list[tuple[float, bytes]] = []
-        sent_s = time.perf_counter()
         error: str | None = None
+        sent_s = time.perf_counter()
         try:
             async with self._session.post(self._url, data=body) as answer:
                 async for data in answer.content.iter_any():
@@ -166,14 +165,13 @@ class HttpTarget:
         finally:
             self.answering -= bool(reads)
         ended_s = time.perf_counter()
-        if error is not None:
-            return Timeline(due_s=due_s, sent_s=sent_s, ended_s=ended_s, error=error)
-        return read_stream(reads, due_s=due_s, sent_s=sent_s, ended_s=ended_s)
+        timeline = Timeline(due_s=due_s, sent_s=sent_s, ended_s=ended_s, error=error)
+        return read_stream(reads, timeline) if error is None else timeline
 
     def _body(self, said: Sequence[str], output_tokens: int) -> dict[str, object]:
         return {
             "model": self._model,
-            **({"messages": _messages(said)} if self._chat else {"prompt": _only(said)}),
+            **self._prompt(said),
             "max_tokens": output_tokens,
             "temperature": 0,
             **({"ignore_eos": True} if self._ignore_eos else {}),
@@ -182,27 +180,30 @@ class HttpTarget:
             **self._more,
         }
 
+    def _prompt(self, said: Sequence[str]) -> dict[str, object]:
+        if self._chat:
+            return {"messages": [{"role": role, "content": text} for role, text in _turns(said)]}
+        (prompt,) = said  # conversations need the chat endpoint
+        return {"prompt": prompt}
 
-def read_stream(
-    reads: Iterable[tuple[float, bytes]], *, due_s: float, sent_s: float, ended_s: float
-) -> Timeline:
-    """Make a timeline of what was read from the socket; an event has the time of its last byte."""
+
+def read_stream(reads: Iterable[tuple[float, bytes]], timeline: Timeline) -> Timeline:
+    """Complete a timeline by what was read from the socket.
+
+    An event has the time of its last byte.
+    """
     pieces: list[Piece] = []
     usage = _Usage()
     for at_s, data in _events(reads):
         event = msgspec.json.decode(data, type=_Event)
         if bytes(event.error) != b"null":
-            said = bytes(event.error).decode(errors="replace")
-            return Timeline(due_s=due_s, sent_s=sent_s, ended_s=ended_s, error=said)
+            return replace(timeline, error=bytes(event.error).decode(errors="replace"))
         usage = event.usage or usage
-        if text := "".join(choice.said for choice in event.choices):
-            tokens = event.usage.completion_tokens if event.usage else None
-            pieces.append(Piece(at_s, text, tokens))
+        if text := "".join(choice.text or choice.delta.content or "" for choice in event.choices):
+            pieces.append(Piece(at_s, text, event.usage and event.usage.completion_tokens))
     details = usage.prompt_tokens_details
-    return Timeline(
-        due_s=due_s,
-        sent_s=sent_s,
-        ended_s=ended_s,
+    return replace(
+        timeline,
         pieces=tuple(pieces),
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
@@ -220,23 +221,18 @@ def _events(reads: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
                 yield at_s, said
 
 
-def _messages(said: Sequence[str]) -> list[dict[str, str]]:
-    return [
-        {"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(said)
-    ]
-
-
-def _only(said: Sequence[str]) -> str:
-    assert len(said) == 1, "conversations need the chat endpoint"
-    return said[0]
-
-
 class NatsTarget:
-    """The gateways behind a broker. Outputs have the requested length; prompts are not counted."""
+    """The gateways behind a broker.
 
-    def __init__(self, client: Client, model: str) -> None:
+    Args:
+        whole: Ask for whole answers: no times within one, but all that the server counts. Else
+            outputs have the requested length, and prompts are not counted.
+    """
+
+    def __init__(self, client: Client, model: str, *, whole: bool = False) -> None:
         self._client = client
         self._model = model
+        self._whole = whole
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
@@ -246,15 +242,24 @@ class NatsTarget:
         await self._client.__aexit__(*error)
 
     async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
+        model, turns = self._model, _turns(said)
+        options: CompleteOptions = {
+            "max_tokens": output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
         pieces: list[Piece] = []
+        usage: Usage | None = None
         error: str | None = None
         sent_s = time.perf_counter()
-        answer = self._client.generate(
-            self._model, _turns(said), max_tokens=output_tokens, temperature=0.0, ignore_eos=True
-        )
         try:
-            async for piece in answer:
-                pieces.append(Piece(time.perf_counter(), piece.text))  # noqa: PERF401 kept on error
+            if self._whole:
+                answer = await self._client.complete(model, turns, **options)
+                pieces.append(Piece(time.perf_counter(), answer.text))
+                usage = answer.usage
+            else:
+                async for piece in self._client.generate(model, turns, **options):
+                    pieces.append(Piece(time.perf_counter(), piece.text))  # noqa: PERF401
         except EngineError as refused:
             error = f"{refused.code}: {refused.message}"
         return Timeline(
@@ -262,37 +267,10 @@ class NatsTarget:
             sent_s=sent_s,
             ended_s=time.perf_counter(),
             pieces=tuple(pieces),
-            output_tokens=output_tokens,
+            prompt_tokens=usage.prompt_tokens if usage else 0,
+            output_tokens=usage.completion_tokens if usage else output_tokens,
+            cached_tokens=usage.cached_tokens if usage else None,
             error=error,
-        )
-
-
-class WholeNatsTarget(NatsTarget):
-    """Asks for whole answers: no times within one, but all that the server counts."""
-
-    async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
-        sent_s = time.perf_counter()
-        try:
-            answer = await self._client.complete(
-                self._model,
-                _turns(said),
-                max_tokens=output_tokens,
-                temperature=0.0,
-                ignore_eos=True,
-            )
-        except EngineError as refused:
-            error = f"{refused.code}: {refused.message}"
-            ended_s = time.perf_counter()
-            return Timeline(due_s=due_s, sent_s=sent_s, ended_s=ended_s, error=error)
-        ended_s = time.perf_counter()
-        return Timeline(
-            due_s=due_s,
-            sent_s=sent_s,
-            ended_s=ended_s,
-            pieces=(Piece(ended_s, answer.text),),
-            prompt_tokens=answer.usage.prompt_tokens,
-            output_tokens=answer.usage.completion_tokens,
-            cached_tokens=answer.usage.cached_tokens,
         )
 
 

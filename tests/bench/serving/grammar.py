@@ -31,7 +31,7 @@ from tests.bench.peers.peer import Server, running
 from tests.bench.peers.servers import Antiphon
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.load import ClosedLoop, RandomLengths, Vocabulary
-from tests.bench.serving.report import Load, Run, summarize_pairs
+from tests.bench.serving.report import Load, Run, by_arm, summarize_pairs
 from tests.bench.summary import RESULTS, report
 
 from antiphon.model_card.vocabulary import read_vocabulary
@@ -82,21 +82,20 @@ ARMS: Mapping[str, Mapping[str, object]] = {
 
 def main() -> None:
     if sys.argv[1:]:  # the process of `measured_parts`
-        _print_parts(Path(sys.argv[1]), int(sys.argv[2]))
+        _print_parts(Path(sys.argv[1]))
         return
     model = made(LLAMA_135M)
     antiphon = Antiphon(CACHE, os.cpu_count() or 1)
     with running(antiphon, model) as server:
         runs = asyncio.run(_pairs(model, server))
-    parts = measured_parts(model.folder, SCHEMA, CLIENTS)
+    parts = measured_parts(model.folder)
     summary = summarize_pairs("grammar", runs, by_round(runs), parts, peer=antiphon, model=model)
     report(summary, RESULTS / "grammar.json", runs)
 
 
 def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
     plain, schema = (
-        [run.metrics.output_tokens_per_s for run in runs if run.name.split()[0] == name]
-        for name in ARMS
+        [each.output_tokens_per_s for each in metrics] for metrics in by_arm(runs, ARMS)
     )
     return {
         "tokens_per_s_plain": plain,
@@ -129,22 +128,19 @@ async def _play(
     return run
 
 
-def measured_parts(folder: Path, schema: object, rows: int) -> dict[str, float]:
-    """Measure in a process of its own, so that the load generator stays free of torch.
+def measured_parts(folder: Path) -> dict[str, float]:
+    """Return microseconds a step of so many rows as there are clients, by part.
 
-    Returns:
-        Microseconds a step of so many rows, by part.
+    Measured in a process of its own, so that the load generator stays free of torch.
     """
-    command = [sys.executable, "-m", "tests.bench.serving.grammar", str(folder), str(rows)]
-    text = msgspec.json.encode(schema)
-    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, check=True)
+    command = [sys.executable, "-m", "tests.bench.serving.grammar", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return msgspec.json.decode(done.stdout, type=dict[str, float])
 
 
-def parts(compiled: CompiledGrammar, vocab_size: int, rows: int) -> dict[str, float]:
+def parts(compiled: CompiledGrammar, vocab_size: int, rows: int = CLIENTS) -> dict[str, float]:
     """Follow random answers, `rows` at once, and time what each step does for them."""
-    # The parent process imports this file without torch.
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 the parent process imports this file without torch
 
     from antiphon.kernels import ops  # noqa: PLC0415
     from antiphon.kernels.op import DeviceCapability  # noqa: PLC0415
@@ -167,11 +163,10 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int) -> dict[str, fl
     ]
     bare = [compiled.start(()) for _ in range(rows)]
     words = np.zeros((rows, -(-vocab_size // 32)), np.int32)
-    requests = [_request(slot, guide) for slot, guide in enumerate(guides)]
-    for request in requests:
-        steering.fill(request)
+    drawing = [_row(slot, guide) for slot, guide in enumerate(guides)]
+    for row in drawing:
+        steering.fill(row.request)
     logits = torch.randn(rows, vocab_size)
-    drawing = [_row(request) for request in requests]
     for _ in range(WARM_UP + STEPS):
         drawn = [_draw(guide, vocab_size, dice) for guide in guides]
         began_s = time.perf_counter()
@@ -197,14 +192,10 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int) -> dict[str, fl
     return {name: 1e6 * median(each[WARM_UP:]) for name, each in took.items()}
 
 
-def _request(slot: int, guide: GrammarMatcher) -> Any:
-    """As much of a running request as masks are made from."""
+def _row(slot: int, guide: GrammarMatcher) -> Any:
+    """As much of a row that draws, and of its request, as masks are made from."""
     state = SimpleNamespace(sampling=SamplingParams(max_new_tokens=1))
-    return SimpleNamespace(slot=slot, guide=guide, filter=None, state=state)
-
-
-def _row(request: Any) -> Any:
-    """As much of a row that draws."""
+    request = SimpleNamespace(slot=slot, guide=guide, filter=None, state=state)
     return SimpleNamespace(draws=True, request=request)
 
 
@@ -215,7 +206,7 @@ def _draw(guide: GrammarMatcher, vocab_size: int, dice: np.random.Generator) -> 
     return int(dice.choice(np.flatnonzero(bits)))
 
 
-def _print_parts(folder: Path, rows: int) -> None:
+def _print_parts(folder: Path) -> None:
     import torch  # noqa: PLC0415
 
     from antiphon.config.worker import GrammarConfig  # noqa: PLC0415
@@ -226,9 +217,9 @@ def _print_parts(folder: Path, rows: int) -> None:
     config = GrammarConfig()
     size = len(read_vocabulary(folder).tokens)
     compiler = open_compiler(folder, size, frozenset({END_ID}), config)
-    form = Grammar(kind=GrammarKind.JSON_SCHEMA, text=sys.stdin.read())
+    form = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(SCHEMA))
     compiled = compiler.compile(source_of(form, config.whitespace_max))
-    print(msgspec.json.encode(parts(compiled, size, rows)).decode())
+    print(msgspec.json.encode(parts(compiled, size)).decode())
 
 
 if __name__ == "__main__":

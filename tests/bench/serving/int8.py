@@ -15,7 +15,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, ClassVar
 
-from tests.bench.models import CACHE, QWEN_05B, Model, made
+from tests.bench.models import CACHE, QWEN_05B, made
 from tests.bench.peers.cases import CASES, output_limit
 from tests.bench.peers.peer import OURS
 from tests.bench.peers.quiet import Busy
@@ -97,21 +97,16 @@ def main() -> None:
     parser.add_argument("--quiet-in-s", type=float, default=60.0)
     parser.add_argument("--rehearse", action="store_true")
     arguments = parser.parse_args()
-    quiet_in_s = None if arguments.rehearse else arguments.quiet_in_s
+    referee = Referee(None if arguments.rehearse else arguments.quiet_in_s)
     pairs = 1 if arguments.rehearse else arguments.pairs
+    model, cores = made(QWEN_05B), os.cpu_count() or 1
+    servers = (Antiphon(CACHE, cores), Int8(CACHE, cores))
+    entrants = [entrant(server, model) for server in servers]
     try:
-        raw = _measure(made(QWEN_05B), pairs, Referee(quiet_in_s))
+        *_, raw = reports(servers, entrants, [(model, (CASE,))], pairs, referee)
     except Busy as error:
         sys.exit(f"not measured: {error}")
     report(summarize(raw), None if arguments.rehearse else RESULTS / "int8.json", raw)
-
-
-def _measure(model: Model, pairs: int, referee: Referee) -> PeersReport:
-    cores = os.cpu_count() or 1
-    servers = (Antiphon(CACHE, cores), Int8(CACHE, cores))
-    entrants = [entrant(server, model) for server in servers]
-    *_, raw = reports(servers, entrants, [(model, (CASE,))], pairs, referee)
-    return raw
 
 
 if __name__ == "__main__":

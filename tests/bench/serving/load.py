@@ -71,12 +71,15 @@ class RandomLengths:
 
     def scripts(self, words: Vocabulary, count: int, seed: int) -> list[Script]:
         source = random.Random(seed)
-        return [self._one(words, source) for _ in range(count)]
 
-    def _one(self, words: Vocabulary, source: random.Random) -> Script:
-        prompt = _between(source, self.prompt_tokens, self.spread)
-        output = _between(source, self.output_tokens, self.spread)
-        return Script((words.text(source, prompt),), prompt, output)
+        def length(longest: int) -> int:
+            return source.randint(max(1, round(longest * self.spread)), longest)
+
+        found: list[Script] = []
+        for _ in range(count):
+            prompt, output = length(self.prompt_tokens), length(self.output_tokens)
+            found.append(Script((words.text(source, prompt),), prompt, output))
+        return found
 
 
 @dataclass(frozen=True)
@@ -143,24 +146,16 @@ def parse_dataset(text: str) -> Dataset:
     """
     kind, *given = text.split(":")
     match kind, [float(each) for each in given]:
-        case "random", [prompt, output]:
-            return RandomLengths(int(prompt), int(output))
-        case "random", [prompt, output, spread]:
-            return RandomLengths(int(prompt), int(output), spread)
-        case "shared", [prefix, question, output]:
-            return SharedPrefix(int(prefix), int(question), int(output))
-        case "shared", [prefix, question, output, groups]:
-            return SharedPrefix(int(prefix), int(question), int(output), int(groups))
-        case "turns", [turns, prompt, output]:
-            return MultiTurn(int(turns), int(prompt), int(output))
+        case "random", [prompt, output, *spread] if len(spread) <= 1:
+            return RandomLengths(int(prompt), int(output), *spread)
+        case "shared", [_, _, _] | [_, _, _, _] as sizes:
+            return SharedPrefix(*map(int, sizes))
+        case "turns", [_, _, _] as sizes:
+            return MultiTurn(*map(int, sizes))
         case "long", [prompt]:
             return RandomLengths(int(prompt), 16)
         case _:
             raise ValueError(f"{text!r} is none of {FORMS}")
-
-
-def _between(source: random.Random, longest: int, spread: float) -> int:
-    return source.randint(max(1, round(longest * spread)), longest)
 
 
 @dataclass(frozen=True)
@@ -221,39 +216,26 @@ async def play(scripts: Sequence[Script], arrival: Arrival, target: Target) -> l
     turn when the one before is answered.
     """
     seen: list[Timeline] = []
-    if isinstance(arrival, ClosedLoop):
-        await _play_closed(scripts, arrival, target, seen)
-    else:
-        await _play_open(scripts, arrival, target, seen)
+    left = iter(scripts)
+
+    async def client() -> None:
+        for script in left:  # the clients take turns at one iterator
+            await _converse(script, target, time.perf_counter(), seen)
+
+    async with asyncio.TaskGroup() as group:
+        if isinstance(arrival, ClosedLoop):
+            for _ in range(min(arrival.clients, len(scripts))):
+                group.create_task(client())
+        else:
+            began_s = time.perf_counter()
+            for script, after_s in zip(scripts, arrival.times_s(), strict=False):
+                due_s = began_s + after_s
+                await asyncio.sleep(due_s - time.perf_counter())
+                group.create_task(_converse(script, target, due_s, seen))
     return seen
 
 
-async def _play_closed(
-    scripts: Sequence[Script], arrival: ClosedLoop, target: Target, seen: list[Timeline]
-) -> None:
-    left = iter(scripts)
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(arrival.clients, len(scripts))):
-            group.create_task(_client(left, target, seen))
-
-
-async def _client(left: Iterator[Script], target: Target, seen: list[Timeline]) -> None:
-    for script in left:  # the clients take turns at one iterator
-        await _speak(script, target, time.perf_counter(), seen)
-
-
-async def _play_open(
-    scripts: Sequence[Script], arrival: Poisson, target: Target, seen: list[Timeline]
-) -> None:
-    began_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for script, after_s in zip(scripts, arrival.times_s(), strict=False):
-            due_s = began_s + after_s
-            await asyncio.sleep(due_s - time.perf_counter())
-            group.create_task(_speak(script, target, due_s, seen))
-
-
-async def _speak(script: Script, target: Target, due_s: float, seen: list[Timeline]) -> None:
+async def _converse(script: Script, target: Target, due_s: float, seen: list[Timeline]) -> None:
     said: list[str] = []
     for turn in script.turns:
         timeline = await target.ask([*said, turn], script.output_tokens, due_s)

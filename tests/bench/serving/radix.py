@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.servers import Antiphon
-from tests.bench.serving.client import WholeNatsTarget
+from tests.bench.serving.client import NatsTarget
 from tests.bench.serving.load import ClosedLoop, SharedPrefix, Vocabulary
-from tests.bench.serving.report import Load, Run, summarize_pairs
+from tests.bench.serving.report import Load, Run, by_arm, summarize_pairs
 from tests.bench.summary import RESULTS, report
 from tests.system.stack import Stack, serving
 
@@ -52,32 +52,27 @@ def main() -> None:
 
 def counted(runs: Sequence[Run]) -> dict[str, float]:
     """Return the hit rate that follows from the prompts, and the one without the cache."""
-    plain = [run.metrics for run in runs if run.name.startswith("not cached")]
+    _, plain = by_arm(runs, SETTINGS)
     prompt = plain[0].prompt_tokens
+    # What a second prompt has in common with the first: whole pages.
+    shared = DATASET.prefix_tokens // PAGE_TOKENS * PAGE_TOKENS
     return {
-        "hit_rate_computed": (REQUESTS - 1) * shared_tokens() / prompt,
+        "hit_rate_computed": (REQUESTS - 1) * shared / prompt,
         "hit_rate_without_cache": max((run.cached_tokens or 0) / prompt for run in plain),
     }
 
 
 def by_round(runs: Sequence[Run]) -> dict[str, list[float]]:
-    cached, plain = (
-        [run.metrics for run in runs if run.name.rpartition(" ")[0] == name] for name in SETTINGS
-    )
+    cached, plain = by_arm(runs, SETTINGS)
     return {
         "times_faster": [b.duration_s / a.duration_s for a, b in zip(cached, plain, strict=True)],
         "hit_rate": [(run.cached_tokens or 0) / run.prompt_tokens for run in cached],
     }
 
 
-def shared_tokens() -> int:
-    """Tokens that a second prompt has in common with the first: whole pages of them."""
-    return DATASET.prefix_tokens // PAGE_TOKENS * PAGE_TOKENS
-
-
 async def _run(name: str, seed: int, model: Model, stack: Stack) -> Run:
     words = Vocabulary(model.folder)
-    async with WholeNatsTarget(Client(stack.nats_url), stack.model) as target:
+    async with NatsTarget(Client(stack.nats_url), stack.model, whole=True) as target:
         await WARM_UP.run("warm-up", seed + 1_000_000, target, words)
         return await LOAD.run(name, seed, target, words, stack.process.pid)
 

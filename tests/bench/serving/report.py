@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from tests.bench.machine import Device, measure_device
 from tests.bench.peers.peer import Peer, config_digest
-from tests.bench.peers.quiet import work
+from tests.bench.peers.quiet import watched
 from tests.bench.serving.load import Arrival, Dataset, Vocabulary, play
 from tests.bench.serving.metrics import Metrics, Slo, measure
 from tests.bench.summary import Measurement, Summary, here, measured, of_spread, single
@@ -63,10 +62,8 @@ class Load:
     ) -> Run:
         """Send it to a target, whose process does not count as another, if it is known."""
         scripts = self.dataset.scripts(words, self.requests, seed)
-        ours = (os.getpid(), *(() if pid is None else (pid,)))
-        before = work(ours)
-        timelines = await play(scripts, self.arrival, target)
-        others = work(ours).others_since(before)
+        playing = play(scripts, self.arrival, target)
+        timelines, others = await watched(playing, *([] if pid is None else [pid]))
         for error in sorted({timeline.error for timeline in timelines if timeline.error}):
             print("failed:", error)
         return Run(
@@ -83,13 +80,16 @@ class Load:
 
 def summarize(runs: Sequence[Run], device: Device, model: str, digest: str = "") -> Summary:
     """Reduce each run to its rows; `digest` is that of the server's command line, if known."""
-    slo = runs[0].slo
-    limits = [] if slo is None else slo.promises()
-    setup = _setup(runs, model, digest) | {
-        "slo": " and ".join(f"{name} <= {most:g} ms" for name, most in limits)
-    }
+    limits = [] if (slo := runs[0].slo) is None else slo.promises()
+    promised = " and ".join(f"{name} <= {most:g} ms" for name, most in limits)
+    setup = _setup(runs, model, digest) | {"slo": promised}
     rows = (row for case, run in zip(_cases(runs), runs, strict=True) for row in _rows(case, run))
     return here("serving", setup, rows, device=device)
+
+
+def by_arm(runs: Sequence[Run], arms: Iterable[str]) -> list[list[Metrics]]:
+    """Return the metrics of each arm, in order: a run is named by its arm and its pair."""
+    return [[run.metrics for run in runs if run.name.rpartition(" ")[0] == arm] for arm in arms]
 
 
 def summarize_pairs(
@@ -112,13 +112,8 @@ def summarize_pairs(
 
 
 def _setup(runs: Sequence[Run], model: str, digest: str) -> dict[str, str | int | float]:
-    first = runs[0]
-    return {
-        "model": model,
-        "dataset": first.dataset,
-        "over": first.over,
-        "config_digest": digest,
-    }
+    dataset, over = runs[0].dataset, runs[0].over
+    return {"model": model, "dataset": dataset, "over": over, "config_digest": digest}
 
 
 def _cases(runs: Sequence[Run]) -> Iterable[str]:

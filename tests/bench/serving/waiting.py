@@ -23,7 +23,6 @@ import gc
 import os
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import quantiles
@@ -31,17 +30,17 @@ from typing import TYPE_CHECKING
 
 from tests.bench.models import CACHE, LLAMA_135M, Model, made
 from tests.bench.peers.peer import Server, running
-from tests.bench.peers.quiet import BUSY_MAX, Busy, work
+from tests.bench.peers.quiet import BUSY_MAX, Busy, watched
 from tests.bench.peers.servers import Antiphon
 from tests.bench.services import scrape
 from tests.bench.serving.client import HttpTarget, Timeline
-from tests.bench.serving.load import ClosedLoop, RandomLengths, Vocabulary, play
+from tests.bench.serving.load import ClosedLoop, RandomLengths, Script, Vocabulary, play
 from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import Run, summarize_pairs
 from tests.bench.summary import RESULTS, report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 
 RUNNING = 64
@@ -97,14 +96,14 @@ def main() -> None:
 
 
 def by_round(pairs: Sequence[tuple[Sample, Sample]]) -> dict[str, list[float]]:
-    alone, beside = zip(*pairs, strict=True)
+    alone, beside = ([each.decode for each in arm] for arm in zip(*pairs, strict=True))
     return {
-        "tokens_per_s_alone": [each.decode.tokens_per_s for each in alone],
-        "tokens_per_s_beside_2000": [each.decode.tokens_per_s for each in beside],
-        "ratio": [b.decode.tokens_per_s / a.decode.tokens_per_s for a, b in pairs],
-        "gap_p99_ms_alone": [each.decode.gap_p99_ms for each in alone],
-        "gap_p99_ms_beside_2000": [each.decode.gap_p99_ms for each in beside],
-        "queue_formed_in_s": [each.formed_in_s for each in beside],
+        "tokens_per_s_alone": [each.tokens_per_s for each in alone],
+        "tokens_per_s_beside_2000": [each.tokens_per_s for each in beside],
+        "ratio": [b.tokens_per_s / a.tokens_per_s for a, b in zip(alone, beside, strict=True)],
+        "gap_p99_ms_alone": [each.gap_p99_ms for each in alone],
+        "gap_p99_ms_beside_2000": [each.gap_p99_ms for each in beside],
+        "queue_formed_in_s": [each.formed_in_s for _, each in pairs],
     }
 
 
@@ -139,20 +138,13 @@ async def _sample(
     seed = 2 * pair + bool(waiting)
     scripts = DATASET.scripts(words, RUNNING, seed)
     queue = RandomLengths(128, 16).scripts(words, waiting, 1000 + pair)
-    before = work([os.getpid(), server.pid])
-    asked_s = formed_s = 0.0
-    with _uncollected():
-        async with asyncio.TaskGroup() as group:
-            seen = group.create_task(play(scripts, ClosedLoop(RUNNING), target))
-            await _answering(target, RUNNING)
-            if waiting:
-                asked_s = time.perf_counter()
-                waiters = group.create_task(play(queue, ClosedLoop(waiting), target))
-                formed_s = await _open(server, RUNNING + waiting)
-                seen.add_done_callback(lambda _: waiters.cancel())
-            timelines = await seen
-    await _open(server, 0)
-    others = work([os.getpid(), server.pid]).others_since(before)
+    gc.collect()
+    gc.disable()
+    try:
+        playing = _played(scripts, queue, target, server)
+        (timelines, asked_s, formed_s), others = await watched(playing, server.pid)
+    finally:
+        gc.enable()
     decode = decoded(timelines)
     assert formed_s < decode.began_s, "the queue was not complete when the window began: prolong it"
     run = Run(
@@ -165,6 +157,24 @@ async def _sample(
         others=others,
     )
     return Sample(run, decode, formed_s - asked_s)
+
+
+async def _played(
+    scripts: Sequence[Script], queue: Sequence[Script], target: HttpTarget, server: Server
+) -> tuple[Sequence[Timeline], float, float]:
+    """Return the timelines of the running requests, and when the queue was sent and complete."""
+    sent_s = formed_s = 0.0
+    async with asyncio.TaskGroup() as group:
+        seen = group.create_task(play(scripts, ClosedLoop(RUNNING), target))
+        await _answering(target, RUNNING)
+        if queue:
+            sent_s = time.perf_counter()
+            waiters = group.create_task(play(queue, ClosedLoop(len(queue)), target))
+            formed_s = await _open(server, RUNNING + len(queue))
+            seen.add_done_callback(lambda _: waiters.cancel())
+        timelines = await seen
+    await _open(server, 0)
+    return timelines, sent_s, formed_s
 
 
 def decoded(timelines: Sequence[Timeline]) -> Decode:
@@ -192,16 +202,6 @@ def _arrivals(timeline: Timeline) -> list[float]:
         times += (before_s + (piece.at_s - before_s) * n / count for n in range(1, count + 1))
         before_s = piece.at_s
     return times
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 async def _answering(target: HttpTarget, count: int) -> None:

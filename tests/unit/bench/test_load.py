@@ -18,14 +18,7 @@ from hypothesis import strategies as st
 from tests.bench.machine import Device
 from tests.bench.models import LLAMA_135M, SHAPES, Model
 from tests.bench.serving.__main__ import _arguments, _run_all
-from tests.bench.serving.client import (
-    HttpTarget,
-    NatsTarget,
-    Piece,
-    Timeline,
-    WholeNatsTarget,
-    read_stream,
-)
+from tests.bench.serving.client import HttpTarget, NatsTarget, Piece, Timeline, read_stream
 from tests.bench.serving.load import (
     ClosedLoop,
     MultiTurn,
@@ -152,7 +145,7 @@ STREAM = (
 def test_a_stream_reads_the_same_however_it_was_cut(cuts: set[int]) -> None:
     edges = [0, *sorted(cuts), len(STREAM)]
     reads = [(float(b), STREAM[a:b]) for a, b in itertools.pairwise(edges)]
-    timeline = read_stream(reads, due_s=0, sent_s=0, ended_s=999)
+    timeline = read_stream(reads, Timeline(due_s=0, sent_s=0, ended_s=999))
     assert [piece.text for piece in timeline.pieces] == ["Hel", "lo", " you"]
     assert (timeline.prompt_tokens, timeline.output_tokens, timeline.cached_tokens) == (5, 3, 4)
     assert timeline.error is None
@@ -165,7 +158,7 @@ def test_a_stream_reads_the_same_however_it_was_cut(cuts: set[int]) -> None:
 
 def test_an_error_in_a_stream_is_the_end_of_it() -> None:
     reads = [(1.0, b'data: {"choices":[{"text":"x"}]}\n\ndata: {"error":{"message":"gone"}}\n\n')]
-    timeline = read_stream(reads, due_s=0, sent_s=0, ended_s=2)
+    timeline = read_stream(reads, Timeline(due_s=0, sent_s=0, ended_s=2))
     assert timeline.error is not None
     assert "gone" in timeline.error
 
@@ -360,7 +353,7 @@ async def test_over_nats_a_whole_answer_tells_what_the_server_counts(words: Voca
     client = Client(MemoryTransport(broker), cluster=CLUSTER)
     async with (
         gateway(broker, script=("abc",)) as fake,
-        WholeNatsTarget(client, MODEL) as target,
+        NatsTarget(client, MODEL, whole=True) as target,
     ):
         (seen,) = await play(RandomLengths(5, 3).scripts(words, 1, 4), ClosedLoop(1), target)
         fake.refuses = Overloaded("full")
