@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from tests.simulation.hash_runner import HashRunner, next_token
+from tests.simulation.hash_runner import HashRunner, answer_alone
+from tests.support.worker import page_group
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -136,13 +137,10 @@ class World:
             groups.append(self._group(GroupKind.WINDOW, page_tokens, self.random.randint(1, 20)))
         # A chance of its own, so that the worlds without states are those that they were.
         self._states = random.Random(~seed)
-        match self.said.get("state", self._states.choice(["no", "no", "yes", "yes", "only"])):
-            case "yes":
-                groups.append(self._group(GroupKind.STATE, page_tokens, None))
-            case "only":
-                groups = [self._group(GroupKind.STATE, page_tokens, None)]
-            case _:
-                pass
+        state = self.said.get("state", self._states.choice(["no", "no", "yes", "yes", "only"]))
+        if state != "no":
+            groups = [] if state == "only" else groups
+            groups.append(self._group(GroupKind.STATE, page_tokens, None))
         self.groups = groups
         self.pools = CachePools(groups)
         self.limits = self._limits()
@@ -158,10 +156,7 @@ class World:
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
         self.loop = BatchingLoop(
-            self.batching,
-            self.runner,
-            Mailbox(1),
-            self.hear,
+            *(self.batching, self.runner, Mailbox(1), self.hear),
             clock=lambda: self.now,
             overlap=overlap,
         )
@@ -172,8 +167,7 @@ class World:
         self.poison = 0.0
         self.seen: Counter[str] = Counter()
         self._steady = False
-        self.turns = 0
-        self._failures = 0
+        self.turns = self._failures = 0
         self._overtaken: dict[ChoiceKey, float] = {}
         self._overtaken_before: Counter[ChoiceKey] = Counter()
         self._idle_turns: dict[ChoiceKey, int] = {}
@@ -184,16 +178,10 @@ class World:
         return self.said.get(name, drawn)
 
     def _group(self, kind: GroupKind, page_tokens: int, window: int | None) -> CacheGroup:
-        return CacheGroup(
-            kind=kind,
-            layers=(0,),
-            page_bytes=1,
-            page_tokens=page_tokens,
-            pages_total=self._states.randint(4, 40)
-            if kind is GroupKind.STATE
-            else self.random.randint(96, 240) // page_tokens,
-            window=window,
-        )
+        if kind is GroupKind.STATE:
+            return page_group(self._states.randint(4, 40), kind, page_tokens=page_tokens)
+        pages = self.random.randint(96, 240) // page_tokens
+        return page_group(pages, kind, window, page_tokens=page_tokens)
 
     def _limits(self) -> EngineLimits:
         running_max = self.pick("running_max", 1, 3, 16)
@@ -278,11 +266,11 @@ class World:
         plan = self.runner.last
         if isinstance(report.progress, Drawn):
             self.seen["steady"] += 1
-            self.seen["steady, and some wait"] += report.waiting > 0
+            self.seen["steady and some wait"] += report.waiting > 0
         elif plan is not None and plan.follows:
-            self.seen["steady, and somebody ends"] += any(p.finish for p in report.progress)
+            self.seen["steady and some end"] += any(p.finish for p in report.progress)
         self._failures, failed = report.failures, report.failures > self._failures
-        self.seen["steady, and fails"] += failed and self._steady
+        self.seen["steady and fails"] += failed and self._steady
         self._steady = isinstance(report.progress, Drawn)
 
     def new_choices(self) -> list[tuple[ChoiceKey, RequestState]]:
@@ -336,16 +324,15 @@ class World:
             if progress.finish is not None:
                 error = progress.finish.error
                 self.seen[error.code if error else str(progress.finish.reason)] += 1
-            if progress.cached_tokens:
-                self.seen["cached"] += 1
+            self.seen["cached"] += progress.cached_tokens > 0
 
     def drain(self) -> None:
         self.poison, self.runner.fail = 0.0, False
         for _ in range(100_000):
-            if self.batching.idle:
-                self.turn()
-                return
+            idle = self.batching.idle
             self.turn()
+            if idle:
+                return
         raise AssertionError("the requests do not end")
 
     # What holds after each turn.
@@ -366,7 +353,7 @@ class World:
                 self.seen["checkpoint"] += pool.loose_count > 0
                 self.seen["read by several"] += max(listed.values(), default=1) > 1
             assert self.cached or cached == 0
-        assert all(a <= b for a, b in zip(self.pools.free(), self._totals(), strict=True))
+        assert all(pool.free_count <= pool.total for pool in self.pools.pools)
 
     def check_salts(self) -> None:
         """No page is held by two that brought different salts, nor found under another one."""
@@ -405,16 +392,16 @@ class World:
                 if group in self.pools.states:
                     assert len(pages) <= (3 if self.overlap else 2)
                     continue
-                assert slots.page_tables(_one(slot))[group][0].tolist() == pages
+                row = np.array([slot], np.int32)
+                assert slots.page_tables(row)[group][0].tolist() == pages
                 assert slots.pages_held[group][slot] == len(pages) - pages.count(HOLE)
         empty = set(range(self.limits.running_max)) - set(running)
         assert all(slots.length[slot] == 0 for slot in empty)
 
     def check_budgets(self) -> None:
-        plan = self.runner.last
+        plan, limits = self.runner.last, self.limits
         if plan is None:
             return
-        limits = self.limits
         arrays = [plan.slot, plan.tokens, plan.positions, plan.logit_tokens, *plan.page_tables]
         assert {str(array.dtype) for array in arrays} == {"int32"}
         assert len(set(plan.slot.tolist())) == len(plan.slot), "a slot has two rows"
@@ -433,7 +420,9 @@ class World:
         """Nobody is overtaken for longer than was allowed, and by nobody in plain FCFS."""
         running = set(self.batching.running.values())
         started = [request for request in running - before if request.started_s == self.now]
-        waiting = {key: self._request(key) for key, told in self.told.items() if told.live}
+        waiting = {
+            key: self.batching._requests[key] for key, told in self.told.items() if told.live
+        }
         waiting = {key: r for key, r in waiting.items() if r.phase is Phase.WAITING}
         overdue = [
             key
@@ -469,29 +458,20 @@ class World:
         allowed = 0 if self.limits.mixed else 1
         assert max(idle.values(), default=0) <= allowed, "a decode was left out"
 
-    def _request(self, key: ChoiceKey) -> Request:
-        return self.batching._requests[key]
-
-    def _totals(self) -> list[int]:
-        return [pool.total for pool in self.pools.pools]
-
     # What must have been said.
 
     def alone(self, state: RequestState) -> tuple[list[int], FinishReason]:
-        """What the choice says when nobody else is there."""
-        prompt = list(unpack_ids(state.prompt_ids))
-        said: list[int] = []
-        longest = min(state.sampling.max_new_tokens, self.limits.context_tokens - len(prompt))
-        ends = {EOS, *state.sampling.stop_token_ids} if not state.sampling.ignore_eos else set()
-        windows = [group.window for group in self.groups]
-        while len(said) < longest:
-            sampling = state.sampling
-            context = prompt + said
-            token = next_token(context, windows, sampling.seed, state.choice, VOCAB_SIZE)
-            if token in ends:
-                return said, FinishReason.STOP
-            said.append(token)
-        return said, FinishReason.LENGTH
+        """What the choice answers when no other request is there."""
+        prompt, sampling = unpack_ids(state.prompt_ids), state.sampling
+        return answer_alone(
+            prompt,
+            min(sampling.max_new_tokens, self.limits.context_tokens - len(prompt)),
+            () if sampling.ignore_eos else {EOS, *sampling.stop_token_ids},
+            VOCAB_SIZE,
+            windows=[group.window for group in self.groups],
+            seed=sampling.seed,
+            choice=state.choice,
+        )
 
     def verify(self, told: Told) -> None:
         """What was said is what the choice says alone, or a beginning of it where a fault hit."""
@@ -509,7 +489,3 @@ class World:
             return
         assert told.finish is not None
         assert (told.ids, told.finish.reason) == (ids, reason)
-
-
-def _one(slot: int) -> Ints:
-    return np.array([slot], np.int32)

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import pytest
 
 from antiphon.model_worker.batching.plan import Ints, PlanRunner, RowStatus, StepOutcome, StepPlan
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
+
+
+both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+"""Steps one after the other, and steps launched before the one before them is read."""
 
 
 def next_token(
@@ -25,6 +31,26 @@ def next_token(
         seen = context if window is None else context[-window:]
         digest.update(np.array(seen, np.int32).tobytes())
     return int.from_bytes(digest.digest(), "little") % vocab_size
+
+
+def answer_alone(
+    context: Sequence[int],
+    longest: int,
+    ends: Container[int],
+    vocab_size: int,
+    *,
+    windows: Sequence[int | None] = (None,),
+    seed: int = 0,
+    choice: int = 0,
+) -> tuple[list[int], FinishReason]:
+    """What a choice answers by itself: tokens up to one of `ends`, or so many."""
+    ids: list[int] = []
+    while len(ids) < longest:
+        token = next_token([*context, *ids], windows, seed, choice, vocab_size)
+        if token in ends:
+            return ids, FinishReason.STOP
+        ids.append(token)
+    return ids, FinishReason.LENGTH
 
 
 class HashRunner:
@@ -94,7 +120,6 @@ class HashRunner:
         return after
 
     def _draw(self, plan: StepPlan, row: int, contexts: list[Ints]) -> list[int]:
-        kv_len = int(plan.kv_len[row])
         full = next(
             context.tolist()
             for context, group in zip(contexts, self.groups, strict=True)
@@ -102,17 +127,16 @@ class HashRunner:
         )
         for context, group in zip(contexts, self.groups, strict=True):
             assert context.tolist() == full[-len(context) :], f"{group.kind} pages disagree"
-        tokens: list[int] = []
-        for _ in range(1 + (kv_len % self.accepted_max)):
-            token = next_token(
-                [*full, *tokens],
-                [group.window for group in self.groups],
-                int(plan.sampling.seed[row]),
-                int(plan.sampling.choice[row]),
-                self.vocab_size,
-            )
-            tokens.append(token)
-        return tokens
+        ids, _ = answer_alone(
+            full,
+            1 + int(plan.kv_len[row]) % self.accepted_max,
+            (),
+            self.vocab_size,
+            windows=[group.window for group in self.groups],
+            seed=int(plan.sampling.seed[row]),
+            choice=int(plan.sampling.choice[row]),
+        )
+        return ids
 
 
 class Cursed(Exception):
@@ -153,10 +177,7 @@ class ApartRunner:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._last: dict[int, int] = {}
         self._held = 0
-        self.held_max = 0
-        self.rows = 0
-        self.tokens = 0
-        self.futures = 0
+        self.held_max = self.rows = self.tokens = self.futures = 0
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -7,21 +7,13 @@ import itertools
 import random
 from typing import TYPE_CHECKING
 
-import msgspec
 from tests.support.clock import ManualClock
 
 from antiphon.config.gateway import GatewayConfig
-from antiphon.gateway.owner.actions import (
-    Accepted,
-    Action,
-    Deliver,
-    Ended,
-    Finished,
-    TextDelta,
-)
+from antiphon.gateway.owner.actions import Accepted, Action, Deliver, Ended, Finished, TextDelta
 from antiphon.gateway.owner.machine import Owner
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
-from antiphon.wire.errors import DeadlineExceeded
+from antiphon.wire.errors import DeadlineExceeded, EngineError
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import DEFAULT_TENANT, Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.sampling import SamplingParams
@@ -110,9 +102,8 @@ class Detokenizer:
         for request_id, pieces in self.texts.items():
             n = self.said[request_id]
             if n < len(pieces):
-                self.said[request_id] = n + 1
-                offset = len("".join(pieces[:n]).encode())
-                rows.append(self.row(request_id, offset, pieces[n]))
+                self.said[request_id] += 1
+                rows.append(self.row(request_id, len("".join(pieces[:n]).encode()), pieces[n]))
         return self.batch(rows) if rows else None
 
     def again(self, message: ResumeText) -> TextBatch:
@@ -209,7 +200,7 @@ class World:
                 case OpenList():
                     self.lists.append(action)
                 case SubmitRequest():
-                    self._call(action.request_id, self._submitted(action))
+                    self._submit(action)
                 case CancelRequest():
                     self._cancel(action.request_id)
                 case ResumeText():
@@ -221,52 +212,45 @@ class World:
         if isinstance(action.event, TextDelta):
             self.owner.mark_consumed(action.request_id, len(action.event.text.encode()))
 
-    def _submitted(self, message: SubmitRequest) -> Callable[[], SubmitAccepted]:
-        def queue() -> SubmitAccepted:
-            known = message.request_id in self.detokenizer.texts
-            if not known and message.request_id not in self.lost | self.tombstones:
-                assert message.attempt_floor is None
-                self._begin(message.request_id)
-            return SubmitAccepted(request_id=message.request_id, term=self.term, position=0)
-
-        return queue
-
     def _begin(self, request_id: RequestId) -> None:
         pieces = ["".join(self.random.choices(LETTERS, k=3)) for _ in range(20)]
         self.truth[request_id] = "".join(pieces)
         self.detokenizer.texts[request_id] = pieces
         self.detokenizer.said[request_id] = 0
 
-    def _call(self, request_id: RequestId, serve: Callable[[], SubmitAccepted]) -> None:
+    def _submit(self, message: SubmitRequest) -> None:
         """A call whose request, or whose answer, may be lost."""
-        answer = None if self.random.random() < self.loss else serve()
-        if answer is None or self.random.random() < self.loss:
-            silence = DeadlineExceeded("no answer")
-            self.later(CALL_S, lambda: self.do(self.owner.submit_answered(request_id, silence)))
-        else:
-            self.later(0.001, lambda: self.do(self.owner.submit_answered(request_id, answer)))
+        request_id = message.request_id
+        answer: SubmitAccepted | EngineError = DeadlineExceeded("no answer")
+        answered = False
+        if self.random.random() >= self.loss:
+            known = self.detokenizer.texts.keys() | self.lost | self.tombstones
+            if request_id not in known:
+                assert message.attempt_floor is None
+                self._begin(request_id)
+            answered = self.random.random() >= self.loss
+        if answered:
+            answer = SubmitAccepted(request_id=request_id, term=self.term, position=0)
+        self._answer(answered, lambda: self.owner.submit_answered(request_id, answer))
 
     def _cancel(self, request_id: RequestId) -> None:
         accepted = self.random.random() >= self.loss
         if accepted:
             self.tombstones.add(request_id)
             self.detokenizer.texts.pop(request_id, None)
-        self.later(
-            0.001 if accepted else CALL_S,
-            lambda: self.do(self.owner.cancel_answered(request_id, accepted=accepted)),
-        )
+        self._answer(accepted, lambda: self.owner.cancel_answered(request_id, accepted=accepted))
 
     def _ask(self, message: ResumeText) -> None:
         self.asks += 1
-        answered = (
-            message.detokenizer == self.detokenizer.process and self.random.random() >= self.loss
-        )
+        to = message.detokenizer
+        answered = to == self.detokenizer.process and self.random.random() >= self.loss
         if answered:
             self.say(self.detokenizer.again(message))
-        self.later(
-            0.001 if answered else CALL_S,
-            lambda: self.do(self.owner.text_answered(message.detokenizer, answered=answered)),
-        )
+        self._answer(answered, lambda: self.owner.text_answered(to, answered=answered))
+
+    def _answer(self, answered: bool, event: Callable[[], list[Action]]) -> None:
+        """What the owner does when a call is answered, or has waited for an answer in vain."""
+        self.later(0.001 if answered else CALL_S, lambda: self.do(event()))
 
 
 def open_by(lists: Sequence[OpenList]) -> set[RequestId]:
@@ -276,8 +260,3 @@ def open_by(lists: Sequence[OpenList]) -> set[RequestId]:
         opened = {line.request_id for line in message.opened}
         believed = opened if message.whole else (believed | opened) - set(message.closed)
     return believed
-
-
-def higher(attempt: Attempt, number: int) -> Attempt:
-    """An attempt above another one."""
-    return msgspec.structs.replace(attempt, n=attempt.n + number)

@@ -27,13 +27,13 @@ class Timeline:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
 
-    def at(self, when: float, act: Callable[[], None]) -> None:
+    def at(self, when: float, act: Callable[[], object]) -> None:
         heapq.heappush(self._events, (max(when, self.clock.now()), next(self._numbers), act))
 
-    def after(self, seconds: float, act: Callable[[], None]) -> None:
+    def after(self, seconds: float, act: Callable[[], object]) -> None:
         self.at(self.clock.now() + seconds, act)
 
     def run_until(self, end: float) -> None:
@@ -51,7 +51,7 @@ class Party(Protocol):
     mute_until: float
     deaf_until: float
 
-    def run(self, act: Callable[[], None]) -> None:
+    def run(self, act: Callable[[], object]) -> None:
         """Run this as soon as the process can; never if it has died."""
         ...
 
@@ -72,9 +72,6 @@ class Interest:
     party: Party
     subject: list[str]
     receive: Callable[[bytes], Message | None]
-
-    def take(self, data: bytes) -> None:
-        self.receive(data)
 
     def matches(self, subject: list[str]) -> bool:
         return len(subject) == len(self.subject) and all(
@@ -138,7 +135,7 @@ class Network:
         subject = route.subject_for(**part)
         data = encode(message)
         for interest in self._listeners(subject):
-            self._carry(party, interest.party, subject, partial(interest.take, data))
+            self._carry(party, interest.party, subject, partial(interest.receive, data))
 
     def call(
         self,
@@ -149,11 +146,11 @@ class Network:
         **part: str,
     ) -> None:
         """Ask; `answer` gets the reply or the error, once."""
-        open_call = [True]
+        calls = [answer]
 
         def settle(reply: Message | EngineError) -> None:
-            if open_call.pop() if open_call else False:
-                party.run(lambda: answer(reply))
+            if calls:
+                party.run(partial(calls.pop(), reply))
 
         if not self.up:
             self._timeline.after(0.0, lambda: settle(BusDown("the broker is away")))
@@ -191,7 +188,9 @@ class Network:
             self._matching[subject] = [one for one in self._interests if one.matches(parts)]
         return self._matching[subject]
 
-    def _carry(self, sender: Party, receiver: Party, subject: str, act: Callable[[], None]) -> None:
+    def _carry(
+        self, sender: Party, receiver: Party, subject: str, act: Callable[[], object]
+    ) -> None:
         joins = self.joins
         if self._timeline.clock.now() < sender.mute_until:
             return

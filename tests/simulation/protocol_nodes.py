@@ -121,12 +121,10 @@ class Node:
         self.every(BEAT_S, self.beat)
         self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._judge)
 
-    def run(self, act: Callable[[], None]) -> None:
-        if not self.alive:
-            return
-        if self.clock.now() < self._frozen_until:
+    def run(self, act: Callable[[], object]) -> None:
+        if self.alive and self.clock.now() < self._frozen_until:
             self.timeline.at(self._frozen_until, lambda: self.run(act))
-        else:
+        elif self.alive:
             act()
 
     def every(self, seconds: float, act: Callable[[], None]) -> None:
@@ -278,13 +276,11 @@ class GatewayNode(Node):
         self.network.call(self, CANCEL, message, answer, model=MODEL)
 
     def _ask(self, message: ResumeText) -> None:
-        detokenizer = message.detokenizer
-
         def answer(reply: TextResumed | EngineError) -> None:
             answered = isinstance(reply, TextResumed)
-            self._act(self.owner.text_answered(detokenizer, answered=answered))
+            self._act(self.owner.text_answered(message.detokenizer, answered=answered))
 
-        to = detokenizer.instance
+        to = message.detokenizer.instance
         self.network.call(self, DETOKENIZER_CONTROL, message, answer, detokenizer=to)
 
     def _wake(self) -> None:
@@ -318,15 +314,10 @@ class SchedulerNode(Node):
     def report(self) -> Report:
         return Report(load=self.leader.open_requests, leads=self.leader.term)
 
-    def _on_submit(self, request: SubmitRequest) -> Message:
+    def _on_call(self, request: SubmitRequest | CancelRequest) -> Message:
+        submits = isinstance(request, SubmitRequest)
         try:
-            return self.leader.submit(request)
-        finally:
-            self._flush()
-
-    def _on_cancel(self, request: CancelRequest) -> Message:
-        try:
-            return self.leader.cancel(request)
+            return self.leader.submit(request) if submits else self.leader.cancel(request)
         finally:
             self._flush()
 
@@ -349,8 +340,8 @@ class SchedulerNode(Node):
             self._doors = []
         elif not self._doors:
             self._doors = [
-                self.network.listen(self, SUBMIT, self._on_submit, model=MODEL),
-                self.network.listen(self, CANCEL, self._on_cancel, model=MODEL),
+                self.network.listen(self, route, self._on_call, model=MODEL)
+                for route in (SUBMIT, CANCEL)
             ]
 
     def _flush(self) -> None:
@@ -409,6 +400,8 @@ class WorkerNode(Node):
         instance: str,
         life: int,
         answer: Callable[[bytes, int], bytes],
+        begun: Callable[[RequestId, int], None],
+        fickle: float,
     ) -> None:
         super().__init__(timeline, network, instance, life)
         self.seqs = SeqSender()
@@ -421,8 +414,8 @@ class WorkerNode(Node):
         )
         self.running: deque[Running] = deque()
         self.step = 0
-        self.fickle = 0.0
-        self.begun: Callable[[RequestId, int], None] = lambda _, __: None
+        self.fickle = fickle
+        self.begun = begun
         self.left: Callable[[], None] | None = None
         self._paused_until = 0.0
         self._keys: tuple[ChoiceKey, ...] = ()
@@ -535,8 +528,7 @@ class WorkerNode(Node):
         progress = [self._advance(one, 1) for one in running]
         ids = [token for news in progress for token in unpack_ids(news.token_ids)]
         keys = tuple(one.key for one in running)
-        if keys != self._keys:
-            self._keys = keys
+        self._keys = self._keys if keys == self._keys else keys
         return Drawn(self._keys, progress, np.array(ids, np.int32))
 
     def _advance(self, one: Running, count: int) -> Progress:

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from tests.simulation.protocol_network import Network, Timeline, Weather
@@ -48,8 +48,6 @@ SETTLE_S = 4.0
 """From the start until a leader binds."""
 FORGET_S = 14.0
 """Past the last deadline nobody remembers anything."""
-
-N = TypeVar("N", bound=Node)
 
 
 @dataclass(frozen=True)
@@ -160,15 +158,22 @@ class World:
         self.stories: dict[RequestId, Story] = {}
         self._asked: dict[bytes, Story] = {}
         self.begun: Counter[tuple[RequestId, int]] = Counter()
-        self.fickle = fickle
-        self._queue_max = queue_max
         self._last_deadline = 0.0
         self._lives = itertools.count(1)
         self._numbers = itertools.count(1)
-        self.gateways = [self._gateway(f"gateway-{n}") for n in range(2)]
-        self.schedulers = [self._scheduler(f"scheduler-{n}") for n in range(2)]
-        self.workers = [self._worker(f"worker-{n}") for n in range(2)]
-        self.detokenizers = [self._detokenizer(f"detokenizer-{n}") for n in range(2)]
+        self.gateways: list[GatewayNode] = []
+        self.schedulers: list[SchedulerNode] = []
+        self.workers: list[WorkerNode] = []
+        self.detokenizers: list[DetokenizerNode] = []
+        worker = partial(WorkerNode, answer=self._answer, begun=self._begin, fickle=fickle)
+        self._kinds: dict[str, tuple[list[Any], Callable[..., Node]]] = {
+            "gateway": (self.gateways, partial(GatewayNode, deliver=self._deliver)),
+            "scheduler": (self.schedulers, partial(SchedulerNode, queue_max=queue_max)),
+            "worker": (self.workers, worker),
+            "detokenizer": (self.detokenizers, DetokenizerNode),
+        }
+        for kind, (nodes, _) in self._kinds.items():
+            nodes += [self._make(kind, f"{kind}-{n}") for n in range(2)]
         for node in self.nodes:
             self.timeline.after(self.random.uniform(0, 0.5), node.start)
 
@@ -190,10 +195,7 @@ class World:
             when = self.random.uniform(0, over_s)
             deadline = self.random.uniform(*deadline_s)
             self._last_deadline = max(self._last_deadline, self.now + when + deadline)
-            self.timeline.after(when, partial(self._visit, deadline, left))
-
-    def _visit(self, deadline_s: float, leaves: bool) -> None:
-        self.ask(deadline_s, leaves=leaves)
+            self.timeline.after(when, partial(self.ask, deadline, leaves=left))
 
     def ask(self, deadline_s: float, *, leaves: bool = False) -> Story:
         """One client asks one gateway that lives."""
@@ -239,14 +241,17 @@ class World:
 
     # Faults.
 
-    def restart(self, nodes: list[N], make: Callable[[str], N], which: N | None = None) -> None:
+    def crash(self, kind: str, which: Node | None = None) -> None:
         """Kill one of a kind; another life of it comes after a while."""
-        node = which or self.random.choice(nodes)
-        if not node.alive:
-            return
-        node.die()
+        node = which or self.random.choice(self._kinds[kind][0])
+        if node.alive:
+            node.die()
+            self.timeline.after(self.random.uniform(0.3, 4), lambda: self._succeed(kind, node))
 
-        self.timeline.after(self.random.uniform(0.3, 4), lambda: self._succeed(nodes, node, make))
+    def crash_leader(self) -> None:
+        leaders = [node for node in self.schedulers if node.alive and node.leader.term]
+        if leaders:
+            self.crash("scheduler", leaders[0])
 
     def drain_worker(self) -> None:
         """An operator replaces a worker: it leaves when it has ended what it had begun."""
@@ -256,7 +261,7 @@ class World:
 
         def left() -> None:
             node.die()
-            self._succeed(self.workers, node, self._worker)
+            self._succeed("worker", node)
 
         node.run(lambda: node.drain(left))
 
@@ -326,29 +331,16 @@ class World:
     def _say(self, beat: Heartbeat) -> None:
         self.gateways[0].say(HEARTBEAT, beat, role=beat.role, instance=beat.process.instance)
 
-    def replace_frozen_worker(self) -> None:
-        self._replace_frozen(self.workers, self._worker)
-
-    def replace_frozen_gateway(self) -> None:
-        self._replace_frozen(self.gateways, self._gateway)
-
-    def replace_frozen_detokenizer(self) -> None:
-        self._replace_frozen(self.detokenizers, self._detokenizer)
-
-    def replace_frozen_scheduler(self) -> None:
-        self._replace_frozen(self.schedulers, self._scheduler)
-
-    def _replace_frozen(self, nodes: list[N], make: Callable[[str], N]) -> None:
+    def replace_frozen(self, kind: str) -> None:
         """One is frozen until it counts as dead, another life takes its name; then it wakes."""
-        node = self.random.choice(nodes)
-        if not node.alive:
-            return
-        node.freeze(self.random.uniform(4, 8))
+        node = self.random.choice(self._kinds[kind][0])
+        if node.alive:
+            node.freeze(self.random.uniform(4, 8))
+            self.timeline.after(3, lambda: self._succeed(kind, node))
 
-        self.timeline.after(3, lambda: self._succeed(nodes, node, make))
-
-    def _succeed(self, nodes: list[N], node: N, make: Callable[[str], N]) -> None:
+    def _succeed(self, kind: str, node: Node) -> None:
         """Start another life, if no process answers to its name."""
+        nodes, _ = self._kinds[kind]
         if node not in nodes:
             return
         holders = [
@@ -360,25 +352,8 @@ class World:
         if holders:
             nodes[nodes.index(node)] = holders[0]  # the newcomer is refused
             return
-        nodes[nodes.index(node)] = fresh = make(node.process.instance)
+        nodes[nodes.index(node)] = fresh = self._make(kind, node.process.instance)
         fresh.start()
-
-    def crash_worker(self) -> None:
-        self.restart(self.workers, self._worker)
-
-    def crash_scheduler(self) -> None:
-        self.restart(self.schedulers, self._scheduler)
-
-    def crash_leader(self) -> None:
-        leaders = [node for node in self.schedulers if node.alive and node.leader.term]
-        if leaders:
-            self.restart(self.schedulers, self._scheduler, leaders[0])
-
-    def crash_detokenizer(self) -> None:
-        self.restart(self.detokenizers, self._detokenizer)
-
-    def crash_gateway(self) -> None:
-        self.restart(self.gateways, self._gateway)
 
     def freeze(self) -> None:
         self.random.choice(self.nodes).freeze(self.random.uniform(0.5, 8))
@@ -404,34 +379,14 @@ class World:
 
     # Parts.
 
-    def _gateway(self, instance: str) -> GatewayNode:
-        life = next(self._lives)
-        node = GatewayNode(self.timeline, self.network, instance, life, self._deliver)
-        return self._joined(node, lambda: self.gateways)
-
-    def _scheduler(self, instance: str) -> SchedulerNode:
-        life = next(self._lives)
-        node = SchedulerNode(self.timeline, self.network, instance, life, self._queue_max)
-        return self._joined(node, lambda: self.schedulers)
-
-    def _worker(self, instance: str) -> WorkerNode:
-        life = next(self._lives)
-        node = WorkerNode(self.timeline, self.network, instance, life, self._answer)
-        node.fickle = self.fickle
-        node.begun = self._begin
-        return self._joined(node, lambda: self.workers)
-
-    def _detokenizer(self, instance: str) -> DetokenizerNode:
-        node = DetokenizerNode(self.timeline, self.network, instance, next(self._lives))
-        return self._joined(node, lambda: self.detokenizers)
-
-    def _joined(self, node: N, nodes: Callable[[], list[N]]) -> N:
-        """List the true holder of a name in place of a process that has lost it."""
+    def _make(self, kind: str, instance: str) -> Node:
+        nodes, make = self._kinds[kind]
+        node = make(self.timeline, self.network, instance, next(self._lives))
 
         def replaced(holder: Node) -> None:
-            listed = nodes()
-            if node in listed:
-                listed[listed.index(node)] = cast("N", holder)
+            """List the true holder of a name in place of a process that has lost it."""
+            if node in nodes:
+                nodes[nodes.index(node)] = holder
 
         node.replaced = replaced
         return node

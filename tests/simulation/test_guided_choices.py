@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.simulation.batching_world import EOS, VOCAB_SIZE, WorldRunner
-from tests.simulation.hash_runner import next_token
+from tests.simulation.hash_runner import both, next_token
 from tests.support.worker import limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -164,10 +164,7 @@ class World:
         self.batching = EngineCore(sizes, CachePools([group]), matcher_executor=self.slow)
         self.runner = MaskedRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(
-            self.batching,
-            self.runner,
-            Mailbox(1),
-            self.hear,
+            *(self.batching, self.runner, Mailbox(1), self.hear),
             clock=lambda: self.now,
             overlap=overlap,
         )
@@ -208,49 +205,53 @@ class World:
         runs = dict(zip(keys, states, strict=True))
         self.states |= runs
         self.ids |= {key: list(unpack_ids(state.output_ids)) for key, state in runs.items()}
-        guides = {
-            key: guide for key, state in runs.items() if (guide := guide_of(state)) is not None
-        }
-        self.hear(self.loop.turn(Mail(runs=runs, matchers=guides)))
+        guides = {key: guide for key, state in runs.items() if (guide := guide_of(state))}
+        self.turn(Mail(runs=runs, matchers=guides))
         return keys
+
+    def send_some(self) -> None:
+        self.send([self.new_state() for _ in range(self.random.choice([0, 1, 4]))])
+
+    def turn(self, mail: Mail | None = None) -> None:
+        self.hear(self.loop.turn(mail or Mail()))
 
     def drain(self) -> None:
         for _ in range(5000):
             if self.batching.idle:
                 return
-            self.hear(self.loop.turn(Mail()))
+            self.turn()
         raise AssertionError("the choices do not end")
 
-    def verify(self, key: ChoiceKey) -> None:
-        finish = self.ends[key]
-        code = None if finish.error is None else finish.error.code
-        assert (self.ids[key], finish.reason, code) == alone(self.states[key])
+    def code(self, key: ChoiceKey) -> str | None:
+        error = self.ends[key].error
+        return None if error is None else error.code
+
+    def verify(self) -> None:
+        """Every choice has ended as it does when no other is there."""
+        self.drain()
+        for key, state in self.states.items():
+            assert (self.ids[key], self.ends[key].reason, self.code(key)) == alone(state)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@both
 @pytest.mark.parametrize("seed", range(8))
 def test_every_choice_says_what_it_says_alone(seed: int, overlap: bool) -> None:
     world = World(seed, overlap=overlap)
     for _ in range(30):
-        world.send([world.new_state() for _ in range(world.random.choice([0, 1, 4]))])
-    world.drain()
-    for key in world.states:
-        world.verify(key)
+        world.send_some()
+    world.verify()
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@both
 @pytest.mark.parametrize("seed", range(8))
 def test_however_late_its_guide_is_a_choice_says_the_same(seed: int, overlap: bool) -> None:
     world = World(seed, overlap=overlap, slow=True)
     for turn in range(40):
-        world.send([world.new_state() for _ in range(world.random.choice([0, 1, 4]))])
+        world.send_some()
         if turn % 9 == 5:
             mode = world.random.choice([PauseMode.RETRACT, PauseMode.IN_PLACE])
-            orders = (PauseWorker(mode=mode), ContinueWorker())
-            world.hear(world.loop.turn(Mail(commands=list(orders))))
-    world.drain()
-    for key in world.states:
-        world.verify(key)
+            world.turn(Mail(commands=[PauseWorker(mode=mode), ContinueWorker()]))
+    world.verify()
     assert world.slow is not None
     assert world.slow.late > 20
     assert not world.slow.waiting
@@ -261,23 +262,22 @@ def test_who_waits_for_a_late_guide_holds_nobody_up_and_ends_as_an_overload() ->
     assert world.slow is not None
     world.slow.submit = lambda walks: None  # type: ignore[method-assign]
     world.slow.wait = lambda: None  # type: ignore[method-assign]
-    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    free = msgspec.structs.replace(world.new_state(), sampling=sampling)
-    grammar = Grammar(kind=GrammarKind.REGEX, text="a")
-    guided = msgspec.structs.replace(
-        free, sampling=msgspec.structs.replace(sampling, grammar=grammar)
+    guided, free = (
+        msgspec.structs.replace(
+            world.new_state(),
+            sampling=SamplingParams(max_new_tokens=20, ignore_eos=True, grammar=grammar),
+        )
+        for grammar in (Grammar(kind=GrammarKind.REGEX, text="a"), None)
     )
     stuck, runs = world.send([guided, free])
     for _ in range(30):
-        world.hear(world.loop.turn(Mail()))
+        world.turn()
     assert world.ends[runs].error is None
     assert len(world.ids[runs]) == 20
     assert stuck not in world.ends
     world.now = 11.0
-    world.hear(world.loop.turn(Mail()))
-    error = world.ends[stuck].error
-    assert error is not None
-    assert error.code == "overloaded"
+    world.turn()
+    assert world.code(stuck) == "overloaded"
     assert world.batching.pools.used() == [0]
 
 
@@ -286,13 +286,12 @@ def test_the_worlds_reach_retraction_and_every_end_of_a_grammar() -> None:
     for seed in range(6):
         world = World(seed, overlap=False)
         for _ in range(30):
-            world.send([world.new_state() for _ in range(world.random.choice([0, 1, 4]))])
+            world.send_some()
         world.drain()
         retractions += world.batching.planner.retractions
         for key, finish in world.ends.items():
             if (grammar := world.states[key].sampling.grammar) is not None:
-                code = None if finish.error is None else finish.error.code
-                seen.add((bool(grammar.begins_after), finish.reason.value, code))
+                seen.add((bool(grammar.begins_after), finish.reason.value, world.code(key)))
     assert retractions > 10
     assert seen >= {
         (deferred, *end) for deferred in (False, True) for end in (("stop", None), ("length", None))
@@ -303,14 +302,9 @@ def test_the_worlds_reach_retraction_and_every_end_of_a_grammar() -> None:
 def test_a_choice_that_is_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
     world = World(2, overlap=False)
     for name, after in (("a", ()), ("b", ()), ("a", AFTER)):
-        state = msgspec.structs.replace(
-            world.new_state(),
-            sampling=SamplingParams(
-                max_new_tokens=40,
-                seed=3,
-                grammar=Grammar(kind=GrammarKind.REGEX, text=name, begins_after=after),
-            ),
-        )
+        grammar = Grammar(kind=GrammarKind.REGEX, text=name, begins_after=after)
+        sampling = SamplingParams(max_new_tokens=40, seed=3, grammar=grammar)
+        state = msgspec.structs.replace(world.new_state(), sampling=sampling)
         whole, reason, _ = alone(state)
         for cut in range(len(whole)):
             moved = msgspec.structs.replace(

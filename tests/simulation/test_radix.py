@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
-from tests.support.worker import blocks_of
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.worker import blocks_of, page_group
 
-from antiphon.model_worker.cache.events import (
-    BlockTracker,
-    EventLog,
-)
+from antiphon.model_worker.cache.events import BlockTracker, EventLog
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import CacheKey
@@ -79,11 +70,9 @@ class RadixWorld:
         self.holders: list[Holder] = []
         self.entries: dict[Position, Entry] = {}
         self.content: dict[tuple[int, int], Position] = {}
-        self.clock = 0
-        self.step = 0
+        self.clock = self.step = self.heard_to = 0
         self.read: dict[int, set[tuple[int, int]]] = {}
         self.heard: set[bytes] = set()
-        self.heard_to = 0
         self.peeked: tuple[int, CacheKey, int] | None = None
         self.reached: Counter[str] = Counter()
 
@@ -130,9 +119,8 @@ class RadixWorld:
         if any(short):
             self.evict(short)
         if any(n > f for n, f in zip(needs, self.pools.free(), strict=True)):
-            assert self.pools.used() != [
-                pool.total - pool.free_count for pool in self.pools.pools
-            ], "what was given up is neither free nor behind the fence"
+            unfree = [pool.total - pool.free_count for pool in self.pools.pools]
+            assert self.pools.used() != unfree, "what was given up is neither free nor fenced"
             return False
         holder.table.allocate(tokens)
         return True
@@ -164,9 +152,8 @@ class RadixWorld:
             read, write = chain.pair(table.committed)
             assert (read == HOLE) == (table.committed == 0)
             assert write not in (read, HOLE)
-            assert self.pools.pools[group].holders(write) == 1, (
-                "a state that others hold is written"
-            )
+            alone = self.pools.pools[group].holders(write) == 1
+            assert alone, "a state that others hold is written"
             self.content[group, write] = holder.key.namespace, holder.key.token_ids[: 4 * end]
         return True
 
@@ -469,19 +456,13 @@ SHAPES += ["full state", "full state", "full window state state", "state"]
 
 
 def cache_groups(random: Random, shape: str, page_tokens: int) -> list[CacheGroup]:
-    return [
-        CacheGroup(
-            kind=GroupKind(kind),
-            layers=(index,),
-            page_bytes=1,
-            page_tokens=page_tokens,
-            pages_total=random.randint(4, 40)
-            if kind == "state"
-            else random.randint(384 // page_tokens, 2400 // page_tokens),
-            window=random.randint(2, 60) if kind == "window" else None,
-        )
-        for index, kind in enumerate(shape.split())
-    ]
+    def group(kind: str) -> CacheGroup:
+        sizes = (4, 40) if kind == "state" else (384 // page_tokens, 2400 // page_tokens)
+        pages = random.randint(*sizes)
+        window = random.randint(2, 60) if kind == "window" else None
+        return page_group(pages, GroupKind(kind), window, page_tokens)
+
+    return list(map(group, shape.split()))
 
 
 def random_world(random: Random) -> RadixWorld:

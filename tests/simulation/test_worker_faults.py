@@ -26,7 +26,7 @@ from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 AT_FAULT = ChoiceKey(3)
@@ -104,13 +104,14 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    with staged(overlap=request.param, curse=-1) as stage:
+        yield stage
+
+
 def eight_prompts() -> list[list[int]]:
     return [harmless(5 + salt, salt) for salt in range(8)]
-
-
-def run_eight(stage: Stage) -> None:
-    stage.run_all(eight_prompts())
-    stage.drain()
 
 
 def verify_others(stage: Stage) -> None:
@@ -119,25 +120,23 @@ def verify_others(stage: Stage) -> None:
     stage.verify()
 
 
-@both
 @pytest.mark.parametrize("after", [0, 1, 6])
 @pytest.mark.parametrize("place", PLACES)
 def test_fault_of_one_request_ends_that_request_alone(
-    place: str, after: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    place: str, after: int, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = Fault(monkeypatch, *PLACES[place], after)
-    with staged(overlap=overlap, curse=-1) as stage:
-        run_eight(stage)
-        told = stage.told[AT_FAULT]
-        if told.finish is not None and told.finish.error is not None:
-            verify_others(stage)
-            return
-        # It was not called so often, or the plan was built after all, in halves.
-        assert fault.calls <= after or place in {"build", "pieces", "layout"}
-        stage.verify()
+    stage.run_all(eight_prompts())
+    stage.drain()
+    told = stage.told[AT_FAULT]
+    if told.finish is not None and told.finish.error is not None:
+        verify_others(stage)
+        return
+    # It was not called so often, or the plan was built after all, in halves.
+    assert fault.calls <= after or place in {"build", "pieces", "layout"}
+    stage.verify()
 
 
-@both
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -149,33 +148,31 @@ def test_fault_of_one_request_ends_that_request_alone(
     ids=lambda part: part if isinstance(part, str) else part.__name__,
 )
 def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
-    owner: type, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with staged(overlap=overlap, curse=-1) as stage:
-        first = [stage.run(harmless(5, salt), seed=salt) for salt in range(3)]
-        real = owner.__dict__[name]
+    first = [stage.run(harmless(5, salt), seed=salt) for salt in range(3)]
+    real = owner.__dict__[name]
 
-        def fail(*_: object) -> None:
-            monkeypatch.setattr(owner, name, real)
-            raise AssertionError("a bug, on purpose")
+    def fail(*_: object) -> None:
+        monkeypatch.setattr(owner, name, real)
+        raise AssertionError("a bug, on purpose")
 
-        if name == "_advance_matchers":  # it is called only where a request has a grammar
-            stage.batching.slots.logits_processors._matchers[-1] = None  # pyright: ignore
-        monkeypatch.setattr(owner, name, fail)
-        for _ in range(3):
-            stage.turn()
-        stage.batching.slots.logits_processors._matchers.clear()  # pyright: ignore
-        if overlap and owner is Stretch:
-            return  # none begins while another step is in flight
-        assert owner.__dict__[name] is real, "it was never made to fail"
-        codes = [told.finish.error.code for told in first if told.finish and told.finish.error]
-        assert set(codes) == {"internal"}
-        stage.told = {key: told for key, told in stage.told.items() if told not in first}
-        stage.run(harmless(9, 9))
-        stage.finish()
+    if name == "_advance_matchers":  # it is called only where a request has a grammar
+        stage.batching.slots.logits_processors._matchers[-1] = None  # pyright: ignore
+    monkeypatch.setattr(owner, name, fail)
+    for _ in range(3):
+        stage.turn()
+    stage.batching.slots.logits_processors._matchers.clear()  # pyright: ignore
+    if stage.overlap and owner is Stretch:
+        return  # none begins while another step is in flight
+    assert owner.__dict__[name] is real, "it was never made to fail"
+    codes = [told.finish.error.code for told in first if told.finish and told.finish.error]
+    assert set(codes) == {"internal"}
+    stage.told = {key: told for key, told in stage.told.items() if told not in first}
+    stage.run(harmless(9, 9))
+    stage.finish()
 
 
-@both
 @pytest.mark.parametrize(
     "order",
     [
@@ -188,25 +185,23 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
 )
 @pytest.mark.parametrize("name", ["progress", "untell", "go_on"])
 def test_fault_of_one_request_keeps_no_order_from_being_obeyed(
-    name: str, order: ControlCommand, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, order: ControlCommand, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with staged(overlap=overlap, curse=-1) as stage:
-        stage.run_all(eight_prompts())
-        for _ in range(5):
-            stage.turn()
-        fault = Fault(monkeypatch, Request, name)
-        assert len(stage.order(order)) == 1
-        stage.order(ContinueWorker())
-        stage.drain()
-        if fault.raised:
-            verify_others(stage)
-        else:  # this order, or a loop without steady steps, does not come there
-            stage.verify()
+    stage.run_all(eight_prompts())
+    for _ in range(5):
+        stage.turn()
+    fault = Fault(monkeypatch, Request, name)
+    assert len(stage.order(order)) == 1
+    stage.order(ContinueWorker())
+    stage.drain()
+    if fault.raised:
+        verify_others(stage)
+    else:  # this order, or a loop without steady steps, does not come there
+        stage.verify()
 
 
-@both
 def test_request_that_cannot_be_handed_back_ends_alone(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = EngineCore.requeue
 
@@ -215,16 +210,15 @@ def test_request_that_cannot_be_handed_back_ends_alone(
             raise AssertionError("a bug, on purpose")
         return real(batching, keys)
 
-    with staged(overlap=overlap, curse=-1) as stage:
-        monkeypatch.setattr(EngineCore, "requeue", fail)
-        prompts = eight_prompts()
-        runs = dict(stage.request(p, seed=i) for i, p in enumerate(prompts))
-        returned = ChoiceKey(4)
-        stage.turn(Mail(runs=runs, requeues={(AT_FAULT,): None, (returned,): None}))
-        assert stage.reports[-1].returned == (returned,)
-        del stage.told[returned]
-        stage.drain()
-        verify_others(stage)
+    monkeypatch.setattr(EngineCore, "requeue", fail)
+    prompts = eight_prompts()
+    runs = dict(stage.request(p, seed=i) for i, p in enumerate(prompts))
+    returned = ChoiceKey(4)
+    stage.turn(Mail(runs=runs, requeues={(AT_FAULT,): None, (returned,): None}))
+    assert stage.reports[-1].returned == (returned,)
+    del stage.told[returned]
+    stage.drain()
+    verify_others(stage)
 
 
 @both
@@ -241,98 +235,88 @@ def test_request_that_cannot_be_reported_does_not_stop_the_loop_when_its_plan_fa
         verify_others(stage)
 
 
-@both
 @pytest.mark.parametrize("dropped", [0, AT_FAULT, 7])
 def test_tokens_of_steady_steps_that_one_request_does_not_take_are_written_to_the_others(
-    dropped: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    dropped: int, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with staged(overlap=overlap, curse=-1) as stage:
-        stage.run_all(eight_prompts())
-        for _ in range(5):
-            stage.turn()
-        fault = Fault(monkeypatch, Request, "go_on")
-        stage.told[ChoiceKey(dropped)].dropped = dropped != AT_FAULT
-        stage.turn(Mail(drops={ChoiceKey(dropped): None} if dropped != AT_FAULT else {}))
-        stage.drain()
-        assert bool(fault.raised) != overlap, "steady steps follow each other without overlap only"
-        if fault.raised:
-            verify_others(stage)
-        else:
-            stage.verify()
+    stage.run_all(eight_prompts())
+    for _ in range(5):
+        stage.turn()
+    fault = Fault(monkeypatch, Request, "go_on")
+    stage.told[ChoiceKey(dropped)].dropped = dropped != AT_FAULT
+    stage.turn(Mail(drops={ChoiceKey(dropped): None} if dropped != AT_FAULT else {}))
+    stage.drain()
+    assert bool(fault.raised) != stage.overlap, "steady steps need a loop without overlap"
+    if fault.raised:
+        verify_others(stage)
+    else:
+        stage.verify()
 
 
-@both
 def test_waiting_request_that_cannot_be_planned_does_not_stop_the_loop(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = Fault(monkeypatch, StepPlanner, "_should_wait")
-    with staged(overlap=overlap, curse=-1) as stage:
-        run_eight(stage)
-        assert fault.raised
-        verify_others(stage)
+    stage.run_all(eight_prompts())
+    stage.drain()
+    assert fault.raised
+    verify_others(stage)
 
 
-@both
 def test_fault_in_steady_steps_ends_their_requests(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with staged(overlap=overlap, curse=-1) as stage:
-        for salt in range(3):
-            stage.run(harmless(5, salt), tokens_max=60, seed=salt)
-        calls = 0
-        real = SteadyRows.plan
+    for salt in range(3):
+        stage.run(harmless(5, salt), tokens_max=60, seed=salt)
+    calls = 0
+    real = SteadyRows.plan
 
-        def plan(rows: SteadyRows, step: int) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                raise AssertionError("a bug, on purpose")
-            return real(rows, step)
+    def plan(rows: SteadyRows, step: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise AssertionError("a bug, on purpose")
+        return real(rows, step)
 
-        monkeypatch.setattr(SteadyRows, "plan", plan)
+    monkeypatch.setattr(SteadyRows, "plan", plan)
+    stage.drain()
+    assert calls >= (0 if stage.overlap else 3)
+    stage.verify()  # a plan that cannot be built is built again from the rows
+
+
+def test_broken_page_pool_ends_the_loop(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.run(harmless(9, 1))
+    release = PagePool.release
+
+    def twice(pool: PagePool, *arguments: Any) -> None:
+        release(pool, *arguments)
+        release(pool, *arguments)
+
+    monkeypatch.setattr(PagePool, "release", twice)
+    with pytest.raises(SharedStateBroken):
         stage.drain()
-        assert calls >= (0 if overlap else 3)
-        stage.verify()  # a plan that cannot be built is built again from the rows
 
 
-@both
-def test_broken_page_pool_ends_the_loop(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with staged(overlap=overlap, curse=-1) as stage:
-        stage.run(harmless(9, 1))
-        release = PagePool.release
-
-        def twice(pool: PagePool, *arguments: Any) -> None:
-            release(pool, *arguments)
-            release(pool, *arguments)
-
-        monkeypatch.setattr(PagePool, "release", twice)
-        with pytest.raises(SharedStateBroken):
-            stage.drain()
-
-
-@both
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(PagePool, "allocate"), (PagePool, "release"), (tree, "RadixNode")],
     ids=lambda part: part if isinstance(part, str) else part.__name__.rpartition(".")[2],
 )
 def test_fault_in_a_helper_of_shared_structures_ends_the_loop(
-    owner: Any, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However deep: the structure that called it has begun a change, and not finished it."""
 
-    with staged(overlap=overlap, curse=-1) as stage:
-        stage.run(harmless(40, 1))
+    stage.run(harmless(40, 1))
+    stage.drain()
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(SharedStateBroken):  # noqa: PT012  # in the turn of either
+        stage.run(harmless(60, 1))
         stage.drain()
-        monkeypatch.setattr(owner, name, fail)
-        with pytest.raises(SharedStateBroken):  # noqa: PT012  # in the turn of either
-            stage.run(harmless(60, 1))
-            stage.drain()
 
 
-@both
 def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing shared was begun; should it end the worker, it would end the next one as well."""
     real = running_batch.request_namespace
@@ -342,13 +326,12 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
             raise AssertionError("a bug, on purpose")
         return real(namespace, salt)
 
-    with staged(overlap=overlap, curse=-1) as stage:
-        monkeypatch.setattr(running_batch, "request_namespace", fail)
-        prompts = eight_prompts()
-        requests = [stage.request(p, seed=i) for i, p in enumerate(prompts)]
-        at = [key for key, _ in requests].index(AT_FAULT)
-        salted = msgspec.structs.replace(requests[at][1], cache_salt=b"salt")
-        requests[at] = (AT_FAULT, salted)
-        stage.turn(Mail(runs=dict(requests)))
-        stage.drain()
-        verify_others(stage)
+    monkeypatch.setattr(running_batch, "request_namespace", fail)
+    prompts = eight_prompts()
+    requests = [stage.request(p, seed=i) for i, p in enumerate(prompts)]
+    at = [key for key, _ in requests].index(AT_FAULT)
+    salted = msgspec.structs.replace(requests[at][1], cache_salt=b"salt")
+    requests[at] = (AT_FAULT, salted)
+    stage.turn(Mail(runs=dict(requests)))
+    stage.drain()
+    verify_others(stage)

@@ -8,16 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.simulation.hash_runner import HashRunner, next_token
-from tests.support.worker import (
-    DETOKENIZER,
-    GATEWAY,
-    LEADER,
-    WORKER,
-    admit,
-    limits,
-    page_group,
-)
+from tests.simulation.hash_runner import HashRunner, answer_alone
+from tests.support.worker import DETOKENIZER, GATEWAY, LEADER, WORKER, admit, limits, page_group
 
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -80,8 +72,7 @@ class Network:
         self._count = 0
 
     def send(self, message: Message, delay_ms: int | None = None) -> None:
-        copies = 0 if self.random.random() < self.loss else 1
-        copies += self.random.random() < self.loss
+        copies = (self.random.random() >= self.loss) + (self.random.random() < self.loss)
         for _ in range(copies):
             late = self.random.choice([1, 2, 3, 30]) if self.loss else 1
             self._count += 1
@@ -110,11 +101,8 @@ class World:
         runner = HashRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(self.batching, runner, self.mailbox, self.report)
         self.stories: dict[RequestId, Story] = {}
-        self.commands = 0
-        self.versions = 0
-        self.seen_seq = 0
         self.unfolding = Unfolding()
-        self.steps = 0
+        self.commands = self.versions = self.seen_seq = self.steps = 0
         self.asked_ms = -BEAT_MS
 
     @property
@@ -188,9 +176,8 @@ class World:
         self.seen_seq = max(self.seen_seq, news.seq)
         self.steps += isinstance(news, TokenStep)
         batch = self.unfolding.batch(news)
-        gap |= batch is None
-        for row in () if batch is None else batch.rows:
-            gap |= not self.accept(row)
+        accepted = [] if batch is None else [self.accept(row) for row in batch.rows]
+        gap |= batch is None or not all(accepted)
         if gap:
             self.ask()
 
@@ -319,8 +306,12 @@ class World:
 
     def verify(self, story: Story) -> None:
         """Every choice says what it says alone: whole, or up to its stop string."""
+        prompt, sampling = unpack_ids(story.admit.prompt_ids), story.admit.sampling
+        longest, seed = min(sampling.max_new_tokens, 80 - len(prompt)), sampling.seed
         for output in story.admit.choices:
-            ids, reason = self.alone(story.admit, output.choice)
+            ids, reason = answer_alone(
+                prompt, longest, {1}, VOCAB_SIZE, seed=seed, choice=output.choice
+            )
             stop_at = story.stop_at.get(output.choice, len(ids) + 1)
             if stop_at <= len(ids):
                 ids, reason = ids[:stop_at], FinishReason.STOP
@@ -329,15 +320,6 @@ class World:
                 assert said == ids[: len(said)]
             else:
                 assert (said, story.ends[output.choice]) == (ids, reason)
-
-    def alone(self, admit: Admit, choice: int) -> tuple[list[int], FinishReason]:
-        prompt, said = list(unpack_ids(admit.prompt_ids)), list[int]()
-        while len(said) < min(admit.sampling.max_new_tokens, 80 - len(prompt)):
-            token = next_token(prompt + said, [None], admit.sampling.seed, choice, VOCAB_SIZE)
-            if token == 1:
-                return said, FinishReason.STOP
-            said.append(token)
-        return said, FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.05, 0.3])

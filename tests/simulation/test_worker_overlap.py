@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.simulation.hash_runner import ApartRunner, CursedRunner, HashRunner, next_token
+from tests.simulation.hash_runner import ApartRunner, CursedRunner, HashRunner, answer_alone, both
 from tests.support.worker import error_of, limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -57,7 +57,7 @@ class Stage:
     """One loop, and somebody who says what comes in."""
 
     def __init__(self, *, overlap: bool, pages: int, window: int | None, curse: int) -> None:
-        self.curse = curse
+        self.overlap, self.curse = overlap, curse
         groups = [page_group(pages)]
         if window is not None:
             groups.append(page_group(pages, GroupKind.WINDOW, window))
@@ -138,20 +138,15 @@ class Stage:
         assert self.pools.used() == [0] * len(self.windows), "a page is lost"
 
     def expected(self, told: Told) -> tuple[list[int], FinishReason]:
-        """What a choice says, and how it ends, by itself alone and with the curse."""
-        said: list[int] = []
+        """What a choice answers, and how it ends, by itself alone and with the curse."""
         if self.curse in told.prompt:
-            return said, FinishReason.ERROR
+            return [], FinishReason.ERROR
         longest = min(told.tokens_max, self.limits.context_tokens - len(told.prompt))
-        while len(said) < longest:
-            context = told.prompt + said
-            token = next_token(context, self.windows, told.seed, 0, VOCAB_SIZE)
-            if token == EOS:
-                return said, FinishReason.STOP
-            said.append(token)
-            if token == self.curse and len(said) < longest:
-                return said, FinishReason.ERROR
-        return said, FinishReason.LENGTH
+        ids, reason = answer_alone(
+            told.prompt, longest, {EOS}, VOCAB_SIZE, windows=self.windows, seed=told.seed
+        )
+        cursed = ids.index(self.curse) + 1 if self.curse in ids else longest
+        return (ids, reason) if cursed == longest else (ids[:cursed], FinishReason.ERROR)
 
     def finish(self) -> None:
         self.drain()
@@ -182,30 +177,29 @@ def harmless(length: int, salt: int) -> list[int]:
     return [4 + (salt * 7 + i) % 50 for i in range(length)]
 
 
-both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    with staged(overlap=request.param) as stage:
+        yield stage
 
 
-@both
 @pytest.mark.parametrize("position", range(7))
 def test_a_step_that_raises_ends_only_the_request_that_is_to_blame(
-    overlap: bool, position: int
+    stage: Stage, position: int
 ) -> None:
-    with staged(overlap=overlap) as stage:
-        prompts = [harmless(5, salt) for salt in range(7)]
-        prompts[position] = [*prompts[position][:4], CURSE]
-        stage.run_all(prompts)
-        stage.finish()
-        culprit = stage.told[ChoiceKey(position)]
-        assert error_of(culprit.finish).code == "internal"
+    prompts = [harmless(5, salt) for salt in range(7)]
+    prompts[position] = [*prompts[position][:4], CURSE]
+    stage.run_all(prompts)
+    stage.finish()
+    culprit = stage.told[ChoiceKey(position)]
+    assert error_of(culprit.finish).code == "internal"
 
 
-@both
-def test_several_culprits_in_one_step_are_all_found(overlap: bool) -> None:
-    with staged(overlap=overlap) as stage:
-        prompts = [[*harmless(4, salt), CURSE if salt % 3 == 0 else 9] for salt in range(8)]
-        stage.run_all(prompts)
-        stage.finish()
-        assert stage.cursed.raised > 1
+def test_several_culprits_in_one_step_are_all_found(stage: Stage) -> None:
+    prompts = [[*harmless(4, salt), CURSE if salt % 3 == 0 else 9] for salt in range(8)]
+    stage.run_all(prompts)
+    stage.finish()
+    assert stage.cursed.raised > 1
 
 
 def test_when_every_request_fails_every_request_ends() -> None:
@@ -283,13 +277,8 @@ def test_an_end_that_is_found_late_costs_one_row_and_no_token() -> None:
 
 
 def _stops(seed: int) -> bool:
-    context = harmless(6, 0)
-    for _ in range(20):
-        token = next_token(context, [None], seed, 0, VOCAB_SIZE)
-        if token in {EOS, CURSE}:
-            return token == EOS and len(context) > 8
-        context.append(token)
-    return False
+    ids, reason = answer_alone(harmless(6, 0), 20, {EOS}, VOCAB_SIZE, seed=seed)
+    return reason is FinishReason.STOP and CURSE not in ids and len(ids) > 2
 
 
 @both
@@ -313,8 +302,8 @@ def test_worlds_with_curses_drops_and_pauses_say_what_each_says_alone(
             ]
             for key in drops:
                 stage.told[key].dropped = True
-            orders = tuple(_orders(chance))
-            stage.turn(Mail(runs=dict(runs), drops=dict.fromkeys(drops), commands=list(orders)))
+            orders = list(_orders(chance))
+            stage.turn(Mail(runs=dict(runs), drops=dict.fromkeys(drops), commands=orders))
         stage.order(ContinueWorker())
         stage.finish()
         assert len(stage.told) > 100
@@ -347,102 +336,92 @@ def test_the_worlds_reach_retraction_with_steps_in_flight() -> None:
         assert stage.runner.futures > 0
 
 
-@both
 @pytest.mark.parametrize("mode", list(PauseMode))
-def test_a_paused_loop_computes_nothing_and_then_goes_on(overlap: bool, mode: PauseMode) -> None:
-    with staged(overlap=overlap) as stage:
-        early = [stage.run(harmless(9, salt), tokens_max=30, seed=salt) for salt in range(3)]
-        said = [told.ids.copy() for told in early]
-        (done,) = stage.order(PauseWorker(mode=mode))
-        assert done.requests == 3
-        assert stage.reports[-1].paused
-        rows = stage.runner.rows
-        late = stage.run(harmless(5, 7), tokens_max=4)
-        stage.turn()
-        assert stage.runner.rows == rows
-        assert not late.ids
-        match mode:
-            case PauseMode.ABORT:
-                assert all(t.finish == Finish(reason=FinishReason.ABORT) for t in early)
-            case PauseMode.RETRACT:
-                assert not stage.batching.running
-            case PauseMode.IN_PLACE:
-                assert len(stage.batching.running) == 3
-        stage.order(ContinueWorker())
-        stage.finish()
-        assert late.finish is not None
-        assert all(t.ids[: len(before)] == before for t, before in zip(early, said, strict=True))
+def test_a_paused_loop_computes_nothing_and_then_goes_on(stage: Stage, mode: PauseMode) -> None:
+    early = [stage.run(harmless(9, salt), tokens_max=30, seed=salt) for salt in range(3)]
+    said = [told.ids.copy() for told in early]
+    (done,) = stage.order(PauseWorker(mode=mode))
+    assert done.requests == 3
+    assert stage.reports[-1].paused
+    rows = stage.runner.rows
+    late = stage.run(harmless(5, 7), tokens_max=4)
+    stage.turn()
+    assert stage.runner.rows == rows
+    assert not late.ids
+    match mode:
+        case PauseMode.ABORT:
+            assert all(t.finish == Finish(reason=FinishReason.ABORT) for t in early)
+        case PauseMode.RETRACT:
+            assert not stage.batching.running
+        case PauseMode.IN_PLACE:
+            assert len(stage.batching.running) == 3
+    stage.order(ContinueWorker())
+    stage.finish()
+    assert late.finish is not None
+    assert all(t.ids[: len(before)] == before for t, before in zip(early, said, strict=True))
 
 
-@both
-def test_what_retraction_freed_can_be_flushed_while_paused(overlap: bool) -> None:
-    with staged(overlap=overlap) as stage:
-        stage.run(harmless(30, 1), tokens_max=30)
-        stage.turn()
-        _, flushed = stage.order(PauseWorker(mode=PauseMode.RETRACT), FlushCache())
-        assert flushed.pages_freed > 0
-        assert stage.pools.used() == [0]
-        stage.order(ContinueWorker())
-        stage.finish()
+def test_what_retraction_freed_can_be_flushed_while_paused(stage: Stage) -> None:
+    stage.run(harmless(30, 1), tokens_max=30)
+    stage.turn()
+    _, flushed = stage.order(PauseWorker(mode=PauseMode.RETRACT), FlushCache())
+    assert flushed.pages_freed > 0
+    assert stage.pools.used() == [0]
+    stage.order(ContinueWorker())
+    stage.finish()
 
 
-@both
-def test_nothing_of_other_weights_is_ever_found_again(overlap: bool) -> None:
+def test_nothing_of_other_weights_is_ever_found_again(stage: Stage) -> None:
     prompt = harmless(45, 1)
-    with staged(overlap=overlap) as stage:
-        stage.run([*prompt, 5], tokens_max=2)
-        answering = stage.run([*prompt, 6], tokens_max=40)
-        while not answering.ids:
-            stage.turn()
-        assert answering.cached_tokens > 0
-        (done,) = stage.order(SetWeightVersion(version="next", abort_all=False))
-        assert done.requests >= 1
-        assert stage.batching.limits.weight_version == "next"
-        while answering.finish is None:
-            stage.turn()
-        # It has computed all of its answer, on pages of which some are older than the weights.
-        after = stage.run(answering.prompt + answering.ids, tokens_max=2)
-        assert after.cached_tokens == 0
-        stage.finish()
-
-
-@both
-def test_a_prompt_that_other_weights_have_begun_is_begun_again(overlap: bool) -> None:
-    prompt = harmless(70, 1)
-    with staged(overlap=overlap) as stage:
-        told = stage.run(prompt, tokens_max=2)
+    stage.run([*prompt, 5], tokens_max=2)
+    answering = stage.run([*prompt, 6], tokens_max=40)
+    while not answering.ids:
         stage.turn()
-        assert not told.ids
-        stage.order(SetWeightVersion(version="next", abort_all=False))
-        before = stage.runner.tokens
-        stage.finish()
-        assert told.cached_tokens == 0
-        assert stage.runner.tokens - before >= len(prompt) - 20  # one chunk went with the order
+    assert answering.cached_tokens > 0
+    (done,) = stage.order(SetWeightVersion(version="next", abort_all=False))
+    assert done.requests >= 1
+    assert stage.batching.limits.weight_version == "next"
+    while answering.finish is None:
+        stage.turn()
+    # It has computed all of its answer, on pages of which some are older than the weights.
+    after = stage.run(answering.prompt + answering.ids, tokens_max=2)
+    assert after.cached_tokens == 0
+    stage.finish()
 
 
-@both
+def test_a_prompt_that_other_weights_have_begun_is_begun_again(stage: Stage) -> None:
+    prompt = harmless(70, 1)
+    told = stage.run(prompt, tokens_max=2)
+    stage.turn()
+    assert not told.ids
+    stage.order(SetWeightVersion(version="next", abort_all=False))
+    before = stage.runner.tokens
+    stage.finish()
+    assert told.cached_tokens == 0
+    assert stage.runner.tokens - before >= len(prompt) - 20  # one chunk went with the order
+
+
 @pytest.mark.parametrize("interval", [1, 7])
-def test_each_token_is_told_with_the_weights_that_drew_it(overlap: bool, interval: int) -> None:
-    with staged(overlap=overlap) as stage:
-        stage.batching.limits = msgspec.structs.replace(
-            stage.batching.limits, stream_interval=interval, weight_version="first"
-        )
-        prompt = harmless(9, 1)
-        long = (seed for seed in range(100) if len(stage.expected(Told(prompt, 40, seed))[0]) > 20)
-        told = stage.run(prompt, tokens_max=40, seed=next(long))
-        for _ in range(10):
-            stage.turn()
-        assert told.finish is None
-        (running,) = stage.batching.running.values()
-        stage.batching.prepare_pause(PauseMode.IN_PLACE)  # steady steps are written to it
-        before = running.outputs + running.ahead  # what is under way is still theirs
-        stage.order(SetWeightVersion(version="second", abort_all=False))
-        stage.finish()
-        counts = {"first": 0, "second": 0}
-        for report in stage.reports:
-            for progress in report.progress:
-                counts[progress.weights] += id_count(progress.token_ids)
-        assert counts == {"first": before, "second": len(told.ids) - before}
+def test_each_token_is_told_with_the_weights_that_drew_it(stage: Stage, interval: int) -> None:
+    stage.batching.limits = msgspec.structs.replace(
+        stage.batching.limits, stream_interval=interval, weight_version="first"
+    )
+    prompt = harmless(9, 1)
+    long = (seed for seed in range(100) if len(stage.expected(Told(prompt, 40, seed))[0]) > 20)
+    told = stage.run(prompt, tokens_max=40, seed=next(long))
+    for _ in range(10):
+        stage.turn()
+    assert told.finish is None
+    (running,) = stage.batching.running.values()
+    stage.batching.prepare_pause(PauseMode.IN_PLACE)  # steady steps are written to it
+    before = running.outputs + running.ahead  # what is under way is still theirs
+    stage.order(SetWeightVersion(version="second", abort_all=False))
+    stage.finish()
+    counts = {"first": 0, "second": 0}
+    for report in stage.reports:
+        for progress in report.progress:
+            counts[progress.weights] += id_count(progress.token_ids)
+    assert counts == {"first": before, "second": len(told.ids) - before}
 
 
 def test_a_new_version_ends_everybody_unless_told_otherwise() -> None:

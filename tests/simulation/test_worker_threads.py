@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.simulation.batching_world import Told, World
+from tests.simulation.hash_runner import both
 from tests.support import worker
 
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (
     ContinueWorker,
@@ -99,8 +100,8 @@ class BusSide:
                 self.box.run(key, state)
             except Overloaded:
                 self.seen["refused"] += 1
-                for _, told in ((k, self.world.told[k]) for k, _ in pairs[index:]):
-                    told.dropped = True
+                for unsent, _ in pairs[index:]:
+                    self.world.told[unsent].dropped = True
                 for sent, _ in pairs[:index]:
                     self.drop(sent)
                 return
@@ -110,6 +111,14 @@ class BusSide:
         told.dropped = True
         self.box.drop(key, self.random.choice([None, len(told.ids)]))
 
+    def run_endless(self) -> Told:
+        """Send a request that ends by its length alone."""
+        key, ends = ChoiceKey(0), {"max_new_tokens": 90, "ignore_eos": True}
+        state = worker.state([5, 6, 7], request_id=RequestId("r0"), **ends)
+        self.world.told[key] = told = Told(state)
+        self.box.run(key, state)
+        return told
+
     def act(self) -> None:
         """Do one thing, whatever the loop does at this moment."""
         live = [key for key, told in self.world.told.items() if told.live]
@@ -117,24 +126,17 @@ class BusSide:
             case "drop" if live:
                 self.drop(self.random.choice(live))
             case "return" if live:
-                request_id = self.world.told[self.random.choice(live)].state.request_id
-                told = self.world.told
-                self.box.requeue(
-                    tuple(key for key in live if told[key].state.request_id == request_id)
-                )
+                states = {key: self.world.told[key].state for key in live}
+                asked = states[self.random.choice(live)].request_id
+                self.box.requeue(tuple(key for key in live if states[key].request_id == asked))
             case "hear":
                 while self.hear(wait=False):
                     pass
             case "order":
                 mode = self.random.choice(list(PauseMode))
-                orders: list[ControlCommand] = [
-                    FlushCache(),
-                    PauseWorker(mode=mode),
-                    ContinueWorker(),
-                ]
-                if self.random.random() < 0.3:
-                    orders.append(SetWeightVersion(version=str(self._ordered), abort_all=False))
-                self.order(*orders)
+                weights = SetWeightVersion(version=str(self._ordered), abort_all=False)
+                more = [weights] if self.random.random() < 0.3 else []
+                self.order(FlushCache(), PauseWorker(mode=mode), ContinueWorker(), *more)
             case "fail":
                 self.world.runner.fail = not self.world.runner.fail
             case _:
@@ -149,8 +151,7 @@ class BusSide:
         self.hear_until(lambda: self.last is not None and self.last.running == 0)
 
     def verify(self, told: Told) -> None:
-        aborted = told.finish is not None and told.finish.reason is FinishReason.ABORT
-        if aborted:
+        if told.finish is not None and told.finish.reason is FinishReason.ABORT:
             said, _ = self.world.alone(told.state)
             assert told.ids == said[: len(told.ids)]
         else:
@@ -169,9 +170,6 @@ def beside(world: World) -> Iterator[BusSide]:
         side.thread.join(WAIT_S)
     assert not side.thread.is_alive(), "the loop does not end"
     assert not side.failed
-
-
-both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
 
 
 @both
@@ -200,19 +198,14 @@ def test_whatever_is_written_while_the_loop_runs_everybody_has_one_end(
 def test_the_threads_cross_in_every_way() -> None:
     missing = {"refused", "crossed", "returned", "abort", "length", "stop", "internal"}
     for seed in range(40):  # a few are enough, unless one thread is much slower than the other
-        if not missing:
-            break
         with beside(World(seed, overlap=True, queue_timeout_s=None)) as side:
             for _ in range(250):
                 side.act()
             side.drain()
         missing -= {*side.seen, *side.world.seen}
+        if not missing:
+            return
     assert not missing
-
-
-def endless(number: int) -> tuple[ChoiceKey, RequestState]:
-    said = {"request_id": RequestId(f"r{number}"), "max_new_tokens": 90, "ignore_eos": True}
-    return ChoiceKey(number), worker.state([5, 6, 7], **said)
 
 
 def test_a_report_is_delivered_before_the_next_step_is_computed() -> None:
@@ -232,10 +225,8 @@ def test_a_report_is_delivered_before_the_next_step_is_computed() -> None:
     world.runner.run = run  # type: ignore[method-assign]
     with beside(world) as side:
         side.loop._deliver = deliver
-        key, state = endless(0)
-        world.told[key] = Told(state)
-        side.box.run(key, state)
-        side.hear_until(lambda: world.told[key].finish is not None)
+        told = side.run_endless()
+        side.hear_until(lambda: told.finish is not None)
     assert len(delivered) > 10
     assert all(count == step - 1 for step, count in delivered.items())
 
@@ -245,13 +236,11 @@ def test_who_waits_in_a_pause_for_too_long_ends_in_it(overlap: bool) -> None:
     world = World(1, overlap=overlap, queue_timeout_s=0.05, running_timeout_s=None)
     with beside(world) as side:
         side.order(PauseWorker(mode=PauseMode.IN_PLACE))
-        key, state = endless(0)
-        world.told[key] = Told(state)
-        side.box.run(key, state)
-        side.hear_until(lambda: world.told[key].finish is not None)
+        told = side.run_endless()
+        side.hear_until(lambda: told.finish is not None)
         assert side.last is not None
         assert side.last.paused
-    assert world.seen == {"overloaded": 1}
+    assert world.seen == Counter(overloaded=1)
     assert world.batching.idle
 
 
@@ -271,13 +260,11 @@ def test_who_runs_for_too_long_ends_though_the_loop_is_paused(
 
     world.runner.run = run  # type: ignore[method-assign]
     with beside(world) as side:
-        key, state = endless(0)
-        world.told[key] = Told(state)
-        side.box.run(key, state)
+        told = side.run_endless()
         assert begun.wait(WAIT_S)
         side.box.submit_command(PauseWorker(mode=mode))
         goes_on.set()
-        side.hear_until(lambda: world.told[key].finish is not None)
+        side.hear_until(lambda: told.finish is not None)
     assert world.seen["deadline"] == 1
     assert side.last is not None
     assert side.last.paused
