@@ -23,14 +23,10 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import msgspec
 from tests.bench.models import QWEN_05B, SHAPES, made
 from tests.bench.summary import Measurement, Summary, arguments, here, measured, report
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LINEARS = ("plain", "packed", "int8")
 BLOCK_BYTES = 1 << 20
@@ -158,31 +154,26 @@ def measure(model: str, rounds: int) -> tuple[Summary, dict[str, list[Load]]]:
             reads.append(read_seconds(file))
             touch(2 * size)
             forget(file)
-            loads[linear].append(_in_a_process(folder, linear))
-            rates[linear].append(reads[-1] / loads[linear][-1].seconds)
-            line = f"{linear}: read {reads[-1]:.2f} s, loaded {loads[linear][-1].seconds:.2f} s\n"
-            sys.stderr.write(line)
+            load = _in_a_process(folder, linear)
+            loads[linear].append(load)
+            rates[linear].append(reads[-1] / load.seconds)
+            print(f"{linear}: read {reads[-1]:.2f} s, loaded {load.seconds:.2f} s", file=sys.stderr)
     setup = {
         "model": model,
         "file_bytes": sum(each.stat().st_size for each in folder.glob("*.safetensors")),
         "disk_megabytes_per_s": round(size / median(reads) / 1e6),
         "rounds": rounds,
     }
-    rows = (row for name in LINEARS for row in _rows(name, size, loads[name], rates[name]))
+    rows: list[Measurement] = []
+    for case, found in loads.items():
+        rows += (
+            measured("seconds", (load.seconds for load in found), case=case, by_round=True),
+            measured("cpu_seconds", (load.cpu_seconds for load in found), case=case),
+            measured("megabytes_per_s", (size / load.seconds / 1e6 for load in found), case=case),
+            measured("share_of_disk_rate", rates[case], case=case),
+            measured("peak_per_weight_bytes", (load.peak for load in found), case=case),
+        )
     return here("loading", setup, rows), loads
-
-
-def _rows(
-    case: str, size: int, loads: Sequence[Load], rates: Sequence[float]
-) -> tuple[Measurement, ...]:
-    """Reduce one way to keep weights; rates are shares of the read just before."""
-    return (
-        measured("seconds", (load.seconds for load in loads), case=case, by_round=True),
-        measured("cpu_seconds", (load.cpu_seconds for load in loads), case=case),
-        measured("megabytes_per_s", (size / load.seconds / 1e6 for load in loads), case=case),
-        measured("share_of_disk_rate", rates, case=case),
-        measured("peak_per_weight_bytes", (load.peak for load in loads), case=case),
-    )
 
 
 def _in_a_process(folder: Path, linear: str) -> Load:

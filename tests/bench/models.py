@@ -21,9 +21,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PretrainedConfig
+    from collections.abc import Iterable, Iterator, Sequence
 
     from antiphon.config.settings import Settings
 
@@ -68,9 +66,8 @@ class Shape(msgspec.Struct, frozen=True):
         """Numbers that one token is multiplied with; the tied embedding counts once, as output."""
         head = self.hidden // self.heads
         attention = 2 * self.hidden * head * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + (
-            self.vocabulary * self.hidden
-        )
+        layer = attention + 3 * self.hidden * self.intermediate
+        return self.layers * layer + self.vocabulary * self.hidden
 
     @property
     def kv_bytes(self) -> int:
@@ -141,21 +138,26 @@ def standard_library() -> Iterator[str]:
         yield text
 
 
-def _write_tokenizer(folder: Path) -> None:
+def train_tokenizer(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> Tokenizer:
     """Train byte-level BPE with GPT-2's pieces, the one form that every peer reads alike."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
+        vocab_size=size,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(standard_library(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _write_tokenizer(folder: Path) -> None:
+    tokenizer = train_tokenizer(standard_library(), VOCABULARY, [END])
     assert tokenizer.get_vocab_size() == VOCABULARY, "the text has too few merges"
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "pad_token": END,
@@ -164,50 +166,20 @@ def _write_tokenizer(folder: Path) -> None:
         "model_max_length": CONTEXT_TOKENS,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n")
+    _write(folder / "tokenizer_config.json", settings)
+
+
+def _write(file: Path, settings: dict[str, object]) -> None:
+    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _write_weights(shape: Shape, folder: Path) -> None:
-    import torch  # noqa: PLC0415 only here: a run over models that exist needs none of it
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(_config(shape), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["rope_theta"] = shape.rope_theta  # where transformers 4 and older readers look
-    file.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _widen(name: str, folder: Path, cache: Path) -> None:
-    """Write a packaged GGUF file as a folder of bf16, which every peer reads."""
-    from safetensors.torch import save_file  # noqa: PLC0415
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
-
-    from antiphon.model_card.served_model import model_files  # noqa: PLC0415
-    from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
-
-    files = model_files(fetched(name, cache))
-    for file in files.folder.iterdir():
-        shutil.copy(file, folder)
-    card = json.loads((folder / "tokenizer_config.json").read_text())
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(card | said, indent=2) + "\n")
-    wanted = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict()
-    stored = read_gguf_files(files.weights, wanted, mapped=True)
-    tensors = {
-        each: tensor.decode(tensor.data.read()).bfloat16().contiguous()
-        for each, tensor in stored.items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _config(shape: Shape) -> PretrainedConfig:
-    from transformers import LlamaConfig, Qwen2Config  # noqa: PLC0415
+    # Only here: a run over models that exist needs none of it.
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config  # noqa: PLC0415
 
     kind = Qwen2Config if shape.biases else LlamaConfig
-    return kind(
+    config = kind(
         vocab_size=VOCABULARY,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -221,6 +193,35 @@ def _config(shape: Shape) -> PretrainedConfig:
         eos_token_id=END_ID,
         pad_token_id=END_ID,
     )
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    # Where transformers 4 and older readers look.
+    _write(file, json.loads(file.read_text()) | {"rope_theta": shape.rope_theta})
+
+
+def _widen(name: str, folder: Path, cache: Path) -> None:
+    """Write a packaged GGUF file as a folder of bf16, which every peer reads."""
+    from safetensors.torch import save_file  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    from antiphon.model_card.served_model import model_files  # noqa: PLC0415
+    from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
+
+    files = model_files(fetched(name, cache))
+    for file in files.folder.iterdir():
+        shutil.copy(file, folder)
+    file = folder / "tokenizer_config.json"
+    more = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    _write(file, json.loads(file.read_text()) | more)
+    wanted = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict()
+    stored = read_gguf_files(files.weights, wanted, mapped=True)
+    tensors = {
+        each: tensor.decode(tensor.data.read()).bfloat16().contiguous()
+        for each, tensor in stored.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def main() -> None:

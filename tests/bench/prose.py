@@ -19,6 +19,7 @@ import os
 import subprocess
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -69,9 +70,10 @@ def perplexity_of(losses: Sequence[Sequence[float]]) -> float:
     Raises:
         ValueError: It has scored other tokens.
     """
-    if [len(each) for each in losses] != [WINDOW - 1] * WINDOWS:
-        raise ValueError(f"scored {[len(each) for each in losses]} tokens of {WINDOWS} windows")
-    return math.exp(math.fsum(loss for each in losses for loss in each) / (WINDOWS * (WINDOW - 1)))
+    scored = [len(each) for each in losses]
+    if scored != [WINDOW - 1] * WINDOWS:
+        raise ValueError(f"scored {scored} tokens of {WINDOWS} windows")
+    return math.exp(fmean(loss for each in losses for loss in each))
 
 
 def llama_cpp(peer: LlamaCpp, files: ModelFiles, texts: Sequence[Sequence[int]]) -> float:

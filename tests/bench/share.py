@@ -27,7 +27,7 @@ from tests.bench.summary import Measurement, arguments, here, measured, report
 from tests.system.stack import Stack, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 ROUNDS = 5
@@ -83,21 +83,20 @@ def main() -> None:
     report(here("share", {"windows": given.rounds}, rows), given.json, cases)
 
 
-def _rows(case: str, windows: tuple[Window, ...]) -> Iterable[Measurement]:
+def _rows(case: str, windows: Sequence[Window]) -> Iterable[Measurement]:
     yield measured("step_ms", (window.step_ms for window in windows), case=case)
     for part in PARTS:
         yield measured("cpu_ms", (window.part_ms(part) for window in windows), case=case, arm=part)
     yield measured("share", (window.share for window in windows), case=case)
 
 
-def _measure(case: Case, rounds: int) -> tuple[Window, ...]:
+def _measure(case: Case, rounds: int) -> list[Window]:
     model = made(case.shape)
-    antiphon = Antiphon(CACHE, os.cpu_count() or 1)
-    with serving(*antiphon.arguments(model)) as stack:
+    with serving(*Antiphon(CACHE, os.cpu_count() or 1).arguments(model)) as stack:
         return asyncio.run(_windows(case, model, stack, rounds))
 
 
-async def _windows(case: Case, model: Model, stack: Stack, rounds: int) -> tuple[Window, ...]:
+async def _windows(case: Case, model: Model, stack: Stack, rounds: int) -> list[Window]:
     worker = (await metrics_urls(stack))[WORKER]
     words, windows = Vocabulary(model.folder), list[Window]()
     async with HttpTarget(stack.url, model.name) as target:
@@ -117,20 +116,13 @@ async def _windows(case: Case, model: Model, stack: Stack, rounds: int) -> tuple
                 assert target.answering == case.clients, "a request has finished"
             if seed >= 0:
                 windows.append(_window(seconds, before, after))
-    return tuple(windows)
+    return windows
 
 
 def _window(seconds: float, before: Mapping[str, float], after: Mapping[str, float]) -> Window:
-    def grown(name: str) -> float:
-        return after[name] - before[name]
-
-    return Window(
-        seconds=seconds,
-        steps=round(grown("antiphon_step_seconds_count")),
-        parts_s={
-            part: grown(f'antiphon_worker_cpu_seconds_total{{part="{part}"}}') for part in PARTS
-        },
-    )
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    parts = {part: grown[f'antiphon_worker_cpu_seconds_total{{part="{part}"}}'] for part in PARTS}
+    return Window(seconds, round(grown["antiphon_step_seconds_count"]), parts)
 
 
 if __name__ == "__main__":

@@ -98,13 +98,12 @@ def main() -> int:
     else:
         generate = LocalModel(arguments.model_path)
     scores: list[Score] = []
-    sys.stdout.write(f"{'skill':<14}{'prompts':>8}{'exact':>8}{'share':>9}{'floor':>8}\n")
+    print(f"{'skill':<14}{'prompts':>8}{'exact':>8}{'share':>9}{'floor':>8}")
     for skill in SKILLS:
         cases = held_out_cases(skill, arguments.seed, arguments.prompts)
         scores.append(score(skill, cases, generate))
-        sys.stdout.write(line(scores[-1]) + "\n")
-        sys.stdout.flush()
-    sys.stdout.write(f"{time.monotonic() - started_s:.0f} s\n")
+        print(line(scores[-1]), flush=True)
+    print(f"{time.monotonic() - started_s:.0f} s")
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(scores), indent=2))
     return 0 if all(one.reached for one in scores) else 1

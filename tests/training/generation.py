@@ -145,7 +145,7 @@ class ServedModel:
                 options["tools"] = json.dumps([schema(tool) for tool in chat.tools])
             if chat.schema:
                 options["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=chat.schema)
-            turns = list(map(_turn, chat.messages))
+            turns = list(map(wire_message, chat.messages))
             return (await client.complete(self.model, turns, **options)).text
 
         async with Client(self.nats_url) as client:
@@ -225,7 +225,7 @@ class _Reply(msgspec.Struct):
     choices: list[_Choice]
 
 
-def _turn(message: Message) -> ChatMessage:
+def wire_message(message: Message) -> ChatMessage:
     calls = tuple(
         MessageToolCall(id=f"call_{number}", name=call.name, arguments=call.arguments)
         for number, call in enumerate(message.calls)

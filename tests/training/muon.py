@@ -80,15 +80,12 @@ def orthogonal(matrices: dict[Parameter, Tensor]) -> dict[Parameter, Tensor]:
         groups.setdefault(tuple(sorted(matrix.shape)), []).append(key)
     made: dict[Parameter, Tensor] = {}
     for keys in groups.values():
-        wide = torch.stack([_wide(matrices[key]) for key in keys])  # (G, M, N), M <= N
-        wide = _near_one(wide)
-        for key, one in zip(keys, wide.unbind(), strict=True):
+        found = (matrices[key] for key in keys)
+        wide = [each.T if each.shape[0] > each.shape[1] else each for each in found]
+        near = _near_one(torch.stack(wide))  # (G, M, N), M <= N
+        for key, one in zip(keys, near.unbind(), strict=True):
             made[key] = one if matrices[key].shape == one.shape else one.T
     return made
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def _near_one(matrices: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,19 +136,12 @@ class Recipe(msgspec.Struct, frozen=True):
     bfloat16: bool = True  # slower on processors without bf16 instructions
 
 
-class Progress(msgspec.Struct, frozen=True):
-    step: int
-    loss: float
-
-
-def train(model: LlamaForCausalLM, stream: Iterator[Batch], recipe: Recipe) -> Iterator[Progress]:
-    """Train in place, one step per iteration."""
+def train(model: LlamaForCausalLM, stream: Iterator[Batch], recipe: Recipe) -> Iterator[float]:
+    """Train in place; yield the loss of each step."""
     optimizers = new_optimizers(model, recipe)
-    schedules = [
-        LambdaLR(optimizer, lambda step: rate_share(step, recipe)) for optimizer in optimizers
-    ]
+    schedules = [LambdaLR(each, lambda step: rate_share(step, recipe)) for each in optimizers]
     model.train()
-    for step, batch in enumerate(itertools.islice(stream, recipe.steps), start=1):
+    for batch in itertools.islice(stream, recipe.steps):
         loss = answer_loss(model, batch, bfloat16=recipe.bfloat16)
         torch.autograd.backward(loss)
         clip_grad_norm_(model.parameters(), recipe.gradient_norm_max)
@@ -157,7 +149,7 @@ def train(model: LlamaForCausalLM, stream: Iterator[Batch], recipe: Recipe) -> I
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        yield Progress(step, loss.item())
+        yield loss.item()
 
 
 def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> tuple[Optimizer, Optimizer]:
@@ -212,13 +204,8 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=500, help="steps between savings")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    recipe = Recipe(
-        seed=arguments.seed,
-        steps=arguments.steps,
-        batch_tokens=arguments.batch_tokens,
-        rate=arguments.rate,
-        bfloat16=arguments.bfloat16,
-    )
+    chosen = ("seed", "steps", "batch_tokens", "rate", "bfloat16")
+    recipe = Recipe(**{name: getattr(arguments, name) for name in chosen})
     if arguments.base:
         model, tokenizer = trained_model(arguments.base, recipe.seed)
     else:
@@ -226,13 +213,12 @@ def main() -> None:
         model = new_model(tokenizer, recipe.seed)
     stream = batches(tokenizer, recipe.seed, recipe.batch_tokens)
     started_s = time.monotonic()
-    for progress in train(model, stream, recipe):
-        if progress.step % arguments.save_steps == 0 or progress.step == recipe.steps:
+    for step, loss in enumerate(train(model, stream, recipe), start=1):
+        if step % arguments.save_steps == 0 or step == recipe.steps:
             save_model(model, tokenizer, arguments.out)
-        if progress.step % REPORT_STEPS == 0:
+        if step % REPORT_STEPS == 0:
             passed_s = time.monotonic() - started_s
-            sys.stdout.write(f"step {progress.step} loss {progress.loss:.4f} {passed_s:.0f} s\n")
-            sys.stdout.flush()
+            print(f"step {step} loss {loss:.4f} {passed_s:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -81,14 +81,7 @@ ADJECTIVES = words(
 )
 
 OPENINGS = (
-    "Please, ",
-    "Hey, ",
-    "Ok, ",
-    "So: ",
-    "Now: ",
-    "Well, ",
-    "Excuse me, ",
-    "One question: ",
+    *("Please, ", "Hey, ", "Ok, ", "So: ", "Now: ", "Well, ", "Excuse me, ", "One question: "),
     "Can you help me? ",
 )
 
@@ -134,6 +127,11 @@ def sentence(rng: Random) -> str:
     target = rng.choice(("the", "a", "my", "your", "one")) + f" {rng.choice(NOUNS)}"
     ending = f" {rng.choice(ADVERBS)}" if rng.random() < 0.3 else ""
     return f"{subject} {rng.choice(VERBS)} {target}{ending}"
+
+
+def person(rng: Random, known: float) -> str:
+    """A name, one of NAMES with this probability."""
+    return rng.choice(NAMES) if rng.random() < known else invented_name(rng)
 
 
 def invented_name(rng: Random) -> str:

@@ -10,15 +10,14 @@ from typing import TypeAlias
 import msgspec
 from tests.training.dialogue import Exchange, Skill, Split, Thread, Tools, draw
 from tests.training.skills.facts import COLOUR_ASKED, COLOUR_OF, LEGS_ASKED, LEGS_OF
-from tests.training.skills.tool_kinds import CITIES
+from tests.training.skills.tool_kinds import city
 from tests.training.words import (
     COLOURS,
-    NAMES,
     NOUNS,
     PETS,
     article,
     compose,
-    invented_name,
+    person,
     phrases,
     roughen,
     words,
@@ -54,7 +53,7 @@ FIELDS = (
     Field(("age", "age", "age", "years"), ("is {} years old", "is {}", "is {} years old"),
           lambda rng: rng.randint(1, 99)),
     Field(("city", "city", "town", "home", "place"), ("lives in {}", "is from {}", "comes from {}"),
-          lambda rng: rng.choice(CITIES) if rng.random() < 0.8 else invented_name(rng)),
+          city),
     Field(("colour", "color", "favourite_colour"), ("likes {}", "likes the colour {}"),
           lambda rng: rng.choice(COLOURS)),
     Field(("pet", "pet", "animal"), ("has a {}", "owns a {}"), lambda rng: rng.choice(PETS)),
@@ -90,8 +89,7 @@ ANSWER_KEYS = ("answer", "result", "value", "number", "reply", "output", "text")
 
 def write(rng: Random, split: Split) -> Thread:
     """Ask for an object. Held out are persons by name, and facts by their questions."""
-    one = _person(rng, split) if rng.random() < 0.6 else _answer(rng, split)
-    return (one,)
+    return (_person(rng, split) if rng.random() < 0.6 else _answer(rng, split),)
 
 
 def write_forced(rng: Random, split: Split) -> Thread:
@@ -118,20 +116,12 @@ def schema_of(answer: str) -> str:
 def _facts(rng: Random, split: Split) -> tuple[str, list[tuple[tuple[str, ...], Value]]]:
     """Describe a person; return the text, and keys and values in their order in it."""
 
-    def sample(rng: Random) -> list[tuple[Field, Value]]:
-        fields = rng.sample(FIELDS, rng.choice((1, 1, 2, 2, 3, 4)))
-        return [(field, field.draw(rng)) for field in fields]
-
-    name = draw(rng, split, _name, lambda it: f"json {it}")
-    fields = sample(rng)
+    name = draw(rng, split, lambda it: person(it, known=0.5), lambda it: f"json {it}")
+    chosen = rng.sample(FIELDS, rng.choice((1, 1, 2, 2, 3, 4)))
+    fields = [(field, field.draw(rng)) for field in chosen]
     told = [rng.choice(field.told).format(value) for field, value in fields]
-    text = told[0] if len(told) == 1 else ", ".join(told[:-1]) + " and " + told[-1]
     known: list[tuple[tuple[str, ...], Value]] = [(NAME_KEYS, name)]
-    return f"{name} {text}.", known + [(field.keys, value) for field, value in fields]
-
-
-def _name(rng: Random) -> str:
-    return rng.choice(NAMES) if rng.random() < 0.5 else invented_name(rng)
+    return f"{name} {_listed(told)}.", known + [(field.keys, value) for field, value in fields]
 
 
 def _person(rng: Random, split: Split) -> Exchange:
@@ -194,9 +184,12 @@ def _fact(rng: Random) -> _Question:
 
 def _with_keys(rng: Random, text: str, keys: Sequence[str]) -> str:
     shown = [f'"{key}"' for key in keys] if rng.random() < 0.3 else list(keys)
-    listed = shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " and " + shown[-1]
     templates = WITH_ONE_KEY if len(keys) == 1 else WITH_KEYS
-    return compose(rng, templates, text=text, keys=listed)
+    return compose(rng, templates, text=text, keys=_listed(shown))
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def _object(fields: Sequence[tuple[str, Value]]) -> str:

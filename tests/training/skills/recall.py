@@ -11,7 +11,7 @@ from tests.training.words import (
     PET_NAMES,
     PETS,
     compose,
-    invented_name,
+    person,
     phrases,
     wording_key,
 )
@@ -71,11 +71,11 @@ def write_name(rng: Random, split: Split) -> Thread:
     """State a name, ask for it later. Held out are names, in every phrasing."""
     if split is Split.TRAIN and rng.random() < 0.08:
         return (Exchange(compose(rng, NAME_ASKED), NAME_UNKNOWN),)
-    name = draw(rng, split, _name, lambda it: f"name {it}")
+    name = _name(rng, split)
     told = Exchange(compose(rng, NAME_TOLD, name=name), f"Nice to meet you, {name}!")
     asked = [_name_asked(rng, name)]
     if rng.random() < 0.1:
-        name = draw(rng, split, _name, lambda it: f"name {it}")
+        name = _name(rng, split)
         changed = compose(rng, NAME_CHANGED, name=name)
         asked += [Exchange(changed, f"Nice to meet you, {name}!"), _name_asked(rng, name)]
     return (told, *asked)
@@ -108,8 +108,8 @@ def write_pet(rng: Random, split: Split) -> Thread:
     )
 
 
-def _name(rng: Random) -> str:
-    return rng.choice(NAMES) if rng.random() < 0.6 else invented_name(rng)
+def _name(rng: Random, split: Split) -> str:
+    return draw(rng, split, lambda it: person(it, known=0.6), lambda name: f"name {name}")
 
 
 def _name_asked(rng: Random, name: str) -> Exchange:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 from tests.training.skills.smalltalk import PLACES
-from tests.training.words import ADJECTIVES, NAMES, NOUNS, invented_name, phrases, sentence, words
+from tests.training.words import ADJECTIVES, NOUNS, invented_name, person, phrases, sentence, words
 
 Value: TypeAlias = str | int | bool
 Values: TypeAlias = dict[str, Value]
@@ -82,7 +82,7 @@ def kind(rng: Random) -> Kind:
     """Draw a kind: a lookup of anything, something to be done, or one of those that all have."""
     chance = rng.random()
     if chance < 0.16:
-        return _lookup("weather", ("city", "location", "place", "town"), _city, _weather)
+        return _lookup("weather", ("city", "location", "place", "town"), city, _weather)
     if chance < 0.46:
         return _any_lookup(rng)
     if chance < 0.56:
@@ -167,12 +167,12 @@ def _any_action(rng: Random) -> Kind:
     return Kind(f"{verb} {noun}", (name,), (about, ""), (slot,), asked, _did)
 
 
-def _city(rng: Random) -> str:
+def city(rng: Random) -> str:
     return rng.choice(CITIES) if rng.random() < 0.8 else invented_name(rng)
 
 
 def _person(rng: Random) -> str:
-    return rng.choice(NAMES) if rng.random() < 0.7 else invented_name(rng)
+    return person(rng, known=0.7)
 
 
 def _symbol(rng: Random) -> str:
@@ -189,11 +189,7 @@ def _anything(rng: Random) -> str:
         return f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
     if chance < 0.7:
         return _person(rng)
-    return _city(rng) if chance < 0.9 else _symbol(rng)
-
-
-def _sentence(rng: Random) -> str:
-    return sentence(rng)
+    return city(rng) if chance < 0.9 else _symbol(rng)
 
 
 def _phrase(rng: Random) -> str:
@@ -334,8 +330,8 @@ _THING = ("item", "product", "name", "thing")
 _TOPICS: dict[str, tuple[tuple[str, ...], Callable[[Random], Value]]] = {
     topic: (names, draw)
     for topics, names, draw in (
-        ("temperature | forecast | time | population | news | mayor", _PLACE, _city),
-        ("capital | currency", _COUNTRY, _city),
+        ("temperature | forecast | time | population | news | mayor", _PLACE, city),
+        ("capital | currency", _COUNTRY, city),
         ("price", _THING, _anything),
         ("stock price", ("symbol", "ticker", "company"), _symbol),
         ("phone number | address | email | birthday | age", _WHO, _person),
@@ -366,7 +362,7 @@ _COMMON = (
         descriptions=("Send a message.", "Sends a text to somebody.", "Write to a person", ""),
         slots=(
             Slot("to", ("to", "recipient", "name", "person", "contact"), _person),
-            Slot("text", ("text", "message", "body", "content"), _sentence),
+            Slot("text", ("text", "message", "body", "content"), sentence),
         ),
         questions=(
             "Send {to} the message: {text}", "Tell {to} that {text}.", "Write to {to}: {text}",

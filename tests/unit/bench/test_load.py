@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import sys
+from contextlib import asynccontextmanager
 from statistics import mean
 from typing import TYPE_CHECKING, Self
 
@@ -16,7 +17,7 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.bench.machine import Device
-from tests.bench.models import LLAMA_135M, SHAPES, Model
+from tests.bench.models import LLAMA_135M, SHAPES, Model, train_tokenizer
 from tests.bench.serving.__main__ import _arguments, _run_all
 from tests.bench.serving.client import HttpTarget, NatsTarget, Piece, Timeline, read_stream
 from tests.bench.serving.load import (
@@ -36,8 +37,8 @@ from tests.bench.serving.report import Run, drawn, summarize
 from tests.bench.summary import RAW, read, report, table
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import CLUSTER
-from tests.unit.client.gateway import MODEL, USAGE, gateway
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tests.unit.client.gateway import MODEL, USAGE, FakeGateway, gateway
+from tokenizers import Tokenizer
 
 from antiphon.client import Client
 from antiphon.wire.errors import Overloaded
@@ -49,15 +50,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
     names = [f"{a}{b}{c}" for a in "bdfgklmn" for b in "aeiou" for c in "lmnrst"]
-    tokenizer.train_from_iterator([" ".join(names)] * 3, trainer)
     where = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save(str(where / "tokenizer.json"))
+    train_tokenizer([" ".join(names)] * 3, size=1500).save(str(where / "tokenizer.json"))
     return where
 
 
@@ -149,9 +144,8 @@ def test_a_stream_reads_the_same_however_it_was_cut(cuts: set[int]) -> None:
     assert [piece.text for piece in timeline.pieces] == ["Hel", "lo", " you"]
     assert (timeline.prompt_tokens, timeline.output_tokens, timeline.cached_tokens) == (5, 3, 4)
     assert timeline.error is None
-    for piece, last in zip(
-        timeline.pieces, (b'"Hel"}]}\n', b'"lo"}]}\r\n', b"null}\n"), strict=True
-    ):
+    ends = (b'"Hel"}]}\n', b'"lo"}]}\r\n', b"null}\n")
+    for piece, last in zip(timeline.pieces, ends, strict=True):
         complete = STREAM.index(last) + len(last)
         assert piece.at_s == min(edge for edge in edges if edge >= complete)
 
@@ -251,10 +245,8 @@ class OpenAi:
             await asyncio.sleep(GAP_S)
             choice = {"text": " bam"} if "prompt" in body else {"delta": {"content": " bam"}}
             await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-        usage = {
-            "prompt_tokens": self._words.tokens(prompt),
-            "completion_tokens": body["max_tokens"],
-        }
+        prompt_tokens = self._words.tokens(prompt)
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": body["max_tokens"]}
         last = json.dumps({"choices": [], "usage": usage}).encode()
         await response.write(b"data: " + last + b"\n\ndata: [DONE]\n\n")
         return response
@@ -297,23 +289,18 @@ async def test_a_refusal_is_a_failed_request_with_its_reason(
     assert fake.asked[0]["temperature"] == 1.0
 
 
-async def test_nobody_at_the_door_is_a_failed_request(words: Vocabulary) -> None:
+async def test_a_connection_that_is_refused_is_a_failed_request(words: Vocabulary) -> None:
     async with HttpTarget("http://127.0.0.1:9", "m") as target:
         (seen,) = await play(RandomLengths(5, 4).scripts(words, 1, 2), ClosedLoop(1), target)
     assert seen.error is not None
 
 
 async def test_the_command_measures_and_writes_what_it_measured(
-    openai: tuple[OpenAi, str],
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    openai: tuple[OpenAi, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake, url = openai
-    given = (
-        "--arrival closed:2 poisson:200 --dataset turns:2:6:4 --requests 5 --slo ttft=900 --chat"
-    )
-    monkeypatch.setattr(sys, "argv", ["bench-serving", *given.split()])
+    given = "--arrival closed:2 poisson:200 --dataset turns:2:6:4 --requests 5 --slo ttft=900"
+    monkeypatch.setattr(sys, "argv", ["bench-serving", "--chat", *given.split()])
     target = HttpTarget(url, "m", chat=True)
     runs = await _run_all(_arguments(), Model(LLAMA_135M, folder), target, "chat", None)
     assert [run.name for run in runs] == ["closed:2", "poisson:200"]
@@ -335,29 +322,33 @@ async def test_the_command_measures_and_writes_what_it_measured(
     assert all(f">{name} {each}<" in chart for name in ("TTFT", "ITL") for each in ("p50", "p99"))
 
 
-async def test_over_nats_times_and_text_are_seen(words: Vocabulary) -> None:
+@asynccontextmanager
+async def over_nats(
+    *script: str, whole: bool = False
+) -> AsyncGenerator[tuple[FakeGateway, NatsTarget]]:
     broker = MemoryBroker()
     client = Client(MemoryTransport(broker), cluster=CLUSTER)
-    scripts = RandomLengths(5, 3).scripts(words, 4, seed=3)
     async with (
-        gateway(broker, script=("a", "b", "c")) as fake,
-        NatsTarget(client, MODEL) as target,
+        gateway(broker, script=script) as fake,
+        NatsTarget(client, MODEL, whole=whole) as target,
     ):
+        yield fake, target
+
+
+async def test_over_nats_times_and_text_are_seen(words: Vocabulary) -> None:
+    scripts = RandomLengths(5, 3).scripts(words, 4, seed=3)
+    async with over_nats("a", "b", "c") as (fake, target):
         seen = await play(scripts, ClosedLoop(2), target)
     assert [(t.text, t.output_tokens, t.error) for t in seen] == [("abc", 3, None)] * 4
     assert all(request.request.ignore_eos for request in fake.requests)
 
 
-async def test_over_nats_a_whole_answer_tells_what_the_server_counts(words: Vocabulary) -> None:
-    broker = MemoryBroker()
-    client = Client(MemoryTransport(broker), cluster=CLUSTER)
-    async with (
-        gateway(broker, script=("abc",)) as fake,
-        NatsTarget(client, MODEL, whole=True) as target,
-    ):
-        (seen,) = await play(RandomLengths(5, 3).scripts(words, 1, 4), ClosedLoop(1), target)
+async def test_over_nats_a_whole_answer_has_what_the_server_counts(words: Vocabulary) -> None:
+    scripts = RandomLengths(5, 3).scripts(words, 1, seed=4)
+    async with over_nats("abc", whole=True) as (fake, target):
+        (seen,) = await play(scripts, ClosedLoop(1), target)
         fake.refuses = Overloaded("full")
-        (refused,) = await play(RandomLengths(5, 3).scripts(words, 1, 5), ClosedLoop(1), target)
+        (refused,) = await play(scripts, ClosedLoop(1), target)
     assert seen.prompt_tokens == USAGE.prompt_tokens
     assert (seen.output_tokens, seen.cached_tokens) == (USAGE.completion_tokens, 0)
     assert refused.error == "overloaded: full"

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def one(_: str) -> int:
-    return 1
+MACHINE = Machine("c", "cpu", 2, 0.5)
 
 
 def steady(first_s: float, gap_s: float, tokens: int = 400) -> Timeline:
@@ -75,7 +74,7 @@ def run(name: str, took_s: float, cached_tokens: int) -> Run:
         )
         for n in range(radix.REQUESTS)
     ]
-    metrics = measure(timelines, one)
+    metrics = measure(timelines, len)
     return Run(name=name, dataset="", arrival="", over="nats", seed=0, metrics=metrics)
 
 
@@ -91,7 +90,7 @@ def test_the_hit_rate_is_held_against_the_one_that_follows_from_the_prompts() ->
 def turn(number: int, peer: str, tokens_per_s: float, others: float = 0.0) -> Turn:
     """A client that was answered with 128 tokens at this rate."""
     timeline = Timeline(due_s=0, sent_s=0, ended_s=128 / tokens_per_s, output_tokens=128)
-    sample = Sample(number, peer, int8.CASE.name, others, measure([timeline], one))
+    sample = Sample(number, peer, int8.CASE.name, others, measure([timeline], len))
     return Turn(number, peer, int8.CASE.shape.name, 1.0, (sample,))
 
 
@@ -104,10 +103,8 @@ def pairs(*rates: tuple[float, float], disturbed: float = 0.0) -> PeersReport:
     if disturbed:
         turns.append(turn(9, "antiphon", 1.0))
         turns.append(turn(9, "antiphon int8", disturbed, others=0.5))
-    where = Machine("c", "cpu", 2, 0.0)
-    return PeersReport(
-        machine=where, devices=(Device(40.0, 500.0),), entrants=(), turns=tuple(turns)
-    )
+    devices = (Device(40.0, 500.0),)
+    return PeersReport(machine=MACHINE, devices=devices, entrants=(), turns=tuple(turns))
 
 
 def test_int8_is_held_against_bf16_pair_by_pair() -> None:
@@ -135,29 +132,25 @@ def test_the_page_shows_int8_and_what_rounding_changes(tmp_path: Path) -> None:
 
 def test_the_page_shows_what_determinism_costs_a_step(tmp_path: Path) -> None:
     times = {"deterministic": 10.2, "default": 10.0, "torch": 30.0}
-    found = [
-        row
-        for way, ms in times.items()
-        for row in (
-            measured("step_ms", [ms] * 5, case="16 x 1 of 256", arm=way),
-            measured("beside_ms", [0.4, 0.4, 0.5, 0.6, 0.6], case="16 x 1 of 256", arm=way),
-            single("limit_ms", 6.0, case="16 x 1 of 256", arm=way),
-        )
-    ]
+    case, beside = "16 x 1 of 256", [0.4, 0.4, 0.5, 0.6, 0.6]
+    found = (
+        *(measured("step_ms", [ms] * 5, case=case, arm=way) for way, ms in times.items()),
+        measured("beside_ms", beside, case=case, arm="default"),
+        single("limit_ms", 6.0, case=case, arm="default"),
+    )
     setup: dict[str, str | int | float] = {"shape": "llama-135m", "isa": "avx512", "threads": 2}
-    where = Machine("c", "cpu", 2, 0.0)
-    summary = Summary(section="steps", machine=where, setup=setup, rows=tuple(found))
+    summary = Summary(section="steps", machine=MACHINE, setup=setup, rows=found)
     write(summary, tmp_path / "steps.json")
     (line,) = (line for line in page(tmp_path).splitlines() if line.startswith("| 16 x 1"))
     assert "| +2.0% | 0.50 (5.0%) | 30.00 | 6.00 |" in line
 
 
-def test_what_a_grammar_costs_is_told_pair_by_pair() -> None:
+def test_cost_of_a_grammar_is_computed_pair_by_pair() -> None:
     rates = {"plain": (1000.0, 900.0, 1100.0), "schema": (980.0, 891.0, 1089.0)}
     runs = [
         msgspec.structs.replace(
             run(f"{name} {pair}", 2.0, 0),
-            metrics=msgspec.structs.replace(measure([], one), output_tokens_per_s=rate),
+            metrics=msgspec.structs.replace(measure([], len), output_tokens_per_s=rate),
         )
         for name, each in rates.items()
         for pair, rate in enumerate(each)
@@ -183,7 +176,7 @@ def test_page_shows_a_row_a_body_and_the_median_difference(tmp_path: Path) -> No
     found = rows(Body("Some ids", "/generate", dict), 2_000_000, BODY_PAIRS)
     summary = Summary(
         section="bodies",
-        machine=Machine("abc", "cpu", 2, 0.5),
+        machine=MACHINE,
         setup={"streams": 8, "tokens": 100, "rounds": 3, "difference_ms_max": 300.0},
         rows=tuple(found),
     )

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -26,15 +28,17 @@ from tests.bench.peers.rounds import (
     Sample,
     Turn,
     contends,
-    reports,
     seed_of,
     summarize,
 )
-from tests.bench.serving.metrics import Metrics, Spread
+from tests.bench.serving.metrics import Metrics, Spread, measure
 from tests.bench.summary import Entrant, Measurement, write
 from tests.system.stack import processes, wait_until
 
 from antiphon.kernels.cpu import extension
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DECODE, BURST = (next(c for c in CASES if c.name == name) for name in ("llama-135m-16", "ttft"))
 DEVICE = Device(31.8, 433.0)
@@ -42,24 +46,8 @@ DEVICE = Device(31.8, 433.0)
 
 def metrics(output_tokens_per_s: float, ttft_ms: float = 0.0) -> Metrics:
     times = Spread(p50=ttft_ms, max=2 * ttft_ms)
-    return Metrics(
-        requests=1,
-        failed=0,
-        duration_s=1.0,
-        prompt_tokens=1,
-        output_tokens=1,
-        cached_tokens=None,
-        requests_per_s=1.0,
-        prompt_tokens_per_s=1.0,
-        output_tokens_per_s=output_tokens_per_s,
-        concurrency=1.0,
-        goodput=None,
-        ttft_ms=times,
-        tpot_ms=times,
-        itl_ms=times,
-        e2e_ms=times,
-        late_ms_max=0.0,
-    )
+    fields = {"output_tokens_per_s": output_tokens_per_s, "ttft_ms": times, "e2e_ms": times}
+    return msgspec.structs.replace(measure([], len), **fields)
 
 
 def turns(peer: str, *values: float, case: str = DECODE.name, others: float = 0.0):
@@ -84,32 +72,39 @@ def ratios(*turns: Turn, case: Case = DECODE) -> list[Measurement | None]:
     return [summary.find(figure.title, case=case.name, ratio=True) for figure in case.figures]
 
 
-def test_the_ratio_is_taken_round_by_round() -> None:
-    (ratio,) = ratios(*turns("antiphon", 110, 220, 120), *turns("vllm", 100, 200, 100))
+@pytest.mark.parametrize(
+    ("played", "expected"),
+    [
+        (
+            [turns("antiphon", 110, 220, 120), turns("vllm", 100, 200, 100)],
+            ("vllm", 3, 1.1, (1.1, 1.1, 1.2)),
+        ),
+        (
+            [turns("antiphon", 110, 120, 130), turns("vllm", 100), turns("vllm", 0, 0, 100)[2:]],
+            ("vllm", 2, 1.2, (1.1, None, 1.3)),
+        ),
+        (
+            [turns("antiphon", 300, 300), turns("vllm", 100, 100), turns("openvino", 150, 150)],
+            ("openvino", 2, 2.0, (2.0, 2.0)),
+        ),
+    ],
+    ids=["round by round", "a round without a pair", "the best peer is the one to beat"],
+)
+def test_the_ratio_is_that_to_the_best_peer_by_round(
+    played: Sequence[list[Turn]], expected: tuple[str, int, float, tuple[float | None, ...]]
+) -> None:
+    (ratio,) = ratios(*chain(*played))
     assert ratio is not None
-    assert (ratio.middle, ratio.least, ratio.most) == pytest.approx((1.1, 1.1, 1.2))
-    assert ratio.n == 3
-    assert ratio.by_round == pytest.approx((1.1, 1.1, 1.2))
-
-
-def test_a_round_without_a_pair_has_no_ratio() -> None:
-    (ratio,) = ratios(
-        *turns("antiphon", 110, 120, 130), *turns("vllm", 100), turns("vllm", 0, 0, 100)[2]
+    against, n, middle, by_round = expected
+    assert (ratio.against, ratio.n) == (against, n)
+    assert ratio.by_round == tuple(r if r is None else pytest.approx(r) for r in by_round)
+    found = [r for r in by_round if r is not None]
+    assert (ratio.middle, ratio.least, ratio.most) == pytest.approx(
+        (middle, min(found), max(found))
     )
-    assert ratio is not None
-    assert ratio.n == 2
-    assert ratio.by_round[1] is None
 
 
-def test_the_best_peer_is_the_one_to_beat() -> None:
-    slow, fast = turns("vllm", 100, 100), turns("openvino", 150, 150)
-    (ratio,) = ratios(*turns("antiphon", 300, 300), *slow, *fast)
-    assert ratio is not None
-    assert ratio.against == "openvino"
-    assert ratio.middle == pytest.approx(2.0)
-
-
-def test_who_was_far_behind_in_the_first_round_is_not_asked_that_case_again() -> None:
+def test_peer_far_behind_in_the_first_round_is_skipped_for_that_case() -> None:
     played = [
         turns("antiphon", 500),
         turns("openvino", 150),
@@ -120,18 +115,16 @@ def test_who_was_far_behind_in_the_first_round_is_not_asked_that_case_again() ->
         turns("vllm", 300, case="ttft", others=0.3),
     ]
     first = [sample for (turn,) in played for sample in turn.samples]
-    peers = {name: kind(CACHE, 2) for name, kind in KINDS.items()}
-    asked = {name for name, peer in peers.items() if contends(peer, DECODE, first)}
-    assert asked == {"antiphon", "openvino", "vllm", "transformers"}
-    asked = {name for name, peer in peers.items() if contends(peer, BURST, first)}
-    assert asked == {"antiphon", "openvino", "vllm", "transformers"}
+    for case in (DECODE, BURST):
+        asked = {name for name, kind in KINDS.items() if contends(kind(CACHE, 2), case, first)}
+        assert asked == {"antiphon", "openvino", "vllm", "transformers"}
 
 
 def test_report_grows_by_a_turn_and_has_a_device_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     played = [*turns("antiphon", 110)] * 2 + turns("antiphon", 110, 120)[1:]
     monkeypatch.setattr(reporting, "play_rounds", lambda *_: iter(played))
     monkeypatch.setattr(reporting, "measure_device", lambda: DEVICE)
-    found = list(reports((), (), (), 2, Referee(None, print)))
+    found = list(reporting.reports((), (), (), 2, Referee(None, print)))
     assert [len(each.turns) for each in found] == [1, 2, 3]
     assert [each.devices for each in found] == [(DEVICE,), (DEVICE,), (DEVICE, DEVICE)]
 
@@ -147,9 +140,8 @@ def test_for_times_the_lowest_is_best() -> None:
 
 def test_disturbed_and_wrong_samples_count_for_nothing() -> None:
     disturbed = turns("antiphon", 500, others=0.3)
-    wrong = Turn(
-        1, "antiphon", "m", 1.0, (Sample(1, "antiphon", DECODE.name, 0.0, metrics(9), "no"),)
-    )
+    sample = Sample(1, "antiphon", DECODE.name, 0.0, metrics(9), "no")
+    wrong = Turn(1, "antiphon", "m", 1.0, (sample,))
     summary = summarize(report(*disturbed, wrong, *turns("vllm", 100, 100)))
     assert "antiphon" not in summary.arms("output, tok/s")
     assert summary.find("output, tok/s", ratio=True) is None
@@ -202,12 +194,9 @@ def test_the_page_shows_ratio_spread_limit_and_who_was_left_out(tmp_path: Path) 
 
 
 def test_cases_that_were_measured_later_stand_by_themselves(tmp_path: Path) -> None:
-    whole, later = (
-        report(*turns("antiphon", 110), *turns("vllm", 100)),
-        report(*turns("antiphon", 130), *turns("vllm", 100)),
-    )
-    write(summarize(whole), tmp_path / "peers-amx.json")
-    write(summarize(later), tmp_path / "peers-amx-later.json")
+    for name, ours in (("amx", 110.0), ("amx-later", 130.0)):
+        given = report(*turns("antiphon", ours), *turns("vllm", 100))
+        write(summarize(given), tmp_path / f"peers-{name}.json")
     before, after = page(tmp_path).split(LATER)
     assert "**1.10** (1.10-1.10)" in before
     assert "**1.30** (1.30-1.30)" in after

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.training.batches import UNSUPERVISED, Encoder, Row, batches, collate
 from tests.training.dialogue import Chat, Message, said, schema, seeded
+from tests.training.generation import wire_message
 from tests.training.grammar import conversations
 from tests.training.tokenizer import (
     BOS,
@@ -30,7 +31,7 @@ from tokenizers import Tokenizer
 from antiphon import embedded
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
+from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 
 @pytest.fixture(scope="session")
@@ -51,17 +52,6 @@ THREE_TURNS = (
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": BOS})
 
 
-def render(messages: tuple[Message, ...], *, add_generation_prompt: bool) -> str:
-    settings = json.loads((embedded.path() / "tokenizer_config.json").read_text())
-    template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(settings["chat_template"])
-    chat = [{"role": message.role, "content": message.content} for message in messages]
-    return template.render(
-        messages=chat,
-        bos_token=settings["bos_token"],
-        add_generation_prompt=add_generation_prompt,
-    )
-
-
 @given(st.text())
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     token_ids = TOKENIZER.encode(text, add_special_tokens=False).ids
@@ -75,7 +65,12 @@ def test_each_digit_is_a_token(number: int) -> None:
 
 
 def test_the_template_writes_a_conversation_of_three_turns() -> None:
-    assert render(THREE_TURNS, add_generation_prompt=True) == (
+    settings = json.loads((embedded.path() / "tokenizer_config.json").read_text())
+    template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(settings["chat_template"])
+    chat = [{"role": message.role, "content": message.content} for message in THREE_TURNS]
+    bos_token = settings["bos_token"]
+    text = template.render(messages=chat, bos_token=bos_token, add_generation_prompt=True)
+    assert text == (
         "<|bos|><|system|>You are a helpful assistant.<|end|>"
         "<|user|>Hello, my name is Ada.<|end|>"
         "<|assistant|>Nice to meet you, Ada!<|end|>"
@@ -107,19 +102,21 @@ def test_a_chat_that_thinks_is_trained_on_from_the_end_of_its_prompt(tokenizer: 
             assert row.supervised[-len(answer) - 1 :] == [False] + [True] * len(answer)
 
 
-def test_only_what_the_assistant_says_is_supervised(tokenizer: Tokenizer) -> None:
-    row = Encoder(tokenizer).chat(seeded("rows", 1), Chat(THREE_TURNS))
-    told = [token for token, wanted in zip(row.token_ids, row.supervised, strict=True) if wanted]
-    assert tokenizer.decode(told, skip_special_tokens=False) == (
-        "Nice to meet you, Ada!<|end|>12 + 30 = 42.<|end|>"
-    )
+FORCED = (Message("user", "1 + 1"), Message("assistant", '{"sum": 2}', given='{"'))
 
 
-def test_what_a_grammar_forces_is_not_supervised(tokenizer: Tokenizer) -> None:
-    turns = (Message("user", "1 + 1"), Message("assistant", '{"sum": 2}', given='{"'))
+@pytest.mark.parametrize(
+    ("turns", "supervised"),
+    [
+        (THREE_TURNS, "Nice to meet you, Ada!<|end|>12 + 30 = 42.<|end|>"),
+        (FORCED, 'sum": 2}<|end|>'),
+    ],
+    ids=["answers of the assistant alone", "not what a grammar forces"],
+)
+def test_supervised_text(turns: tuple[Message, ...], supervised: str, tokenizer: Tokenizer) -> None:
     row = Encoder(tokenizer).chat(seeded("rows", 1), Chat(turns))
-    told = [token for token, wanted in zip(row.token_ids, row.supervised, strict=True) if wanted]
-    assert tokenizer.decode(told, skip_special_tokens=False) == 'sum": 2}<|end|>'
+    found = [token for token, wanted in zip(row.token_ids, row.supervised, strict=True) if wanted]
+    assert tokenizer.decode(found, skip_special_tokens=False) == supervised
 
 
 def test_marks_are_one_token_each_and_are_seen(tokenizer: Tokenizer) -> None:
@@ -198,8 +195,7 @@ def test_earlier_thoughts_are_not_shown() -> None:
 
 def written(chat: Chat) -> str:
     """A whole chat as the template writes it; the last thoughts, which it leaves out, put back."""
-    messages = [plain(message) for message in chat.messages]
-    text = rendered(messages, chat, TemplateParams(generation_prompt=False))
+    text = rendered(chat, TemplateParams(generation_prompt=False))
     last = chat.messages[-1]
     if chat.thinks:
         before = text.removesuffix(f"{said(last)}<|end|>")
@@ -209,21 +205,13 @@ def written(chat: Chat) -> str:
 
 def prompt_of(chat: Chat) -> str:
     """A chat up to where the answer to it begins."""
-    options = json.dumps({"enable_thinking": chat.thinks})
-    return rendered(list(map(plain, chat.messages)), chat, TemplateParams(options=options))
+    return rendered(chat, TemplateParams(options=json.dumps({"enable_thinking": chat.thinks})))
 
 
-def rendered(messages: list[ChatMessage], chat: Chat, params: TemplateParams) -> str:
+def rendered(chat: Chat, params: TemplateParams) -> str:
     tools = json.dumps([schema(tool) for tool in chat.tools]) if chat.tools else None
     params = msgspec.structs.replace(params, tools=tools)
-    return TEMPLATE.render(messages, params, continue_final=False)
-
-
-def plain(message: Message) -> ChatMessage:
-    calls = tuple(
-        MessageToolCall(id="1", name=call.name, arguments=call.arguments) for call in message.calls
-    )
-    return ChatMessage(role=message.role, content=message.content, tool_calls=calls)
+    return TEMPLATE.render([*map(wire_message, chat.messages)], params, continue_final=False)
 
 
 def test_a_tokenizer_gets_the_marks_it_lacks_and_keeps_its_size() -> None:
