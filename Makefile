@@ -20,7 +20,7 @@ help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## Make .venv, install everything, find or install nats-server
-	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) shared/antiphon/cli/bootstrap.py
+	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) tests/support/bootstrap.py
 
 run: setup  ## Serve the embedded model; ARGS='--port 31000' are passed to `antiphon serve`
 	@$(BIN)/antiphon serve $(ARGS)
@@ -54,7 +54,7 @@ check: lint types arch  ## Lint, types, architecture, tidiness and the fast test
 	$(BIN)/pytest -q -n 2 --dist worksteal $(DURATIONS) -m "not system and not gpu and not long"
 
 test-tools: setup  ## Find prometheus and promtool, or unpack them in .venv
-	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) shared/antiphon/cli/bootstrap.py --test-tools
+	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) tests/support/bootstrap.py --test-tools
 
 test: check test-tools  ## Everything that CI runs
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(DURATIONS) \

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.bootstrap import apt_installs
 from tests.system.stack import wait_until
-
-from antiphon.cli.bootstrap import apt_installs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

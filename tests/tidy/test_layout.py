@@ -21,8 +21,8 @@ TOP = {
 }  # fmt: skip
 SERVICES = sorted(p.name for p in (ROOT / "services/antiphon").iterdir() if p.is_dir())
 CODE = sorted(p for s in SOURCES for p in (ROOT / s).rglob("*.py") if "__pycache__" not in p.parts)
-ENTRY_POINTS = {"__main__", "bootstrap", "wheel_hook"}
-"""Modules that somebody runs: `python -m`, or the Makefile."""
+ENTRY_POINTS = {"__main__", "wheel_hook"}
+"""Modules that nothing imports: `python -m` runs them, or the build of a wheel."""
 
 
 def name_of(path: Path) -> str:

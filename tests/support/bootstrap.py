@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 STAMP = VENV / "ready"
 KERNELS_STAMP = VENV / "kernels"
@@ -68,7 +68,7 @@ def check_platform() -> None:
 
 def wanted() -> str:
     """A digest of the requirements, to detect changes."""
-    files = ("pyproject.toml", "constraints.txt", "shared/antiphon/cli/bootstrap.py")
+    files = ("pyproject.toml", "constraints.txt", "tests/support/bootstrap.py")
     content = b"".join((ROOT / name).read_bytes() for name in files)
     return hashlib.sha256(content + sys.version.encode()).hexdigest()
 
