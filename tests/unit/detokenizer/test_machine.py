@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
+from tests.support.services import process
 
 from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, SendStop
-from antiphon.wire.base import Attempt, FinishReason, Process, Term
+from antiphon.wire.base import Attempt, FinishReason, Term
 from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.command import ResendTokens
-from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.submit import OpenList, OpenRequest
 from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextRow
@@ -20,10 +21,6 @@ from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep, TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-def process(name: str, life: str = "1") -> Process:
-    return Process(instance=InstanceId(name), incarnation=Incarnation(life))
 
 
 HERE, WORKER, GATEWAY = process("detokenizer-0"), process("worker-0"), process("gateway-0")
@@ -84,11 +81,8 @@ def begun(*rows: TokenRow) -> Detokenizer:
 
 def resumed(m: Detokenizer, text_offset: int | None = None) -> tuple[int, list[TextRow]]:
     """The count that a resume returns, and what it sends; from an offset of `REQUEST`, if any."""
-    places = (
-        ()
-        if text_offset is None
-        else (ChoiceCursor(request_id=REQUEST, choice=0, text_offset=text_offset),)
-    )
+    cursor = ChoiceCursor(request_id=REQUEST, choice=0, text_offset=text_offset or 0)
+    places = () if text_offset is None else (cursor,)
     count, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=places))
     return count, texts(actions)
 
@@ -124,8 +118,7 @@ def test_repeated_row_sends_nothing_twice():
 
 def test_a_gap_is_asked_for_from_the_next_offset_and_its_rows_wait():
     m = begun(row("ab"))
-    actions = m.on_tokens(batch(3, row("d", 3)), 1.0)
-    (resend,) = actions
+    (resend,) = m.on_tokens(batch(3, row("d", 3)), 1.0)
     assert isinstance(resend, ResendTokens)
     assert [(p.request_id, p.offset) for p in resend.places] == [(REQUEST, 2)]
     assert [r.text for r in texts(m.on_tokens(batch(4, row("cd", 2)), 1.0))] == ["cd"]

@@ -22,9 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def scan(pieces: list[str], stops: tuple[str, ...], *, include: bool = False):
-    """Return the text shown and the stop that ended it."""
-    scanner = StopScanner(stops, include)
+def scan(
+    pieces: Sequence[str],
+    strings: tuple[str, ...] = (),
+    patterns: tuple[str, ...] = (),
+    *,
+    include: bool = False,
+) -> tuple[str, str | None]:
+    """Return the emitted text and the stop that ended it."""
+    scanner = StopScanner(strings, include, patterns)
     shown = ""
     for piece in pieces:
         result = scanner.push(piece)
@@ -34,16 +40,20 @@ def scan(pieces: list[str], stops: tuple[str, ...], *, include: bool = False):
     return shown + scanner.flush(), None
 
 
-def test_a_stop_string_across_three_pieces_ends_the_text():
-    assert scan(["one <", "/s", "> two"], ("</s>",)) == ("one ", "</s>")
-
-
-def test_the_match_stays_in_the_text_when_asked():
-    assert scan(["one <", "/s> two"], ("</s>",), include=True) == ("one </s>", "</s>")
-
-
-def test_what_only_began_like_a_stop_string_is_shown_at_the_end():
-    assert scan(["a <", "/"], ("</s>",)) == ("a </", None)
+@pytest.mark.parametrize(
+    ("pieces", "stops", "include", "expected"),
+    [
+        pytest.param(["one <", "/s", "> two"], ["</s>"], False, ("one ", "</s>"), id="in 3 pieces"),
+        pytest.param(["one <", "/s> two"], ["</s>"], True, ("one </s>", "</s>"), id="included"),
+        pytest.param(["a <", "/"], ["</s>"], False, ("a </", None), id="only its beginning"),
+        pytest.param(["abcd"], ["cd", "bc"], False, ("a", "bc"), id="the earliest match"),
+        pytest.param(["abcd"], ["bcd", "bc"], False, ("a", "bcd"), id="the first named"),
+    ],
+)
+def test_stop_string_ends_the_text(
+    pieces: list[str], stops: list[str], include: bool, expected: tuple[str, str | None]
+):
+    assert scan(pieces, tuple(stops), include=include) == expected
 
 
 def test_nothing_of_a_stop_string_is_shown_before_it_is_complete():
@@ -51,11 +61,6 @@ def test_nothing_of_a_stop_string_is_shown_before_it_is_complete():
     assert scanner.push("xST") == "x"
     assert scanner.push("O") == ""
     assert scanner.push("x") == "STOx"
-
-
-def test_the_earliest_match_wins_and_then_the_first_named():
-    assert scan(["abcd"], ("cd", "bc")) == ("a", "bc")
-    assert scan(["abcd"], ("bcd", "bc")) == ("a", "bcd")
 
 
 @given(
@@ -75,20 +80,7 @@ def test_stop_is_cut_at_its_first_completion(text: str, stops: list[str], data: 
         ),
         (text, None),
     )
-    shown, stop = scan(list(text), names)
-    assert (shown, stop) == expected
-
-
-def match(pattern: str, text: str, *, include: bool = False):
-    """Push a text letter by letter; return what is shown and what ended it."""
-    scanner = StopScanner((), include, (pattern,))
-    shown = ""
-    for letter in text:
-        result = scanner.push(letter)
-        if isinstance(result, StopMatch):
-            return shown + result.text, result.stop
-        shown += result
-    return shown + scanner.flush(), None
+    assert scan(text, names) == expected
 
 
 @pytest.mark.parametrize(
@@ -106,8 +98,8 @@ def match(pattern: str, text: str, *, include: bool = False):
     ],
 )
 def test_a_pattern_ends_the_text_where_its_match_begins(pattern: str, text: str, shown: str):
-    assert match(pattern, text) == (shown, pattern)
-    assert match(pattern, shown) == (shown, None)
+    assert scan(text, patterns=(pattern,)) == (shown, pattern)
+    assert scan(shown, patterns=(pattern,)) == (shown, None)
 
 
 def test_a_pattern_that_may_yet_come_true_is_held_back_and_no_more():
@@ -177,7 +169,7 @@ def test_pattern_ends_as_in_the_standard_library(pattern: str, text: str):
         ),
         (text, None),
     )
-    assert match(source, text) == expected
+    assert scan(text, patterns=(source,)) == expected
 
 
 def test_a_pattern_that_explodes_elsewhere_takes_little_time():
@@ -207,48 +199,49 @@ def counts(
 ) -> list[int]:
     stop = StopStrings(strings=strings, thinking=marks)
     choice = ChoiceState(Tokens(pieces).decode, stop)
-    told: list[int] = []
+    after_each: list[int] = []
     for token in range(len(pieces)):
         if choice.end is None:
             choice.accept(token, [token], None)
-            told.append(choice.reasoning_tokens)
+            after_each.append(choice.reasoning_tokens)
     choice.finish(ChoiceResult(FinishReason.STOP))
-    return [*told, choice.reasoning_tokens]
+    return [*after_each, choice.reasoning_tokens]
 
 
 def inside(marks: ThinkingMarks) -> ThinkingMarks:
     return ThinkingMarks(begin=marks.begin, end=marks.end, cuts=marks.cuts, inside=True)
 
 
-def test_thinking_counts_with_its_marks():
-    assert counts(["<think>", "So", ".", "</think>", "Yes", "."]) == [1, 2, 3, 4, 4, 4, 4]
+@pytest.mark.parametrize(
+    ("pieces", "marks", "expected"),
+    [
+        pytest.param(["<th", "ink>S", "o</thi", "nk>Yes", "."], MARKS, 4, id="mark across tokens"),
+        pytest.param(["<", "think is", " no mark"], MARKS, 0, id="no mark"),
+        pytest.param(["Yes <think>", "no", "</think>"], MARKS, 0, id="mark after text"),
+        pytest.param([], MARKS, 0, id="no token"),
+        pytest.param(["So", ".", "</think>", "Yes"], inside(MARKS), 3, id="begins inside"),
+        pytest.param(["<think>", "So", " it", " </th"], MARKS, 4, id="cut off"),
+    ],
+)
+def test_reasoning_tokens_at_the_end(pieces: list[str], marks: ThinkingMarks, expected: int):
+    assert counts(pieces, marks)[-1] == expected
 
 
-def test_a_mark_may_lie_across_tokens_and_a_token_across_its_end():
-    assert counts(["<th", "ink>S", "o</thi", "nk>Yes", "."])[-1] == 4
-
-
-def test_an_answer_without_thinking_has_none():
-    assert counts(["<", "think is", " no mark"])[-1] == 0
-    assert counts(["Yes <think>", "no", "</think>"])[-1] == 0
-    assert counts([])[-1] == 0
-
-
-def test_an_answer_that_begins_inside_needs_no_mark():
-    assert counts(["So", ".", "</think>", "Yes"], inside(MARKS))[-1] == 3
-
-
-def test_thinking_that_is_cut_off_counts_to_the_end():
-    assert counts(["<think>", "So", " it", " </th"])[-1] == 4
+def test_reasoning_that_a_stop_string_ends_counts_up_to_it():
     assert counts(["<think>", "So", " STOP", " it"], strings=("STOP",))[-1] == 3
 
 
-def test_a_call_ends_thinking_and_is_none():
-    assert counts(["<think>", "I", " call", "<tool", "_call>", "{}"]) == [1, 2, 3, 3, 3, 3, 3]
-
-
-def test_what_may_be_a_call_counts_once_it_is_none():
-    assert counts(["<think>", "a", "<tool", "box>", "</think>"]) == [1, 2, 2, 4, 5, 5]
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (["<think>", "So", ".", "</think>", "Yes", "."], [1, 2, 3, 4, 4, 4, 4]),
+        (["<think>", "I", " call", "<tool", "_call>", "{}"], [1, 2, 3, 3, 3, 3, 3]),
+        (["<think>", "a", "<tool", "box>", "</think>"], [1, 2, 2, 4, 5, 5]),
+    ],
+    ids=["with both marks", "ended by a tool call", "what may be a call counts once it is none"],
+)
+def test_reasoning_tokens_after_each_token(pieces: list[str], expected: list[int]):
+    assert counts(pieces) == expected
 
 
 def test_parts_of_a_character_are_tokens_too():
@@ -291,12 +284,12 @@ def test_counted_reasoning_is_the_reasoning_that_clients_get(format_, data):
     assert count >= len(parsed.reasoning)
     if format_.channels is None and not format_.shown:
         thought = text[:count]
-        assert parsed.reasoning.strip() == told(thought, format_.begin, format_.end)
+        assert parsed.reasoning.strip() == reasoning_in(thought, format_.begin, format_.end)
     pieces = cut(text, data.draw(st.lists(st.integers(0, 200), max_size=6)))
     assert counts(pieces, marks)[-1] <= len(pieces)
 
 
-def told(thought: str, begin: str, end: str) -> str:
+def reasoning_in(thought: str, begin: str, end: str) -> str:
     """The thinking in such a beginning of an answer."""
     head = thought[:SPACE_MAX]
     body = thought[len(head) - len(head.lstrip()) :]

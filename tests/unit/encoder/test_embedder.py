@@ -126,10 +126,7 @@ async def test_what_was_begun_ends_in_the_cache(world: World) -> None:
 
 async def test_error_reaches_all_waiting_calls_and_is_not_cached(world: World) -> None:
     async with quiet(), asyncio.TaskGroup() as group:
-        asked = [
-            group.create_task(settle(world.embedder.embed(digest(BROKEN), BROKEN)))
-            for _ in range(3)
-        ]
+        asked = [group.create_task(settle(world.embed(BROKEN))) for _ in range(3)]
         await until(lambda: world.model.begun[BROKEN] > 0)
         world.model.let.set()
     assert [task.result() for task in asked] == ["broken"] * 3

@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.nats import NatsServer
+from tests.support.services import listening, process
 from tests.unit.encoder.images import RED
 
-from antiphon.bus.bus import Bus, Delivery
+from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.settings import BusConfig
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.transfer.blobs import fetch
-from antiphon.wire.base import Process, ProcessState
+from antiphon.wire.base import ProcessState
 from antiphon.wire.claim import EncodeImage
 from antiphon.wire.errors import Unsupported
-from antiphon.wire.ids import ClusterName, Incarnation, InstanceId, ModelName, new_request_id
+from antiphon.wire.ids import ClusterName, ModelName, new_request_id
 from antiphon.wire.routes import ENCODE_IMAGE, HEARTBEAT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-
-    from antiphon.wire.heartbeat import Heartbeat
 
 HEAVY = ("torch", "numpy", "PIL", "safetensors")
 MODEL = ModelName("antiphon-small")
@@ -41,9 +40,8 @@ async def server() -> AsyncGenerator[NatsServer]:
 
 @pytest.fixture
 async def bus(server: NatsServer) -> AsyncGenerator[Bus]:
-    process = Process(instance=InstanceId("test"), incarnation=Incarnation("1"))
     transport = NatsTransport(BusConfig(url=server.url), name="test")
-    async with Bus(transport, ClusterName("antiphon"), process) as bus:
+    async with Bus(transport, ClusterName("antiphon"), process("test")) as bus:
         yield bus
 
 
@@ -60,26 +58,21 @@ async def encoder(
     server: NatsServer, bus: Bus, *flags: str
 ) -> AsyncGenerator[asyncio.subprocess.Process]:
     """A process that is ready, and is stopped at the end."""
-    heard: asyncio.Queue[Heartbeat] = asyncio.Queue()
-
-    async def hear(delivery: Delivery) -> None:
-        heard.put_nowait(delivery.read(HEARTBEAT))
-
-    await bus.listen(HEARTBEAT, hear, role="encoder", instance="encoder-0")
-    process = await spawn(server.url, *flags)
-    try:
-        async with asyncio.timeout(20):
-            while (await heard.get()).state is not ProcessState.READY:
-                pass
-        yield process
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
-            _, log = await process.communicate()
-        assert process.returncode == 0, log.decode()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.communicate()
+    async with listening(bus, HEARTBEAT, role="encoder", instance="encoder-0") as beats:
+        started = await spawn(server.url, *flags)
+        try:
+            async with asyncio.timeout(20):
+                while (await beats.get()).state is not ProcessState.READY:
+                    pass
+            yield started
+            started.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(10):
+                _, log = await started.communicate()
+            assert started.returncode == 0, log.decode()
+        finally:
+            if started.returncode is None:
+                started.kill()
+                await started.communicate()
 
 
 def request(image: bytes) -> EncodeImage:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.services import QUICK, client_bus, running
+from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 
-from antiphon.config.settings import KvStorageConfig, Settings
+from antiphon.config.settings import KvStorageConfig
 from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
@@ -63,11 +63,12 @@ def chain_of(pages: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 class Worker:
-    """Holds pages on a shelf and asks a node to store and to lease them."""
+    """Serves pages for fetching, and calls a node to store and to lease them."""
 
-    def __init__(self, bus: Bus, shelf: BlobStore) -> None:
+    def __init__(self, bus: Bus, shelf: BlobStore, node: Running[KvStorageService]) -> None:
         self.bus = bus
         self.shelf = shelf
+        self.node = node
 
     async def call(self, request: Message) -> Message:
         return await self.bus.call(KV_CONTROL, request, timeout_s=5, node=NODE)  # type: ignore[arg-type]
@@ -104,10 +105,6 @@ async def fetched(claims: Sequence[Claim]) -> list[bytes]:
     return [bytes(page) for page in await fetch_all(claims, timeout_s=5, bytes_max=10**7)]
 
 
-def settings(**storage: float | str) -> Settings:
-    return replace(QUICK, kv_storage=replace(KvStorageConfig(), **storage))
-
-
 @asynccontextmanager
 async def shelf() -> AsyncGenerator[BlobStore]:
     with bind("127.0.0.1", 0) as bound:
@@ -121,13 +118,13 @@ async def shelf() -> AsyncGenerator[BlobStore]:
 @asynccontextmanager
 async def node(**storage: float | str) -> AsyncGenerator[Worker]:
     broker = MemoryBroker()
-    chosen = settings(**storage)
+    settings = replace(QUICK, kv_storage=replace(KvStorageConfig(), **storage))
     async with (
-        running(KvStorageService, MemoryTransport(broker), settings=chosen),
+        running(KvStorageService, MemoryTransport(broker), settings=settings) as started,
         client_bus(MemoryTransport(broker)) as bus,
         shelf() as holder,
     ):
-        yield Worker(bus, holder)
+        yield Worker(bus, holder, started)
 
 
 async def test_what_was_put_is_found_leased_and_fetched() -> None:
@@ -235,20 +232,15 @@ async def test_a_lease_ends_by_itself_and_none_outlasts_the_limit() -> None:
 
 
 async def test_a_miss_leaves_no_lease_behind() -> None:
-    broker = MemoryBroker()
-    async with (
-        running(KvStorageService, MemoryTransport(broker)) as node,
-        client_bus(MemoryTransport(broker)) as bus,
-        shelf() as holder,
-    ):
-        worker = Worker(bus, holder)
+    async with node() as worker:
+        report = worker.node.service.report
         await worker.lease(chain_of(pages_of(3)))
-        assert node.service.report().load == 0
+        assert report().load == 0
         await worker.put(worker.offer(pages_of(1)))
         leased = await worker.lease(chain_of(pages_of(3)))
-        assert node.service.report().load == 1
+        assert report().load == 1
         await worker.release(leased.lease)
-        assert node.service.report().load == 0
+        assert report().load == 0
 
 
 async def test_what_leaves_memory_is_found_on_disk_and_survives_a_restart(tmp_path: Path) -> None:
@@ -324,11 +316,10 @@ async def test_whatever_is_asked_at_a_time_what_is_leased_is_right(
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 async def test_end_of_a_chain_is_evicted_before_its_beginning(tier: str, tmp_path: Path) -> None:
-    file_bytes = PAGE_BYTES + 32
     sizes: dict[str, float | str] = {"ram_bytes_max": 4 * PAGE_BYTES}
-    if tier == "disk":  # memory holds none of them
-        sizes = {"ram_bytes_max": 10, "disk_path": str(tmp_path / "pages")}
-        sizes["disk_bytes_max"] = 4 * file_bytes
+    if tier == "disk":  # memory holds none of them; a file begins with a checksum
+        sizes = {"ram_bytes_max": 10, "disk_bytes_max": 4 * (PAGE_BYTES + 32)}
+        sizes["disk_path"] = str(tmp_path / "pages")
     old, new = pages_of(3, 1), pages_of(2, 2)
     async with node(**sizes) as worker:
         await worker.put(worker.offer(old))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from tests.support.clock import ManualClock
@@ -27,6 +27,7 @@ from antiphon.wire.submit import (
 )
 
 MODEL = ModelName("model")
+T = TypeVar("T")
 BEAT_S = 0.5
 TICK_S = 0.1
 
@@ -37,6 +38,47 @@ def process(instance: str, life: int = 1) -> Process:
 
 ME = process("scheduler-0")
 GATEWAY = process("gateway-0")
+WORKER_LOAD = WorkerLoad(
+    pages_free=100,
+    pages_total=100,
+    page_tokens=16,
+    running_max=2,
+    step=0,
+    step_age_s=0.0,
+    context_tokens=2048,
+    kv_seq=0,
+)
+
+
+def submit_request(
+    name: str, owner: Process, deadline_unix_ms: int, model: ModelName = MODEL, **fields: Any
+) -> SubmitRequest:
+    request = SubmitRequest(
+        request_id=RequestId(name),
+        owner=owner,
+        tenant=TenantId("default"),
+        model=model,
+        digest=name.encode(),
+        prompt_ids=pack_ids(range(8)),
+        sampling=SamplingParams(max_new_tokens=10),
+        deadline_unix_ms=deadline_unix_ms,
+    )
+    return msgspec.structs.replace(request, **fields)
+
+
+def cancel_request(request: SubmitRequest) -> CancelRequest:
+    return CancelRequest(
+        request_id=request.request_id,
+        owner=request.owner,
+        deadline_unix_ms=request.deadline_unix_ms,
+    )
+
+
+def open_entry(request: SubmitRequest, attempt: Attempt | None = None) -> OpenRequest:
+    """How a gateway's open list names a request."""
+    return OpenRequest(
+        request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms, attempt=attempt
+    )
 
 
 class Actor:
@@ -50,16 +92,7 @@ class Actor:
         self.loading = False
         self.leads: Term | None = None
         self.reads: tuple[str, ...] = ()
-        self.load = WorkerLoad(
-            pages_free=100,
-            pages_total=100,
-            page_tokens=16,
-            running_max=2,
-            step=0,
-            step_age_s=0.0,
-            context_tokens=2048,
-            kv_seq=0,
-        )
+        self.load = WORKER_LOAD
         self.open: dict[RequestId, OpenRequest] = {}
         self._version = 0
         self._stage = stage
@@ -173,17 +206,13 @@ class Stage:
         self.actions += self.leader.take_actions()
 
     def submit(
-        self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: object
+        self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: Any
     ) -> SubmitRequest:
         """Submit a request, and have its gateway list it."""
         request = self.request(name, gateway, deadline_s, **fields)
         for actor in self.actors:
             if actor.process == gateway:
-                actor.open[request.request_id] = OpenRequest(
-                    request_id=request.request_id,
-                    deadline_unix_ms=request.deadline_unix_ms,
-                    attempt=request.attempt_floor,
-                )
+                actor.open[request.request_id] = open_entry(request, request.attempt_floor)
         self.leader.submit(request)
         self.listen()
         return request
@@ -193,29 +222,17 @@ class Stage:
             self.submit(f"{name}{number}", **fields)
 
     def request(
-        self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: object
+        self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: Any
     ) -> SubmitRequest:
-        request = SubmitRequest(
-            request_id=RequestId(name),
-            owner=gateway,
-            tenant=TenantId("default"),
-            model=MODEL,
-            digest=name.encode(),
-            prompt_ids=pack_ids(range(8)),
-            sampling=SamplingParams(max_new_tokens=10),
-            deadline_unix_ms=self.clock.unix_ms() + round(deadline_s * 1000),
-        )
-        return msgspec.structs.replace(request, **fields)
+        due_ms = self.clock.unix_ms() + round(deadline_s * 1000)
+        return submit_request(name, gateway, due_ms, **fields)
 
     def cancel(self, request: SubmitRequest) -> None:
-        self.leader.cancel(
-            CancelRequest(
-                request_id=request.request_id,
-                owner=request.owner,
-                deadline_unix_ms=request.deadline_unix_ms,
-            )
-        )
+        self.leader.cancel(cancel_request(request))
         self.listen()
+
+    def first(self, role: Role) -> Actor:
+        return next(actor for actor in self.actors if actor.role is role)
 
     def commands(self, worker: Actor | None = None) -> list[Command]:
         return [
@@ -232,18 +249,19 @@ class Stage:
         return [command for command in self.commands(worker) if isinstance(command, Abort)]
 
     def lost(self) -> list[LostRequest]:
-        batches = [action for action in self.actions if isinstance(action, NoticeBatch)]
-        return [lost for batch in batches for lost in batch.requests]
+        return [lost for batch in self.of(NoticeBatch) for lost in batch.requests]
 
     def asked(self) -> list[RequestId]:
-        batches = [action for action in self.actions if isinstance(action, NoticeBatch)]
-        return [request_id for batch in batches for request_id in batch.lacking]
+        return [request_id for batch in self.of(NoticeBatch) for request_id in batch.lacking]
 
     def batches(self) -> list[CommandBatch]:
-        return [action for action in self.actions if isinstance(action, CommandBatch)]
+        return self.of(CommandBatch)
 
     def bound(self) -> list[RequestBound]:
-        return [action for action in self.actions if isinstance(action, RequestBound)]
+        return self.of(RequestBound)
+
+    def of(self, kind: type[T]) -> list[T]:
+        return [action for action in self.actions if isinstance(action, kind)]
 
 
 def usual(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor, Actor]:
@@ -251,19 +269,21 @@ def usual(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor, Actor
     return stage, *stage.usual()
 
 
+def held(request_id: RequestId, attempt: Attempt, **fields: Any) -> RunningRequest:
+    """What a worker's heartbeat reports of a request that has its first token."""
+    return RunningRequest(**{"request_id": request_id, "attempt": attempt, "tokens": 1} | fields)
+
+
 def running(admit: Admit, *, ended: bool = False) -> RunningRequest:
-    return RunningRequest(request_id=admit.request_id, attempt=admit.attempt, tokens=1, ended=ended)
+    return held(admit.request_id, admit.attempt, ended=ended)
+
+
+def waiting(admit: Admit) -> RunningRequest:
+    return held(admit.request_id, admit.attempt, tokens=0, waiting=True)
 
 
 def returned(admit: Admit) -> RunningRequest:
-    return RunningRequest(
-        request_id=admit.request_id,
-        attempt=admit.attempt,
-        tokens=0,
-        ended=True,
-        waiting=True,
-        returned=True,
-    )
+    return msgspec.structs.replace(waiting(admit), ended=True, returned=True)
 
 
 def other_attempt(number: int, n: int = 1, scheduler: str = "scheduler-1") -> Attempt:

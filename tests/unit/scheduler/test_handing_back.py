@@ -5,29 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.unit.scheduler.stage import Actor, Stage, other_attempt, returned, running, usual
+from tests.unit.scheduler.stage import (
+    Actor,
+    Stage,
+    held,
+    open_entry,
+    other_attempt,
+    returned,
+    running,
+    usual,
+    waiting,
+)
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import RequestRequeued
 from antiphon.wire.base import ProcessState, Role
-from antiphon.wire.heartbeat import RefusalReason, RefusedCommands, RunningRequest
-from antiphon.wire.submit import OpenRequest
+from antiphon.wire.heartbeat import RefusalReason, RefusedCommands
 
 if TYPE_CHECKING:
     from antiphon.wire.command import Admit
 
 
-def waiting(admit: Admit) -> RunningRequest:
-    return RunningRequest(
-        request_id=admit.request_id, attempt=admit.attempt, tokens=0, waiting=True
-    )
-
-
 def bound_to_one_of_two(stage: Stage, count: int = 1) -> tuple[Actor, Actor, list[Admit]]:
     """The first worker has these, and then another one comes."""
     _, first, _ = stage.usual()
-    for number in range(count):
-        stage.submit(f"r{number}")
+    stage.submit_all(count)
     admits = stage.admits(first)
     first.runs(*map(waiting, admits))
     stage.pass_s(0.6)
@@ -162,12 +164,9 @@ def test_a_new_leader_does_not_take_what_is_given_back_for_running() -> None:
     stage.enter(Role.DETOKENIZER, "detokenizer-0")
     worker = stage.enter(Role.WORKER, "worker-0")
     request = stage.request("r")
-    line = OpenRequest(request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms)
-    gateway.open[request.request_id] = line
+    gateway.open[request.request_id] = open_entry(request)
     attempt = other_attempt(1)
-    old = RunningRequest(
-        request_id=request.request_id, attempt=attempt, tokens=0, ended=True, returned=True
-    )
+    old = held(request.request_id, attempt, tokens=0, ended=True, returned=True)
     worker.load = msgspec.structs.replace(worker.load, running=(old,), term=attempt.term)
     stage.pass_s(3.0)
     assert (stage.admits(), stage.leader.open_requests) == ([], 0)
@@ -184,8 +183,7 @@ def test_what_waits_at_a_worker_counts_there_until_it_runs() -> None:
     stage, _, worker, _ = usual(LeaderConfig(look_ahead=8))
     worker.set_load(pages_free=4)
     stage.pass_s(0.6)
-    for number in range(5):
-        stage.submit(f"r{number}")  # a page each
+    stage.submit_all(5)  # a page each
     admits = stage.admits(worker)
     assert len(admits) == 4
     worker.runs(*map(waiting, admits))
@@ -236,8 +234,7 @@ def test_a_request_of_many_choices_waits_for_no_more_places_than_are_looked_ahea
 
 def test_a_worker_is_given_no_more_choices_than_it_would_keep() -> None:
     stage, gateway, worker, _ = usual(LeaderConfig(look_ahead=1, waiting_max=8))
-    stage.submit("r0")
-    stage.submit("r1")
+    stage.submit_all(2)
     stage.submit("many", choices=9)
     assert len(stage.admits(worker)) == 2
     gateway.closes("r0")
@@ -246,8 +243,7 @@ def test_a_worker_is_given_no_more_choices_than_it_would_keep() -> None:
 
 def test_the_pages_of_what_has_just_ended_are_there_before_the_next_report() -> None:
     stage, gateway, worker, _ = usual()
-    stage.submit("r0")
-    stage.submit("r1")
+    stage.submit_all(2)
     first, second = stage.admits(worker)
     worker.runs(running(first), running(second))
     worker.set_load(pages_free=0)

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.scheduler.stage import Stage, other_attempt, process, running, usual
+from tests.unit.scheduler.stage import (
+    Stage,
+    held,
+    open_entry,
+    other_attempt,
+    process,
+    running,
+    usual,
+)
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.wire.base import ProcessState, Role
@@ -15,9 +23,7 @@ from antiphon.wire.errors import (
     RequestTooLarge,
     WorkerLost,
 )
-from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.ids import RequestId
-from antiphon.wire.submit import OpenRequest
 
 
 def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
@@ -113,8 +119,7 @@ def accepted_of(stage: Stage, count: int, name: str = "r") -> int:
             stage.submit(f"{name}-{number}")
             accepted += 1
         except Overloaded:
-            gateway = next(actor for actor in stage.actors if actor.role is Role.GATEWAY)
-            del gateway.open[RequestId(f"{name}-{number}")]
+            del stage.first(Role.GATEWAY).open[RequestId(f"{name}-{number}")]
     return accepted
 
 
@@ -221,9 +226,8 @@ def test_a_cancelled_request_is_aborted_and_stays_dead_until_long_after_its_dead
     with pytest.raises(Cancelled):
         stage.leader.submit(late)
     stage.pass_s(2.0)
-    assert stage.leader.submit(
-        msgspec.structs.replace(request, deadline_unix_ms=stage.clock.unix_ms() + 1000)
-    )
+    later = msgspec.structs.replace(request, deadline_unix_ms=stage.clock.unix_ms() + 1000)
+    assert stage.leader.submit(later)
 
 
 def test_a_cancel_that_overtakes_its_submit_wins() -> None:
@@ -273,7 +277,7 @@ def test_what_runs_and_is_open_is_taken_over_by_a_new_leader() -> None:
     stage.enter(Role.DETOKENIZER, "detokenizer-0")
     old = other_attempt(3)
     request = stage.request("r")
-    gateway.open[request.request_id] = line(request, old)
+    gateway.open[request.request_id] = open_entry(request, old)
     worker.runs(held(request.request_id, old))
     stage.pass_s(5.0)
     assert stage.leader.open_requests == 1
@@ -314,9 +318,7 @@ def test_a_list_that_comes_late_changes_nothing() -> None:
 def test_unknown_open_request_is_requested_until_it_is_submitted() -> None:
     stage, gateway, _, _ = usual()
     request = stage.request("r")
-    gateway.open[request.request_id] = OpenRequest(
-        request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms
-    )
+    gateway.open[request.request_id] = open_entry(request)
     gateway.list(whole=False)
     stage.listen()
     assert not stage.asked(), "its submit is under way"
@@ -464,13 +466,3 @@ def test_nothing_dies_while_the_link_is_down() -> None:
     assert stage.leader.open_requests == 1
     assert not stage.aborts()
     assert len(stage.admits()) == 1
-
-
-def line(request, attempt):
-    return OpenRequest(
-        request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms, attempt=attempt
-    )
-
-
-def held(request_id, attempt):
-    return RunningRequest(request_id=request_id, attempt=attempt, tokens=1)

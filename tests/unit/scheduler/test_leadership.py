@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 from tests.unit.scheduler.stage import Actor, Stage, process, usual
 
-from antiphon.wire.base import Role, Term
+from antiphon.wire.base import Process, Role, Term
 from antiphon.wire.errors import Unavailable, WrongTerm
+
+ANOTHER = process("scheduler-9")
 
 
 def mine(number: int) -> Term:
@@ -15,6 +17,14 @@ def lead(stage: Stage, number: int, instance: str = "scheduler-1") -> Actor:
     other = stage.enter(Role.SCHEDULER, instance)
     other.claim(number)
     return other
+
+
+def worker_obeyed(stage: Stage, number: int, scheduler: Process = ANOTHER) -> Actor:
+    """A worker that has applied commands of a term."""
+    worker = stage.enter(Role.WORKER, "worker-0")
+    worker.set_load(term=Term(number=number, scheduler=scheduler))
+    worker.beat()
+    return worker
 
 
 def test_a_scheduler_that_hears_of_no_leader_leads_after_two_beats() -> None:
@@ -84,10 +94,7 @@ def test_the_higher_term_leads_and_of_two_equal_numbers_the_higher_scheduler(
 
 def test_a_term_that_a_worker_has_obeyed_is_surpassed() -> None:
     stage = Stage()
-    worker = stage.enter(Role.WORKER, "worker-0")
-    term = Term(number=7, scheduler=process("scheduler-0", life=0))
-    worker.set_load(term=term)
-    worker.beat()
+    worker_obeyed(stage, 7, process("scheduler-0", life=0))
     stage.pass_s(1.2)
     assert stage.leader.term == mine(8)
 
@@ -109,14 +116,6 @@ def test_resigned_scheduler_never_leads_again() -> None:
     stage.leader.resign()
     stage.pass_s(10)
     assert stage.leader.term is None
-
-
-def worker_obeyed(stage: Stage, number: int) -> Actor:
-    worker = stage.enter(Role.WORKER, "worker-0")
-    term = Term(number=number, scheduler=process("scheduler-9"))
-    worker.set_load(term=term)
-    worker.beat()
-    return worker
 
 
 @pytest.mark.parametrize("number", [2**32 + 1, 2**40, 2**62 - 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, running, usual
+from tests.unit.scheduler.stage import Actor, Stage, held, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.worker_caches import EXPECT_S
@@ -11,7 +11,6 @@ from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 from antiphon.wire.errors import PromptTooLong, decode_error
-from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.kv_events import BlocksStored, KvEvents
 from antiphon.wire.sampling import SamplingParams
 
@@ -41,8 +40,7 @@ def busy(stage: Stage, worker: Actor, count: int) -> None:
     for other in others:
         other.set_load(paused=True)
     stage.pass_s(0.5)
-    for number in range(count):
-        stage.submit(f"busy-{worker.process.instance}-{number}")
+    stage.submit_all(count, f"busy-{worker.process.instance}-")
     worker.runs(*(running(admit) for admit in stage.admits(worker)))
     for other in others:
         other.set_load(paused=False)
@@ -117,8 +115,7 @@ def test_prefill_of_a_worker_counts_until_its_first_token_is_reported() -> None:
     stage.actions.clear()
     ask(stage, "r0", pack_ids(range(9, 9 + BLOCK_TOKENS)))
     assert went_to(stage) == "worker-1"
-    computing = RunningRequest(request_id=admit.request_id, attempt=admit.attempt, tokens=0)
-    first.runs(computing)
+    first.runs(held(admit.request_id, admit.attempt, tokens=0))
     stage.pass_s(0.6)
     stage.actions.clear()
     ask(stage, "r1", pack_ids(range(7, 7 + 2 * BLOCK_TOKENS)))

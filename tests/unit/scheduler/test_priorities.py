@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, other_attempt, returned, running, usual
+from tests.unit.scheduler.stage import Actor, Stage, held, other_attempt, returned, running, usual
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.priority import PriorityPolicy
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import Overloaded
-from antiphon.wire.heartbeat import RunningRequest
 
 if TYPE_CHECKING:
     from antiphon.wire.command import Admit
@@ -23,8 +22,7 @@ BY_PRIORITY = PriorityPolicy(priority=True, preempt_threshold=10, max_overtake_s
 def full(rules: LeaderConfig, waiting: int = 0) -> tuple[Stage, Actor]:
     """A worker that has all three requests of low priority that it is given, and more that wait."""
     stage, _, worker, _ = usual(rules)
-    for number in range(3 + waiting):
-        stage.submit(f"low-{number}", priority=0)
+    stage.submit_all(3 + waiting, "low-", priority=0)
     assert len(stage.admits()) == 3
     worker.runs(*map(running, stage.admits()))
     stage.pass_s(0.6)
@@ -39,7 +37,7 @@ def names(stage: Stage) -> list[str]:
 
 
 def ends(stage: Stage, worker: Actor, name: str) -> None:
-    gateway = next(actor for actor in stage.actors if actor.role is Role.GATEWAY)
+    gateway = stage.first(Role.GATEWAY)
     worker.runs(*(line for line in worker.load.running if line.request_id != name))
     gateway.closes(next(line for line in gateway.open if line == name))
 
@@ -97,10 +95,8 @@ def test_no_more_go_beyond_the_places_than_there_are_requests_that_give_way() ->
 
 
 def test_a_worker_gets_no_more_beyond_its_places_than_it_would_keep() -> None:
-    rules = LeaderConfig(look_ahead=1, waiting_max=2, precedence=BY_PRIORITY)
-    stage, _ = full(rules)
-    stage.submit("late-0", priority=20)
-    stage.submit("late-1", priority=20)
+    stage, _ = full(LeaderConfig(look_ahead=1, waiting_max=2, precedence=BY_PRIORITY))
+    stage.submit_all(2, "late-", priority=20)
     assert names(stage) == ["late-0"]
 
 
@@ -195,8 +191,7 @@ def test_request_does_not_time_out_before_workers_have_reported() -> None:
     stage.link_up = False
     stage.pass_s(0.2)
     stage.leader.submit(request)
-    old = other_attempt(0)
-    worker.runs(RunningRequest(request_id=request.request_id, attempt=old, tokens=1))
+    worker.runs(held(request.request_id, other_attempt(0)))
     stage.link_up = True
     gateway.list(whole=True)
     stage.pass_s(2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.unit.config.test_sglang import serve
-from tests.unit.scheduler.stage import GATEWAY, Actor, Stage, other_attempt, running, usual
+from tests.unit.scheduler.stage import GATEWAY, Stage, other_attempt, running, usual
 
 from antiphon.config.worker import Policy
 from antiphon.scheduler.leader_config import LeaderConfig
@@ -13,7 +13,7 @@ from antiphon.scheduler.queue import CACHE_WAITING_MAX, DrainRate, SchedulerQueu
 from antiphon.scheduler.request_table import TOMBSTONES_MAX, SchedulerTombstones
 from antiphon.scheduler.worker_caches import EXPECT_S
 from antiphon.service.priority import PriorityPolicy
-from antiphon.wire.base import Attempt, Role
+from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, split_rows
 from antiphon.wire.command import Abort, Admit, ChoiceOutput
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
@@ -120,15 +120,12 @@ def admit(name: str, prompt_tokens: int) -> Admit:
 def test_commands_are_cut_into_messages_that_fit_and_keep_their_order() -> None:
     commands = [admit(str(number), 1000) for number in range(5)]
     cut = split_rows(commands, command_bytes, bytes_max=2 * (ENVELOPE_BYTES + 4100))
-    assert [[command.request_id for command in part] for part in cut] == [
-        ["0", "1"],
-        ["2", "3"],
-        ["4"],
-    ]
+    ids = ["".join(command.request_id for command in part) for part in cut]
+    assert ids == ["01", "23", "4"]
 
 
 def test_a_command_is_never_left_out_however_large() -> None:
-    large, abort = admit("r", 1000), Abort(request_id=RequestId("s"), attempt=attempt())
+    large, abort = admit("r", 1000), Abort(request_id=RequestId("s"), attempt=other_attempt(2))
     assert [*split_rows([large, abort], command_bytes, bytes_max=1)] == [[large], [abort]]
 
 
@@ -151,10 +148,6 @@ def test_there_are_never_more_tombstones_than_the_bound() -> None:
     assert RequestId("0") not in tombstones
 
 
-def attempt() -> Attempt:
-    return other_attempt(2)
-
-
 def full(policy: Policy, **precedence: object) -> Stage:
     """A leader whose one worker has all three requests that it is given."""
     rules = LeaderConfig(look_ahead=1, policy=policy, precedence=PriorityPolicy(**precedence))  # type: ignore[arg-type]
@@ -166,14 +159,9 @@ def full(policy: Policy, **precedence: object) -> Stage:
     return stage
 
 
-def worker_of(stage: Stage) -> Actor:
-    return next(actor for actor in stage.actors if actor.role is Role.WORKER)
-
-
 def drained(stage: Stage) -> list[str]:
     """The order in which the waiting requests are started, while one after the other ends."""
-    gateway = next(actor for actor in stage.actors if actor.role is Role.GATEWAY)
-    worker = worker_of(stage)
+    gateway, worker = stage.first(Role.GATEWAY), stage.first(Role.WORKER)
     order: list[str] = []
     while worker.load.running:
         ended = worker.load.running[0]
@@ -203,10 +191,8 @@ def holds(stage: Stage, *texts: bytes) -> None:
         BlocksStored(parent=b"root", digests=block_digests(b"root", prompt_of(text)))
         for text in texts
     )
-    worker = worker_of(stage)
-    stage.leader.caches.apply_events(
-        KvEvents(worker=worker.process, seq=len(events), events=events)
-    )
+    worker = stage.first(Role.WORKER).process
+    stage.leader.caches.apply_events(KvEvents(worker=worker, seq=len(events), events=events))
 
 
 def test_lof_starts_the_longest_answers_first() -> None:
@@ -227,20 +213,12 @@ def test_lpm_starts_the_longest_cached_prefix_first() -> None:
 
 def test_dfs_weight_starts_the_most_wanted_branch_first_and_keeps_it_together() -> None:
     stage = full(Policy.DFS_WEIGHT)
-    arrived = (
-        ("none", b"xyz"),
-        ("a", b"ax"),
-        ("ac 1", b"acx"),
-        ("bd", b"bdx"),
-        ("ac 2", b"acy"),
-        ("ac 3", b"acz"),
-        ("ad", b"adx"),
-    )
-    for name, text in arrived:
-        wait(stage, name, text)
+    for arrived in ("none xyz", "a ax", "ac1 acx", "bd bdx", "ac2 acy", "ac3 acz", "ad adx"):
+        name, text = arrived.split()
+        wait(stage, name, text.encode())
     holds(stage, b"ac", b"ad", b"bd")
     stage.pass_s(0.1)
-    assert drained(stage) == ["ac 1", "ac 2", "ac 3", "ad", "a", "bd", "none"]
+    assert drained(stage) == ["ac1", "ac2", "ac3", "ad", "a", "bd", "none"]
 
 
 def test_random_order_is_not_arrival_and_can_be_repeated() -> None:
@@ -271,11 +249,9 @@ def test_policy_lets_no_request_be_overtaken_for_ever(policy: Policy) -> None:
     holds(stage, b"ab")
     wait(stage, "poor", b"xyz")
     stage.pass_s(0.1)
-    for number in range(12):
-        long = SamplingParams(max_new_tokens=50)
-        prompt = prompt_of(b"abc")
-        digests = block_digests(b"root", prompt)
-        stage.submit(f"r{number}", prompt_ids=prompt, block_digests=digests, sampling=long)
+    prompt, long = prompt_of(b"abc"), SamplingParams(max_new_tokens=50)
+    digests = block_digests(b"root", prompt)
+    stage.submit_all(12, prompt_ids=prompt, block_digests=digests, sampling=long)
     stage.pass_s(0.1)
     order = drained(stage)
     # Every request takes 0.6 s: after four of them it has been overtaken for 2 s.

@@ -7,36 +7,29 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 import pytest
+from msgspec.structs import replace
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, running
 from tests.support.wait import until
 from tests.support.worker import blocks_stored
+from tests.unit.scheduler.stage import WORKER_LOAD, cancel_request, open_entry, submit_request
 
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.wire.base import Process, Role
-from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, Command, CommandBatch
 from antiphon.wire.errors import Cancelled, Unavailable
-from antiphon.wire.heartbeat import WorkerLoad
-from antiphon.wire.ids import ModelName, RequestId, TenantId
+from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.routes import CANCEL, COMMAND, KV_EVENTS, KV_REPLAY, OPEN, SUBMIT
-from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.submit import (
-    CancelAccepted,
-    CancelRequest,
-    OpenList,
-    OpenRequest,
-    SubmitAccepted,
-    SubmitRequest,
-)
+from antiphon.wire.submit import CancelAccepted, OpenList, SubmitAccepted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.wire.kv_events import KvReplayed, ReplayKv
+    from antiphon.wire.submit import OpenRequest, SubmitRequest
 
 MODEL = ModelName("antiphon-small")
 LATE_LISTS = ("antiphon_late_messages_total", {"route": OPEN.name})
@@ -91,17 +84,8 @@ class FakeWorker(Peer):
                 self.runtime.bus.publish(KV_EVENTS, message, model=MODEL, worker=worker)
 
     def report(self) -> Report:
-        load = WorkerLoad(
-            pages_free=8,
-            pages_total=8,
-            page_tokens=16,
-            running_max=1,
-            step=0,
-            step_age_s=0.0,
-            context_tokens=128,
-            kv_seq=0 if self.cache is None else self.cache.seq,
-        )
-        return Report(load=0, worker=load)
+        kv_seq = 0 if self.cache is None else self.cache.seq
+        return Report(load=0, worker=replace(WORKER_LOAD, running_max=1, kv_seq=kv_seq))
 
     async def _replay(self, message: ReplayKv, _: object) -> KvReplayed:
         assert self.cache is not None
@@ -128,20 +112,9 @@ class FakeGateway(Peer):
         return None
 
     def request(self, name: str) -> SubmitRequest:
-        request = SubmitRequest(
-            request_id=RequestId(name),
-            owner=self.process,
-            tenant=TenantId("default"),
-            model=MODEL,
-            digest=name.encode(),
-            prompt_ids=pack_ids([1, 2, 3]),
-            sampling=SamplingParams(max_new_tokens=4),
-            deadline_unix_ms=self.runtime.clock.unix_ms() + 60_000,
-            traceparent=TRACE,
-        )
-        self.open[request.request_id] = OpenRequest(
-            request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms
-        )
+        due_ms = self.runtime.clock.unix_ms() + 60_000
+        request = submit_request(name, self.process, due_ms, MODEL, traceparent=TRACE)
+        self.open[request.request_id] = open_entry(request)
         return request
 
     async def submit(self, request: SubmitRequest) -> SubmitAccepted:
@@ -157,11 +130,7 @@ class FakeGateway(Peer):
                     await asyncio.sleep(0.01)
 
     async def cancel(self, request: SubmitRequest) -> CancelAccepted:
-        cancel = CancelRequest(
-            request_id=request.request_id,
-            owner=request.owner,
-            deadline_unix_ms=request.deadline_unix_ms,
-        )
+        cancel = cancel_request(request)
         return await self.runtime.bus.call(CANCEL, cancel, timeout_s=2, model=MODEL)
 
     @property
@@ -204,6 +173,11 @@ class Cluster:
         self.schedulers.append(scheduler)
         return scheduler.service
 
+    async def leader(self) -> SchedulerService:
+        scheduler = await self.scheduler()
+        await until(lambda: leads(scheduler))
+        return scheduler
+
     @property
     def admits(self) -> list[Admit]:
         return [command for command in self.worker.commands if isinstance(command, Admit)]
@@ -226,8 +200,7 @@ def leads(scheduler: SchedulerService) -> bool:
 
 
 async def test_a_submitted_request_reaches_the_worker_in_the_same_trace(cluster: Cluster) -> None:
-    scheduler = await cluster.scheduler()
-    await until(lambda: leads(scheduler))
+    scheduler = await cluster.leader()
     accepted = await cluster.gateway.submit(cluster.gateway.request("r"))
     assert accepted.term == scheduler.report().leads
     await until(lambda: bool(cluster.admits))
@@ -239,8 +212,7 @@ async def test_a_submitted_request_reaches_the_worker_in_the_same_trace(cluster:
 
 
 async def test_what_waits_is_counted_and_a_refusal_has_its_reason(cluster: Cluster) -> None:
-    scheduler = await cluster.scheduler()
-    await until(lambda: leads(scheduler))
+    await cluster.leader()
     for number in range(5):
         await cluster.gateway.submit(cluster.gateway.request(f"r{number}"))
     metrics = cluster.schedulers[0].metrics
@@ -254,8 +226,7 @@ async def test_what_waits_is_counted_and_a_refusal_has_its_reason(cluster: Clust
 
 
 async def test_open_list_that_came_too_late_is_counted(cluster: Cluster) -> None:
-    scheduler = await cluster.scheduler()
-    await until(lambda: leads(scheduler))
+    scheduler = await cluster.leader()
     gateway = cluster.gateway
     late = OpenList(
         model=MODEL, owner=gateway.process, version=2**20, whole=True, not_after_unix_ms=0
@@ -268,8 +239,7 @@ async def test_open_list_that_came_too_late_is_counted(cluster: Cluster) -> None
 
 
 async def test_a_cancelled_request_is_aborted_at_its_worker(cluster: Cluster) -> None:
-    scheduler = await cluster.scheduler()
-    await until(lambda: leads(scheduler))
+    await cluster.leader()
     request = cluster.gateway.request("r")
     await cluster.gateway.submit(request)
     await until(lambda: bool(cluster.admits))
@@ -279,8 +249,7 @@ async def test_a_cancelled_request_is_aborted_at_its_worker(cluster: Cluster) ->
 
 
 async def test_a_standby_takes_submits_once_the_leader_has_left(cluster: Cluster) -> None:
-    leader = await cluster.scheduler()
-    await until(lambda: leads(leader))
+    await cluster.leader()
     standby = await cluster.scheduler()
     first = await cluster.gateway.submit(cluster.gateway.request("r0"))
     assert not leads(standby)
@@ -291,8 +260,7 @@ async def test_a_standby_takes_submits_once_the_leader_has_left(cluster: Cluster
 
 
 async def test_a_lone_scheduler_that_stops_first_binds_what_waits(cluster: Cluster) -> None:
-    scheduler = await cluster.scheduler()
-    await until(lambda: leads(scheduler))
+    await cluster.leader()
     for number in range(4):
         await cluster.gateway.submit(cluster.gateway.request(f"r{number}"))
     await until(lambda: len(cluster.admits) == 3)
@@ -306,8 +274,7 @@ async def test_a_lone_scheduler_that_stops_first_binds_what_waits(cluster: Clust
 
 async def test_leader_and_standby_know_reported_and_missed_events(cluster: Cluster) -> None:
     blocks = [bytes([number]) * 32 for number in range(6)]
-    leader = await cluster.scheduler()
-    await until(lambda: leads(leader))
+    await cluster.leader()
     await cluster.worker.announce(blocks[0], lost=True)
     await cluster.worker.announce(blocks[1])
     await until(lambda: known(cluster, 0) == 2)
@@ -339,8 +306,7 @@ def failing(scheduler: SchedulerService, monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_standby_leads_while_the_leader_fails_each_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faulty = await cluster.scheduler()
-    await until(lambda: leads(faulty))
+    faulty = await cluster.leader()
     standby = await cluster.scheduler()
     await until(lambda: standby._core._leadership.highest is not None)
     failing(faulty, monkeypatch)
@@ -355,8 +321,7 @@ async def test_a_standby_leads_while_the_leader_fails_each_time(
 async def test_a_lone_leader_that_fails_each_time_takes_few_terms(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = await cluster.scheduler()
-    await until(lambda: leads(scheduler))
+    scheduler = await cluster.leader()
     began_at = asyncio.get_running_loop().time()
     failing(scheduler, monkeypatch)
     registry = cluster.schedulers[0].metrics.registry

@@ -12,7 +12,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from antiphon import embedded
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.tokenizer.template import ChatTemplate
-from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:
@@ -139,22 +138,22 @@ def ours(
     return template.render(messages(turns), params, continue_final=continue_final)
 
 
-@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_template_writes_what_transformers_writes(source: str):
-    params = TemplateParams(tools=json.dumps(TOOLS))
-    expected = theirs(source, TURNS, tools=TOOLS, add_generation_prompt=True)
-    assert ours(source, TURNS, params) == expected
+OPTIONS = {"documents": [{"title": "T", "text": "é"}], "pad_token": "<other>"}
 
 
+@pytest.mark.parametrize(
+    ("params", "given"),
+    [
+        (TemplateParams(tools=json.dumps(TOOLS)), {"tools": TOOLS, "add_generation_prompt": True}),
+        (TemplateParams(generation_prompt=False, options=json.dumps(OPTIONS)), OPTIONS),
+    ],
+    ids=["tools", "options"],
+)
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_template_writes_what_transformers_writes_without_tools(source: str):
-    documents = [{"title": "T", "text": "é"}]
-    params = TemplateParams(
-        generation_prompt=False,
-        options=json.dumps({"documents": documents, "pad_token": "<other>"}),
-    )
-    expected = theirs(source, TURNS, documents=documents, pad_token="<other>")
-    assert ours(source, TURNS, params) == expected
+def test_a_template_writes_what_transformers_writes(
+    source: str, params: TemplateParams, given: dict[str, Any]
+):
+    assert ours(source, TURNS, params) == theirs(source, TURNS, **given)
 
 
 @pytest.mark.parametrize("content", ["a", "so it is", " and so ", "s>", "<assistant>"])
@@ -173,14 +172,6 @@ def test_content_that_is_null_is_no_text_to_templates_that_do_not_ask():
     source = "{% for m in messages %}{{ '[' + m.content + ']' ~ (m.content | trim) }}{% endfor %}"
     turn: dict[str, object] = {"role": "assistant", "content": None}
     assert ours(source, [turn], TemplateParams()) == "[]"
-
-
-@pytest.mark.parametrize(
-    "source", ["{{ namespace(__class__=1) }}", "{{ dict.mro() }}", "{{ dict.__subclasses__() }}"]
-)
-def test_a_template_is_given_no_classes(source: str):
-    with pytest.raises(InvalidRequest):
-        ours(source, TURNS, TemplateParams())
 
 
 def test_every_special_token_is_defined_whichever_file_has_it(tmp_path: Path):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.tokenizer.requests import asks
+from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from antiphon import embedded
@@ -32,10 +32,31 @@ from antiphon.wire.tokenize import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 ROOT = namespace("model", "")
-HELLO = (ChatMessage(role="user", content="Hello"),)
+
+
+def asks(
+    messages: tuple[ChatMessage, ...] | None, prompt: str | None, **fields: Any
+) -> EncodeRequest:
+    return EncodeRequest(
+        request_id=RequestId("r"),
+        model=ModelName("m"),
+        messages=messages,
+        prompt=prompt,
+        deadline_unix_ms=2**42,
+        **fields,
+    )
+
+
+def said(content: str) -> tuple[ChatMessage, ...]:
+    """A conversation of one turn."""
+    return (ChatMessage(role="user", content=content),)
+
+
+HELLO = said("Hello")
 
 
 @pytest.fixture
@@ -45,8 +66,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@contextmanager
+def changed_tokenizer(folder: Path) -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    yield tokenizer
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def encoder(folder: Path, bytes_max: int = 1000, context_tokens: int | None = None) -> TextEncoder:
+    return TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, bytes_max, context_tokens)
+
+
 def encode(folder: Path, text: EncodeRequest, bytes_max: int = 1000) -> EncodedPrompt | Exception:
-    (result,) = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, bytes_max).encode([text])
+    (result,) = encoder(folder, bytes_max).encode([text])
     return result
 
 
@@ -61,29 +93,22 @@ def test_plain_text_gets_the_tokenizers_special_tokens(folder: Path):
 
 @pytest.mark.parametrize("length", [None, 4])
 def test_tokenizer_pads_no_text_whatever_its_file_says(folder: Path, length: int | None):
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_padding(length=length, pad_to_multiple_of=8, pad_id=1, pad_token="<unk>")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    with changed_tokenizer(folder) as tokenizer:
+        tokenizer.enable_padding(length=length, pad_to_multiple_of=8, pad_id=1, pad_token="<unk>")
     assert ids(encode(folder, asks(None, "a b"))) == [0, 2, 3]
     assert ids(encode(folder, asks(None, "a", pair="b"))) == [2, 3]
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])
 def test_tokenizer_cuts_no_text_whatever_its_file_says(folder: Path, direction: str):
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_truncation(max_length=3, direction=direction)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    with changed_tokenizer(folder) as tokenizer:
+        tokenizer.enable_truncation(max_length=3, direction=direction)
     assert ids(encode(folder, asks(None, "a b a b a"))) == [0, 2, 3, 2, 3, 2]
 
 
 def test_a_template_writes_its_own_special_tokens(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    turns = (ChatMessage(role="user", content="a"),)
-    assert ids(encode(folder, asks(turns, None))) == [2]
-
-
-def test_a_conversation_without_a_template_is_unsupported(folder: Path):
-    assert isinstance(encode(folder, asks(HELLO, None)), Unsupported)
+    assert ids(encode(folder, asks(said("a"), None))) == [2]
 
 
 def test_long_text_is_rejected_with_both_numbers(folder: Path):
@@ -92,18 +117,27 @@ def test_long_text_is_rejected_with_both_numbers(folder: Path):
     assert error.details == {"size_bytes": "11", "bytes_max": "10"}
 
 
-@pytest.mark.parametrize("text", [asks(None, None), asks(HELLO, "a"), asks((), None)])
-def test_none_or_both_is_refused(folder: Path, text: EncodeRequest):
-    assert isinstance(encode(folder, text), InvalidRequest)
-
-
-def test_lone_surrogates_are_the_callers_error(folder: Path):
-    assert isinstance(encode(folder, asks(None, "\ud800")), InvalidRequest)
+@pytest.mark.parametrize(
+    ("text", "bytes_max", "error"),
+    [
+        pytest.param(asks(HELLO, None), 1000, Unsupported, id="no chat template"),
+        pytest.param(asks(None, None), 1000, InvalidRequest, id="neither prompt nor messages"),
+        pytest.param(asks(HELLO, "a"), 1000, InvalidRequest, id="both prompt and messages"),
+        pytest.param(asks((), None), 1000, InvalidRequest, id="no messages"),
+        pytest.param(asks(None, "\ud800"), 1000, InvalidRequest, id="lone surrogate"),
+        pytest.param(
+            asks(None, "a" * 6, pair="b" * 6), 10, RequestTooLarge, id="both texts of a pair"
+        ),
+    ],
+)
+def test_text_that_cannot_be_encoded_is_rejected(
+    folder: Path, text: EncodeRequest, bytes_max: int, error: type[Exception]
+):
+    assert isinstance(encode(folder, text, bytes_max), error)
 
 
 def test_an_error_hurts_no_other_text(folder: Path):
-    encoder = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000)
-    bad, good = encoder.encode([asks(HELLO, None), asks(None, "a")])
+    bad, good = encoder(folder).encode([asks(HELLO, None), asks(None, "a")])
     assert isinstance(bad, Unsupported)
     assert ids(good) == [0, 2]
 
@@ -112,8 +146,7 @@ def test_bug_with_one_text_is_raised_to_its_caller_only(
     folder: Path, caplog: pytest.LogCaptureFixture
 ):
     (folder / "chat_template.jinja").write_text("{{ 'a' * (messages[0].content | int) }}")
-    texts = [asks((ChatMessage(role="user", content=n),), None) for n in (f"{10**18}", "1")]
-    bad, good = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000).encode(texts)
+    bad, good = encoder(folder).encode([asks(said(n), None) for n in (f"{10**18}", "1")])
     assert isinstance(bad, Internal)
     assert ids(good) == [2]
     (record,) = caplog.records
@@ -128,7 +161,7 @@ def test_what_is_nested_too_deep_is_the_callers_error_at_every_depth(
 ):
     given = {"tools": "tools", "chat_template_kwargs": "x", "messages": "messages[0].tool_calls"}
     (folder / "chat_template.jinja").write_text(f"{{{{ {given[field]} | tojson({indent}) }}}}")
-    encoder = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 100_000_000)
+    nested_encoder = encoder(folder, 100_000_000)
     params = {
         "tools": lambda deep: TemplateParams(tools=f'[{{"x": {deep}}}]'),
         "chat_template_kwargs": lambda deep: TemplateParams(options=f'{{"x": {deep}}}'),
@@ -141,7 +174,7 @@ def test_what_is_nested_too_deep_is_the_callers_error_at_every_depth(
             role="user", content="a", tool_calls=(call,) if field == "messages" else ()
         )
         template = params[field](deep) if field in params else TemplateParams()
-        (done,) = encoder.encode([asks((turn,), None, template=template)])
+        (done,) = nested_encoder.encode([asks((turn,), None, template=template)])
         errors += [done] if isinstance(done, Exception) else []
     assert {type(error) for error in errors} == {InvalidRequest}
     assert {getattr(error, "param", None) for error in errors} == {field}
@@ -172,19 +205,18 @@ def test_equal_prefixes_have_equal_digests(one: list[int], other: list[int]):
         assert (blocks[0][: end * 32] == blocks[1][: end * 32]) == same
 
 
-SAID = (("",), (None, ""), ("a",), ("b",), (None, "a"), ("a", "a"))
-"""What requests say of salt and extra key: of the first two, nothing."""
+SALTS = (("",), (None, ""), ("a",), ("b",), (None, "a"), ("a", "a"))
+"""Salt and extra key of requests; the first two have neither."""
 
 
 def test_salt_and_model_separate_namespaces():
-    assert (
-        len({namespace("m", ""), namespace("m", "s"), namespace("n", ""), namespace("ms", "")}) == 4
-    )
+    pairs = (("m", ""), ("m", "s"), ("n", ""), ("ms", ""))
+    assert len({namespace(*pair) for pair in pairs}) == 4
 
 
 def test_a_salt_divides_the_names_of_blocks_and_nothing_else(folder: Path):
-    texts = [asks(None, "a b " * BLOCK_TOKENS, cache_salt=cache_salt(*said)) for said in SAID]
-    encoded = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000).encode(texts)
+    texts = [asks(None, "a b " * BLOCK_TOKENS, cache_salt=cache_salt(*salt)) for salt in SALTS]
+    encoded = encoder(folder).encode(texts)
     digests = [one.block_digests for one in encoded if isinstance(one, EncodedPrompt)]
     assert len({one.token_ids for one in encoded if isinstance(one, EncodedPrompt)}) == 1
     assert [digests.index(one) for one in digests] == [0, 0, 2, 3, 4, 5]
@@ -193,25 +225,23 @@ def test_a_salt_divides_the_names_of_blocks_and_nothing_else(folder: Path):
 
 def test_two_texts_are_joined_as_the_tokenizer_joins_them(folder: Path):
     pair = asks(None, "a b", pair="b a a")
-    (plain,) = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 1000).encode([pair])
-    assert isinstance(plain, EncodedPrompt)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s>:0 $B:1", special_tokens=[("<s>", 0)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    told_apart = encode(folder, pair)
-    assert isinstance(told_apart, EncodedPrompt)
-    assert (ids(told_apart), told_apart.second_from) == ([0, 2, 3, 0, 3, 2, 2], 4)
-    alone = encode(folder, asks(None, "a b"))
-    assert isinstance(alone, EncodedPrompt)
-    assert (ids(alone), alone.second_from) == ([0, 2, 3], None)
+    assert isinstance(encode(folder, pair), EncodedPrompt)
+    with changed_tokenizer(folder) as tokenizer:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s>:0 $B:1", special_tokens=[("<s>", 0)]
+        )
+    for text, joined, second_from in (
+        (pair, [0, 2, 3, 0, 3, 2, 2], 4),
+        (asks(None, "a b"), [0, 2, 3], None),
+    ):
+        encoded = encode(folder, text)
+        assert isinstance(encoded, EncodedPrompt)
+        assert (ids(encoded), encoded.second_from) == (joined, second_from)
 
 
 def truncate(folder: Path, text: EncodeRequest, context_tokens: int) -> EncodedPrompt:
     """Encode a text under a context; it must not be refused."""
-    encoder = TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, 100_000, context_tokens)
-    (result,) = encoder.encode([text])
+    (result,) = encoder(folder, 100_000, context_tokens).encode([text])
     assert isinstance(result, EncodedPrompt)
     return result
 
@@ -231,9 +261,9 @@ def test_truncated_prompt_is_the_beginning_of_the_whole_one(
 
 def test_truncated_conversation_has_no_end_to_be_read(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} <think>")
-    turns = (ChatMessage(role="user", content="a b a b"),)
-    assert truncate(folder, asks(turns, None, truncate=True), 9).text_end == "a b a b <think>"
-    assert truncate(folder, asks(turns, None, truncate=True), 3).text_end == ""
+    text = asks(said("a b a b"), None, truncate=True)
+    assert truncate(folder, text, 9).text_end == "a b a b <think>"
+    assert truncate(folder, text, 3).text_end == ""
 
 
 def test_pair_is_truncated_as_long_as_some_of_the_second_text_is_left(folder: Path):
@@ -242,39 +272,33 @@ def test_pair_is_truncated_as_long_as_some_of_the_second_text_is_left(folder: Pa
     assert len(ids(truncate(folder, pair, 2))) == 5  # refused by its length
 
 
-def test_both_texts_of_a_pair_count_for_its_size(folder: Path):
-    assert isinstance(encode(folder, asks(None, "a" * 6, pair="b" * 6), 10), RequestTooLarge)
-
-
 LONG = "a" * 20_000
-TURN = ChatMessage(role="assistant", content="a")
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        ChatMessage(role="user", content=LONG),
-        msgspec.structs.replace(TURN, role=LONG),
-        msgspec.structs.replace(TURN, name=LONG),
-        msgspec.structs.replace(TURN, reasoning_content=LONG),
-        msgspec.structs.replace(TURN, tool_call_id=LONG),
-        msgspec.structs.replace(TURN, tool_calls=(MessageToolCall(id=LONG, name="f"),)),
-        msgspec.structs.replace(TURN, tool_calls=(MessageToolCall(id="1", name=LONG),)),
-        msgspec.structs.replace(
-            TURN, tool_calls=(MessageToolCall(id="1", name="f", arguments=LONG),)
-        ),
-        msgspec.structs.replace(TURN, tool_calls=(MessageToolCall(id="1", name="f"),) * 65),
-    ],
-    ids=("content", "role", "name", "thinking", "answered", "id", "call", "arguments", "calls"),
+CALL = MessageToolCall(id="call_1", name="f", arguments='{"a": 1}')
+TURN = ChatMessage(
+    role="assistant", content="a", name="f", tool_call_id="call_1", tool_calls=(CALL,)
 )
+
+
+LONG_TURNS = {
+    name: replace(TURN, **{name: LONG})
+    for name in ("content", "role", "name", "reasoning_content", "tool_call_id")
+} | {
+    f"call {name}": replace(TURN, tool_calls=(replace(CALL, **{name: LONG}),))
+    for name in ("id", "name", "arguments")
+}
+
+
+@pytest.mark.parametrize("message", LONG_TURNS.values(), ids=LONG_TURNS)
 def test_text_is_heavy_by_every_part_of_a_message(message: ChatMessage) -> None:
     assert is_heavy(asks((message,), None))
 
 
-def test_short_conversation_with_calls_is_not_heavy() -> None:
-    call = MessageToolCall(id="call_1", name="f", arguments='{"a": 1}')
-    turn = msgspec.structs.replace(TURN, name="f", tool_call_id="call_1", tool_calls=(call,))
-    assert not is_heavy(asks((turn,) * 8, None))
+@pytest.mark.parametrize(("messages", "calls", "heavy"), [(8, 1, False), (1, 65, True)])
+def test_short_conversation_is_heavy_only_with_many_calls(
+    messages: int, calls: int, heavy: bool
+) -> None:
+    turn = replace(TURN, tool_calls=(CALL,) * calls)
+    assert is_heavy(asks((turn,) * messages, None)) == heavy
 
 
 GAP = asks(None, "a", suffix="b")
@@ -298,14 +322,13 @@ def write(folder: Path, *marks: str, special: bool = False) -> None:
 
 
 def encode_gap(
-    folder: Path, text: EncodeRequest = GAP, said: str = "", bytes_max: int = 1000
+    folder: Path, text: EncodeRequest = GAP, template: str = "", bytes_max: int = 1000
 ) -> list[int]:
-    words = vocabulary.read_model_tokenizer(folder, completion_template=said)
-    (result,) = TextEncoder(words, namespace("model", ""), bytes_max).encode([text])
+    words = vocabulary.read_model_tokenizer(folder, completion_template=template)
+    (result,) = TextEncoder(words, ROOT, bytes_max).encode([text])
     if isinstance(result, Exception):
         raise result
-    assert isinstance(result, EncodedPrompt)
-    return list(unpack_ids(result.token_ids))
+    return ids(result)
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -315,7 +338,7 @@ def test_a_form_is_known_by_its_marks(
 ) -> None:
     write(tmp_path, *template.marks, special=special)
     assert encode_gap(tmp_path) == [0, 4, 2, 5, 3, 6]
-    assert encode_gap(tmp_path, said=template.name) == [0, 4, 2, 5, 3, 6]
+    assert encode_gap(tmp_path, template=template.name) == [0, 4, 2, 5, 3, 6]
     assert encode_gap(tmp_path, asks(None, "", suffix="b")) == [0, 4, 5, 3, 6]
     assert encode_gap(tmp_path, asks(None, "a")) == [0, 2]
 
@@ -335,7 +358,7 @@ def test_marks_of_no_form_or_of_two_show_none_for_certain(tmp_path: Path) -> Non
         with pytest.raises(Unsupported, match="--completion-template") as refused:
             encode_gap(tmp_path)
         assert refused.value.param == "suffix"
-    assert encode_gap(tmp_path, said="qwen_coder") == [0, 7, 2, 8, 3, 9]
+    assert encode_gap(tmp_path, template="qwen_coder") == [0, 7, 2, 8, 3, 9]
 
 
 def test_a_mark_that_is_no_token_is_named_at_the_start(tmp_path: Path) -> None:
@@ -353,7 +376,7 @@ def test_file_sets_the_position_of_the_middle_marker(
     write(tmp_path, "[PRE]", "[MID]", "[SUF]")
     file = tmp_path / "form.json"
     file.write_text(json.dumps(FILE | {"fim_position": position}))
-    assert encode_gap(tmp_path, said=str(file)) == ids
+    assert encode_gap(tmp_path, template=str(file)) == ids
 
 
 @pytest.mark.parametrize("text", ["{", "{}", json.dumps(FILE | {"fim_position": "BEGIN"}), None])
@@ -366,21 +389,23 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, text: str | N
         vocabulary.read_model_tokenizer(tmp_path, completion_template=str(file))
 
 
-def test_both_sides_of_the_gap_count_for_its_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "bytes_max", "error"),
+    [
+        (asks(None, "a" * 10, suffix="b" * 10), 50, RequestTooLarge),
+        (asks(said("a"), None, suffix="b"), 1000, InvalidRequest),
+    ],
+    ids=["both sides of the gap count", "a conversation has no gap"],
+)
+def test_text_with_a_gap_is_rejected(
+    tmp_path: Path, text: EncodeRequest, bytes_max: int, error: type[Exception]
+) -> None:
     write(tmp_path, *TEMPLATES[1].marks)
-    with pytest.raises(RequestTooLarge):
-        encode_gap(tmp_path, asks(None, "a" * 10, suffix="b" * 10), bytes_max=50)
-
-
-def test_a_conversation_has_no_gap(tmp_path: Path) -> None:
-    write(tmp_path, *TEMPLATES[1].marks)
-    turns = (ChatMessage(role="user", content="a"),)
-    with pytest.raises(InvalidRequest):
-        encode_gap(tmp_path, asks(turns, None, suffix="b"))
+    with pytest.raises(error):
+        encode_gap(tmp_path, text, bytes_max=bytes_max)
 
 
 WORDS = vocabulary.read_model_tokenizer(embedded.path())
-USER = (ChatMessage(role="user", content="hi"),)
 
 
 def request(*rows: list[int], skip: bool = True) -> DecodeRequest:
@@ -393,16 +418,10 @@ def request(*rows: list[int], skip: bool = True) -> DecodeRequest:
     )
 
 
-def encoded(text: EncodeRequest) -> EncodedPrompt:
-    (encoded,) = TextEncoder(WORDS, namespace("m", ""), 1000).encode([text])
-    assert isinstance(encoded, EncodedPrompt)
-    return encoded
-
-
 def test_each_row_becomes_a_text():
-    ids = list(unpack_ids(encoded(asks(None, "one two")).token_ids))
-    assert decode(WORDS, request(ids, [], [2, *ids])) == ("one two", "", "one two")
-    assert decode(WORDS, request([2, *ids], skip=False)) == ("<|end|>one two",)
+    row = ids(encode(embedded.path(), asks(None, "one two")))
+    assert decode(WORDS, request(row, [], [2, *row])) == ("one two", "", "one two")
+    assert decode(WORDS, request([2, *row], skip=False)) == ("<|end|>one two",)
 
 
 def test_an_id_beyond_the_vocabulary_is_refused():
@@ -411,8 +430,9 @@ def test_an_id_beyond_the_vocabulary_is_refused():
 
 
 def test_end_of_a_rendered_prompt_is_returned():
-    assert encoded(asks(USER, None)).text_end.endswith("<|user|>hi<|end|><|assistant|>")
-    assert encoded(asks(None, "hi")).text_end == ""
+    rendered = truncate(embedded.path(), asks(said("hi"), None), 2048)
+    assert rendered.text_end.endswith("<|user|>hi<|end|><|assistant|>")
+    assert truncate(embedded.path(), asks(None, "hi"), 2048).text_end == ""
 
 
 def test_a_template_sees_tools_calls_and_variables():
@@ -421,12 +441,8 @@ def test_a_template_sees_tools_calls_and_variables():
         "{{ turn.tool_calls[0].function.arguments.at }} {{ turn.reasoning_content }} "
         "{{ add_generation_prompt }}"
     )
-    called = ChatMessage(
-        role="assistant",
-        content="",
-        reasoning_content="hm",
-        tool_calls=(MessageToolCall(id="c", name="look", arguments='{"at": "Rome"}'),),
-    )
+    call = replace(CALL, arguments='{"at": "Rome"}')
+    called = replace(TURN, reasoning_content="hm", tool_calls=(call,))
     params = TemplateParams(
         generation_prompt=False,
         tools='[{"type": "function", "function": {"name": "look"}}]',
@@ -446,11 +462,7 @@ def test_a_template_sees_tools_calls_and_variables():
     ],
 )
 def test_what_is_not_json_is_refused(params: TemplateParams, arguments: str, param: str):
-    turn = ChatMessage(
-        role="assistant",
-        content="",
-        tool_calls=(MessageToolCall(id="", name="f", arguments=arguments),),
-    )
+    turn = replace(TURN, tool_calls=(replace(CALL, arguments=arguments),))
     with pytest.raises(InvalidRequest) as refused:
         ChatTemplate("x", {}).render((turn,), params, continue_final=False)
     assert refused.value.param == param

@@ -71,6 +71,9 @@ def test_what_the_template_refuses_is_the_callers_error_in_its_words():
         "{{ messages.__init__.__globals__ }}",
         "{{ cycler.__init__.__globals__.os }}",
         "{% for i in range(10**9) %}{{ i }}{% endfor %}",
+        "{{ namespace(__class__=1) }}",
+        "{{ dict.mro() }}",
+        "{{ dict.__subclasses__() }}",
     ],
 )
 def test_the_sandbox_holds(source: str):
@@ -87,27 +90,15 @@ def test_the_sandbox_holds(source: str):
             "<user>hi</s>\n<assistant>yo</s>\n<assistant>",
         ),
         (
-            "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}"
-            "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-            (("user", "a"), ("assistant", "b")),
-            "b",
-        ),
-        ("{{ messages | tojson }}", (("user", "<é>"),), '[{"role": "user", "content": "<é>"}]'),
-        (
             "{% for m in messages %}{{ 'dev' if m.role == 'developer' else m.role }};{% endfor %}",
             (("system", "a"), ("developer", "b"), ("user", "c")),
             "system;dev;user;",
         ),
     ],
-    ids=["blocks leave no blank lines", "generation and loop controls", "json", "known developer"],
+    ids=["blocks leave no blank lines", "known developer"],
 )
 def test_template_writes(source: str, turns: tuple[tuple[str, str], ...], written: str) -> None:
     assert template(source).render(say(*turns), continue_final=False) == written
-
-
-def test_a_continued_message_is_left_open():
-    text = template().render(say(("user", "hi"), ("assistant", " and so ")), continue_final=True)
-    assert text == "<user>hi</s>\n<assistant>and so"
 
 
 CALLED = (
@@ -123,7 +114,6 @@ ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
 @pytest.mark.parametrize(
     ("source", "written"),
     [
-        (f"{{{{ {ARGUMENTS} | tojson }}}}", '{"a": "é"}'),
         (f"{{% for k, v in {ARGUMENTS} | items %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}", "a=é"),
         (f"{{{{ {ARGUMENTS}.a }}}}", "é"),
         (f"{{{{ 'args ' + {ARGUMENTS} + '!' }}}}", 'args {"a":"é"}!'),
@@ -306,11 +296,7 @@ def test_additional_templates_are_read_beside_a_sentencepiece_model(tmp_path: Pa
         ("tools", None, "<tool_call>"),
         ("tools", None, "[TOOL_CALLS] or <|python_tag|>"),
         ("tools", None, "{{ messages }}"),
-        (
-            "reranks",
-            True,
-            'Judge. Note that the answer can only be "yes" or "no". {{ messages[0] }}',
-        ),
+        ("reranks", True, 'Judge. The answer can only be "yes" or "no". {{ messages[0] }}'),
         ("reranks", True, r"""{{ 'The answer can only be \"yes\" or \"no\".' }}"""),
         ("reranks", False, 'The answer can only be "good" or "bad".'),
         ("reranks", False, "{{ messages }}"),
