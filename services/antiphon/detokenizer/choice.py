@@ -27,9 +27,6 @@ PIECE_BYTES: Final = 64 * 1024
 """Maximum text, and maximum token outputs, in one row: an answer may be larger than a message."""
 
 
-_WHITE = " \t\r\n"
-
-
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
     finish_reason: FinishReason
@@ -315,7 +312,7 @@ class ThinkingCounter:
             self._from, place = max(self._before[1], self._closed_at), 0
         else:
             head = self._text[:SPACE_MAX]
-            place = len(head) - len(head.lstrip(_WHITE))
+            place = len(head) - len(head.lstrip(" \t\r\n"))
             if not self._text.startswith(begin, place):
                 self._over = not begin.startswith(self._text[place:])
                 return False

@@ -136,9 +136,6 @@ class VisionTower:
         return F.linear(wide, layer.down.weight, layer.down.bias)
 
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
     """Read a tower as float32; other tensors (text tower, projections, heads) are ignored.
 
@@ -183,7 +180,7 @@ class _Checkpoint:
         tensor = opened.get_tensor(name)
         if tensor.shape != shape:
             raise ConfigError(f"{file}: {name} is {tuple(tensor.shape)}, not {shape}")
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ConfigError(f"{file}: {name} is {tensor.dtype}: only floats are read")
         return tensor.float()
 

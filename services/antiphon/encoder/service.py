@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName
 
 
-DTYPE = "float32"
-
-
 class EncoderService:
     """Embeds images; without a vision model it answers `unsupported`."""
 
@@ -125,7 +122,7 @@ class ImageEncoder:
             content_digest=digest,
             tokens=embedding.tokens,
             hidden=embedding.hidden,
-            dtype=DTYPE,
+            dtype="float32",
             claim=self._claim(embedding),
             cached=cached,
         )

@@ -42,9 +42,6 @@ class MemoryTier:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._pages
 
-    def __len__(self) -> int:
-        return len(self._pages)
-
     def get(self, digest: bytes) -> Page | None:
         self.touch(digest)
         return self._pages.get(digest)
@@ -85,10 +82,6 @@ class MemoryTier:
         self._pins[digest] -= 1
         if not self._pins[digest]:
             del self._pins[digest]
-
-    @property
-    def pinned(self) -> int:
-        return len(self._pins)
 
 
 class DiskTier:

@@ -40,22 +40,19 @@ class WorkerAssignments:
     def __init__(self) -> None:
         self._reports: dict[Process, WorkerReport] = {}
 
-    def apply(self, beat: Heartbeat, load: WorkerLoad, now: float) -> bool:
-        """Apply a worker's heartbeat. Returns False for one that was applied before."""
-        report = self._reports.get(beat.process)
-        if report is not None and report.beat is beat:
-            return False
-        self._reports[beat.process] = WorkerReport(
+    def apply(self, beat: Heartbeat, load: WorkerLoad, now: float) -> WorkerReport | None:
+        """Apply a worker's heartbeat, and return its report; None if it was applied before."""
+        before = self._reports.get(beat.process)
+        if before is not None and before.beat is beat:
+            return None
+        report = self._reports[beat.process] = WorkerReport(
             beat,
             now,
             # A requeued request is not held: it must not count as running there.
             {held.request_id: held.attempt for held in load.running if not held.returned},
             {held.request_id for held in load.running if held.ended},
         )
-        return True
-
-    def of(self, worker: Process) -> WorkerReport:
-        return self._reports[worker]
+        return report
 
     def find(self, request_id: RequestId, attempt: Attempt | None = None) -> HeldAttempt | None:
         """Return where a request is held: the given attempt of it, or by default the highest."""

@@ -178,7 +178,10 @@ class SchedulerCore:
 
     def _on_worker_heartbeat(self, peer: Peer) -> None:
         load = peer.heartbeat.worker
-        if load is None or not self._assignments.apply(peer.heartbeat, load, self._clock.now()):
+        if load is None:
+            return
+        report = self._assignments.apply(peer.heartbeat, load, self._clock.now())
+        if report is None:
             return
         self.caches.on_heartbeat(peer.process, load.kv_seq)
         if load.term is not None:
@@ -188,7 +191,7 @@ class SchedulerCore:
         self._note_stall(peer.process, is_stalled=stalled(load, self._rules.stall_s))
         self._update_ready()
         if self._reconciliation is not None:
-            self._reconciliation.on_worker_report(peer)
+            self._reconciliation.on_worker_report(peer, load, report)
 
     def _peer_died(self, peer: Peer) -> None:
         process = peer.process

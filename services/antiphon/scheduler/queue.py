@@ -143,7 +143,7 @@ class SchedulerQueue:
     than one of them.
     """
 
-    def __init__(self, overtake_s_max: float, policy: QueuePolicy | None = None) -> None:
+    def __init__(self, overtake_s_max: float, policy: QueuePolicy) -> None:
         self._policy = policy
         self._waiting: dict[RequestId, QueuedRequest] = {}
         self._order: list[QueuedRequest] = []  # by key
@@ -199,10 +199,10 @@ class SchedulerQueue:
 
     def _ordered(self, now: float) -> list[QueuedRequest]:
         """The requests by key; within a rank by the cache, for a cache policy."""
-        policy = self._policy
-        if policy is None or not policy.by_cache or len(self._order) > CACHE_WAITING_MAX:
+        if not self._policy.by_cache or len(self._order) > CACHE_WAITING_MAX:
             return self._order
-        numbers = policy.cache_order(((one.request_id, one.digests) for one in self._order), now)
+        waiting = ((one.request_id, one.digests) for one in self._order)
+        numbers = self._policy.cache_order(waiting, now)
         # Requests that arrived since the last lookup go last, in order of arrival.
         last = len(numbers)
         return sorted(self._order, key=lambda one: (one.key[0], numbers.get(one.request_id, last)))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.cluster_view import HeldAttempt, OpenLists
+from antiphon.scheduler.cluster_view import HeldAttempt, OpenLists, WorkerReport
 from antiphon.scheduler.leader_config import ATTEMPT_TIMEOUT_BEATS, FREE_AFTER_MS, GRACE_BEATS
 from antiphon.scheduler.request_table import RequestEntry
 from antiphon.wire.base import Attempt, Process, ProcessState
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from antiphon.scheduler.leader_term import LeaderTerm
     from antiphon.scheduler.outbox import FailedRequest
     from antiphon.service.peers import Peer
-    from antiphon.wire.heartbeat import RunningRequest
+    from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList, OpenRequest
 
@@ -51,11 +51,8 @@ class Reconciliation:
         self._dead_detokenizers: dict[InstanceId, float] = {}  # and the time of death
         self._resent_at = self._clock.now()
 
-    def on_worker_report(self, peer: Peer) -> None:
-        worker, load = peer.process, peer.heartbeat.worker
-        assert load is not None, "a worker's heartbeat has its load"
-        report = self._assignments.of(worker)
-        held, ended = report.held, report.ended
+    def on_worker_report(self, peer: Peer, load: WorkerLoad, report: WorkerReport) -> None:
+        worker, held = peer.process, report.held
         unowned = self._unowned_since.get(worker, {})
         self._unowned_since[worker] = {}
         for request_id, attempt in held.items():
@@ -63,7 +60,7 @@ class Reconciliation:
         for entry in self._ledger.bound_to(worker):
             assert entry.binding is not None
             if held.get(entry.request_id) == entry.binding.attempt:
-                if entry.request_id not in ended:
+                if entry.request_id not in report.ended:
                     entry.seen_at = self._clock.now()
             elif self._leader_term.ready:
                 self._miss(entry, peer)

@@ -208,9 +208,6 @@ class SchedulerTombstones:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._dead
 
-    def __len__(self) -> int:
-        return len(self._dead)
-
     def add(self, request_id: RequestId, owner: Process, until_unix_ms: int) -> None:
         _, until = self._dead.get(request_id, (owner, 0))
         if until_unix_ms <= until:

@@ -16,7 +16,6 @@ from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.wire.errors import ErrorReply, decode_error, encode_error
 from antiphon.wire.tokenize import EncodeRequest
 
-_MODULE = "antiphon.tokenizer.encode_process"
 _MEMORY_BYTES_MAX = 8 * 1024**3
 """A vocabulary takes up to 1 GiB of address space, an encoding of 8 MiB of text another."""
 _JOB_S = 60.0
@@ -47,7 +46,7 @@ class EncodeProcesses:
     def __init__(self, settings: EncoderSettings, processes: int) -> None:
         shown = msgspec.json.encode(settings).decode()
         self.pool = ProcessPool(
-            ("-m", _MODULE, shown),
+            ("-m", "antiphon.tokenizer.encode_process", shown),
             job_s=_JOB_S,
             processes=processes,
             memory_bytes_max=_MEMORY_BYTES_MAX,

@@ -83,7 +83,7 @@ class TextEncoder:
     vocabulary: ModelTokenizer
     root: bytes
     text_bytes_max: int
-    context_tokens: int | None = None
+    context_tokens: int
 
     def encode(self, texts: Sequence[EncodeRequest]) -> list[EncodedPrompt | EngineError]:
         """Encode each text; an error in one is its result and does not affect the others."""
@@ -121,7 +121,7 @@ class TextEncoder:
     def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it is not truncated."""
         most = self.context_tokens
-        if not text.truncate or most is None or len(encoding.ids) <= most:
+        if not text.truncate or len(encoding.ids) <= most:
             return None
         if text.pair is not None and 1 not in encoding.sequence_ids[:most]:
             return None  # nothing would be left of the second text: it fails as too long
@@ -135,8 +135,6 @@ class TextEncoder:
                 may be truncated, more than the limit for truncated texts as well.
         """
         tokens, each = self.context_tokens, self.vocabulary.token_characters
-        if tokens is None:
-            return
         most = characters_max(tokens, each, truncate=text.truncate)
         if characters > most:
             raise PromptTooLong.of_characters(

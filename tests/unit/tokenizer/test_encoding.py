@@ -73,7 +73,7 @@ def changed_tokenizer(folder: Path) -> Iterator[Tokenizer]:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def encoder(folder: Path, bytes_max: int = 1000, context_tokens: int | None = None) -> TextEncoder:
+def encoder(folder: Path, bytes_max: int = 1000, context_tokens: int = 2**31) -> TextEncoder:
     return TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, bytes_max, context_tokens)
 
 
@@ -325,7 +325,7 @@ def encode_gap(
     folder: Path, text: EncodeRequest = GAP, template: str = "", bytes_max: int = 1000
 ) -> list[int]:
     words = vocabulary.read_model_tokenizer(folder, completion_template=template)
-    (result,) = TextEncoder(words, ROOT, bytes_max).encode([text])
+    (result,) = TextEncoder(words, ROOT, bytes_max, context_tokens=2**31).encode([text])
     if isinstance(result, Exception):
         raise result
     return ids(result)
