@@ -86,9 +86,9 @@ class Bench:
         return texts(self.machine.on_resume(resume)[1])
 
 
-def covered(said: Sequence[TextRow]) -> tuple[int, int]:
+def covered(rows: Sequence[TextRow]) -> tuple[int, int]:
     """The offsets that the rows' token outputs cover, without a gap."""
-    pieces = [row.details for row in said]
+    pieces = [row.details for row in rows]
     for one, other in pairwise(pieces):
         assert one is not None
         assert other is not None
@@ -120,20 +120,17 @@ def test_token_outputs_after_a_stop_string_are_dropped() -> None:
     bench = Bench("abENDxyz", StopStrings(strings=("END",)))
     (row,) = bench.push(0, 8)
     assert (row.text, covered([row]), row.finish_reason) == ("ab", (0, 5), FinishReason.STOP)
-    assert row.usage is not None
-    assert row.usage.completion_tokens == 5
+    assert (row.usage and row.usage.completion_tokens) == 5
 
 
 def test_prompt_tokens_have_outputs_but_no_text_and_are_not_counted() -> None:
     bench = Bench("ab", TEXTS, first=-4)
     (row,) = bench.push(-4, 0)
     assert (row.text, covered([row])) == ("", (-4, 0))
-    assert row.usage is not None
-    assert row.usage.completion_tokens == 0
+    assert (row.usage and row.usage.completion_tokens) == 0
     (row,) = bench.push(0, 2, FinishReason.LENGTH)
     assert (row.text, covered([row])) == ("ab", (0, 2))
-    assert row.details is not None
-    assert row.details.texts == {97: "a", 98: "b", 65: "A"}
+    assert (row.details and row.details.texts) == {97: "a", 98: "b", 65: "A"}
 
 
 def test_end_names_the_last_offset_of_token_outputs() -> None:
@@ -157,8 +154,7 @@ def test_next_token_of_a_prompt_has_outputs_and_is_not_counted() -> None:
     )
     (row,) = texts(bench.machine.on_tokens(batch(bench.seq, follow), 0.0))
     assert covered([row]) == (0, 1)
-    assert row.usage is not None
-    assert row.usage.completion_tokens == 0
+    assert (row.usage and row.usage.completion_tokens) == 0
 
 
 @pytest.mark.parametrize("seed", range(40))

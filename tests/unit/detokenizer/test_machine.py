@@ -151,21 +151,19 @@ def test_lower_attempt_is_stopped_and_ignored():
 def test_an_attempt_that_continues_keeps_text_and_one_that_does_not_begins_again():
     m = begun(row("ab", n=1))
     going_on = row("c", 2, n=2, first=True, continues=attempt(1))
-    assert [(r.text_offset, r.text) for r in texts(m.on_tokens(batch(2, going_on), 0.0))] == [
-        (2, "c")
-    ]
+    more = texts(m.on_tokens(batch(2, going_on), 0.0))
+    assert [(r.text_offset, r.text) for r in more] == [(2, "c")]
     again = texts(m.on_tokens(batch(3, row("xyz", n=3)), 0.0))
     assert [(r.text_offset, r.text) for r in again] == [(0, "xyz")]
 
 
-def test_a_stop_string_cuts_text_and_usage_and_tells_the_worker():
+def test_stop_string_cuts_text_and_usage_and_stops_the_worker():
     m = machine()
     stops = StopStrings(strings=("cd",))
     actions = m.on_tokens(batch(1, row("abcdef", stop=stops)), 0.0)
-    (said,) = texts(actions)
-    assert (said.text, said.finish_reason, said.matched_stop) == ("ab", FinishReason.STOP, "cd")
-    assert said.usage is not None
-    assert said.usage.completion_tokens == 4
+    (out,) = texts(actions)
+    assert (out.text, out.finish_reason, out.matched_stop) == ("ab", FinishReason.STOP, "cd")
+    assert (out.usage and out.usage.completion_tokens) == 4
     (stop,) = [a for a in actions if isinstance(a, SendStop)]
     assert (stop.stop.choice, stop.stop.offset) == (0, 4)
     assert actions[0] == stop, "the client gets the end before the worker gets the stop"
@@ -175,37 +173,37 @@ def test_a_stop_string_cuts_text_and_usage_and_tells_the_worker():
 def test_the_end_shows_what_was_held_back():
     m = machine()
     stops = StopStrings(strings=("cd",))
-    (said,) = texts(m.on_tokens(batch(1, row("abc", stop=stops, finish=FinishReason.LENGTH)), 0.0))
-    assert (said.text, said.finish_reason) == ("abc", FinishReason.LENGTH)
+    (out,) = texts(m.on_tokens(batch(1, row("abc", stop=stops, finish=FinishReason.LENGTH)), 0.0))
+    assert (out.text, out.finish_reason) == ("abc", FinishReason.LENGTH)
 
 
 def test_resume_sends_everything_beyond_the_offsets_and_the_end():
     m = begun(row("abc", finish=FinishReason.STOP))
     m.on_tokens(batch(2, row("xy", request_id=RequestId("s"))), 0.0)
     count, rows = resumed(m, 1)
-    said = {r.request_id: (r.text_offset, r.text, r.finish_reason) for r in rows}
+    out = {r.request_id: (r.text_offset, r.text, r.finish_reason) for r in rows}
     assert count == 2
-    assert said == {REQUEST: (1, "bc", FinishReason.STOP), "s": (0, "xy", None)}
+    assert out == {REQUEST: (1, "bc", FinishReason.STOP), "s": (0, "xy", None)}
 
 
 def test_a_resume_of_much_text_comes_in_messages_of_bounded_size():
-    said_by_a_token = "€uro " * 10
-    m = Detokenizer(HERE, lambda ids, _: said_by_a_token * len(ids), requests_max=8)
+    token_text = "€uro " * 10
+    m = Detokenizer(HERE, lambda ids, _: token_text * len(ids), requests_max=8)
     tokens = "t" * 3_000
-    truth = said_by_a_token * len(tokens)  # three bytes a character at the borders of the pieces
+    truth = token_text * len(tokens)  # three bytes a character at the borders of the pieces
     for i in range(8):
-        said = row(tokens, request_id=RequestId(str(i)), finish=FinishReason.LENGTH)
-        m.on_tokens(batch(i + 1, said), 0.0)
+        out = row(tokens, request_id=RequestId(str(i)), finish=FinishReason.LENGTH)
+        m.on_tokens(batch(i + 1, out), 0.0)
     before = m.sent[GATEWAY.instance]
     _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY))
     batches = [a for a in actions if isinstance(a, TextBatch)]
     assert [b.seq for b in batches] == [before + n + 1 for n in range(len(batches))]
     assert max(len(encode(b)) for b in batches) <= BATCH_BYTES_MAX + 1024
     shown = dict.fromkeys(m.requests, "")
-    for said in texts(actions):
-        assert said.text_offset == len(shown[said.request_id].encode())
-        shown[said.request_id] += said.text
-        assert (said.finish_reason is not None) == (shown[said.request_id] == truth)
+    for out in texts(actions):
+        assert out.text_offset == len(shown[out.request_id].encode())
+        shown[out.request_id] += out.text
+        assert (out.finish_reason is not None) == (shown[out.request_id] == truth)
     assert set(shown.values()) == {truth}
 
 
@@ -219,11 +217,11 @@ def test_seq_goes_on_for_a_gateway_that_was_thought_dead():
     m = begun(row("ab"))
     m.on_owner_died(GATEWAY)
     m.on_open_list(open_list(1, REQUEST), 8.0)
-    (said,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, TextBatch)]
-    assert said.seq == 2
+    (out,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, TextBatch)]
+    assert out.seq == 2
 
 
-def test_another_life_of_the_gateway_hears_nothing():
+def test_another_life_of_the_gateway_receives_nothing():
     m = begun(row("abc"))
     reborn = process("gateway-0", "2")
     assert m.on_resume(ResumeText(detokenizer=HERE, gateway=reborn)) == (0, [])
@@ -279,8 +277,8 @@ def test_failing_row_ends_only_its_own_request(
     bad, unasked = RequestId("bad"), replace(row("c", request_id=RequestId("odd")), choice=7)
     rows = [row("a"), row("b!", request_id=bad), unasked, row("d", request_id=RequestId("s"))]
     actions = m.on_tokens(batch(1, *rows), 0.0)
-    said = [(r.request_id, r.text, r.error and r.error.code) for r in texts(actions)]
-    assert said == [
+    out = [(r.request_id, r.text, r.error and r.error.code) for r in texts(actions)]
+    assert out == [
         (REQUEST, "a", None), ("bad", "", "internal"), ("odd", "", "internal"), ("s", "d", None),
     ]  # fmt: skip
     stops = [a.stop for a in actions if isinstance(a, SendStop)]
@@ -337,10 +335,10 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
             if isinstance(action, ResendTokens):
                 places = {p.request_id: p.offset for p in action.places}
                 sent = min(sent, places.get(REQUEST, 0))
-        for said in texts(actions):
-            assert said.text_offset == len(shown), f"seed {seed}"
-            shown += said.text.encode()
-            if said.finish_reason is not None:
+        for out in texts(actions):
+            assert out.text_offset == len(shown), f"seed {seed}"
+            shown += out.text.encode()
+            if out.finish_reason is not None:
                 assert shown.decode() == truth, f"seed {seed}"
                 return
     pytest.fail(f"seed {seed}: never ended; shown {len(shown)} of {len(ids)} bytes")
@@ -368,7 +366,7 @@ def test_origins_are_sent_when_they_change():
     assert same.origins == ()
     (renamed,) = texts(m.on_tokens(batch(3, row("d", 3, weights="v2")), 0.0))
     assert renamed.origins == origins((0, "v1"), (3, "v2"))
-    # What is sent again says nothing new.
+    # What is sent again adds no origin.
     m.on_tokens(batch(4, row("ab", weights="v1", first=False)), 0.0)
     m.on_tokens(batch(5, row("cd", 2, weights="v1")), 0.0)
     _, (again,) = resumed(m, 2)
@@ -379,7 +377,7 @@ def test_origins_are_sent_when_they_change():
 
 def test_an_attempt_that_goes_on_elsewhere_adds_its_origin():
     m = begun(row("ab", weights="v1"))
-    # Its new worker sends what was sealed first, and says nothing of it.
+    # Its new worker sends what was sealed first, without its origin.
     sealed = row("ab", n=2, continues=attempt(1))
     elsewhere = process("worker-1")
     rows = (sealed, row("cd", 2, n=2, weights="v1"))
@@ -403,8 +401,9 @@ def step(seq: int, *letters: str) -> TokenStep:
 def test_step_adds_a_token_to_each_row_of_the_batch_before():
     m, other = machine(), RequestId("other")
     m.on_tokens(batch(1, row("ab"), row("x", request_id=other)), 0.0)
-    said = [texts(m.on_tokens(step(2, "c", "y"), 0.0)), texts(m.on_tokens(step(3, "d", "z"), 0.0))]
-    assert [[(r.request_id, r.text_offset, r.text) for r in rows] for rows in said] == [
+    steps = (step(2, "c", "y"), step(3, "d", "z"))
+    out = [texts(m.on_tokens(each, 0.0)) for each in steps]
+    assert [[(r.request_id, r.text_offset, r.text) for r in rows] for rows in out] == [
         [(REQUEST, 2, "c"), (other, 1, "y")],
         [(REQUEST, 3, "d"), (other, 2, "z")],
     ]

@@ -1,4 +1,4 @@
-"""A leader among peers that say what a test lets them say, on a clock that the test moves."""
+"""A leader among peers that report what a test sets, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from antiphon.service.peers import LivenessConfig, PeerTable
 from antiphon.wire.base import Attempt, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, Command, CommandBatch
+from antiphon.wire.digests import block_digests
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId, TenantId
+from antiphon.wire.kv_events import BlocksStored, KvEvents
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import (
     CancelRequest,
@@ -101,7 +103,7 @@ class Actor:
         self.set_load(running=held)
 
     def reports(self, *held: RunningRequest) -> None:
-        """Hold exactly these, and say so at once."""
+        """Hold exactly these, and report it at once."""
         self.runs(*held)
         self.beat()
         self._stage.listen()
@@ -149,7 +151,7 @@ class Actor:
         )
 
     def follows(self, request_id: RequestId, attempt: Attempt) -> None:
-        """Show text of an attempt, and say so at once."""
+        """Show text of an attempt, and list it at once."""
         line = self.open[request_id]
         self.open[request_id] = msgspec.structs.replace(line, attempt=attempt)
         self.list(whole=False)
@@ -221,6 +223,17 @@ class Stage:
         for number in range(count):
             self.submit(f"{name}{number}", **fields)
 
+    def submit_prompt(self, name: str, prompt_ids: bytes, **fields: Any) -> None:
+        """Submit a prompt with the digests of its blocks."""
+        digests = block_digests(b"root", prompt_ids)
+        self.submit(name, prompt_ids=prompt_ids, block_digests=digests, **fields)
+
+    def store(self, worker: Actor, *chains: bytes) -> None:
+        """Announce the blocks of these digests, as first events of a worker's prefix cache."""
+        events = tuple(BlocksStored(parent=b"root", digests=chain) for chain in chains)
+        message = KvEvents(worker=worker.process, seq=len(events), events=events)
+        self.leader.caches.apply_events(message)
+
     def request(
         self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: Any
     ) -> SubmitRequest:
@@ -262,6 +275,17 @@ class Stage:
 
     def of(self, kind: type[T]) -> list[T]:
         return [action for action in self.actions if isinstance(action, kind)]
+
+
+def full(rules: LeaderConfig, waiting: int = 0, report_s: float = 0.6) -> tuple[Stage, Actor]:
+    """A worker that runs the three requests that it was given, and more that wait for it."""
+    stage, _, worker, _ = usual(rules)
+    stage.submit_all(3 + waiting, "low-", priority=0)
+    assert len(stage.admits()) == 3
+    worker.runs(*map(running, stage.admits()))
+    stage.pass_s(report_s)
+    stage.actions.clear()
+    return stage, worker
 
 
 def usual(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor, Actor]:

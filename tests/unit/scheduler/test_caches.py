@@ -29,7 +29,7 @@ def chain(*numbers: int) -> bytes:
     return b"".join(map(block, numbers))
 
 
-def said(seq: int, *numbers: int, worker: Process = W) -> KvEvents:
+def stored_event(seq: int, *numbers: int, worker: Process = W) -> KvEvents:
     """One event, of blocks that follow each other."""
     digests = chain(*numbers)
     return KvEvents(worker=worker, seq=seq, events=(BlocksStored(parent=ROOT, digests=digests),))
@@ -44,19 +44,19 @@ def followed() -> WorkerCaches:
 
 def test_events_that_follow_each_other_need_no_replay() -> None:
     caches = followed()
-    caches.apply_events(said(1, 1, 2))
-    caches.apply_events(said(2, 3))
+    caches.apply_events(stored_event(1, 1, 2))
+    caches.apply_events(stored_event(2, 3))
     assert caches.overlaps(chain(1, 2, 3)) == {W: 3}
     assert caches.due_replays(0.0) == []
 
 
 def test_events_of_a_life_that_no_heartbeat_has_named_are_passed_over() -> None:
     caches = WorkerCaches(100)
-    caches.apply_events(said(1, 1))
+    caches.apply_events(stored_event(1, 1))
     assert caches.blocks == 0
 
 
-def test_of_a_worker_that_tells_of_nothing_nothing_is_expected() -> None:
+def test_worker_without_events_has_no_expected_blocks() -> None:
     caches = WorkerCaches(100)
     caches.on_heartbeat(W, None)
     caches.expect(W, block(1), 0.0)
@@ -66,8 +66,8 @@ def test_of_a_worker_that_tells_of_nothing_nothing_is_expected() -> None:
 
 def test_gap_is_requested_once_and_again_without_an_answer() -> None:
     caches = followed()
-    caches.apply_events(said(1, 1))
-    caches.apply_events(said(3, 3))
+    caches.apply_events(stored_event(1, 1))
+    caches.apply_events(stored_event(3, 3))
     assert caches.overlaps(block(3)) == {}
     assert caches.due_replays(0.0) == [(W, ReplayKv(after=1))]
     assert caches.due_replays(0.5 * REPLAY_RETRY_S) == []
@@ -95,14 +95,14 @@ def test_late_follower_requests_everything() -> None:
 
 def test_a_dead_worker_is_forgotten_and_its_next_life_begins_with_nothing() -> None:
     caches = followed()
-    caches.apply_events(said(1, 1))
+    caches.apply_events(stored_event(1, 1))
     caches.forget(W)
     assert caches.blocks == 0
     again = process("worker-0", life=2)
     caches.on_heartbeat(again, 0)
-    caches.apply_events(said(2, 2))  # of the life before
+    caches.apply_events(stored_event(2, 2))  # of the life before
     assert caches.blocks == 0
-    caches.apply_events(said(1, 5, worker=again))
+    caches.apply_events(stored_event(1, 5, worker=again))
     assert caches.overlaps(block(5)) == {again: 1}
 
 

@@ -38,7 +38,7 @@ def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() 
     assert [bound.request_id for bound in stage.bound()] == ["r"]
 
 
-def test_a_new_leader_binds_nothing_before_all_have_spoken_or_two_beats_have_passed() -> None:
+def test_new_leader_binds_nothing_before_all_have_reported_or_two_beats_have_passed() -> None:
     stage = Stage()
     stage.pass_s(1.2)
     assert stage.leader.term is not None

@@ -27,7 +27,7 @@ def worker_obeyed(stage: Stage, number: int, scheduler: Process = ANOTHER) -> Ac
     return worker
 
 
-def test_a_scheduler_that_hears_of_no_leader_leads_after_two_beats() -> None:
+def test_scheduler_without_a_leader_leads_after_two_beats() -> None:
     stage = Stage()
     stage.pass_s(0.9)
     assert stage.leader.term is None

@@ -11,7 +11,6 @@ from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 from antiphon.wire.errors import PromptTooLong, decode_error
-from antiphon.wire.kv_events import BlocksStored, KvEvents
 from antiphon.wire.sampling import SamplingParams
 
 LONG = pack_ids(range(12 * BLOCK_TOKENS))
@@ -26,11 +25,6 @@ def two_workers(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]
         worker.set_load(running_max=8, pages_free=1000, pages_total=1000)
     stage.pass_s(1.0)
     return stage, first, second
-
-
-def holds(stage: Stage, worker: Actor, digests: bytes, seq: int = 1) -> None:
-    events = (BlocksStored(parent=b"root", digests=digests),)
-    stage.leader.caches.apply_events(KvEvents(worker=worker.process, seq=seq, events=events))
 
 
 def busy(stage: Stage, worker: Actor, count: int) -> None:
@@ -48,11 +42,6 @@ def busy(stage: Stage, worker: Actor, count: int) -> None:
     stage.actions.clear()
 
 
-def ask(stage: Stage, name: str = "r", prompt: bytes = LONG) -> None:
-    digests = block_digests(b"root", prompt)
-    stage.submit(name, prompt_ids=prompt, block_digests=digests)
-
-
 def went_to(stage: Stage) -> str:
     (batch,) = stage.batches()
     stage.actions.clear()
@@ -62,8 +51,8 @@ def went_to(stage: Stage) -> str:
 def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
     stage, _, second = two_workers()
     stage.actions.clear()
-    holds(stage, second, BLOCKS[: 8 * DIGEST_BYTES])
-    ask(stage)
+    stage.store(second, BLOCKS[: 8 * DIGEST_BYTES])
+    stage.submit_prompt("r", LONG)
     (bound,) = stage.bound()
     assert (bound.blocks, bound.cached_blocks) == (12, 8)
     assert went_to(stage) == "worker-1"
@@ -72,8 +61,8 @@ def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
 def test_uncached_prompt_goes_to_the_least_loaded_worker() -> None:
     stage, first, second = two_workers()
     busy(stage, first, 1)
-    holds(stage, second, BLOCKS[DIGEST_BYTES:])
-    ask(stage)
+    stage.store(second, BLOCKS[DIGEST_BYTES:])
+    stage.submit_prompt("r", LONG)
     assert went_to(stage) == "worker-1"
 
 
@@ -83,16 +72,16 @@ def test_a_beginning_is_computed_again_where_that_is_cheaper_than_the_load(
 ) -> None:
     stage, first, _ = two_workers(LeaderConfig(request_blocks=4.0))
     busy(stage, first, ahead)
-    holds(stage, first, BLOCKS)
-    ask(stage)
+    stage.store(first, BLOCKS)
+    stage.submit_prompt("r", LONG)
     assert went_to(stage) == expected
 
 
 def test_with_no_weight_on_prompts_only_the_load_counts() -> None:
     stage, first, _ = two_workers(LeaderConfig(prefill_weight=0.0))
     busy(stage, first, 1)
-    holds(stage, first, BLOCKS)
-    ask(stage)
+    stage.store(first, BLOCKS)
+    stage.submit_prompt("r", LONG)
     assert went_to(stage) == "worker-1"
 
 
@@ -109,29 +98,29 @@ def test_a_worker_that_runs_twice_as_many_is_loaded_half_as_much_by_each() -> No
 def test_prefill_of_a_worker_counts_until_its_first_token_is_reported() -> None:
     stage, first, second = two_workers(LeaderConfig(request_blocks=0.0))
     stage.actions.clear()
-    holds(stage, second, BLOCKS)
-    ask(stage, "slow", pack_ids(range(1, 1 + 2 * BLOCK_TOKENS)))
+    stage.store(second, BLOCKS)
+    stage.submit_prompt("slow", pack_ids(range(1, 1 + 2 * BLOCK_TOKENS)))
     (admit,) = stage.admits(first)
     stage.actions.clear()
-    ask(stage, "r0", pack_ids(range(9, 9 + BLOCK_TOKENS)))
+    stage.submit_prompt("r0", pack_ids(range(9, 9 + BLOCK_TOKENS)))
     assert went_to(stage) == "worker-1"
     first.runs(held(admit.request_id, admit.attempt, tokens=0))
     stage.pass_s(0.6)
     stage.actions.clear()
-    ask(stage, "r1", pack_ids(range(7, 7 + 2 * BLOCK_TOKENS)))
+    stage.submit_prompt("r1", pack_ids(range(7, 7 + 2 * BLOCK_TOKENS)))
     assert went_to(stage) == "worker-1"
     first.runs(running(admit))
     stage.pass_s(0.6)
     stage.actions.clear()
-    ask(stage, "r2", pack_ids(range(5, 5 + 2 * BLOCK_TOKENS)))
+    stage.submit_prompt("r2", pack_ids(range(5, 5 + 2 * BLOCK_TOKENS)))
     assert went_to(stage) == "worker-0"
 
 
-def test_a_burst_with_one_beginning_follows_the_first_one_before_any_event_tells_of_it() -> None:
+def test_burst_with_one_beginning_follows_the_first_one_before_any_event_reports_it() -> None:
     stage, _, _ = two_workers(LeaderConfig(request_blocks=0.0))
     stage.actions.clear()
     for number in range(4):
-        ask(stage, f"r{number}", pack_ids([*range(12 * BLOCK_TOKENS), number, number]))
+        stage.submit_prompt(f"r{number}", pack_ids([*range(12 * BLOCK_TOKENS), number, number]))
     firsts = {bound.worker.instance: bound.cached_blocks for bound in reversed(stage.bound())}
     assert set(firsts.values()) == {0}
     later = [bound.cached_blocks for bound in stage.bound()][len(firsts) :]
@@ -143,12 +132,12 @@ def test_a_burst_with_one_beginning_follows_the_first_one_before_any_event_tells
 
 def test_a_dead_worker_takes_nothing_whatever_it_had() -> None:
     stage, first, second = two_workers()
-    holds(stage, second, BLOCKS)
+    stage.store(second, BLOCKS)
     second.silent = True
     stage.pass_s(4.0)
     assert stage.leader.caches.blocks == 0
     stage.actions.clear()
-    ask(stage)
+    stage.submit_prompt("r", LONG)
     assert [batch.worker for batch in stage.batches()] == [first.process]
 
 
@@ -157,7 +146,7 @@ def test_admit_names_what_the_detokenizer_reads(reads: tuple[str, ...]) -> None:
     stage, _, worker, detokenizer = usual()
     detokenizer.reads = reads
     stage.pass_s(1.0)
-    ask(stage)
+    stage.submit_prompt("r", LONG)
     (admit,) = stage.admits(worker)
     assert admit.steps is ("TokenStep" in reads)
 

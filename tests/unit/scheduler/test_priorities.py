@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, held, other_attempt, returned, running, usual
+from tests.unit.scheduler.stage import (
+    Actor,
+    Stage,
+    full,
+    held,
+    other_attempt,
+    returned,
+    running,
+    usual,
+)
 
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.priority import PriorityPolicy
@@ -17,17 +26,6 @@ if TYPE_CHECKING:
     from antiphon.wire.command import Admit
 
 BY_PRIORITY = PriorityPolicy(priority=True, preempt_threshold=10, max_overtake_s=20.0)
-
-
-def full(rules: LeaderConfig, waiting: int = 0) -> tuple[Stage, Actor]:
-    """A worker that has all three requests of low priority that it is given, and more that wait."""
-    stage, _, worker, _ = usual(rules)
-    stage.submit_all(3 + waiting, "low-", priority=0)
-    assert len(stage.admits()) == 3
-    worker.runs(*map(running, stage.admits()))
-    stage.pass_s(0.6)
-    stage.actions.clear()
-    return stage, worker
 
 
 def names(stage: Stage) -> list[str]:

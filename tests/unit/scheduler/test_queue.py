@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.unit.config.test_sglang import serve
-from tests.unit.scheduler.stage import GATEWAY, Stage, other_attempt, running, usual
+from tests.unit.scheduler.stage import GATEWAY, Stage, full, other_attempt, running
 
 from antiphon.config.worker import Policy
 from antiphon.scheduler.leader_config import LeaderConfig
@@ -18,7 +20,6 @@ from antiphon.wire.codec import pack_ids, split_rows
 from antiphon.wire.command import Abort, Admit, ChoiceOutput
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 from antiphon.wire.ids import InstanceId, RequestId
-from antiphon.wire.kv_events import BlocksStored, KvEvents
 from antiphon.wire.sampling import SamplingParams
 
 A, B, C, D = RequestId("a"), RequestId("b"), RequestId("c"), RequestId("d")
@@ -148,14 +149,10 @@ def test_there_are_never_more_tombstones_than_the_bound() -> None:
     assert RequestId("0") not in tombstones
 
 
-def full(policy: Policy, **precedence: object) -> Stage:
-    """A leader whose one worker has all three requests that it is given."""
-    rules = LeaderConfig(look_ahead=1, policy=policy, precedence=PriorityPolicy(**precedence))  # type: ignore[arg-type]
-    stage, _, worker, _ = usual(rules)
-    stage.submit_all(3, "first-")
-    worker.runs(*map(running, stage.admits()))
-    stage.pass_s(EXPECT_S + 1)
-    stage.actions.clear()
+def full_by(policy: Policy, **precedence: Any) -> Stage:
+    """A leader with this policy whose worker is full; it expects no more blocks there."""
+    rules = LeaderConfig(look_ahead=1, policy=policy, precedence=PriorityPolicy(**precedence))
+    stage, _ = full(rules, report_s=EXPECT_S + 1)
     return stage
 
 
@@ -175,11 +172,9 @@ def drained(stage: Stage) -> list[str]:
     return order
 
 
-def wait(stage: Stage, name: str, text: bytes, priority: int = 0) -> None:
+def wait(stage: Stage, name: str, text: bytes, **fields: Any) -> None:
     """Submit a prompt with a block for each letter."""
-    prompt = prompt_of(text)
-    digests = block_digests(b"root", prompt)
-    stage.submit(name, prompt_ids=prompt, block_digests=digests, priority=priority)
+    stage.submit_prompt(name, prompt_of(text), **fields)
 
 
 def prompt_of(text: bytes) -> bytes:
@@ -187,23 +182,19 @@ def prompt_of(text: bytes) -> bytes:
 
 
 def holds(stage: Stage, *texts: bytes) -> None:
-    events = tuple(
-        BlocksStored(parent=b"root", digests=block_digests(b"root", prompt_of(text)))
-        for text in texts
-    )
-    worker = stage.first(Role.WORKER).process
-    stage.leader.caches.apply_events(KvEvents(worker=worker, seq=len(events), events=events))
+    chains = [block_digests(b"root", prompt_of(text)) for text in texts]
+    stage.store(stage.first(Role.WORKER), *chains)
 
 
 def test_lof_starts_the_longest_answers_first() -> None:
-    stage = full(Policy.LOF)
+    stage = full_by(Policy.LOF)
     for name, tokens in (("short", 5), ("long", 50), ("middle", 20), ("long too", 50)):
         stage.submit(name, sampling=SamplingParams(max_new_tokens=tokens))
     assert drained(stage) == ["long", "long too", "middle", "short"]
 
 
 def test_lpm_starts_the_longest_cached_prefix_first() -> None:
-    stage = full(Policy.LPM)
+    stage = full_by(Policy.LPM)
     for name, text in (("none", b"xyz"), ("one", b"ayz"), ("three", b"abc"), ("two", b"abz")):
         wait(stage, name, text)
     holds(stage, b"abcd")
@@ -212,7 +203,7 @@ def test_lpm_starts_the_longest_cached_prefix_first() -> None:
 
 
 def test_dfs_weight_starts_the_most_wanted_branch_first_and_keeps_it_together() -> None:
-    stage = full(Policy.DFS_WEIGHT)
+    stage = full_by(Policy.DFS_WEIGHT)
     for arrived in ("none xyz", "a ax", "ac1 acx", "bd bdx", "ac2 acy", "ac3 acz", "ad adx"):
         name, text = arrived.split()
         wait(stage, name, text.encode())
@@ -225,7 +216,7 @@ def test_random_order_is_not_arrival_and_can_be_repeated() -> None:
     orders: list[list[str]] = []
     names = [f"r{number}" for number in range(12)]
     for _ in range(2):
-        stage = full(Policy.RANDOM)
+        stage = full_by(Policy.RANDOM)
         for name in names:
             stage.submit(name)
         orders.append(drained(stage))
@@ -235,7 +226,7 @@ def test_random_order_is_not_arrival_and_can_be_repeated() -> None:
 
 @pytest.mark.parametrize("policy", [Policy.LPM, Policy.LOF])
 def test_priority_goes_before_the_policy(policy: Policy) -> None:
-    stage = full(policy, priority=True, preempt_threshold=100)
+    stage = full_by(policy, priority=True, preempt_threshold=100)
     holds(stage, b"ab")
     wait(stage, "cached", b"abc")
     wait(stage, "high", b"xyz", priority=1)
@@ -245,13 +236,12 @@ def test_priority_goes_before_the_policy(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", [Policy.LPM, Policy.LOF])
 def test_policy_lets_no_request_be_overtaken_for_ever(policy: Policy) -> None:
-    stage = full(policy, max_overtake_s=2.0)
+    stage = full_by(policy, max_overtake_s=2.0)
     holds(stage, b"ab")
     wait(stage, "poor", b"xyz")
     stage.pass_s(0.1)
-    prompt, long = prompt_of(b"abc"), SamplingParams(max_new_tokens=50)
-    digests = block_digests(b"root", prompt)
-    stage.submit_all(12, prompt_ids=prompt, block_digests=digests, sampling=long)
+    for number in range(12):
+        wait(stage, f"r{number}", b"abc", sampling=SamplingParams(max_new_tokens=50))
     stage.pass_s(0.1)
     order = drained(stage)
     # Every request takes 0.6 s: after four of them it has been overtaken for 2 s.
@@ -259,7 +249,7 @@ def test_policy_lets_no_request_be_overtaken_for_ever(policy: Policy) -> None:
 
 
 def test_cache_order_gives_way_to_arrival_in_a_long_queue() -> None:
-    stage = full(Policy.LPM)
+    stage = full_by(Policy.LPM)
     holds(stage, b"ab")
     for number in range(CACHE_WAITING_MAX):
         wait(stage, f"r{number}", b"x")
@@ -269,7 +259,7 @@ def test_cache_order_gives_way_to_arrival_in_a_long_queue() -> None:
 
 
 def test_cache_order_looks_at_the_caches_no_more_often_than_it_must() -> None:
-    stage = full(Policy.LPM)
+    stage = full_by(Policy.LPM)
     for number in range(50):
         wait(stage, f"r{number}", b"abc")
     looked = 0

@@ -120,7 +120,7 @@ class FakeGateway(Peer):
     async def submit(self, request: SubmitRequest) -> SubmitAccepted:
         return await self.runtime.bus.call(SUBMIT, request, timeout_s=2, model=MODEL)
 
-    async def submit_when_heard(self, request: SubmitRequest) -> SubmitAccepted:
+    async def submit_when_known(self, request: SubmitRequest) -> SubmitAccepted:
         """Submit again, as a gateway does, until the leader has received its heartbeat."""
         async with asyncio.timeout(5):
             while True:
@@ -255,7 +255,7 @@ async def test_a_standby_takes_submits_once_the_leader_has_left(cluster: Cluster
     assert not leads(standby)
     await cluster.schedulers[0].ended()
     await until(lambda: leads(standby))
-    second = await cluster.gateway.submit_when_heard(cluster.gateway.request("r1"))
+    second = await cluster.gateway.submit_when_known(cluster.gateway.request("r1"))
     assert second.term > first.term
 
 
@@ -311,7 +311,7 @@ async def test_a_standby_leads_while_the_leader_fails_each_time(
     await until(lambda: standby._core._leadership.highest is not None)
     failing(faulty, monkeypatch)
     await until(lambda: leads(standby))
-    accepted = await cluster.gateway.submit_when_heard(cluster.gateway.request("r"))
+    accepted = await cluster.gateway.submit_when_known(cluster.gateway.request("r"))
     assert accepted.term == standby.report().leads
     await until(lambda: bool(cluster.admits))
     text = cluster.schedulers[0].metrics.text().decode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ TOOLS = [
         },
     }
 ]
-TURNS: list[dict[str, object]] = [
+TURNS: list[dict[str, Any]] = [
     {"role": "system", "content": "Kurz."},
     {"role": "user", "content": "Wie ist das Wetter in Köln?"},
     {
@@ -98,38 +98,34 @@ TEMPLATES = {
 }
 
 
-def messages(turns: list[dict[str, object]]) -> tuple[ChatMessage, ...]:
-    made: list[ChatMessage] = []
-    for turn in turns:
-        calls = cast("list[dict[str, dict[str, object]]]", turn.get("tool_calls", []))
-        made.append(
-            ChatMessage(
-                role=cast("str", turn["role"]),
-                content=cast("str", turn["content"] or ""),
-                reasoning_content=cast("str | None", turn.get("reasoning_content")),
-                tool_call_id=cast("str | None", turn.get("tool_call_id")),
-                without_content=turn["content"] is None,
-                tool_calls=tuple(
-                    MessageToolCall(
-                        id=cast("str", call["id"]),
-                        name=cast("str", call["function"]["name"]),
-                        arguments=msgspec.json.encode(call["function"]["arguments"]).decode(),
-                    )
-                    for call in calls
-                ),
-            )
+def messages(turns: list[dict[str, Any]]) -> tuple[ChatMessage, ...]:
+    return tuple(
+        ChatMessage(
+            role=turn["role"],
+            content=turn["content"] or "",
+            reasoning_content=turn.get("reasoning_content"),
+            tool_call_id=turn.get("tool_call_id"),
+            without_content=turn["content"] is None,
+            tool_calls=tuple(map(tool_call, turn.get("tool_calls", ()))),
         )
-    return tuple(made)
+        for turn in turns
+    )
 
 
-def theirs(source: str, turns: list[dict[str, object]], **fields: Any) -> str:
+def tool_call(call: dict[str, Any]) -> MessageToolCall:
+    function = call["function"]
+    arguments = msgspec.json.encode(function["arguments"]).decode()
+    return MessageToolCall(id=call["id"], name=function["name"], arguments=arguments)
+
+
+def theirs(source: str, turns: list[dict[str, Any]], **fields: Any) -> str:
     (text,), _ = render_jinja_template([turns], chat_template=source, **{**SPECIAL, **fields})
     return text
 
 
 def ours(
     source: str,
-    turns: list[dict[str, object]],
+    turns: list[dict[str, Any]],
     params: TemplateParams,
     *,
     continue_final: bool = False,
@@ -160,7 +156,7 @@ def test_a_template_writes_what_transformers_writes(
 @pytest.mark.parametrize("form", ["m.content", "m.content | trim", "'<s>' ~ m.content"])
 def test_a_continued_answer_ends_where_transformers_ends_it(content: str, form: str):
     source = "{% for m in messages %}<assistant>{{ " + form + " }}</assistant> s>\n{% endfor %}"
-    turns: list[dict[str, object]] = [
+    turns: list[dict[str, Any]] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": content},
     ]
@@ -170,7 +166,7 @@ def test_a_continued_answer_ends_where_transformers_ends_it(content: str, form: 
 
 def test_content_that_is_null_is_no_text_to_templates_that_do_not_ask():
     source = "{% for m in messages %}{{ '[' + m.content + ']' ~ (m.content | trim) }}{% endfor %}"
-    turn: dict[str, object] = {"role": "assistant", "content": None}
+    turn: dict[str, Any] = {"role": "assistant", "content": None}
     assert ours(source, [turn], TemplateParams()) == "[]"
 
 

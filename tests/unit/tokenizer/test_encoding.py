@@ -51,12 +51,12 @@ def asks(
     )
 
 
-def said(content: str) -> tuple[ChatMessage, ...]:
+def user_turn(content: str) -> tuple[ChatMessage, ...]:
     """A conversation of one turn."""
     return (ChatMessage(role="user", content=content),)
 
 
-HELLO = said("Hello")
+HELLO = user_turn("Hello")
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_plain_text_gets_the_tokenizers_special_tokens(folder: Path):
 
 
 @pytest.mark.parametrize("length", [None, 4])
-def test_tokenizer_pads_no_text_whatever_its_file_says(folder: Path, length: int | None):
+def test_tokenizer_pads_no_text_whatever_its_file_sets(folder: Path, length: int | None):
     with changed_tokenizer(folder) as tokenizer:
         tokenizer.enable_padding(length=length, pad_to_multiple_of=8, pad_id=1, pad_token="<unk>")
     assert ids(encode(folder, asks(None, "a b"))) == [0, 2, 3]
@@ -100,7 +100,7 @@ def test_tokenizer_pads_no_text_whatever_its_file_says(folder: Path, length: int
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])
-def test_tokenizer_cuts_no_text_whatever_its_file_says(folder: Path, direction: str):
+def test_tokenizer_cuts_no_text_whatever_its_file_sets(folder: Path, direction: str):
     with changed_tokenizer(folder) as tokenizer:
         tokenizer.enable_truncation(max_length=3, direction=direction)
     assert ids(encode(folder, asks(None, "a b a b a"))) == [0, 2, 3, 2, 3, 2]
@@ -108,7 +108,7 @@ def test_tokenizer_cuts_no_text_whatever_its_file_says(folder: Path, direction: 
 
 def test_a_template_writes_its_own_special_tokens(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert ids(encode(folder, asks(said("a"), None))) == [2]
+    assert ids(encode(folder, asks(user_turn("a"), None))) == [2]
 
 
 def test_long_text_is_rejected_with_both_numbers(folder: Path):
@@ -146,7 +146,7 @@ def test_bug_with_one_text_is_raised_to_its_caller_only(
     folder: Path, caplog: pytest.LogCaptureFixture
 ):
     (folder / "chat_template.jinja").write_text("{{ 'a' * (messages[0].content | int) }}")
-    bad, good = encoder(folder).encode([asks(said(n), None) for n in (f"{10**18}", "1")])
+    bad, good = encoder(folder).encode([asks(user_turn(n), None) for n in (f"{10**18}", "1")])
     assert isinstance(bad, Internal)
     assert ids(good) == [2]
     (record,) = caplog.records
@@ -261,7 +261,7 @@ def test_truncated_prompt_is_the_beginning_of_the_whole_one(
 
 def test_truncated_conversation_has_no_end_to_be_read(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} <think>")
-    text = asks(said("a b a b"), None, truncate=True)
+    text = asks(user_turn("a b a b"), None, truncate=True)
     assert truncate(folder, text, 9).text_end == "a b a b <think>"
     assert truncate(folder, text, 3).text_end == ""
 
@@ -393,7 +393,7 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, text: str | N
     ("text", "bytes_max", "error"),
     [
         (asks(None, "a" * 10, suffix="b" * 10), 50, RequestTooLarge),
-        (asks(said("a"), None, suffix="b"), 1000, InvalidRequest),
+        (asks(user_turn("a"), None, suffix="b"), 1000, InvalidRequest),
     ],
     ids=["both sides of the gap count", "a conversation has no gap"],
 )
@@ -430,7 +430,7 @@ def test_an_id_beyond_the_vocabulary_is_refused():
 
 
 def test_end_of_a_rendered_prompt_is_returned():
-    rendered = truncate(embedded.path(), asks(said("hi"), None), 2048)
+    rendered = truncate(embedded.path(), asks(user_turn("hi"), None), 2048)
     assert rendered.text_end.endswith("<|user|>hi<|end|><|assistant|>")
     assert truncate(embedded.path(), asks(None, "hi"), 2048).text_end == ""
 

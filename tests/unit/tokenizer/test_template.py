@@ -42,7 +42,7 @@ TURNS = """\
 <assistant>{% endif %}"""
 
 
-def say(*turns: tuple[str, str]) -> tuple[ChatMessage, ...]:
+def turns_of(*turns: tuple[str, str]) -> tuple[ChatMessage, ...]:
     return tuple(ChatMessage(role=role, content=content) for role, content in turns)
 
 
@@ -53,13 +53,13 @@ def template(source: str = TURNS) -> ChatTemplate:
 def test_a_template_that_hides_the_last_message_cannot_continue_it():
     with pytest.raises(InvalidRequest, match="cannot be continued"):
         template("{{ messages[0].content }}").render(
-            say(("user", "hi"), ("assistant", "zzz")), continue_final=True
+            turns_of(("user", "hi"), ("assistant", "zzz")), continue_final=True
         )
 
 
 def test_what_the_template_refuses_is_the_callers_error_in_its_words():
     with pytest.raises(InvalidRequest, match="tool messages are not known") as caught:
-        template().render(say(("tool", "x")), continue_final=False)
+        template().render(turns_of(("tool", "x")), continue_final=False)
     assert caught.value.param == "messages"
 
 
@@ -78,7 +78,7 @@ def test_what_the_template_refuses_is_the_callers_error_in_its_words():
 )
 def test_the_sandbox_holds(source: str):
     with pytest.raises(InvalidRequest):
-        template(source).render(say(("user", "x")), continue_final=False)
+        template(source).render(turns_of(("user", "x")), continue_final=False)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_sandbox_holds(source: str):
     ids=["blocks leave no blank lines", "known developer"],
 )
 def test_template_writes(source: str, turns: tuple[tuple[str, str], ...], written: str) -> None:
-    assert template(source).render(say(*turns), continue_final=False) == written
+    assert template(source).render(turns_of(*turns), continue_final=False) == written
 
 
 CALLED = (
@@ -135,13 +135,13 @@ def test_arguments_that_are_no_object_are_the_callers_error(arguments: str):
 
 
 def test_developer_is_system_where_the_template_does_not_know_it():
-    turns = say(("system", "a"), ("developer", "b"), ("user", "c"), ("developer", "d"))
+    turns = turns_of(("system", "a"), ("developer", "b"), ("user", "c"), ("developer", "d"))
     text = template().render(turns, continue_final=False)
     assert text == template().render(
-        say(("system", "a\n\nb"), ("user", "c"), ("system", "d")), continue_final=False
+        turns_of(("system", "a\n\nb"), ("user", "c"), ("system", "d")), continue_final=False
     )
-    only = template().render(say(("developer", "b"), ("user", "c")), continue_final=False)
-    assert only == template().render(say(("system", "b"), ("user", "c")), continue_final=False)
+    only = template().render(turns_of(("developer", "b"), ("user", "c")), continue_final=False)
+    assert only == template().render(turns_of(("system", "b"), ("user", "c")), continue_final=False)
 
 
 HI = (ChatMessage(role="user", content="hi"),)
@@ -258,10 +258,10 @@ def test_formats_are_those_of_the_template_that_shows_tools(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("has_default", [True, False])
 def test_templates_of_a_gguf_file_have_names(tmp_path: Path, has_default: bool) -> None:
-    said = byte_level(**{"chat_template.tool_use": "calls", "chat_template.rag": "search"})
+    fields = byte_level(**{"chat_template.tool_use": "calls", "chat_template.rag": "search"})
     if not has_default:
-        del said["chat_template"]
-    folder = gguf_folder([write(tmp_path / "a.gguf", tokenizer=said)], tmp_path)
+        del fields["chat_template"]
+    folder = gguf_folder([write(tmp_path / "a.gguf", tokenizer=fields)], tmp_path)
     names = {"tool_use", "rag", "default"} if has_default else {"tool_use", "rag"}
     assert set(read_templates(folder)) == names
     assert rendered(folder, TOOLS) == "calls"
