@@ -174,22 +174,20 @@ def measured(
     by_round: bool = False,
 ) -> Measurement:
     """Reduce values; None stands for a round without one."""
-    rounds = tuple(values)
+    rounds = [each if each is None else _rounded(each) for each in values]
     found = [value for value in rounds if value is not None]
     row = Measurement(case=case, arm=arm, quantity=quantity, against=against, n=len(found))
     if len(found) == 1:
-        return msgspec.structs.replace(row, value=_rounded(found[0]))
+        return msgspec.structs.replace(row, value=found[0])
     p10, p90 = _tenths(found)
     return msgspec.structs.replace(
         row,
         median=_rounded(median(found)),
         p10=p10,
         p90=p90,
-        min=_rounded(min(found)),
-        max=_rounded(max(found)),
-        by_round=tuple(each if each is None else _rounded(each) for each in rounds)
-        if by_round
-        else (),
+        min=min(found),
+        max=max(found),
+        by_round=tuple(rounds) if by_round else (),
     )
 
 

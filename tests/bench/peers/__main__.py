@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.bench.machine import instructions
-from tests.bench.models import CACHE, SHAPES, Model, made
+from tests.bench.models import CACHE, Model, made
 from tests.bench.page.write import PAGE, write_page
-from tests.bench.peers.cases import CASES, Case
+from tests.bench.peers.cases import CASES
 from tests.bench.peers.peer import NotHere, Peer
 from tests.bench.peers.quiet import Busy
 from tests.bench.peers.rounds import Referee, entrant, print_progress, reports, summarize
@@ -41,38 +41,28 @@ def main() -> None:
         return
     cores = os.cpu_count() or 1
     cases = [case for case in CASES if case.name in arguments.cases]
-    models = {name: made(SHAPES[name], arguments.cache) for name in _models(cases)}
-    peers, entrants = _install(
-        [KINDS[name](arguments.cache, cores) for name in arguments.peers], models
-    )
+    shapes = dict.fromkeys(case.shape for case in cases)
+    models = [made(shape, arguments.cache) for shape in shapes]
+    kinds = [KINDS[name](arguments.cache, cores) for name in arguments.peers]
+    peers, entrants = _install(kinds, models)
     if arguments.install_only:
         return
     if arguments.rehearse:
         arguments.rounds, arguments.quiet_in_s = 1, None
+    asked = [(model, [c for c in cases if c.shape is model.shape]) for model in models]
+    referee = Referee(arguments.quiet_in_s)
     try:
-        _measure(arguments, peers, entrants, models, cases)
+        # Results are on disk after each turn.
+        for raw in reports(peers, entrants, asked, arguments.rounds, referee):
+            if not arguments.rehearse:
+                write_results(arguments.json, raw, summarize(raw))
     except Busy as error:
         sys.exit(f"not measured: {error}")
     if arguments.json.parent == RESULTS and not arguments.rehearse:
         write_page()
 
 
-def _measure(
-    arguments: argparse.Namespace,
-    peers: Sequence[Peer],
-    entrants: Sequence[Entrant],
-    models: dict[str, Model],
-    cases: Sequence[Case],
-) -> None:
-    """Run the rounds; results are on disk after each turn."""
-    asked = [(model, [c for c in cases if c.shape is model.shape]) for model in models.values()]
-    referee = Referee(arguments.quiet_in_s)
-    for report in reports(peers, entrants, asked, arguments.rounds, referee):
-        if not arguments.rehearse:
-            write_results(arguments.json, report, summarize(report))
-
-
-def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer], list[Entrant]]:
+def _install(peers: Sequence[Peer], models: Sequence[Model]) -> tuple[list[Peer], list[Entrant]]:
     """Return the available peers, and a description of each."""
     here: list[Peer] = []
     entrants: list[Entrant] = []
@@ -80,18 +70,14 @@ def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer
         print_progress(f"installing {peer.name}")
         try:
             peer.install()
-            for model in models.values():
+            for model in models:
                 peer.prepare(model)
-            entrants.append(entrant(peer, next(iter(models.values()))))
+            entrants.append(entrant(peer, models[0]))
             here.append(peer)
         except NotHere as error:
             print_progress(f"  skipped: {error}")
             entrants.append(Entrant(name=peer.name, arithmetic=peer.arithmetic, skipped=str(error)))
     return here, entrants
-
-
-def _models(cases: Sequence[Case]) -> list[str]:
-    return list(dict.fromkeys(case.shape.name for case in cases))
 
 
 def _arguments() -> argparse.Namespace:
