@@ -260,8 +260,8 @@ def _apis(summaries: Mapping[tuple[str, str], str]) -> Iterator[str]:
     )
     yield "SGLang's other routes are answered with 404, a code and the reason:\n"
     by_reason: dict[tuple[str, str], list[str]] = {}
-    for absent in ABSENT:
-        by_reason.setdefault((absent.error.code, absent.reason), []).extend(absent.paths.split())
+    for error, _, absent, reason in ABSENT:
+        by_reason.setdefault((error.code, reason), []).extend(absent.split())
     yield from table(
         ("code", "reason", "paths"),
         ((f"`{why}`", reason, _code(paths)) for (why, reason), paths in by_reason.items()),

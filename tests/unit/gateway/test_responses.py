@@ -14,13 +14,13 @@ from hypothesis import strategies as some
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import client, post
 
-from antiphon.gateway.http.openai.responses.conversation import truncate_items
 from antiphon.gateway.http.openai.responses.items import (
     CallItem,
     CallOutputItem,
     CustomCallItem,
     MessageItem,
     OutputItem,
+    truncate_items,
 )
 from antiphon.gateway.http.openai.responses.write import ResponseEventBuilder
 from antiphon.gateway.parsing.events import (

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.gateway.requests.pooling import OPEN_MAX, Pooled, Prompt, pool_params, pooled_vector
+from antiphon.gateway.requests.pooling import (
+    Pooled,
+    Prompt,
+    pool_params,
+    pooled_vector,
+    wrong_model,
+)
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.gateway.stream.stream import CollectedResponse
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
-from antiphon.service.tasks import gather
 from antiphon.wire.base import Usage
 from antiphon.wire.digests import cache_salt
-from antiphon.wire.errors import InvalidRequest, UnknownModel, Unsupported
+from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.generate import EmbedReply, EmbedRequest
 from antiphon.wire.routes import EMBED
 from antiphon.wire.sampling import PoolParams
@@ -57,13 +62,7 @@ class NatsEmbeddingEndpoints:
             card = (await submission.tokenizers.card(CARD_TIMEOUT_S)).pooling
             gen_requests = _requests(request, card, tenant)
         budget = submission.token_output_budget()
-        slots = asyncio.Semaphore(submission.max_concurrent(tenant, OPEN_MAX))
-
-        async def one(gen_request: GenerationRequest) -> Pooled:
-            async with slots:
-                return await self._collect(gen_request, budget)
-
-        pooled = await gather([one(gen_request) for gen_request in gen_requests])
+        pooled = await submission.pool_each(gen_requests, partial(self._collect, budget), tenant)
         return EmbedReply(
             model=submission.served[0],
             vectors=tuple(each.vector for each in pooled),
@@ -74,7 +73,7 @@ class NatsEmbeddingEndpoints:
             ),
         )
 
-    async def _collect(self, gen_request: GenerationRequest, budget: TokenOutputBudget) -> Pooled:
+    async def _collect(self, budget: TokenOutputBudget, gen_request: GenerationRequest) -> Pooled:
         stream = await self.submission.submit(gen_request, budget)
         try:
             collected = CollectedResponse(stream)
@@ -94,27 +93,23 @@ def _requests(
     request: EmbedRequest, card: PoolingCard | None, tenant: TenantId
 ) -> list[GenerationRequest]:
     if card is None:
-        raise Unsupported("this model does not embed: it is a text generation model", param="model")
+        raise wrong_model("embed", card)
     prompts = _prompts(request)
     pairs = request.pairs or (None,) * len(prompts)
     if len(pairs) != len(prompts):
-        text = f"pairs: {len(pairs)} second texts for {len(prompts)} texts"
-        raise InvalidRequest(text, param="pairs")
+        raise InvalidRequest.at("pairs", f"{len(pairs)} second texts for {len(prompts)} texts")
     if request.pairs is not None and request.prompt_ids is not None:
-        raise InvalidRequest("pairs: requires texts, not prompt_ids", param="pairs")
+        raise InvalidRequest.at("pairs", "requires texts, not prompt_ids")
     if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
-        raise InvalidRequest(f"timeout_s: must be at most {TIMEOUT_MAX_S:g}", param="timeout_s")
+        raise InvalidRequest.at("timeout_s", f"must be at most {TIMEOUT_MAX_S:g}")
     pool = PoolParams() if card.scores else pool_params(card, request.dimensions)
     if card.scores and request.dimensions is not None:
-        raise InvalidRequest("dimensions: not supported for scores", param="dimensions")
+        raise InvalidRequest.at("dimensions", "not supported for scores")
     fit = VECTORS_BYTES_MAX // (_NUMBER_BYTES * (pool.dimensions or card.width))
     if len(prompts) > fit:
         field = "texts" if request.texts is not None else "prompt_ids"
-        text = (
-            f"{field}: there are {len(prompts)}; at most {fit} vectors of this model fit into "
-            "one reply"
-        )
-        raise InvalidRequest(text, param=field)
+        text = f"there are {len(prompts)}; at most {fit} vectors of this model fit into one reply"
+        raise InvalidRequest.at(field, text)
     return [
         GenerationRequest(
             api="embed",
@@ -139,5 +134,5 @@ def _prompts(request: EmbedRequest) -> Sequence[Prompt]:
         raise InvalidRequest("exactly one of texts and prompt_ids is required", param="texts")
     for index, text in enumerate(request.texts or ()):
         if not text.strip():
-            raise InvalidRequest(f"texts: text {index} is empty or white space", param="texts")
+            raise InvalidRequest.at("texts", f"text {index} is empty or white space")
     return request.texts or request.prompt_ids or ()

@@ -288,8 +288,7 @@ class NatsGeneration:
             case TextDelta():
                 self._collected[event.choice].add(event)
                 if self.request.stream:
-                    text_offset, text, details = event.text_offset, event.text, event.details
-                    return self._piece(event.choice, text_offset, text, details)
+                    return self._piece(event.choice, event.text_offset, event.text, event.details)
             case Finished():
                 self._finished[event.choice] = event
             case Ended():
@@ -426,7 +425,7 @@ def _to_generation_request(request: GenerateRequest, tenant: TenantId) -> Genera
             "exactly one of messages, prompt and prompt_ids is required", param="prompt"
         )
     if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
-        raise InvalidRequest(f"timeout_s: must be at most {TIMEOUT_MAX_S:g}", param="timeout_s")
+        raise InvalidRequest.at("timeout_s", f"must be at most {TIMEOUT_MAX_S:g}")
     return GenerationRequest(
         api="generate",
         model=request.model,

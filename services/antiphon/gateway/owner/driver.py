@@ -7,12 +7,7 @@ import logging
 from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.bus.transport import BusDown
-from antiphon.gateway.owner.actions import (
-    Action,
-    Deliver,
-    Ended,
-    TextDelta,
-)
+from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.service.inbox import UnknownSender
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.tasks import isolated, perform

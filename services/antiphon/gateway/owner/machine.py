@@ -13,13 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from antiphon.gateway.owner.actions import (
-    Accepted,
-    Action,
-    Deliver,
-    Ended,
-    TextDelta,
-)
+from antiphon.gateway.owner.actions import Accepted, Action, Deliver, Ended, TextDelta
 from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, StreamGaps, is_failure
 from antiphon.wire.base import Process, Term
 from antiphon.wire.errors import (

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.events import Collector, Event, EventSink, Parsed
+from antiphon.gateway.parsing.events import Event, EventSink, Parsed, collect
 from antiphon.gateway.parsing.reader import Reader, Steps
 from antiphon.gateway.parsing.reasoning import ReasoningFormat, bare, thinking
 from antiphon.gateway.parsing.tools.format import ToolFormat, random_id
@@ -88,13 +88,8 @@ class AnswerParser:
 
 def parse(parser: AnswerParser, pieces: Sequence[str]) -> Parsed:
     """Parse a complete output."""
-    collector = Collector()
-    for piece in pieces:
-        for event in parser.feed(piece):
-            collector.add(event)
-    for event in parser.end():
-        collector.add(event)
-    return collector.parsed()
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return collect([*events, *parser.end()])
 
 
 class IncrementalReader:

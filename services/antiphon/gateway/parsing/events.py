@@ -10,7 +10,7 @@ import msgspec
 from antiphon.gateway.parsing.reader import Emit, Reader, drop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from antiphon.gateway.parsing.tools.tool import OfferedTools
     from antiphon.wire.schemas import Json
@@ -104,6 +104,13 @@ class Collector:
                 for call, arguments in self._calls
             ),
         )
+
+
+def collect(events: Iterable[Event]) -> Parsed:
+    collector = Collector()
+    for event in events:
+        collector.add(event)
+    return collector.parsed()
 
 
 @dataclass

@@ -123,8 +123,8 @@ def _definitions(tools: Sequence[Tool], word: str) -> dict[str, Json]:
         definitions = tool.parameters.get(word)
         for name, part in definitions.items() if isinstance(definitions, dict) else ():
             if made.setdefault(name, part) != part:
-                message = f"tools: two of them define {name!r} differently in their {word}"
-                raise InvalidRequest(message, param="tools")
+                text = f"two of them define {name!r} differently in their {word}"
+                raise InvalidRequest.at("tools", text)
     return made
 
 
@@ -135,8 +135,8 @@ def _structural_tag(format_: Json) -> Grammar:
 def _grammar(kind: GrammarKind, tree: Json) -> Grammar:
     text = _encoded(tree, "tools: the schema", "tools")
     if len(text) > GRAMMAR_TEXT_MAX:
-        message = f"tools: the schemas have {len(text)} characters; the limit is {GRAMMAR_TEXT_MAX}"
-        raise InvalidRequest(message, param="tools")
+        problem = f"the schemas have {len(text)} characters; the limit is {GRAMMAR_TEXT_MAX}"
+        raise InvalidRequest.at("tools", problem)
     return Grammar(kind=kind, text=text)
 
 

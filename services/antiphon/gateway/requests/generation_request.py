@@ -300,11 +300,6 @@ def _bias(biases: Mapping[int, float]) -> LogitBias | None:
 def _requested_outputs(requested: TokenOutputParams | None) -> TokenOutputParams | None:
     if requested is None:
         return None
-    wanted = (
-        requested.ids
-        or requested.logprobs
-        or requested.top
-        or requested.named_ids
-        or requested.hidden
-    )
-    return requested if wanted else None
+    named = requested.named_ids
+    wanted = (requested.ids, requested.logprobs, requested.top, named, requested.hidden)
+    return requested if any(wanted) else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.wire.base import FinishReason, Usage
-from antiphon.wire.errors import Cancelled, InvalidRequest
+from antiphon.wire.errors import Cancelled, InvalidRequest, Unsupported
 from antiphon.wire.sampling import PoolParams
 from antiphon.wire.token_outputs import TokenOutputs, unpack_floats
 
@@ -34,18 +34,25 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
         return list(unpack_floats(self.vector))
 
 
+def wrong_model(does: str, card: PoolingCard | None) -> Unsupported:
+    kind = "a text generation model"
+    if card is not None:
+        kind = "a classification model" if card.scores else "an embedding model"
+    return Unsupported(f"this model does not {does}: it is {kind}", param="model")
+
+
 def pool_params(card: PoolingCard, dimensions: int | None) -> PoolParams:
     if dimensions is None or dimensions == card.width:
         return PoolParams()
     text = None
     if dimensions > card.width:
-        text = f"dimensions: must be at most {card.width}, the width of this model's vectors"
+        text = f"must be at most {card.width}, the width of this model's vectors"
     elif not card.matryoshka:
-        text = "dimensions: this model's vectors cannot be truncated, according to its config.json"
+        text = "this model's vectors cannot be truncated, according to its config.json"
     elif card.cuts and dimensions not in card.cuts:
-        text = f"dimensions: this model supports {', '.join(map(str, card.cuts))}"
+        text = f"this model supports {', '.join(map(str, card.cuts))}"
     if text is not None:
-        raise InvalidRequest(text, param="dimensions")
+        raise InvalidRequest.at("dimensions", text)
     return PoolParams(dimensions=dimensions)
 
 

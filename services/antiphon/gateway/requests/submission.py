@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -22,10 +23,12 @@ from antiphon.gateway.requests.generation_request import (
     sampling_params,
     validate_request,
 )
+from antiphon.gateway.requests.pooling import OPEN_MAX, wrong_model
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient, truncated
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.model_card.served_model import served_names
 from antiphon.service.clock import deadline_in
+from antiphon.service.tasks import gather
 from antiphon.telemetry.tracing import request_context, span
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count
@@ -35,14 +38,13 @@ from antiphon.wire.errors import (
     Overloaded,
     Unavailable,
     UnknownModel,
-    Unsupported,
 )
 from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId, new_request_id
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import SubmitRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TEXT_BYTES = 16
 """Approximate message bytes of a token's text, bytes and id."""
@@ -114,9 +118,20 @@ class Submission:
         with self.metrics.count_rejections(tenant):
             self.access.check_concurrency(tenant, prompts)
 
-    def max_concurrent(self, tenant: TenantId, most: int) -> int:
-        """Number of prompts of one body that may run at once, at most `most`."""
-        return self.access.max_concurrent(tenant, most)
+    async def pool_each(
+        self,
+        gen_requests: Sequence[GenerationRequest],
+        run: Callable[[GenerationRequest], Awaitable[T]],
+        tenant: TenantId,
+    ) -> list[T]:
+        """Run the pooling requests of one body; the tenant's limit of concurrency applies."""
+        slots = asyncio.Semaphore(self.access.max_concurrent(tenant, OPEN_MAX))
+
+        async def one(gen_request: GenerationRequest) -> T:
+            async with slots:
+                return await run(gen_request)
+
+        return await gather([one(gen_request) for gen_request in gen_requests])
 
     @property
     def idle(self) -> bool:
@@ -373,11 +388,9 @@ def _name(gen_request: GenerationRequest) -> tuple[TenantId, ClientKey] | None:
 
 def _check_model_kind(gen_request: GenerationRequest, encoded: EncodeReply) -> None:
     """Reject generation of a pooling model, and pooling of a generation model."""
-    if gen_request.pooling is None and encoded.pooling is not None:
-        kind = "a classification model" if encoded.pooling.scores else "an embedding model"
-        raise Unsupported(f"this model does not generate text: it is {kind}", param="model")
-    if gen_request.pooling is not None and encoded.pooling is None:
-        raise Unsupported("this model does not embed: it is a text generation model", param="model")
+    pools = gen_request.pooling is not None
+    if pools != (encoded.pooling is not None):
+        raise wrong_model("embed" if pools else "generate text", encoded.pooling)
 
 
 def _apply_reasoning(

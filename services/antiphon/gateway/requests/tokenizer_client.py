@@ -51,7 +51,6 @@ log = logging.getLogger(__name__)
 CARD_TIMEOUT_S = 5.0
 """Maximum time a request waits for a tokenizer to be available."""
 _WAIT_MAX_S = 30.0
-_CARD_WAIT_S = 5.0
 _DECODE_S = 10.0
 _PAUSE_MAX_S = 2.0
 
@@ -198,7 +197,7 @@ class TokenizerClient:
             model=self._model,
             prompt=text,
             special_tokens=special_tokens,
-            deadline_unix_ms=deadline_in(_CARD_WAIT_S, self._runtime.clock),
+            deadline_unix_ms=deadline_in(CARD_TIMEOUT_S, self._runtime.clock),
         )
         return await self._hedged(request, patience_s)
 

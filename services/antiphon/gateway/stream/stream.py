@@ -165,6 +165,11 @@ class StreamGroup:
         """Whether every request has ended and all its events were read."""
         return not self._unended
 
+    @property
+    def done(self) -> bool:
+        """Whether no more events will be read: all requests have ended, or one failed."""
+        return self.ended or self.error is not None
+
     async def get(self) -> list[tuple[int, list[ChoiceEvent]]]:
         """Wait for events and return all available ones, with their prompt index.
 
@@ -177,7 +182,7 @@ class StreamGroup:
                 if stream.has_events and (events := self._drain(stream))
             ]
             nudged, self._woken = self._woken, False
-            if taken or nudged or self.ended or self.error is not None:
+            if taken or nudged or self.done:
                 return taken
             self._wakeup.clear()
             await self._wakeup.wait()

@@ -10,12 +10,7 @@ from antiphon.gateway.http.anthropic.parse import (
     parse_count,
     parse_messages,
 )
-from antiphon.gateway.http.anthropic.schema import (
-    CountBody,
-    CountReply,
-    MessageReply,
-    MessagesBody,
-)
+from antiphon.gateway.http.anthropic.schema import CountBody, CountReply, MessageReply, MessagesBody
 from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
 from antiphon.gateway.http.core.app import warn
 from antiphon.gateway.http.core.chat import with_end_token, with_thinking_budget
@@ -35,7 +30,6 @@ if TYPE_CHECKING:
 _VERSION_HEADER = "anthropic-version"
 _VERSIONS = ("2023-06-01", "2026-10-21")
 """They differ in what Anthropic's models reject. Sampling parameters are accepted in both."""
-_COUNT_S = 30.0
 
 _ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
 _HELLO: dict[str, object] = {"max_tokens": 8, "messages": _ASKED}

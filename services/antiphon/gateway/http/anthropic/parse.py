@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -13,7 +13,6 @@ from antiphon.gateway.http.anthropic.schema import (
     MessageParam,
     MessagesBody,
     OutputConfig,
-    OutputFormat,
     PromptBody,
     RedactedThinkingBlock,
     TextBlock,
@@ -27,13 +26,14 @@ from antiphon.gateway.http.anthropic.schema import (
 from antiphon.gateway.http.core.chat import (
     FORMAT_UNKNOWN,
     OutputParserOptions,
+    renamed_fields,
     template_options,
     template_tools,
     to_json,
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import decode, model_of
-from antiphon.gateway.http.core.sampling_fields import single_grammar
+from antiphon.gateway.http.core.sampling_fields import schema_grammar, single_grammar
 from antiphon.gateway.parsing.tools.choice import (
     Mode,
     ToolChoice,
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.parsing.reasoning import ReasoningFormat
     from antiphon.wire.schemas import Json
-
-E = TypeVar("E", bound=InvalidRequest)
 
 _BETWEEN = "\n"
 """Separates the texts of blocks that are joined."""
@@ -214,17 +212,13 @@ def _output_constraint(body: PromptBody) -> tuple[str, Grammar | None]:
         raise Unsupported("use max_tokens", param="output_config.task_budget")
     return single_grammar(
         {
-            "output_config.format": _grammar(config.format),
-            "output_format": _grammar(body.output_format),
+            field: schema_grammar(GrammarKind.JSON_SCHEMA, given and given.schema)
+            for field, given in (
+                ("output_config.format", config.format),
+                ("output_format", body.output_format),
+            )
         }
     )
-
-
-def _grammar(given: OutputFormat | None) -> Grammar | None:
-    if given is None:
-        return None
-    schema = msgspec.json.encode(given.schema).decode()
-    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
 
 
 def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
@@ -232,10 +226,8 @@ def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
     tool_choice = body.tool_choice
     choice, (_, constraint) = _choice(body, tools), _output_constraint(body)
     parallel = not (tool_choice and tool_choice.disable_parallel_tool_use)
-    try:
+    with renamed_fields(_anthropic_path):
         return plan_tools(tools, choice, formats.tools, parallel=parallel, constraint=constraint)
-    except Unsupported as error:
-        raise _with_anthropic_path(error) from error
 
 
 def _choice(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
@@ -255,19 +247,13 @@ def _choice(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
 
 def _tools(tool_bodies: list[ToolBody]) -> tuple[Tool, ...]:
     written = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tool_bodies)]
-    try:
+    with renamed_fields(_anthropic_path):
         return read_tools(written)
-    except InvalidRequest as error:
-        raise _with_anthropic_path(error) from error
 
 
-def _with_anthropic_path(error: E) -> E:
-    """Rename the field of an error: tools are parsed in the format of chat templates."""
-
-    def renamed(text: str) -> str:
-        return text.replace(".function.parameters", ".input_schema").replace(".function", "")
-
-    return type(error)(renamed(error.message), param=renamed(error.param or "tools"))
+def _anthropic_path(text: str) -> str:
+    """Rename the fields of tools, which are parsed in the format of chat templates."""
+    return text.replace(".function.parameters", ".input_schema").replace(".function", "")
 
 
 def _function(tool: ToolBody, at: str) -> Json:

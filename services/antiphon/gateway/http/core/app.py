@@ -180,17 +180,12 @@ class _Runner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        factory = made.request_factory
-        if self._prefix:
-            factory = _unprefixed(factory, self._prefix)
+
+        def make(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:  # noqa: ANN401
+            return made.request_factory(without_prefix(message, self._prefix), *rest)
+
+        factory = make if self._prefix else made.request_factory
         return _Server(made.request_handler, request_factory=factory, **self._kwargs)
-
-
-def _unprefixed(factory: Callable[..., web.BaseRequest], prefix: str) -> Callable[..., Any]:
-    def make(message: RawRequestMessage, *rest: object) -> web.BaseRequest:
-        return factory(without_prefix(message, prefix), *rest)
-
-    return make
 
 
 class _Server(web.Server):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -11,15 +12,17 @@ from antiphon.gateway.parsing.answer import AnswerParser
 from antiphon.gateway.parsing.events import CallEnd, Content, Event, Reasoning
 from antiphon.gateway.parsing.reasoning import ReasoningFormat
 from antiphon.gateway.parsing.tools.choice import ToolPlan
+from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import ThinkingBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Generator, Iterable
 
-    from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.wire.schemas import Json
+
+P = TypeVar("P", bound="ParsedPrompts")
 
 FORMAT_UNKNOWN = (
     "the reasoning format of this model is unknown; set gateway.reasoning_parser "
@@ -30,6 +33,17 @@ FORMAT_UNKNOWN = (
 def to_json(value: object, field: str) -> Json:
     """Decode raw JSON, which may have values that cannot be decoded, to Python values."""
     return cast("Json", decode(msgspec.json.encode(value), object, field))
+
+
+@contextmanager
+def renamed_fields(rename: Callable[[str], str]) -> Generator[None]:
+    """Rename fields in the errors of a body that is parsed in the format of another API."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = None if error.param is None else rename(error.param)
+        error.message = rename(error.message)
+        raise
 
 
 def template_tools(plan: ToolPlan) -> str | None:
@@ -64,6 +78,26 @@ def with_tool_constraints(
     return msgspec.structs.replace(
         gen_request, sampling=sampling, fields=fields, stop=stop, reasoning=thinking
     )
+
+
+class ParsedPrompts(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed body. `budget` is the number of reasoning tokens; None without a limit."""
+
+    gen_requests: tuple[GenerationRequest, ...]
+    stream: bool
+    budget: int | None = None
+
+
+async def with_reasoning_tokens(parsed: P, tokenizers: TokenizerClient) -> P:
+    """Find the tokens that end reasoning, if a constraint or a budget needs them."""
+    gen_requests = [await with_end_token(each, tokenizers) for each in parsed.gen_requests]
+    if parsed.budget is not None:
+        marks, param = (await tokenizers.formats()).reasoning, "max_thinking_tokens"
+        gen_requests = [
+            await with_thinking_budget(each, parsed.budget, marks, tokenizers, param=param)
+            for each in gen_requests
+        ]
+    return msgspec.structs.replace(parsed, gen_requests=tuple(gen_requests))
 
 
 async def with_end_token(
@@ -121,17 +155,13 @@ class OutputParserOptions(msgspec.Struct, frozen=True, kw_only=True):
     stream_reasoning: bool = True
     calls_before: int = 0
 
-    @property
-    def plain(self) -> bool:
-        return self.plan.format is None and self.reasoning is None
-
 
 class OutputParser:
     """Parser of one output."""
 
     def __init__(self, options: OutputParserOptions, *, starts_in_reasoning: bool) -> None:
         self.has_tool_calls = False
-        self._plain = options.plain
+        self._plain = options.plan.format is None and options.reasoning is None
         self._stream_reasoning = options.stream_reasoning
         self._held_reasoning: list[str] = []
         self._parser = AnswerParser(

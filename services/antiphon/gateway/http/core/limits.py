@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.parsing.tools.tool import TOOLS_MAX
 from antiphon.wire.generate import CHOICES_MAX, IDS_MAX
 from antiphon.wire.tokenize import MESSAGES_MAX
 
@@ -25,7 +26,6 @@ SMALL_BODY_BYTES_MAX = 64 * 1024
 """Maximum size of bodies that hold only names and flags."""
 PARTS_MAX = 1024
 """Maximum number of content parts, and of tool calls, of a message."""
-TOOLS_MAX = 512
 UNKNOWN_MAX = 256
 """Maximum number of undocumented fields."""
 VALUES_MAX = 600_000

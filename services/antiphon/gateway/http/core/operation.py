@@ -157,11 +157,15 @@ def _field_texts(struct: type) -> dict[str, str]:
 
 
 def _described(one: Operation, schemas: Mapping[object, Object]) -> Object:
+    error = {"schema": {"$ref": _REF.format(name=shape_of(one.path).body.__name__)}}
     described: Object = {
         "summary": one.summary,
         "operationId": f"{one.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', one.path)}",
         "parameters": _parameters(one),
-        "responses": {"200": _reply(one, schemas), "default": _error(one)},
+        "responses": {
+            "200": _reply(one, schemas),
+            "default": {"description": "Error response.", "content": {"application/json": error}},
+        },
     }
     if one.deprecated:
         described["deprecated"] = True
@@ -190,14 +194,6 @@ def _reply(one: Operation, schemas: Mapping[object, Object]) -> Object:
             content[one.streamed_as] = {"schema": {"type": "string"}}
         content |= {kind: {"schema": {"type": "string"}} for kind in one.alternative_types}
     return reply
-
-
-def _error(one: Operation) -> Object:
-    schema: Object = {"$ref": _REF.format(name=shape_of(one.path).body.__name__)}
-    return {
-        "description": "Error response.",
-        "content": {"application/json": {"schema": schema}},
-    }
 
 
 def _parameters(one: Operation) -> list[Object]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.http.core.endpoints import Endpoints
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.gateway.requests.pooling import OPEN_MAX, Pooled, Prompt, pooled_vector
+from antiphon.gateway.requests.pooling import Pooled, Prompt, pooled_vector, wrong_model
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import ClientKey
 
 if TYPE_CHECKING:
@@ -28,37 +28,18 @@ INPUTS_MAX = 2048
 class PoolingEndpoints(Endpoints):
     """Endpoints that run pooling requests, and check that the model supports them."""
 
-    async def card(self, does: str) -> PoolingCard:
+    async def card(self, does: str, *, scores: bool | None = None) -> PoolingCard:
+        """Return the model's card, if it is a pooling model that does, or does not, score."""
         card = (await self.tokenizers.card(CARD_TIMEOUT_S)).pooling
-        if card is None:
-            raise Unsupported(
-                f"this model does not {does}: it is a text generation model", param="model"
-            )
-        return card
-
-    async def embedder(self) -> PoolingCard:
-        card = await self.card("embed")
-        if card.scores:
-            raise Unsupported(
-                "this model does not embed: it is a classification model", param="model"
-            )
-        return card
-
-    async def scorer(self, does: str) -> PoolingCard:
-        card = await self.card(does)
-        if not card.scores:
-            raise Unsupported(
-                f"this model does not {does}: it is an embedding model", param="model"
-            )
+        if card is None or scores not in (None, card.scores):
+            raise wrong_model(does, card)
         return card
 
     async def pooled(
         self, request: web.Request, gen_requests: Sequence[GenerationRequest]
     ) -> list[Pooled]:
         """Run all requests and return their results in order. A client disconnect aborts them."""
-        return await self.response_handler.collect_each(
-            request, gen_requests, pooled_vector, OPEN_MAX
-        )
+        return await self.response_handler.collect_each(request, gen_requests, pooled_vector)
 
 
 def pooling_requests(

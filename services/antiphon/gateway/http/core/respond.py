@@ -30,14 +30,7 @@ from antiphon.service.tasks import gather, isolated
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncGenerator,
-        Awaitable,
-        Callable,
-        Coroutine,
-        Generator,
-        Sequence,
-    )
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
 
     from antiphon.gateway.http.core.body_reader import BodyReader
     from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
@@ -58,6 +51,7 @@ _PROSE_PARAMS = ("grammar", "prompt", "messages")
 """Names that are also words at the start of the messages of engines and tokenizers."""
 _NAME_SHOWN = 100
 """Maximum number of characters shown of an unknown field's name."""
+_UNKNOWN_FIELD = "it is not a field of this API"
 _FINAL_WRITE_S = 10.0
 """How long a client may take to read the rest once its requests have ended."""
 
@@ -103,15 +97,14 @@ class ResponseHandler:
             InvalidRequest: It cannot be read, or `make` rejects it; `param` names the field.
         """
         with self._metrics.count_rejections():
-            body = await self._read_body(request, self._limit(bytes_max))
+            most = self._body_bytes_max
+            body = await self._read_body(request, min(bytes_max or most, most))
             made, unknown = await self._bodies.read(body, kind, make, tenant_of(request))
             self._metrics.unknown_fields.inc(len(unknown))
             if warns_beyond is not None:
                 known = warns_beyond.__struct_encode_fields__
-                warn(
-                    request,
-                    [_unknown_field_warning(field) for field in unknown if field not in known],
-                )
+                names = [field[:_NAME_SHOWN] for field in unknown if field not in known]
+                warn(request, [f"{name} is ignored: {_UNKNOWN_FIELD}" for name in names])
             return made
 
     async def small_body(self, request: web.Request, kind: type[B]) -> B:
@@ -125,24 +118,17 @@ class ResponseHandler:
         request: web.Request,
         kind: type[B],
         work: Callable[[B], msgspec.Struct],
-        *,
-        inline_bytes_max: int,
     ) -> web.Response:
         """Respond with the result of a module-level function; large bodies use a child process."""
         with self._metrics.count_rejections():
             body = await self._read_body(request, self._body_bytes_max)
-            json, unknown = await self._bodies.compute(
-                body, kind, work, tenant_of(request), inline_bytes_max=inline_bytes_max
-            )
+            json, unknown = await self._bodies.compute(body, kind, work, tenant_of(request))
             self._metrics.unknown_fields.inc(len(unknown))
             return web.Response(body=json, content_type="application/json")
 
     async def _read_body(self, request: web.Request, bytes_max: int) -> bytes:
         with self._bodies.count_arriving(tenant_of(request)) as count:
             return await read_json(request, bytes_max, count)
-
-    def _limit(self, bytes_max: int | None) -> int:
-        return self._body_bytes_max if bytes_max is None else min(bytes_max, self._body_bytes_max)
 
     async def answer(
         self,
@@ -222,17 +208,14 @@ class ResponseHandler:
         request: web.Request,
         gen_requests: Sequence[GenerationRequest],
         extract: Callable[[CollectedResponse], T],
-        open_max: int,
     ) -> list[T]:
-        """Return the extracted outputs; at most `open_max` requests run at a time."""
-        slots = asyncio.Semaphore(self._submission.max_concurrent(tenant_of(request), open_max))
+        """Return the extracted outputs of pooling requests, of which a limited number runs."""
 
         async def one(gen_request: GenerationRequest) -> T:
-            async with slots:
-                (answer,) = await self.collect(request, [gen_request])
-                return extract(answer)
+            (answer,) = await self.collect(request, [gen_request])
+            return extract(answer)
 
-        return await gather([one(gen_request) for gen_request in gen_requests])
+        return await self._submission.pool_each(gen_requests, one, tenant_of(request))
 
     @asynccontextmanager
     async def _open(
@@ -291,7 +274,7 @@ class ResponseHandler:
                     submitted.set_result(None)
                 await write(writer.begin())
                 started = False
-                while not stream_group.ended and stream_group.error is None:
+                while not stream_group.done:
                     batches = await stream_group.get()
                     data = await self._encode_events(stream_group, batches, writer)
                     self._count_all(stream_group, batches)
@@ -336,15 +319,10 @@ class ResponseHandler:
                         writer.begin() + await self._encode_events(stream_group, taken, writer)
                     )
                     silence.reset()
-                    while not stream_group.ended and stream_group.error is None:
+                    while not stream_group.done:
                         self._count_all(stream_group, taken)
                         taken = await stream_group.get()
-                        if (
-                            taken
-                            or silence.is_due
-                            or stream_group.ended
-                            or stream_group.error is not None
-                        ):
+                        if taken or silence.is_due or stream_group.done:
                             await response.write(
                                 await self._encode_events(stream_group, taken, writer)
                             )
@@ -377,7 +355,7 @@ class ResponseHandler:
             lambda: b"".join([writer.chunks(prompt, events) for prompt, events in taken]),
             stream_group.streams[0].submit.tenant,
         )
-        if stream_group.error is None and not stream_group.ended:
+        if not stream_group.done:
             return data if taken else writer.ping()
         return data + await _final_events(stream_group, writer)
 
@@ -414,12 +392,8 @@ async def _first_events(stream_group: StreamGroup, silence: IdleTimer) -> EventB
     """
     while True:
         taken = await stream_group.get()
-        if taken or silence.is_due or stream_group.ended or stream_group.error is not None:
+        if taken or silence.is_due or stream_group.done:
             return taken
-
-
-def _unknown_field_warning(field: str) -> str:
-    return f"{field[:_NAME_SHOWN]} is ignored: it is not a field of this API"
 
 
 def _response_bytes(answers: Sequence[CollectedResponse]) -> int:

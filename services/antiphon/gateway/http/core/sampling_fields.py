@@ -147,14 +147,9 @@ def processor_of(
         raise Unsupported.at(
             NAME, f"code in requests is never run; use the name of a registered processor: {known}"
         )
-    return (_with(kind, given or {}, field),)
-
-
-def _with(
-    kind: type[LogitProcessor], given: Mapping[str, msgspec.Raw], field: str
-) -> LogitProcessor:
+    given = given or {}
     if strange := given.keys() - set(kind.__struct_fields__):
         known = ", ".join(kind.__struct_fields__)
         text = f"{field}: unknown parameter {min(strange)}; allowed are {known}"
         raise InvalidRequest(text, param=f"{field}.{min(strange)}")
-    return decode(msgspec.json.encode(given), kind, field)
+    return (decode(msgspec.json.encode(given), kind, field),)

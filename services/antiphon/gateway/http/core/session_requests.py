@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.chat import ParsedPrompts
 from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClientKey, TenantId, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from aiohttp import web
 
@@ -28,11 +30,13 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.service.service import Runtime
 
-    SessionWriterFactory = Callable[
-        [GenerationRequest, Sequence[RequestStream], PersistReply], Awaitable[ResponseWriter]
-    ]
-
 log = logging.getLogger(__name__)
+
+
+P = TypeVar("P", bound=ParsedPrompts)
+SessionWriterFactory = Callable[
+    [P, "Sequence[RequestStream]", "PersistReply | None"], Awaitable["ResponseWriter"]
+]
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,22 @@ class SessionRequests:
     async def answer(
         self,
         request: web.Request,
-        gen_request: GenerationRequest,
-        place: SessionParams,
-        make_writer: SessionWriterFactory,
-        *,
-        streamed: bool,
+        parsed: P,
+        place: SessionParams | None,
+        make_writer: SessionWriterFactory[P],
     ) -> web.StreamResponse:
-        """Run a request of a session, streaming or not.
+        """Run the requests of a body, or the one of a session, streaming or not.
 
-        `gen_request` has the new part of the prompt; `make_writer` gets the whole prompt.
+        In a session `parsed` has the new part of the prompt; `make_writer` gets the whole prompt.
         """
+        if place is None:
+            return await self.response_handler.answer(
+                request,
+                parsed.gen_requests,
+                lambda streams: make_writer(parsed, streams, None),
+                streamed=parsed.stream,
+            )
+        (gen_request,) = parsed.gen_requests
         tenant, sessions = tenant_of(request), self.sessions
         before = await sessions.previous_ids(tenant, place)
         characters = await self._characters(gen_request)
@@ -65,6 +75,7 @@ class SessionRequests:
         whole = msgspec.structs.replace(
             gen_request, prompt=None, prompt_ids=prompt_ids, key=ClientKey(rid)
         )
+        whole_body = msgspec.structs.replace(parsed, gen_requests=(whole,))
         persisted = False
 
         async def keep(stream: RequestStream, reply: GenerateReplyWriter) -> None:
@@ -77,11 +88,13 @@ class SessionRequests:
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
             await sessions.accept(tenant, place, rid)
-            return await make_writer(whole, streams, keep)
+            return await make_writer(whole_body, streams, keep)
 
         await sessions.begin(tenant, place, rid, characters)
         try:
-            return await self.response_handler.answer(request, [whole], writer, streamed=streamed)
+            return await self.response_handler.answer(
+                request, [whole], writer, streamed=parsed.stream
+            )
         finally:
             if not persisted:
                 await self._end_without_output(tenant, place, rid)

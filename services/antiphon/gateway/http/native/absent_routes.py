@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.core.operation import Operation, refusal
 from antiphon.wire.errors import InvalidRequest
@@ -26,28 +26,19 @@ class ByDesign(InvalidRequest):
     status = 404
 
 
-class AbsentRoutes(NamedTuple):
-    """Routes that are not supported for one reason; methods and paths are separated by spaces."""
-
-    error: type[InvalidRequest]
-    methods: str
-    paths: str
-    reason: str
-
-
 _TRAINER = "weights are not received from a trainer; restart the workers with a new checkpoint"
 _HICACHE = "the KV cache has one level, without a storage backend"
 _CORPUS = "speculative decoding, which would use the corpus, is not supported"
 _AUDIO = "models read and write text only"
 
-ABSENT = (
-    AbsentRoutes(
+ABSENT: tuple[tuple[type[InvalidRequest], str, str, str], ...] = (
+    (
         NotBuilt,
         "POST",
         "/update_weights_from_disk /begin_weight_update /end_weight_update /weights_checker",
         "weights are read when a worker starts; restart it to serve a new checkpoint",
     ),
-    AbsentRoutes(
+    (
         GpuOnly,
         "POST",
         "/init_weights_update_group /destroy_weights_update_group "
@@ -55,75 +46,66 @@ ABSENT = (
         "/init_weights_send_group_for_remote_instance /send_weights_to_remote_instance",
         _TRAINER,
     ),
-    AbsentRoutes(GpuOnly, "GET", "/get_remote_instance_transfer_engine_info", _TRAINER),
-    AbsentRoutes(
-        NotBuilt, "GET POST", "/get_weights_by_name", "workers do not return their weights"
-    ),
-    AbsentRoutes(
+    (GpuOnly, "GET", "/get_remote_instance_transfer_engine_info", _TRAINER),
+    (NotBuilt, "GET POST", "/get_weights_by_name", "workers do not return their weights"),
+    (
         GpuOnly,
         "GET POST",
         "/release_memory_occupation /resume_memory_occupation",
         "a worker keeps its memory until it exits, and has no device memory to release",
     ),
-    AbsentRoutes(
+    (
         NotBuilt,
         "POST",
         "/load_lora_adapter /load_lora_adapter_from_tensors /unload_lora_adapter",
         "LoRA adapters are not supported",
     ),
-    AbsentRoutes(
+    (
         NotBuilt,
         "GET POST",
         "/start_profile /stop_profile",
         "the profiler is not supported; use traces and metrics",
     ),
-    AbsentRoutes(
+    (
         NotBuilt,
         "GET POST",
         "/start_expert_distribution_record /stop_expert_distribution_record "
         "/dump_expert_distribution_record",
         "expert routing is not recorded",
     ),
-    AbsentRoutes(
-        ByDesign, "GET POST", "/freeze_gc", "every service tunes its garbage collector at startup"
-    ),
-    AbsentRoutes(
+    (ByDesign, "GET POST", "/freeze_gc", "every service tunes its garbage collector at startup"),
+    (
         ByDesign,
         "GET POST",
         "/set_trace_level",
         "traces have one level of detail; --telemetry-trace-ratio sets the sampling ratio",
     ),
-    AbsentRoutes(
+    (
         ByDesign,
         "POST PUT",
         "/set_internal_state",
         "settings are fixed while the server runs; restart it with new ones",
     ),
-    AbsentRoutes(
-        ByDesign, "GET POST", "/slow_down", "slowing the server down on purpose is not supported"
-    ),
-    AbsentRoutes(NotBuilt, "GET PUT DELETE", "/hicache/storage-backend", _HICACHE),
-    AbsentRoutes(NotBuilt, "POST", "/hicache/storage-backend/clear", _HICACHE),
-    AbsentRoutes(NotBuilt, "GET POST", "/clear_hicache_storage_backend", _HICACHE),
-    AbsentRoutes(NotBuilt, "GET", "/get_hicache_l3_cache_layout", _HICACHE),
-    AbsentRoutes(NotBuilt, "POST", "/add_external_corpus /remove_external_corpus", _CORPUS),
-    AbsentRoutes(NotBuilt, "GET", "/list_external_corpora", _CORPUS),
-    AbsentRoutes(NotBuilt, "POST", "/pd_role_switch", "prefill and decode run in the same worker"),
-    AbsentRoutes(
+    (ByDesign, "GET POST", "/slow_down", "slowing the server down on purpose is not supported"),
+    (NotBuilt, "GET PUT DELETE", "/hicache/storage-backend", _HICACHE),
+    (NotBuilt, "POST", "/hicache/storage-backend/clear", _HICACHE),
+    (NotBuilt, "GET POST", "/clear_hicache_storage_backend", _HICACHE),
+    (NotBuilt, "GET", "/get_hicache_l3_cache_layout", _HICACHE),
+    (NotBuilt, "POST", "/add_external_corpus /remove_external_corpus", _CORPUS),
+    (NotBuilt, "GET", "/list_external_corpora", _CORPUS),
+    (NotBuilt, "POST", "/pd_role_switch", "prefill and decode run in the same worker"),
+    (
         NotBuilt,
         "POST",
         "/vertex_generate",
         "Vertex AI's request format is not supported; use POST /generate",
     ),
-    AbsentRoutes(NotBuilt, "POST", "/v1/audio/transcriptions", _AUDIO),
-    AbsentRoutes(NotBuilt, "GET", "/v1/realtime", _AUDIO),
-    AbsentRoutes(
-        NotBuilt, "POST", "/v1/decisions", "use POST /v1/score for the probabilities of labels"
-    ),
-    AbsentRoutes(
-        NotBuilt, "POST", "/v1/systemone", "use POST /v1/chat/completions for conversations"
-    ),
+    (NotBuilt, "POST", "/v1/audio/transcriptions", _AUDIO),
+    (NotBuilt, "GET", "/v1/realtime", _AUDIO),
+    (NotBuilt, "POST", "/v1/decisions", "use POST /v1/score for the probabilities of labels"),
+    (NotBuilt, "POST", "/v1/systemone", "use POST /v1/chat/completions for conversations"),
 )
+"""Error, methods, paths and reason; several methods or paths are separated by spaces."""
 
 
 def absent_operations() -> Iterator[Operation]:

@@ -68,7 +68,7 @@ class EncodeEndpoints(PoolingEndpoints):
         "Score a text with a classification model. Several texts return a list.",
     )
     async def _classify(self, request: web.Request) -> web.Response:
-        return await self._answer(request, await self.scorer("classify"), "classify")
+        return await self._answer(request, await self.card("classify", scores=True), "classify")
 
     async def _answer(self, request: web.Request, card: PoolingCard, api: str) -> web.Response:
         began = time.monotonic()

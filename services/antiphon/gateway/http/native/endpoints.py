@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
@@ -11,7 +10,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.gateway.http.core.chat import with_thinking_budget
+from antiphon.gateway.http.core.chat import with_reasoning_tokens
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.meta_info import GenerateOutputs, weight_version
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.core.meta_info import PersistReply, RankOf
     from antiphon.gateway.http.core.session_requests import SessionRequests
-    from antiphon.gateway.http.core.writer import ResponseWriter
-    from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.sessions import Sessions
     from antiphon.gateway.stream.stream import RequestStream
 
@@ -94,47 +91,14 @@ class GenerateEndpoints(Endpoints):
             GenerateBody,
             lambda body: (parse_generate(body), body.session_params),
         )
-        if parsed.budget is not None:
-            parsed = await self._budgeted(parsed, parsed.budget)
-        if params is not None:
-            (gen_request,) = parsed.gen_requests
-
-            async def writer(
-                full_request: GenerationRequest,
-                streams: Sequence[RequestStream],
-                keep: PersistReply,
-            ) -> ResponseWriter:
-                whole_request = msgspec.structs.replace(parsed, gen_requests=(full_request,))
-                return await self._writer(whole_request, streams, keep)
-
-            return await self.in_session.answer(
-                request, gen_request, params, writer, streamed=parsed.stream
-            )
-        return await self.response_handler.answer(
-            request, parsed.gen_requests, partial(self._writer, parsed), streamed=parsed.stream
-        )
-
-    async def _budgeted(
-        self, parsed: ParsedGenerateRequest, tokens_max: int
-    ) -> ParsedGenerateRequest:
-        formats = await self.tokenizers.formats()
-        gen_requests = [
-            await with_thinking_budget(
-                gen_request,
-                tokens_max,
-                formats.reasoning,
-                self.tokenizers,
-                param="max_thinking_tokens",
-            )
-            for gen_request in parsed.gen_requests
-        ]
-        return msgspec.structs.replace(parsed, gen_requests=tuple(gen_requests))
+        parsed = await with_reasoning_tokens(parsed, self.tokenizers)
+        return await self.in_session.answer(request, parsed, params, self._writer)
 
     async def _writer(
         self,
         parsed: ParsedGenerateRequest,
         streams: Sequence[RequestStream],
-        keep: PersistReply | None = None,
+        keep: PersistReply | None,
     ) -> GenerateResponseWriter:
         outputs = GenerateOutputs(
             streams,

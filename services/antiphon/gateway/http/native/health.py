@@ -143,12 +143,7 @@ class HealthEndpoints(Endpoints):
         return None
 
     def _check(self) -> None:
-        missing = self._missing()
-        if missing:
-            raise Unavailable(f"not ready: {', '.join(missing)}", retry_after_s=1.0)
-
-    def _missing(self) -> list[str]:
-        """Return the services that generation needs and that are not accepting work."""
+        """Reject unless all services that generation needs are accepting work."""
         peers = self.runtime.peers
         missing = [
             str(role)
@@ -161,4 +156,5 @@ class HealthEndpoints(Endpoints):
             missing.append(Role.SCHEDULER)
         if self.runtime.health.state is not ProcessState.READY:
             missing.append(Role.GATEWAY)
-        return missing
+        if missing:
+            raise Unavailable(f"not ready: {', '.join(missing)}", retry_after_s=1.0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar, cast
 
-import msgspec
-
+from antiphon.gateway.http.core.chat import ParsedPrompts
 from antiphon.gateway.http.core.meta_info import FULL, GenerateResponseOptions
 from antiphon.gateway.http.core.sampling_fields import (
     NAME,
@@ -48,14 +47,10 @@ _CLIENT_FIELDS = {
 _FALSE = False
 
 
-class ParsedGenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    gen_requests: tuple[GenerationRequest, ...]
+class ParsedGenerateRequest(ParsedPrompts, frozen=True, kw_only=True):
     all_reply_options: tuple[GenerateResponseOptions, ...]
-    stream: bool
     batch: bool
     """Whether the response is a list."""
-    budget: int | None
-    """Reasoning tokens; None without a limit."""
 
 
 def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
@@ -212,11 +207,9 @@ def _request(
 
 def _check_served(sampling: SamplingBody) -> None:
     if sampling.spaces_between_special_tokens is False:
-        field = "sampling_params.spaces_between_special_tokens"
-        raise Unsupported.at(field, "only true is supported")
+        raise Unsupported.at(f"{_PREFIX}spaces_between_special_tokens", "only true is supported")
     if sampling.watermark is not None and sampling.watermark.enabled:
-        field = "sampling_params.watermark"
-        raise Unsupported.at(field, "watermarks are not supported")
+        raise Unsupported.at(f"{_PREFIX}watermark", "watermarks are not supported")
 
 
 def _processors(

@@ -78,15 +78,12 @@ class GenerateResponseWriter(ResponseWriter):
 
     def _reply(self, index: int) -> GenerateReply:
         prompt = index // self._parsed.gen_requests[0].choices
-        ids, reply_options = (
-            self._outputs.prompt_ids[prompt],
-            self._parsed.all_reply_options[prompt],
-        )
+        ids, wanted = self._outputs.prompt_ids[prompt], self._parsed.all_reply_options[prompt]
         reply = GenerateReply(
             text="",
             output_ids=[],
             meta_info=self._outputs.meta_info(index),
-            prompt_token_ids=list(ids) if reply_options.prompt_ids else UNSET,
+            prompt_token_ids=list(ids) if wanted.prompt_ids else UNSET,
             index=index if self._parsed.batch else UNSET,
         )
         return msgspec.structs.replace(reply, **self._replies[index].reply)

@@ -10,11 +10,7 @@ import msgspec
 from antiphon.gateway.http.core.chat import with_end_token
 from antiphon.gateway.http.core.endpoints import operation
 from antiphon.gateway.http.core.operation import json_reply
-from antiphon.gateway.http.core.pooling import (
-    PoolingEndpoints,
-    check_not_blank,
-    pooling_requests,
-)
+from antiphon.gateway.http.core.pooling import PoolingEndpoints, check_not_blank, pooling_requests
 from antiphon.gateway.http.core.writer import NDJSON, ResponseWriter
 from antiphon.gateway.http.ollama.parse import (
     ParsedOllamaRequest,
@@ -135,7 +131,7 @@ class OllamaEndpoints(PoolingEndpoints):
     )
     async def _embed(self, request: web.Request) -> web.Response:
         began = time.monotonic()
-        card = await self.embedder()
+        card = await self.card("embed", scores=False)
         gen_requests = await self.response_handler.parse_body(
             request,
             OllamaEmbedBody,
@@ -161,7 +157,7 @@ class OllamaEndpoints(PoolingEndpoints):
         deprecated=True,
     )
     async def _embed_one(self, request: web.Request) -> web.Response:
-        card = await self.embedder()
+        card = await self.card("embed", scores=False)
         gen_requests = await self.response_handler.parse_body(
             request, OllamaEmbeddingBody, lambda body: self._requests(body, card)
         )

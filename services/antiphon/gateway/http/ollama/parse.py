@@ -15,7 +15,7 @@ from antiphon.gateway.http.core.chat import (
     to_json,
     with_tool_constraints,
 )
-from antiphon.gateway.http.core.sampling_fields import as_tuple
+from antiphon.gateway.http.core.sampling_fields import as_tuple, schema_grammar
 from antiphon.gateway.http.ollama.schema import (
     OllamaBody,
     OllamaChatBody,
@@ -203,8 +203,7 @@ def _with_common_fields(gen_request: GenerationRequest, body: OllamaBody) -> Gen
 
 def _grammar(format_: str | Json | None) -> Grammar | None:
     if isinstance(format_, dict):
-        schema = msgspec.json.encode(format_).decode()
-        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
+        return schema_grammar(GrammarKind.JSON_SCHEMA, format_)
     return Grammar(kind=GrammarKind.JSON_OBJECT) if format_ else None
 
 

@@ -161,7 +161,7 @@ class EmbeddingsEndpoints(PoolingEndpoints):
         ),
     )
     async def _embed(self, request: web.Request) -> web.Response:
-        card = await self.embedder()
+        card = await self.card("embed", scores=False)
         body, gen_requests = await self.response_handler.parse_body(
             request, EmbeddingBody, lambda body: (body, _embedding_requests(body, card))
         )
@@ -169,7 +169,13 @@ class EmbeddingsEndpoints(PoolingEndpoints):
         as_text = body.encoding_format == "base64"
         return json_reply(
             EmbeddingReply(
-                data=[_embedding(index, one, as_text=as_text) for index, one in enumerate(pooled)],
+                data=[
+                    EmbeddingObject(
+                        embedding=base64.b64encode(one.vector).decode() if as_text else one.numbers,
+                        index=index,
+                    )
+                    for index, one in enumerate(pooled)
+                ],
                 model=self.model,
                 usage=usage_body(total_usage([one.usage for one in pooled])),
             )
@@ -184,9 +190,13 @@ class EmbeddingsEndpoints(PoolingEndpoints):
         examples=({"input": "Good!"}, {"input": ["Good!", "Bad!"]}),
     )
     async def _classify(self, request: web.Request) -> web.Response:
-        card = await self.scorer("classify")
+        card = await self.card("classify", scores=True)
         gen_requests = await self.response_handler.parse_body(
-            request, ClassifyBody, _classify_requests
+            request,
+            ClassifyBody,
+            lambda body: body.requests(
+                prompts_of(body.input, "input"), api="classify", field="input", pool=PoolParams()
+            ),
         )
         scored = await self.pooled(request, gen_requests)
         return json_reply(
@@ -230,21 +240,11 @@ def _embedding_requests(body: EmbeddingBody, card: PoolingCard) -> list[Generati
     )
 
 
-def _embedding(index: int, pooled: Pooled, *, as_text: bool) -> EmbeddingObject:
-    written = base64.b64encode(pooled.vector).decode() if as_text else pooled.numbers
-    return EmbeddingObject(embedding=written, index=index)
-
-
 def probabilities(scores: list[float], *, several: bool) -> list[float]:
     """Label probabilities: softmax, or sigmoid per label for multi-label models."""
     if several or len(scores) == 1:
         return [sigmoid(score) for score in scores]
     return softmax(scores)
-
-
-def _classify_requests(body: ClassifyBody) -> list[GenerationRequest]:
-    prompts = prompts_of(body.input, "input")
-    return body.requests(prompts, api="classify", field="input", pool=PoolParams())
 
 
 def _classified(index: int, scored: Pooled, card: PoolingCard) -> ClassifyResult:

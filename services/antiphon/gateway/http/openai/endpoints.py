@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.core.chat import with_end_token, with_thinking_budget
+from antiphon.gateway.http.core.chat import with_reasoning_tokens
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.meta_info import GenerateOutputs, weight_version
 from antiphon.gateway.http.openai import parse as reading
-from antiphon.gateway.http.openai.schema import (
-    ChatBody,
-    ChatReply,
-    CompletionBody,
-    TextReply,
+from antiphon.gateway.http.openai.schema import ChatBody, ChatReply, CompletionBody, TextReply
+from antiphon.gateway.http.openai.write import (
+    ChatResponseWriter,
+    CompletionHeader,
+    CompletionResponseWriter,
+    PromptEcho,
 )
-from antiphon.gateway.http.openai.write import ChatResponseWriter, CompletionHeader
-from antiphon.gateway.http.openai.write_completion import CompletionResponseWriter, PromptEcho
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.session_requests import SessionRequests
     from antiphon.gateway.http.core.writer import ResponseWriter
     from antiphon.gateway.http.openai.parse import ParsedOpenAiRequest
-    from antiphon.gateway.parsing.formats import Formats
-    from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.stream.stream import RequestStream
 
 _HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
@@ -61,7 +58,7 @@ class CompletionsEndpoints(Endpoints):
         parsed = await self.response_handler.parse_body(
             request, ChatBody, lambda body: reading.parse_chat(body, formats)
         )
-        parsed = self._with_usage(await self._with_end_token(parsed, formats))
+        parsed = self._with_usage(await with_reasoning_tokens(parsed, self.tokenizers))
 
         async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
             header = self._header(parsed, streams)
@@ -69,7 +66,7 @@ class CompletionsEndpoints(Endpoints):
                 header,
                 streams,
                 parsed.reply_options,
-                cached=self._cached,
+                cached=self.runtime.settings.gateway.cache_report,
                 record=self._record(header, parsed, streams, [None]),
             )
 
@@ -96,27 +93,8 @@ class CompletionsEndpoints(Endpoints):
             CompletionBody,
             lambda body: (reading.parse_completion(body), body.session_params),
         )
-        parsed = self._with_usage(parsed)
-        if params is not None:
-            (gen_request,) = parsed.gen_requests
-
-            async def writer_in_session(
-                full_request: GenerationRequest,
-                streams: Sequence[RequestStream],
-                keep: PersistReply,
-            ) -> ResponseWriter:
-                whole_request = msgspec.structs.replace(parsed, gen_requests=(full_request,))
-                return await self._completion_writer(whole_request, streams, keep)
-
-            return await self.in_session.answer(
-                request, gen_request, params, writer_in_session, streamed=parsed.stream
-            )
-
-        async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
-            return await self._completion_writer(parsed, streams)
-
-        return await self.response_handler.answer(
-            request, parsed.gen_requests, writer, streamed=parsed.stream
+        return await self.in_session.answer(
+            request, self._with_usage(parsed), params, self._completion_writer
         )
 
     def _with_usage(self, parsed: ParsedOpenAiRequest) -> ParsedOpenAiRequest:
@@ -131,7 +109,7 @@ class CompletionsEndpoints(Endpoints):
         self,
         parsed: ParsedOpenAiRequest,
         streams: Sequence[RequestStream],
-        keep: PersistReply | None = None,
+        keep: PersistReply | None,
     ) -> CompletionResponseWriter:
         header = self._header(parsed, streams)
         echoes = await self._echoes(parsed, streams)
@@ -139,30 +117,10 @@ class CompletionsEndpoints(Endpoints):
             header,
             streams,
             parsed.reply_options,
-            cached=self._cached,
+            cached=self.runtime.settings.gateway.cache_report,
             echoes=echoes,
             record=self._record(header, parsed, streams, [echo.first for echo in echoes], keep),
         )
-
-    async def _with_end_token(
-        self, parsed: ParsedOpenAiRequest, formats: Formats
-    ) -> ParsedOpenAiRequest:
-        """Find the token that ends reasoning, if a grammar or a reasoning budget needs it."""
-        (gen_request,) = parsed.gen_requests
-        gen_request = await with_end_token(gen_request, self.tokenizers)
-        if parsed.budget is not None:
-            gen_request = await with_thinking_budget(
-                gen_request,
-                parsed.budget,
-                formats.reasoning,
-                self.tokenizers,
-                param="max_thinking_tokens",
-            )
-        return msgspec.structs.replace(parsed, gen_requests=(gen_request,))
-
-    @property
-    def _cached(self) -> bool:
-        return self.runtime.settings.gateway.cache_report
 
     def _header(
         self, parsed: ParsedOpenAiRequest, streams: Sequence[RequestStream]

@@ -11,7 +11,6 @@ import msgspec
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.operation import json_reply
-from antiphon.model_card.served_model import served_names
 from antiphon.wire.errors import EngineError, UnknownModel
 
 if TYPE_CHECKING:
@@ -59,17 +58,15 @@ class ModelsEndpoints(Endpoints):
     async def _list(self, request: web.Request) -> web.Response:
         if not self._shown(request):
             return json_reply(ModelList(data=(), first_id=None, last_id=None))
-        names = served_names(self.runtime.settings)
-        entries = tuple([await self._entry(name) for name in names])
-        return json_reply(ModelList(data=entries, first_id=names[0], last_id=names[-1]))
+        entries = tuple([await self._entry(name) for name in self.served])
+        return json_reply(ModelList(data=entries, first_id=entries[0].id, last_id=entries[-1].id))
 
     @operation("GET", "/v1/models/{name:.+}", "Retrieve a model by name.", reply=ModelEntry)
     async def _one(self, request: web.Request) -> web.Response:
-        name, names = request.match_info["name"], served_names(self.runtime.settings)
+        name = request.match_info["name"]
         if not self._shown(request):
             raise UnknownModel.of(name, ())
-        if name not in names:
-            raise UnknownModel.of(name, names)
+        self.check_model(name)
         return json_reply(await self._entry(name))
 
     def _shown(self, request: web.Request) -> bool:

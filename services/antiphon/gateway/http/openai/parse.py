@@ -8,16 +8,14 @@ import msgspec
 
 from antiphon.gateway.http.core.chat import (
     OutputParserOptions,
+    ParsedPrompts,
     template_tools,
     to_json,
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import model_of
 from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
-from antiphon.gateway.http.core.sampling_fields import (
-    processor_of,
-    single_grammar,
-)
+from antiphon.gateway.http.core.sampling_fields import processor_of, schema_grammar, single_grammar
 from antiphon.gateway.http.openai.schema import (
     COMPLETION_TOKENS,
     PROMPTS_MAX,
@@ -59,12 +57,7 @@ TEXT_FIELDS = {
 CHAT_FIELDS = TEXT_FIELDS | {"details.top": "top_logprobs", "prompt": "input_ids"}
 
 
-class ParsedOpenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body. `budget` is the reasoning budget in tokens; None without a limit."""
-
-    gen_requests: tuple[GenerationRequest, ...]
-    stream: bool
-    budget: int | None = None
+class ParsedOpenAiRequest(ParsedPrompts, frozen=True, kw_only=True):
     reply_options: OpenAiResponseOptions
 
 
@@ -78,7 +71,13 @@ def parse_chat(
     completing = body.max_completion_tokens is not None
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
-    wanted = _token_outputs_wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+    reply_options = response_options(
+        body,
+        logprobs=bool(body.logprobs),
+        top=body.top_logprobs or 0,
+        prompt_ids=body.return_prompt_token_ids or body.return_token_ids,
+    )
+    wanted = _token_outputs_wanted(body, reply_options)
     plan = _plan(body, formats.tools, requires_strict=requires_strict)
     messages = conversation(body.messages)
     gen_request = GenerationRequest(
@@ -92,12 +91,6 @@ def parse_chat(
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         model_defaults=True,
         fields=CHAT_FIELDS | ({"max_tokens": "max_completion_tokens"} if completing else {}),
-    )
-    reply_options = response_options(
-        body,
-        logprobs=bool(body.logprobs),
-        top=body.top_logprobs or 0,
-        prompt_ids=body.return_prompt_token_ids or body.return_token_ids,
     )
     parser_options = OutputParserOptions(
         plan=plan,
@@ -121,12 +114,13 @@ def parse_chat(
 
 def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
     choices = _best_of(body)
-    wanted = _token_outputs_wanted(
+    reply_options = response_options(
         body,
-        logprobs=body.logprobs is not None or choices > (body.n or 1),
+        logprobs=body.logprobs is not None,
         top=body.logprobs or 0,
-        prompt_too=bool(body.echo) and body.logprobs is not None,
+        prompt_ids=body.return_token_ids,
     )
+    wanted = _token_outputs_wanted(body, reply_options, ranks=choices > (body.n or 1))
     prompts = _prompts(body.prompt)
     suffix = body.suffix or None
     if suffix is not None:
@@ -160,12 +154,7 @@ def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
             for index, gen_request in enumerate(gen_requests)
         ),
         stream=bool(body.stream),
-        reply_options=response_options(
-            body,
-            logprobs=body.logprobs is not None,
-            top=body.logprobs or 0,
-            prompt_ids=body.return_token_ids,
-        ),
+        reply_options=reply_options,
     )
 
 
@@ -223,8 +212,7 @@ def _response_form(given: ResponseFormat | None) -> Grammar | None:
             raise InvalidRequest(
                 "response_format: json_schema is required", param="response_format.json_schema"
             )
-        schema = msgspec.json.encode(given.json_schema.schema).decode()
-        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
+        return schema_grammar(GrammarKind.JSON_SCHEMA, given.json_schema.schema)
     if given.format is None and given.structures is None:
         raise InvalidRequest(
             "response_format: format or structures is required", param="response_format.format"
@@ -352,14 +340,18 @@ def response_options(
 
 
 def _token_outputs_wanted(
-    body: CompletionFields, *, logprobs: bool, top: int, prompt_too: bool = False
+    body: CompletionFields, options: OpenAiResponseOptions, *, ranks: bool = False
 ) -> TokenOutputParams | None:
-    """Token outputs to request from the engine, of output and possibly prompt, if any."""
-    hidden, ids = bool(body.return_hidden_states), any(_fields_needing_ids(body).values())
-    if not (logprobs or hidden or ids):
+    """Token outputs to request from the engine, if any; `ranks`: to choose the best outputs."""
+    logprobs, ids = options.logprobs or ranks, any(_fields_needing_ids(body).values())
+    if not (logprobs or ids or options.return_hidden_states):
         return None
     return TokenOutputParams(
-        ids=ids, logprobs=logprobs, top=top, hidden=hidden, prompt_start=0 if prompt_too else -1
+        ids=ids,
+        logprobs=logprobs,
+        top=options.recorded.top,
+        hidden=options.return_hidden_states,
+        prompt_start=options.recorded.start,
     )
 
 

@@ -473,7 +473,7 @@ class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
     """A completion."""
 
     id: str
-    object: str
+    object: str = ""
     created: int
     model: str
     choices: Sequence[ChatChoice | TextChoice]

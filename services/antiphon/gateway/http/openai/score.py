@@ -28,11 +28,8 @@ from antiphon.gateway.http.core.pooling import (
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.embeddings import PoolingBody
 from antiphon.gateway.http.openai.schema import PROMPTS_MAX, UsageBody, usage_body
-from antiphon.gateway.requests.generation_request import (
-    GenerationRequest,
-    SamplingOptions,
-)
-from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_outputs, pooled_vector
+from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
+from antiphon.gateway.requests.pooling import pooled_outputs, pooled_vector
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import NAMED_MAX, PoolParams, TokenId, TokenOutputParams
@@ -158,7 +155,7 @@ class ScoreEndpoints(PoolingEndpoints):
             meta = RankMeta(id=answer.name, prompt_tokens=answer.usage.prompt_tokens)
             return judge.score(answer), meta
 
-        scored = await self.response_handler.collect_each(request, gen_requests, read, OPEN_MAX)
+        scored = await self.response_handler.collect_each(request, gen_requests, read)
         ranked = [
             RerankResult(
                 score=score,
@@ -181,7 +178,7 @@ class ScoreEndpoints(PoolingEndpoints):
                 text = "this model does not rerank: its tokenizer has no single token for yes or no"
                 raise Unsupported(text, param="model")
             return YesNoScorer(tuple(each for each in ids if each is not None))
-        card = await self.scorer("rerank")
+        card = await self.card("rerank", scores=True)
         if card.width != 1:
             text = (
                 f"this model does not rerank: it is a classification model with {card.width} "
@@ -261,11 +258,11 @@ class CrossEncoder:
         return score if self.card.plain_score else sigmoid(score)
 
 
+@dataclass(frozen=True)
 class YesNoScorer:
     """Scores with a generative reranker; `label_ids` are its tokens for yes and no."""
 
-    def __init__(self, label_ids: tuple[int, ...]) -> None:
-        self._details = TokenOutputParams(named_ids=label_ids)
+    label_ids: tuple[int, ...]
 
     def requests(self, body: RerankBody) -> list[GenerationRequest]:
         """Build conversations of query and document, in SGLang's format for the chat template."""
@@ -280,7 +277,7 @@ class YesNoScorer:
                 messages=(query, ChatMessage(role="user", content=document)),
                 template=template,
                 auto_truncate=False,
-                sampling=SamplingOptions(details=self._details),
+                sampling=SamplingOptions(details=TokenOutputParams(named_ids=self.label_ids)),
             )
             for gen_request, document in zip(gen_requests, body.documents, strict=True)
         ]

@@ -1,15 +1,20 @@
-"""Writers of completions: what those of chats and of texts share, and that of chats."""
+"""Writers of chat and text completions, and what they share."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 
 from antiphon.gateway.http.core.chat import OutputParser
 from antiphon.gateway.http.core.errors import envelope
-from antiphon.gateway.http.core.logprobs import chat_logprobs
+from antiphon.gateway.http.core.logprobs import (
+    NOTHING_BEFORE,
+    TextLogprobs,
+    chat_logprobs,
+    text_logprobs,
+)
 from antiphon.gateway.http.core.meta_info import (
     CachedTokensDetails,
     GenerateOutputs,
@@ -24,12 +29,14 @@ from antiphon.gateway.http.openai.schema import (
     ChatChunkChoice,
     ChatFinish,
     ChatReply,
+    CompletionReply,
     Delta,
     EmptyDelta,
     Extension,
     Metadata,
     OpenAiChunk,
     TextChoice,
+    TextReply,
     ToolCallFunction,
     ToolCallReply,
     UnsetType,
@@ -41,16 +48,16 @@ from antiphon.gateway.parsing.events import (
     CallArguments,
     CallBegin,
     CallEnd,
-    Collector,
     Content,
     Event,
     Reasoning,
+    collect,
 )
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from antiphon.gateway.http.openai.parse import OpenAiResponseOptions
     from antiphon.gateway.stream.stream import CollectedChoice, CollectedResponse, RequestStream
@@ -71,19 +78,11 @@ class CompletionHeader(msgspec.Struct, frozen=True):
     weight_version: str
 
 
-class _ReplyFields(TypedDict):
-    id: str
-    created: int
-    model: str
-    usage: UsageBody
-    metadata: Metadata
-    sglext: Extension | UnsetType
-
-
 class OpenAiResponseWriter(ResponseWriter):
     """Base writer. Choices are indexed over all prompts."""
 
     CHUNK: ClassVar[Literal["chat.completion.chunk", "text_completion"]]
+    REPLY: ClassVar[type[CompletionReply]]
 
     def __init__(
         self,
@@ -114,6 +113,25 @@ class OpenAiResponseWriter(ResponseWriter):
             for stream in streams
         ]
         self._unsent_prompts = set(range(options.n * len(streams)))
+
+    def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
+        if self._record is not None:
+            self._record.add_all(answers)
+        usages = [answer.usage for answer in answers]
+        reply = self.REPLY(
+            id=self._header.id,
+            created=self._header.created,
+            model=self._header.model,
+            choices=self._choices(answers),  # before the extension, which has their ids
+            usage=self._usage(usages),
+            metadata=Metadata(answers[-1].weight_version or self._header.weight_version),
+            sglext=self._extension(usages),
+        )
+        return msgspec.json.encode(reply)
+
+    @abstractmethod
+    def _choices(self, answers: Sequence[CollectedResponse]) -> Sequence[ChatChoice | TextChoice]:
+        pass
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         extension = self._extension(usages)
@@ -155,19 +173,7 @@ class OpenAiResponseWriter(ResponseWriter):
 
     @abstractmethod
     def _text_choice(self, index: int, text: str) -> ChatChunkChoice | TextChoice:
-        """Return a choice with text only."""
-
-    def _reply_fields(self, answers: Sequence[CollectedResponse]) -> _ReplyFields:
-        """Return the fields of a complete response, once its choices were written."""
-        usages = [answer.usage for answer in answers]
-        return {
-            "id": self._header.id,
-            "created": self._header.created,
-            "model": self._header.model,
-            "usage": self._usage(usages),
-            "metadata": Metadata(answers[-1].weight_version or self._header.weight_version),
-            "sglext": self._extension(usages),
-        }
+        pass
 
     def _index(self, prompt: int, choice: int) -> int:
         return prompt * self._options.n + choice
@@ -259,6 +265,7 @@ class Frame:
 
 class ChatResponseWriter(OpenAiResponseWriter):
     CHUNK = "chat.completion.chunk"
+    REPLY = ChatReply
 
     def __init__(
         self,
@@ -276,13 +283,9 @@ class ChatResponseWriter(OpenAiResponseWriter):
             for _ in range(reply_options.n)
         ]
 
-    def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
+    def _choices(self, answers: Sequence[CollectedResponse]) -> list[ChatChoice]:
         (answer,) = answers
-        if self._record is not None:
-            self._record.add_all(answers)
-        choices = [self._choice(index, one) for index, one in enumerate(answer.choices)]
-        reply = ChatReply(choices=choices, **self._reply_fields(answers))
-        return msgspec.json.encode(reply)
+        return [self._choice(index, one) for index, one in enumerate(answer.choices)]
 
     def begin(self) -> bytes:
         delta = Delta(role="assistant", content="")
@@ -393,10 +396,7 @@ def _delta(event: Event) -> Delta | None:
 
 
 def _message(events: Sequence[Event]) -> AnswerMessage:
-    collector = Collector()
-    for each in events:
-        collector.add(each)
-    parsed = collector.parsed()
+    parsed = collect(events)
     calls = [
         ToolCallReply(
             id=call.id,
@@ -417,3 +417,149 @@ def _reason(finished: Finished, parser: OutputParser) -> ChatFinish:
     if finished.reason is FinishReason.STOP and parser.has_tool_calls:
         return ChatFinish.TOOL_CALLS
     return ChatFinish(finished.reason.value)
+
+
+class PromptEcho(msgspec.Struct, frozen=True):
+    """A prompt to echo, and the text of its first token."""
+
+    text: str = ""
+    first: str = ""
+
+
+class CompletionResponseWriter(OpenAiResponseWriter):
+    CHUNK = "text_completion"
+    REPLY = TextReply
+
+    def __init__(
+        self,
+        header: CompletionHeader,
+        streams: Sequence[RequestStream],
+        options: OpenAiResponseOptions,
+        *,
+        cached: bool,
+        echoes: Sequence[PromptEcho],
+        record: GenerateOutputs | None = None,
+    ) -> None:
+        super().__init__(header, streams, options, cached=cached, record=record)
+        self._echoes = echoes
+        self._characters = [0] * (options.n * len(streams))
+        self._begun: set[int] = set()
+
+    def _choices(self, answers: Sequence[CollectedResponse]) -> list[TextChoice]:
+        """Return the choices of every prompt, or the best ones."""
+        return [
+            self._choice(prompt, number, collected)
+            for prompt, answer in enumerate(answers)
+            for number, collected in enumerate(best_of(answer.choices, self._options.n))
+        ]
+
+    def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
+        """Return a chunk for each text; the last one of a choice has its finish reason."""
+        self._record_events(prompt, events)
+        if len(events) == 1 and self._bare and isinstance(only := events[0], TextDelta):
+            index = self._index(prompt, only.choice)
+            if index in self._begun:
+                return self._text_event(index, only.text)
+        return b"".join(
+            self._event(
+                self._piece(prompt, choice, only, finished),
+                usage=self._usage_so_far(prompt, only),
+            )
+            + (self._states_event(self._index(prompt, choice)) if finished else b"")
+            for choice, only, finished in _merge_finish(events)
+        )
+
+    def _states_event(self, index: int) -> bytes:
+        states = self._take_hidden_states(index)
+        if states is UNSET:
+            return b""
+        return self._event(TextChoice(index=index, text="", hidden_states=states))
+
+    def _piece(
+        self, prompt: int, choice: int, delta: TextDelta | None, finished: Finished | None
+    ) -> TextChoice:
+        index = self._index(prompt, choice)
+        echo = self._echoes[prompt] if index not in self._begun else PromptEcho()
+        self._begun.add(index)
+        details = delta.details if delta else None
+        self._collect_hidden_states(index, details)
+        return TextChoice(
+            index=index,
+            text=echo.text + (delta.text if delta else ""),
+            logprobs=self._logprobs(index, details, echo),
+            finish_reason=finished.reason if finished else None,
+            matched_stop=finished.matched_stop if finished else None,
+            prompt_token_ids=self._prompt_ids_once(prompt, choice),
+            response_token_ids=self._ids(details),
+            meta_info=self._meta_info(index, prompt, finished) if finished else UNSET,
+        )
+
+    def _logprobs(
+        self, index: int, details: TokenOutputsChunk | None, echo: PromptEcho
+    ) -> TextLogprobs | None:
+        if not self._options.logprobs:
+            return None
+        before = NOTHING_BEFORE if not echo.first else (echo.first,)
+        logprobs = text_logprobs(details, self._characters[index], before)
+        if logprobs is not None:
+            self._characters[index] += sum(map(len, logprobs.tokens))
+        return logprobs
+
+    def _choice(self, prompt: int, number: int, collected: CollectedChoice) -> TextChoice:
+        details, echo = collected.details, self._echoes[prompt]
+        index = self._index(prompt, number)
+        return TextChoice(
+            index=index,
+            text=echo.text + collected.text,
+            logprobs=self._logprobs(index, details, echo),
+            finish_reason=collected.end.reason,
+            matched_stop=collected.end.matched_stop,
+            hidden_states=self._hidden_states(details),
+            prompt_token_ids=self._prompt_ids[prompt],
+            response_token_ids=self._ids(details),
+            meta_info=self._meta_info(index, prompt, collected.end),
+        )
+
+    def _text_choice(self, index: int, text: str) -> TextChoice:
+        return TextChoice(index=index, text=text)
+
+
+def best_of(choices: Sequence[CollectedChoice], count: int) -> Sequence[CollectedChoice]:
+    """Return the choices with the highest mean logprob per token, the best first."""
+    if len(choices) == count:
+        return choices
+    return sorted(choices, key=_mean_logprob, reverse=True)[:count]
+
+
+def _mean_logprob(collected: CollectedChoice) -> float:
+    piece = collected.details
+    logprobs = (
+        [
+            token.logprob
+            for offset, token in enumerate(piece.details.iter_tokens(), piece.offset)
+            if offset >= 0 and token.logprob is not None
+        ]
+        if piece is not None
+        else []
+    )
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+
+def _merge_finish(
+    events: Sequence[TextDelta | Finished],
+) -> Iterator[tuple[int, TextDelta | None, Finished | None]]:
+    """Merge the end of a choice into the text right before it."""
+    last: TextDelta | None = None
+    for each in events:
+        if isinstance(each, Finished):
+            together = last is not None and last.choice == each.choice
+            if last is not None and not together:
+                yield last.choice, last, None
+            yield each.choice, last if together else None, each
+            last = None
+        else:
+            if last is not None:
+                yield last.choice, last, None
+            last = each
+    if last is not None:
+        yield last.choice, last, None

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 
 _NAMES_SHOWN = 16  # maximum number of tools listed in an error
+_FORMAT_UNKNOWN = (
+    "the tool call format of this model is unknown; set gateway.tool_call_parser "
+    "(--tool-call-parser)"
+)
 
 
 class Mode(Enum):
@@ -64,7 +68,7 @@ class ToolPlan(msgspec.Struct, frozen=True):
         return OfferedTools(schemas=schemas, calls_before=calls_before, calls_max=self.calls_max)
 
 
-def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choice") -> ToolChoice:
+def read_choice(choice: Json, tools: Sequence[Tool]) -> ToolChoice:
     """Parse OpenAI's `tool_choice`; None means `auto` with tools and `none` without."""
     if choice is None:
         return ToolChoice(Mode.AUTO if tools else Mode.NONE)
@@ -72,7 +76,7 @@ def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choic
         mode = Mode(choice)
         if mode is Mode.REQUIRED and not tools:
             text = "tool_choice is 'required', which requires tools"
-            raise InvalidRequest(text, param=param)
+            raise InvalidRequest(text, param="tool_choice")
         return ToolChoice(mode if tools else Mode.NONE)
     name = _named(choice)
     if name is None:
@@ -80,9 +84,9 @@ def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choic
             "tool_choice must be 'auto', 'none', 'required' or "
             '{"type": "function", "function": {"name": ...}}'
         )
-        raise InvalidRequest(message, param=param)
+        raise InvalidRequest(message, param="tool_choice")
     if all(tool.name != name for tool in tools):
-        raise InvalidRequest(f"tool_choice: {not_offered(name, tools)}", param=param)
+        raise InvalidRequest.at("tool_choice", not_offered(name, tools))
     return ToolChoice(Mode.REQUIRED, name)
 
 
@@ -116,11 +120,7 @@ def plan_tools(
     calls_max = None if parallel else 1
     if choice.mode is Mode.AUTO:
         if format_ is None:
-            text = (
-                "tools: the tool call format of this model is unknown; set "
-                "gateway.tool_call_parser (--tool-call-parser)"
-            )
-            raise Unsupported(text, param="tools")
+            raise Unsupported.at("tools", _FORMAT_UNKNOWN)
         if constraint is None:
             grammar = _strict_grammar(tools, format_, requires_strict=requires_strict)
             return ToolPlan(tools, format_, grammar, calls_max)
@@ -159,10 +159,10 @@ def _strict_grammar(
         return None
     at = f"tools[{strict}].function.strict"
     text = (
-        f"{at}: no grammar can produce tool calls in the format {format_.names[0]}, so "
-        "their schema cannot be enforced; omit strict, or set tool_choice to 'required'"
+        f"no grammar can produce tool calls in the format {format_.names[0]}, so their schema "
+        "cannot be enforced; omit strict, or set tool_choice to 'required'"
     )
-    raise Unsupported(text, param=at)
+    raise Unsupported.at(at, text)
 
 
 def _named(choice: Json) -> str | None:

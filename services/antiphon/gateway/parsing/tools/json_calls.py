@@ -201,16 +201,12 @@ def _row(one: Body) -> Body:
             yield from reader.space()
             if (yield from reader.peek()) != "{":
                 return outcome
-            outcome = yield from _next_in_row(reader, out)
+            again = yield from call(reader, out)
+            # Anything other than a further call ends the row.
+            outcome = CallOutcome.BROKEN if again is CallOutcome.NOTHING else again
         return outcome
 
     return body
-
-
-def _next_in_row(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
-    """Read a further call; anything else ends the row."""
-    outcome = yield from call(reader, out)
-    return CallOutcome.BROKEN if outcome is CallOutcome.NOTHING else outcome
 
 
 _PYTHON_TAG = "<|python_tag|>"

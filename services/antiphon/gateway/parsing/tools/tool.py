@@ -61,50 +61,47 @@ class OfferedTools(msgspec.Struct, frozen=True, kw_only=True):
     calls_max: int | None = None  # further calls are dropped
 
 
-def read_tools(tools: Sequence[Json], *, param: str = "tools") -> tuple[Tool, ...]:
+def read_tools(tools: Sequence[Json]) -> tuple[Tool, ...]:
     """Validate the tools of a request, in OpenAI's format. Errors have the path in `param`.
 
     `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`
     """
     if len(tools) > TOOLS_MAX:
-        raise InvalidRequest(
-            f"{param} has {len(tools)} tools; at most {TOOLS_MAX} are allowed", param=param
-        )
-    read = tuple(_tool(tool, f"{param}[{index}]") for index, tool in enumerate(tools))
+        text = f"tools has {len(tools)} tools; at most {TOOLS_MAX} are allowed"
+        raise InvalidRequest(text, param="tools")
+    read = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
     seen: set[str] = set()
     for index, tool in enumerate(read):
         if tool.name in seen:
-            at = f"{param}[{index}].function.name"
-            raise InvalidRequest(f"{at}: another tool is also named {tool.name!r}", param=at)
+            at = f"tools[{index}].function.name"
+            raise InvalidRequest.at(at, f"another tool is also named {tool.name!r}")
         seen.add(tool.name)
     return read
 
 
 def _tool(tool: Json, at: str) -> Tool:
     if not isinstance(tool, dict):
-        raise InvalidRequest(f"{at}: a tool must be an object", param=at)
+        raise InvalidRequest.at(at, "a tool must be an object")
     kind = tool.get("type", "function")
     if kind != "function":
-        message = f"{at}.type: only tools of type 'function' are supported"
-        raise Unsupported(message, param=f"{at}.type")
+        raise Unsupported.at(f"{at}.type", "only tools of type 'function' are supported")
     at += ".function"
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequest(f"{at}: function is required and must be an object", param=at)
-    strict = function.get("strict")
+        raise InvalidRequest.at(at, "function is required and must be an object")
     name = _name(function.get("name"), f"{at}.name")
     return Tool(
         name=name,
         parameters=_parameters(name, function.get("parameters"), f"{at}.parameters"),
-        strict=strict is True,
+        strict=function.get("strict") is True,
         written=_written(function, f"{at}.description"),
     )
 
 
 def _name(name: Json, at: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = f"{at}: a name must have 1 to 128 letters, digits, dots, dashes and underscores"
-        raise InvalidRequest(message, param=at)
+        text = "a name must have 1 to 128 letters, digits, dots, dashes and underscores"
+        raise InvalidRequest.at(at, text)
     return name
 
 
@@ -124,12 +121,9 @@ def _schema(parameters: Json, at: str) -> dict[str, Json]:
     if parameters is None or parameters == {}:
         return dict(_NO_ARGUMENTS)
     if not isinstance(parameters, dict):
-        raise InvalidRequest(
-            f"{at}: parameters must be a JSON schema, which is an object", param=at
-        )
+        raise InvalidRequest.at(at, "parameters must be a JSON schema, which is an object")
     if json_type(parameters.get("type", "object")) != "object":
-        message = f'{at}.type: must be "object"'
-        raise InvalidRequest(message, param=f"{at}.type")
+        raise InvalidRequest.at(f"{at}.type", 'must be "object"')
     schema = checked_schema(parameters, at)
     assert isinstance(schema, dict), "an object stays an object"
     return {**schema, "type": "object"}
@@ -137,7 +131,7 @@ def _schema(parameters: Json, at: str) -> dict[str, Json]:
 
 def _written(function: dict[str, Json], at: str) -> dict[str, Json]:
     if not isinstance(function.get("description"), str | None):
-        raise InvalidRequest(f"{at}: a description must be a string", param=at)
+        raise InvalidRequest.at(at, "a description must be a string")
     inner: dict[str, Json] = {word: part for word, part in function.items() if word != "strict"}
     return {"type": "function", "function": inner}
 
@@ -151,9 +145,9 @@ def checked_schema(schema: Json, at: str, depth: int = 0) -> Json:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{at}: a schema must be an object, true or false", param=at)
+        raise InvalidRequest.at(at, "a schema must be an object, true or false")
     if depth > DEPTH_MAX:
-        raise InvalidRequest(f"{at}: the schema is nested too deeply", param=at)
+        raise InvalidRequest.at(at, "the schema is nested too deeply")
     return {word: _checked_value(word, schema[word], f"{at}.{word}", depth + 1) for word in schema}
 
 
@@ -164,7 +158,7 @@ def _checked_value(word: str, value: Json, at: str, depth: int) -> Json:
         return checked_schema(value, at, depth)
     is_valid, wrong = _FORMS.get(word, (None, ""))
     if is_valid is not None and not is_valid(value):
-        raise InvalidRequest(f"{at}: {wrong}", param=at)
+        raise InvalidRequest.at(at, f"{wrong}")
     if word in _MAPS and isinstance(value, dict):
         return {name: checked_schema(value[name], f"{at}.{name}", depth) for name in value}
     if word in _LISTS and isinstance(value, list):
@@ -176,8 +170,8 @@ def _checked_type(value: Json, at: str) -> Json:
     named = json_type(value)
     for type_ in named if isinstance(named, list) and named else [named]:
         if not isinstance(type_, str) or type_ not in TYPES:
-            text = f"{at}: {type_!r} is not a type; the types are {_TYPES_SHOWN}"
-            raise InvalidRequest(text, param=at)
+            text = f"{type_!r} is not a type; the types are {_TYPES_SHOWN}"
+            raise InvalidRequest.at(at, text)
     return named
 
 

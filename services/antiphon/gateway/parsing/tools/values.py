@@ -41,7 +41,7 @@ class ArgumentsWriter:
         self._emit(f"{', ' if self._begun else '{'}{quoted(name)}: ")
         self._begun = True
         schema = property_of(self._schema, name)
-        types = _types(schema, text=text)
+        types = types_of(schema) if text is None else _STRING if text else TYPES
         texts = texts_of(schema)
         if types == _STRING and not texts:
             return (yield from self._string(reader, ends))
@@ -93,12 +93,6 @@ def quoted(text: str) -> str:
 
 def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _types(schema: Json, *, text: bool | None) -> frozenset[str]:
-    if text is None:
-        return types_of(schema)
-    return _STRING if text else TYPES
 
 
 def _is_json(text: str) -> bool:

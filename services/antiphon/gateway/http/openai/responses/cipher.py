@@ -40,14 +40,14 @@ class ReasoningCipher:
         self._mask_key = hmac.digest(root, _PURPOSE + b" mask", "sha256")
         self._tag_key = hmac.digest(root, _PURPOSE + b" tag", "sha256")
 
-    def encrypt(self, text: str, tenant: TenantId) -> str:
+    def encrypt(self, tenant: TenantId, text: str) -> str:
         plain = msgspec.msgpack.encode(_EncryptedReasoning(text))
         nonce = secrets.token_bytes(_NONCE_BYTES)
         masked = self._masked(plain, nonce)
         tag = self._tag(nonce + masked, tenant)
         return base64.urlsafe_b64encode(nonce + tag + masked).decode()
 
-    def decrypt(self, encrypted: str, tenant: TenantId, at: str) -> str:
+    def decrypt(self, tenant: TenantId, encrypted: str, at: str) -> str:
         try:
             raw = base64.b64decode(encrypted.encode(), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.core.app import warn
@@ -11,7 +12,7 @@ from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.chat import OutputParser, with_end_token
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.operation import json_reply
-from antiphon.gateway.http.openai.responses.conversation import TRIES_MAX, truncate_items
+from antiphon.gateway.http.openai.responses.items import TRIES_MAX, truncate_items
 from antiphon.gateway.http.openai.responses.parse import (
     ParsedResponsesRequest,
     check_include,
@@ -38,12 +39,7 @@ from antiphon.gateway.http.openai.responses.write import (
     draft,
     stream_error,
 )
-from antiphon.wire.errors import (
-    InvalidRequest,
-    PromptTooLong,
-    UnknownResponse,
-    Unsupported,
-)
+from antiphon.wire.errors import InvalidRequest, PromptTooLong, UnknownResponse, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -167,11 +163,7 @@ class ResponsesEndpoints(Endpoints):
         return json_reply(page_of(record.items, request.query))
 
     async def _read(self, request: web.Request) -> ParsedResponsesRequest:
-        tenant = tenant_of(request)
-
-        def decrypt(encrypted: str, at: str) -> str:
-            return self.cipher.decrypt(encrypted, tenant, at)
-
+        decrypt = partial(self.cipher.decrypt, tenant_of(request))
         parsed = await self.response_handler.parse_body(
             request,
             ResponsesBody,
@@ -209,9 +201,7 @@ class ResponsesEndpoints(Endpoints):
                 now=self._now,
                 persist=self._persist_function(tenant, parsed, items, stream) if stored else None,
                 targets=parsed.tools.targets,
-                encrypt=(lambda text: self.cipher.encrypt(text, tenant))
-                if parsed.include_encrypted
-                else None,
+                encrypt=partial(self.cipher.encrypt, tenant) if parsed.include_encrypted else None,
             )
 
         if parsed.body.background:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
 
-from antiphon.gateway.http.core.chat import OutputParserOptions, to_json
+from antiphon.gateway.http.core.chat import OutputParserOptions, renamed_fields, to_json
 from antiphon.gateway.http.openai import parse as reading
-from antiphon.gateway.http.openai.responses.conversation import turns
 from antiphon.gateway.http.openai.responses.items import (
     InputText,
     Item,
@@ -22,6 +21,7 @@ from antiphon.gateway.http.openai.responses.items import (
     left_out,
     new_id,
     read_item,
+    turns,
 )
 from antiphon.gateway.http.openai.responses.schema import (
     ReasoningOptions,
@@ -124,7 +124,7 @@ def prepare_responses_request(
     parsed: ParsedResponsesRequest, items: Sequence[Item], formats: Formats
 ) -> tuple[GenerationRequest, OutputParserOptions]:
     body = parsed.body
-    with _rename_fields(parsed.tools.paths):
+    with renamed_fields(partial(_renamed, parsed.tools.paths)):
         chat = reading.parse_chat(
             _chat(parsed, items), formats, requires_strict=parsed.tools.requires_strict
         )
@@ -247,18 +247,7 @@ def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=given.schema))
 
 
-@contextmanager
-def _rename_fields(tool_paths: Sequence[str]) -> Generator[None]:
-    """Rename fields in errors of chat parsing; `places` are the paths of tools."""
-    try:
-        yield
-    except InvalidRequest as error:
-        error.param = None if error.param is None else _renamed(error.param, tool_paths)
-        error.message = _renamed(error.message, tool_paths)
-        raise
-
-
-def _renamed(text: str, tool_paths: Sequence[str]) -> str:
+def _renamed(tool_paths: Sequence[str], text: str) -> str:
     for pattern, name in _CLIENT_FIELDS:
         text = pattern.sub(name, text)
     return _TOOL.sub(lambda found: tool_paths[int(found[1])], text)

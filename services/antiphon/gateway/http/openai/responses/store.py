@@ -209,12 +209,10 @@ def _page_size(text: str) -> int:
 
 
 def _after(items: list[Item], after: str | None) -> list[Item]:
-    if after is None:
-        return items
-    for index, item in enumerate(items):
-        if item.id == after:
-            return items[index + 1 :]
-    raise InvalidRequest.at("after", f"unknown item '{after}'")
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequest.at("after", f"unknown item '{after}'")
+    return items if after is None else items[ids.index(after) + 1 :]
 
 
 class ResponseEventLog:

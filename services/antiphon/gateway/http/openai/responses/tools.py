@@ -85,7 +85,9 @@ class ResponseTools(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_response_tools(raw: Sequence[Json]) -> ResponseTools:
     response_tools: list[ResponseTool] = []
-    paths_of_tools: list[str] = []
+    chat: list[Json] = []
+    targets: dict[str, ToolTarget] = {}
+    paths: list[str] = []
     warnings: list[str] = []
     requires_strict = False
     for index, each in enumerate(raw):
@@ -98,15 +100,9 @@ def read_response_tools(raw: Sequence[Json]) -> ResponseTools:
             warnings.append(f"{at} was ignored: the built-in tool '{kind}' is not supported")
             continue
         requires_strict = requires_strict or _sets_strict(value)
-        response_tools.append(
-            decode(msgspec.json.encode(_with_default_strictness(value)), _KINDS[kind], at)
-        )
-        paths_of_tools.append(at)
-        warnings += _grammar_warnings(response_tools[-1], at)
-    chat: list[Json] = []
-    targets: dict[str, ToolTarget] = {}
-    paths: list[str] = []
-    for top, at in zip(response_tools, paths_of_tools, strict=True):
+        top = decode(msgspec.json.encode(_with_default_strictness(value)), _KINDS[kind], at)
+        response_tools.append(top)
+        warnings += _grammar_warnings(top, at)
         for name, target, tool, inner in _each(top):
             chat.append(_chat_tool(name, tool))
             targets[name] = target
@@ -192,20 +188,13 @@ def _grammar_warnings(tool: ResponseTool, at: str) -> list[str]:
 
 
 def _chat_tool(name: str, tool: _OneTool) -> Json:
-    if isinstance(tool, CustomTool):
-        function: dict[str, object] = {
-            "name": name,
-            "description": _described(tool),
-            "parameters": _FREE_TEXT,
-            "strict": False,
-        }
-    else:
-        function = {
-            "name": name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": tool.strict,
-        }
+    custom = isinstance(tool, CustomTool)
+    function: dict[str, object] = {
+        "name": name,
+        "description": _described(tool) if custom else tool.description,
+        "parameters": _FREE_TEXT if custom else tool.parameters,
+        "strict": False if custom else tool.strict,
+    }
     given = {word: value for word, value in function.items() if value is not None}
     whole = {"type": "function", "function": given}
     return msgspec.json.decode(msgspec.json.encode(whole), type=dict[str, msgspec.Raw])
