@@ -93,13 +93,10 @@ def address(route: Route, sender: Party) -> dict[str, str]:
     return parts
 
 
-def test_committed_config_is_the_generated_one() -> None:
-    assert COMMITTED.read_text() == compose_config(CLUSTER)
-
-
-async def test_committed_config_reads_passwords_of_the_environment(
+async def test_committed_config_is_generated_and_reads_passwords(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert COMMITTED.read_text() == compose_config(CLUSTER)
     for party in users(CLUSTER):
         monkeypatch.setenv(party.password.removeprefix("$"), f"secret{len(party.name)}")
     text = COMMITTED.read_text()

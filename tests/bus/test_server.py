@@ -17,21 +17,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_program_is_found_beside_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_is_found_or_missed_with_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", "")
     assert find().name == "nats-server"
-
-
-def test_override_is_taken_and_a_wrong_one_is_not_replaced(tmp_path: Path) -> None:
     program = tmp_path / "my-nats"
     program.touch(mode=0o755)
     assert find(str(program)) == program
     with pytest.raises(ServerMissing, match=r"no-such.*releases.*ANTIPHON_NATS_SERVER"):
         find(str(tmp_path / "no-such"))
-
-
-def test_missing_program_error_has_the_download_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(server, "FOLDERS", "/nonexistent")
     with pytest.raises(ServerMissing, match=r"package `nats-server`"):
         find()
@@ -76,18 +71,15 @@ async def test_monitoring_is_served_where_it_says() -> None:
         writer.close()
 
 
-async def test_server_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
-    async with NatsServer() as running:
-        port = int(running.url.rpartition(":")[2])
-        with pytest.raises(ServerFailed, match="address already in use"):
-            await start(ServerSettings(name="second", port=port), tmp_path)
-
-
-async def test_bad_config_fails_at_once_and_leaves_no_process(tmp_path: Path) -> None:
+async def test_start_that_fails_says_why_at_once(tmp_path: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(ServerFailed, match="ended with 1"):
         await start(ServerSettings(name="bad", users="nonsense {{{\n"), tmp_path)
     assert time.monotonic() - begun < 5
+    async with NatsServer() as running:
+        port = int(running.url.rpartition(":")[2])
+        with pytest.raises(ServerFailed, match="address already in use"):
+            await start(ServerSettings(name="second", port=port), tmp_path)
 
 
 async def test_server_that_does_not_come_up_is_ended(tmp_path: Path) -> None:

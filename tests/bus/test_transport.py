@@ -364,13 +364,10 @@ async def test_each_call_fails_once_and_the_count_ends() -> None:
     assert failed == [0, 1, 2]
 
 
-async def test_dropped_share_is_dropped() -> None:
+async def test_shares_of_messages_are_dropped_or_duplicated_in_order() -> None:
     numbers = [n for _, n in await received(Faults(drop=0.3, seed=1))]
     assert numbers == sorted(set(numbers))
     assert 40 < 200 - len(numbers) < 80
-
-
-async def test_duplicated_share_comes_twice_in_order() -> None:
     numbers = [n for _, n in await received(Faults(duplicate=0.3, seed=1))]
     assert numbers == sorted(numbers)
     assert set(numbers) == set(range(200))

@@ -170,13 +170,10 @@ def test_every_error_of_the_tree_has_a_code_of_its_own() -> None:
     assert len({kind.code for kind in ERRORS}) == len(ERRORS)
 
 
-def test_error_with_a_code_of_tomorrow_is_internal() -> None:
+def test_error_of_tomorrow_or_in_json_is_raised() -> None:
     reply = encode(ErrorReply(code="new", message="what is this"))
     with pytest.raises(Internal, match="what is this"):
         decode_reply(reply, (CancelAccepted,))
-
-
-def test_error_in_json_is_raised_too() -> None:
     with pytest.raises(Overloaded, match=ERROR.message):
         decode_reply(encode_json(ERROR), (CancelAccepted,))
 

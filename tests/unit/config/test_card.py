@@ -165,11 +165,12 @@ def test_weights_that_are_none_are_refused(tmp_path: Path, content: bytes) -> No
         read_card(tmp_path)
 
 
-def test_embedded_model_has_a_card() -> None:
+def test_embedded_model_has_a_card_and_a_tokenizer_of_the_same_ends() -> None:
     card: ModelCard = read_card(embedded.path())
     assert card.architecture == "LlamaForCausalLM"
     assert card.context_tokens >= 2048
     assert card.eos_ids
+    assert set(tokenizer_eos_ids(embedded.path())) == set(card.eos_ids)
 
 
 @pytest.mark.parametrize(
@@ -208,19 +209,13 @@ def test_name_ends_in_its_task(architecture: str, task: Task) -> None:
     assert task_of(architecture) is task
 
 
-def test_name_begins_with_how_tokens_see() -> None:
+def test_architecture_implies_attention_unused_prefixes_and_head_parameters() -> None:
     encoders = ("BertModel", "RobertaModel", "XLMRobertaModel", "ModernBertModel")
     assert all(map(is_bidirectional, encoders))
     assert not is_bidirectional("LlamaForSequenceClassification")
-
-
-def test_what_another_task_trained_is_not_read() -> None:
     assert "pooler." in unused_prefixes("BertModel")
     assert unused_prefixes("BertForSequenceClassification") == ()
     assert unused_prefixes("LlamaModel") == ()
-
-
-def test_matrices_of_heads() -> None:
     assert head_parameters("LlamaForCausalLM", 8, 2) == 0
     assert head_parameters("LlamaForSequenceClassification", 8, 3) == 24
     assert head_parameters("BertForSequenceClassification", 8, 3) == 64 + 24
@@ -250,19 +245,11 @@ def test_end_of_a_message_that_calls_a_tool_is_an_end(tmp_path: Path, card, ends
     assert tokenizer_eos_ids(write(tmp_path, card)) == ends
 
 
-def test_folder_without_a_tokenizer_names_no_ends(tmp_path: Path) -> None:
+def test_ends_of_no_tokenizer_are_none_and_a_malformed_file_is_named(tmp_path: Path) -> None:
     assert tokenizer_eos_ids(tmp_path) == ()
-
-
-def test_malformed_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         tokenizer_eos_ids(tmp_path)
-
-
-def test_embedded_tokenizer_ends_as_its_model_does() -> None:
-    folder = embedded.path()
-    assert set(tokenizer_eos_ids(folder)) == set(read_card(folder).eos_ids)
 
 
 LISTS = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}

@@ -42,10 +42,6 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "settings.yaml"
 
 
-def test_without_any_source_every_setting_is_its_default() -> None:
-    assert load(environ={}).settings == Settings()
-
-
 def test_flags_win_over_environment_over_yaml_over_what_is_implied(file: Path) -> None:
     file.write_text("scheduler: {queue_max: 1, look_ahead: 1, dead_beats: 11}")
     environ = {"ANTIPHON_SCHEDULER__QUEUE_MAX": "2", "ANTIPHON_SCHEDULER__LOOK_AHEAD": "2"}
@@ -129,13 +125,14 @@ def test_bad_variable_is_refused_with_its_name(variable: str, text: str, message
     assert str(caught.value) == message
 
 
-def test_variables_of_others_are_left_alone() -> None:
+def test_without_a_source_of_ours_every_setting_is_its_default() -> None:
     others = {
         "ANTIPHON_GATEWAY_PORT": "tcp://10.0.0.1:30000",  # what Kubernetes sets beside a service
         "ANTIPHON_NATS_SERVER": "/usr/sbin/nats-server",
         "GATEWAY__PORT": "1",
     }
     assert load(environ=others).settings == Settings()
+    assert load(environ={}).settings == Settings()
 
 
 def test_check_across_fields_names_every_source_that_had_a_part() -> None:
@@ -215,9 +212,6 @@ def test_service_reads_its_file_its_name_and_its_supervisor(file: Path) -> None:
     assert (arguments.instance, arguments.parent_pid) == ("t-1", 77)
     tokenizer = arguments.settings.tokenizer
     assert (tokenizer.threads, tokenizer.batch_max) == (2, 5)
-
-
-def test_service_without_a_name_has_one_of_its_own() -> None:
     arguments = load_process([])
     assert re.fullmatch(r".+-\d+", arguments.instance)
     assert arguments.parent_pid is None
@@ -293,8 +287,10 @@ def test_both_forms_say_the_same(tmp_path: Path, name: str, text: str) -> None:
     assert read_tenants(str(file)) == WANTED
 
 
-def test_no_file_has_no_tenants() -> None:
+def test_no_tenants_file_has_no_tenants_and_a_missing_one_is_named(tmp_path: Path) -> None:
     assert read_tenants("") == Tenants()
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
+        read_tenants(str(tmp_path / "none.toml"))
 
 
 @pytest.mark.parametrize(
@@ -327,11 +323,6 @@ def test_bad_keys_file_is_one_line_error(tmp_path: Path, name: str, text: str, r
     assert said.startswith(f"access.keys_file: {file}: ")
     assert "\n" not in said
     assert "sk-plain" not in said
-
-
-def test_tenants_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
-        read_tenants(str(tmp_path / "none.toml"))
 
 
 @pytest.mark.parametrize("said", ["", "form.json", *(template.name for template in TEMPLATES)])
@@ -494,12 +485,9 @@ def test_boolean_is_a_flag_and_its_negation(flag: str, said: bool) -> None:
     assert PARSER.parse([flag]).settings == {"load.mmap": SourcedValue(said, flag)}
 
 
-def test_nothing_typed_is_nothing_given() -> None:
+def test_typed_flags_are_sources_and_abbreviations_are_spelled_out() -> None:
     typed = PARSER.parse([])
     assert (typed.settings, typed.implied, typed.plain) == ({}, {}, {})
-
-
-def test_abbreviation_is_spelled_out_in_the_source() -> None:
     layer = PARSER.parse(["--scheduler-q", "5"]).settings
     assert layer["scheduler.queue_max"].source == "--scheduler-queue-max"
 

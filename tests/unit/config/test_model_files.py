@@ -61,14 +61,11 @@ def test_files_of_the_first_format_that_is_there(
     assert (files.format, names) == (format_, ["model.safetensors"] if chosen is None else chosen)
 
 
-def test_index_names_the_files_whether_they_are_there_or_not(tmp_path: Path) -> None:
+def test_index_names_files_of_its_folder_whether_they_are_there_or_not(tmp_path: Path) -> None:
     write(tmp_path, "stray.safetensors")
     indexed(tmp_path, "model.safetensors.index.json", "b.safetensors", "a.safetensors")
     names = [file.name for file in find_files(tmp_path).weights]
     assert names == ["a.safetensors", "b.safetensors"]
-
-
-def test_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     indexed(write(tmp_path), "model.safetensors.index.json", "../other.safetensors")
     with pytest.raises(ConfigError, match=r"\.\./other\.safetensors is not in the same folder"):
         find_files(tmp_path)
@@ -86,12 +83,14 @@ def test_parts_of_one_gguf_model_need_no_choice(tmp_path: Path) -> None:
     assert [file.name for file in find_files(write(tmp_path, *parts)).weights] == parts
 
 
-def test_config_is_overridden_field_by_field(tmp_path: Path) -> None:
+def test_config_is_overridden_field_by_field_of_an_object(tmp_path: Path) -> None:
     overrides = '{"max_position_embeddings": 64, "new": [1]}'
     files = find_files(write(tmp_path), LoadFormat.DUMMY, overrides=overrides)
     said = json.loads(files.config())
     assert said == CONFIG | {"max_position_embeddings": 64, "new": [1]}
     assert read_card(files).context_tokens == 64
+    with pytest.raises(ConfigError, match=r"config_overrides: must be a JSON object"):
+        load(environ={"ANTIPHON_LOAD__CONFIG_OVERRIDES": "[1]"})
 
 
 @pytest.mark.parametrize(
@@ -117,18 +116,10 @@ def test_older_names_of_the_rotation_override_newer_files(
     assert json.loads(files.config())["rope_parameters"] == rope
 
 
-def test_overrides_that_are_no_object_are_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"config_overrides: must be a JSON object"):
-        load(environ={"ANTIPHON_LOAD__CONFIG_OVERRIDES": "[1]"})
-
-
-def test_size_of_dummy_weights_is_known_from_the_config(tmp_path: Path) -> None:
+def test_sizes_of_dummy_weights_and_of_torch_files_are_known(tmp_path: Path) -> None:
     card = read_card(find_files(write(tmp_path), LoadFormat.DUMMY))
     attention, mlp, tables = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 128, 2 * 100 * 64
     assert card.weights.count == 2 * (attention + mlp) + tables
-
-
-def test_size_of_torchs_files_is_what_they_take(tmp_path: Path) -> None:
     (write(tmp_path) / "a.bin").write_bytes(bytes(2000))
     assert read_card(tmp_path).weights.count == 1000
     write(tmp_path, config=CONFIG | {"dtype": "float32"})
@@ -161,15 +152,12 @@ def test_gguf_header_is_read(tmp_path: Path, kind: int, dtype: Dtype | None) -> 
     assert (weights.count, weights.bytes, weights.dtype) == (96, 96 * 4, dtype)
 
 
-def test_every_cut_of_a_gguf_header_is_told(tmp_path: Path) -> None:
+def test_gguf_header_that_is_cut_or_of_another_version_is_refused(tmp_path: Path) -> None:
     whole = gguf_bytes(0)
     for length in range(len(whole) - 96 * 4 - 16):
         (tmp_path / "a.gguf").write_bytes(whole[:length])
         with pytest.raises(ConfigError, match=r"a\.gguf: (cut short|not a GGUF file)"):
             read_gguf(tmp_path / "a.gguf")
-
-
-def test_gguf_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(gguf_bytes(0, version=1))
     with pytest.raises(ConfigError, match="GGUF version 1: only 2 and 3"):
         read_gguf(tmp_path / "a.gguf")

@@ -65,6 +65,10 @@ def test_what_the_operator_left_open_is_decided() -> None:
     assert (plan.eos_ids.value, plan.step_tokens.value) == ((2, 7), 2048)
     assert (plan.chunk_tokens.value, plan.fill_tokens.value) == (512, 256)
     assert (plan.mixed.value, plan.whole_prompts.value) == (True, False)
+    assert (plan.cache_states.value, plan.state_bytes.value) == (0, 0)
+    assert plan.pooling == ResolvedValue(None, "a generative model")
+    assert plan.prefix == ResolvedValue(value=True, reason="cache.prefix")
+    assert not decide(cache__prefix="0").prefix.value
 
 
 def test_processor_with_tiles_takes_more_prompts_at_once() -> None:
@@ -86,13 +90,16 @@ def test_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() -> N
     assert decide(alone, small).threads.value == 1
 
 
-def test_linears_are_packed_where_the_kernels_run() -> None:
+def test_linears_are_packed_where_the_kernels_run_but_not_in_float16() -> None:
     assert decide().linear.value is LinearFormat.PACKED
     plain = ResolvedValue(LinearFormat.PLAIN, "there is no compiler")
     assert decide(UNCOMPILED).linear == plain
     with pytest.raises(ConfigError, match="int8: there is no compiler"):
         decide(UNCOMPILED, model__linear="int8")
     assert decide(UNCOMPILED, model__linear="plain").linear.reason == "model.linear"
+    assert decide(model__dtype="float16").linear.value is LinearFormat.PLAIN
+    with pytest.raises(ConfigError, match=r"packed: .* float16"):
+        decide(model__dtype="float16", model__linear="packed")
 
 
 def test_what_bits_depend_on_is_named_part_by_part() -> None:
@@ -100,12 +107,6 @@ def test_what_bits_depend_on_is_named_part_by_part() -> None:
     assert decide(device).bits.value == "dtype:bfloat16,linear:packed,isa:avx2,kernels:1a"
     other = decide(device, model__linear="int8", model__dtype="float32").bits.value
     assert differing(decide(device).bits.value, other) == ("dtype", "linear")
-
-
-def test_linears_in_float16_are_left_to_torch() -> None:
-    assert decide(model__dtype="float16").linear.value is LinearFormat.PLAIN
-    with pytest.raises(ConfigError, match=r"packed: .* float16"):
-        decide(model__dtype="float16", model__linear="packed")
 
 
 def test_deterministic_inference_is_refused_where_torch_multiplies() -> None:
@@ -144,14 +145,11 @@ def test_what_the_operator_said_is_taken_and_named() -> None:
     assert plan.cache_tokens == 992
 
 
-def test_prompts_that_are_never_cut_have_steps_for_the_longest() -> None:
+def test_prompts_that_are_never_cut_have_steps_for_the_longest_or_for_several() -> None:
     plan = decide(batching__chunk_tokens="-1", batching__tokens_max="100")
     assert plan.whole_prompts.value
     assert plan.step_tokens.value == plan.chunk_tokens.value == 512
     assert plan.activation_bytes.reason == "512 tokens per step"
-
-
-def test_prompt_tokens_of_a_pass_make_room_for_several_uncut_prompts() -> None:
     plan = decide(batching__chunk_tokens="-1", batching__fill_tokens="4000")
     assert (plan.step_tokens.value, plan.step_tokens.reason) == (4000, "batching.fill_tokens")
     assert plan.chunk_tokens.value == 512
@@ -162,11 +160,14 @@ def test_everybody_who_runs_fits_in_a_step() -> None:
     assert plan.running_max.value == plan.chunk_tokens.value == plan.fill_tokens.value == 10
 
 
-def test_pool_holds_no_more_than_all_requests_at_full_length() -> None:
+def test_pool_is_bounded_by_bytes_and_by_all_requests_at_full_length() -> None:
     plan = decide(batching__running_max="3")
     why = "enough for 3 requests of full context length"
     assert plan.cache_pages == ResolvedValue(3 * 512 // 16, why)
     assert plan.cache_bytes.value == plan.cache_pages.value * PAGE_BYTES
+    plan = decide(batching__running_max="1000000000", cache__bytes_max=str(GIB // 2))
+    assert plan.cache_bytes.value == GIB // 2
+    assert plan.cache_pages.reason.startswith("cache.bytes_max = 0.50 GiB")
 
 
 def test_pool_is_a_share_of_what_weights_and_the_largest_step_leave() -> None:
@@ -181,47 +182,32 @@ def test_pool_is_a_share_of_what_weights_and_the_largest_step_leave() -> None:
         "cache.memory_ratio = 0.25 of 5.00 GiB free, weights 1.00 GiB, "
         "activations 0.01 GiB, logits 0.00 GiB, prompt logits 0.00 GiB"
     )
-
-
-def test_weights_and_activations_in_a_wider_format_leave_less() -> None:
     plan = decide(batching__running_max="1000000000", model__dtype="float32")
     logits = plan.logit_bytes.value + plan.scored_bytes.value
     rest = 5 * GIB - 2 * GIB - 2 * STEP_BYTES - logits
     assert plan.cache_pages.value == rest // 4 // (2 * PAGE_BYTES)
 
 
-def test_more_rows_take_more_logits_but_not_more_than_a_step_has_tokens() -> None:
+def test_logits_are_counted_for_the_rows_and_the_prompt_pieces_of_a_step() -> None:
     assert decide(batching__running_max="7").logit_bytes.value == 3 * 7 * 100 * 4
     plan = decide(batching__running_max="99", batching__tokens_max="10")
     assert plan.logit_bytes.value == 3 * 10 * 100 * 4
-
-
-def test_long_prompt_is_scored_in_pieces_that_are_counted() -> None:
     device = msgspec.structs.replace(DEVICE, memory_bytes=50 * GIB)
     card = msgspec.structs.replace(CARD, vocabulary_size=128 * 1024)
     scored = decide(device, card).scored_bytes.value
     assert scored == 3 * PROMPT_LOGITS_BYTES_MAX == 96 * 1024**2
 
 
-def test_static_ratio_counts_weights_and_pool_together_and_knows_no_other_limit() -> None:
+def test_static_ratio_counts_weights_and_pool_and_leaves_room_for_a_step() -> None:
     plan = decide(batching__running_max="3", cache__bytes_max="1000", cache__static_ratio="0.8")
     assert plan.cache_bytes.value == 3 * GIB
     assert plan.cache_pages.reason.startswith("cache.static_ratio = 0.8 of 5.00 GiB free")
-
-
-def test_static_ratio_that_leaves_no_room_for_a_step_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
         decide(cache__static_ratio="1")
     assert str(caught.value).startswith(
         "cache.static_ratio = 1.0 (--mem-fraction-static): its pool of 4.00 GiB exceeds the "
         "3.99 GiB left by weights and the largest step; lower it: 5.00 GiB free, weights 1.00 GiB"
     )
-
-
-def test_pool_has_a_limit_in_bytes() -> None:
-    plan = decide(batching__running_max="1000000000", cache__bytes_max=str(GIB // 2))
-    assert plan.cache_bytes.value == GIB // 2
-    assert plan.cache_pages.reason.startswith("cache.bytes_max = 0.50 GiB")
 
 
 def test_small_pool_shortens_the_context_and_the_batch() -> None:
@@ -308,15 +294,12 @@ def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
     assert each[0] == each[1] == STATE_BYTES
 
 
-def test_number_format_of_the_model_may_be_said_of_the_cache() -> None:
+def test_cache_dtype_is_the_models_or_one_that_the_kernels_read() -> None:
     assert decide(cache__dtype="bfloat16").cache_dtype.value is CacheDtype.BFLOAT16
     with pytest.raises(
         ConfigError, match=r"cache\.dtype = bfloat16: must be auto, fp8 or the model's float32"
     ):
         decide(cache__dtype="bfloat16", model__dtype="float32")
-
-
-def test_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
     with pytest.raises(
         ConfigError, match=r"cache.dtype = fp8_e4m3: needs .*: there is no compiler"
     ):
@@ -328,12 +311,7 @@ def test_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
         decide(DEVICE, both_ways, cache__dtype="fp8_e4m3")
 
 
-def test_model_without_states_has_no_room_for_them() -> None:
-    plan = decide()
-    assert (plan.cache_states.value, plan.state_bytes.value) == (0, 0)
-
-
-def test_pages_and_states_share_the_pool() -> None:
+def test_states_share_the_pool_with_pages_unless_the_operator_says_how_many() -> None:
     plan = decide(
         DEVICE, HYBRID, cache__bytes_max=str(19 * STATE_BYTES * 10), cache__states_ratio="0.9"
     )
@@ -341,9 +319,6 @@ def test_pages_and_states_share_the_pool() -> None:
     pages = 100 * STATE_BYTES // (PAGE_BYTES // 2)  # one layer of the two that CARD has
     assert plan.cache_pages.value == pages
     assert plan.running_max == ResolvedValue(45, "2 states per request")
-
-
-def test_operator_may_say_how_many_states_there_are() -> None:
     plan = decide(DEVICE, HYBRID, cache__states_max="9")
     assert plan.cache_states == ResolvedValue(9, "cache.states_max = 9")
     assert plan.running_max.value == 4
@@ -382,11 +357,6 @@ def test_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
         decide(DEVICE, encoder, model__deterministic="1")
 
 
-def test_prefix_cache_is_what_the_operator_says() -> None:
-    assert decide().prefix == ResolvedValue(value=True, reason="cache.prefix")
-    assert not decide(cache__prefix="0").prefix.value
-
-
 @pytest.mark.parametrize(("mode", "cached"), [("last", True), ("cls", False), ("mean", False)])
 def test_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cached: bool) -> None:
     pooling = Pooling(
@@ -397,10 +367,6 @@ def test_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cache
     assert plan.pooling.value == pooling
     assert plan.grammar == ResolvedValue("none", "nothing is generated")
     assert f"{mode}, normalised" in table(plan)
-
-
-def test_model_that_answers_pools_nothing() -> None:
-    assert decide().pooling == ResolvedValue(None, "a generative model")
 
 
 MIB = 1024**2

@@ -97,13 +97,10 @@ def test_map_is_total() -> None:
     assert set(flags) <= PARSER.flags()
 
 
-def test_no_reason_is_left_over() -> None:
+def test_every_verdict_has_a_reason_of_its_own_and_none_is_left_over() -> None:
     assert {row.detail for row in SETTLED} == set(reasons()["settled"])
     assert {row.detail for row in REFUSED} == set(reasons()["refused"])
     assert set(values()) <= {row.flags[0] for row in TARGETS}
-
-
-def test_every_refused_argument_has_a_reason_of_its_own() -> None:
     texts = [row.reason for row in REFUSED]
     assert len(set(texts)) == len(texts)
     for reason in texts:
@@ -201,15 +198,12 @@ def test_command_line_of_sglang_is_taken_as_it_is() -> None:
     assert settings.model.random_seed == 42
 
 
-def test_large_chunk_raises_the_step_unless_the_step_is_set() -> None:
+def test_chunk_raises_the_step_unless_that_is_set_and_may_exceed_prefill_tokens() -> None:
     assert serve("--chunked-prefill-size 8192").settings.batching.tokens_max == 8192
     both = serve("--chunked-prefill-size 4096 --max-prefill-tokens 16384").settings.batching
     assert (both.chunk_tokens, both.tokens_max, both.fill_tokens) == (4096, 4096, 16384)
     said = refused("--chunked-prefill-size 4096 --batching-tokens-max 1024")
     assert "chunk_tokens = 4096 exceeds tokens_max = 1024" in said
-
-
-def test_prefill_tokens_may_be_less_than_a_chunk_and_chunks_off() -> None:
     batching = serve("--chunked-prefill-size 512 --max-prefill-tokens 64").settings.batching
     assert (batching.chunk_tokens, batching.fill_tokens) == (512, 64)
     assert serve("--chunked-prefill-size -1").settings.batching.chunk_tokens == -1

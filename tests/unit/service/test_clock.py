@@ -124,33 +124,24 @@ def test_heartbeat_lists_only_recent_receivers_and_none_is_forgotten() -> None:
     assert sender.next(InstanceId("other-0")) == 2
 
 
-def test_arrivals_are_next_duplicate_or_gap() -> None:
+def test_arrivals_of_each_life_are_next_duplicate_or_gap() -> None:
     receiver = SeqReceiver()
     seen = [receiver.accept(WORKER, seq) for seq in (1, 2, 2, 1, 5, 4, 6)]
     assert seen == ["next", "next", "duplicate", "duplicate", "gap", "duplicate", "next"]
-
-
-def test_receiver_that_comes_late_sees_a_gap() -> None:
     assert SeqReceiver().accept(WORKER, 4711) is Arrival.GAP
-
-
-def test_each_life_of_a_sender_counts_from_one() -> None:
     receiver = SeqReceiver()
     receiver.accept(WORKER, 7)
     assert receiver.accept(REBORN, 1) is Arrival.NEXT
     assert receiver.accept(WORKER, 8) is Arrival.NEXT
 
 
-def test_lost_tail_is_reported_once_and_after_a_heartbeat_of_grace() -> None:
+def test_lost_tail_is_reported_once_and_only_after_a_heartbeat_of_grace() -> None:
     receiver = SeqReceiver()
     receiver.accept(WORKER, 1)
     assert not receiver.tail_lost(WORKER, ME, named(2))  # it may still be under way
     assert receiver.tail_lost(WORKER, ME, named(2))
     assert not receiver.tail_lost(WORKER, ME, named(2))
     assert receiver.accept(WORKER, 3) is Arrival.NEXT
-
-
-def test_heartbeat_that_overtakes_its_messages_reports_nothing() -> None:
     receiver = SeqReceiver()
     for seq in range(1, 50):
         assert not receiver.tail_lost(WORKER, ME, named(seq))
@@ -175,19 +166,16 @@ def test_every_loss_is_seen_and_nothing_else(seed: int) -> None:
     assert reported is lost
 
 
-def test_without_priorities_all_have_one_rank() -> None:
+def test_rank_is_one_without_priorities_and_preempts_above_the_threshold() -> None:
     assert {PriorityPolicy().rank(priority) for priority in (-5, 0, 7)} == {0}
+    precedence = PriorityPolicy(priority=True, preempt_threshold=3)
+    assert [precedence.preempts(precedence.rank(n), 0) for n in (3, 4)] == [False, True]
 
 
 @pytest.mark.parametrize(("low_first", "order"), [(False, [7, 0, -5]), (True, [-5, 0, 7])])
 def test_lower_rank_goes_first(low_first: bool, order: list[int]) -> None:
     precedence = PriorityPolicy(priority=True, low_first=low_first)
     assert sorted((0, -5, 7), key=precedence.rank) == order
-
-
-def test_preemption_needs_a_rank_difference_above_the_threshold() -> None:
-    precedence = PriorityPolicy(priority=True, preempt_threshold=3)
-    assert [precedence.preempts(precedence.rank(n), 0) for n in (3, 4)] == [False, True]
 
 
 @pytest.mark.parametrize("queue", [QueueConfig(priority=True), QueueConfig(policy=Policy.PRIORITY)])

@@ -111,15 +111,12 @@ def test_watchers_get_each_change_once_and_in_order(world: World) -> None:
     assert world.news() == [(PeerChange.APPEARED, "1")]  # it was frozen, not gone
 
 
-def test_heartbeat_ends_suspicion(world: World) -> None:
+def test_suspects_and_draining_peers_get_no_work(world: World) -> None:
     world.beat()
     world.run(2)
     assert not world.peers.accepting_work(Role.WORKER)
     world.beat()
     assert len(world.peers.accepting_work(Role.WORKER)) == 1
-
-
-def test_draining_peer_is_listed_and_gets_no_work(world: World) -> None:
     world.beat(state=ProcessState.DRAINING)
     assert len(world.peers.with_role(Role.WORKER)) == 1
     assert not world.peers.accepting_work(Role.WORKER)

@@ -90,16 +90,13 @@ def begin(
     return asyncio.get_running_loop().create_task(made.run(job, timeout_s=timeout_s, owner=owner))
 
 
-async def test_pool_returns_what_one_child_makes_of_many_jobs() -> None:
+async def test_pool_runs_many_jobs_in_one_child_and_replaces_one_that_ended() -> None:
     async with pool() as made:
         results = [await made.run(b"x" * size, timeout_s=20) for size in (0, 1, 5_000_000)]
-    (pid,) = {int(result.partition(b" ")[0]) for result in results}
-    assert pid != os.getpid()
-    assert [len(result.partition(b" ")[2]) for result in results] == [0, 1, 5_000_000]
-
-
-async def test_pool_starts_another_child_after_one_has_ended() -> None:
-    async with pool() as made:
+        (pid,) = {int(result.partition(b" ")[0]) for result in results}
+        assert pid != os.getpid()
+        assert [len(result.partition(b" ")[2]) for result in results] == [0, 1, 5_000_000]
+        assert await made.run(b"large", timeout_s=20) == b"too large", "its memory is bounded"
         with pytest.raises(Internal):
             await made.run(b"exit", timeout_s=20)
         assert (await made.run(b"again", timeout_s=20)).endswith(b" again")
@@ -233,13 +230,16 @@ async def test_pool_that_is_closed_ends_every_child_though_one_is_slow(
         assert [_lives(pid) for pid in pids] == [False] * 3
 
 
-async def test_pool_that_is_closed_refuses_waiting_jobs(gate: Gate) -> None:
+async def test_pool_that_is_closed_refuses_jobs_and_starts_no_child(gate: Gate) -> None:
     async with pool() as made:
         jobs = [begin(made, gate.job) for _ in range(3)]
         await until(lambda: made.pids != ())
         await made.close()
         results = await asyncio.gather(*jobs, return_exceptions=True)
-    assert [type(result) for result in results] == [Unavailable] * 3
+        assert [type(result) for result in results] == [Unavailable] * 3
+        with pytest.raises(Unavailable):
+            await made.run(b"job", timeout_s=5.0)
+        assert made.pids == ()
 
 
 async def test_pool_refuses_jobs_beyond_its_bound(gate: Gate) -> None:
@@ -296,23 +296,10 @@ async def test_pool_gives_the_turn_of_a_job_whose_caller_left_to_the_next(gate: 
         assert (await made.run(b"after", timeout_s=20)).endswith(b" after")
 
 
-async def test_pool_bounds_the_memory_of_a_child() -> None:
-    async with pool() as made:
-        assert await made.run(b"large", timeout_s=20) == b"too large"
-
-
 async def test_pool_reports_a_child_that_ends_before_it_is_ready() -> None:
     async with pool(start="sys.exit(3)") as made:
         with pytest.raises(Internal, match="before it was ready"):
             await made.run(b"job", timeout_s=20)
-        assert made.pids == ()
-
-
-async def test_pool_that_is_closed_starts_no_child() -> None:
-    async with pool() as made:
-        await made.close()
-        with pytest.raises(Unavailable):
-            await made.run(b"job", timeout_s=5.0)
         assert made.pids == ()
 
 

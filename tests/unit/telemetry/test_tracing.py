@@ -253,9 +253,6 @@ def test_json_has_the_event_its_fields_the_request_and_the_trace(written: Writte
     line = json.loads(stream.getvalue())
     assert (line["event"], line["level"], line["prompt_tokens"]) == ("request admitted", "info", 12)
     assert (line["request_id"], line["trace_id"], line["instance"]) == ("r-1", TRACE, "gateway-0")
-
-
-def test_what_json_does_not_know_is_written_as_text(written: Written) -> None:
     stream = written("json")
     log.info("odd", extra={"where": io, "bytes": b"\xff", "number": float("nan")})
     assert json.loads(stream.getvalue())["where"] == str(io)
