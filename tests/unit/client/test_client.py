@@ -474,7 +474,7 @@ def test_text_and_details_are_given_out_once_and_in_order(pieces) -> None:
 PAGE = (Path(__file__).parents[3] / "docs" / "nats-client.md").read_text(encoding="utf-8")
 
 
-def test_examples_are_messages() -> None:
+def test_page_shows_every_message_and_the_figures_of_the_client() -> None:
     blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     examples = [one for block in blocks for one in re.split(r"\n(?=\{)", block.strip())]
     kinds = (
@@ -486,9 +486,6 @@ def test_examples_are_messages() -> None:
     )
     seen = {type(decode(example.encode(), kinds)) for example in examples}
     assert seen == set(kinds)
-
-
-def test_figures_are_the_clients() -> None:
     assert f"after {SILENCE_S:g} seconds in which" in PAGE
     assert NO_RESPONDERS_TIMEOUT_S < 10, "it says a few seconds"
     assert f"At most {TEXTS_MAX}\ntexts go into a request" in PAGE

@@ -85,9 +85,8 @@ def test_card_holds_what_the_files_say(tmp_path: Path) -> None:
 
 def test_sampling_defaults_that_no_request_may_have_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, CONFIG, generation_config={"repetition_penalty": 2.5})
-    with pytest.raises(
-        ConfigError, match=r"generation_config\.json: .* at `\$\.repetition_penalty`"
-    ):
+    named = r"generation_config\.json: .* at `\$\.repetition_penalty`"
+    with pytest.raises(ConfigError, match=named):
         read_card(tmp_path)
 
 

@@ -129,9 +129,6 @@ def test_what_is_not_read_is_named(config: dict[str, object], message: str) -> N
     assert str(caught.value).startswith("config.json: quantization_config: ")
 
 
-# Which linears
-
-
 @pytest.mark.parametrize(
     ("pattern", "name", "matches"),
     [
@@ -168,9 +165,6 @@ def test_gptq_says_which_linears_of_a_layer_it_rounded() -> None:
     skipped = said(quant_method="gptq", bits=4, dynamic={r"-:.*\.layers\.0\.": {}})
     assert skipped.scheme("model.layers.0.mlp.up_proj") is None
     assert skipped.scheme("model.layers.1.mlp.up_proj") is not None
-
-
-# What the operator says
 
 
 @pytest.mark.parametrize(
@@ -240,9 +234,6 @@ def test_methods_of_sglang_that_are_not_built_are_refused_by_name() -> None:
     assert found == "torchao-int4wo-64"
     assert serve("--torchao-config int8wo").settings.model.quantization == "torchao-int8wo"
     assert serve("--quantization awq_marlin").settings.model.quantization == "awq_marlin"
-
-
-# The plan
 
 
 def plan(quantization: QuantizationConfig | None, **said: str) -> ResolvedConfig:

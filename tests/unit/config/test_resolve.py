@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from antiphon.config.cluster import differing
 from antiphon.config.errors import ConfigError
@@ -47,7 +47,7 @@ CARD = ModelCard(
     weights=Weights(count=GIB // 2, bytes=GIB, dtype=Dtype.BFLOAT16),
 )
 DEVICE = HostDevice(kind="cpu", cores=6, memory_bytes=5 * GIB)
-UNCOMPILED = msgspec.structs.replace(DEVICE, lacking="there is no compiler")
+UNCOMPILED = replace(DEVICE, lacking="there is no compiler")
 PAGE_BYTES = 16 * 2 * 2 * 2 * 32 * 2
 STEP_BYTES = 2048 * 2 * (3 * 64 + 16 * 32 + 4 * 256)
 """Activations of a step of the default size."""
@@ -72,7 +72,7 @@ def test_what_the_operator_left_open_is_decided() -> None:
 
 
 def test_processor_with_tiles_takes_more_prompts_at_once() -> None:
-    device = msgspec.structs.replace(DEVICE, arithmetic={"isa": "amx"})
+    device = replace(DEVICE, arithmetic={"isa": "amx"})
     assert decide(device).fill_tokens.value == 1024
     assert decide(device, batching__fill_tokens="100").fill_tokens.value == 100
     assert decide(device, batching__tokens_max="300").fill_tokens.value == 300
@@ -82,11 +82,11 @@ def test_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() -> N
     assert decide().threads.reason.startswith("all cores")
     why = "one fewer than the 6 cores: torch threads spin while waiting"
     assert decide(model__linear="plain").threads == ResolvedValue(5, why)
-    small = msgspec.structs.replace(CARD, weights=Weights(1 << 20, 2 << 20, Dtype.BFLOAT16))
+    small = replace(CARD, weights=Weights(1 << 20, 2 << 20, Dtype.BFLOAT16))
     short = decide(DEVICE, small).threads
     why = "one fewer than the 6 cores: steps of this model are short"
     assert short == ResolvedValue(5, why)
-    alone = msgspec.structs.replace(DEVICE, cores=1)
+    alone = replace(DEVICE, cores=1)
     assert decide(alone, small).threads.value == 1
 
 
@@ -103,7 +103,7 @@ def test_linears_are_packed_where_the_kernels_run_but_not_in_float16() -> None:
 
 
 def test_what_bits_depend_on_is_named_part_by_part() -> None:
-    device = msgspec.structs.replace(DEVICE, arithmetic={"isa": "avx2", "kernels": "1a"})
+    device = replace(DEVICE, arithmetic={"isa": "avx2", "kernels": "1a"})
     assert decide(device).bits.value == "dtype:bfloat16,linear:packed,isa:avx2,kernels:1a"
     other = decide(device, model__linear="int8", model__dtype="float32").bits.value
     assert differing(decide(device).bits.value, other) == ("dtype", "linear")
@@ -125,7 +125,7 @@ def test_deterministic_inference_is_refused_where_torch_multiplies() -> None:
 def test_rounded_weights_take_a_byte_each() -> None:
     assert decide(model__linear="int8").weight_bytes.value == GIB // 2
     assert decide(model__linear="packed").weight_bytes.value == GIB
-    untied = msgspec.structs.replace(CARD, tied=False)
+    untied = replace(CARD, tied=False)
     plan = decide(DEVICE, untied, model__linear="int8_dynamic")
     assert plan.weight_bytes.value == GIB // 2 + 100 * 64
 
@@ -192,8 +192,8 @@ def test_logits_are_counted_for_the_rows_and_the_prompt_pieces_of_a_step() -> No
     assert decide(batching__running_max="7").logit_bytes.value == 3 * 7 * 100 * 4
     plan = decide(batching__running_max="99", batching__tokens_max="10")
     assert plan.logit_bytes.value == 3 * 10 * 100 * 4
-    device = msgspec.structs.replace(DEVICE, memory_bytes=50 * GIB)
-    card = msgspec.structs.replace(CARD, vocabulary_size=128 * 1024)
+    device = replace(DEVICE, memory_bytes=50 * GIB)
+    card = replace(CARD, vocabulary_size=128 * 1024)
     scored = decide(device, card).scored_bytes.value
     assert scored == 3 * PROMPT_LOGITS_BYTES_MAX == 96 * 1024**2
 
@@ -242,9 +242,8 @@ def test_what_cannot_be_is_refused(said: dict[str, str], message: str) -> None:
 
 
 def test_weights_larger_than_memory_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"not enough memory .* 0\.50 GiB free, weights 1\.00 GiB"
-    ):
+    numbers = r"not enough memory .* 0\.50 GiB free, weights 1\.00 GiB"
+    with pytest.raises(ConfigError, match=numbers):
         decide(HostDevice(kind="cpu", cores=1, memory_bytes=GIB // 2))
 
 
@@ -270,7 +269,7 @@ def test_table_gives_each_value_a_line_and_a_reason() -> None:
 STATES = RecurrentStates(
     layers=3, attending=1, convolved=96, matrices=1000, channels=32, parameters=5000
 )
-HYBRID = msgspec.structs.replace(CARD, layers=4, states=STATES)
+HYBRID = replace(CARD, layers=4, states=STATES)
 STATE_BYTES = 3 * (96 * 2 + 1000 * 4)
 
 
@@ -296,17 +295,15 @@ def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
 
 def test_cache_dtype_is_the_models_or_one_that_the_kernels_read() -> None:
     assert decide(cache__dtype="bfloat16").cache_dtype.value is CacheDtype.BFLOAT16
-    with pytest.raises(
-        ConfigError, match=r"cache\.dtype = bfloat16: must be auto, fp8 or the model's float32"
-    ):
+    allowed = r"cache\.dtype = bfloat16: must be auto, fp8 or the model's float32"
+    with pytest.raises(ConfigError, match=allowed):
         decide(cache__dtype="bfloat16", model__dtype="float32")
-    with pytest.raises(
-        ConfigError, match=r"cache.dtype = fp8_e4m3: needs .*: there is no compiler"
-    ):
+    lacking = "cache.dtype = fp8_e4m3: needs .*: there is no compiler"
+    with pytest.raises(ConfigError, match=lacking):
         decide(UNCOMPILED, cache__dtype="fp8_e4m3")
     with pytest.raises(ConfigError, match="do not support float16"):
         decide(cache__dtype="fp8_e5m2", model__dtype="float16")
-    both_ways = msgspec.structs.replace(CARD, causal=False)
+    both_ways = replace(CARD, causal=False)
     with pytest.raises(ConfigError, match="no KV cache"):
         decide(DEVICE, both_ways, cache__dtype="fp8_e4m3")
 
@@ -340,7 +337,7 @@ def test_states_that_cannot_be_are_refused(said: dict[str, str], message: str) -
 
 
 def test_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
-    encoder = msgspec.structs.replace(
+    encoder = replace(
         CARD, architecture="BertModel", causal=False, context_tokens=4096, task=Task.EMBED
     )
     plan = decide(DEVICE, encoder, batching__chunk_tokens="64")

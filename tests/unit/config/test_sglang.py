@@ -245,11 +245,13 @@ def test_deterministic_inference_gives_a_seed_to_requests_that_name_none() -> No
     assert serve("--enable-deterministic-inference --random-seed 7").settings.model.random_seed == 7
 
 
-def test_our_short_forms_work() -> None:
+def test_short_forms_of_ours_and_a_model_before_or_behind_the_flags() -> None:
     settings = serve("--nats-url nats://a:1 --encoder-model-path /m --port 0 --host ::1").settings
     assert (settings.bus.url, settings.encoder.model_path) == ("nats://a:1", "/m")
     assert (settings.gateway.host, settings.gateway.port) == ("::1", 0)
     assert "--port" in other_names()["gateway.port"]
+    assert serve("/models/a --port 0").settings.model.path == "/models/a"
+    assert serve("--port 0 /models/a").settings.model.path == "/models/a"
 
 
 def test_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
@@ -302,11 +304,6 @@ def test_guess_is_not_an_argument_of_another_meaning(typed: str) -> None:
 )
 def test_guess_is_the_misspelled_argument(typed: str, meant: str) -> None:
     assert refused(typed) == f"{typed}: no such argument; did you mean {meant}?"
-
-
-def test_model_may_stand_before_the_flags_or_behind_them() -> None:
-    assert serve("/models/a --port 0").settings.model.path == "/models/a"
-    assert serve("--port 0 /models/a").settings.model.path == "/models/a"
 
 
 def test_flat_yaml_file_of_sglang_is_read_beside_our_groups(tmp_path: Path) -> None:

@@ -72,25 +72,18 @@ def test_another_format_is_fetched_when_it_is_asked_for(hub: FakeHub, tmp_path: 
     assert names(folder) == DESCRIBED | {"pytorch_model.bin"}
 
 
-def test_commit_names_the_same_files_as_its_branch(hub: FakeHub, tmp_path: Path) -> None:
-    by_commit = fetch(REPO, cached_in(tmp_path, revision=COMMIT), weights=True, endpoint=hub.url)
-    assert by_commit == fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
-
-
-def test_what_was_fetched_is_found_offline_and_without_the_hub(tmp_path: Path) -> None:
+def test_fetched_model_is_found_by_branch_and_commit_and_offline_without_the_hub(
+    tmp_path: Path,
+) -> None:
     with FakeHub(REPO, FILES).serving() as hub:
-        folder = fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
-    offline = cached_in(tmp_path, offline=True)
-    assert fetch(REPO, offline, weights=True) == folder
+        commit = cached_in(tmp_path, revision=COMMIT)
+        folder = fetch(REPO, commit, weights=True, endpoint=hub.url)
+        assert fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url) == folder
+    assert fetch(REPO, cached_in(tmp_path, offline=True), weights=True) == folder
     assert fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url) == folder
-
-
-def test_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path) -> None:
-    folder = fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
     settings = settings_of("--model-path", REPO, "--download-dir", str(tmp_path), "--load-offline")
     files = model_files(settings)
-    assert files.folder == folder
-    assert {file.name for file in files.weights} == WEIGHTS
+    assert (files.folder, {file.name for file in files.weights}) == (folder, WEIGHTS)
     assert (tokenizer_folder(settings), served_name(settings)) == (folder, REPO)
 
 
@@ -128,16 +121,12 @@ def test_unreachable_hub_is_reported(tmp_path: Path) -> None:
         fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
 
 
-def test_part_of_a_model_is_not_enough_offline(hub: FakeHub, tmp_path: Path) -> None:
-    fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
-    with pytest.raises(ConfigError, match="2 file"):
-        fetch(REPO, cached_in(tmp_path, offline=True), weights=True)
-
-
-def test_disk_without_room_is_found_before_anything_is_fetched(
+def test_weights_that_are_missing_are_found_so_offline_and_need_room_on_the_disk(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
+    with pytest.raises(ConfigError, match="2 file"):
+        fetch(REPO, cached_in(tmp_path, offline=True), weights=True)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5))
     with pytest.raises(ConfigError, match=r"weights need 0\.00 GiB; only 0\.00 GiB free in"):
         fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)

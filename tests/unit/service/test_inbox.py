@@ -98,26 +98,18 @@ async def world() -> AsyncGenerator[World]:
         yield world
 
 
-async def test_no_more_handlers_run_than_there_are_slots() -> None:
+async def test_slots_bound_handlers_and_calls_beyond_the_backlog_are_overloaded() -> None:
     async with world() as at:
         made = at.call(5)
         await until(lambda: len(at.calls) == 5)
         assert at.running == 2
+        refused = await at.call(1)[0]
+        assert isinstance(refused, Overloaded)
+        assert (refused.retry_after_s, at.tally.last_error) == (1.0, "overloaded")
         at.go.set()
         assert [await call for call in made] == [None] * 5
         assert at.inbox.empty
-        assert (at.tally.requests, at.tally.errors) == (5, 0)
-
-
-async def test_call_beyond_the_backlog_is_overloaded_with_retry_advice() -> None:
-    async with world() as at:
-        at.call(5)
-        await until(lambda: len(at.calls) == 5)
-        refused = await at.call(1)[0]
-        assert isinstance(refused, Overloaded)
-        assert refused.retry_after_s == 1.0
-        assert at.tally.last_error == "overloaded"
-        at.go.set()
+        assert (at.tally.requests, at.tally.errors) == (6, 1)
 
 
 async def test_shut_inbox_refuses_and_finishes_what_it_took() -> None:

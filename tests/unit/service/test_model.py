@@ -141,23 +141,19 @@ def left(cache: Path) -> list[str]:
     return sorted(path.relative_to(cache).parts[1] for path in cache.glob("models/*"))
 
 
-def test_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
+def test_package_is_fetched_once_and_again_if_its_file_is_cut_short(tmp_path: Path) -> None:
     wheel, index = made(tmp_path)
     cache = tmp_path / "cache"
     assert not is_cached(wheel, cache)
     file = ensure_cached(wheel, cache, index)
     assert (file, file.read_bytes()) == (cached_path(wheel, cache), CONTENT)
     assert is_cached(wheel, cache)
+    assert [each.name for each in file.parent.iterdir()] == [file.name], "it is too new to record"
     assert ensure_cached(wheel, cache, index) == file
-    assert index.asked == 1
-    assert left(cache) == [wheel.member_sha256[:16]]
-
-
-def test_file_that_is_cut_short_is_fetched_again(tmp_path: Path) -> None:
-    wheel, index = made(tmp_path)
-    ensure_cached(wheel, tmp_path, index).write_bytes(CONTENT[:10])
-    assert not is_cached(wheel, tmp_path)
-    assert ensure_cached(wheel, tmp_path, index).read_bytes() == CONTENT
+    assert (index.asked, left(cache)) == (1, [wheel.member_sha256[:16]])
+    file.write_bytes(CONTENT[:10])
+    assert not is_cached(wheel, cache)
+    assert ensure_cached(wheel, cache, index).read_bytes() == CONTENT
     assert index.asked == 2
 
 
@@ -176,13 +172,6 @@ def altered(file: Path) -> None:
             stream.write(b"x")
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
-
-
-def test_file_that_was_written_just_now_is_compared_again(tmp_path: Path) -> None:
-    wheel, index = made(tmp_path)
-    file = ensure_cached(wheel, tmp_path, index)
-    assert is_cached(wheel, tmp_path)
-    assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
 @pytest.mark.usefixtures("settled")
@@ -285,9 +274,8 @@ def test_folder_precedes_short_name_and_hub(
     assert not is_packaged("gpt2")
     assert is_hub_id("gpt2")
     named = settings("smollm2", "--download-dir", tmp_path / "cache")
-    with pytest.raises(
-        ConfigError, match=r"smollm2 is missing from .*; `antiphon serve --model-path"
-    ):
+    advice = r"smollm2 is missing from .*; `antiphon serve --model-path"
+    with pytest.raises(ConfigError, match=advice):
         model_files(named)
     (tmp_path / "smollm2").touch()
     assert is_packaged("smollm2"), "a file of that name is no folder"

@@ -247,9 +247,8 @@ async def test_pool_refuses_jobs_beyond_its_bound(gate: Gate) -> None:
     async with pool(jobs_max=2) as made:
         jobs = [begin(made, gate.job) for _ in range(2)]
         await _turn_of_the_loop()
-        with pytest.raises(
-            Overloaded, match="too many large requests are waiting; the limit is 2"
-        ) as refused:
+        reason = "too many large requests are waiting; the limit is 2"
+        with pytest.raises(Overloaded, match=reason) as refused:
             await made.run(b"third", timeout_s=20)
         assert refused.value.retry_after_s == 1.0
         jobs.append(begin(made, b"other", owner="other"))

@@ -111,13 +111,15 @@ async def test_fetch_from_an_address_without_server_is_gone():
         await take(claim)
 
 
-async def test_another_checksum_or_size_is_corrupt():
+async def test_another_checksum_or_size_is_corrupt_and_a_large_claim_refused():
     async with shelf() as (holder, _):
         claim = holder.put(b"some bytes", 60)
         with pytest.raises(BlobCorrupt):
             await take(replace(claim, digest=hashlib.sha256(b"others").digest()))
         with pytest.raises(BlobCorrupt):
             await take(replace(claim, size_bytes=3))
+        with pytest.raises(RequestTooLarge):
+            await take(claim, bytes_max=9)
 
 
 async def test_holder_that_hangs_up_in_the_middle_is_gone():
@@ -142,13 +144,6 @@ async def test_holder_that_says_nothing_is_gone_in_time():
     claim = BlobStore(address, MIB, Wall()).put(b"x", 60)
     with bound, pytest.raises(BlobGone):
         await fetch(claim, timeout_s=0.05, bytes_max=MIB)
-
-
-async def test_large_claim_is_refused_before_anything_is_sent():
-    async with shelf() as (holder, _):
-        claim = holder.put(b"x" * 11, 60)
-        with pytest.raises(RequestTooLarge):
-            await take(claim, bytes_max=10)
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", ":1", "host:x"])
