@@ -5,6 +5,8 @@ Some fields exclude each other in use (`messages` and `prompt`); here they are a
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from tests.support.services import process
 
 from antiphon.wire import (
@@ -24,6 +26,9 @@ from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MODEL = ModelName("antiphon-small")
 REQUEST = RequestId("0123456789abcdef0123456789abcdef")
@@ -74,25 +79,29 @@ PIECE = TokenOutputsChunk(
     texts={7: "Grü", 70_000: "\N{REPLACEMENT CHARACTER}"},
     written={70_000: b"\xc3"},
 )
+SAMPLED: Mapping[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.05,
+    "frequency_penalty": 0.25,
+    "presence_penalty": -0.5,
+    "repetition_penalty": 1.125,
+    "processors": PROCESSORS,
+    "grammar": GRAMMAR,
+    "seed": -42,
+    "ignore_eos": True,
+    "details": DETAIL_PARAMS,
+}
+"""Fields that requests of clients and of the cluster have alike."""
 SAMPLING = sampling.SamplingParams(
+    **SAMPLED,
     max_new_tokens=64,
-    temperature=0.7,
-    top_p=0.9,
-    top_k=40,
-    min_p=0.05,
-    frequency_penalty=0.25,
-    presence_penalty=-0.5,
-    repetition_penalty=1.125,
     min_new_tokens=4,
     logit_bias=sampling.LogitBias(
         token_ids=pack_ids((9, 70_000)), values=pack_floats((-1.5, 100.0))
     ),
-    processors=PROCESSORS,
-    grammar=GRAMMAR,
-    seed=-42,
     stop_token_ids=(2, 3),
-    ignore_eos=True,
-    details=DETAIL_PARAMS,
     pool=sampling.PoolParams(dimensions=256, second_from=12),
 )
 ERROR = ErrorReply(
@@ -133,23 +142,13 @@ EVERY: tuple[Message, ...] = (
         prompt="Once upon",
         prompt_ids=(1, 2, 70_000),
         max_tokens=64,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.05,
-        frequency_penalty=0.25,
-        presence_penalty=-0.5,
-        repetition_penalty=1.125,
+        **SAMPLED,
         min_tokens=4,
         logit_bias={9: -1.5, 70_000: 100.0},
-        processors=PROCESSORS,
-        grammar=GRAMMAR,
         n=2,
-        seed=-42,
         stop=("\n\n",),
         stop_regex=("[0-9]{3}",),
         stop_token_ids=(2,),
-        ignore_eos=True,
         no_stop_trim=True,
         skip_special_tokens=False,
         continue_final_message=True,
@@ -157,7 +156,6 @@ EVERY: tuple[Message, ...] = (
         chat_template_kwargs='{"thinking": false}',
         priority=-3,
         cache_salt="room 5",
-        details=DETAIL_PARAMS,
         token_texts=True,
         stream=False,
         timeout_s=30.5,

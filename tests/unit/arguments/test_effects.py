@@ -81,6 +81,14 @@ def of_leader(name: str) -> Observe:
     return lambda settings: getattr(LeaderConfig.of(settings), name)
 
 
+def weight_files(settings: Settings) -> int:
+    return len(model_files(settings).weights)
+
+
+def context_tokens(settings: Settings) -> int:
+    return read_card(model_files(settings)).context_tokens
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "observe", "expected"),
     [
@@ -111,6 +119,10 @@ def of_leader(name: str) -> Observe:
         shows("--abort-on-priority-when-disabled", None, rule("refuse_priority"), True),
         shows("--max-queued-requests", "5", of_leader("queue_max"), 5),
         shows("--soft-watchdog-timeout", "3", of_leader("stall_s"), 3.0),
+        shows("--load-format", "dummy", weight_files, 0),
+        shows(
+            "--json-model-override-args", '{"max_position_embeddings": 777}', context_tokens, 777
+        ),
     ],
 )
 def test_argument_decides(flag: str, value: str | None, observe: Observe, expected: object) -> None:
@@ -226,40 +238,17 @@ def test_argument_sizes_the_pool_of_states(flag: str, value: str) -> None:
     assert given >= 700
 
 
-@pytest.mark.argument("--model-path")
-def test_model_path_is_where_the_files_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "observe"),
+    [
+        shows("--model-path", lambda settings: model_files(settings).folder),
+        shows("--tokenizer-path", tokenizer_path),
+    ],
+)
+def test_path_is_where_the_files_are(flag: str, observe: Observe, tmp_path: Path) -> None:
     for file in embedded.path().iterdir():
         (tmp_path / file.name).symlink_to(file)
-    given, without = compare(
-        "--model-path", str(tmp_path), observe=lambda settings: model_files(settings).folder
-    )
-    assert (given, without) == (tmp_path, embedded.path())
-
-
-@pytest.mark.argument("--tokenizer-path")
-def test_tokenizer_path_is_where_the_tokenizer_is(tmp_path: Path) -> None:
-    assert compare("--tokenizer-path", str(tmp_path), observe=tokenizer_path) == (
-        tmp_path,
-        embedded.path(),
-    )
-
-
-@pytest.mark.argument("--load-format")
-def test_load_format_dummy_reads_no_weights() -> None:
-    given, without = compare(
-        "--load-format", "dummy", observe=lambda settings: len(model_files(settings).weights)
-    )
-    assert given == 0 < without
-
-
-@pytest.mark.argument("--json-model-override-args")
-def test_json_model_override_args_replace_fields_of_the_config() -> None:
-    given, without = compare(
-        "--json-model-override-args",
-        '{"max_position_embeddings": 777}',
-        observe=lambda settings: read_card(model_files(settings)).context_tokens,
-    )
-    assert given == 777 != without
+    assert compare(flag, str(tmp_path), observe=observe) == (tmp_path, embedded.path())
 
 
 @pytest.mark.argument("--model-checksum")

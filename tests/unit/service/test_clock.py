@@ -8,15 +8,15 @@ import random
 import msgspec
 import pytest
 from tests.support.clock import ManualClock
+from tests.support.services import process
 
 from antiphon.config.worker import Policy, QueueConfig
 from antiphon.service.clock import Clock, check, deadline_in, remaining_s
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 from antiphon.service.sequence import Arrival, SeqReceiver, SeqSender
-from antiphon.wire.base import Process
 from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.heartbeat import StreamSeq
-from antiphon.wire.ids import Incarnation, InstanceId, ModelName, new_request_id
+from antiphon.wire.ids import InstanceId, ModelName, new_request_id
 from antiphon.wire.tokenize import DecodeRequest
 
 MODEL = ModelName("model")
@@ -96,8 +96,8 @@ def test_time_that_is_left_of_a_call_counts_from_its_receipt(ahead_s: float) -> 
         check(msgspec.structs.replace(call, left_ms=0), clock)
 
 
-WORKER = Process(instance=InstanceId("worker-0"), incarnation=Incarnation("1"))
-REBORN = Process(instance=InstanceId("worker-0"), incarnation=Incarnation("2"))
+WORKER = process("worker-0")
+REBORN = process("worker-0", "2")
 ME = InstanceId("detokenizer-0")
 
 

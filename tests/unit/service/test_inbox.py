@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.services import client_bus
+from tests.support.services import client_bus, process
 from tests.support.wait import until
 
 from antiphon.bus.discovery import EndpointCounters
@@ -25,12 +25,10 @@ from antiphon.service.inbox import (
 )
 from antiphon.service.tasks import Tasks, isolated
 from antiphon.telemetry.metrics import Metrics
-from antiphon.wire.base import Process
 from antiphon.wire.codec import MalformedMessage
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded
 from antiphon.wire.heartbeat import Discover
-from antiphon.wire.ids import Incarnation, InstanceId
 from antiphon.wire.routes import DISCOVER, WORKER_CONTROL
 
 if TYPE_CHECKING:
@@ -157,8 +155,7 @@ async def test_stream_is_applied_in_order_despite_failures(
         inbox = StreamInbox("route", apply, calls=calls, counts=counts)
         subscription = await bus.listen(DISCOVER, inbox.deliver)
         for n in range(50):
-            asker = Process(instance=InstanceId(str(n)), incarnation=Incarnation("1"))
-            bus.publish(DISCOVER, Discover(asker=asker))
+            bus.publish(DISCOVER, Discover(asker=process(str(n))))
         await subscription.drain()
     assert applied == [str(n) for n in range(50) if n not in (3, 4)]
     assert (tally.requests, tally.errors) == (50, 2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.services import client_bus, running
+from tests.support.services import client_bus, process, running
 from tests.support.wait import until
 from tests.unit.service.test_run import EchoService
 
@@ -18,10 +18,10 @@ from antiphon.gateway.request_metrics import CustomLabels
 from antiphon.service import metrics_publisher as metrics_feed
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics, Published
-from antiphon.wire.base import Process, Role
+from antiphon.wire.base import Role
 from antiphon.wire.codec import encode
 from antiphon.wire.heartbeat import MetricsReport
-from antiphon.wire.ids import Incarnation, InstanceId, ModelName
+from antiphon.wire.ids import ModelName
 from antiphon.wire.routes import METRICS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Delivery
 
 MODEL = ModelName("toy")
-READER = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("1"))
+READER = process("gateway-0")
 COUNTED = (
     catalog.NUM_REQUESTS,
     catalog.PROMPT_TOKENS,
@@ -131,7 +131,7 @@ def test_parts_of_a_report_count_only_when_all_have_come() -> None:
     reader = Reader()
     whole = MetricsReport(
         role=Role.WORKER,
-        process=Process(instance=InstanceId("worker-0"), incarnation=Incarnation("1")),
+        process=process("worker-0"),
         model=MODEL,
     )
     one = metrics_feed.families(_counted(catalog.COMPUTED_TOKENS, 5.0))
@@ -157,20 +157,13 @@ def _counted(family: catalog.MetricSpec, value: float) -> list[Published]:
 
 
 def test_sets_of_custom_labels_are_bounded_in_bytes() -> None:
-    config = msgspec.structs.replace(
-        Settings().metrics, custom_labels=" ".join(f"l{number}" for number in range(14))
-    )
+    names = [f"l{number}" for number in range(14)]
+    config = msgspec.structs.replace(Settings().metrics, custom_labels=" ".join(names))
     labels = CustomLabels(config)
     seen: set[tuple[str, ...]] = set()
     for number in range(90):
-        value = f"{number:03}" + "ü" * 125
-        labels.read(
-            {
-                "x-custom-labels": msgspec.json.encode(
-                    {f"l{each}": value for each in range(14)}
-                ).decode()
-            }
-        )
+        values = dict.fromkeys(names, f"{number:03}" + "ü" * 125)
+        labels.read({"x-custom-labels": msgspec.json.encode(values).decode()})
         seen.add(labels.current())
     assert ("other",) * 14 in seen
     assert sum(len(each.encode()) for one in seen for each in one) <= 64 * 1024 + 5 * 14

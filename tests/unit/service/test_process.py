@@ -39,10 +39,10 @@ from antiphon.service.startup import (
 )
 from antiphon.service.web import ProcessHealth, probe_server
 from antiphon.telemetry.metrics import Metrics
-from antiphon.wire.base import Attempt, Process, ProcessState, Term
+from antiphon.wire.base import Attempt, ProcessState, Term
 from antiphon.wire.errors import EngineError
 from antiphon.wire.heartbeat import RunningRequest
-from antiphon.wire.ids import ClusterName, Incarnation, InstanceId, new_request_id
+from antiphon.wire.ids import ClusterName, new_request_id
 from antiphon.wire.routes import HEARTBEAT, TOKENIZE
 from antiphon.wire.submit import OpenRequest
 
@@ -396,9 +396,7 @@ def test_address_that_is_not_ours_is_named_in_one_line() -> None:
         bind("192.0.2.1", 0)
 
 
-SCHEDULER = Process(
-    instance=InstanceId("scheduler-of-a-long-name-0"), incarnation=Incarnation("f" * 16)
-)
+SCHEDULER = process("scheduler-of-a-long-name-0", "f" * 16)
 ATTEMPT = Attempt(term=Term(number=2**31, scheduler=SCHEDULER), n=2**31)
 
 
