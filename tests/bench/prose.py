@@ -29,8 +29,7 @@ from tests.bench.models import CACHE, fetched
 from tests.bench.peers.peer import NotHere
 from tests.bench.peers.servers import LLAMA_VERSION, LlamaCpp
 from tests.bench.summary import RESULTS, Measurement, Summary, arguments, here, report, single
-from tests.models.stepper import spy_on_logits
-from tests.models.test_llama_parity import stepper
+from tests.models.stepper import spy_on_logits, stepper
 from tests.support.models import open_model
 
 from antiphon.model_card.packaged import packaged

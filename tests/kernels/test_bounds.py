@@ -114,7 +114,7 @@ def test_the_smallest_pass_is_run() -> None:
     assert run(a_stack(), 1, [rows(1)])[0].shape == (1, 16)
 
 
-def test_a_team_whose_threads_find_no_memory_says_so_and_works_on() -> None:
+def test_a_team_whose_threads_find_no_memory_raises_and_works_on() -> None:
     """A head as wide as a million wants 320 MB to work in, where 100 MB are left."""
     run_alone("""
         import resource

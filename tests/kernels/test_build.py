@@ -78,7 +78,7 @@ def test_what_was_built_long_ago_is_forgotten_but_for_what_is_used(sources: Path
     assert {name.split("-")[0] for name in objects() & old} == {"one"}
 
 
-def test_an_error_of_the_compiler_is_told_and_leaves_nothing(sources: Path) -> None:
+def test_an_error_of_the_compiler_is_raised_and_leaves_nothing(sources: Path) -> None:
     (sources / "two.cpp").write_text("int two() { return three; }\n")
     with pytest.raises(build.CannotBuild, match="three"):
         build.build()

@@ -57,7 +57,7 @@ def test_every_registered_op_is_chosen_and_printed() -> None:
     assert table(choices).count("\n") == len(choices) - 1
 
 
-def test_the_table_says_why_a_backend_does_not_run() -> None:
+def test_the_table_gives_the_reason_why_a_backend_does_not_run() -> None:
     assert "not fast: there is no GPU" in table([double.select(CPU)])
 
 

@@ -175,7 +175,7 @@ class Sequences:
     cuts=st.lists(st.lists(st.sampled_from([0, 1, 1, 7, 64, 150]), min_size=4, max_size=4)),
     seed=st.integers(0, 99),
 )
-def test_any_cut_of_any_mixture_gives_what_the_recurrence_says(kind, lengths, cuts, seed) -> None:
+def test_any_cut_of_any_mixture_equals_the_recurrence(kind, lengths, cuts, seed) -> None:
     sequences = Sequences(kind, lengths, seed)
     for counts in [*cuts[:6], [150] * 4]:
         left = [n - d for d, n in zip(sequences.done, lengths, strict=True)]
@@ -255,7 +255,7 @@ def test_a_row_with_a_nan_still_gives_a_token(row: Row) -> None:
 @each_row(finite_rows)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
-def test_rows_that_are_not_finite_are_told(row: Row, dtype: torch.dtype, size: int) -> None:
+def test_rows_that_are_not_finite_are_flagged(row: Row, dtype: torch.dtype, size: int) -> None:
     values = torch.randn(5, size, generator=GENERATOR).to(dtype) * 1e30
     assert row(values) is None
     for i, bad in enumerate((torch.nan, torch.inf, -torch.inf)):

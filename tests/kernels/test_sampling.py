@@ -61,7 +61,7 @@ CASES = [
 
 @pytest.mark.parametrize("vocabulary", [10, 256, 1000])
 @pytest.mark.parametrize("columns", CASES, ids=str)
-def test_tokens_are_drawn_as_often_as_the_filtered_softmax_says(vocabulary, columns) -> None:
+def test_tokens_are_drawn_with_the_shares_of_the_filtered_softmax(vocabulary, columns) -> None:
     logits = 3 * torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     want = distribution(logits[0], *columns)
     # An even comb instead of random numbers: each token is hit as often as its share, to a count.

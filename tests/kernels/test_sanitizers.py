@@ -23,7 +23,7 @@ SANITIZERS = (
 )
 
 LIMITED = (
-    "tests/kernels/test_bounds.py::test_a_team_whose_threads_find_no_memory_says_so_and_works_on"
+    "tests/kernels/test_bounds.py::test_a_team_whose_threads_find_no_memory_raises_and_works_on"
 )
 """It limits the address space, of which AddressSanitizer reserves terabytes."""
 

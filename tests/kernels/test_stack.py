@@ -255,7 +255,7 @@ def said(flags: Tensor | None) -> list[bool]:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_are_told_of_their_row(bad: float) -> None:
+def test_logits_that_are_not_finite_are_flagged_by_row(bad: float) -> None:
     spoken = Spoken.of(torch.bfloat16, *PASSES["three decodes"])
     good = spoken.score([0, 1, 2], tied=False)
     spoken.table[spoken.ids[1], 5] = bad
@@ -304,7 +304,7 @@ def test_more_threads_than_cores_change_nothing(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_token_that_is_not_finite_is_told_and_spoils_no_other_row(bad: float) -> None:
+def test_a_token_that_is_not_finite_is_flagged_and_spoils_no_other_row(bad: float) -> None:
     world = a_world(torch.bfloat16, *PASSES["three decodes"], head_norms=False)
     expected, _ = fused(world, world.copied_caches())
     world.residual[1, 5] = bad
@@ -393,7 +393,7 @@ def test_a_pass_that_goes_on_has_the_bits_of_one_made_anew(rows: int, dtype: tor
     assert same(walk.score(going), walk.score(anew))
 
 
-def test_rows_that_are_not_finite_are_told_by_a_pass_that_goes_on() -> None:
+def test_rows_that_are_not_finite_are_flagged_by_a_pass_that_goes_on() -> None:
     walk = Walk.of(3)
     stack = walk.begun()
     walk.spoken.table[walk.ids[1], 5] = torch.nan
@@ -402,7 +402,7 @@ def test_rows_that_are_not_finite_are_told_by_a_pass_that_goes_on() -> None:
     assert said(scored.finite) == said(scored.logits_finite) == [True, False, True]
 
 
-def test_what_a_pass_gave_stays_as_it_was_while_somebody_has_it() -> None:
+def test_the_result_of_a_pass_stays_as_it_was_while_it_is_held() -> None:
     walk = Walk.of(3)
     stack = walk.begun()
     first = walk.again(stack)
@@ -442,7 +442,7 @@ def test_a_bare_result_is_the_likeliest_alone_where_all_is_finite(going: bool) -
     assert torch.equal(bare.hidden[[0, 2]], full.hidden[[0, 2]])
 
 
-def test_memory_that_nobody_has_any_more_is_used_again() -> None:
+def test_memory_that_is_no_longer_held_is_used_again() -> None:
     walk = Walk.of(3)
     stack = walk.begun()
     places: set[tuple[int, int]] = set()

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from tests.models.derived import Mutant, derived
 from tests.models.families import LENGTHS, VOCABULARY, Row
-from tests.models.stepper import Stepper, spy_on_logits
-from tests.models.test_llama_parity import prompts
+from tests.models.stepper import Stepper, logits_of, prompts, spy_on_logits
 from tests.support.models import load
 from torch import Tensor
 from transformers import DynamicCache
@@ -169,16 +168,6 @@ class Heard:
         return found
 
 
-def logits_of(model: OpenModel, ids: list[int], chunk: int) -> Tensor:
-    """Of every token, computed in chunks."""
-    seen = spy_on_logits(model.runner)
-    batch = Stepper(model.runner, model.groups)
-    batch.add(ids)
-    for start in range(0, len(ids), chunk):
-        batch.step({0: min(chunk, len(ids) - start)}, all_logits=True)
-    return torch.cat(seen)
-
-
 def error(ours: Tensor, theirs: Tensor) -> float:
     """The greatest difference, in standard deviations."""
     return float((ours - theirs).abs().max() / theirs.std())
@@ -224,9 +213,7 @@ def check_prefix(saved: Saved) -> None:
     first, second = batch.add(ids[:40]), batch.add(ids)
     batch.step({0: 36})
     batch.step({0: 4})
-    for group, own, theirs in zip(model.groups, second.pages, first.pages, strict=True):
-        own.extend(theirs[: 1 if group.kind is GroupKind.STATE else 9])
-    second.computed = 36
+    batch.share(first, second, 36)
     batch.step({1: len(ids) - 37}, all_logits=True)
     batch.step({1: 1})
     batch.decode(STEPS)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import torch
+from tests.models.tiny import VOCABULARY
 from tests.support.worker import sampling_columns
 
 from antiphon.model_worker.batching.plan import Ints, PlanRunner, StepOutcome, StepPlan, future
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.model_runner import ModelRunner as Rank
+    from antiphon.model_worker.runner.model_runner import OpenModel
 
 
 SAMPLING = ("temperature", "top_p", "min_p", "top_k", "seed", "choice")
@@ -98,6 +101,13 @@ class Stepper:
                 line.computed += max(0, len(accepted) - 1)
                 line.ids += accepted
         return outcome
+
+    def share(self, first: Line, second: Line, tokens: int) -> None:
+        """Let a sequence begin with so many tokens of another: its pages and its last state."""
+        for group, own, theirs in zip(self.groups, second.pages, first.pages, strict=True):
+            pages = 1 if group.kind is GroupKind.STATE else tokens // group.page_tokens
+            own.extend(theirs[:pages])
+        second.computed = tokens
 
     def prefill(self, chunk: int | None = None) -> None:
         """Compute all that is known, in pieces of `chunk` tokens a row."""
@@ -218,3 +228,27 @@ def spy_on_logits(runner: Rank) -> list[Tensor]:
 
     runner._contexts.score, runner._score = spy_at_once, spy_by_parts
     return seen
+
+
+def prompts(
+    vocabulary: int = VOCABULARY, lengths: Sequence[int] = (1, 2, 7, 16, 33, 90)
+) -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(0, vocabulary, length).tolist() for length in lengths]
+
+
+def stepper(model: OpenModel, batch: Iterable[Sequence[int]], seed: int = 0) -> Stepper:
+    """These prompts in the first slots of a model."""
+    made = Stepper(model.runner, model.groups, seed)
+    for ids in batch:
+        made.add(ids)
+    return made
+
+
+def logits_of(model: OpenModel, ids: Sequence[int], chunk: int) -> Tensor:
+    """Of every token, computed in chunks."""
+    seen = spy_on_logits(model.runner)
+    one = stepper(model, [ids])
+    for start in range(0, len(ids), chunk):
+        one.step({0: min(chunk, len(ids) - start)}, all_logits=True)
+    return torch.cat(seen)

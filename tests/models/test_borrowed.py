@@ -18,15 +18,8 @@ from tests.models.families import (
     Row,
     stretched,
 )
-from tests.models.parity import (
-    Saved,
-    check_prefix,
-    check_text,
-    error,
-    logits_of,
-    save,
-    texts,
-)
+from tests.models.parity import Saved, check_prefix, check_text, error, save, texts
+from tests.models.stepper import logits_of
 from tests.support.models import change_config, change_tensors, load, open_model
 
 from antiphon.config.model import ModelConfig
@@ -222,7 +215,7 @@ def test_a_family_of_ours_may_be_borrowed_too(tmp_path: Path, name: str) -> None
     assert model.runner.choices[0].refused == (("cpu", "the model uses the transformers backend"),)
 
 
-def test_a_line_in_the_log_says_whose_layers_run(
+def test_a_line_in_the_log_names_the_backend_of_the_layers(
     saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):

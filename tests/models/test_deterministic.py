@@ -130,8 +130,7 @@ def behind_a_cached_prefix(bench: Bench, ids: list[int]) -> Tensor:
     bench.stepper.step({0: 7, 1: 11})
     bench.stepper.step({0: 30, 1: 5})
     line = bench.stepper.add(ids)
-    line.computed = 2 * PAGE_TOKENS
-    line.pages = [pages[:2] for pages in first.pages]
+    bench.stepper.share(first, line, 2 * PAGE_TOKENS)
     bench.seen.clear()
     bench.stepper.step({2: len(ids) - line.computed}, all_logits=True)
     return bench.seen[-1]

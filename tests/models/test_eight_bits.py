@@ -18,9 +18,9 @@ import pytest
 import torch
 from tests.kernels.rows import ISAS
 from tests.models import families, families_moe
-from tests.models.parity import Saved, error, logits_of, opened, save, texts
+from tests.models.parity import Saved, error, opened, save, texts
 from tests.models.specs import BY_NAME
-from tests.models.stepper import Stepper, spy_on_logits
+from tests.models.stepper import Stepper, logits_of, spy_on_logits
 from tests.support.models import change_tensors, load, open_model
 from torch import Tensor
 
@@ -135,9 +135,7 @@ def test_a_cached_prefix_and_other_texts_change_nothing(saved: Saved) -> None:
     first, second, _ = batch.add(ids[:40]), batch.add(ids), batch.add(texts()[1])
     batch.step({0: 36})
     batch.step({0: 4, 2: 11})
-    for group, own, theirs in zip(model.groups, second.pages, first.pages, strict=True):
-        own.extend(theirs[: 1 if group.kind is GroupKind.STATE else 9])
-    second.computed = 36
+    batch.share(first, second, 36)
     batch.step({2: 7, 1: len(ids) - 36}, all_logits=True)
     expected = reference(saved, ids, "fp8_e4m3")[36:]
     assert error(seen[-1][7:], expected) < LIMIT
@@ -250,7 +248,7 @@ def test_what_is_no_scale_is_refused(
 
 
 @needs_kernels
-def test_layers_without_a_scale_are_told_of(
+def test_layers_without_a_scale_are_logged(
     llama: Saved, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = scaled(llama, tmp_path / "scaled", SPELLINGS["one for both"], torch.tensor(0.5))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models.parity import check_logits, error, logits_of, save, texts
+from tests.models.parity import check_logits, error, save, texts
 from tests.models.rank import LoneRank
 from tests.models.specs import BY_NAME
+from tests.models.stepper import logits_of
 from tests.support.models import change_config, change_tensors, open_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

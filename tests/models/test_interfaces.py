@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.models.parity import save
 from tests.models.specs import BY_NAME, attention_of, windowed
-from tests.models.stepper import Stepper
+from tests.models.stepper import stepper
 from tests.models.test_llama_parity import mutated
 from tests.models.tiny import VOCABULARY
 from tests.support.models import change_config, load, open_model
@@ -34,8 +34,8 @@ def opened(folder: Path, **options) -> OpenModel:
 
 def decoded(folder: Path, ids: list[int], tokens: int, temperature: float = 0.0) -> list[int]:
     model = opened(folder)
-    one = Stepper(model.runner, model.groups)
-    line = one.add(ids)
+    one = stepper(model, [ids])
+    line = one.lines[0]
     line.temperature = temperature
     one.step({0: len(ids)})
     one.decode(tokens - 1)
@@ -54,8 +54,8 @@ def test_runner_accepts_of_a_verify_row_what_a_draft_foresaw_and_one_more(
 ) -> None:
     answer = decoded(llama, PROMPT, 20, temperature)
     model = opened(llama)
-    batch = Stepper(model.runner, model.groups)
-    line, other = batch.add(PROMPT), batch.add(OTHER)
+    batch = stepper(model, [PROMPT, OTHER])
+    line, other = batch.lines.values()
     line.temperature = temperature
     batch.step({0: len(PROMPT), 1: len(OTHER)})
     accepted: list[int] = []
@@ -70,10 +70,7 @@ def test_runner_accepts_of_a_verify_row_what_a_draft_foresaw_and_one_more(
 
 
 def test_a_chunk_in_the_middle_of_a_prompt_accepts_nothing(llama: Path) -> None:
-    model = opened(llama)
-    batch = Stepper(model.runner, model.groups)
-    batch.add(PROMPT)
-    outcome = batch.step({0: 10})
+    outcome = stepper(opened(llama), [PROMPT]).step({0: 10})
     assert (outcome.starts.tolist(), outcome.token_ids.tolist()) == ([0, 0], [])
 
 
@@ -87,25 +84,22 @@ def test_layers_with_a_window_have_their_own_pages_and_drop_old_ones(llama: Path
         (GroupKind.FULL, (0, 2), None),
         (GroupKind.WINDOW, (1, 3), 9),
     ]
-    batch = Stepper(model.runner, model.groups, seed=5)
-    line = batch.add(OTHER)
+    batch = stepper(model, [OTHER], seed=5)
+    line = batch.lines[0]
     batch.prefill(chunk=7)
     batch.decode(20)
     full, windowed = line.pages
     assert full[:12] != windowed[:12]
     assert windowed[:8] == [-1] * 8
     assert -1 not in full
-    whole = with_windows(llama, (None, 9, None, 9))
-    at_once = Stepper(whole.runner, whole.groups)
-    again = at_once.add(line.ids[:-1])
+    at_once = stepper(with_windows(llama, (None, 9, None, 9)), [line.ids[:-1]])
     at_once.step({0: len(line.ids) - 1})
-    assert again.ids == line.ids
+    assert at_once.lines[0].ids == line.ids
 
 
 def a_plan(llama: Path):
     model = opened(llama)
-    batch = Stepper(model.runner, model.groups)
-    batch.add(PROMPT)
+    batch = stepper(model, [PROMPT])
     batch.step({0: len(PROMPT)})
     return model.runner, batch.plans[0]
 

@@ -133,9 +133,7 @@ def check_shared_beginning(saved: Saved) -> None:
     batch = Stepper(reader, model.groups)
     first, second = batch.add(ids[:40]), batch.add(ids)
     batch.step({0: 40})
-    for own, others in zip(second.pages, first.pages, strict=True):
-        own.extend(others[:9])
-    second.computed = 36
+    batch.share(first, second, 36)
     batch.step({1: len(ids) - 36})
     reference = theirs(saved)
     known = reader.kept[1][0] if model.spec.head is None else said(model, reader, range(1, 2))
@@ -175,7 +173,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("linear", LINEARS)
-def test_what_is_said_of_texts_is_what_transformers_says(saved: Saved, linear: str) -> None:
+def test_streams_and_scores_of_texts_are_those_of_transformers(saved: Saved, linear: str) -> None:
     check_said(saved, linear)
 
 
@@ -236,7 +234,7 @@ def test_norms_as_tensorflow_called_them(tmp_path: Path) -> None:
     check_said(saved, "plain")
 
 
-def test_modernbert_as_its_first_configs_say_it(tmp_path: Path) -> None:
+def test_modernbert_as_its_first_configs_declare_it(tmp_path: Path) -> None:
     row = BY_NAME["ModernBertModel"]
     thirds = ["full_attention", "sliding_attention", "sliding_attention"]
     saved = save(replace(row, fields={**row.fields, "layer_types": thirds}), tmp_path)

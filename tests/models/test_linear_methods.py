@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.test_llama_parity import assert_close, logits_of, prompts, stepper
+from tests.models.stepper import logits_of, prompts, stepper
+from tests.models.test_llama_parity import assert_close
 from tests.models.tiny import write_llama
 from tests.support.models import load, open_model
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 from tests.models.families import LLAMA3_ROPE, stretched
 from tests.models.specs import attention_of, layered, mixed, windowed
-from tests.models.stepper import Stepper, spy_on_logits
-from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
+from tests.models.stepper import logits_of, prompts, stepper
+from tests.models.tiny import write_llama, write_qwen2
 from tests.support.models import load, open_model, with_spec
 from torch import Tensor
 
@@ -55,31 +54,10 @@ QWEN2_SHAPES: dict[str, dict[str, object]] = {
 QWEN2_LIMIT = 5e-5
 """Random biases of queries and keys make sharper attention, so errors grow more than in Llama."""
 LINEARS = ["plain"] if unavailable_reason() else ["plain", "packed"]
-LENGTHS = (1, 2, 7, 16, 33, 90)
-
-
-def prompts(vocabulary: int = VOCABULARY, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    random = np.random.default_rng(7)
-    return [random.integers(0, vocabulary, length).tolist() for length in lengths]
 
 
 def opened(folder: Path, dtype: str = "float32", linear: str = "plain") -> OpenModel:
     return open_model(folder, pages=256, dtype=dtype, linear=linear)
-
-
-def stepper(model: OpenModel, batch: list[list[int]]) -> Stepper:
-    made = Stepper(model.runner, model.groups)
-    for ids in batch:
-        made.add(ids)
-    return made
-
-
-def logits_of(model: OpenModel, ids: list[int], chunk: int) -> Tensor:
-    seen = spy_on_logits(model.runner)
-    one = stepper(model, [ids])
-    for start in range(0, len(ids), chunk):
-        one.step({0: min(chunk, len(ids) - start)}, all_logits=True)
-    return torch.cat(seen)
 
 
 def assert_close(ours: Tensor, theirs: Tensor, limit: float = 2e-5) -> None:

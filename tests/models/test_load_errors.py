@@ -74,7 +74,7 @@ def test_a_config_that_would_be_served_wrongly_is_refused(folder, fields, messag
         load(folder)
 
 
-def test_a_config_with_other_names_for_its_shape_says_which_are_missing(folder: Path) -> None:
+def test_a_config_with_other_names_for_its_shape_names_the_missing_ones(folder: Path) -> None:
     change_config(folder, "num_hidden_layers", model_type="mpt", n_layers=2)
     with pytest.raises(ModelLoadError, match="num_hidden_layers missing: models of type mpt"):
         load(folder)
@@ -176,13 +176,6 @@ def test_frequencies_that_old_checkpoints_carry_are_ignored(folder: Path) -> Non
     assert load(folder).spec.layers[3:]
 
 
-def test_a_missing_file_of_the_index_is_named(folder: Path) -> None:
-    file = shard_with(folder, NORM)
-    file.unlink()
-    with pytest.raises(ModelLoadError, match=f"{file.name}: No such file"):
-        load(folder)
-
-
 @pytest.mark.parametrize("kept", [0, 4, 100, -1], ids=lambda kept: f"first {kept} bytes")
 def test_a_file_that_was_cut_short_is_refused(folder: Path, kept: int) -> None:
     file = shard_with(folder, NORM)
@@ -191,8 +184,11 @@ def test_a_file_that_was_cut_short_is_refused(folder: Path, kept: int) -> None:
         load(folder)
 
 
-def test_a_file_that_is_none_is_refused(folder: Path) -> None:
+def test_a_file_of_the_index_that_is_none_or_missing_is_named(folder: Path) -> None:
     file = shard_with(folder, NORM)
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelLoadError, match=f"{file.name}: not a safetensors file"):
+        load(folder)
+    file.unlink()
+    with pytest.raises(ModelLoadError, match=f"{file.name}: No such file"):
         load(folder)

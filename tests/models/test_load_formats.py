@@ -14,7 +14,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models.stepper import Stepper
+from tests.models.stepper import stepper
 from tests.models.tiny import QWEN2, write_llama, write_qwen2
 from tests.support.models import change_config, load, open_model
 from torch import Tensor
@@ -289,11 +289,10 @@ def test_a_gguf_file_that_was_cut_short_is_refused(llama: Path, bare: Path, kept
 
 def greedy(place: Path | ModelFiles) -> list[int]:
     model = open_model(place, pages=32, dtype="float32")
-    batch = Stepper(model.runner, model.groups)
-    line = batch.add([5, 7, 11, 13])
+    batch = stepper(model, [[5, 7, 11, 13]])
     batch.prefill()
     batch.decode(20)
-    return line.ids
+    return batch.lines[0].ids
 
 
 def test_a_gguf_file_gives_the_text_of_its_safetensors(llama: Path, tmp_path: Path) -> None:
@@ -335,7 +334,7 @@ def test_mapped_parts_come_back_after_they_were_let_go(llama: Path) -> None:
     assert torch.equal(tensor.decode(tensor.data.read()), before)
 
 
-def test_a_file_that_shrinks_while_it_is_copied_is_told(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_copied_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"12345678")
     part = copied_data(file, 4, 8)

@@ -13,7 +13,7 @@ from tests.models import families
 from tests.models.model_loop import CONTEXT_TOKENS, LINEAR, PoolingEngine
 from tests.models.parity import error, save, texts
 from tests.models.specs import BY_NAME
-from tests.models.test_llama_parity import prompts
+from tests.models.stepper import prompts
 from tests.models.tiny import VOCABULARY, write_llama
 from torch.nn.functional import normalize
 from transformers import AutoModel
@@ -193,7 +193,7 @@ def test_the_second_text_of_a_pair_has_another_type(tmp_path: Path) -> None:
         ("Gemma3TextModel that sees both ways", PoolMode.MEAN),
     ],
 )
-def test_without_files_that_say_so_a_family_pools_by_its_habit(
+def test_without_pooling_files_a_family_pools_by_its_default(
     name: str, mode: PoolMode, tmp_path: Path
 ) -> None:
     assert PoolingEngine(save(BY_NAME[name], tmp_path).folder).pooling.mode is mode

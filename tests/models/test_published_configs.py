@@ -11,8 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.models.families import SIZES, Row, long_rope
-from tests.models.parity import Saved, check_logits, error, logits_of, save, texts
+from tests.models.parity import Saved, check_logits, error, save, texts
 from tests.models.specs import BY_NAME, attention_of
+from tests.models.stepper import logits_of
 from tests.support.models import change_config, change_tensors, load, open_model
 from torch import Tensor
 
@@ -60,7 +61,7 @@ def test_what_a_config_leaves_out_is_the_habit_of_its_family(tmp_path: Path, nam
     assert read_card(tmp_path) == card
 
 
-def test_gemma3_as_its_first_configs_say_it(tmp_path: Path) -> None:
+def test_gemma3_as_its_first_configs_declare_it(tmp_path: Path) -> None:
     saved = save(BY_NAME["gemma3"], tmp_path)
     change_config(
         tmp_path,
@@ -116,7 +117,7 @@ def test_another_model_that_sees_is_refused_by_its_name(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_what_is_said_of_the_text_within_is_read_of_the_text(tmp_path: Path) -> None:
+def test_fields_of_the_whole_are_read_for_the_text_within(tmp_path: Path) -> None:
     """Rounded by names as the whole model has them; what the operator says comes last."""
     save(BY_NAME["mistral that sees"], tmp_path)
     plain = ["language_model.lm_head", "language_model.model.layers.1.mlp.gate_proj"]
@@ -171,7 +172,7 @@ def test_pythia_with_its_masks(tmp_path: Path, kind: torch.dtype, ending: str) -
     check_logits(saved, "plain")
 
 
-def test_llama4_as_its_first_configs_say_it(tmp_path: Path) -> None:
+def test_llama4_as_its_first_configs_declare_it(tmp_path: Path) -> None:
     save(BY_NAME["llama4"], tmp_path)
     spec = load(tmp_path).spec
     change_config(tmp_path, attn_temperature_tuning=4)
@@ -197,7 +198,7 @@ def test_names_without_the_base_are_those_of_the_base(tmp_path: Path, name: str)
     check_logits(saved, "plain")
 
 
-def test_mistral3_is_tied_where_the_whole_says_so(tmp_path: Path) -> None:
+def test_mistral3_is_tied_where_the_whole_is(tmp_path: Path) -> None:
     row = BY_NAME["mistral that sees"]
     saved = save(replace(row, fields={**row.fields, "tie_word_embeddings": True}), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

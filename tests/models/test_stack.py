@@ -85,7 +85,9 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
     ],
     ids=["plain linears", "kept apart", "a forced operation", "float16"],
 )
-def test_the_table_says_why_layers_run_one_by_one(llama: Path, said, reason: str) -> None:
+def test_the_table_gives_the_reason_why_layers_run_one_by_one(
+    llama: Path, said, reason: str
+) -> None:
     shown = table(runner_of(llama, **said).choices).splitlines()[0]
     assert shown.startswith("decoder.stack")
     assert f"not cpu: {reason}" in shown
@@ -248,7 +250,7 @@ def test_plans_may_begin_with_one_that_follows(tmp_path: Path) -> None:
     assert gone_on == [True] * 5
 
 
-def test_a_row_that_is_not_finite_is_told_by_the_stack(llama: Path) -> None:
+def test_a_row_that_is_not_finite_is_reported_by_the_stack(llama: Path) -> None:
     runner = runner_of(llama)
     embedding = runner._model.own_decoder._embedding
     assert embedding.table is not None

@@ -123,7 +123,7 @@ def test_the_card_knows_the_size_of_states_and_pages(folder: Path) -> None:
         assert pages.page_bytes == 4 * card.kv_bytes(dtype)
 
 
-def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folder: Path) -> None:
+def test_a_worker_opens_a_hybrid_by_its_settings_and_replays_its_plans(folder: Path) -> None:
     settings = Settings(
         model=ModelConfig(path=str(folder)),
         cache=CacheConfig(tokens_max=2048, states_max=24, checkpoint_tokens=32),

@@ -23,6 +23,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from antiphon.model_worker.cache.pages import PageTable
     from antiphon.wire.errors import ErrorReply
 
 DEADLINE = 60_000
@@ -81,6 +82,14 @@ def page_group(
         pages_total=pages,
         window=window,
     )
+
+
+def compute(table: PageTable, end: int) -> None:
+    """A row up to token `end` is launched and committed."""
+    table.allocate(end)
+    for chain in table.chains.values():
+        chain.launch(end)
+    table.commit(end)
 
 
 def limits(**changes: Any) -> EngineLimits:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tests.models.parity import LINEARS
 from tests.models.quantization.made import q4_k, q6_k
-from tests.models.test_llama_parity import assert_close, logits_of, prompts
+from tests.models.stepper import logits_of, prompts
+from tests.models.test_llama_parity import assert_close
 from tests.models.test_load_formats import Kind, finish, write_gguf
 from tests.models.tiny import write_llama
 from tests.support.models import open_model, take_tensors

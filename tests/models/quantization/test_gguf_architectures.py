@@ -15,7 +15,8 @@ import pytest
 import torch
 import transformers
 from tests.models.families import SIZES, Row
-from tests.models.parity import LINEARS, Saved, error, logits_of, save, texts
+from tests.models.parity import LINEARS, Saved, error, save, texts
+from tests.models.stepper import logits_of
 from tests.models.test_load_formats import rotated_as_llama_cpp_does, tensors_of
 from tests.support.models import load, open_model
 from tests.unit.config.described.gguf_files import byte_level, write

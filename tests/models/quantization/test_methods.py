@@ -12,7 +12,8 @@ import pytest
 import torch
 from tests.models.quantization.rows import BY_NAME, ROWS, SKIPPED, Change, Row, write
 from tests.models.rank import LoneRank
-from tests.models.test_llama_parity import assert_close, logits_of, prompts
+from tests.models.stepper import logits_of, prompts
+from tests.models.test_llama_parity import assert_close
 from tests.support.models import change_config, change_tensors, load, open_model
 from torch import Tensor
 
@@ -262,7 +263,7 @@ DEVICE = HostDevice(kind="cpu", cores=2, memory_bytes=1 << 30)
 
 
 @ALL
-def test_the_plan_says_how_it_is_kept_and_counts_it(row: Row, written) -> None:
+def test_the_plan_has_the_format_in_memory_and_counts_it(row: Row, written) -> None:
     stored, plain = written
     environ = {} if row.said is None else {"ANTIPHON_MODEL__QUANTIZATION": row.said}
     environ |= {"ANTIPHON_MODEL__DTYPE": "bfloat16"}
@@ -282,7 +283,7 @@ def test_the_plan_says_how_it_is_kept_and_counts_it(row: Row, written) -> None:
 
 
 @ALL
-def test_what_the_plan_says_is_what_is_loaded(row: Row, written) -> None:
+def test_the_plan_is_what_is_loaded(row: Row, written) -> None:
     environ = {"ANTIPHON_MODEL__DTYPE": "bfloat16", "ANTIPHON_MODEL__THREADS": "1"}
     environ |= {} if row.said is None else {"ANTIPHON_MODEL__QUANTIZATION": row.said}
     files = find_files(written[0])
@@ -337,23 +338,25 @@ def test_transposed_tensors_are_not_quantized() -> None:
         list(linear.sources())
 
 
-def test_inputs_of_a_group_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    stored, _ = write(tmp_path, BY_NAME["gptq in order of size"])
-    name = "model.layers.0.mlp.up_proj.g_idx"
+@pytest.mark.parametrize(
+    ("method", "suffix", "message"),
+    [
+        ("gptq in order of size", "g_idx", "group indices of inputs exceed the 4 groups"),
+        ("gptq asymmetric", "bias", r"unexpected: model\.layers\.0\.mlp\.up_proj\.bias$"),
+    ],
+    ids=["an input of a group that is not there", "a tensor of no linear that is not blank"],
+)
+def test_tensors_that_are_one_more_are_refused(
+    tmp_path: Path, method: str, suffix: str, message: str
+) -> None:
+    stored, _ = write(tmp_path, BY_NAME[method])
+    name = f"model.layers.0.mlp.up_proj.{suffix}"
     change_tensors(stored, lambda tensors: tensors | {name: tensors[name] + 1})
-    with pytest.raises(ModelLoadError, match="group indices of inputs exceed the 4 groups"):
+    with pytest.raises(ModelLoadError, match=message):
         load(stored)
 
 
-def test_what_belongs_to_no_linear_is_unexpected_unless_it_is_blank(tmp_path: Path) -> None:
-    stored, _ = write(tmp_path, BY_NAME["gptq asymmetric"])
-    name = "model.layers.0.mlp.up_proj.bias"
-    change_tensors(stored, lambda tensors: tensors | {name: tensors[name] + 1})
-    with pytest.raises(ModelLoadError, match=f"unexpected: {name}$"):
-        load(stored)
-
-
-def test_a_linear_that_is_stored_otherwise_than_its_config_says_is_named(tmp_path: Path) -> None:
+def test_a_linear_whose_tensors_contradict_its_config_is_named(tmp_path: Path) -> None:
     stored, _ = write(tmp_path, BY_NAME["fp8 block"])
     name = "model.layers.0.mlp.up_proj.weight"
     change_tensors(stored, lambda tensors: tensors | {name: tensors[name].float()})

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from tests.models.parity import LINEARS
 from tests.models.quantization.made import bits_and_bytes
 from tests.models.quantization.rows import BY_NAME, write
-from tests.models.test_llama_parity import assert_close, logits_of, prompts
+from tests.models.stepper import logits_of, prompts
+from tests.models.test_llama_parity import assert_close
 from tests.support.models import open_model
 from torch import Tensor
 
@@ -102,7 +103,7 @@ def test_logits_are_those_of_a_model_with_these_weights(expected: Expected, line
     assert_close(logits_of(model, ids, 7), expected.tensors["logits"], LIMIT)
 
 
-def test_it_is_small_and_says_what_made_it(expected: Expected) -> None:
+def test_it_is_small_and_names_what_made_it(expected: Expected) -> None:
     assert {"torch", "transformers"} < json.loads(expected.said["versions"]).keys()
     assert sum(file.stat().st_size for file in expected.folder.iterdir()) <= BYTES_MAX
 

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
-from tests.support.worker import WORKER, blocks_of, blocks_removed, blocks_stored, page_group
+from tests.support.worker import (
+    WORKER,
+    blocks_of,
+    blocks_removed,
+    blocks_stored,
+    compute,
+    page_group,
+)
 
 from antiphon.model_worker.cache.events import (
     BLOCKS_MAX,
@@ -177,13 +184,6 @@ def computed(pools: CachePools, tokens: int) -> PageTable:
     table = PageTable(pools)
     compute(table, tokens)
     return table
-
-
-def compute(table: PageTable, tokens: int) -> None:
-    table.allocate(tokens)
-    for chain in table.chains.values():
-        chain.launch(tokens)
-    table.commit(tokens)
 
 
 def announced(index: RadixIndex, log: EventLog) -> int:

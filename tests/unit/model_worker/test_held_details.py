@@ -105,7 +105,7 @@ def test_details_are_sent_again_from_any_offset(steps: list[int], offset: int, d
     st.booleans(),
     st.data(),
 )
-def test_a_row_is_of_one_origin_and_says_so_where_that_is_news(
+def test_a_row_is_of_one_origin_and_names_a_new_one(
     steps: list[tuple[int, str, int]], offset: int, with_details: bool, data
 ) -> None:
     request = held(start=2 if with_details else None)
@@ -164,7 +164,7 @@ def test_an_answer_of_no_tokens_has_one_entry_for_what_would_follow() -> None:
     assert (again.details, again.finish_reason) == (follow, FinishReason.LENGTH)
 
 
-def test_an_end_comes_even_if_nothing_was_told() -> None:
+def test_an_end_is_sent_even_without_details() -> None:
     request = held(start=0)
     finish = Finish(reason=FinishReason.ERROR)
     request.choices[0].append(Progress(key=KEY, finish=finish))
@@ -181,7 +181,7 @@ def test_what_was_sealed_with_the_ids_is_sent_with_them() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 2, 9])
-def test_what_lies_beyond_a_stop_is_not_told_of(offset: int) -> None:
+def test_details_beyond_a_stop_are_not_sent(offset: int) -> None:
     request = held(start=-1)
     request.choices[0].append(progress(0, 5))
     overrun = request.choices[0].stop(offset)

@@ -216,21 +216,19 @@ def test_a_new_worker_obeys_a_leader_whatever_its_number(number: int) -> None:
     assert bench.output.commands.term == high
 
 
-def test_commands_of_a_term_that_no_election_gives_are_refused_and_counted() -> None:
-    bench = Bench()
-    bench.command()
-    forged = Term(number=2**32 + 2, scheduler=process("s"))
-    assert bench.command(admit(), leader=forged) == []
-    assert bench.output.commands.term == LEADER
-    assert bench.output.commands.unelected_count == 1
-    assert len(bench.command(admit())) == 1
-
-
-def test_a_worker_without_a_term_refuses_a_term_far_above_the_claimed_one() -> None:
-    bench = Bench(leading=LEADER)
-    forged = Term(number=2**40, scheduler=process("s"))
-    assert bench.command(admit(), leader=forged) == []
-    assert bench.output.commands.unelected_count == 1
+@pytest.mark.parametrize(
+    ("claimed", "known", "number"),
+    [(None, LEADER, 2**32 + 2), (LEADER, None, 2**40)],
+    ids=["of a worker with a term", "far above the claimed one"],
+)
+def test_commands_of_a_term_that_no_election_gives_are_refused_and_counted(
+    claimed: Term | None, known: Term | None, number: int
+) -> None:
+    bench = Bench(leading=claimed)
+    if known is not None:
+        bench.command(leader=known)
+    assert bench.command(admit(), leader=Term(number=number, scheduler=process("s"))) == []
+    assert (bench.output.commands.term, bench.output.commands.unelected_count) == (known, 1)
     assert len(bench.command(admit())) == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.support.worker import page_group
+from tests.support.worker import compute, page_group
 
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.pages import CachePools, PagePool, PageTable
@@ -176,14 +176,6 @@ def test_fork_shares_full_pages_and_writes_none_of_them() -> None:
     assert pools.free() == [8, 8]
 
 
-def run(table: PageTable, end: int) -> None:
-    """A row up to token `end` is launched and committed."""
-    table.allocate(end)
-    for chain in table.chains.values():
-        chain.launch(end)
-    table.commit(end)
-
-
 def test_request_reads_one_state_and_writes_another_at_any_length() -> None:
     pools = full_and_states(2)
     table = PageTable(pools)
@@ -207,7 +199,7 @@ def test_request_reads_one_state_and_writes_another_at_any_length() -> None:
 def test_row_that_is_run_again_reads_the_same_state() -> None:
     pools = full_and_states(3)
     table = PageTable(pools)
-    run(table, 5)
+    compute(table, 5)
     chain = table.chains[1]
     for end in (6, 7):
         table.allocate(end)
@@ -225,11 +217,11 @@ def test_row_that_is_run_again_reads_the_same_state() -> None:
 def test_state_with_another_holder_is_never_written() -> None:
     pools = full_and_states(3)
     table = PageTable(pools)
-    run(table, 8)
+    compute(table, 8)
     kept = table.pages(1)[0]
     pools.pools[1].cache((kept,))
     for end in range(9, 20):
-        run(table, end)
+        compute(table, end)
         assert kept not in table.pages(1)
     assert pools.loose() == [0, 1]
 

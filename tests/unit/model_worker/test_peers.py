@@ -75,7 +75,7 @@ async def objection(
         return str(error)
 
 
-async def test_who_differs_is_told_in_what() -> None:
+async def test_a_worker_with_other_numerics_names_the_difference() -> None:
     said = await objection(BITS, beat(OTHER_ISA))
     assert said == "worker-0 computes this model with other numerics: isa"
     said = await objection(BITS, beat("isa:avx2,kernels:2,linear:int8"))
@@ -85,7 +85,7 @@ async def test_who_differs_is_told_in_what() -> None:
         assert said == "worker-0 computes this model with other numerics: model.deterministic"
 
 
-async def test_nobody_gives_way_to_its_like_to_other_models_or_to_who_leaves() -> None:
+async def test_equal_workers_other_models_and_draining_ones_are_no_conflict() -> None:
     assert await objection(BITS, beat(BITS)) is None
     assert await objection("", beat("")) is None
     assert await objection(BITS, beat(OTHER_ISA, model=ModelName("other"))) is None

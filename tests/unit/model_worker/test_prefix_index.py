@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.worker import page_group
+from tests.support.worker import compute, page_group
 
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
@@ -46,9 +46,7 @@ class Bench:
     def compute(self, text: str) -> PageTable:
         """A request runs and is kept by the index; it still holds its pages."""
         table = self.begin(text)
-        for chain in table.chains.values():
-            chain.launch(len(text) * PAGE_TOKENS)
-        table.commit(len(text) * PAGE_TOKENS)
+        compute(table, len(text) * PAGE_TOKENS)
         self.index.insert(self.key(text), table)
         return table
 
@@ -275,7 +273,7 @@ def test_pages_are_evicted_by_group(wanted: list[int], evicted: int, left: list[
     assert bench.found("abcdef!") == 0
 
 
-def test_a_hole_is_filled_by_whoever_computes_it_again() -> None:
+def test_a_hole_is_filled_when_it_is_computed_again() -> None:
     bench = Bench(FULL, WINDOW)
     bench.serve("abcdef")
     bench.index.evict([0, 2])
@@ -338,7 +336,7 @@ def test_with_states_a_prefix_is_found_where_one_was_kept_and_nowhere_else() -> 
     assert bench.pools.loose() == [3, 2]
 
 
-def test_a_checkpoint_serves_many_and_is_nobodys_to_write() -> None:
+def test_a_checkpoint_serves_many_and_is_never_written() -> None:
     bench = with_states()
     bench.serve("ab")
     (node,) = bench.index._tree.nodes()
@@ -376,7 +374,7 @@ def test_a_checkpoint_goes_with_the_page_that_it_stands_at() -> None:
     assert bench.found("abcd!") == 2
 
 
-def test_a_state_within_a_page_is_nobodys_checkpoint() -> None:
+def test_a_state_within_a_page_is_no_checkpoint() -> None:
     bench = with_states()
     table = bench.begin("abc")
     table.chains[1].launch(2 * PAGE_TOKENS + 1)

@@ -102,7 +102,7 @@ def test_thinking_is_closed_after_its_budget(prompt, outputs, forced) -> None:
 
 
 @given(st.lists(st.sampled_from([2, BEGIN, LINE, END]), max_size=40), st.data())
-def test_a_clock_that_looked_often_says_what_one_says_that_looks_once(outputs, data) -> None:
+def test_a_clock_gives_the_same_however_often_it_looks(outputs, data) -> None:
     looks = sorted(data.draw(st.lists(st.integers(0, len(outputs)), max_size=5)))
     clock = ThinkingClock(BUDGET, ints(1))
     for look in looks:

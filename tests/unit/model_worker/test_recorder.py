@@ -112,7 +112,7 @@ def test_what_a_client_sizes_counts() -> None:
     assert recorder.records() == ()
 
 
-def test_a_summary_says_how_large_a_plan_is() -> None:
+def test_a_summary_has_the_sizes_of_a_plan() -> None:
     plan = recorded()[1][0].plan
     expected = {"step": 1, "rows": 1, "tokens": 9, "kv_tokens_max": 9}
     assert summary(plan) | expected == summary(plan)
@@ -266,7 +266,7 @@ def test_a_difference_is_shown_and_is_status_1(
 
 
 @pytest.mark.parametrize("wrong", ["file", "folder", "model", "no model"])
-def test_what_cannot_be_run_is_told_in_a_line_and_is_status_2(
+def test_what_cannot_be_replayed_is_one_line_and_status_2(
     dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
 ) -> None:
     match wrong:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from tests.models.stepper import Line, Stepper, spy_on_logits
+from tests.models.stepper import Line, spy_on_logits, stepper
 from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
 
@@ -28,13 +28,6 @@ def opened(folder: Path) -> OpenModel:
     return open_model(folder, dtype="float32")
 
 
-def batch_of(model: OpenModel, prompts: list[list[int]]) -> Stepper:
-    batch = Stepper(model.runner, model.groups)
-    for ids in prompts:
-        batch.add(ids)
-    return batch
-
-
 def sample_warmly(line: Line, seed: int) -> None:
     line.temperature, line.top_p, line.top_k, line.min_p = 0.9, 0.95, 50, 0.01
     line.seed, line.choice = seed, 2
@@ -54,7 +47,7 @@ def poisoned(llama: Path) -> OpenModel:
 def test_a_row_that_is_not_finite_is_reported_and_the_others_go_on(
     llama: Path, poisoned: OpenModel
 ) -> None:
-    bad, good = batch_of(poisoned, PROMPTS), batch_of(opened(llama), PROMPTS)
+    bad, good = stepper(poisoned, PROMPTS), stepper(opened(llama), PROMPTS)
     for batch in (bad, good):
         batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
     assert [line.statuses for line in bad.lines.values()] == [
@@ -72,7 +65,7 @@ def test_a_row_that_is_not_finite_is_reported_and_the_others_go_on(
 
 
 def test_what_a_failed_row_wrote_is_wiped(poisoned: OpenModel) -> None:
-    batch = batch_of(poisoned, PROMPTS)
+    batch = stepper(poisoned, PROMPTS)
     batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
     pool = poisoned.runner.pools[0]
     written = {slot: pool._data[:, :, line.pages[0]] for slot, line in batch.lines.items()}
@@ -83,20 +76,20 @@ def test_what_a_failed_row_wrote_is_wiped(poisoned: OpenModel) -> None:
 
 def test_a_chunk_that_is_not_finite_is_reported_before_it_has_logits(poisoned: OpenModel) -> None:
     """Its pages would be shared with other requests by the time that there are logits."""
-    batch = batch_of(poisoned, [PROMPTS[1]])
+    batch = stepper(poisoned, [PROMPTS[1]])
     outcome = batch.step({0: 4})
     assert outcome.status.tolist() == [RowStatus.NON_FINITE]
 
 
 def test_a_plan_made_before_a_failure_was_known_still_runs(poisoned: OpenModel) -> None:
-    batch = batch_of(poisoned, PROMPTS)
+    batch = stepper(poisoned, PROMPTS)
     batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
     outcome = batch.step({0: 1, 1: 1, 2: 1}, as_future=True)
     assert outcome.status[[0, 2]].tolist() == [RowStatus.OK] * 2
 
 
 def sampled_alone(folder: Path, slot: int, tokens: int) -> list[int]:
-    batch = batch_of(opened(folder), [PROMPTS[slot]])
+    batch = stepper(opened(folder), [PROMPTS[slot]])
     sample_warmly(batch.lines[0], seed=slot)
     batch.step({0: len(PROMPTS[slot])})
     batch.decode(tokens - 1)
@@ -104,7 +97,7 @@ def sampled_alone(folder: Path, slot: int, tokens: int) -> list[int]:
 
 
 def test_sampled_text_does_not_depend_on_the_batch(llama: Path) -> None:
-    batch = batch_of(opened(llama), PROMPTS)
+    batch = stepper(opened(llama), PROMPTS)
     for slot, line in batch.lines.items():
         sample_warmly(line, seed=slot)
     batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
@@ -116,7 +109,7 @@ def test_sampled_text_does_not_depend_on_the_batch(llama: Path) -> None:
 def test_seed_and_choice_change_sampled_text_and_nothing_else_does(llama: Path) -> None:
     texts: list[list[int]] = []
     for seed, choice in ((1, 0), (1, 0), (2, 0), (1, 1)):
-        batch = batch_of(opened(llama), [PROMPTS[0]])
+        batch = stepper(opened(llama), [PROMPTS[0]])
         sample_warmly(batch.lines[0], seed)
         batch.lines[0].choice = choice
         batch.step({0: len(PROMPTS[0])})
@@ -129,7 +122,7 @@ def test_seed_and_choice_change_sampled_text_and_nothing_else_does(llama: Path) 
 def test_a_continued_sequence_draws_what_it_would_have_drawn(llama: Path) -> None:
     """A migration: the tokens so far are the prompt of another runner."""
     whole = sampled_alone(llama, 0, 16)
-    batch = batch_of(opened(llama), [whole[:20]])
+    batch = stepper(opened(llama), [whole[:20]])
     sample_warmly(batch.lines[0], seed=0)
     batch.step({0: 20})
     batch.decode(len(whole) - 21)
@@ -137,7 +130,7 @@ def test_a_continued_sequence_draws_what_it_would_have_drawn(llama: Path) -> Non
 
 
 def test_top_k_of_one_is_greedy(llama: Path) -> None:
-    batch = batch_of(opened(llama), [PROMPTS[0], PROMPTS[0]])
+    batch = stepper(opened(llama), [PROMPTS[0], PROMPTS[0]])
     sample_warmly(batch.lines[1], seed=3)
     batch.lines[1].top_k = 1
     batch.step({0: 12, 1: 12})
@@ -148,7 +141,7 @@ def test_top_k_of_one_is_greedy(llama: Path) -> None:
 def test_logits_are_computed_for_wanted_tokens_only(llama: Path) -> None:
     model = opened(llama)
     seen = spy_on_logits(model.runner)
-    batch = batch_of(model, PROMPTS)
+    batch = stepper(model, PROMPTS)
     batch.step({0: 12, 1: 5, 2: 20})
     assert [len(logits) for logits in seen] == [2]
 

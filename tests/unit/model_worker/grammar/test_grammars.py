@@ -131,18 +131,26 @@ async def test_a_compile_that_takes_too_long_is_counted_as_a_timeout() -> None:
         assert bench.counted("grammar_compilation_time_seconds_count") == 0
 
 
-async def test_choices_that_get_no_guide_are_counted_as_aborted() -> None:
-    refused: dict[ChoiceKey, EngineError] = {}
-    async with benched() as bench, asyncio.TaskGroup() as group:
-        queue = GrammarQueue(
+class Queue(GrammarQueue):
+    """Choices with these grammars, which wait for them; those handed over and those refused."""
+
+    def __init__(self, bench: Bench, group: asyncio.TaskGroup, *texts: str) -> None:
+        self.handed: list[ChoiceKey] = []
+        self.refused: dict[ChoiceKey, EngineError] = {}
+        super().__init__(
             bench.grammars,
             group,
             bench.metrics,
-            hand_over=lambda *_: None,
-            refuse=refused.__setitem__,
+            hand_over=lambda run, _: self.handed.append(run.key),
+            refuse=self.refused.__setitem__,
         )
-        for number, text in enumerate(("slow", "bad", "a")):
-            queue.put(RunChoice(ChoiceKey(number), state_of(text), None))
+        for number, text in enumerate(texts):
+            self.put(RunChoice(ChoiceKey(number), state_of(text), None))
+
+
+async def test_choices_that_get_no_matcher_are_counted_as_aborted() -> None:
+    async with benched() as bench, asyncio.TaskGroup() as group:
+        queue = Queue(bench, group, "slow", "bad", "a")
         await bench.until_begun()
         assert queue.drop(ChoiceKey(0))
         assert not queue.drop(ChoiceKey(0))
@@ -179,7 +187,7 @@ async def test_a_bug_of_the_compiler_ends_its_requests_only(caplog) -> None:
         assert first(await bench.guide("a")) == 3
 
 
-async def test_nobody_waits_for_the_grammar_of_another() -> None:
+async def test_a_grammar_does_not_wait_for_another() -> None:
     async with benched(workers=2) as bench:
         slow = bench.ask("slow")
         await bench.until_begun()
@@ -199,7 +207,7 @@ async def test_a_known_grammar_waits_for_no_compile() -> None:
         await slow
 
 
-async def test_whoever_asked_first_may_leave() -> None:
+async def test_the_first_request_of_a_grammar_may_be_cancelled() -> None:
     async with benched() as bench:
         leaver = bench.ask("slow")
         await bench.until_begun()
@@ -380,26 +388,15 @@ async def test_a_choice_begins_where_its_answer_stands() -> None:
 
 
 async def test_choices_wait_in_a_queue_until_their_grammars_are_there() -> None:
-    handed: list[ChoiceKey] = []
-    refused: dict[ChoiceKey, EngineError] = {}
     async with benched(workers=2) as bench, asyncio.TaskGroup() as group:
-        queue = GrammarQueue(
-            bench.grammars,
-            group,
-            bench.metrics,
-            hand_over=lambda run, _: handed.append(run.key),
-            refuse=refused.__setitem__,
-        )
-        for number, text in enumerate(("slow", "a", "bad", "slow")):
-            queue.put(RunChoice(ChoiceKey(number), state_of(text), None))
+        queue = Queue(bench, group, "slow", "a", "bad", "slow")
         await until(lambda: len(queue) == 2)
-        assert handed == [1]
-        assert list(refused) == [2]
+        assert (queue.handed, list(queue.refused)) == ([1], [2])
         assert queue.drop(ChoiceKey(0))
         assert not queue.drop(ChoiceKey(1))
         bench.compiler.released.set()
         await until(lambda: not len(queue))
-        assert handed == [1, 3]
+        assert queue.handed == [1, 3]
 
 
 CARD = read_card(embedded.path())

@@ -65,7 +65,7 @@ def test_what_ends_under_a_random_schema_validates(
 
 
 @pytest.mark.parametrize("format_", ["date", "time", "date-time", "ipv4", "uuid", "email"])
-def test_formats_are_read_by_whoever_reads_them(
+def test_formats_are_those_of_public_readers(
     format_: str, compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     schema = {"type": "string", "format": format_}

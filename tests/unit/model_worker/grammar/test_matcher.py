@@ -246,7 +246,7 @@ def test_what_is_taken_back_leaves_no_trace(
         (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "x"}}', "Format type not recognized"),
     ],
 )
-def test_a_mistake_is_told_in_a_line_without_the_compilers_places(
+def test_a_mistake_is_one_line_without_the_compilers_places(
     kind: GrammarKind, text: str, message: str, compiled: Compile
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -258,7 +258,7 @@ def test_a_mistake_is_told_in_a_line_without_the_compilers_places(
     assert len(caught.value.message) < 320
 
 
-def test_an_answer_that_can_be_read_in_too_many_ways_keeps_nobody_else_waiting(
+def test_an_ambiguous_answer_keeps_no_other_waiting(
     compiled: Compile, vocabulary: TokenVocabulary
 ) -> None:
     """Each further letter takes longer, here up to many seconds; a step waits for a moment."""

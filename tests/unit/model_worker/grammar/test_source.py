@@ -193,7 +193,7 @@ def test_what_is_held_or_only_a_remark_passes_as_it_is(schema: object) -> None:
         ({"minLength": 2, "maxLength": 3}, "{2,3}"),
     ],
 )
-def test_the_length_of_a_string_is_said_by_a_pattern(lengths: dict[str, int], counts: str) -> None:
+def test_the_length_of_a_string_becomes_a_pattern(lengths: dict[str, int], counts: str) -> None:
     pattern = r'^[^"\\\x00-\x1f]' + counts + "$"
     assert schema_of({**STRING, **lengths}) == {**STRING, "pattern": pattern}
 
@@ -203,7 +203,7 @@ def test_of_an_enum_beside_a_type_the_values_of_the_type_are_left() -> None:
     assert schema_of(schema) == {**schema, "enum": ["a", 1, 2.0]}
 
 
-def test_a_tag_that_tells_the_parts_of_a_union_apart_is_always_written() -> None:
+def test_a_tag_that_discriminates_a_union_is_always_required() -> None:
     def part(kind: str) -> dict[str, object]:
         return {"type": "object", "properties": {"a": STRING, "kind": {"const": kind}}}
 
@@ -226,7 +226,7 @@ def test_unions_of_unions_are_read_in_no_time() -> None:
         schema_of(union)
 
 
-def test_white_space_has_a_bound_in_tags_that_do_not_say() -> None:
+def test_white_space_has_a_bound_in_tags_that_set_none() -> None:
     def content(**more: object) -> dict[str, object]:
         return {"type": "json_schema", "json_schema": OBJECT, **more}
 
