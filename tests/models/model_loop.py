@@ -24,8 +24,10 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from torch import Tensor
 
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.runner.model_runner import OpenModel
@@ -36,6 +38,12 @@ CONTEXT_TOKENS = 256
 LINEAR = "plain" if unavailable_reason() else "packed"
 """What a worker would choose here."""
 TURNS_MAX = 20_000
+POOLED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "last": lambda stream: stream[-1],
+    "cls": lambda stream: stream[0],
+    "mean": lambda stream: stream.mean(dim=0),
+}
+"""What stands for a text, of its stream (T, D), by mode."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from tests.models import families_judges
-from tests.models.model_loop import PoolingEngine
+from tests.models.model_loop import POOLED, PoolingEngine
 from tests.models.parity import (
     LINEARS,
     MISSED,
@@ -40,17 +40,9 @@ from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.input_batch import PlanRefused, build_input_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from antiphon.model_worker.runner.model_runner import OpenModel
-
-POOLED: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "last": lambda stream: stream[-1],
-    "cls": lambda stream: stream[0],
-    "mean": lambda stream: stream.mean(dim=0),
-}
-"""What stands for a text, of its stream (T, D)."""
 
 
 class Reader:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 from tests.models import families
-from tests.models.model_loop import CONTEXT_TOKENS, LINEAR, PoolingEngine
+from tests.models.model_loop import CONTEXT_TOKENS, LINEAR, POOLED, PoolingEngine
 from tests.models.parity import error, save, texts
 from tests.models.specs import BY_NAME
 from tests.models.stepper import prompts
@@ -22,7 +22,7 @@ from antiphon.model_card.pooling import PoolMode
 from antiphon.wire.sampling import PoolParams, SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -34,11 +34,6 @@ FLAGS = {
     "last": "pooling_mode_lasttoken",
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
-}
-POOLED: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "last": lambda states: states[-1],
-    "cls": lambda states: states[0],
-    "mean": lambda states: states.mean(dim=0),
 }
 WIDTH = 48
 

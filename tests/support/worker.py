@@ -23,6 +23,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.wire.errors import ErrorReply
 
@@ -138,6 +139,10 @@ def decode_plan(rows: int, new: int, kv: int, page_tokens: int = 16) -> StepPlan
         positions=positions[np.newaxis],
         page_tables=(table,),
     )
+
+
+def ints(*values: int) -> Ints:
+    return np.array(values, np.int32)
 
 
 def step_plan(query_len: Sequence[int], **fields: Any) -> StepPlan:

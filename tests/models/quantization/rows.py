@@ -219,14 +219,7 @@ ROWS: tuple[Row, ...] = (
         fp8_tensor(".weight_scale_inv"),
         {"scale inverted": {".weight_scale": torch.reciprocal}},
     ),
-    Row(
-        "fp8 online",
-        None,
-        fp8_online,
-        INPUTS_TURNED,
-        said="fp8",
-        skipped="",
-    ),
+    Row("fp8 online", None, fp8_online, INPUTS_TURNED, said="fp8", skipped=""),
     Row(
         "w8a8_int8",
         {"quant_method": "w8a8_int8"},
@@ -319,10 +312,7 @@ ROWS: tuple[Row, ...] = (
         "W4A16 packed",
         "pack-quantized",
         GROUPS,
-        {
-            "nibbles swapped": {".weight_packed": swapped},
-            **SCALES_TURNED,
-        },
+        {"nibbles swapped": {".weight_packed": swapped}, **SCALES_TURNED},
     ),
     compressed_row(
         "W4A16 packed with zeros",
@@ -357,10 +347,7 @@ ROWS: tuple[Row, ...] = (
                 "bnb_4bit_use_double_quant": nested,
             },
             bits_and_bytes(kind, nested=nested),
-            {
-                "nibbles swapped": NIBBLES,
-                "magnitudes turned": {".weight.absmax": first_last},
-            },
+            {"nibbles swapped": NIBBLES, "magnitudes turned": {".weight.absmax": first_last}},
             skipped="llm_int8_skip_modules",
         )
         for kind, nested in (("nf4", False), ("nf4", True), ("fp4", False))

@@ -241,8 +241,10 @@ def test_a_node_leads_up_to_the_root_of_its_namespace() -> None:
     shared, one, other = (bench.index.peek(bench.key(t)).node for t in ("ab!", "abc!", "abd!"))
     assert shared is not None
     assert shared.parent is not None
+    assert one is not None
+    assert other is not None
     assert one is not other
-    assert getattr(one, "parent", None) is getattr(other, "parent", None) is shared
+    assert one.parent is other.parent is shared
     assert shared.parent.parent is None
     assert bench.index.peek(bench.key("z!")).node is None
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.worker import ints
 from tests.unit.model_worker.steps import Steps
 
 from antiphon.model_worker.batching.plan import future
@@ -28,10 +29,6 @@ from antiphon.wire.sampling import (
 VOCABULARY = 70
 BEGIN, LINE, END = 50, 60, 61
 BUDGET = ThinkingBudget(tokens_max=3, begin_id=BEGIN, closing_ids=(LINE, END))
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def allowed(*processors: LogitProcessor, prompt: tuple[int, ...] = (1,), ids: tuple[int, ...] = ()):

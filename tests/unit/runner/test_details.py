@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.support.worker import sampling_columns, step_plan
+from tests.support.worker import ints, sampling_columns, step_plan
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
@@ -22,10 +22,6 @@ STATES = torch.randn(TOKENS, HIDDEN, generator=GENERATOR)
 LENGTHS = (5, 3, 4)
 LOGIT_TOKENS = (4, 5, 6, 7)
 STARTS, ACCEPTED = (0, 1, 3, 3), (30, 31, 32)  # the verify row accepts two of its three
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 EVERYTHING = LogprobsRequest(

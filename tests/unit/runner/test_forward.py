@@ -8,6 +8,7 @@ import torch
 from tests.models.stepper import Line, spy_on_logits, stepper
 from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
+from tests.support.worker import ints
 
 from antiphon.model_worker.batching.plan import RowStatus, future
 from antiphon.model_worker.runner.input_batch import FutureTokens
@@ -144,10 +145,6 @@ def test_logits_are_computed_for_wanted_tokens_only(llama: Path) -> None:
     batch = stepper(model, PROMPTS)
     batch.step({0: 12, 1: 5, 2: 20})
     assert [len(logits) for logits in seen] == [2]
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def recorded(futures: FutureTokens, slots: np.ndarray, rows: list[list[int]], failed=()) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from tests.models.model_loop import POOLED
 from tests.support.worker import step_plan
 from torch.nn.functional import normalize
 
@@ -51,21 +52,14 @@ def pool(at: Pooler, rows: Sequence[Row], ends: Sequence[bool], *dimensions: int
     return [torch.as_tensor(piece) for piece in pieces]
 
 
-EXPECTED = {
-    PoolMode.LAST: lambda states: states[-1],
-    PoolMode.CLS: lambda states: states[0],
-    PoolMode.MEAN: lambda states: states.mean(dim=0),
-}
-
-
 @pytest.mark.parametrize("mode", list(PoolMode))
 def test_a_prompt_in_pieces_has_the_bits_of_a_whole_one(mode: PoolMode) -> None:
     (whole,) = pool(pooler(mode), [(0, 0, 40)], [True])
-    torch.testing.assert_close(whole, EXPECTED[mode](STATES))
+    torch.testing.assert_close(whole, POOLED[mode](STATES))
     at = pooler(mode)
     first, beside = pool(at, [(3, 0, 17), (5, 0, 9)], [False, True])
     assert not len(first)
-    torch.testing.assert_close(beside, EXPECTED[mode](STATES[:9]))
+    torch.testing.assert_close(beside, POOLED[mode](STATES[:9]))
     assert not len(pool(at, [(3, 17, 18)], [False])[0])
     _, last = pool(at, [(5, 0, 4), (3, 18, 40)], [False, True])
     assert torch.equal(last, whole)
@@ -77,7 +71,7 @@ def test_a_piece_that_is_run_again_counts_once(mode: PoolMode) -> None:
     for rows in ([(0, 0, 10)], [(0, 10, 20)], [(0, 10, 20)], [(0, 20, 30)]):
         pool(at, rows, [False])
     (again,) = pool(at, [(0, 20, 40)], [True])
-    torch.testing.assert_close(again, EXPECTED[mode](STATES))
+    torch.testing.assert_close(again, POOLED[mode](STATES))
 
 
 @pytest.mark.parametrize("mode", list(PoolMode))
@@ -85,7 +79,7 @@ def test_a_slot_forgets_its_last_request(mode: PoolMode) -> None:
     at = pooler(mode)
     pool(at, [(0, 0, 10)], [False])  # of a request that was dropped
     (other,) = pool(at, [(0, 0, 5)], [True])
-    torch.testing.assert_close(other, EXPECTED[mode](STATES[:5]))
+    torch.testing.assert_close(other, POOLED[mode](STATES[:5]))
 
 
 @pytest.mark.parametrize("mode", [PoolMode.CLS, PoolMode.MEAN])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.worker import penalties, sampling_columns, step_plan
+from tests.support.worker import ints, penalties, sampling_columns, step_plan
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
@@ -29,10 +29,6 @@ LOGITS = np.random.default_rng(3).normal(size=VOCABULARY).astype(np.float32)
 OUTPUTS = [3, 3, 3, 5, 8]
 SEEN = np.bincount(OUTPUTS, minlength=VOCABULARY)
 FORBIDDEN = [0, 4, 11]
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def floats(*values: float) -> np.ndarray:
