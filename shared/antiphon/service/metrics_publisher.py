@@ -55,19 +55,18 @@ class MetricsPublisher:
                 self.send()
 
     def send(self) -> None:
-        role, process = self._role, self._runtime.process
+        role, bus, errors = self._role, self._runtime.bus, self._runtime.metrics.bus_errors
         report = report_of(role, self._model, self._runtime)
         self._number += 1
         report = msgspec.structs.replace(report, number=self._number)
-        payload_max = self._runtime.bus.transport.payload_bytes_max
-        parts, lost = parts_of(report, min(PART_BYTES_MAX, payload_max))
+        parts, lost = parts_of(report, min(PART_BYTES_MAX, bus.transport.payload_bytes_max))
         if lost:
-            self._runtime.metrics.bus_errors.labels("metrics_size").inc(lost)
+            errors.labels("metrics_size").inc(lost)
         try:
             for part in parts:
-                self._runtime.bus.publish(METRICS, part, role=role, instance=process.instance)
+                bus.publish(METRICS, part, role=role, instance=bus.process.instance)
         except EngineError as error:
-            self._runtime.metrics.bus_errors.labels("metrics").inc()
+            errors.labels("metrics").inc()
             log.debug("metrics not sent", extra={"code": error.code})
 
     def _count_cpu(self) -> None:

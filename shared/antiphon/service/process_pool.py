@@ -298,11 +298,8 @@ class OwnerQuota:
 
     def _check_bytes(self, size_bytes: int) -> None:
         if size_bytes > self._bytes_max:
-            text = (
-                f"the waiting large requests would take {size_bytes} bytes; "
-                f"the limit is {self._bytes_max}"
-            )
-            raise Overloaded(text, retry_after_s=_RETRY_S)
+            text = f"the waiting large requests would take {size_bytes} bytes"
+            raise Overloaded(f"{text}; the limit is {self._bytes_max}", retry_after_s=_RETRY_S)
 
 
 class FairQueue:

@@ -71,7 +71,7 @@ def die_with(parent_pid: int) -> None:
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise CannotStart(f"prctl: {os.strerror(ctypes.get_errno())}")
     # The parent may have ended before the call.
     if os.getppid() != parent_pid:

@@ -74,20 +74,12 @@ def _exporter(target: OtlpTarget) -> SpanExporter:
 def start_with(
     exporter: SpanExporter, *, service: str, instance: str, ratio: float
 ) -> TracerProvider:
-    provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(ratio)),
-        resource=Resource.create(
-            {
-                "service.namespace": "antiphon",
-                "service.name": service,
-                "service.instance.id": instance,
-            }
-        ),
-        shutdown_on_exit=False,
-    )
-    provider.add_span_processor(
-        BatchSpanProcessor(exporter, export_timeout_millis=_TIMEOUT_S * 1000)
-    )
+    sampler = ParentBased(TraceIdRatioBased(ratio))
+    names = {"namespace": "antiphon", "name": service, "instance.id": instance}
+    resource = Resource.create({f"service.{name}": value for name, value in names.items()})
+    provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+    processor = BatchSpanProcessor(exporter, export_timeout_millis=_TIMEOUT_S * 1000)
+    provider.add_span_processor(processor)
     tracing.use(provider.get_tracer("antiphon"))
     return provider
 

@@ -45,15 +45,10 @@ class TextFormatter(logging.Formatter):
         self._instance = instance
 
     def format(self, record: logging.LogRecord) -> str:
-        words = [
-            _time(record),
-            record.levelname,
-            self._instance,
-            f"{record.name}:",
-            " ".join(record.getMessage().split()),
-        ]
-        words += [f"{name}={_shown(value)}" for name, value in _fields(record, self).items()]
-        return " ".join(words)
+        head = (_time(record), record.levelname, self._instance, f"{record.name}:")
+        event = record.getMessage().split()
+        fields = (f"{name}={_shown(value)}" for name, value in _fields(record, self).items())
+        return " ".join((*head, " ".join(event), *fields))
 
 
 class JsonFormatter(logging.Formatter):

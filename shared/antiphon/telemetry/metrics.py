@@ -144,10 +144,9 @@ class Metrics:
 
     def _families(self, *, private: bool) -> Iterator[Metric]:
         shown = {
-            name.removesuffix("_total")
+            shared.family.full_name.removesuffix("_total")
             for shared in self._shared.values()
             if self._model_view is not None or (shared.family.private and not private)
-            for name in (shared.family.full_name,)
         }
         yield from (metric for metric in self.registry.collect() if metric.name not in shown)
         if self._model_view is not None:

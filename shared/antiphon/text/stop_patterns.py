@@ -28,6 +28,7 @@ _WORK_MAX = 16 * STATES_MAX
 _DEPTH_MAX = 64
 _BOUNDS = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}")
 _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[dDsSwWnrtfva]|[^\w\s])")
+_REPEATS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _SET = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
@@ -110,14 +111,12 @@ class StopPatternMatcher:
     def feed(self, text: str) -> tuple[int, int] | None:
         """Process more text; return the start and end of a match, once there is one."""
         for letter in text:
-            match_start = self._step(letter)
-            if match_start is not None:
+            if (match_start := self._step(letter)) is not None:
                 return match_start, self._at
         return None
 
     def _step(self, letter: str) -> int | None:
-        automaton, moved = self._automaton, dict[int, int]()
-        threads = self._threads
+        automaton, threads, moved = self._automaton, self._threads, dict[int, int]()
         for state in automaton.reach(automaton.start):
             threads.setdefault(state, self._at)
         for state, match_start in threads.items():
@@ -153,11 +152,8 @@ def check_patterns(patterns: Sequence[str], choices: int) -> None:
     """Reject patterns that are unsupported, or have too many states over all choices."""
     states = sum(compile_pattern(pattern).size for pattern in patterns)
     if states * choices > STATES_MAX:
-        text = (
-            f"stop_regex: {states} states in {choices} answers are {states * choices}; "
-            f"a request has at most {STATES_MAX}"
-        )
-        raise InvalidRequest(text, param=_FIELD)
+        text = f"stop_regex: {states} states in {choices} answers are {states * choices}"
+        raise InvalidRequest(f"{text}; a request has at most {STATES_MAX}", param=_FIELD)
 
 
 _FIELD = "stop_regex"
@@ -285,14 +281,11 @@ class _PatternParser:
 
     def _repeated(self, node: PatternNode) -> PatternNode:
         while self._rest and self._rest[0] in "*+?{":
-            if self._takes("*"):
-                node = Repetition(node, 0, None)
-            elif self._takes("+"):
-                node = Repetition(node, 1, None)
-            elif self._takes("?"):
-                node = Repetition(node, 0, 1)
-            else:
+            if self._rest[0] == "{":
                 node = self._bounded(node)
+            else:
+                node = Repetition(node, *_REPEATS[self._rest[0]])
+                self._at += 1
             if self._takes("+"):
                 raise self._error("possessive repeats are not supported")
             self._takes("?")  # lazy repeats: the first match to complete wins anyway

@@ -116,11 +116,9 @@ async def _receive(connection: socket.socket, claim: Claim) -> bytearray:
     if int.from_bytes(size, "little") != claim.size_bytes:
         raise BlobCorrupt(f"{claim.address} sends another size than it claimed")
     data = await read_exactly(connection, claim.size_bytes)
-    if len(data) > HASH_INLINE_BYTES:
-        digest = await asyncio.to_thread(_digest, data)
-    else:
-        digest = _digest(data)
-    if not hmac.compare_digest(digest, claim.digest):
+    large = len(data) > HASH_INLINE_BYTES
+    checksum = await asyncio.to_thread(hashlib.sha256, data) if large else hashlib.sha256(data)
+    if not hmac.compare_digest(checksum.digest(), claim.digest):
         raise BlobCorrupt(f"{claim.address} sent bytes with another checksum than it claimed")
     return data
 
@@ -144,10 +142,6 @@ async def read_exactly(connection: socket.socket, size: int) -> bytearray:
 
 async def write(connection: socket.socket, data: bytes | bytearray | memoryview) -> None:
     await asyncio.get_running_loop().sock_sendall(connection, data)
-
-
-def _digest(data: bytearray) -> bytes:
-    return hashlib.sha256(data).digest()
 
 
 def _token(claim: Claim) -> bytes:
@@ -221,9 +215,7 @@ class BlobStore:
 
     def get(self, token: str) -> bytes | None:
         blob = self._blobs.get(token)
-        if blob is None or blob.expires_unix_ms < self._unix_ms():
-            return None
-        return blob.data
+        return None if blob is None or blob.expires_unix_ms < self._unix_ms() else blob.data
 
     def sweep(self) -> None:
         now = self._unix_ms()
