@@ -52,7 +52,6 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all messages but the system prompt."""
         system = self._options.system
         self._turns = (ChatTurn("system", system),) if system else ()
 
@@ -179,7 +178,6 @@ def server_url(text: str) -> str:
 
 
 def _has_host(url: str) -> bool:
-    """Whether a URL has a host and, if any, a valid port."""
     try:
         parts = urlsplit(url)
         return bool(parts.hostname) and parts.port != 0

@@ -85,8 +85,11 @@ class Parser(argparse.ArgumentParser):
         return frozenset(self._option_string_actions)
 
 
-class _StoreText(argparse.Action):
-    """Stores the text under the field's path, with the full flag as resolved by argparse."""
+class StoreText(argparse.Action):
+    """Stores the text under the field's path, with the full flag as resolved by argparse.
+
+    The model may also be given by position; then its flag must not be.
+    """
 
     def __call__(
         self,
@@ -95,7 +98,7 @@ class _StoreText(argparse.Action):
         values: str | Sequence[str] | None,
         option_string: str | None = None,
     ) -> None:
-        flag = option_string or self.dest
+        flag = option_string or str(self.metavar)
         if self.nargs == 0:
             values = "false" if flag.startswith("--no-") else "true"
         assert isinstance(values, str)
@@ -103,8 +106,9 @@ class _StoreText(argparse.Action):
         if (reason := parser.refused.get(flag, {}).get(values)) is not None:
             raise ConfigError(f"{flag} {values}: refused: {reason}")
         before = getattr(namespace, self.dest, None)
-        if isinstance(before, TypedText) and not before.flag.startswith("-"):
-            raise ConfigError(f"{before.text}: {flag} already sets the model; give one of them")
+        if isinstance(before, TypedText) and not (option_string and before.flag.startswith("-")):
+            text, given = (before.text, flag) if option_string else (values, "--model-path")
+            raise ConfigError(f"{text}: {given} already sets the model; give one of them")
         setattr(namespace, self.dest, TypedText(values, flag))
 
 
@@ -118,7 +122,7 @@ def add_settings(parser: Parser, also: Mapping[str, Sequence[str]] = {}) -> None
                 if field.kind == "boolean":
                     flags, nargs = [field.flag, f"--no-{field.flag[2:]}"], 0
                 action = section.add_argument(
-                    *flags, dest=field.path, action=_StoreText, nargs=nargs, metavar=_metavar(field)
+                    *flags, dest=field.path, action=StoreText, nargs=nargs, metavar=_metavar(field)
                 )
                 parser.described.append((action, field, also.get(field.path, ())))
 

@@ -194,7 +194,6 @@ def write_yaml(settings: Settings, path: Path) -> None:
 
 
 def yaml_text(settings: Settings) -> str:
-    """Format all settings except secrets."""
     tree: dict[str, dict[str, Value]] = {}
     for field in fields().values():
         if not field.secret:

@@ -21,7 +21,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
-from antiphon.config.flags import IMPLIED, Parser, TypedText, add_settings
+from antiphon.config.flags import IMPLIED, Parser, StoreText, TypedText, add_settings
 from antiphon.config.sourced_value import Value
 from antiphon.config.worker import WHITESPACE_MAX
 
@@ -291,9 +291,8 @@ def serve_parser(prog: str, description: str) -> Parser:
     """The parser of `antiphon serve`: Antiphon's flags, their short forms, and SGLang's flags."""
     parser = Parser(prog, description)
     parser.foreign = VLLM
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="the same as --model-path", action=_ModelArgument
-    )
+    model_help = "the same as --model-path"
+    parser.add_argument("model.path", nargs="?", metavar="MODEL", help=model_help, action=StoreText)
     config_help = "YAML file with Antiphon's groups, or with SGLang's flat keys"
     parser.add_argument("--config", metavar="FILE", help=config_help)
     add_settings(parser, also=other_names())
@@ -307,23 +306,6 @@ def serve_parser(prog: str, description: str) -> Parser:
         if flags:
             _add(parser, row, flags)
     return parser
-
-
-class _ModelArgument(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[str] | None,
-        option_string: str | None = None,
-    ) -> None:
-        del parser, option_string
-        path = "model.path"
-        if isinstance(values, str):
-            if hasattr(namespace, path):
-                twice = "--model-path already sets the model; give one of them"
-                raise ConfigError(f"{values}: {twice}")
-            setattr(namespace, path, TypedText(values, "MODEL"))
 
 
 class _Translate(argparse.Action):

@@ -69,7 +69,6 @@ class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cached_width(self) -> int:
-        """Elements per token and layer in the cache."""
         return self.latent + self.position
 
     def layer_parameters(self, hidden: int, heads: int) -> int:
@@ -340,7 +339,6 @@ def _weights(
 
 
 def _parameters(config: _CardFields, states: RecurrentStates | None) -> int:
-    """Approximate parameter count of a model of this shape."""
     architecture = config.architectures[0]
     one = config.tie_word_embeddings or task_of(architecture) is not Task.GENERATE
     tables = (1 if one else 2) * config.vocab_size

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class PoolMode(StrEnum):
-    """Which token vectors represent a text."""
-
     LAST = "last"
     """The vector of the last token."""
     CLS = "cls"

@@ -220,7 +220,6 @@ def _linear(settings: Settings, device: HostDevice, dtype: Dtype) -> ResolvedVal
 
 
 def _lacking(device: HostDevice, dtype: Dtype) -> str | None:
-    """Why the CPU kernels do not run; None if they do."""
     float16 = "the CPU kernels do not support float16" if dtype is Dtype.FLOAT16 else None
     return device.lacking or float16
 

@@ -308,7 +308,6 @@ class RouteMetrics:
         self._tally.count(seconds, code)
 
     def message_refused(self, reason: str) -> None:
-        """Count a message dropped because it could not be decoded or applied."""
         self._metrics.messages_refused.labels(self._tally.name, reason).inc()
 
     def unsent(self, kind: str) -> None:

@@ -171,7 +171,6 @@ class PeerTable:
         return peer is not None and peer.process == process
 
     def claims(self, model: ModelName | None) -> list[Term]:
-        """Return the terms that live schedulers of a model claim for themselves."""
         return [
             peer.heartbeat.leads
             for peer in self.with_role(Role.SCHEDULER)
@@ -192,14 +191,12 @@ class PeerTable:
         return None if timing is None else timing.offset_ms
 
     def is_expired(self, not_after_unix_ms: int, sender: Process) -> bool:
-        """Whether a message of this sender has expired."""
         # A message of a process whose clock offset is unknown counts as expired: it may have been
         # in transit for any time.
         offset_ms = self.offset_ms(sender)
         return offset_ms is None or not_after_unix_ms + offset_ms < self._clock.unix_ms()
 
     def to_local_ms(self, unix_ms: int, sender: Process) -> int:
-        """Convert a time of the sender's clock to the local clock."""
         # Unchanged if the offset is unknown. Used for deadlines, which are then off by some seconds
         # at most.
         return unix_ms + (self.offset_ms(sender) or 0)
@@ -359,7 +356,6 @@ class PeerTable:
         return silence_s - self.age_s(peer)
 
     def _dead_s(self, peer: Peer) -> float:
-        """Return the time without heartbeats after which a peer counts as dead."""
         # A gateway gets more time: after a pause it finds its requests still running.
         beat, dead_s = peer.heartbeat, self._liveness.dead_s
         if beat.role is Role.GATEWAY and beat.state is not ProcessState.DRAINING:

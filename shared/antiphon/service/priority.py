@@ -17,8 +17,6 @@ W = TypeVar("W")
 
 
 class PriorityPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of priority scheduling."""
-
     priority: bool = False  # whether priority scheduling is enabled
     low_first: bool = False  # whether lower values run first
     # Minimum difference in rank for a waiting request to preempt a running one.

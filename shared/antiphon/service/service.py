@@ -64,8 +64,6 @@ class Runtime(ProcessContext):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A service's part of its heartbeat."""
-
     load: int
     worker: WorkerLoad | None = None
     leads: Term | None = None

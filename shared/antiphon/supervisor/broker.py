@@ -56,7 +56,6 @@ class Broker:
 
     @property
     def running(self) -> RunningServer:
-        """Only after `start`."""
         assert self._running is not None, "the broker is not started"
         return self._running
 
@@ -117,7 +116,6 @@ class Passwords:
         }
 
     def server_text(self) -> str:
-        """The users section of the server's config."""
         anonymous = anonymous_user(self._cluster)
         users = [*(self._user(party) for party in self._passwords), anonymous]
         return users_text(users) + f"no_auth_user: {anonymous.name}\n"

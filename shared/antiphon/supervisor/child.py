@@ -41,8 +41,6 @@ LOG_BYTES_MAX = 32 * 1024 * 1024
 
 @dataclass(kw_only=True)
 class Child:
-    """A service process, across restarts."""
-
     role: Role
     instance: InstanceId
     settings: Settings
@@ -132,7 +130,6 @@ class Child:
         return self.process is not None and self.process.returncode is None
 
     async def died(self) -> int:
-        """Return its exit status."""
         assert self.process is not None, "watched before it was started"
         return await self.process.wait()
 

@@ -119,17 +119,14 @@ class HangDetector:
             return True
         try:
             async with asyncio.timeout(self._probe_s):
-                return await self._probe(port)
+                reader, writer = await asyncio.open_connection(self._host, port)
+                try:
+                    writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
+                    await reader.read(1)
+                finally:
+                    writer.transport.abort()
         except TimeoutError:
             return False
         except OSError:
             return True
-
-    async def _probe(self, port: int) -> bool:
-        reader, writer = await asyncio.open_connection(self._host, port)
-        try:
-            writer.write(b"GET /healthz HTTP/1.0\r\n\r\n")
-            await reader.read(1)
-        finally:
-            writer.transport.abort()
         return True

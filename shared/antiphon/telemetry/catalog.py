@@ -7,6 +7,7 @@ processes and serves each metric as `antiphon_<name>` and, if SGLang has it, as 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 
 import msgspec
 
@@ -38,8 +39,6 @@ class Side(StrEnum):
 
 
 class SglangMetric(msgspec.Struct, frozen=True, kw_only=True):
-    """SGLang's form of one of our metrics."""
-
     name: str  # name after `sglang:`, with `_total` for counters
     side: Side  # SGLang's label set of the metric
     labels: tuple[str, ...] = ()  # our labels that it keeps; it is summed over all others
@@ -50,8 +49,6 @@ class SglangMetric(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric of a model."""
-
     name: str  # name after `antiphon_`, with `_total` for counters
     kind: Kind
     help: str
@@ -106,6 +103,9 @@ def _counter(
         private=private,
         sglang=sglang,
     )
+
+
+_engine_counter = partial(_counter, side=_SCHEDULER)
 
 
 def _gauge(
@@ -310,11 +310,11 @@ NUM_GRAMMAR_QUEUE_REQS = _gauge(
 )
 NUM_PAUSED_REQS = _gauge("num_paused_reqs", "Requests waiting while generation is paused.")
 NUM_RETRACTED_REQS = _gauge("num_retracted_reqs", "Retracted requests waiting to resume.")
-RETRACTED_INPUT_TOKENS = _counter(
-    "num_retracted_input_tokens_total", "Prompt tokens of retracted requests.", side=_SCHEDULER
+RETRACTED_INPUT_TOKENS = _engine_counter(
+    "num_retracted_input_tokens_total", "Prompt tokens of retracted requests."
 )
-RETRACTED_OUTPUT_TOKENS = _counter(
-    "num_retracted_output_tokens_total", "Generated tokens of retracted requests.", side=_SCHEDULER
+RETRACTED_OUTPUT_TOKENS = _engine_counter(
+    "num_retracted_output_tokens_total", "Generated tokens of retracted requests."
 )
 NUM_RETRACTIONS = _counter("num_retractions_total", "Retractions of running requests.")
 NUM_PREEMPTIONS = _counter("num_preemptions_total", "Preemptions by requests of higher priority.")
@@ -357,10 +357,8 @@ MAMBA_USED = _gauge("mamba_used_tokens", "Recurrent states used by requests.")
 MAMBA_USAGE = _gauge(
     "mamba_usage", "Share of the recurrent states used by requests.", merge=Merge.MEAN
 )
-EVICTED_TOKENS = _counter(
-    "evicted_tokens_total",
-    "Tokens evicted from the prefix cache for running requests.",
-    side=_SCHEDULER,
+EVICTED_TOKENS = _engine_counter(
+    "evicted_tokens_total", "Tokens evicted from the prefix cache for running requests."
 )
 DECODE_SUM_SEQ_LENS = _gauge("decode_sum_seq_lens", "Tokens of the running requests.")
 UTILIZATION = _gauge("utilization", "Running requests as a share of the maximum.", merge=Merge.MEAN)
@@ -386,32 +384,26 @@ KV_CACHE_BYTES = _gauge(
     side=None,
     others=(SglangMetric(name="kv_cache_memory_usage_gb", side=_SCHEDULER, scale=1 / GIB),),
 )
-REALTIME_TOKENS = _counter(
+REALTIME_TOKENS = _engine_counter(
     "realtime_tokens_total",
     "Prompt tokens computed, prompt tokens found in the prefix cache, and tokens generated.",
     "mode",
-    side=_SCHEDULER,
 )
-FORWARD_SECONDS = _counter(
+FORWARD_SECONDS = _engine_counter(
     "forward_execution_seconds_total",
     "Time of forward passes with prefill (extend) and without (decode).",
     "category",
-    side=_SCHEDULER,
 )
 STEP_SECONDS = _histogram("step_seconds", "Time of one forward pass with sampling.", _STEP_S)
-NUM_GRAMMAR = _counter(
-    "num_grammar_total", "Choices with a grammar received by a worker.", side=_SCHEDULER
+NUM_GRAMMAR = _engine_counter("num_grammar_total", "Choices with a grammar received by a worker.")
+NUM_GRAMMAR_CACHE_HIT = _engine_counter(
+    "num_grammar_cache_hit_total", "Choices whose compiled grammar was cached."
 )
-NUM_GRAMMAR_CACHE_HIT = _counter(
-    "num_grammar_cache_hit_total", "Choices whose compiled grammar was cached.", side=_SCHEDULER
+NUM_GRAMMAR_ABORTED = _engine_counter(
+    "num_grammar_aborted_total", "Choices rejected or ended before their grammar was compiled."
 )
-NUM_GRAMMAR_ABORTED = _counter(
-    "num_grammar_aborted_total",
-    "Choices rejected or ended before their grammar was compiled.",
-    side=_SCHEDULER,
-)
-NUM_GRAMMAR_TIMEOUT = _counter(
-    "num_grammar_timeout_total", "Grammars whose compilation timed out.", side=_SCHEDULER
+NUM_GRAMMAR_TIMEOUT = _engine_counter(
+    "num_grammar_timeout_total", "Grammars whose compilation timed out."
 )
 GRAMMAR_COMPILATION = _histogram(
     "grammar_compilation_time_seconds", "Time to compile a grammar.", _COMPILE_S, _SCHEDULER
@@ -447,28 +439,20 @@ ENCODER_SECONDS = _histogram(
     _IMAGE_S,
     _SCHEDULER,
 )
-ENCODER_RECEIVED = _counter(
-    "encoder_requests_received_total", "Calls to encode an image.", side=_SCHEDULER
+ENCODER_RECEIVED = _engine_counter("encoder_requests_received_total", "Calls to encode an image.")
+ENCODER_REQUESTS = _engine_counter("encoder_requests_total", "Calls that returned an embedding.")
+ENCODER_FILES = _engine_counter("encoder_cache_total_files_total", "Images looked up in the cache.")
+ENCODER_HITS = _engine_counter(
+    "encoder_cache_hit_files_total", "Images whose embedding was cached."
 )
-ENCODER_REQUESTS = _counter(
-    "encoder_requests_total", "Calls that returned an embedding.", side=_SCHEDULER
+ENCODER_TOKENS = _engine_counter(
+    "encoder_cache_total_tokens_total", "Tokens of the encoded images."
 )
-ENCODER_FILES = _counter(
-    "encoder_cache_total_files_total", "Images looked up in the cache.", side=_SCHEDULER
+ENCODER_HIT_TOKENS = _engine_counter(
+    "encoder_cache_hit_tokens_total", "Tokens of the images whose embedding was cached."
 )
-ENCODER_HITS = _counter(
-    "encoder_cache_hit_files_total", "Images whose embedding was cached.", side=_SCHEDULER
-)
-ENCODER_TOKENS = _counter(
-    "encoder_cache_total_tokens_total", "Tokens of the encoded images.", side=_SCHEDULER
-)
-ENCODER_HIT_TOKENS = _counter(
-    "encoder_cache_hit_tokens_total",
-    "Tokens of the images whose embedding was cached.",
-    side=_SCHEDULER,
-)
-ENCODER_EVICTIONS = _counter(
-    "encoder_cache_evictions_total", "Embeddings evicted from the cache.", side=_SCHEDULER
+ENCODER_EVICTIONS = _engine_counter(
+    "encoder_cache_evictions_total", "Embeddings evicted from the cache."
 )
 ENCODER_ENTRIES = _gauge("encoder_cache_entries", "Embeddings in the cache.")
 ENCODER_CACHE_BYTES = _gauge(

@@ -43,8 +43,6 @@ class Series(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A metric of the catalog with its series in this process."""
-
     family: MetricSpec
     labels: tuple[str, ...]
     """Labels of the catalog, then custom ones."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PATTERN_BYTES_MAX = 256
+_FIELD = "stop_regex"
 STATES_MAX = 512
 """Maximum states of a request's automata, over all choices: `[a-z]{400}` fits. Each state costs
 time at every character of a choice."""
@@ -41,15 +42,11 @@ class Atom:
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """All parts, one after the other."""
-
     parts: tuple[PatternNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """One of several parts."""
-
     parts: tuple[PatternNode, ...]
 
 
@@ -74,10 +71,50 @@ class Automaton:
     letters: list[re.Pattern[str] | None] = field(default_factory=list[re.Pattern[str] | None])
     following: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     _reach: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    _work: int = 0
 
     @property
     def size(self) -> int:
         return len(self.letters)
+
+    def build(self, node: PatternNode, after: int) -> int:
+        """Add states for `node`, from its end to its start, and return its start state.
+
+        `after` is the start state of what follows it.
+        """
+        self._work += 1
+        if self._work > _WORK_MAX:
+            raise InvalidRequest("stop_regex: it repeats too much", param=_FIELD)
+        match node:
+            case Atom(letters=letters):
+                return self._state(letters, (after,))
+            case Concatenation(parts=parts):
+                for part in reversed(parts):
+                    after = self.build(part, after)
+                return after
+            case Alternation(parts=parts):
+                return self._state(None, tuple(self.build(part, after) for part in parts))
+            case Repetition():
+                return self._repeat(node, after)
+
+    def _repeat(self, node: Repetition, after: int) -> int:
+        here = after
+        if node.most is None:
+            here = self._state(None, ())
+            self.following[here] = (self.build(node.part, here), after)
+        else:
+            for _ in range(node.most - node.least):
+                here = self._state(None, (self.build(node.part, here), after))
+        for _ in range(node.least):
+            here = self.build(node.part, here)
+        return here
+
+    def _state(self, letters: re.Pattern[str] | None, following: tuple[int, ...]) -> int:
+        if len(self.letters) >= STATES_MAX:
+            raise InvalidRequest(f"stop_regex: more than {STATES_MAX} states", param=_FIELD)
+        self.letters.append(letters)
+        self.following.append(following)
+        return len(self.letters) - 1
 
     def reach(self, state: int) -> tuple[int, ...]:
         """The empty closure: states with letters, and the accepting one, reached from `state`."""
@@ -142,7 +179,7 @@ def compile_pattern(pattern: str) -> Automaton:
         raise InvalidRequest(f"a stop_regex has at most {PATTERN_BYTES_MAX} bytes", param=_FIELD)
     node = _PatternParser(pattern).read()
     automaton = Automaton(letters=[None], following=[()])
-    automaton.start = _AutomatonBuilder(automaton).build(node, automaton.accept)
+    automaton.start = automaton.build(node, automaton.accept)
     if automaton.accept in automaton.reach(automaton.start):
         raise _refusal(pattern, "it matches the empty text")
     return automaton
@@ -156,55 +193,8 @@ def check_patterns(patterns: Sequence[str], choices: int) -> None:
         raise InvalidRequest(f"{text}; a request has at most {STATES_MAX}", param=_FIELD)
 
 
-_FIELD = "stop_regex"
-
-
 def _refusal(pattern: str, reason: str) -> InvalidRequest:
     return InvalidRequest(f"stop_regex {pattern!r}: {reason}", param=_FIELD)
-
-
-class _AutomatonBuilder:
-    """Builds an automaton from a syntax tree, from its end to its start."""
-
-    def __init__(self, automaton: Automaton) -> None:
-        self._automaton = automaton
-        self._work = 0
-
-    def build(self, node: PatternNode, after: int) -> int:
-        """Return the start state of `node`, given the start state of what follows it."""
-        self._work += 1
-        if self._work > _WORK_MAX:
-            raise InvalidRequest("stop_regex: it repeats too much", param=_FIELD)
-        match node:
-            case Atom(letters=letters):
-                return self._state(letters, (after,))
-            case Concatenation(parts=parts):
-                for part in reversed(parts):
-                    after = self.build(part, after)
-                return after
-            case Alternation(parts=parts):
-                return self._state(None, tuple(self.build(part, after) for part in parts))
-            case Repetition():
-                return self._repeat(node, after)
-
-    def _repeat(self, node: Repetition, after: int) -> int:
-        here = after
-        if node.most is None:
-            here = self._state(None, ())
-            self._automaton.following[here] = (self.build(node.part, here), after)
-        else:
-            for _ in range(node.most - node.least):
-                here = self._state(None, (self.build(node.part, here), after))
-        for _ in range(node.least):
-            here = self.build(node.part, here)
-        return here
-
-    def _state(self, letters: re.Pattern[str] | None, following: tuple[int, ...]) -> int:
-        if len(self._automaton.letters) >= STATES_MAX:
-            raise InvalidRequest(f"stop_regex: more than {STATES_MAX} states", param=_FIELD)
-        self._automaton.letters.append(letters)
-        self._automaton.following.append(following)
-        return len(self._automaton.letters) - 1
 
 
 class _PatternParser:

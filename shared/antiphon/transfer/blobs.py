@@ -159,8 +159,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 class BlobSource(Protocol):
-    """Source of the blobs of a `BlobServer`."""
-
     def get(self, token: str) -> bytes | bytearray | memoryview | None: ...
 
 
