@@ -137,7 +137,11 @@ class NatsTransport:
         self, subject: str, receive: PacketCallback, queue: str | None
     ) -> Subscription:
         async def callback(message: Msg) -> None:
-            await dispatch(receive, to_packet(message))
+            # An empty one with status 503 is the broker's reply that there are no responders.
+            status = message.headers.get("Status") if message.headers else None
+            no_responders = not message.data and status == "503"
+            reply = message.reply or None
+            await dispatch(receive, Packet(message.subject, message.data, reply, no_responders))
 
         return await self._connection.subscribe(  # pyright: ignore[reportUnknownMemberType]
             subject,
@@ -250,13 +254,6 @@ class NatsSubscription:
                 self._ended = True
                 await self._connection.drain_subscription(self._inner)
                 self._on_end(self)
-
-
-def to_packet(message: Msg) -> Packet:
-    """Convert a message; an empty one with status 503 is the broker's no-responders reply."""
-    status = message.headers.get("Status") if message.headers else None
-    no_responders = not message.data and status == "503"
-    return Packet(message.subject, message.data, message.reply or None, no_responders)
 
 
 def _doubled(count: int) -> bool:

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 
 def models(argv: Sequence[str]) -> int:
-    Parser(
-        "antiphon models", "List models with a short name, with size, licence and source."
-    ).parse_none(argv)
+    summary = "List models with a short name, with size, licence and source."
+    Parser("antiphon models", summary).parse_none(argv)
     rows = [("NAME", "MODEL", "SIZE", "LICENCE", "SOURCE")]
+    own_bytes = sum(file.stat().st_size for file in embedded.path().iterdir() if file.is_file())
     for name, model in MODELS.items():
-        size = model.size_bytes or sum(
-            file.stat().st_size for file in embedded.path().iterdir() if file.is_file()
-        )
+        size = model.size_bytes or own_bytes
         rows.append((name, model.title, f"{size / 1e6:.0f} MB", model.license, model.source))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -203,13 +203,6 @@ class Client:
             self._open.discard(stream)
 
 
-def _message(turn: tuple[str, str] | ChatMessage) -> ChatMessage:
-    if isinstance(turn, ChatMessage):
-        return turn
-    role, content = turn
-    return ChatMessage(role=role, content=content)
-
-
 def _request(
     model: str,
     conversation: Conversation,
@@ -220,7 +213,10 @@ def _request(
     fields = {
         "key": ClientKey(new_request_id()),
         "model": ModelName(model),
-        "messages": tuple(map(_message, turns)),
+        "messages": tuple(
+            turn if isinstance(turn, ChatMessage) else ChatMessage(role=turn[0], content=turn[1])
+            for turn in turns
+        ),
         "timeout_s": timeout_s,
         **options,
     }

@@ -43,13 +43,12 @@ class ProcessArguments(msgspec.Struct, frozen=True):
 def load_process(argv: Sequence[str] | None = None) -> ProcessArguments:
     """Read one service's settings; `argv` lacks the program's name. `--help` raises SystemExit."""
     parser = Parser(description="Start one service of an Antiphon cluster.")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
-    parser.add_argument(
-        "--instance", metavar="NAME", help="name of this process; unset: host name and process ID"
-    )
-    parser.add_argument(
-        "--parent-pid", metavar="PID", help="process ID; exit when that process exits"
-    )
+    for flag, metavar, text in (
+        ("--config", "FILE", "YAML file with settings"),
+        ("--instance", "NAME", "name of this process; unset: host name and process ID"),
+        ("--parent-pid", "PID", "process ID; exit when that process exits"),
+    ):
+        parser.add_argument(flag, metavar=metavar, help=text)
     add_settings(parser)
     typed = parser.parse(sys.argv[1:] if argv is None else argv)
     return ProcessArguments(

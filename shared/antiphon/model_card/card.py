@@ -51,9 +51,6 @@ class ExpertsCard(msgspec.Struct, frozen=True, kw_only=True):
         blocks = 3 * (self.count * self.width + self.shared_width)
         return hidden * (blocks + self.count + int(self.shared_gated))
 
-    def router_parameters(self, hidden: int) -> int:
-        return self.layers * self.count * hidden
-
 
 class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of latent attention (MLA); `latent` is the KV LoRA rank."""

@@ -83,8 +83,8 @@ def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
     """Bytes beyond the dtype's: wider routers, and the second copy of MLA up-projections."""
     beside = 0
     if card.experts is not None:
-        wider = item_bytes(Dtype.FLOAT32) - item_bytes(dtype)
-        beside += card.experts.router_parameters(card.hidden_size) * wider
+        routers = card.experts.layers * card.experts.count * card.hidden_size
+        beside += routers * (item_bytes(Dtype.FLOAT32) - item_bytes(dtype))
     if card.latent is not None:
         beside += card.layers * card.latent.up_parameters(card.heads) * item_bytes(dtype)
     return beside
@@ -119,10 +119,6 @@ def logits_bytes(card: ModelCard, rows: int) -> int:
     if card.task is not Task.GENERATE:
         return 0
     return LOGIT_COPIES * rows * card.vocabulary_size * LOGIT_BYTES
-
-
-def prompt_logits_bytes(card: ModelCard, tokens: int) -> int:
-    return logits_bytes(card, min(tokens, prompt_logits_rows(card.vocabulary_size)))
 
 
 def prompt_logits_rows(vocabulary_size: int, bytes_max: int = PROMPT_LOGITS_BYTES_MAX) -> int:
@@ -225,7 +221,7 @@ def memory_budget(
         weights=weights,
         activations=activation_bytes(card, dtype, step_tokens),
         logits=logits_bytes(card, min(settings.batching.running_max, step_tokens)),
-        scored=prompt_logits_bytes(card, step_tokens),
+        scored=logits_bytes(card, min(step_tokens, prompt_logits_rows(card.vocabulary_size))),
     )
     if memory.weights > memory.free:
         limit = settings.model.memory_bytes

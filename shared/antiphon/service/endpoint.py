@@ -41,15 +41,28 @@ class Endpoint(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestEndpoint(Generic[Q, R]):
+class _RouteEndpoint(Generic[Q]):
+    route: Route[Q]
+    # Parts of the subject; missing parts are wildcards.
+    address: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def counters(self, bus: Bus) -> EndpointCounters:
+        route, subject = self.route, bus.subject(self.route, **self.address)
+        queue = str(route.listeners[0]) if route.delivery is DeliveryMode.QUEUE else ""
+        return EndpointCounters(name=route.name, subject=subject, queue=queue)
+
+    async def listen(self, bus: Bus, deliver: DeliveryCallback) -> Subscription:
+        return await bus.listen(self.route, deliver, **self.address)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestEndpoint(_RouteEndpoint[Q], Generic[Q, R]):
     """Handler of the calls of a route. Calls run concurrently in slots behind a bounded queue."""
 
     route: RequestRoute[Q, R]
     # Returns the reply, or raises an `EngineError`, which is sent as the reply. It gets the
     # delivery, too, for routes that send more messages to the caller (`generate`).
     handler: Callable[[Q, Delivery], Awaitable[R]]
-    # Parts of the subject; missing parts are wildcards.
-    address: Mapping[str, str] = field(default_factory=dict[str, str])
     # The calls concern work accepted before (cancel, resume), so they are accepted until the drain
     # ends. Others are rejected from its start.
     while_draining: bool = False
@@ -63,12 +76,6 @@ class RequestEndpoint(Generic[Q, R]):
             self.route.name, self._handle, calls=calls, limits=limits, counts=counts
         )
 
-    def counters(self, bus: Bus) -> EndpointCounters:
-        return _counters(self.route, bus, self.address)
-
-    async def listen(self, bus: Bus, deliver: DeliveryCallback) -> Subscription:
-        return await bus.listen(self.route, deliver, **self.address)
-
     async def _handle(self, delivery: Delivery) -> R:
         message = delivery.read(self.route)
         # Not reset: the task belongs to this call, and later log lines should have the id, too.
@@ -78,7 +85,7 @@ class RequestEndpoint(Generic[Q, R]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamEndpoint(Generic[Q]):
+class StreamEndpoint(_RouteEndpoint[Q]):
     """Handler of a feed: applies its messages one at a time, in order.
 
     `apply` is not a coroutine: nothing runs between checking a sequence number and applying the
@@ -86,9 +93,7 @@ class StreamEndpoint(Generic[Q]):
     draining process keeps its feeds until the drain ends: running requests still need them.
     """
 
-    route: Route[Q]
     apply: Callable[[Q], None]
-    address: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def accepts_work(self) -> bool:
@@ -97,19 +102,8 @@ class StreamEndpoint(Generic[Q]):
     def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteMetrics) -> Inbox:
         return StreamInbox(self.route.name, self._apply, calls=calls, counts=counts)
 
-    def counters(self, bus: Bus) -> EndpointCounters:
-        return _counters(self.route, bus, self.address)
-
-    async def listen(self, bus: Bus, deliver: DeliveryCallback) -> Subscription:
-        return await bus.listen(self.route, deliver, **self.address)
-
     def _apply(self, delivery: Delivery) -> None:
         self.apply(delivery.read(self.route))
-
-
-def _counters(route: Route[Q], bus: Bus, address: Mapping[str, str]) -> EndpointCounters:
-    queue = str(route.listeners[0]) if route.delivery is DeliveryMode.QUEUE else ""
-    return EndpointCounters(name=route.name, subject=bus.subject(route, **address), queue=queue)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -56,9 +56,8 @@ class MetricsPublisher:
 
     def send(self) -> None:
         role, bus, errors = self._role, self._runtime.bus, self._runtime.metrics.bus_errors
-        report = report_of(role, self._model, self._runtime)
         self._number += 1
-        report = msgspec.structs.replace(report, number=self._number)
+        report = report_of(role, self._model, self._runtime, self._number)
         parts, lost = parts_of(report, min(PART_BYTES_MAX, bus.transport.payload_bytes_max))
         if lost:
             errors.labels("metrics_size").inc(lost)
@@ -75,7 +74,7 @@ class MetricsPublisher:
         self._cpu_s = spent_s
 
 
-def report_of(role: Role, model: ModelName | None, runtime: Runtime) -> MetricsReport:
+def report_of(role: Role, model: ModelName | None, runtime: Runtime, number: int) -> MetricsReport:
     """Create the report of a process; values out of the message's bounds are counted."""
     published = runtime.metrics.published()
     bad = sum(not _sendable(one) for each in published for one in each.series)
@@ -87,6 +86,7 @@ def report_of(role: Role, model: ModelName | None, runtime: Runtime) -> MetricsR
         model=model,
         metrics_port=runtime.metrics_port,
         families=families(published),
+        number=number,
     )
 
 

@@ -319,21 +319,20 @@ class PeerTable:
     def _accept(self, beat: Heartbeat, timing: ClockOffset) -> None:
         known = self._peers.get(beat.process.instance)
         peer = Peer(beat, Liveness.ALIVE, self._clock.now())
-        if known is not None and known.process == beat.process:
-            timing.sent_ms = self._sent_ms(beat)
-            self._put(PeerChange.CHANGED, peer)
-            self._check_claim(beat)
-            return
-        if known is not None:
-            if not self._link_whole() or self._liveness_of(known) is Liveness.ALIVE:
-                self.reject_heartbeat(beat, "instance", timing.offset_ms or 0)
-                return
-            self._remove_dead(known)
-        # Old heartbeats of a dead incarnation may still be in transit; only later ones revive it.
-        self._former.pop(beat.process, None)
+        change = PeerChange.CHANGED
+        if known is None or known.process != beat.process:
+            change = PeerChange.APPEARED
+            if known is not None:
+                if not self._link_whole() or self._liveness_of(known) is Liveness.ALIVE:
+                    self.reject_heartbeat(beat, "instance", timing.offset_ms or 0)
+                    return
+                self._remove_dead(known)
+            # Old heartbeats of a dead incarnation may still be in transit; only later ones revive
+            # it.
+            self._former.pop(beat.process, None)
+            self._timings[beat.process] = timing
         timing.sent_ms = self._sent_ms(beat)
-        self._timings[beat.process] = timing
-        self._put(PeerChange.APPEARED, peer)
+        self._put(change, peer)
         self._check_claim(beat)
 
     def _check_claim(self, beat: Heartbeat) -> None:

@@ -15,8 +15,8 @@ from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.permissions import NatsUser, anonymous_user, user, users_text
 from antiphon.bus.server import RunningServer, ServerFailed, ServerSettings, find, start
 from antiphon.service.startup import die_with
+from antiphon.supervisor.child import Restarts, stop_process
 from antiphon.supervisor.ports import is_free
-from antiphon.supervisor.restarts import Restarts, stop_process
 from antiphon.wire.base import Role
 
 if TYPE_CHECKING:

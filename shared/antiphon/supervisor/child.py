@@ -1,4 +1,4 @@
-"""A service process: started, watched, restarted."""
+"""A service process: started, watched, restarted; and how processes are restarted and stopped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.load import write_yaml, yaml_text
-from antiphon.supervisor.restarts import Restarts, stop_process
 from antiphon.telemetry.log import CANNOT_START
 from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
+    from asyncio.subprocess import Process
     from collections.abc import Mapping
 
     from antiphon.config.settings import Settings
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WINDOW_S = 60.0
+FIRST_PAUSE_S = 0.5
+PAUSE_S_MAX = 15.0
 LOG_TAIL_CHARS = 2000
 _REFUSAL_BYTES_MAX = 1 << 16
 """Bytes at the end of a log that are searched for the reason of a failed startup."""
@@ -37,6 +40,35 @@ _REFUSAL = re.compile(rf": {CANNOT_START} (?:\S+ )*?reason=(.+)")
 _OWN_ERRORS = 2
 LOG_BYTES_MAX = 32 * 1024 * 1024
 """Maximum size of a log, and of the previous one: logs of months must not fill the disk."""
+
+
+class Restarts:
+    """No delay for the first death; a doubling delay from the second within a minute on."""
+
+    def __init__(self) -> None:
+        self._deaths: list[float] = []
+
+    def pause_s(self, now: float) -> float:
+        """Record a death at `now` and return the delay of the restart."""
+        self._deaths = [at for at in self._deaths if now - at < WINDOW_S]
+        self._deaths.append(now)
+        repeated = len(self._deaths) - 1
+        return min(FIRST_PAUSE_S * 2 ** (repeated - 1), PAUSE_S_MAX) if repeated else 0.0
+
+
+async def stop_process(process: Process | None, timeout_s: float) -> bool:
+    """Send SIGTERM; return whether the process had to be killed after `timeout_s`."""
+    if process is None or process.returncode is not None:
+        return False
+    process.terminate()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return True
+    return False
 
 
 @dataclass(kw_only=True)

@@ -62,16 +62,21 @@ def inbox(party: Party, tenant: TenantId = DEFAULT_TENANT) -> str:
 class Route(Generic[Q]):
     """A subject whose messages have no replies.
 
-    If it is `ordered`, the consumer applies the messages in order and requests a replay on a gap.
+    Without a `name` of its own it has the subject's, without the parts in braces. If it is
+    `ordered`, the consumer applies the messages in order and requests a replay on a gap.
     """
 
-    name: str
     subject: str
     carries: tuple[type[Q], ...]
     senders: tuple[Party, ...]
     listeners: tuple[Party, ...]
     delivery: DeliveryMode = DeliveryMode.DIRECT
     ordered: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        name = self.name or re.sub(r"\.\{\w+\}", "", self.subject)
+        object.__setattr__(self, "name", name)  # frozen from here on
 
     def subject_for(self, **parts: str) -> str:
         """Fill in the subject, escaping each part. A missing part is a bug: `KeyError`."""
@@ -136,7 +141,6 @@ CLIENT_TEXT = Route(
     ordered=True,
 )
 GATEWAY_CONTROL = RequestRoute(
-    name="gateway.control",
     subject="gateway.{gateway}.control",
     carries=(generate.GenerateResume, generate.GenerateCancel),
     replies=(generate.GenerateDone,),
@@ -144,7 +148,6 @@ GATEWAY_CONTROL = RequestRoute(
     listeners=(Role.GATEWAY,),
 )
 TOKENIZE = RequestRoute(
-    name="tokenizer.encode",
     subject="tokenizer.{model}.encode",
     carries=(tokenize.EncodeRequest,),
     replies=(tokenize.EncodeReply,),
@@ -153,7 +156,6 @@ TOKENIZE = RequestRoute(
     delivery=DeliveryMode.QUEUE,
 )
 CANCEL_ENCODE = Route(
-    name="tokenizer.cancel",
     subject="tokenizer.{model}.cancel",
     carries=(tokenize.CancelEncode,),
     senders=(Role.GATEWAY,),
@@ -161,7 +163,6 @@ CANCEL_ENCODE = Route(
     delivery=DeliveryMode.ALL,
 )
 DECODE = RequestRoute(
-    name="tokenizer.decode",
     subject="tokenizer.{model}.decode",
     carries=(tokenize.DecodeRequest,),
     replies=(tokenize.DecodeReply,),
@@ -170,7 +171,6 @@ DECODE = RequestRoute(
     delivery=DeliveryMode.QUEUE,
 )
 ENCODE_IMAGE = RequestRoute(
-    name="encoder.encode",
     subject="encoder.{model}.encode",
     carries=(claim.EncodeImage,),
     replies=(claim.ImageEmbedding,),
@@ -179,7 +179,6 @@ ENCODE_IMAGE = RequestRoute(
     delivery=DeliveryMode.QUEUE,
 )
 SUBMIT = RequestRoute(
-    name="scheduler.submit",
     subject="scheduler.{model}.submit",
     carries=(submit.SubmitRequest,),
     replies=(submit.SubmitAccepted,),
@@ -187,7 +186,6 @@ SUBMIT = RequestRoute(
     listeners=(Role.SCHEDULER,),
 )
 CANCEL = RequestRoute(
-    name="scheduler.cancel",
     subject="scheduler.{model}.cancel",
     carries=(submit.CancelRequest,),
     replies=(submit.CancelAccepted,),
@@ -195,7 +193,6 @@ CANCEL = RequestRoute(
     listeners=(Role.SCHEDULER,),
 )
 OPEN = Route(
-    name="scheduler.open",
     subject="scheduler.{model}.open",
     carries=(submit.OpenList,),
     senders=(Role.GATEWAY,),
@@ -204,7 +201,6 @@ OPEN = Route(
     ordered=True,
 )
 COMMAND = Route(
-    name="worker.command",
     subject="worker.{worker}.command",
     carries=(command.CommandBatch,),
     senders=(Role.SCHEDULER,),
@@ -212,7 +208,6 @@ COMMAND = Route(
     ordered=True,
 )
 STOP = Route(
-    name="worker.stop",
     subject="worker.{worker}.stop",
     carries=(command.StopChoice, command.ResendTokens),
     senders=(Role.DETOKENIZER,),
@@ -220,7 +215,6 @@ STOP = Route(
     ordered=True,
 )
 WORKER_CONTROL = RequestRoute(
-    name="worker.control",
     subject="worker.{worker}.control",
     carries=(
         command.DrainWorker,
@@ -235,7 +229,6 @@ WORKER_CONTROL = RequestRoute(
     listeners=(Role.WORKER,),
 )
 KV_EVENTS = Route(
-    name="events.kv",
     subject="events.kv.{model}.{worker}",
     carries=(kv_events.KvEvents,),
     senders=(Role.WORKER,),
@@ -244,7 +237,6 @@ KV_EVENTS = Route(
     ordered=True,
 )
 KV_REPLAY = RequestRoute(
-    name="worker.events",
     subject="worker.{worker}.events",
     carries=(kv_events.ReplayKv,),
     replies=(kv_events.KvReplayed,),
@@ -252,7 +244,6 @@ KV_REPLAY = RequestRoute(
     listeners=(Role.WORKER,),
 )
 TOKENS = Route(
-    name="detokenizer.tokens",
     subject="detokenizer.{detokenizer}.tokens",
     carries=(tokens.TokenBatch, tokens.TokenStep),
     senders=(Role.WORKER,),
@@ -260,7 +251,6 @@ TOKENS = Route(
     ordered=True,
 )
 DETOKENIZER_CONTROL = RequestRoute(
-    name="detokenizer.control",
     subject="detokenizer.{detokenizer}.control",
     carries=(text.ResumeText,),
     replies=(text.TextResumed,),
@@ -268,7 +258,6 @@ DETOKENIZER_CONTROL = RequestRoute(
     listeners=(Role.DETOKENIZER,),
 )
 TEXT = Route(
-    name="gateway.text",
     subject="gateway.{gateway}.text",
     carries=(text.TextBatch,),
     senders=(Role.DETOKENIZER,),
@@ -276,14 +265,12 @@ TEXT = Route(
     ordered=True,
 )
 NOTICE = Route(
-    name="gateway.notice",
     subject="gateway.{gateway}.notice",
     carries=(submit.NoticeBatch,),
     senders=(Role.SCHEDULER,),
     listeners=(Role.GATEWAY,),
 )
 ABORT = Route(
-    name="gateways.abort",
     subject="gateways.{model}.abort",
     carries=(submit.AbortRequests,),
     senders=(Role.GATEWAY,),
@@ -291,7 +278,6 @@ ABORT = Route(
     delivery=DeliveryMode.ALL,
 )
 KV_CONTROL = RequestRoute(
-    name="kv_storage.control",
     subject="kv_storage.{node}.control",
     carries=(claim.PutPages, claim.LookupPages, claim.GetPages, claim.ReleaseLease),
     replies=(claim.PagesStored, claim.PagesFound, claim.PagesLeased, claim.LeaseReleased),
@@ -307,7 +293,6 @@ HEARTBEAT_SOURCES = {
 """Roles whose heartbeats a role receives: those whose state it acts on. Waking up for the others
 would double the idle load of each process."""
 HEARTBEAT = Route(
-    name="heartbeat",
     subject="heartbeat.{role}.{instance}",
     carries=(heartbeat.Heartbeat,),
     senders=ALL_ROLES,
@@ -315,7 +300,6 @@ HEARTBEAT = Route(
     delivery=DeliveryMode.ALL,
 )
 NAME = RequestRoute(
-    name="process.name",
     subject="process.{instance}.name",
     carries=(heartbeat.ClaimName,),
     replies=(heartbeat.NameTaken,),
@@ -323,7 +307,6 @@ NAME = RequestRoute(
     listeners=ALL_ROLES,
 )
 DISCOVER = Route(
-    name="discover",
     subject="discover",
     carries=(heartbeat.Discover,),
     senders=ALL_ROLES,
@@ -331,7 +314,6 @@ DISCOVER = Route(
     delivery=DeliveryMode.ALL,
 )
 METRICS = Route(
-    name="metrics",
     subject="metrics.{role}.{instance}",
     carries=(heartbeat.MetricsReport,),
     senders=ALL_ROLES,

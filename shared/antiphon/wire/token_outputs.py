@@ -193,14 +193,10 @@ class TokenOutputsBuffer:
         if stop <= start:
             return TokenOutputs()
         first, last = start - self.first, stop - self.first
-        widths = (len(column) // len(self) for column in self._columns)
-        return TokenOutputs.from_columns(
-            stop - start,
-            (
-                bytes(column[first * width : last * width])
-                for column, width in zip(self._columns, widths, strict=True)
-            ),
-        )
+        widths = [len(column) // len(self) for column in self._columns]
+        pairs = zip(self._columns, widths, strict=True)
+        columns = (bytes(column[first * width : last * width]) for column, width in pairs)
+        return TokenOutputs.from_columns(stop - start, columns)
 
 
 def join_token_outputs(pieces: Iterable[TokenOutputs]) -> TokenOutputs:

@@ -16,10 +16,9 @@ from tests.support.wait import until
 from antiphon.config.load import child_environment
 from antiphon.config.settings import HealthConfig, Settings
 from antiphon.supervisor import child as module
-from antiphon.supervisor.child import Child
+from antiphon.supervisor.child import Child, Restarts
 from antiphon.supervisor.liveness import HangDetector
 from antiphon.supervisor.ports import PortRange, free_port, is_free
-from antiphon.supervisor.restarts import Restarts
 from antiphon.telemetry.log import CANNOT_START, JsonFormatter, TextFormatter
 from antiphon.wire.base import Role
 from antiphon.wire.ids import InstanceId
