@@ -106,8 +106,6 @@ def service_name(role: Role) -> str:
 
 
 def subjects(verb: str, role: Role, instance: str = "*") -> Sequence[str]:
-    return (
-        f"{PREFIX}.{verb}",
-        f"{PREFIX}.{verb}.{service_name(role)}",
-        f"{PREFIX}.{verb}.{service_name(role)}.{instance}",
-    )
+    of_all = f"{PREFIX}.{verb}"
+    of_role = f"{of_all}.{service_name(role)}"
+    return (of_all, of_role, f"{of_role}.{instance}")

@@ -91,15 +91,10 @@ def _misspelled(typed: list[str], words: list[str], vocabulary: set[str]) -> boo
 def _literal(text: str, field: SettingField) -> int | float | str:
     """Parse a number; Python accepts more forms than msgspec: `.5`, `+1`."""
     try:
-        match field.kind:
-            case "integer":
-                return int(text)
-            case "number":
-                return float(text)
-            case _:
-                return text
+        return _NUMBERS.get(field.kind, str)(text)
     except ValueError:
         return text
 
 
+_NUMBERS = {"integer": int, "number": float}
 _ARTICLED = {"integer": "an integer", "number": "a number", "text": "text", "boolean": "a boolean"}

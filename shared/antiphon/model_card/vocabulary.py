@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from antiphon.model_card.converted.tokenizer_json import byte_letters
 from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -112,10 +111,9 @@ def _kinds(decoder: _Decoder) -> Iterator[str]:
 
 def _byte_level(text: str) -> bytes:
     """Map each character to a byte; a token with a character outside the alphabet is plain text."""
-    alphabet = _alphabet()
-    if any(character not in alphabet for character in text):
+    if not _ALPHABET.keys() >= set(text):
         return text.encode()
-    return bytes(alphabet[character] for character in text)
+    return bytes(_ALPHABET[character] for character in text)
 
 
 def _sentence_piece(text: str) -> bytes:
@@ -126,8 +124,4 @@ def _sentence_piece(text: str) -> bytes:
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-@functools.cache
-def _alphabet() -> Mapping[str, int]:
-    return {letter: byte for byte, letter in enumerate(byte_letters())}
+_ALPHABET = {letter: byte for byte, letter in enumerate(byte_letters())}

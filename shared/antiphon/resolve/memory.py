@@ -153,9 +153,8 @@ def resolve_weight_storage(
     settings: Settings, card: ModelCard, dtype: Dtype, linear: ResolvedValue[LinearFormat]
 ) -> WeightStorage:
     """Resolve the format of quantized linear layers: int8 where that is exact."""
-    quantization = choose_quantization(
-        card.quantization, settings.model.quantization, gguf=card.gguf
-    )
+    requested = settings.model.quantization
+    quantization = choose_quantization(card.quantization, requested, gguf=card.gguf)
     count = _count(card, quantization)
     quantized = _quantized(settings, quantization, linear, dtype, count)
     taken = weight_bytes(card, dtype, linear.value, quantized=quantized.value, count=count)

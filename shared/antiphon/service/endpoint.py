@@ -167,11 +167,9 @@ class Listeners:
         return listener
 
     async def drain_work(self) -> None:
-        self._draining = True
         await self._drain([listener for listener in self._listeners if listener.accepts_work])
 
     async def drain(self) -> None:
-        self._draining = True
         await self._drain(self._listeners)
 
     async def end(self) -> None:
@@ -184,6 +182,7 @@ class Listeners:
             await listener.inbox.close()
 
     async def _drain(self, listeners: list[Listener]) -> None:
+        self._draining = True
         async with asyncio.TaskGroup() as group:
             for listener in listeners:
                 group.create_task(listener.drain())

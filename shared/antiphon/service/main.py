@@ -135,13 +135,12 @@ async def _until_signal(factory: ServiceFactory[Service], context: ProcessContex
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+    code = 0
     try:
         await serve(factory, context, stop)
     except Exception as error:  # noqa: BLE001  # here and in the inbox
         code = _failed(error, starting=context.health.state is ProcessState.STARTING)
-        return _bound_exit(code, quiet=code in (CANNOT_START, REPLACED))
-    else:
-        return _bound_exit(0, quiet=False)
+    return _bound_exit(code, quiet=code in (CANNOT_START, REPLACED))
 
 
 def _bound_exit(code: int, *, quiet: bool) -> int:
@@ -163,9 +162,8 @@ def _failed(error: Exception, *, starting: bool) -> int:
     if all(isinstance(cause, Replaced) for cause in causes):
         log.error("replaced", extra={"reason": str(causes[0])})
         return REPLACED
-    if starting and all(
-        isinstance(cause, CannotStart | ConfigError | EngineError) for cause in causes
-    ):
+    known = (CannotStart, ConfigError, EngineError)
+    if starting and all(isinstance(cause, known) for cause in causes):
         for cause in causes:
             log.error(logs.CANNOT_START, extra={"reason": str(cause)})
         return CANNOT_START

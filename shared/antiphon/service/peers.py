@@ -171,12 +171,11 @@ class PeerTable:
         return peer is not None and peer.process == process
 
     def claims(self, model: ModelName | None) -> list[Term]:
+        beats = (peer.heartbeat for peer in self.with_role(Role.SCHEDULER))
         return [
-            peer.heartbeat.leads
-            for peer in self.with_role(Role.SCHEDULER)
-            if peer.heartbeat.leads is not None
-            and peer.heartbeat.leads.scheduler == peer.process
-            and peer.heartbeat.model == model
+            beat.leads
+            for beat in beats
+            if beat.leads and beat.leads.scheduler == beat.process and beat.model == model
         ]
 
     def leading(self, model: ModelName | None) -> Term | None:

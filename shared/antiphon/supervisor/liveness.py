@@ -32,20 +32,13 @@ class Readiness:
     def __init__(
         self, instances: Iterable[InstanceId], on_ready: Callable[[Heartbeat], None]
     ) -> None:
-        self._waiting = set(instances)
+        self.waiting = set(instances)
+        self.all_ready = asyncio.Event()
         self._on_ready = on_ready
-        self._all = asyncio.Event()
         self.heartbeats: dict[InstanceId, Heartbeat] = {}
 
     async def listen(self, bus: Bus) -> None:
         await bus.listen(HEARTBEAT, self._deliver)
-
-    async def wait(self) -> None:
-        await self._all.wait()
-
-    @property
-    def waiting(self) -> frozenset[InstanceId]:
-        return frozenset(self._waiting)
 
     def health_port(self, instance: InstanceId) -> int | None:
         heartbeat = self.heartbeats.get(instance)
@@ -58,11 +51,11 @@ class Readiness:
             return  # of another version, and so not of our processes
         instance = heartbeat.process.instance
         self.heartbeats[instance] = heartbeat
-        if heartbeat.state is ProcessState.READY and instance in self._waiting:
-            self._waiting.remove(instance)
+        if heartbeat.state is ProcessState.READY and instance in self.waiting:
+            self.waiting.remove(instance)
             self._on_ready(heartbeat)
-        if not self._waiting:
-            self._all.set()
+        if not self.waiting:
+            self.all_ready.set()
 
 
 class HangDetector:

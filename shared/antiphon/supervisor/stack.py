@@ -95,7 +95,10 @@ class ServiceStack:
     def __init__(
         self, settings: Settings, folder: Path, console: Console, device: HostDevice | None = None
     ) -> None:
-        self._settings = _with_port(settings)
+        gateway = settings.gateway
+        if not gateway.port:  # chosen here, since it must be announced
+            settings = replace(settings, gateway=replace(gateway, port=free_port(gateway.host)))
+        self._settings = settings
         self._device = device or detect_device()
         self._folder = folder
         self._console = console
@@ -116,7 +119,9 @@ class ServiceStack:
             url = await self._start_broker()
             if self._broker is None:
                 await self._refuse_if_taken(url)
-            await self._start_children(url)
+            self._children = self.children(url)
+            for child in self._children:
+                await child.start()
             readiness = await self._wait_ready(url, stop)
             if not stop.is_set():
                 self._announce(url, readiness)
@@ -181,11 +186,6 @@ class ServiceStack:
                 "choose another --cluster-name"
             )
 
-    async def _start_children(self, url: str) -> None:
-        self._children = self.children(url)
-        for child in self._children:
-            await child.start()
-
     def children(self, url: str) -> tuple[Child, ...]:
         """The processes of all services, not yet started, for the NATS server at `url`."""
         settings = replace(self._settings, bus=replace(self._settings.bus, url=url))
@@ -245,7 +245,7 @@ class ServiceStack:
         """Return when all are ready, `stop` is set, one has died, or the timeout is over."""
         settled = asyncio.Event()
         deaths = [child.fails_to_start for child in self._children]
-        waits = (readiness.wait, stop.wait, *deaths)
+        waits = (readiness.all_ready.wait, stop.wait, *deaths)
         async with asyncio.TaskGroup() as group:
             watches = [group.create_task(_set_after(wait, settled)) for wait in waits]
             with suppress(TimeoutError):
@@ -314,14 +314,6 @@ class ServiceStack:
         await now.wait()
         for child in self._children:
             child.kill()
-
-
-def _with_port(settings: Settings) -> Settings:
-    """Choose the gateway's port if it is 0, since it must be announced."""
-    gateway = settings.gateway
-    if gateway.port:
-        return settings
-    return replace(settings, gateway=replace(gateway, port=free_port(gateway.host)))
 
 
 async def _set_after(wait: Callable[[], Awaitable[object]], event: asyncio.Event) -> None:
