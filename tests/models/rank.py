@@ -23,7 +23,7 @@ from tests.support.worker import sampling_columns
 from antiphon.layers.weights import SingleRank
 from antiphon.model_worker.batching.plan import StepPlan
 
-COLUMNS = ("slot", "query_start", "query_len", "kv_len", "adapter", "tokens", "positions")
+COLUMNS = ("slot", "query_start", "query_len", "kv_len", "tokens", "positions")
 
 
 class LoneRank(SingleRank):

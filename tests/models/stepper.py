@@ -154,7 +154,6 @@ class Stepper:
             query_start=(np.cumsum(query_len) - query_len).astype(np.int32),
             query_len=query_len,
             kv_len=kv_len,
-            adapter=-np.ones(len(lines), np.int32),
             tokens=_ints(token for row in tokens for token in row),
             positions=np.concatenate(
                 [np.arange(a, b, dtype=np.int32) for a, b in zip(computed, kv_len, strict=True)]

@@ -15,7 +15,7 @@ from tests.support.models import load
 from torch import Tensor
 
 from antiphon.kernels.op import table
-from antiphon.model_worker.batching.plan import Ints, RowStatus, Splice
+from antiphon.model_worker.batching.plan import Ints, RowStatus
 from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.pools import cache_groups
@@ -224,8 +224,8 @@ def test_a_plan_may_follow_one_that_was_refused(tmp_path: Path) -> None:
         stepper.prefill()
         stepper.decode(3)
         last = stepper.plans[-1]
-        splices = (Splice(start=0, length=1, handle=""),)
-        refused = msgspec.structs.replace(last, step=last.step + 1, splices=splices)
+        axes = np.repeat(last.positions, 3, axis=0)
+        refused = msgspec.structs.replace(last, step=last.step + 1, positions=axes)
         for plan in (refused, msgspec.structs.replace(refused, step=last.step + 7)):
             with pytest.raises(PlanRefused):
                 runner.run(plan)

@@ -90,7 +90,7 @@ class WorldRunner(HashRunner):
         assert self._before is not None, "it follows a plan that failed"
         before, drawn = self._before
         assert plan.step == before.step + 1
-        for name in ("slot", "query_start", "query_len", "adapter", "logit_tokens", "sampling"):
+        for name in ("slot", "query_start", "query_len", "logit_tokens", "sampling"):
             assert getattr(plan, name) is getattr(before, name), name
         assert (plan.tokens == drawn).all()
         assert (plan.positions == before.positions + 1).all()

@@ -155,7 +155,6 @@ def step_plan(query_len: Sequence[int], **fields: Any) -> StepPlan:
         "query_start": ends - lengths,
         "query_len": lengths,
         "kv_len": lengths,
-        "adapter": np.full(rows, -1, np.int32),
         "tokens": np.zeros(ends[-1], np.int32),
         "positions": np.zeros((1, ends[-1]), np.int32),
         "logit_tokens": ends - 1,

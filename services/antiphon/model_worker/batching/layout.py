@@ -39,7 +39,6 @@ class Layout:
     slot: Ints
     query_start: Ints
     query_len: Ints
-    adapter: Ints
     draws: NDArray[np.bool_]
     logit_tokens: Ints
     row: Longs
@@ -61,7 +60,6 @@ class Layout:
             slot=slot,
             query_start=query_start,
             query_len=query_len,
-            adapter=np.full(len(shapes), -1, np.int32),
             draws=draws,
             logit_tokens=(query_end - 1)[draws],
             row=row,

@@ -121,24 +121,6 @@ class PoolingRequest:
     dimensions: Ints  # (R,) length to which the vector is truncated; 0 returns all of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageMove:
-    """Load a page of a cache group before the step, or save it after."""
-
-    group: int
-    page: int
-    handle: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Splice:
-    """Take the embeddings of tokens [start, start + length) of this plan from a buffer."""
-
-    start: int
-    length: int
-    handle: str
-
-
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One forward pass.
 
@@ -161,12 +143,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     step: int  # grows by one; a rank rejects a gap
-    microbatch: int = 0
     slot: Ints  # (R,) fixed while a choice runs
     query_start: Ints  # (R,) index of a row's first token in `tokens`
     query_len: Ints  # (R,)
     kv_len: Ints  # (R,)
-    adapter: Ints  # (R,) -1 without one
     tokens: Ints  # (T,) ids, or `future(slot)`
     positions: Ints  # (A, T)
     logit_tokens: Ints  # (L,)
@@ -179,12 +159,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     biases: Biases | None = None  # added after the masks
     details: LogprobsRequest | None = None
     pooling: PoolingRequest | None = None  # no row samples then
-    tree_mask: NDArray[np.bool_] | None = None  # (T, T) which tokens of the step attend to which
     token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
-    splices: tuple[Splice, ...] = ()
-    loads: tuple[PageMove, ...] = ()
-    saves: tuple[PageMove, ...] = ()
-    release_fence: int = 0  # pages released by this plan may be reused after this step
     follows: bool = False
 
 
@@ -233,7 +208,6 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     status: Ints  # (R,)
     details: LogprobsBatch | None = None
     vectors: PooledVectors | None = None
-    drafts: Ints | None = None  # (R, k)
 
 
 class PlanRunner(Protocol):

@@ -402,7 +402,6 @@ def build_plan(step: int, rows: Sequence[BatchRow], slots: Slots) -> StepPlan:
         query_start=layout.query_start,
         query_len=layout.query_len,
         kv_len=kv_len,
-        adapter=layout.adapter,
         tokens=tokens,
         positions=positions,
         logit_tokens=layout.logit_tokens,
@@ -415,7 +414,6 @@ def build_plan(step: int, rows: Sequence[BatchRow], slots: Slots) -> StepPlan:
         details=slots.logprobs.request(rows, layout.query_start),
         pooling=pooling,
         token_types=None if pooling is None else token_types(rows),
-        release_fence=step,
     )
 
 

@@ -152,13 +152,11 @@ class SteadyRows(Sequence[BatchRow]):
             query_start=layout.query_start,
             query_len=layout.query_len,
             kv_len=self._lengths[ahead + 1],
-            adapter=layout.adapter,
             tokens=self._tokens,
             positions=self._lengths[ahead : ahead + 1],
             logit_tokens=layout.logit_tokens,
             sampling=layout.sampling,
             page_tables=self._slots.page_tables(layout.slot),
-            release_fence=step,
         )
 
     def take(self, outcome: StepOutcome) -> Drawn | None:

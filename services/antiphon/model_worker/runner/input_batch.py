@@ -108,9 +108,8 @@ class InputBatch:
 
 def build_input_batch(plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> InputBatch:
     """Derive the inputs of a forward pass from a plan that this runner supports."""
-    other = plan.tree_mask is not None or plan.splices or plan.loads or plan.saves
-    if other or len(plan.positions) != 1:
-        raise PlanRefused(f"step {plan.step}: this runner has no {_unsupported(plan)}")
+    if (axes := len(plan.positions)) != 1:
+        raise PlanRefused(f"step {plan.step}: this runner has no {axes} position axes")
     return InputBatch(plan, shapes, states)
 
 
@@ -167,13 +166,3 @@ class FutureTokens:
         if self._slots is not None and self._token_ids is not None:
             self._last.update(zip(self._slots.tolist(), self._token_ids.tolist(), strict=True))
         self._slots = self._token_ids = None
-
-
-def _unsupported(plan: StepPlan) -> str:
-    if plan.tree_mask is not None:
-        return "tree verification"
-    if plan.splices:
-        return "embedding splices"
-    if plan.loads or plan.saves:
-        return "page moves"
-    return f"{len(plan.positions)} position axes"
