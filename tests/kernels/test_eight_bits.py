@@ -23,7 +23,7 @@ from antiphon.kernels.attention import (
     paged_attention,
     softcap_sink_attention,
 )
-from antiphon.kernels.kv import FP8_MAX, KvScales, LayerKvCache, as_bytes, quantize_fp8, upcast
+from antiphon.kernels.kv import FP8_MAX, KvScales, LayerKvCache, as_bytes, quantize_fp8
 from antiphon.kernels.rotary import qk_norm_rope_store
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -210,7 +210,7 @@ def test_heads_may_have_any_even_size(
 def test_caps_and_sinks_work_on_it(format_: torch.dtype) -> None:
     case = in_eight_bits(Case(3, *ROWS["all at once"], a_shape()), format_)
     keys, values = (
-        upcast(kept, torch.float32) * scale
+        kept.to(torch.float32) * scale
         for kept, scale in zip((case.keys, case.values), SCALES, strict=True)
     )
     sinks = torch.linspace(-1, 1, 6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -120,24 +121,24 @@ def choices(draw: st.DrawFn) -> Tensor:
 
 @given(choices())
 def test_every_pair_has_one_row_sorted_by_expert(experts: Tensor) -> None:
-    found = sort_by_expert(experts, 8)
+    pairs, bounds = sort_by_expert(experts, 8)
     flat = experts.flatten().tolist()
     want = [[pair for pair, e in enumerate(flat) if e == expert] for expert in range(8)]
-    rows = found.pair.tolist()
-    runs = zip(found.bounds, found.bounds[1:], strict=False)
+    rows = pairs.tolist()
+    runs = pairwise(bounds)
     assert [rows[begin:end] for begin, end in runs] == want
-    assert found.bounds[-1] == len(rows)
+    assert bounds[-1] == len(rows)
 
 
 def test_what_experts_made_is_summed_by_share() -> None:
     experts = torch.tensor([[2, 0], [1, 2], [0, 1]])
     shares, made = drawn(3, 2, seed=1), drawn(6, 5, seed=2)
-    found = sort_by_expert(experts, 3)
-    total = combine.reference(made, found.pair, shares)
+    pairs, _ = sort_by_expert(experts, 3)
+    total = combine.reference(made, pairs, shares)
     for token in range(3):
         want = torch.zeros(5)
         for choice in range(2):
-            row = found.pair.tolist().index(2 * token + choice)
+            row = pairs.tolist().index(2 * token + choice)
             want += shares[token, choice] * made[row]
         torch.testing.assert_close(total[token], want)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import CompiledMetadata, cpu
-from antiphon.kernels.kv import UNSCALED, KvScales, as_bytes, is_fp8, upcast
+from antiphon.kernels.kv import UNSCALED, KvScales, as_bytes, is_fp8
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def _gather(
         tokens = as_bytes(cache).flatten(0, 1)
         if is_fp8(cache.dtype):
             picked = tokens.index_select(0, block.places).view(cache.dtype)
-            room.copy_(upcast(picked, room.dtype))
+            room.copy_(picked)
         else:
             torch.index_select(tokens, 0, block.places, out=room)
     return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)

@@ -104,8 +104,3 @@ def quantize_fp8(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         return values
     divided = values.float() / torch.tensor(scale, device=values.device)
     return divided.clamp_(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
-
-
-def upcast(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert stored values to the dtype of the model, exactly; the scale is not applied."""
-    return stored.to(dtype)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
-from antiphon.kernels.kv import UNSCALED, KvScales, LayerKvCache, as_bytes, upcast
+from antiphon.kernels.kv import UNSCALED, KvScales, LayerKvCache, as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -222,16 +222,13 @@ def _mix(
     expanded = heads.expand(latents[:, : sizes.latent])  # (N, Q, C + V)
     shared = latents[:, None, sizes.latent :].expand(-1, expanded.shape[1], -1)
     keys = torch.cat((expanded[..., : sizes.content], shared), dim=-1)
-    wide = [_padded(x, sizes.wide) for x in (q, keys, expanded[..., sizes.content :])]
-    mixed = attend(wide[0], wide[1][:, None], wide[2][:, None], part.rows, scale, UNSCALED)
+    parts = (q, keys, expanded[..., sizes.content :])
+    q, keys, values = (F.pad(x, (0, sizes.wide - x.shape[-1])) for x in parts)
+    mixed = attend(q, keys[:, None], values[:, None], part.rows, scale, UNSCALED)
     return mixed[..., : sizes.value]
 
 
 def _gathered(cache: LayerKvCache, places: Tensor, dtype: torch.dtype) -> Tensor:
     latents = as_bytes(cache.keys).flatten(0, 2).index_select(0, places).view(cache.keys.dtype)
-    numbers = upcast(latents, dtype)
+    numbers = latents.to(dtype)
     return numbers if cache.scales.key == 1.0 else numbers * cache.scales.key
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    return F.pad(x, (0, size - x.shape[-1]))

@@ -242,7 +242,8 @@ def _delta_scan(
     # before the chunk, each without what the earlier tokens of the chunk contribute already.
     rhs = torch.cat((v * weight, weighted * grown), dim=-1)
     system = (weighted @ k.mT) * left
-    solved = _solve(system, rhs)
+    solve = torch.linalg.solve_triangular  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    solved = cast("Tensor", solve(system, rhs, upper=False, unitriangular=True))
     updates, reading = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     within = (q @ k.mT) * left
     queries = q * grown
@@ -254,12 +255,6 @@ def _delta_scan(
         outs.append(queries[chunk] @ state + within[chunk] @ fresh)
         state = torch.baddbmm(state * chunk_decay[chunk], fading_keys[chunk].mT, fresh)
     return run.unchunked(torch.stack(outs).transpose(1, 2)), state
-
-
-def _solve(system: Tensor, rhs: Tensor) -> Tensor:
-    """(1 + the strictly lower triangle of system)^-1 wanted."""
-    solve = torch.linalg.solve_triangular  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return cast("Tensor", solve(system, rhs, upper=False, unitriangular=True))
 
 
 CHUNK_TOKENS = 64

@@ -176,10 +176,7 @@ class CosSinCache:
     """
 
     def __init__(
-        self,
-        rotary: RotarySpec | None,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        self, rotary: RotarySpec | None, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         self._rotary = rotary or RotarySpec(0, 1.0)
         self._dtype = dtype

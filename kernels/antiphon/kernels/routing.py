@@ -71,23 +71,17 @@ def _in_best_groups(ranking: Tensor, routing: RoutingSpec) -> Tensor:
     return selected.repeat_interleave(grouped.shape[2], dim=1)
 
 
-@dataclass(frozen=True, slots=True)
-class SortedByExpert:
-    """Rows sorted by expert."""
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, list[int]]:
+    """Sort the (token, expert) pairs by expert: experts (T, K) int64, each below `count`.
 
-    # (N,) the pair (token, choice) of a row: token * K + choice. Rows of one expert keep the order
-    # of their tokens.
-    pair: Tensor
-    bounds: list[int]  # expert e has rows bounds[e] up to bounds[e + 1]
-
-
-def sort_by_expert(experts: Tensor, count: int) -> SortedByExpert:
-    """Sort the (token, expert) pairs by expert: experts (T, K) int64, each below `count`."""
+    Returns (N,) the pair (token, choice) of each row, token * K + choice, where rows of one expert
+    keep the order of their tokens; and the bounds: expert e has rows bounds[e] to bounds[e + 1].
+    """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     borders = torch.arange(count + 1, device=flat.device)
     bounds: NDArray[np.int64] = torch.searchsorted(flat[order], borders).cpu().numpy()
-    return SortedByExpert(order, bounds.tolist())
+    return order, bounds.tolist()
 
 
 @kernel("moe.combine", invariant=True)

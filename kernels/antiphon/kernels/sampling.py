@@ -199,9 +199,7 @@ def _blocks(weights: Tensor) -> Tensor:
 
 
 def uniform(
-    seed: NDArray[np.int64],
-    choice: NDArray[np.int32],
-    position: NDArray[np.int64],
+    seed: NDArray[np.int64], choice: NDArray[np.int32], position: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """One number in [0, 1) a row, with 52 random bits.
 
@@ -210,13 +208,8 @@ def uniform(
     """
     bits = seed.view(np.uint64)
     zeros = np.zeros_like(bits)
-    counter = (
-        position.astype(np.uint64) & _LOW,
-        choice.astype(np.uint64) & _LOW,
-        zeros,
-        zeros,
-    )
-    first, second, _, _ = philox4x32(counter, (bits & _LOW, bits >> _HALF))
+    low, high = position.astype(np.uint64) & _LOW, choice.astype(np.uint64) & _LOW
+    first, second, _, _ = philox4x32((low, high, zeros, zeros), (bits & _LOW, bits >> _HALF))
     mantissa = ((first >> np.uint64(6)) << np.uint64(26)) | (second >> np.uint64(6))
     return mantissa.astype(np.float64) * 2.0**-52
 

@@ -96,11 +96,7 @@ class LinearPart:
 
 
 def weight_sources(
-    part: LinearPart,
-    inputs: int,
-    cut: RankSlice,
-    build: BuildContext,
-    weights: LinearWeights,
+    part: LinearPart, inputs: int, cut: RankSlice, build: BuildContext, weights: LinearWeights
 ) -> Iterator[WeightSource]:
     """The checkpoint tensors of a linear's weight, in whatever layout it is stored.
 
@@ -108,31 +104,24 @@ def weight_sources(
         ValueError: A weight of that shape cannot be stored in that layout.
     """
     storage = build.storage(part.name)
-    if storage is not None:
+    if storage is None:
+        yield _source("weight", part, inputs, cut, weights)
+    else:
         yield from _quantized_sources(part, inputs, cut, storage, weights)
-        return
 
+
+def _source(
+    field: str, part: LinearPart, inputs: int, cut: RankSlice, weights: LinearWeights
+) -> WeightSource:
     def load(tensor: Tensor) -> None:
-        own = part.stored.extract("weight", part.outputs, tensor)
-        weights.load("weight", own, cut)
+        weights.load(field, part.stored.extract(field, part.outputs, tensor), cut)
 
-    shape = part.stored.shape("weight", part.outputs, inputs)
-    yield WeightSource(f"{part.name}.weight", shape, load)
-
-
-def _source_of_bias(part: LinearPart, cut: RankSlice, weights: LinearWeights) -> WeightSource:
-    def load(tensor: Tensor) -> None:
-        weights.load("bias", part.stored.extract("bias", part.outputs, tensor), cut)
-
-    return WeightSource(f"{part.name}.bias", part.stored.shape("bias", part.outputs, 0), load)
+    shape = part.stored.shape(field, part.outputs, inputs)
+    return WeightSource(f"{part.name}.{field}", shape, load)
 
 
 def _quantized_sources(
-    part: LinearPart,
-    inputs: int,
-    cut: RankSlice,
-    storage: StorageLayout,
-    weights: LinearWeights,
+    part: LinearPart, inputs: int, cut: RankSlice, storage: StorageLayout, weights: LinearWeights
 ) -> Iterator[WeightSource]:
     stored = part.stored
     if stored.transposed:
@@ -221,10 +210,9 @@ class _WeightAssembler:
         """Keep a tensor until the last one is loaded; that one is used without a copy."""
         last = len(self.received) + 1 == len(self.fields)
         self.received[one.suffix] = tensor if last else tensor.clone()
-        if not last:
-            return
-        self._place()
-        self.received.clear()
+        if last:
+            self._place()
+            self.received.clear()
 
     def _place(self) -> None:
         outputs, columns = self.part.outputs, self.part.inputs
@@ -288,7 +276,7 @@ class ColumnLinear(Module):
             cut = RankSlice(slice(start, start + part.piece()), slice(None), into)
             yield from weight_sources(part, self._inputs, cut, self._build, self._weights)
             if self._bias:
-                yield _source_of_bias(part, cut, self._weights)
+                yield _source("bias", part, self._inputs, cut, self._weights)
             into += part.piece()
 
 
@@ -331,7 +319,7 @@ class RowLinear(Module):
     def sources(self) -> Iterator[WeightSource]:
         yield from weight_sources(self._part, self._inputs, self._cut, self._build, self._weights)
         if self._bias_within:
-            yield _source_of_bias(self._part, self._cut, self._weights)
+            yield _source("bias", self._part, self._inputs, self._cut, self._weights)
         if self._bias is not None:
             yield from replicated_source(f"{self.name}.bias", self._bias)
 

@@ -95,7 +95,8 @@ class PackedWeights:
             format_=format_,
             halves=shape.halves,
         )
-        self.packed = self._panels.linear
+        self.packed = linear = self._panels.linear
+        self.apply, self.apply_wide, self.rows = linear.multiply, linear.multiply_wide, linear.rows
 
     def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
         part = cut.of(field, tensor)
@@ -105,15 +106,6 @@ class PackedWeights:
             self._panels.write_int8(cut.into, part.steps, part.scales)
         else:
             self._panels.write(cut.into, dequantized(part))
-
-    def apply(self, x: Tensor) -> Tensor:
-        return self.packed.multiply(x)
-
-    def apply_wide(self, x: Tensor) -> Tensor:
-        return self.packed.multiply_wide(x)
-
-    def rows(self, outputs: Tensor) -> Tensor:
-        return self.packed.rows(outputs)
 
 
 LinearWeights = PlainWeights | PackedWeights

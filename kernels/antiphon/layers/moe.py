@@ -171,19 +171,17 @@ class Experts(Module):
 
         chosen (T, K) int64, shares (T, K) float32
         """
-        found = sort_by_expert(chosen, len(self._experts))
-        rows = x.index_select(0, found.pair // chosen.shape[1])  # (N, D)
+        pair, bounds = sort_by_expert(chosen, len(self._experts))
+        rows = x.index_select(0, pair // chosen.shape[1])  # (N, D)
         if self._spec.apply_router_weight_on_input:
-            rows = (rows * shares.flatten()[found.pair, None]).to(x.dtype)
+            rows = (rows * shares.flatten()[pair, None]).to(x.dtype)
             shares = torch.ones_like(shares)
         made = [
-            self._block(ctx, expert, rows[begin:end])
-            for expert, begin, end in zip(
-                self._experts, found.bounds, found.bounds[1:], strict=False
-            )
+            expert.down.apply(self._gated(ctx, expert.gate_up.apply(rows[begin:end])))
+            for expert, begin, end in zip(self._experts, bounds, bounds[1:], strict=False)
             if begin < end
         ]
-        return ctx.ops.combine(torch.cat(made) if made else rows, found.pair, shares)
+        return ctx.ops.combine(torch.cat(made) if made else rows, pair, shares)
 
     def sources(self) -> Iterator[WeightSource]:
         names = self._spec.names
@@ -210,9 +208,6 @@ class Experts(Module):
             gate_up.create(wide_shape, build.dtype, build.device),
             down.create(down_shape, build.dtype, build.device),
         )
-
-    def _block(self, ctx: ForwardContext, expert: _Expert, rows: Tensor) -> Tensor:
-        return expert.down.apply(self._gated(ctx, expert.gate_up.apply(rows)))
 
     def _gated(self, ctx: ForwardContext, gate_up: Tensor) -> Tensor:
         activation = self._spec.activation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +12,10 @@ import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.linear import CheckpointLayout, LinearPart
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
-from antiphon.layers.weights import Module, WeightSource, replicated_source, void
+from antiphon.layers.weights import Module, WeightSource, replicated_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -32,10 +33,8 @@ class HeadVector(Module):
         self._own = slice(tp.rank * share, (tp.rank + 1) * share)
 
     def sources(self) -> Iterator[WeightSource]:
-        yield WeightSource(self._name, (self._heads,), self._load)
-
-    def _load(self, tensor: Tensor) -> None:
-        self.value.copy_(tensor[self._own])
+        load = partial(_copy_rows, self.value, (self._own,))
+        yield WeightSource(self._name, (self._heads,), load)
 
 
 class ShortConv(Module):
@@ -65,16 +64,16 @@ class ShortConv(Module):
 
     def sources(self) -> Iterator[WeightSource]:
         shape = (self._channels, 1, self.weight.shape[1])
-        yield WeightSource(f"{self._name}.weight", shape, self._load)
+        yield WeightSource(
+            f"{self._name}.weight", shape, partial(_copy_rows, self.weight, self._own)
+        )
         if self.bias is not None:
-            yield WeightSource(f"{self._name}.bias", (self._channels,), self._load_bias)
+            load = partial(_copy_rows, self.bias, self._own)
+            yield WeightSource(f"{self._name}.bias", (self._channels,), load)
 
-    def _load(self, tensor: Tensor) -> None:
-        self.weight.copy_(torch.cat([tensor[own, 0] for own in self._own]))
 
-    def _load_bias(self, tensor: Tensor) -> None:
-        assert self.bias is not None, "no bias was asked for"
-        self.bias.copy_(torch.cat([tensor[own] for own in self._own]))
+def _copy_rows(into: Tensor, rows: Sequence[slice], tensor: Tensor) -> None:
+    into.copy_(torch.cat([tensor[own] for own in rows]).view(into.shape))
 
 
 Scales = tuple[float, float, float, float, float]
@@ -166,13 +165,10 @@ class Mamba2(Sublayer):
 
     def sources(self) -> Iterator[WeightSource]:
         yield from super().sources()
-        if (norm := self._norm) is not None:
-            own = slice(self._first, self._first + len(norm))
-            yield WeightSource(
-                f"{self._norm_name}.weight",
-                (self._spec.width,),
-                lambda tensor: void(norm.copy_(tensor[own])),
-            )
+        if self._norm is not None:
+            own = slice(self._first, self._first + len(self._norm))
+            load = partial(_copy_rows, self._norm, (own,))
+            yield WeightSource(f"{self._norm_name}.weight", (self._spec.width,), load)
 
     def _recurrence(
         self, mixed: Tensor, step: Tensor

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.rotary import QkNormWeights, TokenCosSin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FusedDecoderLayer:
     """The weights of one layer: packed linears, `gate_up` in halves, and norms (hidden,)."""
 
@@ -37,8 +37,7 @@ class FusedDecoderLayer:
     head_norms: QkNormWeights | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingAndHead:
+class EmbeddingAndHead(NamedTuple):
     """The embedding before the layers and the head after them."""
 
     embedding: CompiledLinear | Tensor
@@ -78,7 +77,7 @@ class FusedDecoder:
         self.scores = ends is not None
         self._compiled = extension.load().Stack(final_norm=final_norm, eps=eps, scale=scale)
         for layer, cache in layers:
-            norms = layer.head_norms
+            query_norm, key_norm, _ = layer.head_norms or (None, None, None)
             self._compiled.add(
                 qkv=layer.qkv,
                 out=layer.out,
@@ -86,8 +85,8 @@ class FusedDecoder:
                 down=layer.down,
                 attention_norm=layer.attention_norm,
                 mlp_norm=layer.mlp_norm,
-                query_norm=None if norms is None else norms.query,
-                key_norm=None if norms is None else norms.key,
+                query_norm=query_norm,
+                key_norm=key_norm,
                 group=cache.group,
                 keys=cache.keys,
                 values=cache.values,

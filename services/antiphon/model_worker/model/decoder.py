@@ -231,15 +231,8 @@ class DecoderLayer(Module):
             raise NotStackable("the feed-forward blocks differ from Llama's")
         if mixer.packed is None or feed_forward.packed is None:
             raise NotStackable("the linears are not packed on a single rank")
-        return FusedDecoderLayer(
-            qkv=mixer.packed[0],
-            out=mixer.packed[1],
-            gate_up=feed_forward.packed[0],
-            down=feed_forward.packed[1],
-            attention_norm=before.weight,
-            mlp_norm=between.weight,
-            head_norms=mixer.params.norms,
-        )
+        norms = (before.weight, between.weight, mixer.params.norms)
+        return FusedDecoderLayer(*mixer.packed, *feed_forward.packed, *norms)
 
     def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
         """The output of a block as it is added to the stream: normalised and multiplied."""
