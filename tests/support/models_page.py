@@ -31,8 +31,7 @@ from antiphon.model_worker.model.config_file import ACTIVATIONS, KINDS, ConfigFi
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
 from antiphon.model_worker.model.llama_parts import read_spec
-from antiphon.model_worker.model.load import CACHE_DTYPES
-from antiphon.model_worker.model.quantization import quantized_linears
+from antiphon.model_worker.model.load import CACHE_DTYPES, quantized_linears
 from antiphon.model_worker.model.registry import FAMILIES, find_family
 
 if TYPE_CHECKING:

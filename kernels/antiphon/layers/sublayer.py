@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from antiphon.layers.methods import LinearMethod
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayerBuildContext:
     """The position of a part in the model that is being built."""
 

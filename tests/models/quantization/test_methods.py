@@ -29,7 +29,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.quantization import storage_of
+from antiphon.model_worker.model.load import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.startup.engine import load_resolved
 from antiphon.resolve.device import HostDevice

@@ -29,7 +29,7 @@ from antiphon.layers.linear import quantized_sources
 from antiphon.layers.quantization.four_bit import BitsAndBytesStorage
 from antiphon.layers.quantization.storage import LoadedWeight, WeightSlice, dequantized
 from antiphon.model_card.card import read_card
-from antiphon.model_worker.model.quantization import storage_of
+from antiphon.model_worker.model.load import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
 
 FOLDERS = sorted(file.parent for file in (Path(__file__).parent / "fixtures").glob("*/config.json"))

@@ -109,13 +109,13 @@ class RopeField(msgspec.Struct, frozen=True):
     def _yarn(self, factor: float, trained: int) -> YarnScaling:
         amplitude = self.attention_factor
         if amplitude is None and self.mscale and self.mscale_all_dim:
-            amplitude = _grown(factor, self.mscale) / _grown(factor, self.mscale_all_dim)
+            amplitude = mscale(factor, self.mscale) / mscale(factor, self.mscale_all_dim)
         return YarnScaling(
             factor,
             trained,
             self.beta_fast or 32.0,
             self.beta_slow or 1.0,
-            _grown(factor, 1.0) if amplitude is None else amplitude,
+            mscale(factor, 1.0) if amplitude is None else amplitude,
             self.truncate,
         )
 
@@ -133,7 +133,8 @@ class RopeField(msgspec.Struct, frozen=True):
         return LongScaling(factors, amplitude)
 
 
-def _grown(factor: float, by: float) -> float:
+def mscale(factor: float, by: float) -> float:
+    """YaRN's multiplier of scores. Source: Peng et al. 2023, arXiv:2309.00071, section 3.4."""
     return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
 

@@ -65,10 +65,11 @@ class Decoder(Module):
         self.invariant = method.invariant
         """Whether its linears are batch-invariant."""
         self._spec = spec
-        self.layers = [
-            DecoderLayer(_site(spec, index, build, method), layer)
-            for index, layer in enumerate(spec.layers)
-        ]
+        sites = (
+            LayerBuildContext(index, spec.layer_name.format(index), spec.hidden, build, method)
+            for index in range(len(spec.layers))
+        )
+        self.layers = [DecoderLayer(*each) for each in zip(sites, spec.layers, strict=True)]
         # A table that is only looked up is fastest in its stored layout, one row a token.
         table_method = method if spec.tied else LinearMethod.PLAIN
         self._embedding = _table(spec, spec.embedding.name, build, table_method)
@@ -104,22 +105,24 @@ class Decoder(Module):
         hidden, _ = _enter(ctx, self._norm, pending, residual)
         return hidden, ctx.ops.finite_rows(hidden)
 
-    def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
-        """Fuse the layers and the final norm, or the whole model, into one call of the kernels."""
+    def stack(self, caches: Mapping[int, LayerKvCache]) -> tuple[FusedDecoder, RotarySpec | None]:
+        """Fuse the layers and the final norm, or the whole model, into one call of the kernels.
+
+        Also returns the RoPE that all layers share; None without RoPE.
+        """
         if not isinstance(self._norm, RmsNorm):
             raise NotStackable("the final norm differs from Llama's")
         layers = [(layer.stacked(), caches[index]) for index, layer in enumerate(self.layers)]
         norms = {self._spec.norm, *(layer.norm for layer in self._spec.layers)}
-        scale, _ = self._shared()
+        mixers: list[object] = [layer.mixer for layer in self._spec.layers]
+        ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
+        if len(ways) != 1:
+            raise NotStackable("attention scale or RoPE differ between layers")
         if len(norms) > 1:
             raise NotStackable("the norms differ between layers")
-        return FusedDecoder(
-            layers,
-            final_norm=self._norm.weight,
-            eps=self._norm.eps,
-            scale=scale,
-            ends=self._ends(),
-        )
+        scale, rotary = ways.pop()
+        weight, eps, ends = self._norm.weight, self._norm.eps, self._ends()
+        return FusedDecoder(layers, final_norm=weight, eps=eps, scale=scale, ends=ends), rotary
 
     def _ends(self) -> EmbeddingAndHead | None:
         """Embedding and head for the fused decoder, if nothing else transforms ids or logits."""
@@ -127,23 +130,11 @@ class Decoder(Module):
         plain = isinstance(spec, HeadSpec) and spec.scale == 1.0 and spec.softcap is None
         packed, table = self._embedding.packed, self._embedding.table
         embedding = table if packed is None else packed
-        if not plain or head is None or head.packed is None:
+        if not (plain and self._entry.plain) or embedding is None:
             return None
-        if embedding is None or not self._entry.plain:
+        if head is None or head.packed is None:
             return None
         return EmbeddingAndHead(embedding=embedding, head=head.packed)
-
-    @property
-    def rotary(self) -> RotarySpec | None:
-        """The RoPE that all layers share, for the fused decoder; None without RoPE."""
-        return self._shared()[1]
-
-    def _shared(self) -> tuple[float, RotarySpec | None]:
-        mixers: list[object] = [layer.mixer for layer in self._spec.layers]
-        ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
-        if len(ways) != 1:
-            raise NotStackable("attention scale or RoPE differ between layers")
-        return ways.pop()
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Logits of normalised hidden states (L, hidden)  ->  (L, V) float32."""
@@ -162,13 +153,6 @@ class Decoder(Module):
         """
         assert self._score is not None, "a model with a classification head"
         return self._score(ctx, pooled)
-
-
-def _site(
-    spec: ModelSpec, index: int, build: BuildContext, method: LinearMethod
-) -> LayerBuildContext:
-    name = spec.layer_name.format(index)
-    return LayerBuildContext(layer=index, name=name, hidden=spec.hidden, build=build, method=method)
 
 
 def _table(
@@ -279,12 +263,9 @@ class EmbeddingTransform(Module):
         if embedding.types is not None:
             self._types = AddedEmbedding(embedding.types, embedding.types_count, spec.hidden, build)
         if embedding.positions is not None:
+            rows, first = spec.context_tokens, embedding.positions_first
             self._positions = AddedEmbedding(
-                embedding.positions,
-                spec.context_tokens,
-                spec.hidden,
-                build,
-                first=embedding.positions_first,
+                embedding.positions, rows, spec.hidden, build, first=first
             )
         if embedding.norm is not None:
             self._norm = build_norm(embedding.norm, embedding.norm_name, spec.hidden, build)

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
+import antiphon.config.quantization as schemes
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import LoadFormat
-from antiphon.config.quantization import (
-    TORCHAO,
-    QuantizationConfig,
-    QuantizationMethod,
-    choose_quantization,
-)
 from antiphon.kernels.kv import KvScales, KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.layers.methods import LinearMethod, unsupported_reason
-from antiphon.layers.weights import BuildContext, SingleRank, Tp
+from antiphon.layers.quantization.eight_bit import (
+    Fp8Storage,
+    Int8Storage,
+    LlmInt8Storage,
+    OnlineFp8Storage,
+    TorchaoInt8Storage,
+)
+from antiphon.layers.quantization.four_bit import (
+    BitsAndBytesStorage,
+    Mxfp4Storage,
+    TorchaoInt4Storage,
+)
+from antiphon.layers.quantization.word_packed import AwqStorage, GptqStorage, PackQuantizedStorage
+from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank, Tp
 from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.cache_scales import read_scales, take_scales
@@ -29,7 +38,6 @@ from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec
-from antiphon.model_worker.model.quantization import quantized_linears
 from antiphon.model_worker.model.registry import family_of
 from antiphon.model_worker.model.spec import HeadSpec, ModelSpec
 from antiphon.model_worker.model.transformers_backend.support import load_transformers
@@ -38,6 +46,7 @@ from antiphon.model_worker.model.weights import Checkpoint
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from antiphon.layers.quantization.storage import StorageLayout
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
     from antiphon.resolve.resolved_config import ResolvedConfig
 
@@ -48,6 +57,20 @@ _BASE = "model."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Dtypes of an 8-bit KV cache."""
+LAYOUTS: Mapping[type[schemes.QuantizationScheme], type[Any]] = {
+    schemes.Fp8: Fp8Storage,
+    schemes.OnlineFp8: OnlineFp8Storage,
+    schemes.Int8: Int8Storage,
+    schemes.LlmInt8: LlmInt8Storage,
+    schemes.TorchaoInt8: TorchaoInt8Storage,
+    schemes.TorchaoInt4: TorchaoInt4Storage,
+    schemes.Awq: AwqStorage,
+    schemes.Gptq: GptqStorage,
+    schemes.Packed: PackQuantizedStorage,
+    schemes.BitsAndBytes4: BitsAndBytesStorage,
+    schemes.Mxfp4: Mxfp4Storage,
+}
+"""The layout of each scheme, whose fields are those of the scheme by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +149,7 @@ def load_weights(
     decoder: Decoder,
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    quantization: QuantizationConfig | None = None,
+    quantization: schemes.QuantizationConfig | None = None,
 ) -> None:
     """Copy a checkpoint into a decoder that has all layers."""
     sources = list(decoder.sources())
@@ -154,16 +177,16 @@ def load_weights(
     decoder.pack()
 
 
-def _quantization(files: ModelFiles, planned: str) -> QuantizationConfig | None:
+def _quantization(files: ModelFiles, planned: str) -> schemes.QuantizationConfig | None:
     gguf = files.format is LoadFormat.GGUF
-    method = None if planned == "none" else QuantizationMethod(planned)
-    quantization = choose_quantization(read_quantization(files.config()), method, gguf=gguf)
+    method = None if planned == "none" else schemes.QuantizationMethod(planned)
+    quantization = schemes.choose_quantization(read_quantization(files.config()), method, gguf=gguf)
     if files.format is LoadFormat.DUMMY and quantization is not None and not quantization.online:
         raise ConfigError(
             "dummy weights are plain numbers, and config.json says quantization_config: override "
             'it with {"quantization_config": null}'
         )
-    if method in TORCHAO and importlib.util.find_spec("torchao") is None:
+    if method in schemes.TORCHAO and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"model.quantization = {method}: the torchao package is missing")
     return quantization
 
@@ -197,3 +220,26 @@ def _without_logits(spec: ModelSpec) -> ModelSpec:
         ignored=(*spec.ignored, f"{spec.head.name}.weight", f"{spec.head.name}.bias"),
         prefix=_BASE if named else spec.prefix,
     )
+
+
+def storage_of(scheme: schemes.QuantizationScheme) -> StorageLayout:
+    layout = LAYOUTS[type(scheme)]
+    return layout(**{field.name: getattr(scheme, field.name) for field in fields(layout)})
+
+
+def quantized_linears(
+    config: schemes.QuantizationConfig, spec: ModelSpec, method: LinearMethod
+) -> CheckpointQuantization:
+    """What a model's layers need to know of the quantization of config.json or of the settings."""
+    return CheckpointQuantization(method, partial(_storage, config, spec))
+
+
+def _storage(
+    config: schemes.QuantizationConfig, spec: ModelSpec, name: str
+) -> StorageLayout | None:
+    head = isinstance(spec.head, HeadSpec) and name == spec.head.name
+    # The embedding table is never quantized.
+    if name == spec.embedding.name or (head and not config.head):
+        return None
+    scheme = config.scheme(name)
+    return None if scheme is None else storage_of(scheme)

@@ -16,19 +16,18 @@ from antiphon.model_worker.model.families.bert import BERT, MODERNBERT, ROBERTA
 from antiphon.model_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from antiphon.model_worker.model.families.falcon_h1 import FALCON_H1
 from antiphon.model_worker.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from antiphon.model_worker.model.families.gpt import GPT2, GPT_NEOX, PHI, STARCODER2
-from antiphon.model_worker.model.families.gpt_oss import GPT_OSS
+from antiphon.model_worker.model.families.gpt import GPT2, GPT_NEOX, GPT_OSS, PHI, STARCODER2
 from antiphon.model_worker.model.families.llama import (
     GLM4,
     GRANITE,
     LLAMA,
+    LLAMA4,
     MISTRAL,
     MIXTRAL,
     OLMO2,
     PHI3,
     SMOLLM3,
 )
-from antiphon.model_worker.model.families.llama4 import LLAMA4
 from antiphon.model_worker.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
 from antiphon.model_worker.model.llama_parts import classifier, embedding_model, reward_model
 

@@ -193,10 +193,15 @@ def prefetch_tensors(tensors: Sequence[TensorData]) -> Iterator[Tensor]:
     waiting: deque[tuple[TensorData, Future[Tensor]]] = deque()
     ahead_bytes = placed_bytes = 0
     readers = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
-    asking = _Prefetcher(tensors)
+    # Read-ahead is requested on a thread, in order: a busy disk blocks the caller.
+    asking = ThreadPoolExecutor(1, thread_name_prefix="weights-asked")
+    unasked, asked_bytes = deque(tensors), 0
     try:
         for tensor in tensors:
-            asking.until(placed_bytes + ASKED_BYTES)
+            while unasked and asked_bytes < placed_bytes + ASKED_BYTES:
+                following = unasked.popleft()
+                asked_bytes += following.size_bytes
+                asking.submit(following.prefetch)
             waiting.append((tensor, readers.submit(tensor.read)))
             ahead_bytes += tensor.size_bytes
             while ahead_bytes > AHEAD_BYTES and len(waiting) > 1:
@@ -206,27 +211,8 @@ def prefetch_tensors(tensors: Sequence[TensorData]) -> Iterator[Tensor]:
         while waiting:
             yield waiting.popleft()[1].result()
     finally:
-        asking.end()
+        asking.shutdown(cancel_futures=True)
         readers.shutdown(cancel_futures=True)
-
-
-class _Prefetcher:
-    """Requests read-ahead of tensors in order, on a thread: a busy disk blocks the caller."""
-
-    def __init__(self, tensors: Sequence[TensorData]) -> None:
-        self._left = deque(tensors)
-        self._asked_bytes = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-asked")
-
-    def until(self, size_bytes: int) -> None:
-        """Request what begins within the first `size_bytes` of all tensors."""
-        while self._left and self._asked_bytes < size_bytes:
-            tensor = self._left.popleft()
-            self._asked_bytes += tensor.size_bytes
-            self._thread.submit(tensor.prefetch)
-
-    def end(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
 
 class LoadProgress:

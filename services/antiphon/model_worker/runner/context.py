@@ -84,8 +84,8 @@ class ForwardContexts:
         decoder = model.decoder
         try:
             _refuse_apart(self._ops, fused=fused)
-            self._stack = decoder.stack(self._caches)
-            self._stack_angles = self._angles(decoder.rotary)
+            self._stack, rotary = decoder.stack(self._caches)
+            self._stack_angles = self._angles(rotary)
         except NotStackable as error:
             refused = (("cpu", str(error)),)
             # It is batch-invariant if its operations are.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +10,7 @@ from antiphon.kernels.latent import LatentSizes
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.config_file import ConfigFile, mscale
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
     Count,
@@ -31,7 +31,6 @@ from antiphon.model_worker.model.spec import (
 
 if TYPE_CHECKING:
     from antiphon.layers.mlp import GatedMlpSpec
-    from antiphon.model_worker.model.config_file import ConfigFile
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever the config sets for the others."""
@@ -129,9 +128,9 @@ def _latent(config: ConfigFile, fields: _DeepseekFields) -> LatentSpec:
 def _mscale(config: ConfigFile) -> float:
     """The mscale of queries and keys. Source: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4."""
     field = config.rope
-    if field.kind == "default" or not field.mscale_all_dim or not field.factor or field.factor <= 1:
+    if field.kind == "default" or not field.mscale_all_dim:
         return 1.0
-    return 0.1 * field.mscale_all_dim * math.log(field.factor) + 1.0
+    return mscale(field.factor or 1.0, field.mscale_all_dim)
 
 
 def _softmax_moe(config: ConfigFile, fields: _DeepseekFields) -> MoeSpec:

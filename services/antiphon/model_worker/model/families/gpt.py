@@ -1,4 +1,4 @@
-"""GPT-2, GPT-NeoX, Phi and StarCoder2: layer norms and plain feed-forward blocks."""
+"""GPT-2, GPT-NeoX, Phi and StarCoder2: layer norms and plain feed-forward blocks; and gpt-oss."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.layers.attention import AttentionNames
+from antiphon.layers.moe import ClampedSwish, ExpertsSpec, MoeSpec, StackedExperts
 from antiphon.model_worker.model.errors import UnsupportedVariant
-from antiphon.model_worker.model.llama_parts import attention, layer_norm, model, plain
+from antiphon.model_worker.model.llama_parts import (
+    Count,
+    ExpertFields,
+    attention,
+    layer_norm,
+    layers,
+    model,
+    plain,
+    rms_norm,
+)
 from antiphon.model_worker.model.spec import (
     EmbeddingSpec,
     HeadSpec,
@@ -118,7 +128,38 @@ def declare_starcoder2(config: ConfigFile) -> ModelSpec:
     return model(config, layer)
 
 
+class _GptOssFields(ExpertFields, frozen=True, kw_only=True):
+    num_experts_per_tok: Count = 4
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    attention_bias: bool = True
+
+
+def declare_gpt_oss(config: ConfigFile) -> ModelSpec:
+    """gpt-oss: attention sinks, windows in every second layer, experts with biases and a clamp."""
+    norm, fields = rms_norm(config), config.family_fields(_GptOssFields)
+    experts = MoeSpec(
+        routing=fields.routing(renormalised=True),
+        experts=ExpertsSpec(
+            count=fields.num_experts,
+            width=config.width,
+            activation=ClampedSwish(alpha=fields.swiglu_alpha, limit=fields.swiglu_limit),
+            bias=True,
+            names=StackedExperts(interleaved=True),
+        ),
+        router="mlp.router",
+        router_bias=True,
+    )
+
+    def layer(window: int | None) -> LayerSpec:
+        mixer = attention(config, window=window, bias=fields.attention_bias, sinks=True)
+        return LayerSpec(mixer=mixer, feed_forward=experts, norm=norm)
+
+    return model(config, layers(config.windows(), layer))
+
+
 GPT2 = ModelFamily("gpt2", declare_gpt2)
 GPT_NEOX = ModelFamily("gpt_neox", declare_gpt_neox)
 PHI = ModelFamily("phi", declare_phi)
 STARCODER2 = ModelFamily("starcoder2", declare_starcoder2)
+GPT_OSS = ModelFamily("gpt-oss", declare_gpt_oss)

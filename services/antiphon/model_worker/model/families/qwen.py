@@ -34,21 +34,19 @@ if TYPE_CHECKING:
 
 def declare_qwen2(config: ConfigFile) -> ModelSpec:
     """Qwen2 and Qwen2.5: Llama's shape with biases on queries, keys and values only."""
-    norm = rms_norm(config)
-
-    def layer(window: int | None) -> LayerSpec:
-        mixer = attention(config, window=window, qkv_bias=True)
-        return LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)
-
-    return model(config, layers(_upper_windows(config), layer))
+    return _dense(config, qkv_bias=True)
 
 
 def declare_qwen3(config: ConfigFile) -> ModelSpec:
     """Qwen3: Qwen2 with QK norms in place of QKV biases."""
+    return _dense(config, bias=config.attention_bias, qk_norm=rms_norm(config))
+
+
+def _dense(config: ConfigFile, *, bias: bool = False, **changes: object) -> ModelSpec:
     norm = rms_norm(config)
 
     def layer(window: int | None) -> LayerSpec:
-        mixer = attention(config, window=window, bias=config.attention_bias, qk_norm=norm)
+        mixer = attention(config, window=window, bias=bias, **changes)
         return LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)
 
     return model(config, layers(_upper_windows(config), layer))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
@@ -98,7 +99,6 @@ class TransformersDecoder:
 
     invariant = False
     """torch's matmuls are not batch-invariant."""
-    rotary: RotarySpec | None = None
 
     def __init__(self, model: PreTrainedModel, context_tokens: int) -> None:
         patch_dynamic_rotary(model)
@@ -123,12 +123,7 @@ class TransformersDecoder:
             mixed = ctx.attend(call.layer, _pad_heads(call), self._params[call.layer])
             return mixed[..., : call.value.shape[-1]]
 
-        with _attention_function(attend):
-            left = self._base(
-                input_ids=tokens[None], position_ids=ctx.positions[None].long(), use_cache=False
-            )
-        assert left.last_hidden_state is not None
-        hidden = left.last_hidden_state[0]
+        hidden = _run_layers(self._base, attend, tokens, ctx.positions.long())
         return hidden, ctx.ops.finite_rows(hidden)
 
     def logits(self, _: ForwardContext | None, hidden: Tensor) -> Tensor:
@@ -136,7 +131,7 @@ class TransformersDecoder:
         self._given.hidden = hidden
         return self._head(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits[0].float()
 
-    def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
+    def stack(self, caches: Mapping[int, LayerKvCache]) -> tuple[FusedDecoder, RotarySpec | None]:
         raise NotStackable("the model uses the transformers backend")
 
 
@@ -191,6 +186,20 @@ def _attention_function(
         _PROBED.reset(probing)
 
 
+def _run_layers(
+    base: Callable[..., LayersOutput],
+    attend: Callable[[AttentionCall], Tensor],
+    tokens: Tensor,
+    positions: Tensor,
+    probed: int = 0,
+) -> Tensor:
+    """Run tokens at positions, (T,) both, with this attention  ->  (T, hidden)."""
+    with _attention_function(attend, probed):
+        left = base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+    assert left.last_hidden_state is not None
+    return left.last_hidden_state[0]
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -204,9 +213,8 @@ def _attention(
     if not isinstance(layer, int):
         raise ModelLoadError(f"{type(module).__name__} has no layer_idx")
     kwargs = {**kwargs, "is_causal": kwargs.get("is_causal", getattr(module, "is_causal", True))}
-    return _ATTEND.get()(AttentionCall(layer, query, key, value, attention_mask, kwargs))[
-        None
-    ], None
+    call = AttentionCall(layer, query, key, value, attention_mask, kwargs)
+    return _ATTEND.get()(call)[None], None
 
 
 def _mask(
@@ -252,17 +260,15 @@ def _probe_layers(
         found[call.layer] = _parse_call(call)
         return _nothing(call)
 
-    token = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
-    at = {"position_ids": torch.zeros(1, 1, dtype=torch.int64)}
-    with _attention_function(attend, probed=config.max_position_embeddings):
-        hidden = base(**token, **at).last_hidden_state
+    token = torch.zeros(1, dtype=torch.int64)
+    hidden = _run_layers(base, attend, token, token, probed=config.max_position_embeddings)
     layers = config.num_hidden_layers
     if sorted(found) != list(range(layers)):
         raise ModelLoadError(f"{len(found)} of its {layers} layers use standard attention")
+    run = cast("Callable[..., _Scores]", model)
     with _attention_function(_nothing):
-        whole = cast("Callable[..., _Scores]", model)(**token, **at).logits[0].float()
-    assert hidden is not None
-    if not torch.equal(whole, logits(None, hidden[0])):
+        scored = run(input_ids=token[None], position_ids=token[None], use_cache=False)
+    if not torch.equal(scored.logits[0].float(), logits(None, hidden)):
         raise ModelLoadError("its head cannot be separated from its layers")
     mixers = [found[layer] for layer in range(layers)]
     return _spec(config, [spec for spec, _ in mixers]), tuple(manner for _, manner in mixers)
@@ -309,10 +315,8 @@ def _alone(base: Callable[..., LayersOutput], tokens: Tensor, places: Tensor) ->
         query, _, value = by_token
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
-    with _attention_function(attend):
-        left = base(input_ids=tokens[None], position_ids=places[None], use_cache=False)
-    assert left.last_hidden_state is not None
-    return [*seen, left.last_hidden_state[0]]
+    hidden = _run_layers(base, attend, tokens, places)
+    return [*seen, hidden]
 
 
 _PROBE_TOKENS, _PROBE_FIRST = 160, 144
@@ -363,8 +367,8 @@ def _run(base: Callable[..., LayersOutput], tokens: Tensor, lengths: list[int]) 
                 f"layer {call.layer} has {key.shape[1]} keys for {call.query.shape[2]} tokens"
             )
         if call.layer in cache:
-            key = torch.cat((cache[call.layer][0], key), dim=1)
-            value = torch.cat((cache[call.layer][1], value), dim=1)
+            pairs = zip(cache[call.layer], (key, value), strict=True)
+            key, value = (torch.cat(pair, dim=1) for pair in pairs)
         cache[call.layer] = key, value
         queries, keys = call.query.shape[2], key.shape[1]
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
@@ -373,17 +377,8 @@ def _run(base: Callable[..., LayersOutput], tokens: Tensor, lengths: list[int]) 
         )
         return heads[0].transpose(0, 1)  # (T, Q, D)
 
-    hidden: list[Tensor] = []
-    start = 0
-    for length in lengths:
-        part = tokens[start : start + length]
-        at = torch.arange(start, start + length)
-        with _attention_function(attend):
-            left = base(input_ids=part[None], position_ids=at[None], use_cache=False)
-        assert left.last_hidden_state is not None
-        hidden.append(left.last_hidden_state[0])
-        start += length
-    return torch.cat(hidden)
+    places = torch.split(torch.arange(len(tokens)), lengths)
+    return torch.cat([_run_layers(base, attend, tokens[at], at) for at in places])
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -430,13 +425,11 @@ def _parse_call(call: AttentionCall) -> tuple[AttentionSpec, AttentionParams]:
 
 def _spec(config: TransformersConfig, mixers: list[AttentionSpec]) -> ModelSpec:
     norm = NormSpec(eps=0.0)
-    layers = (
-        LayerSpec(mixer=mixer, feed_forward=None, norm=norm, norms=Norms()) for mixer in mixers
-    )
+    shared = partial(LayerSpec, feed_forward=None, norm=norm, norms=Norms())
     return ModelSpec(
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
-        layers=tuple(layers),
+        layers=tuple(shared(mixer=mixer) for mixer in mixers),
         context_tokens=config.max_position_embeddings,
         norm=norm,
         head=HeadSpec(tied=False),
