@@ -39,14 +39,7 @@ from antiphon.wire.base import Role, Term
 from antiphon.wire.command import CommandBatch, ControlDone, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, Overloaded
 from antiphon.wire.heartbeat import RefusedCommands, WorkerLoad
-from antiphon.wire.routes import (
-    COMMAND,
-    KV_EVENTS,
-    KV_REPLAY,
-    OPEN,
-    STOP,
-    WORKER_CONTROL,
-)
+from antiphon.wire.routes import COMMAND, KV_EVENTS, KV_REPLAY, OPEN, STOP, WORKER_CONTROL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -216,6 +209,7 @@ class ModelWorker:
         with self._sender.lock:
             streams, held = self._seqs.streams(), output.held()
         busy = self._busy and not last.paused
+        publishes_events = self._engine.core.index.enabled and self._runtime.settings.cache.events
         return Report(
             load=output.live_count,
             streams=streams,
@@ -233,7 +227,7 @@ class ModelWorker:
                 bits=self._numerics.digest,
                 pages_promised=last.credit.pages_promised,
                 pages_returning=last.credit.pages_returning,
-                kv_seq=self._kv_events.seq if self._publishes_events() else None,
+                kv_seq=self._kv_events.seq if publishes_events else None,
                 context_tokens=limits.context_tokens,
                 term=output.commands.term,
                 commands_seq=output.commands.seq,
@@ -243,9 +237,6 @@ class ModelWorker:
                 ),
             ),
         )
-
-    def _publishes_events(self) -> bool:
-        return self._engine.core.index.enabled and self._runtime.settings.cache.events
 
     async def drain(self) -> None:
         """Finish running requests, send the rest, and wait a little for their owners to have it."""
@@ -493,8 +484,8 @@ class ModelWorker:
                 log.warning("KV events not sent", extra={"seq": batch.seq, "error": error})
 
     async def _tick(self) -> None:
-        stalled, batching = self._accounting.metrics.stalled, self._runtime.settings.batching
-        watchdog = LoopWatchdog(self._loop, batching, stalled)
+        stalls = self._accounting.metrics.stalls
+        watchdog = LoopWatchdog(self._loop, self._runtime.settings.batching, stalls.inc)
         while True:
             await asyncio.sleep(TICK_S)
             try:
@@ -514,10 +505,8 @@ class ModelWorker:
             self._drop_failed(self._output.take_failed())
         self._publish_kv_events()
         self._requeue_waiting(now_ms)
-        self._accounting.metrics.show_held(
-            held=self._output.held_count,
-            overrun_tokens=self._output.overrun_tokens,
-        )
+        held, overrun_tokens = self._output.held_count, self._output.overrun_tokens
+        self._accounting.metrics.show_held(held=held, overrun_tokens=overrun_tokens)
 
     def _requeue_waiting(self, now_ms: int) -> None:
         """Requeue requests that are not started, if other workers would start them sooner."""

@@ -29,7 +29,6 @@ from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import (
-    InlineMatcherExecutor,
     MatcherExecutor,
     MatcherTask,
     PendingGrammarRow,
@@ -82,7 +81,7 @@ class EngineCore:
         self.slots = self._batch.slots
         self._timeouts = Timeouts(limits)
         self._pending_grammar = PendingGrammarRows(
-            matcher_executor or InlineMatcherExecutor(), limits.follow_timeout_s
+            matcher_executor or MatcherExecutor(), limits.follow_timeout_s
         )
         self.planner = StepPlanner(limits, self.rules, self._batch, self.waiting, self._timeouts)
         self._requests: dict[ChoiceKey, Request] = {}

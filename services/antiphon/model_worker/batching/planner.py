@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -323,7 +323,10 @@ class TokenBudget:
         """
         if self.full:
             return 0
-        available = self._available()
+        available = self.tokens
+        if self._prefills and self._limits.fill_tokens is not None:
+            # The first prefill may be longer than `fill_tokens`.
+            available = min(available, self._limits.fill_tokens - self._prefill_tokens)
         if self._limits.chunk_tokens is None:
             return pending if pending <= available or not self._prefills else 0
         length = min(pending, self._limits.chunk_tokens, available)
@@ -339,12 +342,6 @@ class TokenBudget:
         self.tokens -= tokens
         self._prefills += 1
         self._prefill_tokens += tokens
-
-    def _available(self) -> int:
-        """Tokens left for a prefill chunk. The first may be longer than `fill_tokens`."""
-        if self._prefills == 0 or self._limits.fill_tokens is None:
-            return self.tokens
-        return min(self.tokens, self._limits.fill_tokens - self._prefill_tokens)
 
 
 def choose_victim(running: Iterable[Request]) -> Request:
@@ -515,39 +512,32 @@ def order_by_prefix(
     prefixes = {request.arrival: peek(request) for request in waiting}
     if policy is Policy.LPM:
         return sorted(waiting, key=lambda r: (r.rank, -prefixes[r.arrival].length))
-    branches = _Branches([(request, prefixes[request.arrival].node) for request in waiting])
-    visited = {request.arrival: index for index, request in enumerate(branches.visit())}
+    pairs = [(request, prefixes[request.arrival].node) for request in waiting]
+    visited = {request.arrival: index for index, request in enumerate(_depth_first(pairs))}
     return sorted(waiting, key=lambda r: (r.rank, visited[r.arrival]))
 
 
-class _Branches:
-    def __init__(self, pairs: Sequence[tuple[Request, RadixNode | None]]) -> None:
-        self._here: defaultdict[RadixNode | None, list[Request]] = defaultdict(list)
-        self._weight: defaultdict[RadixNode | None, int] = defaultdict(int)
-        self._children: defaultdict[RadixNode | None, dict[RadixNode, None]] = defaultdict(dict)
-        for request, node in pairs:
-            self._here[node].append(request)
-            self._add(node)
+def _depth_first(pairs: Iterable[tuple[Request, RadixNode | None]]) -> Iterator[Request]:
+    """Requests in the order of a depth-first walk of their nodes, the heavier branches first.
 
-    def visit(self) -> Iterator[Request]:
-        """Requests in the order of a depth-first walk, the heavier branches first.
-
-        Those that stop at a node come after those below it, which share more.
-        """
-        stack: list[tuple[RadixNode | None, bool]] = [(None, False)]
-        while stack:
-            node, below_done = stack.pop()
-            if below_done:
-                yield from self._here.get(node, ())
-                continue
-            stack.append((node, True))
-            children = self._children.get(node, {})
-            heaviest_first = sorted(children, key=self._weight.__getitem__, reverse=True)
-            stack.extend((child, False) for child in reversed(heaviest_first))
-
-    def _add(self, node: RadixNode | None) -> None:
+    Those that stop at a node come after those below it, which share more.
+    """
+    here: defaultdict[RadixNode | None, list[Request]] = defaultdict(list)
+    weight: Counter[RadixNode] = Counter()
+    children: defaultdict[RadixNode | None, dict[RadixNode, None]] = defaultdict(dict)
+    for request, last in pairs:
+        here[last].append(request)
+        node = last
         while node is not None:
-            self._weight[node] += 1
-            parent = node.parent
-            self._children[parent][node] = None
-            node = parent
+            weight[node] += 1
+            children[node.parent][node] = None
+            node = node.parent
+    stack: list[tuple[RadixNode | None, bool]] = [(None, False)]
+    while stack:
+        node, below_done = stack.pop()
+        if below_done:
+            yield from here[node]
+            continue
+        stack.append((node, True))
+        heaviest_first = sorted(children[node], key=weight.__getitem__, reverse=True)
+        stack.extend((child, False) for child in reversed(heaviest_first))

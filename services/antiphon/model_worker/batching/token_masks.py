@@ -61,9 +61,10 @@ class TokenFilter:
         for budget in self._budgets:
             forced = budget.forced(ids)
             if forced is not None:
-                word = words[forced // _WORD_BITS] & _bit(forced)
+                index, bit = divmod(forced, _WORD_BITS)
+                word = words[index] & np.uint32(1 << bit).astype(np.int32)
                 words[:] = 0
-                words[forced // _WORD_BITS] = word
+                words[index] = word
 
 
 class ThinkingClock:
@@ -109,7 +110,3 @@ def pack(allowed: NDArray[np.bool_]) -> Ints:
 
 def words_count(vocab_size: int) -> int:
     return -(-vocab_size // _WORD_BITS)
-
-
-def _bit(token: int) -> np.int32:
-    return np.uint32(1 << token % _WORD_BITS).astype(np.int32)

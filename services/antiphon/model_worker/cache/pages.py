@@ -382,7 +382,8 @@ class PageTable:
                 self.chains[index].allocate()
             else:
                 self._pages[index] += self._pools.pools[index].allocate(count)
-        self.reserved = max(self.reserved, self._page_end(tokens))
+        page_tokens = self._pools.page_tokens
+        self.reserved = max(self.reserved, -(-tokens // page_tokens) * page_tokens)
 
     def commit(self, tokens: int) -> None:
         """Mark the first `tokens` tokens as computed. Window groups release what they leave behind.
@@ -452,6 +453,3 @@ class PageTable:
         self._cutoffs = self._pools.cutoffs
         self.committed = self.reserved = 0
         self.revision += 1
-
-    def _page_end(self, tokens: int) -> int:
-        return -(-tokens // self._pools.page_tokens) * self._pools.page_tokens

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.state import Finish, Phase
 from antiphon.wire.errors import Overloaded
@@ -63,9 +63,13 @@ class MatcherTask:
                 break
 
 
-class MatcherExecutor(Protocol):
+class MatcherExecutor:
+    """Runs tasks on the calling thread, however long they take."""
+
     def submit(self, tasks: Sequence[MatcherTask]) -> None:
         """Start tasks. Most are done on return; the others finish later."""
+        for task in tasks:
+            task.run()
 
     def wait(self) -> None:
         """Wait a short time for unfinished tasks."""
@@ -74,21 +78,7 @@ class MatcherExecutor(Protocol):
         """Abandon a task whose result is no longer needed. It may never finish."""
 
 
-class InlineMatcherExecutor:
-    """Runs tasks on the calling thread, however long they take."""
-
-    def submit(self, tasks: Sequence[MatcherTask]) -> None:
-        for task in tasks:
-            task.run()
-
-    def wait(self) -> None:
-        pass
-
-    def cancel(self, task: MatcherTask) -> None:
-        pass
-
-
-class ThreadedMatcherExecutor:
+class ThreadedMatcherExecutor(MatcherExecutor):
     """Runs tasks in two threads: one for matchers that were slow once, one for all others.
 
     A task cannot be interrupted. When one blocks the quick lane, its thread is detached and a new

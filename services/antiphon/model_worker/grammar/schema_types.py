@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _EVERY = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-_UNIONS = ("anyOf", "oneOf")
 _DEPTH_MAX = 16
 """Maximum depth of nested unions, and of chains of references."""
 
@@ -71,11 +70,9 @@ class SchemaTypes:
     def _types_of(self, schema: Object) -> Types:
         if "$ref" in schema:
             return self.types(self._resolved(schema))
-        values = _values(schema)
-        if values is not None:
+        if (values := _values(schema)) is not None:
             return Types(map(type_of, values))
-        parts = _parts(schema)
-        if parts:
+        if parts := _parts(schema):
             return Types().union(*map(self.types, parts))
         if "type" in schema:
             return types_named(schema["type"])
@@ -163,7 +160,7 @@ def _values(schema: Object) -> list[Json] | None:
 
 def _parts(schema: Object) -> list[Json]:
     """The alternatives of a schema."""
-    for word in (*_UNIONS, "allOf"):
+    for word in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(word)
         if isinstance(parts, list):
             return parts
@@ -173,11 +170,9 @@ def _parts(schema: Object) -> list[Json]:
 def _differ(some: list[Json] | None, others: list[Json] | None) -> bool:
     if some is None or others is None:
         return False
-    return not any(_same(one, other) for one in some for other in others)
-
-
-def _same(one: Json, other: Json) -> bool:
-    return type_of(one) == type_of(other) and one == other
+    return not any(
+        type_of(one) == type_of(other) and one == other for one in some for other in others
+    )
 
 
 def _properties(schema: Object) -> Object:
@@ -187,16 +182,13 @@ def _properties(schema: Object) -> Object:
 
 def _names(schema: Object) -> list[str]:
     required = schema.get("required")
-    return (
-        [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-    )
+    names = required if isinstance(required, list) else []
+    return [name for name in names if isinstance(name, str)]
 
 
 def _closed(schema: Object) -> bool:
     """Whether only listed properties are generated: others need an explicit keyword."""
+    if not _properties(schema) or schema.get("additionalProperties"):
+        return False
     others = ("patternProperties", "propertyNames", "unevaluatedProperties")
-    return (
-        bool(_properties(schema))
-        and not schema.get("additionalProperties")
-        and not any(word in schema for word in others)
-    )
+    return not any(word in schema for word in others)

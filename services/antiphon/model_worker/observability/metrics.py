@@ -67,10 +67,7 @@ _GAUGES: tuple[tuple[MetricSpec, Callable[[StepReport, WorkerSize], float]], ...
         catalog.KV_EVICTABLE_TOKENS,
         lambda report, size: report.credit.pages_evictable * size.page_tokens,
     ),
-    (
-        catalog.KV_AVAILABLE_TOKENS,
-        lambda report, size: report.credit.pages_free * size.page_tokens,
-    ),
+    (catalog.KV_AVAILABLE_TOKENS, lambda report, size: report.credit.pages_free * size.page_tokens),
     (catalog.TOKEN_USAGE, lambda report, size: size.usage(report)),
     (catalog.UTILIZATION, lambda report, size: _share(report.running, size.running_max)),
     (catalog.NEW_TOKEN_RATIO, lambda report, _: report.new_token_ratio),
@@ -91,12 +88,7 @@ _SWA = (
     catalog.SWA_TOKEN_USAGE,
     catalog.MAX_TOTAL_NUM_TOKENS_SWA,
 )
-_MAMBA = (
-    catalog.MAMBA_AVAILABLE,
-    catalog.MAMBA_EVICTABLE,
-    catalog.MAMBA_USED,
-    catalog.MAMBA_USAGE,
-)
+_MAMBA = (catalog.MAMBA_AVAILABLE, catalog.MAMBA_EVICTABLE, catalog.MAMBA_USED, catalog.MAMBA_USAGE)
 
 
 class WorkerMetrics:
@@ -124,7 +116,7 @@ class WorkerMetrics:
         self._load_gauges = [(metrics.gauge(spec), read) for spec, read in _LOAD_GAUGES]
         self._pools: dict[tuple[MetricSpec, ...], list[Gauge]] = {}
         self.refused = metrics.counter(catalog.REFUSED_COMMANDS)
-        self._stalls = metrics.counter(catalog.STALLS)
+        self.stalls = metrics.counter(catalog.STALLS)
         self._overrun = RunningTotal(metrics.counter(catalog.OVERRUN_TOKENS))
         self._held = metrics.gauge(catalog.HELD_REQS)
         self._weight_load = metrics.gauge(catalog.WEIGHT_LOAD_SECONDS)
@@ -174,9 +166,6 @@ class WorkerMetrics:
         for phase, seconds in phases.items():
             self._startup.labels(phase).set(seconds)
         self._weight_load.labels("disk").set(load_s)
-
-    def stalled(self) -> None:
-        self._stalls.inc()
 
     def show_held(self, *, held: int, overrun_tokens: int) -> None:
         """Tokens sampled beyond a stop string are `overrun_tokens`."""

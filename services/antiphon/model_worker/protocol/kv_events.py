@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.events import EventLog
 from antiphon.wire.codec import split_rows
-from antiphon.wire.kv_events import (
-    BlocksCleared,
-    KvEvent,
-    KvEvents,
-    KvReplayed,
-    ReplayKv,
-)
+from antiphon.wire.kv_events import BlocksCleared, KvEvent, KvEvents, KvReplayed, ReplayKv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -64,11 +64,10 @@ class ReportQueue:
             self._taken.clear()
             left_s = until - time.monotonic()
             if len(self) >= REPORTS_MAX and not self._taken.wait(max(0.0, left_s)) and left_s <= 0:
-                message = (
+                raise TimeoutError(
                     f"the event loop processed none of {REPORTS_MAX} step reports in"
                     f" {self._wait_s:g} s"
                 )
-                raise TimeoutError(message)
 
     def _turn(self) -> None:
         """Process all queued reports in one turn of the event loop: a task would take another."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
@@ -94,7 +95,7 @@ class WorkerOutput:
         self._lanes: Lanes | None = None
         self._tombstones = AttemptTombstones(TOMBSTONE_MS)
         self._lists: dict[Process, tuple[int, int]] = {}  # version, received at
-        self._keys = 0
+        self._keys = count(1)
         self._failed: list[Action] = []
 
     @property
@@ -249,9 +250,7 @@ class WorkerOutput:
 
     def _fail_request(self, request_id: RequestId) -> list[Action]:
         held = self._held.get(request_id)
-        if held is None:
-            return []
-        return self.fail([choice.key for choice in held.choices])
+        return [] if held is None else self.fail([choice.key for choice in held.choices])
 
     def _relay(self, drawn: Drawn) -> bool:
         """Send a steady step through its lanes. False: it has none, and nothing was done."""
@@ -345,7 +344,8 @@ class WorkerOutput:
         known = self._held.get(admit.request_id)
         if known is not None and admit.attempt <= known.attempt:
             return
-        held = HeldRequest(admit, [self._new_key() for _ in admit.choices], now_ms, due_ms)
+        keys = [ChoiceKey(next(self._keys)) for _ in admit.choices]
+        held = HeldRequest(admit, keys, now_ms, due_ms)
         runs = _runs(admit, held)
         if known is not None:
             actions += self._stop(known, known.choices)
@@ -431,10 +431,6 @@ class WorkerOutput:
         self._outbox.remove(held)
         self._tombstones.add(held.request_id, held.attempt)
         return drops
-
-    def _new_key(self) -> ChoiceKey:
-        self._keys += 1
-        return ChoiceKey(self._keys)
 
 
 def _runs(admit: Admit, held: HeldRequest) -> list[Action]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.kv import UNSCALED, KvScales, KvSpec, LayerKvCache, store_tensor
+from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
 from antiphon.kernels.recurrent import LayerStates, StateMetadata
@@ -66,8 +66,16 @@ class ForwardContexts:
         placement = model.build
         self._ops = ops
         self._tp = placement.tp
-        self._caches = _caches(pools, model.kv_scales)
-        self._states = _states(states)
+        self._caches = {
+            layer: LayerKvCache(index, *pool.layer(place), model.kv_scales.get(layer, UNSCALED))
+            for index, pool in enumerate(pools)
+            for place, layer in enumerate(pool.group.layers)
+        }
+        self._states = {
+            layer: LayerStates(index, *pool.layer(place))
+            for index, pool in enumerate(states)
+            for place, layer in enumerate(pool.group.layers)
+        }
         kinds = [cache for cache, _ in model.spec.cache_groups()]
         self._latent = {i: kind for i, kind in enumerate(kinds) if isinstance(kind, LatentSizes)}
         self._causal = model.spec.causal
@@ -226,22 +234,6 @@ def _states_of(
 def _rotated(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads (T, H, D) with the elements from `first` on rotated."""
     return torch.cat((heads[..., :first], apply_rotary(heads[..., first:], cos, sin)), dim=-1)
-
-
-def _caches(pools: tuple[KvPool, ...], scales: Mapping[int, KvScales]) -> dict[int, LayerKvCache]:
-    return {
-        layer: LayerKvCache(index, *pool.layer(place), scales.get(layer, UNSCALED))
-        for index, pool in enumerate(pools)
-        for place, layer in enumerate(pool.group.layers)
-    }
-
-
-def _states(pools: tuple[StatePool, ...]) -> dict[int, LayerStates]:
-    return {
-        layer: LayerStates(index, *pool.layer(place))
-        for index, pool in enumerate(pools)
-        for place, layer in enumerate(pool.group.layers)
-    }
 
 
 def _refuse_apart(ops: Ops, *, fused: bool) -> None:

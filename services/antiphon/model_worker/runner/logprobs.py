@@ -61,34 +61,35 @@ class LogprobsComputer:
             return None
         entries = _entries(plan, wanted, *accepted)
         named = _named(wanted)
-        columns = _Columns.empty(len(entries.row), int(wanted.top.max(initial=0)), named.shape[1])
+        tokens, top = len(entries.row), int(wanted.top.max(initial=0))
+        batch = LogprobsBatch(
+            starts=np.searchsorted(entries.row, np.arange(len(plan.slot) + 1)).astype(np.int32),
+            token_ids=entries.token_ids,
+            logprobs=np.full(tokens, np.nan, np.float32),
+            top_ids=np.full((tokens, top), -1, np.int32),
+            top_logprobs=np.full((tokens, top), np.nan, np.float32),
+            named_logprobs=np.full((tokens, named.shape[1]), np.nan, np.float32),
+            hidden=_states(hidden, entries.place) if wanted.hidden.any() else None,
+        )
         requested = wanted.logprobs | (wanted.top > 0) | (np.diff(wanted.named_starts) > 0)
         scored = requested[entries.request_row]
 
         def fill(part: Longs, logits: Tensor, temperature: Floats) -> None:
-            part_named = named[entries.request_row[part]]
-            token_ids = entries.token_ids[part]
-            columns.fill(self.ops, part, logits, temperature, token_ids, part_named)
+            _fill(batch, self.ops, part, logits, temperature, named[entries.request_row[part]])
 
         sampled = np.flatnonzero(scored & (entries.logit >= 0))
         if len(sampled):
             rows = torch.as_tensor(entries.logit[sampled])
-            fill(sampled, logits[rows], _temperature(plan)[entries.row[sampled]])
+            columns = plan.sampling
+            temperature = np.where(is_random(columns), columns.temperature, np.float32(1))
+            fill(sampled, logits[rows], temperature[entries.row[sampled]])
         prompt = np.flatnonzero(scored & (entries.logit < 0))
         rows_max = prompt_logits_rows(logits.shape[-1], self.logit_bytes_max)
         for first in range(0, len(prompt), rows_max):
             part = prompt[first : first + rows_max]
             rows = torch.as_tensor(entries.place[part])
             fill(part, head(hidden[rows]), np.ones(len(part), np.float32))
-        return LogprobsBatch(
-            starts=np.searchsorted(entries.row, np.arange(len(plan.slot) + 1)).astype(np.int32),
-            token_ids=entries.token_ids,
-            logprobs=columns.logprobs,
-            top_ids=columns.top_ids,
-            top_logprobs=columns.top_logprobs,
-            named_logprobs=columns.named_logprobs,
-            hidden=_states(hidden, entries.place) if wanted.hidden.any() else None,
-        )
+        return batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,50 +111,26 @@ class _Entries:
     logit: Longs
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The columns of the outcome, filled in chunk by chunk."""
+def _fill(
+    batch: LogprobsBatch, ops: Ops, entries: Longs, logits: Tensor, temperature: Floats, named: Ints
+) -> None:
+    """Fill in these entries of a batch, each from its own row of `logits` (E, V)."""
+    scale = torch.as_tensor(temperature)[:, None]
+    mass = ops.logsumexp(logits, scale[:, 0])[:, None]
 
-    logprobs: Floats  # (K,)
-    top_ids: Ints  # (K, N)
-    top_logprobs: Floats  # (K, N)
-    named_logprobs: Floats  # (K, M)
+    def at(ids: Ints) -> NDArray[np.float32]:
+        """The logprobs of (E, n) ids; NaN for -1."""
+        index = torch.as_tensor(ids.astype(np.int64))
+        values = logits.gather(-1, index.clamp(min=0)) / scale - mass
+        return values.masked_fill(index < 0, torch.nan).cpu().numpy()
 
-    @classmethod
-    def empty(cls, tokens: int, top: int, named: int) -> _Columns:
-        return cls(
-            logprobs=np.full(tokens, np.nan, np.float32),
-            top_ids=np.full((tokens, top), -1, np.int32),
-            top_logprobs=np.full((tokens, top), np.nan, np.float32),
-            named_logprobs=np.full((tokens, named), np.nan, np.float32),
-        )
-
-    def fill(
-        self,
-        ops: Ops,
-        entries: Longs,
-        logits: Tensor,
-        temperature: Floats,
-        token_ids: Ints,
-        named: Ints,
-    ) -> None:
-        """Fill in these entries, each from its own row of `logits` (E, V)."""
-        scale = torch.as_tensor(temperature)[:, None]
-        mass = ops.logsumexp(logits, scale[:, 0])[:, None]
-
-        def at(ids: Ints) -> NDArray[np.float32]:
-            """The logprobs of (E, n) ids; NaN for -1."""
-            index = torch.as_tensor(ids.astype(np.int64))
-            values = logits.gather(-1, index.clamp(min=0)) / scale - mass
-            return values.masked_fill(index < 0, torch.nan).cpu().numpy()
-
-        self.logprobs[entries] = at(token_ids[:, np.newaxis])[:, 0]
-        if self.named_logprobs.shape[1]:
-            self.named_logprobs[entries] = at(named)
-        if top := min(self.top_ids.shape[1], logits.shape[-1]):
-            most_likely = logits.topk(top, dim=-1)
-            self.top_ids[entries, :top] = most_likely.indices.int().cpu().numpy()
-            self.top_logprobs[entries, :top] = (most_likely.values / scale - mass).cpu().numpy()
+    batch.logprobs[entries] = at(batch.token_ids[entries, np.newaxis])[:, 0]
+    if batch.named_logprobs.shape[1]:
+        batch.named_logprobs[entries] = at(named)
+    if top := min(batch.top_ids.shape[1], logits.shape[-1]):
+        most_likely = logits.topk(top, dim=-1)
+        batch.top_ids[entries, :top] = most_likely.indices.int().cpu().numpy()
+        batch.top_logprobs[entries, :top] = (most_likely.values / scale - mass).cpu().numpy()
 
 
 def _entries(plan: StepPlan, wanted: LogprobsRequest, starts: Ints, token_ids: Ints) -> _Entries:
@@ -179,11 +156,6 @@ def _entries(plan: StepPlan, wanted: LogprobsRequest, starts: Ints, token_ids: I
         token_ids=np.concatenate([wanted.prompt_targets, sampled])[order].astype(np.int32),
         logit=np.concatenate([np.full(len(prompt_row), -1), accepted])[order],
     )
-
-
-def _temperature(plan: StepPlan) -> Floats:
-    """The temperature of each row, (R,); 1 for greedy rows."""
-    return np.where(is_random(plan.sampling), plan.sampling.temperature, np.float32(1))
 
 
 def _states(hidden: Tensor, places: Longs) -> Floats:

@@ -116,12 +116,7 @@ class ModelRunner:
         if deterministic:
             require_invariant(model, self.ops.choices)
         self._contexts = ForwardContexts(
-            model,
-            self.ops,
-            self.pools,
-            states,
-            fused=fused,
-            deterministic=deterministic,
+            model, self.ops, self.pools, states, fused=fused, deterministic=deterministic
         )
         self._futures = FutureTokens()
         self._sampler = Sampler(self.ops)
@@ -140,7 +135,9 @@ class ModelRunner:
         Raises:
             PlanRefused: A step was skipped, or the plan uses what this runner does not support.
         """
-        self._follow(plan.step)
+        if self._step is not None and plan.step != self._step + 1:
+            raise PlanRefused(f"step {plan.step} does not follow step {self._step}")
+        self._step = plan.step
         batch = build_input_batch(plan, self._shapes, self._states_count)
         try:
             return self._compute(plan, batch)
@@ -210,12 +207,9 @@ class ModelRunner:
         else:
             wanted, row = plan.logit_tokens, batch.logit_row
             starts, token_ids = accept(tokens, wanted, row, sampled, rows, ended)
+        head = partial(self._head, plan, batch)
         details = self._logprobs.compute(
-            plan,
-            scored.hidden,
-            scored.logits,
-            partial(self._head, plan, batch),
-            (starts, token_ids),
+            plan, scored.hidden, scored.logits, head, (starts, token_ids)
         )
         self._futures.record(plan.slot, starts, token_ids, ended)
         self._sampler.count(plan, starts, token_ids)
@@ -237,8 +231,7 @@ class ModelRunner:
         ctx, hidden, finite = self._layers(plan, batch, tokens)
         rows = len(plan.slot)
         failed = batch.failed_rows(finite, None)
-        if failed is None:
-            failed = np.zeros(rows, np.bool_)
+        failed = np.zeros(rows, np.bool_) if failed is None else failed
 
         def score(pooled: Tensor) -> Tensor:
             return self._model.own_decoder.scores(ctx, pooled.to(hidden.dtype))
@@ -255,11 +248,6 @@ class ModelRunner:
             status=np.where(failed, RowStatus.NON_FINITE, RowStatus.OK).astype(np.int32),
             vectors=vectors,
         )
-
-    def _follow(self, step: int) -> None:
-        if self._step is not None and step != self._step + 1:
-            raise PlanRefused(f"step {step} does not follow step {self._step}")
-        self._step = step
 
     @property
     def choices(self) -> tuple[BackendChoice[..., object], ...]:

@@ -86,7 +86,7 @@ class Sampler:
         random = is_random(columns)[rows]
         if random.all():
             return self._sample(columns, logits, rows, positions)
-        tokens = self._greedy(logits) if argmax is None else argmax
+        tokens = _ints(self._ops.argmax(logits)) if argmax is None else argmax
         random_rows = np.flatnonzero(random)
         if len(random_rows):
             some = logits[torch.as_tensor(random_rows)]
@@ -105,19 +105,12 @@ class Sampler:
             more = rows[accepted > number]
             self._counts_by_slot.count(plan.slot[more], token_ids[starts[more] + number])
 
-    def _greedy(self, logits: Tensor) -> Ints:
-        return _ints(self._ops.argmax(logits))
-
     def _sample(
         self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
     ) -> Ints:
         noise = uniform(columns.seed[rows], columns.choice[rows], positions)
-        tokens = self._ops.sample(
-            logits,
-            torch.as_tensor(noise),
-            *map(torch.as_tensor, columns.filters(rows)),
-        )
-        return _ints(tokens)
+        filters = map(torch.as_tensor, columns.filters(rows))
+        return _ints(self._ops.sample(logits, torch.as_tensor(noise), *filters))
 
 
 def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:
