@@ -74,7 +74,9 @@ class MetricsPublisher:
         self._cpu_s = spent_s
 
 
-def report_of(role: Role, model: ModelName | None, runtime: Runtime, number: int) -> MetricsReport:
+def report_of(
+    role: Role, model: ModelName | None, runtime: Runtime, number: int = 0
+) -> MetricsReport:
     """Create the report of a process; values out of the message's bounds are counted."""
     published = runtime.metrics.published()
     bad = sum(not _sendable(one) for each in published for one in each.series)
