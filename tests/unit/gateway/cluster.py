@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
     from antiphon.config.model import ModelConfig
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
+    from antiphon.wire.sampling import Grammar, SamplingParams
+    from antiphon.wire.tokenize import ChatMessage
 
 MODEL = ModelName("toy")
 CONTEXT_TOKENS = 64
@@ -116,6 +120,41 @@ class Cluster:
         default_factory=lambda: {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
     )
     _seq: int = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        """Ids of the last submitted prompt."""
+        return list(unpack_ids(self.submits[-1].prompt_ids))
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of the last submitted request."""
+        return self.submits[-1].sampling
+
+    @property
+    def grammar(self) -> Grammar:
+        """Of the last submitted request, which must have one."""
+        assert self.sampling.grammar is not None
+        return self.sampling.grammar
+
+    @property
+    def turns(self) -> tuple[ChatMessage, ...]:
+        """Messages of the last encoded conversation."""
+        messages = self.encodes[-1].messages
+        assert messages is not None
+        return messages
+
+    @property
+    def template_options(self) -> Any:
+        """Variables that the chat template last got, or None."""
+        options = self.encodes[-1].template.options
+        return None if options is None else json.loads(options)
+
+    @property
+    def template_tools(self) -> Any:
+        """Functions that the chat template was last given."""
+        tools = self.encodes[-1].template.tools
+        return [tool["function"] for tool in json.loads(tools)] if tools else None
 
     async def start(self) -> None:
         """Listen, and send heartbeats."""
@@ -362,11 +401,26 @@ class House:
 
     @property
     def peers(self) -> list[Peer]:
-        return self.service.submission.runtime.peers.all()  # pyright: ignore[reportPrivateUsage]
+        return self.service.submission.runtime.peers.all()
+
+    @property
+    def open_count(self) -> int:
+        """Requests that the gateway has not ended."""
+        return self.service.submission.driver.open_count
+
+    @property
+    def metrics_text(self) -> str:
+        return self.gateway.metrics.text().decode()
 
     @property
     def workers(self) -> list[Peer]:
         return [peer for peer in self._of(Role.WORKER) if peer.accepts_work]
+
+    @property
+    def worker_loads(self) -> list[WorkerLoad]:
+        """Of the workers' last heartbeats."""
+        loads = (peer.heartbeat.worker for peer in self.workers)
+        return [load for load in loads if load is not None]
 
     async def worker_leaves(self) -> None:
         """Let the worker say that it drains, and fall silent once the gateway heard that.
@@ -449,6 +503,14 @@ async def house(
         finally:
             await gate.ended()
             await group.cancel(1.0)
+
+
+async def fails_to_start(error: type[Exception], match: str, **options: Any) -> None:
+    """Assert that a gateway with these settings does not start, for this reason."""
+    with pytest.raises(ExceptionGroup) as caught:
+        async with house(**options):
+            pass
+    assert caught.group_contains(error, match=match, depth=None)
 
 
 def _name(role: Role) -> Process:

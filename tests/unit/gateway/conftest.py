@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.gateway.calls import CALL
 from tests.unit.gateway.cluster import House, house
 
 if TYPE_CHECKING:
@@ -14,4 +15,13 @@ if TYPE_CHECKING:
 @pytest.fixture
 async def at() -> AsyncIterator[House]:
     async with house() as world:
+        yield world
+
+
+@pytest.fixture
+async def thinking() -> AsyncIterator[House]:
+    """A gateway whose model writes reasoning, text and a call."""
+    async with house(tool_call_parser="hermes", reasoning_parser="qwen3") as world:
+        thought = ("<thi", "nk>Where?", "</think>")
+        world.cluster.script = (*thought, "Let me see. ", CALL[:8], CALL[8:40], CALL[40:], "")
         yield world

@@ -15,6 +15,7 @@ import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import running
 from tests.support.wait import until
+from tests.unit.gateway.calls import CHAT, HI
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house, settings
 from tests.unit.gateway.keyed import key_of, keyed, write_keys
 
@@ -30,10 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from multidict import CIMultiDictProxy
-    from openai.types.chat import ChatCompletionMessageParam
 
-HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
-CHAT = "/v1/chat/completions"
 ORDERS = (
     "/flush_cache",
     "/abort_request",
@@ -88,7 +86,7 @@ async def ask(key: openai.AsyncOpenAI, **fields: object) -> str | None:
 
 
 def open_count(at: House) -> int:
-    return at.service.submission.driver.open_count
+    return at.open_count
 
 
 async def test_without_keys_nobody_is_asked_for_one() -> None:
@@ -425,7 +423,7 @@ async def test_the_file_is_read_again_and_a_bad_one_is_not_taken(
         write_keys(file, {"new": {}})
         await until(lambda: said("keys file reloaded") == 1)
         assert [await status("acme"), await status("new")] == [401, 200]
-        text = at.gateway.metrics.text().decode()
+        text = at.metrics_text
     assert 'antiphon_keys_file_reads_total{outcome="refused"} 2.0' in text
     assert 'antiphon_keys_file_reads_total{outcome="read"} 1.0' in text
 
@@ -466,7 +464,7 @@ async def test_metrics_name_tenants_to_operators_only(tmp_path: Path) -> None:
             (await call(at, "GET", "/metrics", **headers))[:2]
             for headers in ({}, bearer(key_of("acme")), bearer(API), bearer(ADMIN))
         ]
-        own_page = at.gateway.metrics.text().decode()
+        own_page = at.metrics_text
     assert [status for status, _ in pages] == [200] * 4
     assert ["acme" in str(page) for _, page in pages] == [False, False, False, True]
     assert all("sglang:num_requests_total" in str(page) for _, page in pages)
@@ -551,14 +549,15 @@ async def test_a_path_over_the_limit_is_431() -> None:
         assert b" 431 " in head.partition(b"\r\n")[0]
 
 
-async def test_headers_that_never_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_headers_that_never_end_are_not_waited_for(
+    at: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "IDLE_S", 0.05)
-    async with house() as at:
-        reader, writer = await asyncio.open_connection("127.0.0.1", at.service.port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: ")
-        async with asyncio.timeout(10):
-            assert await reader.read() == b""
-        writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", at.service.port)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: ")
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
 
 
 async def test_a_refused_call_is_answered_before_its_body_has_come() -> None:

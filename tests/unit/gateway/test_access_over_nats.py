@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 from tests.support.nats import NatsServer
 from tests.support.wait import until
-from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
+from tests.unit.gateway.calls import TEXT
+from tests.unit.gateway.cluster import MODEL, House, house
 from tests.unit.gateway.keyed import key_of, keyed
 from tests.unit.gateway.test_generate import request, visiting
 
@@ -31,7 +32,6 @@ from antiphon.wire.generate import GenerateAccepted, GenerateEnd, GenerateText
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
-TEXT = "".join(SCRIPT)
 API = "sk-api"
 
 
@@ -140,7 +140,7 @@ async def test_tokens_places_models_and_priorities_are_the_same(
         async with client(nats, "places", key_of("places")) as asker:
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(asker.complete(MODEL, "hi", timeout_s=10))
-                await until(lambda: at.service.submission.driver.open_count == 1)
+                await until(lambda: at.open_count == 1)
                 assert isinstance(await refusal(asker), RateLimited)
                 at.cluster.go.set()
             assert running.result().text == TEXT

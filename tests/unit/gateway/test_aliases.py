@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
+from tests.unit.gateway.calls import HI
 from tests.unit.gateway.cluster import House, house
 
 from antiphon.config.cluster import ClusterConfig
@@ -15,7 +16,6 @@ from antiphon.config.load import load
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-HI = [{"role": "user", "content": "hi"}]
 BODIES = {
     "/v1/chat/completions": {"messages": HI},
     "/v1/completions": {"prompt": "hi"},

@@ -13,7 +13,8 @@ import pytest
 from tests.support.nats import NatsServer
 from tests.support.services import running
 from tests.support.wait import until
-from tests.unit.gateway.cluster import CONTEXT_TOKENS, SCRIPT, House, house
+from tests.unit.gateway.calls import TEXT
+from tests.unit.gateway.cluster import CONTEXT_TOKENS, House, house
 from tests.unit.gateway.test_responses import RESPONSES, Body
 from tests.unit.gateway.test_stored_responses import joining
 
@@ -27,8 +28,6 @@ from antiphon.wire.errors import Unavailable, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-
-TEXT = "".join(SCRIPT)
 
 
 class Pair:
@@ -200,7 +199,7 @@ async def test_a_bug_before_the_first_reply_is_an_error_of_the_request(
     body = {"input": "hi", "background": True}
     async with two.session.post(two.first.url + RESPONSES, json=body) as reply:
         assert reply.status == 500
-    await until(lambda: two.first.service.submission.idle)  # pyright: ignore[reportPrivateUsage]
+    await until(lambda: two.first.service.submission.idle)
 
 
 async def test_what_fails_in_the_background_is_told_as_failed(two: Pair) -> None:

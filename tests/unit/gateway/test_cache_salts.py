@@ -6,9 +6,9 @@ import base64
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.gateway.calls import CHAT, COMPLETE, HI, ok, post, refusal
 from tests.unit.gateway.cluster import MODEL, House, house
 from tests.unit.gateway.keyed import keyed
-from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post
 
 from antiphon.client import Client
 from antiphon.config.gateway import AccessConfig
@@ -52,8 +52,7 @@ async def test_every_door_tells_the_tokenizer_and_the_queue(at: House, path: str
         at.cluster.vector = lambda _prompt: [0.5] * (2 if embeds else 1)
     body = (DOORS | POOLED)[path]
     for said in ({}, MINE, BOTH, {"extra_key": "mine"}, {"cache_salt": "", "extra_key": None}):
-        status, reply, _ = await post(at, path, body | said)
-        assert status == 200, reply
+        await ok(at, path, body | said)
     salts = [b"", cache_salt("mine"), cache_salt("mine", "room 5"), cache_salt("", "mine"), b""]
     assert len(set(salts)) == 4
     assert [submit.cache_salt for submit in at.cluster.submits] == salts
@@ -65,8 +64,7 @@ async def test_ids_are_named_at_the_gateway_as_a_tokenizer_would_name_them(at: H
     ids = [7] * BLOCK_TOKENS
     for said in ({}, MINE):
         body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}} | said
-        status, reply, _ = await post(at, "/generate", body)
-        assert status == 200, reply
+        await ok(at, "/generate", body)
     root = namespace("", "")
     roots = [root, salted(root, cache_salt("mine"))]
     named = [submit.block_digests for submit in at.cluster.submits]
@@ -76,12 +74,10 @@ async def test_ids_are_named_at_the_gateway_as_a_tokenizer_would_name_them(at: H
 
 async def test_each_prompt_of_a_batch_may_bring_its_own(at: House) -> None:
     body = {"text": ["a", "b"], "cache_salt": ["x", "y"], "extra_key": "all"}
-    status, reply, _ = await post(at, "/generate", body)
-    assert status == 200, reply
+    await ok(at, "/generate", body)
     salts = {submit.cache_salt for submit in at.cluster.submits}
     assert salts == {cache_salt("x", "all"), cache_salt("y", "all")}
-    status, reply, _ = await post(at, "/generate", body | {"cache_salt": ["x"]})
-    assert (status, reply["error"]["param"]) == (400, "cache_salt")  # type: ignore[index]
+    assert await refusal(at, "/generate", body | {"cache_salt": ["x"]}) == (400, "cache_salt")  # type: ignore[index]
 
 
 @pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
@@ -124,8 +120,7 @@ async def test_tenants_share_no_prefixes_unless_the_operator_says_so(
             for key in ("sk-acme", "sk-globex", "sk-acme", "sk-plain"):
                 headers = {"Authorization": f"Bearer {key}"}
                 for path, sent in (("/generate", body), (CHAT, {"messages": HI} | said)):
-                    status, reply, _ = await post(at, path, sent, **headers)
-                    assert status == 200, reply
+                    await ok(at, path, sent, **headers)
             submits, encodes = at.cluster.submits, at.cluster.encodes
         salts = [submit.cache_salt for submit in submits[::2]]
         if shared:

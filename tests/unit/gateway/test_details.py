@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.gateway.calls import CHAT, COMPLETE, GENERATE, HI, Body, ok, post
 from tests.unit.gateway.cluster import HIDDEN_SIZE, MODEL, House, house
 from tests.unit.gateway.test_generate import visiting
-from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post
 
 from antiphon.gateway.requests.submission import TEXT_BYTES
 from antiphon.wire.errors import ErrorReply
@@ -18,9 +18,7 @@ from antiphon.wire.sampling import TokenOutputParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-Body = dict[str, Any]
 MAX = 20_000
-GENERATE = "/generate"
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ async def refused(at: House, path: str, body: Body) -> str:
     assert f"the limit is {MAX} bytes (gateway.details_bytes_max)" in message
     assert message.startswith(f"{error['param']}: ")
     assert len(at.cluster.submits) < len(body.get("prompt", ("one",)))  # type: ignore[arg-type]
-    assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service.submission.idle
     return error["param"]
 
 
@@ -76,8 +74,7 @@ async def test_more_than_the_bound_is_refused(at: House, path: str, said: Body, 
 async def test_what_is_told_of_a_prompt_counts(at: House) -> None:
     told = {"return_logprob": True, "top_logprobs_num": 6}
     body: Body = {"text": "a" * 60, "sampling_params": {"n": 8, "max_new_tokens": 1}} | told
-    status, _, _ = await post(at, GENERATE, body)
-    assert status == 200
+    await ok(at, GENERATE, body)
     at.cluster.submits.clear()
     assert await refused(at, GENERATE, body | {"logprob_start_len": 0}) == "top_logprobs_num"
 
@@ -86,16 +83,14 @@ async def test_what_just_fits_is_served(at: House) -> None:
     each = 4 + 4 + TEXT_BYTES + 20 * (8 + TEXT_BYTES)
     body: Body = {"messages": HI, "logprobs": True, "top_logprobs": 20}
     most = MAX // each
-    status, _, _ = await post(at, CHAT, body | {"max_tokens": most})
-    assert status == 200
+    await ok(at, CHAT, body | {"max_tokens": most})
     at.cluster.submits.clear()
     assert await refused(at, CHAT, body | {"max_tokens": most + 1}) == "top_logprobs"
 
 
 async def test_text_alone_is_not_bounded(at: House) -> None:
     assert MAX < 128 * 50 * 4
-    status, _, _ = await post(at, CHAT, {"messages": HI, "n": 128, "max_tokens": 50})
-    assert status == 200
+    await ok(at, CHAT, {"messages": HI, "n": 128, "max_tokens": 50})
 
 
 async def test_the_other_door_refuses_it_too(at: House) -> None:

@@ -179,7 +179,7 @@ async def test_one_text_that_fails_ends_them_all(
         at.cluster.row_error = WorkerLost("lost")
     with pytest.raises(error):
         await client.embed(MODEL, ["fine", *texts])
-    assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service.submission.idle
 
 
 async def test_a_model_that_generates_says_so(at: House, client: Client) -> None:
@@ -227,7 +227,7 @@ async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
             await until(lambda: len(at.cluster.encodes) > 0)
             broker.cut(link)
             at.cluster.encoding.set()
-            await until(lambda: not at.service.submission.driver.open_count)  # pyright: ignore[reportPrivateUsage]
+            await until(lambda: not at.open_count)  # pyright: ignore[reportPrivateUsage]
             broker.heal(link)
         assert lists(asked.result()) == [[3.0, 0.5]]
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from tests.support.wait import until
+from tests.unit.gateway.calls import COMPLETE, ok, post
 from tests.unit.gateway.cluster import House, house, tokenizer
-from tests.unit.gateway.test_http import COMPLETE, post
 
 from antiphon.service.peers import Liveness
 from antiphon.wire.base import Role
@@ -31,15 +31,14 @@ async def test_a_call_that_is_merely_slow_is_hedged_once_by_another_tokenizer(
         assert asked.result()[0] == 200
 
 
-async def test_a_call_is_made_again_when_the_tokenizer_that_took_it_came_back() -> None:
-    async with house() as at:
-        at.cluster.mute_tokenizers = 1
-        async with asyncio.TaskGroup() as group:
-            asked = group.create_task(post(at, COMPLETE, {"prompt": "x"}))
-            await until(lambda: at.cluster.encodes != [])
-            at.cluster.tokenizers[0] = tokenizer(0, "2")
-        assert asked.result()[0] == 200
-        assert len(at.cluster.encodes) == 2
+async def test_a_call_is_made_again_when_the_tokenizer_that_took_it_came_back(at: House) -> None:
+    at.cluster.mute_tokenizers = 1
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(post(at, COMPLETE, {"prompt": "x"}))
+        await until(lambda: at.cluster.encodes != [])
+        at.cluster.tokenizers[0] = tokenizer(0, "2")
+    assert asked.result()[0] == 200
+    assert len(at.cluster.encodes) == 2
 
 
 async def test_calls_are_made_for_as_long_as_one_that_is_silent_may_take_them() -> None:
@@ -47,8 +46,7 @@ async def test_calls_are_made_for_as_long_as_one_that_is_silent_may_take_them() 
         await _living(at, 2)
         at.cluster.tokenizers.pop()
         at.cluster.mute_tokenizers = 3
-        status, _, _ = await post(at, COMPLETE, {"prompt": "x"})
-        assert status == 200
+        await ok(at, COMPLETE, {"prompt": "x"})
         assert len(at.cluster.encodes) == 4
 
 
@@ -74,25 +72,23 @@ def _verdict(at: House) -> Liveness | None:
     return next((peer.liveness for peer in at.peers if peer.heartbeat.role is Role.TOKENIZER), None)
 
 
-async def test_tokenizers_stop_work_for_a_caller_that_left() -> None:
-    async with house() as at:
-        at.cluster.encoding.clear()
-        asked = asyncio.get_running_loop().create_task(post(at, COMPLETE, {"prompt": "x"}))
-        await until(lambda: at.cluster.encodes != [])
-        asked.cancel()
-        await until(lambda: at.cluster.encodes_cancelled != [])
-        assert at.cluster.encodes_cancelled == [at.cluster.encodes[0].request_id]
+async def test_tokenizers_stop_work_for_a_caller_that_left(at: House) -> None:
+    at.cluster.encoding.clear()
+    asked = asyncio.get_running_loop().create_task(post(at, COMPLETE, {"prompt": "x"}))
+    await until(lambda: at.cluster.encodes != [])
+    asked.cancel()
+    await until(lambda: at.cluster.encodes_cancelled != [])
+    assert at.cluster.encodes_cancelled == [at.cluster.encodes[0].request_id]
 
 
-async def test_no_encode_is_cancelled_whose_reply_has_come() -> None:
-    async with house() as at:
-        assert (await post(at, COMPLETE, {"prompt": "x"}))[0] == 200
-        at.cluster.encoding.clear()
-        asked = asyncio.get_running_loop().create_task(post(at, COMPLETE, {"prompt": "y"}))
-        await until(lambda: len(at.cluster.encodes) > 1)
-        asked.cancel()
-        await until(lambda: at.cluster.encodes_cancelled != [])
-        assert at.cluster.encodes_cancelled == [at.cluster.encodes[-1].request_id]
+async def test_no_encode_is_cancelled_whose_reply_has_come(at: House) -> None:
+    await ok(at, COMPLETE, {"prompt": "x"})
+    at.cluster.encoding.clear()
+    asked = asyncio.get_running_loop().create_task(post(at, COMPLETE, {"prompt": "y"}))
+    await until(lambda: len(at.cluster.encodes) > 1)
+    asked.cancel()
+    await until(lambda: at.cluster.encodes_cancelled != [])
+    assert at.cluster.encodes_cancelled == [at.cluster.encodes[-1].request_id]
 
 
 @pytest.mark.parametrize(
@@ -105,23 +101,21 @@ async def test_no_encode_is_cancelled_whose_reply_has_come() -> None:
     ],
 )
 async def test_text_of_too_many_characters_is_refused_by_the_gateway(
-    path: str, body: dict[str, object]
+    at: House, path: str, body: dict[str, object]
 ) -> None:
-    async with house() as at:
-        at.cluster.token_characters = 10
-        assert (await post(at, COMPLETE, {"prompt": "x"}))[0] == 200  # the card is known
-        status, reply, _ = await post(at, path, body)
-        assert status == 400
-        assert "4000 characters" in str(reply)
-        assert "640" in str(reply)
-        assert len(at.cluster.encodes) == 1
+    at.cluster.token_characters = 10
+    await ok(at, COMPLETE, {"prompt": "x"})  # the card is known
+    status, reply, _ = await post(at, path, body)
+    assert status == 400
+    assert "4000 characters" in str(reply)
+    assert "640" in str(reply)
+    assert len(at.cluster.encodes) == 1
 
 
-async def test_more_ids_than_the_context_are_refused_before_they_are_read() -> None:
-    async with house() as at:
-        status, reply, _ = await post(at, "/generate", {"input_ids": [2**31 - 1] * 1000})
-        assert status == 400
-        assert "1000 tokens" in str(reply)
+async def test_more_ids_than_the_context_are_refused_before_they_are_read(at: House) -> None:
+    status, reply, _ = await post(at, "/generate", {"input_ids": [2**31 - 1] * 1000})
+    assert status == 400
+    assert "1000 tokens" in str(reply)
 
 
 async def _living(at: House, tokenizers: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import pytest
-from tests.unit.gateway.test_http import BASE, CHAT, COMPLETE, post
+from tests.unit.gateway.calls import BODIES, CHAT, COMPLETE, post
 
 from antiphon.gateway.http.core import fields
 from antiphon.gateway.http.core.fields import decode
@@ -108,7 +108,7 @@ CALLED = [
 async def test_value_beyond_its_limit_is_shown_beside_the_limit(
     at: House, path: str, body: dict[str, object], message: str
 ) -> None:
-    status, reply, _ = await post(at, path, BASE.get(path, {}) | body)
+    status, reply, _ = await post(at, path, BODIES.get(path, {}) | body)
     assert status == 400
     error = reply["error"]
     assert (error["message"], error["param"]) == (message, message.partition(":")[0])

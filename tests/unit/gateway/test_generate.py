@@ -11,6 +11,7 @@ import pytest
 from tests.support.nats import NatsServer
 from tests.support.services import client_bus
 from tests.support.wait import until
+from tests.unit.gateway.calls import TEXT
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 
 from antiphon.bus.nats import NatsTransport
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=Message)
 
-TEXT = "".join(SCRIPT)
 PREFIX = "test.v1."
 GATEWAY = "gateway-0"
 

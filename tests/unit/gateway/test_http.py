@@ -1,4 +1,4 @@
-"""The HTTP door against a real socket: answers, streams, every error, and clients that leave."""
+"""The HTTP API on a real socket: responses, streams, every error, and clients that leave."""
 
 from __future__ import annotations
 
@@ -6,179 +6,133 @@ import asyncio
 import json
 import logging
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import openai
 import pytest
-from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.services import running
 from tests.support.wait import until
-from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
+from tests.unit.gateway.calls import (
+    BODIES,
+    CHAT,
+    COMPLETE,
+    HI,
+    TEXT,
+    Body,
+    chunks,
+    failure,
+    get,
+    ok,
+    openai_client,
+    post,
+    refusal,
+    running_post,
+    stream,
+)
+from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, fails_to_start, house
 
 from antiphon.gateway.requests import tokenizer_client as encode
-from antiphon.gateway.service import GatewayService
 from antiphon.service.startup import CannotStart
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, Overloaded, Unavailable, WorkerLost
-from antiphon.wire.sampling import LogitBias, TokenOutputParams
+from antiphon.wire.sampling import LogitBias, SamplingParams, StopStrings, TokenOutputParams
 from antiphon.wire.token_outputs import pack_floats
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-TEXT = "".join(SCRIPT)
-HI = [{"role": "user", "content": "hi"}]
-CHAT = "/v1/chat/completions"
-COMPLETE = "/v1/completions"
-BASE: dict[str, Body] = {CHAT: {"messages": HI}, COMPLETE: {"prompt": "x"}}
 MISSING = object()
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+OBJECT = {"type": "json_object"}
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
-Body = dict[str, Any]
 
 
-async def post(at: House, path: str, body: object, **headers: str) -> tuple[int, Any, Any]:
-    """Send JSON; return the status, the JSON that came back, and the headers."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(at.url + path, json=body, headers=headers) as reply,
-    ):
-        return reply.status, await reply.json(), reply.headers
-
-
-async def stream(at: House, path: str, body: Body) -> list[str]:
-    """Send JSON for a stream; return the data of its events."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(at.url + path, json=body | {"stream": True}) as reply,
-    ):
-        assert reply.status == 200, await reply.text()
-        assert reply.content_type == "text/event-stream"
-        return [e.removeprefix("data: ") for e in (await reply.text()).split("\n\n") if e]
-
-
-def part(text: str) -> Body:
-    return {"type": "text", "text": text}
-
-
-def client(at: House) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="none", max_retries=0)
-
-
-async def test_openai_client_hears_the_same_streamed_and_whole() -> None:
-    async with house() as at, client(at) as openai_client:
-        whole = await openai_client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}]
-        )
-        chunks = [
-            chunk
-            async for chunk in await openai_client.chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": "hi"}],
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-        ]
+async def test_openai_client_reads_the_same_streamed_and_whole(at: House) -> None:
+    async with openai_client(at) as client:
+        create = partial(client.chat.completions.create, model=MODEL, messages=HI)
+        whole = await create()
+        streamed = await create(stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in streamed]
     assert whole.choices[0].message.content == TEXT
     assert whole.choices[0].finish_reason == "stop"
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, len(SCRIPT))
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(texts) == TEXT
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[0].choices[0].delta.content == ""
+    first = chunks[0].choices[0].delta
+    assert (first.role, first.content) == ("assistant", "")
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_chat_stream_has_role_text_end_usage_and_done_in_this_order() -> None:
-    async with house() as at:
-        body = {"messages": HI, "stream_options": {"include_usage": True}}
-        events = await stream(at, CHAT, body)
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
-    assert chunks[0]["choices"][0]["delta"] == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": None,
-    }
-    assert chunks[1]["choices"][0]["delta"] == {"content": "Hel", "reasoning_content": None}
-    assert chunks[-2]["choices"][0] == {
-        "index": 0,
-        "delta": {"reasoning_content": None},
-        "logprobs": None,
-        "finish_reason": "stop",
-        "matched_stop": 2,
-    }
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["total_tokens"] == 2 + len(SCRIPT)
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+async def test_chat_stream_has_role_text_end_usage_and_done_in_this_order(at: House) -> None:
+    body = {"messages": HI, "stream_options": {"include_usage": True}}
+    events = await chunks(at, CHAT, body)
+    plain = {"index": 0, "logprobs": None, "finish_reason": None, "matched_stop": None}
+    delta = {"reasoning_content": None}
+    choices = [
+        plain | {"delta": delta | {"role": "assistant", "content": ""}},
+        *(plain | {"delta": delta | {"content": text}} for text in SCRIPT),
+        plain | {"delta": delta, "finish_reason": "stop", "matched_stop": 2},
+    ]
+    assert [event["choices"] for event in events] == [*([choice] for choice in choices), []]
+    assert events[-1]["usage"]["total_tokens"] == 2 + len(SCRIPT)
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
 
 
-@pytest.mark.parametrize(("path", "said"), [(CHAT, {"messages": HI}), (COMPLETE, {"prompt": "a"})])
-async def test_a_session_id_by_itself_is_a_label(path: str, said: dict[str, object]) -> None:
-    async with house() as at:
-        assert (await post(at, path, said | {"session_id": "mine"}))[0] == 200
-        status, reply, _ = await post(at, path, said | {"session_params": {"id": "mine"}})
-    assert (status, reply["error"]["param"]) == (400, "session_params")
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+async def test_session_id_by_itself_is_a_label(at: House, path: str) -> None:
+    await ok(at, path, BODIES[path] | {"session_id": "mine"})
+    body = BODIES[path] | {"session_params": {"id": "mine"}}
+    assert await refusal(at, path, body) == (400, "session_params")
 
 
-async def test_usage_comes_with_every_chunk_where_that_is_asked_for() -> None:
-    async with house() as at:
-        body = {"messages": HI, "stream_options": {"continuous_usage_stats": True}}
-        chunks = [json.loads(event) for event in (await stream(at, CHAT, body))[:-1]]
-    usages = [chunk["usage"] for chunk in chunks]
+async def test_continuous_usage_stats_put_usage_in_every_chunk(at: House) -> None:
+    body = {"messages": HI, "stream_options": {"continuous_usage_stats": True}}
+    events = await chunks(at, CHAT, body)
+    usages = [event["usage"] for event in events]
     assert [usage["completion_tokens"] for usage in usages] == [0, 1, 2, 3, 4, 4]
     assert len({usage["prompt_tokens"] for usage in usages}) == 1
 
 
-async def test_completion_stream_ends_on_its_last_text() -> None:
-    async with house() as at:
-        events = await stream(at, COMPLETE, {"prompt": "once"})
-    chunks = [json.loads(event) for event in events[:-1]]
-    assert [chunk["choices"][0]["text"] for chunk in chunks] == list(SCRIPT)
-    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    assert reasons == [None, None, None, "stop"]
-    assert chunks[0]["object"] == "text_completion"
+async def test_completion_stream_ends_on_its_last_text(at: House) -> None:
+    events = await chunks(at, COMPLETE, {"prompt": "once"})
+    choices = [event["choices"][0] for event in events]
+    ends = [(choice["text"], choice["finish_reason"]) for choice in choices]
+    assert ends == list(zip(SCRIPT, (None, None, None, "stop"), strict=True))
+    assert events[0]["object"] == "text_completion"
 
 
-async def test_completion_takes_text_or_ids_and_sixteen_tokens_by_default() -> None:
-    async with house() as at:
-        for prompt in ("once", ["once"], list(b"once"), [list(b"once")]):
-            status, body, headers = await post(at, COMPLETE, {"prompt": prompt})
-            assert (status, body["object"]) == (200, "text_completion")
-            assert headers["X-Request-Id"] == body["id"]
-        submits = at.cluster.submits
+async def test_completion_takes_text_or_ids_and_sixteen_tokens_by_default(at: House) -> None:
+    for prompt in ("once", ["once"], list(b"once"), [list(b"once")]):
+        status, body, headers = await post(at, COMPLETE, {"prompt": prompt})
+        assert (status, body["object"]) == (200, "text_completion")
+        assert headers["X-Request-Id"] == body["id"]
+    submits = at.cluster.submits
     assert len({submit.prompt_ids for submit in submits}) == 1
     assert {submit.sampling.max_new_tokens for submit in submits} == {16}
     # A completion has OpenAI's defaults, not the model's; a chat has the model's.
     assert {(s.sampling.temperature, s.sampling.top_k) for s in submits} == {(1.0, 0)}
 
 
-async def test_request_comes_before_the_model_and_the_model_before_openai() -> None:
-    async with house() as at:
-        await post(at, CHAT, {"messages": HI, "temperature": 0, "seed": 5, "top_k": -1})
-        await post(at, CHAT, {"messages": HI})
-        said, unsaid = (submit.sampling for submit in at.cluster.submits)
-    assert (said.temperature, said.top_k, said.seed) == (0.0, 0, 5)
-    assert (unsaid.temperature, unsaid.top_k, unsaid.top_p) == (0.25, 7, 1.0)
-    assert unsaid.repetition_penalty == 1.25
-    assert unsaid.max_new_tokens == CONTEXT_TOKENS - 2
-    assert said.max_new_tokens == unsaid.max_new_tokens
+async def test_request_comes_before_the_model_and_the_model_before_openai(at: House) -> None:
+    await post(at, CHAT, {"messages": HI, "temperature": 0, "seed": 5, "top_k": -1})
+    await post(at, CHAT, {"messages": HI})
+    given, default = (submit.sampling for submit in at.cluster.submits)
+    assert (given.temperature, given.top_k, given.seed) == (0.0, 0, 5)
+    assert (default.temperature, default.top_k, default.top_p) == (0.25, 7, 1.0)
+    assert default.repetition_penalty == 1.25
+    assert given.max_new_tokens == default.max_new_tokens == CONTEXT_TOKENS - 2
 
 
-async def test_everything_a_request_may_say_reaches_the_leader() -> None:
+async def test_every_field_of_a_request_reaches_the_leader(at: House) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {
-        "messages": [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            },
-            {"role": "assistant", "content": "c"},
-        ],
+        "messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}],
         "max_completion_tokens": 5,
         "top_p": 0.5,
         "min_p": 0.1,
@@ -190,7 +144,7 @@ async def test_everything_a_request_may_say_reaches_the_leader() -> None:
         "continue_final_message": True,
         "rid": "mine",
         "user": "me",
-        "nobody_documents_this": 1,
+        "undocumented": 1,
         "n": 2,
         "frequency_penalty": 0.5,
         "presence_penalty": -0.25,
@@ -202,50 +156,48 @@ async def test_everything_a_request_may_say_reaches_the_leader() -> None:
         "tools": [],
         "response_format": {"type": "text"},
     }
-    async with house() as at:
-        status, reply, _ = await post(at, CHAT, body, traceparent=TRACE)
-        encode, submit = at.cluster.encodes[0], at.cluster.submits[0]
-        counted = at.gateway.metrics.text().decode()
+    status, reply, _ = await post(at, CHAT, body, traceparent=TRACE)
+    encode, submit = at.cluster.encodes[0], at.cluster.submits[0]
     assert (status, reply["id"]) == (200, "mine")
-    assert encode.messages is not None
-    assert [message.content for message in encode.messages] == ["a b", "c"]
+    assert [turn.content for turn in at.cluster.turns] == ["a b", "c"]
     assert encode.continue_final_message
-    assert submit.sampling.max_new_tokens == 5
-    assert (submit.sampling.top_p, submit.sampling.min_p) == (0.5, 0.1)
-    assert submit.sampling.stop_token_ids == (3,)
-    assert submit.sampling.ignore_eos
-    assert submit.choices == 2
-    assert (submit.sampling.frequency_penalty, submit.sampling.presence_penalty) == (0.5, -0.25)
-    assert (submit.sampling.repetition_penalty, submit.sampling.min_new_tokens) == (1.5, 3)
-    bias = submit.sampling.logit_bias
-    assert bias == LogitBias(token_ids=pack_ids([7, 8]), values=pack_floats([-1.5, 100.0]))
-    assert submit.sampling.details == TokenOutputParams(logprobs=True, top=2)
-    assert submit.stop.token_texts
-    assert (submit.stop.strings, submit.stop.include) == (("x",), True)
-    assert not submit.stop.skip_special_tokens
-    assert submit.traceparent == TRACE
-    assert "antiphon_unknown_fields_total 1.0" in counted
+    assert submit.sampling == SamplingParams(
+        max_new_tokens=5,
+        temperature=0.25,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.1,
+        frequency_penalty=0.5,
+        presence_penalty=-0.25,
+        repetition_penalty=1.5,
+        min_new_tokens=3,
+        logit_bias=LogitBias(token_ids=pack_ids([7, 8]), values=pack_floats([-1.5, 100.0])),
+        stop_token_ids=(3,),
+        ignore_eos=True,
+        seed=submit.sampling.seed,
+        details=TokenOutputParams(logprobs=True, top=2),
+    )
+    assert submit.stop == StopStrings(
+        strings=("x",), include=True, skip_special_tokens=False, token_texts=True
+    )
+    assert (submit.choices, submit.traceparent) == (2, TRACE)
+    assert "antiphon_unknown_fields_total 1.0" in at.metrics_text
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_every_choice_is_told_of_in_a_chat(at: House, streamed: bool) -> None:
-    async with client(at) as openai_client:
-        asked = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "hi"}],
-            "n": 2,
-            "logprobs": True,
-            "top_logprobs": 2,
-        }
+async def test_every_choice_of_a_chat_has_text_and_logprobs(at: House, streamed: bool) -> None:
+    async with openai_client(at) as client:
+        logprobs = {"logprobs": True, "top_logprobs": 2}
+        asked: Any = {"model": MODEL, "messages": HI, "n": 2} | logprobs
         texts, tokens = ["", ""], [[], []]
         if streamed:
-            chunks = await openai_client.chat.completions.create(**asked, stream=True)
+            chunks = await client.chat.completions.create(**asked, stream=True)
             async for chunk in chunks:
                 choice = chunk.choices[0]
                 texts[choice.index] += choice.delta.content or ""
                 tokens[choice.index] += (choice.logprobs and choice.logprobs.content) or []
         else:
-            whole = await openai_client.chat.completions.create(**asked)
+            whole = await client.chat.completions.create(**asked)
             texts = [choice.message.content for choice in whole.choices]
             tokens = [choice.logprobs.content for choice in whole.choices]
     assert texts == [TEXT, TEXT]
@@ -257,27 +209,24 @@ async def test_every_choice_is_told_of_in_a_chat(at: House, streamed: bool) -> N
         assert tops == [(SCRIPT[0], -10.0), (SCRIPT[1], -11.0)]
 
 
-async def test_a_completion_is_told_of_in_columns(at: House) -> None:
+async def test_logprobs_of_a_completion_are_columns(at: House) -> None:
     body = {"prompt": "once", "logprobs": 2}
-    _, whole, _ = await post(at, COMPLETE, body)
-    events = await stream(at, COMPLETE, body)
-    chunks = [json.loads(event)["choices"][0]["logprobs"] for event in events[:-1]]
+    (choice,) = (await ok(at, COMPLETE, body))["choices"]
+    pieces = [event["choices"][0]["logprobs"] for event in await chunks(at, COMPLETE, body)]
     expected = {
         "tokens": list(SCRIPT),
         "token_logprobs": [-0.5, -1.0, -1.5, -2.0],
         "text_offset": [0, 3, 7, 12],
     }
-    (choice,) = whole["choices"]
     for name, column in expected.items():
         assert choice["logprobs"][name] == column
-        assert [value for chunk in chunks for value in chunk[name]] == column
+        assert [value for piece in pieces for value in piece[name]] == column
     assert choice["logprobs"]["top_logprobs"][0] == {SCRIPT[0]: -10.0, SCRIPT[1]: -11.0}
 
 
-async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
-    for path, body in ((CHAT, {"messages": HI}), (COMPLETE, {"prompt": "x"})):
-        status, _, _ = await post(at, path, body | {"max_tokens": 0})
-        assert status == 200
+async def test_max_tokens_may_be_zero(at: House) -> None:
+    for path in (CHAT, COMPLETE):
+        await ok(at, path, BODIES[path] | {"max_tokens": 0})
     assert [submit.sampling.max_new_tokens for submit in at.cluster.submits] == [0, 0]
 
 
@@ -290,11 +239,7 @@ async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
-        ),
+        (CHAT, {"messages": [IMAGE]}, "messages[0].content[0].type"),
         (CHAT, {"temperature": -1}, "temperature"),
         (CHAT, {"temperature": "hot"}, "temperature"),
         (CHAT, {"top_p": 0}, "top_p"),
@@ -315,11 +260,7 @@ async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (CHAT, {"response_format": {"type": "structural_tag"}}, "response_format.format"),
         (CHAT, {"regex": "a", "ebnf": "root ::= x"}, "ebnf"),
-        (
-            CHAT,
-            {"json_schema": "{}", "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
+        (CHAT, {"json_schema": "{}", "response_format": OBJECT}, "response_format"),
         (CHAT, {"stop_regex": "(?=a)"}, "stop_regex"),
         (CHAT, {"stop_regex": ["a*"]}, "stop_regex"),
         (CHAT, {"stop_regex": ["[a-z]{200}"] * 3}, "stop_regex"),
@@ -350,34 +291,29 @@ async def test_bad_request_is_400_and_names_the_field(
     at: House, path: str, body: Body, param: str
 ) -> None:
     for streamed in (False, True):
-        said = {"stream": streamed} | BASE[path] | body
+        said = {"stream": streamed} | BODIES[path] | body
         sent = {name: value for name, value in said.items() if value is not MISSING}
-        status, reply, _ = await post(at, path, sent)
-        error = reply["error"]
+        status, error = await failure(at, path, sent)
         assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert at.cluster.submits == []
 
 
 async def test_prompt_over_the_context_names_both_numbers(at: House) -> None:
-    status, reply, _ = await post(at, COMPLETE, {"prompt": "x" * CONTEXT_TOKENS})
-    error = reply["error"]
+    status, error = await failure(at, COMPLETE, {"prompt": "x" * CONTEXT_TOKENS})
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     assert error["message"].count(str(CONTEXT_TOKENS)) == 2
 
 
 async def test_unknown_model_is_404(at: House) -> None:
-    for body in (
-        {"messages": HI, "model": "other"},
-        {"messages": HI, "model": "other", "stream": True},
-    ):
-        status, reply, _ = await post(at, CHAT, body)
-        assert status == 404
-        assert reply["error"] == {
+    for streamed in (False, True):
+        body = {"messages": HI, "model": "other", "stream": streamed}
+        error = {
             "message": "The model 'other' does not exist; this server serves toy.",
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",
         }
+        assert await failure(at, CHAT, body) == (404, error)
 
 
 @pytest.mark.parametrize(
@@ -412,14 +348,8 @@ async def test_what_is_not_json_is_400(at: House, content_type: str, data: bytes
 )
 async def test_value_that_cannot_be_read_is_400(at: House, value: bytes, param: str | None) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}], "lora_path": %b}' % value
-    headers = {"Content-Type": "application/json"}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(at.url + CHAT, data=body, headers=headers) as reply,
-    ):
-        error = (await reply.json())["error"]
-        assert (reply.status, error["code"]) == (400, "invalid_request")
-        assert error["param"] == param
+    status, error = await failure(at, CHAT, body)
+    assert (status, error["code"], error["param"]) == (400, "invalid_request", param)
 
 
 async def test_what_is_not_http_is_one_line_in_the_log_without_traceback(
@@ -446,23 +376,19 @@ async def test_body_over_the_limit_is_413_with_both_numbers(chunked: bool) -> No
         for _ in range(3):
             yield b"x" * 1000
 
-    async with house(body_bytes_max=1000) as at, aiohttp.ClientSession() as session:
-        data = pieces() if chunked else b"x" * 3000
-        headers = {"Content-Type": "application/json"}
-        async with session.post(at.url + CHAT, data=data, headers=headers) as reply:
-            error = (await reply.json())["error"]
-    assert (reply.status, error["code"]) == (413, "request_too_large")
+    async with house(body_bytes_max=1000) as at:
+        status, error = await failure(at, CHAT, pieces() if chunked else b"x" * 3000)
+    assert (status, error["code"]) == (413, "request_too_large")
     assert "1000" in error["message"]
     assert "000 bytes; the limit" in error["message"]
 
 
 async def test_unknown_paths_and_methods_answer_in_the_same_shape(at: House) -> None:
-    status, reply, _ = await post(at, "/v1/nothing", {})
-    assert (status, reply["error"]["code"]) == (404, "not_found")
-    async with aiohttp.ClientSession() as session, session.get(at.url + CHAT) as answer:
-        assert answer.status == 405
-        assert answer.headers["Allow"] == "POST"
-        assert (await answer.json())["error"]["code"] == "method_not_allowed"
+    status, error = await failure(at, "/v1/nothing", {})
+    assert (status, error["code"]) == (404, "not_found")
+    status, reply, headers = await get(at, CHAT)
+    assert (status, headers["Allow"]) == (405, "POST")
+    assert reply["error"]["code"] == "method_not_allowed"
 
 
 @pytest.mark.parametrize(
@@ -476,12 +402,11 @@ async def test_refusal_of_the_leader_has_its_status(
     at: House, error: EngineError, status: int, code: str
 ) -> None:
     at.cluster.submit_error = error
+    retry = None if error.retry_after_s is None else "3"
     for streamed in (False, True):
         found, reply, headers = await post(at, CHAT, {"messages": HI, "stream": streamed})
         assert (found, reply["error"]["code"]) == (status, code)
-        retry = headers.get("Retry-After")
-        assert retry == (None if error.retry_after_s is None else "3")
-        assert len(headers["X-Request-Id"]) == 32
+        assert (headers.get("Retry-After"), len(headers["X-Request-Id"])) == (retry, 32)
 
 
 async def test_error_after_the_first_text_is_an_event_and_then_done(at: House) -> None:
@@ -490,14 +415,11 @@ async def test_error_after_the_first_text_is_an_event_and_then_done(at: House) -
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["code"] == "worker_lost"
     assert "wörld" in events[-3]
-    async with client(at) as openai_client:
-        chunks = await openai_client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
-        )
+    async with openai_client(at) as client:
+        chunks = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
         with pytest.raises(openai.APIError, match="died"):
             await anext(chunk async for chunk in chunks if chunk.choices[0].finish_reason)
-    status, _, _ = await post(at, CHAT, {"messages": HI})
-    assert status == 503
+    assert (await post(at, CHAT, {"messages": HI})).status == 503
 
 
 async def test_no_tokenizer_is_503_and_names_no_subject(
@@ -506,9 +428,8 @@ async def test_no_tokenizer_is_503_and_names_no_subject(
     monkeypatch.setattr(encode, "CARD_TIMEOUT_S", 0.0)
     at.cluster.encode_error = Unavailable("no process serves tokenizer.encode")
     status, reply, headers = await post(at, CHAT, {"messages": HI})
-    error = reply["error"]
-    assert (status, error["message"]) == (503, "no tokenizer is available")
-    assert error["type"] == "server_error"
+    found = (status, reply["error"]["message"], reply["error"]["type"])
+    assert found == (503, "no tokenizer is available", "server_error")
     assert "Retry-After" in headers
 
 
@@ -522,28 +443,22 @@ async def test_tokenizer_that_comes_back_is_waited_for(at: House) -> None:
 
 
 async def test_one_open_request_too_many_is_503() -> None:
-    async with house(requests_max=1) as at:
-        at.cluster.hold_at = 0
-        async with asyncio.TaskGroup() as group:
-            first = group.create_task(post(at, CHAT, {"messages": HI}))
-            await until(lambda: len(at.cluster.submits) == 1)
-            status, reply, _ = await post(at, CHAT, {"messages": HI})
-            at.cluster.go.set()
-    assert (status, reply["error"]["code"]) == (503, "overloaded")
-    assert first.result()[0] == 200
+    async with (
+        house(requests_max=1) as at,
+        running_post(at, CHAT, {"messages": HI}, hold_at=0) as first,
+    ):
+        status, error = await failure(at, CHAT, {"messages": HI})
+    assert (status, error["code"]) == (503, "overloaded")
+    assert first.result().status == 200
 
 
 async def test_live_rid_is_409_and_free_again_afterwards(at: House) -> None:
-    at.cluster.hold_at = 1
     body = {"messages": HI, "rid": "mine"}
-    async with asyncio.TaskGroup() as group:
-        first = group.create_task(post(at, CHAT, body))
-        await until(lambda: len(at.cluster.submits) == 1)
-        status, reply, _ = await post(at, CHAT, body)
-        at.cluster.go.set()
-    assert (status, reply["error"]["code"]) == (409, "duplicate_request")
-    assert first.result()[0] == 200
-    assert (await post(at, CHAT, body))[0] == 200
+    async with running_post(at, CHAT, body) as first:
+        status, error = await failure(at, CHAT, body)
+    assert (status, error["code"]) == (409, "duplicate_request")
+    assert first.result().status == 200
+    await ok(at, CHAT, body)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -578,39 +493,33 @@ async def test_client_that_does_not_read_ends_in_an_error_and_holds_little() -> 
         head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await until(lambda: len(at.cluster.cancelled) == 1)
-        said = at.gateway.metrics.text().decode()
-        assert 'antiphon_num_requests_total{outcome="cancelled"} 1.0' in said
-        heard = b""
-        while piece := await reader.read(1 << 20):
-            heard += piece
-            if heard.endswith(b"0\r\n\r\n"):
-                break
+        assert 'antiphon_num_requests_total{outcome="cancelled"} 1.0' in at.metrics_text
+        received = b""
+        while not received.endswith(b"0\r\n\r\n") and (piece := await reader.read(1 << 20)):
+            received += piece
         writer.close()
         await writer.wait_closed()
-    assert b'"code":"cancelled"' in heard
-    assert b"[DONE]" in heard
-    assert len(heard) < len(at.cluster.script) * 100_000
+    assert b'"code":"cancelled"' in received
+    assert b"[DONE]" in received
+    assert len(received) < len(at.cluster.script) * 100_000
 
 
 async def test_models_are_listed_with_their_context(at: House) -> None:
-    async with client(at) as openai_client:
-        models = await openai_client.models.list()
-        one = await openai_client.models.retrieve(MODEL)
+    async with openai_client(at) as client:
+        models = await client.models.list()
+        one = await client.models.retrieve(MODEL)
         with pytest.raises(openai.NotFoundError):
-            await openai_client.models.retrieve("other")
+            await client.models.retrieve("other")
     assert [model.id for model in models.data] == [MODEL]
     assert one.model_dump()["max_model_len"] == CONTEXT_TOKENS
 
 
-async def test_health_is_200_only_with_everybody_there(at: House) -> None:
-    async with aiohttp.ClientSession() as session:
-        for path in ("/", "/health", "/healthz", "/readyz", "/metrics"):
-            async with session.get(at.url + path) as reply:
-                assert reply.status == 200, path
-        await at.worker_leaves()
-        async with session.get(at.url + "/health") as reply:
-            assert reply.status == 503
-            assert (await reply.json())["error"]["message"] == "not ready: worker"
+async def test_health_is_200_only_with_every_role_present(at: House) -> None:
+    for path in ("/", "/health", "/healthz", "/readyz", "/metrics"):
+        assert (await get(at, path)).status == 200, path
+    await at.worker_leaves()
+    status, reply, _ = await get(at, "/health")
+    assert (status, reply["error"]["message"]) == (503, "not ready: worker")
 
 
 async def test_draining_gateway_finishes_what_it_has_and_takes_no_more(at: House) -> None:
@@ -633,20 +542,15 @@ async def test_gateway_that_is_stopped_before_the_end_says_so() -> None:
     async with house(drain_timeout_s=0.1) as at:
         at.cluster.hold_at = 1
         async with asyncio.TaskGroup() as group:
-            told = group.create_task(stream(at, CHAT, {"messages": HI}))
+            task = group.create_task(stream(at, CHAT, {"messages": HI}))
             await until(lambda: len(at.cluster.submits) == 1)
             at.gateway.stop.set()
-        assert told.result()[-1] == "[DONE]"
-        assert json.loads(told.result()[-2])["error"]["code"] == "unavailable"
+        *_, error, end = task.result()
+        assert (json.loads(error)["error"]["code"], end) == ("unavailable", "[DONE]")
         await until(lambda: at.cluster.open == set())
 
 
 async def test_taken_port_is_an_error_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port: int = taken.getsockname()[1]
-        with pytest.raises(ExceptionGroup) as caught:
-            async with running(
-                GatewayService, MemoryTransport(MemoryBroker()), settings=settings(port=port)
-            ):
-                pass
-    assert caught.group_contains(CannotStart, match=str(port), depth=None)
+        await fails_to_start(CannotStart, str(port), port=port)

@@ -12,8 +12,8 @@ import anthropic
 import pytest
 from tests.support.clock import ManualClock
 from tests.support.wait import until
+from tests.unit.gateway.calls import CHAT, COMPLETE, HI, Body, openai_client, post
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
-from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, Body, client, post
 
 from antiphon.gateway.http import families as doors
 from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
@@ -138,14 +138,13 @@ async def test_error_after_the_headers_is_in_the_stream_in_the_form_of_its_famil
     ],
 )
 async def test_refusal_of_the_leader_or_at_once_of_the_worker_has_its_status(
-    path: str, error: EngineError, status: int
+    at: House, path: str, error: EngineError, status: int
 ) -> None:
-    async with house() as at:
-        if status == 400:
-            at.cluster.script, at.cluster.row_error = ("",), error
-        else:
-            at.cluster.submit_error = error
-        found, reply, headers = await post(at, path, BODIES[path] | {"stream": True})
+    if status == 400:
+        at.cluster.script, at.cluster.row_error = ("",), error
+    else:
+        at.cluster.submit_error = error
+    found, reply, headers = await post(at, path, BODIES[path] | {"stream": True})
     overloaded = path == "/v1/messages" and status == 503
     assert found == (529 if overloaded else status), reply
     assert "text/event-stream" not in cast("dict[str, str]", headers)["Content-Type"]
@@ -183,7 +182,7 @@ async def test_openai_sdk_reads_a_stream_that_begins_with_pings(
         hands.at.cluster.go.set()
 
     sent = pings_sent(monkeypatch, ChatResponseWriter)
-    async with asyncio.TaskGroup() as group, client(hands.at) as opened:
+    async with asyncio.TaskGroup() as group, openai_client(hands.at) as opened:
         group.create_task(later())
         chunks = await opened.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True

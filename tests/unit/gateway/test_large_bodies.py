@@ -153,42 +153,41 @@ def reads_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_body_with_too_many_values_is_refused_with_both_numbers(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    at: House, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, body, text = HOSTILE[name]
-    async with house() as at:
-        with reads_on_the_loop(monkeypatch) as sizes, caplog.at_level(logging.INFO):
-            status, reply = await post(at, path, msgspec.json.encode(body))
-        assert status in (400, 413), reply
-        assert text in reply
-        assert sizes == []
-        assert at.cluster.encodes == at.cluster.submits == []
+    with reads_on_the_loop(monkeypatch) as sizes, caplog.at_level(logging.INFO):
+        status, reply = await post(at, path, msgspec.json.encode(body))
+    assert status in (400, 413), reply
+    assert text in reply
+    assert sizes == []
+    assert at.cluster.encodes == at.cluster.submits == []
     lines = [record for record in caplog.records if record.message == "request rejected"]
     assert len(lines) == 1
 
 
 async def test_calls_of_a_long_text_are_parsed_in_the_child(
+    at: House,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = "<|python_tag|>" * 200_000
     body = {"text": text, "tools": [], "tool_call_parser": "llama3"}
-    async with house() as at:
-        with reads_on_the_loop(monkeypatch) as sizes:
-            status, reply = await post(at, "/parse_function_call", json.dumps(body).encode())
-        assert (status, json.loads(reply)) == (200, {"normal_text": text, "calls": []})
-        assert sizes == []
+    with reads_on_the_loop(monkeypatch) as sizes:
+        status, reply = await post(at, "/parse_function_call", json.dumps(body).encode())
+    assert (status, json.loads(reply)) == (200, {"normal_text": text, "calls": []})
+    assert sizes == []
 
 
 async def test_thinking_of_a_long_text_is_parsed_in_the_child(
+    at: House,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     body = {"text": f"<think>{'hm ' * 50_000}</think>Yes.", "reasoning_parser": "qwen3"}
-    async with house() as at:
-        with reads_on_the_loop(monkeypatch) as sizes:
-            status, reply = await post(at, "/separate_reasoning", json.dumps(body).encode())
-        assert status == 200
-        assert json.loads(reply) == {"reasoning_text": ("hm " * 50_000)[:-1], "text": "Yes."}
-        assert sizes == []
+    with reads_on_the_loop(monkeypatch) as sizes:
+        status, reply = await post(at, "/separate_reasoning", json.dumps(body).encode())
+    assert status == 200
+    assert json.loads(reply) == {"reasoning_text": ("hm " * 50_000)[:-1], "text": "Yes."}
+    assert sizes == []
 
 
 @pytest.mark.parametrize("card", [None, PoolingCard(width=2)], ids=("generates", "embeds"))
@@ -247,7 +246,9 @@ async def _status(session: aiohttp.ClientSession, method: str, url: str, body: b
         return got.status
 
 
-async def test_large_conversation_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_conversation_is_read_in_a_thread(
+    at: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What Python makes of a body that was let in is made in a thread, beside the loop."""
     threads: list[str] = []
     chat = reading.parse_chat
@@ -258,11 +259,10 @@ async def test_large_conversation_is_read_in_a_thread(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(reading, "parse_chat", noted)
     turns = [{"role": "user", "content": "a"}] * MESSAGES_MAX
-    async with house() as at:
-        body = {"model": MODEL, "messages": turns}
-        status, reply = await post(at, "/v1/chat/completions", json.dumps(body).encode())
-        # The toy's context is short; the tokenizers have seen all of it.
-        assert (status, len(at.cluster.encodes[-1].messages or ())) == (400, MESSAGES_MAX), reply
+    body = {"model": MODEL, "messages": turns}
+    status, reply = await post(at, "/v1/chat/completions", json.dumps(body).encode())
+    # The toy's context is short; the tokenizers have seen all of it.
+    assert (status, len(at.cluster.encodes[-1].messages or ())) == (400, MESSAGES_MAX), reply
     assert threads
     assert all(name.startswith("read-body") for name in threads)
 
@@ -300,15 +300,16 @@ def test_body_with_few_values_is_small() -> None:
     assert not limits.is_small(b"[" + b"1," * limits.LOOP_VALUES_MAX + b"1]")
 
 
-async def test_loop_is_held_by_no_part_of_a_large_text(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loop_is_held_by_no_part_of_a_large_text(
+    at: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A text of 7 MB is no large number of values, so it is let in, and read in the child."""
-    async with house() as at:
-        with reads_on_the_loop(monkeypatch) as sizes:
-            status, reply = await post(
-                at, "/generate", msgspec.json.encode({"text": "a b " * 1_800_000})
-            )
-        assert sizes == []
-        assert (status, at.cluster.submits) == (413, []), reply  # no message of the bus holds it
+    with reads_on_the_loop(monkeypatch) as sizes:
+        status, reply = await post(
+            at, "/generate", msgspec.json.encode({"text": "a b " * 1_800_000})
+        )
+    assert sizes == []
+    assert (status, at.cluster.submits) == (413, []), reply  # no message of the bus holds it
 
 
 @pytest.mark.parametrize("form", [encode, msgspec.json.encode], ids=("msgpack", "json"))
@@ -418,7 +419,7 @@ async def _keyed_post(at: House, path: str, body: bytes, tenant: str) -> tuple[i
         return got.status, got.headers.get("Retry-After")
 
 
-async def test_items_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_items_are_counted_in_a_thread(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
     asked = responses.prepare_responses_request
 
@@ -428,9 +429,8 @@ async def test_items_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(responses, "prepare_responses_request", noted)
     body = msgspec.json.encode({"input": [{"role": "user", "content": "a"}] * 100})
-    async with house() as at:
-        status, reply = await post(at, "/v1/responses/input_tokens", body)
-        assert status == 200, reply
+    status, reply = await post(at, "/v1/responses/input_tokens", body)
+    assert status == 200, reply
     assert [name.startswith("read-body") for name in threads] == [True]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.gateway.test_http import post
+from tests.unit.gateway.calls import ok, post
 
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.sampling import (
@@ -18,7 +18,6 @@ from antiphon.wire.sampling import (
 
 if TYPE_CHECKING:
     from tests.unit.gateway.cluster import House
-
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 BODIES = {
@@ -91,7 +90,6 @@ async def test_each_prompt_of_a_batch_may_have_its_own(at: House) -> None:
         "custom_logit_processor": ["allow_tokens", None],
         "sampling_params": [allow, {}],
     }
-    status, reply, _ = await post(at, NATIVE, body)
-    assert status == 200, reply
+    await ok(at, NATIVE, body)
     told = {submit.prompt_ids: submit.sampling.processors for submit in at.cluster.submits}
     assert told == {pack_ids(b"a"): (AllowTokens(token_ids=(1,)),), pack_ids(b"b"): ()}

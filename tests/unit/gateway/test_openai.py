@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from tests.support.wait import until
+from tests.unit.gateway.calls import (
+    CHAT,
+    COMPLETE,
+    HI,
+    TEXT,
+    Body,
+    chunks,
+    failure,
+    ok,
+    post,
+    refusal,
+    stream,
+)
 from tests.unit.gateway.cluster import SCRIPT, House, house
-from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, WorkerLost
@@ -20,15 +32,12 @@ from antiphon.wire.tokenize import MessageToolCall
 if TYPE_CHECKING:
     from antiphon.wire.text import TextRow
 
-TEXT = "".join(SCRIPT)
-Body = dict[str, Any]
 Choice = dict[str, Any]
 
 
 async def both(at: House, path: str, body: Body) -> tuple[list[Choice], list[Choice]]:
     """The choices of an answer, told whole; and the same, put together from chunks."""
-    status, whole, _ = await post(at, path, body)
-    assert status == 200, whole
+    whole = await ok(at, path, body)
     choices = whole["choices"]
     joined: list[Choice] = [{} for _ in choices]
     for event in (await stream(at, path, body))[:-1]:
@@ -56,7 +65,7 @@ async def test_prompts_are_answered_in_their_order_and_counted_together(at: Hous
     assert {choice["text"] for choice in whole} == {TEXT}
     assert [choice["text"] for choice in joined] == [TEXT] * 4
     assert [choice["finish_reason"] for choice in joined] == ["stop"] * 4
-    _, reply, _ = await post(at, COMPLETE, body)
+    reply = await ok(at, COMPLETE, body)
     assert reply["id"] == "mine"
     assert reply["usage"] == {
         "prompt_tokens": 8,
@@ -127,14 +136,16 @@ async def test_the_best_of_several_are_returned(at: House, monkeypatch: pytest.M
 
     monkeypatch.setattr(at.cluster, "row", row)
     asked = {"return_meta_info": True, "return_output_ids_in_sglext": True, "rid": "mine"}
-    _, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3} | asked)
+    reply = await ok(at, COMPLETE, {"prompt": "x", "best_of": 3} | asked)
     (only,) = reply["choices"]
     assert only["meta_info"]["id"] == "mine_2"
     assert reply["sglext"] == {"output_ids": [10, 11, 12, 13]}
     assert (only["text"], only["index"], only["logprobs"]) == (TEXT, 0, None)
     assert at.cluster.submits[0].choices == 3
-    status, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3, "stream": True})
-    assert (status, reply["error"]["param"]) == (400, "best_of")
+    assert await refusal(at, COMPLETE, {"prompt": "x", "best_of": 3, "stream": True}) == (
+        400,
+        "best_of",
+    )
 
 
 def _with(row: TextRow, *, text: str, text_offset: int, details: object) -> TextRow:
@@ -176,8 +187,7 @@ async def test_the_form_of_an_answer_reaches_the_worker(
     at: House, said: Body, kind: GrammarKind | None, form: object
 ) -> None:
     for path, body in ((CHAT, {"messages": HI}), (COMPLETE, {"prompt": "x"})):
-        status, reply, _ = await post(at, path, body | said)
-        assert status == 200, reply
+        await ok(at, path, body | said)
     for submit in at.cluster.submits:
         grammar = submit.sampling.grammar
         if grammar is None or kind is None:
@@ -194,8 +204,7 @@ async def test_a_mistake_in_a_form_is_400_before_the_first_byte_and_names_its_fi
     at.cluster.script = ("",)
     at.cluster.row_error = InvalidRequest("grammar: nothing can be said", param="grammar")
     body = {"messages": HI, "stream": streamed, "response_format": {"type": "json_object"}}
-    status, reply, _ = await post(at, CHAT, body)
-    error = reply["error"]
+    status, error = await failure(at, CHAT, body)
     assert (status, error["param"], error["code"]) == (400, "response_format", "invalid_request")
 
 
@@ -239,8 +248,7 @@ async def test_templates_get_tools_thoughts_and_variables(at: House) -> None:
         "reasoning_effort": "none",
         "chat_template_kwargs": {"style": {"a": [1]}},
     }
-    status, _, _ = await post(at, CHAT, body)
-    assert status == 200
+    await ok(at, CHAT, body)
     asked = at.cluster.encodes[0]
     assert asked.messages is not None
     _, called, answered = asked.messages
@@ -268,8 +276,7 @@ async def test_a_turn_may_be_of_parts_and_its_calls_of_objects(at: House) -> Non
         {"role": "assistant", "content": parts, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "sun"},
     ]
-    status, _, _ = await post(at, CHAT, {"messages": messages})
-    assert status == 200
+    await ok(at, CHAT, {"messages": messages})
     asked = at.cluster.encodes[0]
     assert asked.messages is not None
     reminder, said, _ = asked.messages
@@ -281,40 +288,36 @@ async def test_a_turn_may_be_of_parts_and_its_calls_of_objects(at: House) -> Non
 @pytest.mark.parametrize("path", [CHAT, "/v1/tokenize"])
 async def test_a_last_message_with_prefix_is_where_the_answer_goes_on(at: House, path: str) -> None:
     begun = {"role": "assistant", "content": "The", "prefix": True}
-    status, _, _ = await post(at, path, {"messages": [*HI, begun]})
-    assert status == 200
+    await ok(at, path, {"messages": [*HI, begun]})
     assert at.cluster.encodes[0].continue_final_message
     for messages in ([begun, *HI], [{**HI[0], "prefix": True}]):
-        status, reply, _ = await post(at, path, {"messages": messages})
-        assert (status, reply["error"]["param"]) == (400, "messages[0].prefix")
+        assert await refusal(at, path, {"messages": messages}) == (400, "messages[0].prefix")
 
 
 async def test_patterns_priorities_and_the_name_default_are_taken(at: House) -> None:
     body = {"messages": HI, "stop_regex": ["a+b", r"\d"], "priority": -3, "model": "default"}
-    status, _, _ = await post(at, CHAT, body)
-    assert status == 200
+    await ok(at, CHAT, body)
     submit = at.cluster.submits[0]
     assert submit.stop.patterns == ("a+b", r"\d")
     assert submit.priority == -3
 
 
 async def test_a_chat_may_bring_its_prompt_as_ids(at: House) -> None:
-    status, _, _ = await post(at, CHAT, {"messages": HI, "input_ids": list(b"abc")})
-    assert status == 200
+    await ok(at, CHAT, {"messages": HI, "input_ids": list(b"abc")})
     assert at.cluster.submits[0].prompt_ids == pack_ids(list(b"abc"))
     assert all(asked.messages is None for asked in at.cluster.encodes)
 
 
 async def test_usage_names_cached_tokens_where_the_operator_wants_it() -> None:
     async with house(cache_report=True) as at:
-        _, reply, _ = await post(at, CHAT, {"messages": HI})
+        reply = await ok(at, CHAT, {"messages": HI})
     usage = reply["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
 async def test_usage_so_far_counts_every_prompt(at: House) -> None:
     body: Body = {"prompt": ["a", "b"], "stream_options": {"continuous_usage_stats": True}}
-    events = [json.loads(event) for event in (await stream(at, COMPLETE, body))[:-1]]
+    events = await chunks(at, COMPLETE, body)
     counts = [event["usage"]["completion_tokens"] for event in events if event["usage"]]
     assert counts == sorted(counts)
     assert counts[-1] == 2 * len(SCRIPT)
@@ -325,7 +328,7 @@ async def test_an_error_in_one_of_several_streams_ends_all_of_them(at: House) ->
     events = await stream(at, COMPLETE, {"prompt": ["a", "b"]})
     assert json.loads(events[-2])["error"]["code"] == "worker_lost"
     assert events[-1] == "[DONE]"
-    assert at.service.submission.driver.open_count == 0  # pyright: ignore[reportPrivateUsage]
+    assert at.open_count == 0
 
 
 async def test_an_aborted_request_ends_well(at: House) -> None:
@@ -356,9 +359,9 @@ async def test_it_is_told_where_cached_tokens_were(at: House) -> None:
         ("/v1/completions", {"prompt": "a"}),
     ]
     for path, body in cases:
-        _, whole, _ = await post(at, path, body | asked)
+        whole = await ok(at, path, body | asked)
         assert whole["sglext"] == details
-        _, plain, _ = await post(at, path, body)
+        plain = await ok(at, path, body)
         assert "sglext" not in plain
         options = {"stream_options": {"include_usage": True}}
         *_, beside, last, done = await stream(at, path, body | asked | options)
@@ -382,7 +385,7 @@ async def test_a_choice_tells_what_generate_tells_of_it(at: House, path: str, bo
         "return_text_in_logprobs": True,
         "return_hidden_states": "last",
     }
-    _, replies, _ = await post(at, "/generate", native)
+    replies = await ok(at, "/generate", native)
     for said in (whole, joined):
         told = [_timeless(choice["meta_info"]) for choice in said]
         assert told == [_timeless(reply["meta_info"]) for reply in replies]
@@ -430,12 +433,12 @@ async def test_ids_are_told_beside_the_choices(
 ) -> None:
     asked = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
     told = {"input_ids": ids[0], "output_ids": ids[1]}
-    _, whole, _ = await post(at, path, body | asked)
+    whole = await ok(at, path, body | asked)
     assert whole["sglext"] == told
     options = {"stream_options": {"include_usage": True}}
     *chunks, beside, _, _ = await stream(at, path, body | asked | options)
     assert (json.loads(beside)["choices"], json.loads(beside)["sglext"]) == ([], told)
     assert not any("sglext" in chunk or "meta_info" in chunk for chunk in chunks)
-    _, whole, _ = await post(at, path, body | {"return_input_ids_in_sglext": True})
+    whole = await ok(at, path, body | {"return_input_ids_in_sglext": True})
     assert whole["sglext"] == {"input_ids": ids[0]}
     assert at.cluster.submits[-1].sampling.details is None

@@ -99,7 +99,7 @@ async def send(at: House, cases: Sequence[Case]) -> None:
             group.create_task(work(session))
     driver = at.service.submission.driver  # pyright: ignore[reportPrivateUsage]
     await until(lambda: driver.open_count == 0 and not at.cluster.open)
-    assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service.submission.idle
 
 
 async def test_every_example_is_served() -> None:

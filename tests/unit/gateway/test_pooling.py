@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import ollama
 import pytest
 from tests.support.wait import until
+from tests.unit.gateway.calls import (
+    CHAT,
+    COMPLETE,
+    HI,
+    Body,
+    failure,
+    ok,
+    openai_client,
+    post,
+    refusal,
+)
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, House, house
-from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, client, post
 
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.requests.pooling import OPEN_MAX
@@ -25,7 +35,6 @@ from antiphon.wire.tokenize import PoolingCard
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-Body = dict[str, Any]
 EMBED = "/v1/embeddings"
 EMBEDDER = PoolingCard(width=2, matryoshka=True)
 CLASSIFIER = PoolingCard(scores=True, width=2, labels=("bad", "good"))
@@ -44,8 +53,7 @@ def vectors(reply: Body) -> list[object]:
 
 
 async def test_a_vector_for_each_text_in_their_order(at: House) -> None:
-    status, reply, _ = await post(at, EMBED, {"input": ["one", "three"], "model": "toy"})
-    assert status == 200
+    reply = await ok(at, EMBED, {"input": ["one", "three"], "model": "toy"})
     assert reply["object"] == "list"
     assert reply["model"] == "toy"
     assert reply["data"] == [
@@ -78,17 +86,15 @@ async def test_a_text_may_be_ids_and_there_may_be_many(
 
 
 async def test_base64_holds_the_same_numbers(at: House) -> None:
-    _, reply, _ = await post(at, EMBED, {"input": "abc", "encoding_format": "base64"})
+    reply = await ok(at, EMBED, {"input": "abc", "encoding_format": "base64"})
     (text,) = vectors(reply)
     assert base64.b64decode(str(text)) == pack_floats([3.0, 0.5])
 
 
-async def test_the_openai_client_hears_the_same_in_both_forms(at: House) -> None:
-    async with client(at) as openai_client:
-        plain = await openai_client.embeddings.create(model="toy", input="abc")
-        floats = await openai_client.embeddings.create(
-            model="toy", input="abc", encoding_format="float"
-        )
+async def test_the_client_hears_the_same_in_both_forms(at: House) -> None:
+    async with openai_client(at) as client:
+        plain = await client.embeddings.create(model="toy", input="abc")
+        floats = await client.embeddings.create(model="toy", input="abc", encoding_format="float")
     assert plain.data[0].embedding == floats.data[0].embedding == [3.0, 0.5]
 
 
@@ -113,7 +119,7 @@ async def test_a_client_that_leaves_takes_its_batch_along(at: House) -> None:
         asked.cancel()
     await until(lambda: len(at.cluster.cancelled) == OPEN_MAX and not at.cluster.open)
     assert len(at.cluster.submits) == OPEN_MAX
-    assert at.service.submission.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service.submission.idle
 
 
 async def test_one_text_that_fails_ends_them_all(at: House) -> None:
@@ -154,8 +160,7 @@ async def test_an_aborted_text_has_no_vector(at: House) -> None:
     ],
 )
 async def test_what_is_wrong_is_named(at: House, said: Body, param: str) -> None:
-    status, reply, _ = await post(at, EMBED, said)
-    error = reply["error"]
+    status, error = await failure(at, EMBED, said)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert not at.cluster.open
 
@@ -183,8 +188,7 @@ async def test_a_vector_is_cut_only_where_the_model_says(
     at: House, card: PoolingCard, complaint: str
 ) -> None:
     at.cluster.pooling = card
-    status, reply, _ = await post(at, EMBED, {"input": "a", "dimensions": 3})
-    error = reply["error"]
+    status, error = await failure(at, EMBED, {"input": "a", "dimensions": 3})
     assert (status, error["param"]) == (400, "dimensions")
     assert complaint in str(error["message"])
 
@@ -202,8 +206,7 @@ async def test_a_vector_is_cut_only_where_the_model_says(
     ],
 )
 async def test_a_model_that_embeds_does_nothing_else(at: House, path: str, body: Body) -> None:
-    status, reply, _ = await post(at, path, body)
-    error = reply["error"]
+    status, error = await failure(at, path, body)
     assert (status, error["code"], error["param"]) == (400, "unsupported", "model")
     assert "this model does not" in str(error["message"])
     assert "an embedding model" in str(error["message"])
@@ -219,12 +222,12 @@ async def test_a_model_that_embeds_is_healthy_and_says_what_it_is(at: House) -> 
 
 
 async def test_encode_tells_one_vector_or_a_list(at: House) -> None:
-    _, one, _ = await post(at, "/encode", {"text": "abc", "rid": "mine"})
+    one = await ok(at, "/encode", {"text": "abc", "rid": "mine"})
     assert one["embedding"] == [3.0, 0.5]
     meta = one["meta_info"]
     assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 3, 0)
     assert meta["finish_reason"] == {"type": "length", "length": 0}
-    _, many, _ = await post(at, "/encode", {"input_ids": [[97], [97, 98]], "rid": "ours"})
+    many = await ok(at, "/encode", {"input_ids": [[97], [97, 98]], "rid": "ours"})
     told = many
     assert [each["embedding"] for each in told] == [[1.0, 0.5], [2.0, 0.5]]
     assert [each["meta_info"]["id"] for each in told] == ["ours_0", "ours_1"]
@@ -255,28 +258,27 @@ async def test_ollamas_client_gets_the_same_vectors(at: House) -> None:
     ],
 )
 async def test_encode_names_what_is_wrong(at: House, body: Body, param: str) -> None:
-    status, reply, _ = await post(at, "/encode", body)
-    assert (status, reply["error"]["param"]) == (400, param)
+    assert await refusal(at, "/encode", body) == (400, param)
 
 
 async def test_labels_are_told_with_how_likely_they_are(at: House) -> None:
     at.cluster.pooling = CLASSIFIER
     at.cluster.vector = lambda prompt: [0.0, 1.0 if prompt == b"good" else -1.0]
-    _, reply, _ = await post(at, "/v1/classify", {"input": ["good", "bad"]})
+    reply = await ok(at, "/v1/classify", {"input": ["good", "bad"]})
     first, second = reply["data"]
     likely = 1 / (1 + math.exp(-1))
     assert (first["label"], first["index"], first["num_classes"]) == ("good", 0, 2)
     assert first["probs"] == pytest.approx([1 - likely, likely])
     assert (second["label"], second["index"]) == ("bad", 1)
     assert reply["usage"]["prompt_tokens"] == 7
-    _, raw, _ = await post(at, "/classify", {"text": "good"})
+    raw = await ok(at, "/classify", {"text": "good"})
     assert raw["embedding"] == [0.0, 1.0]
 
 
 async def test_labels_that_do_not_exclude_each_other_are_judged_one_by_one(at: House) -> None:
     at.cluster.pooling = PoolingCard(scores=True, width=2, labels=("a", "b"), several=True)
     at.cluster.vector = lambda _: [800.0, -800.0]
-    _, reply, _ = await post(at, "/v1/classify", {"input": "x"})
+    reply = await ok(at, "/v1/classify", {"input": "x"})
     (only,) = reply["data"]
     assert only["probs"] == [1.0, 0.0]
 
@@ -285,8 +287,7 @@ async def test_labels_that_do_not_exclude_each_other_are_judged_one_by_one(at: H
 async def test_a_classifier_does_not_embed_or_rerank(at: House, path: str) -> None:
     at.cluster.pooling = CLASSIFIER
     body: Body = {"input": "a", "query": "a", "documents": ["b"]}
-    status, reply, _ = await post(at, path, body)
-    error = reply["error"]
+    status, error = await failure(at, path, body)
     assert (status, error["param"]) == (400, "model")
     assert "classification model" in str(error["message"])
 
@@ -295,7 +296,7 @@ async def test_documents_come_back_the_best_first(at: House) -> None:
     at.cluster.pooling = CROSS_ENCODER
     at.cluster.vector = lambda prompt: [float(prompt.count(b"x"))]
     body: Body = {"query": "q?", "documents": ["a", "xx", "x"]}
-    _, reply, _ = await post(at, "/v1/rerank", body)
+    reply = await ok(at, "/v1/rerank", body)
     ranked = reply
     assert [one["index"] for one in ranked] == [1, 2, 0]
     assert [one["document"] for one in ranked] == ["xx", "x", "a"]
@@ -317,7 +318,7 @@ async def test_a_score_is_told_as_the_model_means_it_and_only_as_much_as_is_want
     at.cluster.pooling = PoolingCard(scores=True, width=1, labels=("x",), plain_score=True)
     at.cluster.vector = lambda prompt: [float(prompt.count(b"x"))]
     body: Body = {"query": "q", "documents": ["a", "xx"], "top_n": 1, "return_documents": False}
-    _, reply, _ = await post(at, "/v1/rerank", body)
+    reply = await ok(at, "/v1/rerank", body)
     (best,) = reply
     assert (best["score"], best["index"], best["document"]) == (2.0, 1, None)
 
@@ -335,15 +336,14 @@ async def test_a_score_is_told_as_the_model_means_it_and_only_as_much_as_is_want
 )
 async def test_rerank_names_what_is_wrong(at: House, body: Body, param: str) -> None:
     at.cluster.pooling = CROSS_ENCODER
-    status, reply, _ = await post(at, "/v1/rerank", body)
-    assert (status, reply["error"]["param"]) == (400, param)
+    assert await refusal(at, "/v1/rerank", body) == (400, param)
 
 
 async def test_a_decoder_that_reranks_is_asked_for_yes_or_no(at: House) -> None:
     at.cluster.pooling, at.cluster.reranks, at.cluster.script = None, True, ("",)
     at.cluster.words = {"yes": 250, "no": 251}
     body: Body = {"query": "q?", "documents": ["a", "bb"], "instruct": "Be kind.", "rid": "mine"}
-    _, reply, _ = await post(at, "/v1/rerank", body)
+    reply = await ok(at, "/v1/rerank", body)
     ranked = reply
     # The cluster finds yes likelier than no, by a quarter of a nat.
     assert [one["score"] for one in ranked] == pytest.approx([1 / (1 + math.exp(-0.25))] * 2)
@@ -360,8 +360,7 @@ async def test_a_decoder_that_reranks_is_asked_for_yes_or_no(at: House) -> None:
 
 async def test_without_a_token_for_yes_nothing_is_ranked(at: House) -> None:
     at.cluster.pooling, at.cluster.reranks = None, True
-    status, reply, _ = await post(at, "/v1/rerank", {"query": "q", "documents": ["a"]})
-    error = reply["error"]
+    status, error = await failure(at, "/v1/rerank", {"query": "q", "documents": ["a"]})
     assert (status, error["param"]) == (400, "model")
     assert "no single token for yes" in str(error["message"])
 

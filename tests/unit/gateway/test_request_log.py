@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, Counter
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import running
 from tests.support.wait import until
+from tests.unit.gateway.calls import CHAT, COMPLETE, GENERATE, HI, TEXT, Body, ok, post, stream
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
 from tests.unit.gateway.test_generate import visiting
-from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 from tests.unit.gateway.test_pooling import EMBEDDER
 
 from antiphon.config.errors import ConfigError
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Line = dict[str, object]
-Body = dict[str, object]
-TEXT = "".join(SCRIPT)
-GENERATE = "/generate"
 CONFIGURE = "/configure_logging"
 ADMIN = "operator-key"
 METADATA = {
@@ -90,7 +87,7 @@ def dump(folder: Path) -> list[Line]:
 
 def dropped(at: House, reason: str) -> float:
     name = f'antiphon_dropped_request_records_total{{reason="{reason}"}} '
-    found = [one for one in at.gateway.metrics.text().decode().splitlines() if one.startswith(name)]
+    found = [one for one in at.metrics_text.splitlines() if one.startswith(name)]
     return float(found[0].removeprefix(name)) if found else 0.0
 
 
@@ -136,8 +133,7 @@ async def test_nats_requests_are_logged(tmp_path: Path) -> None:
 async def test_an_embedding_is_logged_without_its_vector(tmp_path: Path) -> None:
     async with house(request_log=logged(tmp_path, level=3)) as at:
         at.cluster.pooling = EMBEDDER
-        status, _, _ = await post(at, "/v1/embeddings", {"input": "one", "model": MODEL})
-        assert status == 200
+        await ok(at, "/v1/embeddings", {"input": "one", "model": MODEL})
     _, ended = lines(tmp_path)
     assert (ended["input"], ended["output"]) == ({"text": "one"}, [""])
 
@@ -269,16 +265,15 @@ async def test_no_logs_leaves_a_request_out_of_log_and_dump(tmp_path: Path) -> N
     assert [line["rid"] for line in counted] == ["one", "two"]
 
 
-async def test_without_a_recorder_streams_are_plain_and_no_thread_runs() -> None:
+async def test_without_a_recorder_streams_are_plain_and_no_thread_runs(at: House) -> None:
     kinds: set[type] = set()
-    async with house() as at:
-        at.cluster.hold_at = 1
-        async with asyncio.TaskGroup() as group:
-            group.create_task(answered(at, GENERATE, {"text": "hi"}))
-            await until(lambda: bool(at.service.submission.driver.streams()))
-            kinds |= {type(each) for each in at.service.submission.driver.streams()}
-            at.cluster.go.set()
-        assert not [one for one in threading.enumerate() if one.name.startswith("request-log")]
+    at.cluster.hold_at = 1
+    async with asyncio.TaskGroup() as group:
+        group.create_task(answered(at, GENERATE, {"text": "hi"}))
+        await until(lambda: bool(at.service.submission.driver.streams()))
+        kinds |= {type(each) for each in at.service.submission.driver.streams()}
+        at.cluster.go.set()
+    assert not [one for one in threading.enumerate() if one.name.startswith("request-log")]
     assert RecordedStream not in kinds
     assert len(kinds) == 1
 
@@ -418,8 +413,7 @@ async def test_configure_logging_changes_the_log_live(tmp_path: Path) -> None:
             "log_requests_format": "json",
             "log_requests_target": [str(folder)],
         }
-        status, reply, _ = await post(at, CONFIGURE, wanted, **key)
-        assert status == 200
+        reply = await ok(at, CONFIGURE, wanted, **key)
         assert wanted.items() <= reply.items()
         await answered(at, GENERATE, {"text": "hi", "rid": "logged"}, **key)
         status, reply, _ = await post(at, CONFIGURE, {"log_requests_level": 2}, **key)
@@ -448,8 +442,7 @@ async def test_a_stranger_chooses_no_folder_where_the_server_has_no_keys(tmp_pat
         assert status == 403
         assert "log_requests_target" in str(reply)
         for target in ("stdout", str(named)):
-            status, _, _ = await post(at, CONFIGURE, {"log_requests_target": target})
-            assert status == 200
+            await ok(at, CONFIGURE, {"log_requests_target": target})
     assert not other.exists()
 
 

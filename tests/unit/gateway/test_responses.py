@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from tests.unit.gateway.calls import RESPONSES, TEXT, Body, ok, openai_client, post
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
-from tests.unit.gateway.test_http import client, post
 
 from antiphon.gateway.http.openai.responses.items import (
     CallItem,
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-TEXT = "".join(SCRIPT)
-RESPONSES = "/v1/responses"
 THINKING = ("<think>", "so ", "it is", "</think>", "f", "ive")
 CALLING = (
     '<tool_call>\n{"name": "add", "arg',
@@ -60,7 +58,6 @@ ADD = {
 }
 IMAGE = {"type": "input_image", "image_url": "data:"}
 SECRET = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
-Body = dict[str, Any]
 
 
 @pytest.fixture
@@ -70,9 +67,7 @@ async def at() -> AsyncIterator[House]:
 
 
 async def create(at: House, **said: object) -> Body:
-    status, reply, _ = await post(at, RESPONSES, {"input": "hi", "store": False} | said)
-    assert status == 200, reply
-    return reply
+    return await ok(at, RESPONSES, {"input": "hi", "store": False} | said)
 
 
 async def refusal(at: House, **said: object) -> tuple[int, object, str]:
@@ -153,10 +148,10 @@ async def test_a_response_is_told_whole_and_by_events(at: House) -> None:
 
 
 async def test_openai_s_client_reads_both() -> None:
-    async with house() as at, client(at) as openai_client:
-        whole = await openai_client.responses.create(model=MODEL, input="hi", store=False)
+    async with house() as at, openai_client(at) as client:
+        whole = await client.responses.create(model=MODEL, input="hi", store=False)
         assert whole.output_text == TEXT
-        async with openai_client.responses.stream(model=MODEL, input="hi", store=False) as stream:
+        async with client.responses.stream(model=MODEL, input="hi", store=False) as stream:
             deltas = [
                 event.delta async for event in stream if event.type == "response.output_text.delta"
             ]
@@ -196,8 +191,7 @@ async def test_a_call_is_an_item_and_its_output_goes_back(at: House) -> None:
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
     question = {"role": "user", "content": "2 + 3?"}
     await create(at, input=[question, call, output], tools=[ADD])
-    messages = at.cluster.encodes[-1].messages
-    assert messages is not None
+    messages = at.cluster.turns
     assert [message.role for message in messages] == ["user", "assistant", "tool"]
     assert messages[1].tool_calls[0].name == "add"
     assert (messages[2].content, messages[2].tool_call_id) == ("5", call["call_id"])
@@ -210,8 +204,7 @@ async def test_what_the_model_says_in_one_go_is_one_turn(at: House) -> None:
     call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "1", "output": [_part("input_text", "5")]}
     await create(at, instructions="Be short.", input=[thought, said, call, output, said, said])
-    messages = at.cluster.encodes[-1].messages
-    assert messages is not None
+    messages = at.cluster.turns
     assert [(m.role, m.content, len(m.tool_calls)) for m in messages] == [
         ("system", "Be short.", 0),
         ("assistant", "I ask", 1),
@@ -259,8 +252,7 @@ async def test_the_text_has_the_form_that_was_asked_for(at: House) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     whole = await create(at, text={"format": form})
-    grammar = at.cluster.submits[-1].sampling.grammar
-    assert grammar is not None
+    grammar = at.cluster.grammar
     assert json.loads(grammar.text) == schema
     assert whole["text"]["format"] == form
     status, param, _ = await refusal(at, text={"format": {"type": "json_schema", "name": "n"}})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.gateway.calls import Body, ok, openai_client, post
 from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.keyed import key_of, keyed
-from tests.unit.gateway.test_http import client, post
 from tests.unit.gateway.test_responses import ADD, RESPONSES, THINKING, create, events, refusal
 
 from antiphon.config.gateway import AccessConfig
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-Body = dict[str, Any]
 PATCH: Body = {
     "type": "custom",
     "name": "apply_patch",
@@ -107,8 +106,7 @@ async def test_custom_tool_is_called_with_text(at: House) -> None:
     ]
     at.cluster.script = ("ok",)
     await create(at, input=said, tools=[PATCH])
-    messages = at.cluster.encodes[-1].messages
-    assert messages is not None
+    messages = at.cluster.turns
     assert messages[1].tool_calls[0].name == "apply_patch"
     assert json.loads(messages[1].tool_calls[0].arguments) == {"input": "*** Begin\n+ä"}
     assert (messages[2].role, messages[2].content) == ("tool", "done")
@@ -129,16 +127,14 @@ async def test_namespace_is_a_part_of_the_name_that_the_model_sees(at: House) ->
     ]
     at.cluster.script = ("5",)
     await create(at, input=said, tools=[CRM])
-    messages = at.cluster.encodes[-1].messages
-    assert messages is not None
+    messages = at.cluster.turns
     assert messages[1].tool_calls[0].name == "crm__add"
 
 
 async def test_custom_tool_may_be_the_choice(at: House) -> None:
     at.cluster.script = ('<tool_call>\n{"name": "apply_patch", "arguments": {"input": "x"}}\n', "")
     await create(at, tools=[ADD, PATCH], tool_choice={"type": "custom", "name": "apply_patch"})
-    grammar = at.cluster.submits[-1].sampling.grammar
-    assert grammar is not None
+    grammar = at.cluster.grammar
     assert "apply_patch" in grammar.text
     assert '"add"' not in grammar.text
 
@@ -158,8 +154,7 @@ async def test_reasoning_comes_back_sealed_and_is_read(at: House) -> None:
     carried = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
     said = [{"role": "user", "content": "hi"}, carried, answer, {"role": "user", "content": "on"}]
     await create(at, input=said)
-    messages = at.cluster.encodes[-1].messages
-    assert messages is not None
+    messages = at.cluster.turns
     assert messages[1].reasoning_content == "so it is"
 
 
@@ -218,18 +213,18 @@ async def test_sealed_reasoning_of_another_tenant_is_refused(tmp_path: Path) -> 
             return {"Authorization": f"Bearer {key_of(tenant)}"}
 
         body: Body = {"input": "hi", "store": False, "include": SEALED}
-        _, reply, _ = await post(world, RESPONSES, body, **by("a"))
+        reply = await ok(world, RESPONSES, body, **by("a"))
         thought, _ = outputs(reply)
         sealed = thought["encrypted_content"]
         item = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
         body["input"] = [item, {"role": "user", "content": "on"}]
-        assert (await post(world, RESPONSES, body, **by("a")))[0] == 200
+        await ok(world, RESPONSES, body, **by("a"))
         assert (await post(world, RESPONSES, body, **by("b")))[0] == 400
 
 
 async def test_openai_sdk_reads_custom_calls_and_sealed_reasoning(at: House) -> None:
     at.cluster.script = (*THINKING[:4], *calling("apply_patch", input="x"))
-    async with client(at) as opened:
+    async with openai_client(at) as opened:
         response = await opened.responses.create(
             model="toy",
             input="hi",
@@ -251,8 +246,7 @@ async def test_verbosity_is_given_to_the_chat_template(at: House, path: str) -> 
         if path == RESPONSES
         else {"messages": [{"role": "user", "content": "hi"}], "verbosity": "low"}
     )
-    status, reply, _ = await post(at, path, said)
-    assert status == 200, reply
+    reply = await ok(at, path, said)
     options = at.cluster.encodes[-1].template.options
     assert options is not None
     assert json.loads(options)["verbosity"] == "low"
@@ -266,8 +260,7 @@ async def test_truncation_leaves_out_the_oldest_items(at: House) -> None:
     assert (await refusal(at, input=said))[:2] == (400, "input")
     reply = await create(at, input=said, truncation="auto")
     assert reply["truncation"] == "auto"
-    messages = at.cluster.encodes[-1].messages
-    assert messages is not None
+    messages = at.cluster.turns
     assert messages[0].content == "S"
     assert messages[-1].content == "last"
     assert len(messages) < len(said)
@@ -284,7 +277,7 @@ async def test_input_tokens_are_counted_as_they_would_be_read(at: House) -> None
     whole = await create(at, **said)
     assert whole["usage"]["input_tokens"] == reply["input_tokens"]
     assert "Warning" in headers
-    async with client(at) as opened:
+    async with openai_client(at) as opened:
         counted = await opened.responses.input_tokens.count(
             model="toy", input="hi", instructions="Be brief."
         )
@@ -295,7 +288,6 @@ async def test_input_tokens_are_counted_as_they_would_be_read(at: House) -> None
 
 async def test_input_too_long_to_be_counted_is_refused_by_its_name(at: House) -> None:
     at.cluster.token_characters = 4  # then a text this long is refused unread
-    assert (await post(at, f"{RESPONSES}/input_tokens", {"input": "x"}))[0] == 200
+    await ok(at, f"{RESPONSES}/input_tokens", {"input": "x"})
     long = {"input": "x" * 100_000}
-    status, reply, _ = await post(at, f"{RESPONSES}/input_tokens", long)
-    assert (status, reply["error"]["param"]) == (400, "input")
+    assert await refusal(at, f"{RESPONSES}/input_tokens", long) == (400, "input")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import pytest
 from tests.arguments import compare_async, settings_of
+from tests.unit.gateway.calls import HI, Body, ok, post, stream
 from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.keyed import key_of, keyed
-from tests.unit.gateway.test_http import HI, post, stream
 
 from antiphon.config.errors import ConfigError
 from antiphon.gateway.http.core.app import prefix_of
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.config.settings import Settings
-
-Body = dict[str, object]
 
 
 @pytest.fixture
@@ -55,8 +53,7 @@ async def test_fastapi_root_path_serves_paths_with_the_prefix_and_names_it() -> 
 
 @pytest.mark.parametrize("prefix", ["", "/llm/a"])
 async def test_request_is_served_with_the_prefix_and_without_it(at: House, prefix: str) -> None:
-    status, reply, _ = await post(at, f"{prefix}/v1/chat/completions", {"messages": HI})
-    assert status == 200, reply
+    await ok(at, f"{prefix}/v1/chat/completions", {"messages": HI})
     events = await stream(at, f"{prefix}/generate", {"text": "hi"})
     assert events[-1] == "[DONE]"
     status, loads = await get(at, f"{prefix}/v1/loads?include=core&dp_rank=0")

@@ -11,7 +11,8 @@ import pytest
 from tests.support.nats import NatsServer
 from tests.support.services import client_bus, running
 from tests.support.wait import until
-from tests.unit.gateway.cluster import SCRIPT, House, house
+from tests.unit.gateway.calls import Body
+from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.test_stored_responses import joining
 
 from antiphon.config.gateway import SessionsConfig
@@ -26,8 +27,6 @@ from antiphon.wire.ids import DEFAULT_TENANT
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-Body = dict[str, object]
-TEXT = "".join(SCRIPT)
 SAID = [10, 11, 12, 13]
 
 

@@ -11,9 +11,9 @@ from tests.bus.worlds import bus_config
 from tests.support.nats import NatsServer
 from tests.support.services import QUICK
 from tests.support.wait import until
-from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
-from tests.unit.gateway.test_http import client, post
-from tests.unit.gateway.test_responses import RESPONSES, Body, events
+from tests.unit.gateway.calls import RESPONSES, TEXT, Body, ok, openai_client, post
+from tests.unit.gateway.cluster import MODEL, House, house
+from tests.unit.gateway.test_responses import events
 
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.store import KeyValueStore
@@ -23,8 +23,6 @@ from antiphon.wire.errors import Unavailable, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-
-TEXT = "".join(SCRIPT)
 
 
 @pytest.fixture
@@ -44,9 +42,7 @@ def joining(server: NatsServer) -> Callable[[], NatsTransport]:
 
 
 async def create(at: House, **said: object) -> Body:
-    status, reply, _ = await post(at, RESPONSES, {"input": "hi"} | said)
-    assert status == 200, reply
-    return reply
+    return await ok(at, RESPONSES, {"input": "hi"} | said)
 
 
 async def ask(at: House, method: str, path: str, **query: str) -> tuple[int, Body]:
@@ -57,7 +53,7 @@ async def ask(at: House, method: str, path: str, **query: str) -> tuple[int, Bod
         return reply.status, await reply.json()
 
 
-async def error(at: House, **said: object) -> tuple[int, object]:
+async def refused(at: House, **said: object) -> tuple[int, object]:
     status, reply, _ = await post(at, RESPONSES, {"input": "hi"} | said)
     return status, reply["error"]["param"]
 
@@ -77,7 +73,7 @@ async def test_what_is_not_to_be_kept_is_not(at: House) -> None:
     assert (status, reply["error"]["code"]) == (404, "response_not_found")
     assert (await ask(at, "DELETE", "resp_none"))[0] == 404
     assert (await ask(at, "GET", "resp_none/input_items"))[0] == 404
-    assert await error(at, previous_response_id="resp_none") == (400, "previous_response_id")
+    assert await refused(at, previous_response_id="resp_none") == (400, "previous_response_id")
 
 
 async def test_a_conversation_goes_on_without_the_responses_before(at: House) -> None:
@@ -91,8 +87,7 @@ async def test_a_conversation_goes_on_without_the_responses_before(at: House) ->
     }
     assert (await ask(at, "GET", first["id"]))[0] == 404
     await create(at, input="three", previous_response_id=second["id"], store=False)
-    messages = at.cluster.encodes[-1].messages
-    assert messages is not None
+    messages = at.cluster.turns
     assert [(message.role, message.content) for message in messages] == [
         ("user", "one"),
         ("assistant", TEXT),
@@ -128,8 +123,8 @@ async def test_a_response_that_fails_is_kept_as_failed(at: House) -> None:
 
 
 async def test_openai_s_client_stores_finds_and_forgets(at: House) -> None:
-    async with client(at) as openai_client:
-        responses = openai_client.responses
+    async with openai_client(at) as client:
+        responses = client.responses
         made = await responses.create(model=MODEL, input="hi", metadata={"a": "b"})
         found = await responses.retrieve(made.id)
         assert found == made
@@ -141,7 +136,7 @@ async def test_openai_s_client_stores_finds_and_forgets(at: House) -> None:
 async def test_a_conversation_that_is_too_long_to_be_kept_is_a_413(server: NatsServer) -> None:
     config = msgspec.structs.replace(QUICK.responses, conversation_bytes_max=150)
     async with house(joining(server), responses=config) as at:
-        assert await error(at, input="x" * 60) == (413, "input")
+        assert await refused(at, input="x" * 60) == (413, "input")
         await create(at, input="x" * 60, store=False)
 
 
@@ -149,15 +144,15 @@ async def test_where_nothing_is_kept_what_needs_it_is_refused() -> None:
     config = msgspec.structs.replace(QUICK.responses, store=False)
     async with house(responses=config) as at:
         assert (await create(at))["store"] is False
-        assert await error(at, store=True) == (400, "store")
-        assert await error(at, background=True) == (400, "background")
-        assert await error(at, previous_response_id="resp_1") == (400, "previous_response_id")
+        assert await refused(at, store=True) == (400, "store")
+        assert await refused(at, background=True) == (400, "background")
+        assert await refused(at, previous_response_id="resp_1") == (400, "previous_response_id")
         assert (await ask(at, "GET", "resp_1"))[0] == 404
 
 
 async def test_without_a_broker_that_keeps_them_only_store_false_is_answered() -> None:
     async with house() as plain:
-        assert (await error(plain))[0] == 503
+        assert (await refused(plain))[0] == 503
         await create(plain, store=False)
         await until(lambda: plain.cluster.open == set())
 
@@ -170,7 +165,7 @@ async def test_a_response_that_cannot_be_kept_in_the_end_has_failed(
 
     await create(at)
     monkeypatch.setattr(KeyValueStore, "put", put)
-    assert (await error(at))[0] == 503
+    assert (await refused(at))[0] == 503
     told = await events(at, store=True)
     assert told[-1]["type"] == "response.failed"
     response = told[-1]["response"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 from tests.support.wait import until
+from tests.unit.gateway.calls import CHAT, COMPLETE, Body, ok, post
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, House, house
 from tests.unit.gateway.test_generate import visiting
-from tests.unit.gateway.test_http import CHAT, COMPLETE, post
 from tests.unit.gateway.test_pooling import CROSS_ENCODER, EMBED, EMBEDDER, vectors
 
 from antiphon.gateway.requests.submission import RESERVED_OUTPUT_TOKENS
@@ -27,7 +27,6 @@ from antiphon.wire.tokenize import TRUNCATED_CHARACTERS_MAX, EncodeReply
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-Body = dict[str, Any]
 KEPT = CONTEXT_TOKENS - RESERVED_OUTPUT_TOKENS
 LONG = "".join(chr(ord("a") + index % 26) for index in range(3 * CONTEXT_TOKENS))
 IDS = list(LONG.encode())
@@ -63,14 +62,12 @@ EVERY = [
 @pytest.mark.parametrize(("path", "body"), EVERY)
 async def test_long_prompt_loses_its_end_if_that_is_allowed(path: str, body: Body) -> None:
     async with truncating() as at:
-        status, reply, _ = await post(at, path, body)
-        assert status == 200, reply
+        await ok(at, path, body)
         assert prompt(at) == IDS[:KEPT]
         (submit,) = at.cluster.submits
         assert submit.sampling.max_new_tokens == RESERVED_OUTPUT_TOKENS
     async with truncating(allowed=False) as at:
-        status, reply, _ = await post(at, path, body)
-        assert status == 400
+        assert (await post(at, path, body)).status == 400
         assert not at.cluster.submits
 
 
@@ -96,7 +93,7 @@ async def test_long_prompt_over_nats_loses_its_end_if_that_is_allowed(
 
 async def test_usage_counts_the_truncated_prompt() -> None:
     async with truncating() as at:
-        _, reply, _ = await post(at, COMPLETE, {"prompt": LONG})
+        reply = await ok(at, COMPLETE, {"prompt": LONG})
     assert reply["usage"]["prompt_tokens"] == KEPT
 
 
@@ -116,10 +113,7 @@ async def test_prompt_is_truncated_only_if_it_leaves_no_room_and_the_limit_is_lo
     tokens: int, wanted: int, kept: int, limit: int
 ) -> None:
     async with truncating() as at:
-        status, reply, _ = await post(
-            at, COMPLETE, {"prompt": LONG[:tokens], "max_tokens": wanted, "min_tokens": 0}
-        )
-        assert status == 200, reply
+        await ok(at, COMPLETE, {"prompt": LONG[:tokens], "max_tokens": wanted, "min_tokens": 0})
         (submit,) = at.cluster.submits
         assert (id_count(submit.prompt_ids), submit.sampling.max_new_tokens) == (kept, limit)
 
@@ -127,7 +121,7 @@ async def test_prompt_is_truncated_only_if_it_leaves_no_room_and_the_limit_is_lo
 async def test_min_tokens_are_lowered_with_the_limit() -> None:
     async with truncating() as at:
         body = {"prompt": LONG, "max_tokens": 100, "min_tokens": 50}
-        assert (await post(at, COMPLETE, body))[0] == 200
+        await ok(at, COMPLETE, body)
         (submit,) = at.cluster.submits
     assert (
         submit.sampling.min_new_tokens == submit.sampling.max_new_tokens == RESERVED_OUTPUT_TOKENS
@@ -139,7 +133,7 @@ async def test_prompt_is_truncated_to_what_the_largest_worker_holds(given: str |
     async with truncating() as at:
         at.cluster.worker_context = 20
         await until(lambda: _worker_context(at) == 20)
-        assert (await post(at, COMPLETE, {"prompt": given}))[0] == 200
+        await ok(at, COMPLETE, {"prompt": given})
         assert prompt(at) == IDS[: 20 - RESERVED_OUTPUT_TOKENS]
 
 
@@ -147,7 +141,7 @@ async def test_tiny_context_keeps_a_token() -> None:
     async with truncating() as at:
         at.cluster.worker_context = 3
         await until(lambda: _worker_context(at) == 3)
-        assert (await post(at, COMPLETE, {"prompt": LONG, "max_tokens": 9}))[0] == 200
+        await ok(at, COMPLETE, {"prompt": LONG, "max_tokens": 9})
         (submit,) = at.cluster.submits
     assert (id_count(submit.prompt_ids), submit.sampling.max_new_tokens) == (1, 2)
 
@@ -174,11 +168,9 @@ async def test_truncation_is_logged_with_both_lengths(
 
 async def test_counting_reads_the_whole_prompt() -> None:
     async with truncating() as at:
-        _, tokens, _ = await post(at, "/v1/tokenize", {"prompt": LONG})
-        _, message, _ = await post(
-            at, "/v1/messages/count_tokens", {"model": MODEL, "messages": TURNS}
-        )
-        _, response, _ = await post(at, "/v1/responses/input_tokens", {"input": LONG})
+        tokens = await ok(at, "/v1/tokenize", {"prompt": LONG})
+        message = await ok(at, "/v1/messages/count_tokens", {"model": MODEL, "messages": TURNS})
+        response = await ok(at, "/v1/responses/input_tokens", {"input": LONG})
     counts = tokens["count"], message["input_tokens"], response["input_tokens"]
     assert counts == (len(IDS),) * 3
 
@@ -190,7 +182,7 @@ async def test_what_a_response_says_of_truncation_stands() -> None:
         assert not at.cluster.submits
         items = [{"role": "user", "content": LONG}, {"role": "user", "content": "hi"}]
         body = {"input": items, "store": False, "truncation": "auto"}
-        assert (await post(at, "/v1/responses", body))[0] == 200
+        await ok(at, "/v1/responses", body)
         assert prompt(at) == list(b"hi")
 
 
@@ -199,7 +191,7 @@ async def test_ollama_request_may_refuse_truncation(path: str) -> None:
     async with truncating() as at:
         body = {"messages": TURNS, "prompt": LONG, "stream": False}
         assert (await post(at, path, body | {"truncate": False}))[0] == 400
-        assert (await post(at, path, body))[0] == 200
+        await ok(at, path, body)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +221,7 @@ async def test_decoder_that_reranks_refuses_a_long_document() -> None:
 async def test_vector_of_a_long_text_is_that_of_its_beginning() -> None:
     async with truncating() as at:
         at.cluster.pooling = EMBEDDER
-        _, reply, _ = await post(at, EMBED, {"input": ["abc", LONG]})
+        reply = await ok(at, EMBED, {"input": ["abc", LONG]})
         assert vectors(reply) == [[3.0, 0.5], [float(CONTEXT_TOKENS), 0.5]]
         status, _, _ = await post(at, "/api/embed", {"input": LONG, "truncate": False})
         assert status == 400
@@ -239,8 +231,7 @@ async def test_document_is_truncated_behind_a_query_that_fits() -> None:
     async with truncating() as at:
         at.cluster.pooling = CROSS_ENCODER
         at.cluster.vector = lambda prompt: [float(len(prompt))]
-        status, _, _ = await post(at, "/v1/rerank", {"query": "abc", "documents": [LONG]})
-        assert status == 200
+        await ok(at, "/v1/rerank", {"query": "abc", "documents": [LONG]})
         assert prompt(at) == [*b"abc", *IDS[: CONTEXT_TOKENS - 3]]
         assert at.cluster.submits[-1].sampling.pool.second_from == 3  # pyright: ignore
         status, _, _ = await post(at, "/v1/rerank", {"query": LONG, "documents": ["abc"]})
@@ -249,32 +240,31 @@ async def test_document_is_truncated_behind_a_query_that_fits() -> None:
         await until(lambda: _worker_context(at) == 20)
         status, _, _ = await post(at, "/v1/rerank", {"query": LONG[:20], "documents": ["abc"]})
         assert status == 400
-        status, _, _ = await post(at, "/v1/rerank", {"query": LONG[:19], "documents": ["abc"]})
-        assert status == 200
+        await ok(at, "/v1/rerank", {"query": LONG[:19], "documents": ["abc"]})
         assert prompt(at) == [*IDS[:19], ord("a")]
 
 
 async def test_session_keeps_the_truncated_prompt() -> None:
     async with truncating() as at:
-        _, name, _ = await post(at, "/open_session", {})
+        name = await ok(at, "/open_session", {})
         params = {"id": name}
         body = {"text": LONG, "rid": "one", "session_params": params}
-        assert (await post(at, "/generate", body))[0] == 200
+        await ok(at, "/generate", body)
         assert prompt(at) == IDS[:KEPT]
         params = {"id": name, "rid": "one", "offset": KEPT - 10}
         body = {"text": LONG, "session_params": params}
-        assert (await post(at, "/generate", body))[0] == 200
+        await ok(at, "/generate", body)
         assert prompt(at) == (IDS[: KEPT - 10] + IDS)[:KEPT]
         params = {"id": name, "rid": "one", "drop_previous_output": True}
         body = {"text": "z", "session_params": params}
-        assert (await post(at, "/generate", body))[0] == 200
+        await ok(at, "/generate", body)
         assert prompt(at) == [*IDS[:KEPT], ord("z")]
 
 
 @pytest.mark.parametrize("given", [LONG, IDS], ids=("text", "ids"))
 async def test_echo_is_the_truncated_prompt(given: str | list[int]) -> None:
     async with truncating() as at:
-        _, reply, _ = await post(at, COMPLETE, {"prompt": given, "echo": True})
+        reply = await ok(at, COMPLETE, {"prompt": given, "echo": True})
     (choice,) = reply["choices"]
     text = str(choice["text"])
     assert text.startswith(LONG[:KEPT])
@@ -284,13 +274,13 @@ async def test_echo_is_the_truncated_prompt(given: str | list[int]) -> None:
 async def test_text_that_is_too_long_to_be_encoded_is_refused() -> None:
     async with truncating() as at:
         at.cluster.token_characters = 10
-        assert (await post(at, COMPLETE, {"prompt": "x"}))[0] == 200  # the card is known
+        await ok(at, COMPLETE, {"prompt": "x"})  # the card is known
         text = "a" * TRUNCATED_CHARACTERS_MAX
         status, reply, _ = await post(at, COMPLETE, {"prompt": text + "a"})
         assert status == 400
         assert "what is truncated (524288 characters)" in str(reply)
         assert len(at.cluster.encodes) == 1
-        assert (await post(at, COMPLETE, {"prompt": text}))[0] == 200
+        await ok(at, COMPLETE, {"prompt": text})
         assert prompt(at) == [ord("a")] * KEPT
 
 
