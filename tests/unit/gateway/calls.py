@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from multidict import CIMultiDictProxy
-    from tests.unit.gateway.cluster import House
+    from tests.unit.gateway.cluster import Address, House
 
 Body = dict[str, Any]
 
@@ -51,7 +51,9 @@ class Response(NamedTuple):
     headers: CIMultiDictProxy[str]
 
 
-async def call(at: House, method: str, path: str, body: object = None, **headers: str) -> Response:
+async def call(
+    at: House | Address, method: str, path: str, body: object = None, **headers: str
+) -> Response:
     """Send a body as JSON, unless it is bytes or comes in pieces of bytes, or is none."""
     if body is not None:
         headers = {"Content-Type": "application/json"} | headers
@@ -66,35 +68,37 @@ async def call(at: House, method: str, path: str, body: object = None, **headers
         return Response(reply.status, await read(), reply.headers)
 
 
-async def post(at: House, path: str, body: object, **headers: str) -> Response:
+async def post(at: House | Address, path: str, body: object, **headers: str) -> Response:
     return await call(at, "POST", path, body, **headers)
 
 
-async def get(at: House, path: str, **headers: str) -> Response:
+async def get(at: House | Address, path: str, **headers: str) -> Response:
     return await call(at, "GET", path, **headers)
 
 
-async def ok(at: House, path: str, body: object, **headers: str) -> Any:
+async def ok(at: House | Address, path: str, body: object, **headers: str) -> Any:
     """The body of the reply to a request that succeeds."""
     status, reply, _ = await post(at, path, body, **headers)
     assert status == 200, reply
     return reply
 
 
-async def failure(at: House, path: str, body: object, **headers: str) -> tuple[int, Body]:
+async def failure(at: House | Address, path: str, body: object, **headers: str) -> tuple[int, Body]:
     """The status and the error of a request that fails."""
     status, reply, _ = await post(at, path, body, **headers)
     assert status >= 400, reply
     return status, reply["error"]
 
 
-async def refusal(at: House, path: str, body: object, **headers: str) -> tuple[int, str | None]:
+async def refusal(
+    at: House | Address, path: str, body: object, **headers: str
+) -> tuple[int, str | None]:
     """The status of a request that fails, and the field that the error names."""
     status, found = await failure(at, path, body, **headers)
     return status, found["param"]
 
 
-async def stream(at: House, path: str, body: Body) -> list[str]:
+async def stream(at: House | Address, path: str, body: Body) -> list[str]:
     """The data of the events of a stream."""
     status, text, headers = await post(at, path, body | {"stream": True})
     assert status == 200, text
@@ -102,7 +106,7 @@ async def stream(at: House, path: str, body: Body) -> list[str]:
     return [event.removeprefix("data: ") for event in text.split("\n\n") if event]
 
 
-async def chunks(at: House, path: str, body: Body) -> list[Body]:
+async def chunks(at: House | Address, path: str, body: Body) -> list[Body]:
     """The events of a stream that ends well."""
     *events, end = await stream(at, path, body)
     assert end == "[DONE]"

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from tests.bus.worlds import bus_config
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
 
+from antiphon.bus.nats import NatsTransport
 from antiphon.config.cluster import ClusterConfig, digest
 from antiphon.config.gateway import AccessConfig, RequestLogConfig, ResponsesConfig, SessionsConfig
 from antiphon.config.parsing import ReasoningParser, ToolParser
@@ -61,6 +63,8 @@ from antiphon.wire.tokenize import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
+
+    from tests.support.nats import NatsServer
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.transport import Transport
@@ -503,6 +507,29 @@ async def house(
         finally:
             await gate.ended()
             await group.cancel(1.0)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Of a gateway that is only called."""
+
+    url: str
+
+
+def joining(server: NatsServer) -> Callable[[], NatsTransport]:
+    """Makes links to a real broker."""
+    return lambda: NatsTransport(bus_config(server.url), name="test")
+
+
+@asynccontextmanager
+async def second_gateway(first: House) -> AsyncGenerator[Address]:
+    """Another gateway of the cluster, once the first one knows it."""
+    chosen = first.gateway.around.settings
+    async with running(
+        GatewayService, first.transport(), settings=chosen, instance="gateway-1"
+    ) as other:
+        await until(lambda: len(first.peers) == len(first.cluster.roles) + 1)
+        yield Address(f"http://127.0.0.1:{other.service.port}")
 
 
 async def fails_to_start(error: type[Exception], match: str, **options: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.nats import NatsServer
 from tests.unit.gateway.calls import CALL
 from tests.unit.gateway.cluster import House, house
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 async def at() -> AsyncIterator[House]:
     async with house() as world:
         yield world
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[NatsServer]:
+    """A broker that keeps streams."""
+    async with NatsServer(durable=True) as started:
+        yield started
 
 
 @pytest.fixture

@@ -21,6 +21,11 @@ def key_of(tenant: str) -> str:
     return f"sk-{tenant}"
 
 
+def bearer(key: str) -> dict[str, str]:
+    """The header that shows a key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
 def write_keys(file: Path, tenants: Mapping[str, Limits]) -> None:
     """Write a keys file in JSON."""
     entries = {

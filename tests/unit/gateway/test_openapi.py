@@ -18,8 +18,7 @@ from schemathesis.core import NotSet
 from schemathesis.core.result import Ok
 from tests.support.nats import NatsServer
 from tests.support.wait import until
-from tests.unit.gateway.cluster import House, house
-from tests.unit.gateway.test_stored_responses import joining
+from tests.unit.gateway.cluster import House, house, joining
 
 from antiphon.wire.tokenize import PoolingCard
 

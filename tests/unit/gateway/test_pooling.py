@@ -1,26 +1,29 @@
-"""Doors that embed, classify and rerank: what they ask the cluster, and how they tell it."""
+"""APIs that embed, classify and rerank: what they submit, and the form of their replies."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
-import aiohttp
 import ollama
 import pytest
 from tests.support.wait import until
 from tests.unit.gateway.calls import (
     CHAT,
     COMPLETE,
+    GENERATE,
     HI,
     Body,
     failure,
+    get,
     ok,
     openai_client,
     post,
     refusal,
+    running_post,
 )
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, House, house
 
@@ -48,22 +51,32 @@ async def at() -> AsyncIterator[House]:
         yield world
 
 
+@pytest.fixture
+async def reranker(at: House) -> House:
+    """Scores a document by its number of x."""
+    at.cluster.pooling = CROSS_ENCODER
+    at.cluster.vector = lambda prompt: [float(prompt.count(b"x"))]
+    return at
+
+
 def vectors(reply: Body) -> list[object]:
     return [one["embedding"] for one in reply["data"]]
 
 
-async def test_a_vector_for_each_text_in_their_order(at: House) -> None:
+async def test_each_text_has_a_vector_in_order(at: House) -> None:
     reply = await ok(at, EMBED, {"input": ["one", "three"], "model": "toy"})
-    assert reply["object"] == "list"
-    assert reply["model"] == "toy"
-    assert reply["data"] == [
-        {"object": "embedding", "embedding": [3.0, 0.5], "index": 0},
-        {"object": "embedding", "embedding": [5.0, 0.5], "index": 1},
-    ]
-    usage = reply["usage"]
+    usage = reply.pop("usage")
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (8, 8)
-    asked = {submit.sampling for submit in at.cluster.submits}
-    assert asked == {SamplingParams(max_new_tokens=0, pool=PoolParams())}
+    assert reply == {
+        "object": "list",
+        "model": "toy",
+        "data": [
+            {"object": "embedding", "embedding": [3.0, 0.5], "index": 0},
+            {"object": "embedding", "embedding": [5.0, 0.5], "index": 1},
+        ],
+    }
+    sampling = {submit.sampling for submit in at.cluster.submits}
+    assert sampling == {SamplingParams(max_new_tokens=0, pool=PoolParams())}
 
 
 @pytest.mark.parametrize(
@@ -76,13 +89,11 @@ async def test_a_vector_for_each_text_in_their_order(at: House) -> None:
         ([{"text": "ab"}], {b"ab"}),
     ],
 )
-async def test_a_text_may_be_ids_and_there_may_be_many(
-    at: House, given: object, prompts: set[bytes]
-) -> None:
-    status, reply, _ = await post(at, EMBED, {"input": given})
-    assert (status, len(vectors(reply))) == (200, len(prompts))
-    sent = {bytes(list(unpack_ids(submit.prompt_ids))) for submit in at.cluster.submits}
-    assert sent == prompts
+async def test_input_may_be_texts_or_ids(at: House, given: object, prompts: set[bytes]) -> None:
+    reply = await ok(at, EMBED, {"input": given})
+    assert len(vectors(reply)) == len(prompts)
+    submitted = {bytes(list(unpack_ids(submit.prompt_ids))) for submit in at.cluster.submits}
+    assert submitted == prompts
 
 
 async def test_base64_holds_the_same_numbers(at: House) -> None:
@@ -91,24 +102,22 @@ async def test_base64_holds_the_same_numbers(at: House) -> None:
     assert base64.b64decode(str(text)) == pack_floats([3.0, 0.5])
 
 
-async def test_the_client_hears_the_same_in_both_forms(at: House) -> None:
+async def test_openai_client_reads_the_same_in_both_forms(at: House) -> None:
     async with openai_client(at) as client:
-        plain = await client.embeddings.create(model="toy", input="abc")
-        floats = await client.embeddings.create(model="toy", input="abc", encoding_format="float")
-    assert plain.data[0].embedding == floats.data[0].embedding == [3.0, 0.5]
+        create = partial(client.embeddings.create, model="toy", input="abc")
+        replies = [await create(), await create(encoding_format="float")]
+    assert [reply.data[0].embedding for reply in replies] == [[3.0, 0.5]] * 2
 
 
-async def test_a_long_batch_is_never_under_way_as_a_whole(at: House) -> None:
+async def test_long_batch_is_submitted_a_few_at_a_time(at: House) -> None:
     at.cluster.hold_at = 0
     texts = ["x" * (1 + n % 7) for n in range(OPEN_MAX + 9)]
     async with asyncio.TaskGroup() as group:
-        asked = group.create_task(post(at, EMBED, {"input": texts}))
+        task = group.create_task(ok(at, EMBED, {"input": texts}))
         await until(lambda: len(at.cluster.open) == OPEN_MAX)
         assert len(at.cluster.submits) == OPEN_MAX
         at.cluster.go.set()
-    status, reply, _ = asked.result()
-    assert status == 200
-    assert vectors(reply) == [[float(len(text)), 0.5] for text in texts]
+    assert vectors(task.result()) == [[float(len(text)), 0.5] for text in texts]
 
 
 async def test_a_client_that_leaves_takes_its_batch_along(at: House) -> None:
@@ -124,24 +133,22 @@ async def test_a_client_that_leaves_takes_its_batch_along(at: House) -> None:
 
 async def test_one_text_that_fails_ends_them_all(at: House) -> None:
     at.cluster.row_error = WorkerLost("gone")
-    status, reply, _ = await post(at, EMBED, {"input": ["a", "b"]})
-    assert (status, reply["error"]["code"]) == (503, "worker_lost")
+    status, error = await failure(at, EMBED, {"input": ["a", "b"]})
+    assert (status, error["code"]) == (503, "worker_lost")
     assert not at.cluster.open
 
 
-async def test_an_aborted_text_has_no_vector(at: House) -> None:
-    at.cluster.hold_at = 0
-    async with asyncio.TaskGroup() as group, aiohttp.ClientSession() as session:
-        asked = group.create_task(post(at, EMBED, {"input": "a", "rid": "mine"}))
+async def test_aborted_text_has_no_vector(at: House) -> None:
+    async with running_post(at, EMBED, {"input": "a", "rid": "mine"}, hold_at=0) as task:
         await until(lambda: len(at.cluster.open) == 1)
-        async with session.post(at.url + "/abort_request", json={"rid": "mine"}) as reply:
-            assert reply.status == 200
-    status, told, _ = asked.result()
-    assert (status, told["error"]["code"]) == (499, "cancelled")
+        await ok(at, "/abort_request", {"rid": "mine"})
+        await until(task.done)
+    status, reply, _ = task.result()
+    assert (status, reply["error"]["code"]) == (499, "cancelled")
 
 
 @pytest.mark.parametrize(
-    ("said", "param"),
+    ("body", "param"),
     [
         ({"input": ""}, "input"),
         ({"input": ["a", " \n"]}, "input"),
@@ -159,22 +166,22 @@ async def test_an_aborted_text_has_no_vector(at: House) -> None:
         ({}, "input"),
     ],
 )
-async def test_what_is_wrong_is_named(at: House, said: Body, param: str) -> None:
-    status, error = await failure(at, EMBED, said)
+async def test_embeddings_names_the_field_of_a_bad_body(at: House, body: Body, param: str) -> None:
+    status, error = await failure(at, EMBED, body)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert not at.cluster.open
 
 
 async def test_another_model_is_not_found(at: House) -> None:
-    status, reply, _ = await post(at, EMBED, {"input": "a", "model": "other"})
-    assert (status, reply["error"]["code"]) == (404, "model_not_found")
+    status, error = await failure(at, EMBED, {"input": "a", "model": "other"})
+    assert (status, error["code"]) == (404, "model_not_found")
 
 
-async def test_a_vector_is_cut_by_the_worker(at: House) -> None:
+async def test_dimensions_are_applied_by_the_worker(at: House) -> None:
     await post(at, EMBED, {"input": "a", "dimensions": 1})
     await post(at, EMBED, {"input": "a", "dimensions": 2})
-    asked = [submit.sampling.pool for submit in at.cluster.submits]
-    assert asked == [PoolParams(dimensions=1), PoolParams()]
+    pools = [submit.sampling.pool for submit in at.cluster.submits]
+    assert pools == [PoolParams(dimensions=1), PoolParams()]
 
 
 @pytest.mark.parametrize(
@@ -184,13 +191,13 @@ async def test_a_vector_is_cut_by_the_worker(at: House) -> None:
         (PoolingCard(width=8, matryoshka=True, cuts=(2, 4)), "this model supports 2, 4"),
     ],
 )
-async def test_a_vector_is_cut_only_where_the_model_says(
+async def test_dimensions_are_limited_by_the_model(
     at: House, card: PoolingCard, complaint: str
 ) -> None:
     at.cluster.pooling = card
     status, error = await failure(at, EMBED, {"input": "a", "dimensions": 3})
     assert (status, error["param"]) == (400, "dimensions")
-    assert complaint in str(error["message"])
+    assert complaint in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -198,52 +205,47 @@ async def test_a_vector_is_cut_only_where_the_model_says(
     [
         (CHAT, {"messages": HI}),
         (COMPLETE, {"prompt": "a"}),
-        ("/generate", {"text": "a"}),
+        (GENERATE, {"text": "a"}),
         ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1]}),
         ("/v1/classify", {"input": "a"}),
         ("/v1/rerank", {"query": "a", "documents": ["b"]}),
         ("/classify", {"text": "a"}),
     ],
 )
-async def test_a_model_that_embeds_does_nothing_else(at: House, path: str, body: Body) -> None:
+async def test_embedding_model_does_nothing_else(at: House, path: str, body: Body) -> None:
     status, error = await failure(at, path, body)
     assert (status, error["code"], error["param"]) == (400, "unsupported", "model")
-    assert "this model does not" in str(error["message"])
-    assert "an embedding model" in str(error["message"])
+    assert "this model does not" in error["message"]
+    assert "an embedding model" in error["message"]
 
 
-async def test_a_model_that_embeds_is_healthy_and_says_what_it_is(at: House) -> None:
-    async with aiohttp.ClientSession() as session:
-        async with session.get(at.url + "/health_generate") as reply:
-            assert reply.status == 200
-        async with session.get(at.url + "/model_info") as reply:
-            assert (await reply.json())["is_generation"] is False
-    assert at.cluster.submits[0].sampling.pool == PoolParams()
+async def test_embedding_model_is_healthy_and_described(at: House) -> None:
+    assert (await get(at, "/health_generate")).status == 200
+    assert (await get(at, "/model_info")).body["is_generation"] is False
+    assert at.cluster.sampling.pool == PoolParams()
 
 
-async def test_encode_tells_one_vector_or_a_list(at: House) -> None:
+async def test_encode_replies_with_one_vector_or_a_list(at: House) -> None:
     one = await ok(at, "/encode", {"text": "abc", "rid": "mine"})
     assert one["embedding"] == [3.0, 0.5]
     meta = one["meta_info"]
     assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 3, 0)
     assert meta["finish_reason"] == {"type": "length", "length": 0}
     many = await ok(at, "/encode", {"input_ids": [[97], [97, 98]], "rid": "ours"})
-    told = many
-    assert [each["embedding"] for each in told] == [[1.0, 0.5], [2.0, 0.5]]
-    assert [each["meta_info"]["id"] for each in told] == ["ours_0", "ours_1"]
+    found = [(each["embedding"], each["meta_info"]["id"]) for each in many]
+    assert found == [([1.0, 0.5], "ours_0"), ([2.0, 0.5], "ours_1")]
 
 
-async def test_ollamas_client_gets_the_same_vectors(at: House) -> None:
-    async with ollama.AsyncClient(at.url) as ollama_client:
-        several = await ollama_client.embed("toy:latest", ["abc", "x"])
-        one = await ollama_client.embeddings("toy", "abc")
+async def test_ollama_client_gets_the_same_vectors(at: House) -> None:
+    async with ollama.AsyncClient(at.url) as client:
+        several = await client.embed("toy:latest", ["abc", "x"])
+        one = await client.embeddings("toy", "abc")
     assert [list(vector) for vector in several.embeddings] == [[3.0, 0.5], [1.0, 0.5]]
     assert (several.model, several.prompt_eval_count) == ("toy:latest", 4)
     assert list(one.embedding) == [3.0, 0.5]
-    for said, field in (({"input": " "}, "input"), ({"input": "a", "truncate": True}, "truncate")):
-        status, reply, _ = await post(at, "/api/embed", said)
-        assert status == 400
-        assert field in str(reply["error"])
+    for body, field in (({"input": " "}, "input"), ({"input": "a", "truncate": True}, "truncate")):
+        status, error = await failure(at, "/api/embed", body)
+        assert (status, field in error) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -257,11 +259,11 @@ async def test_ollamas_client_gets_the_same_vectors(at: House) -> None:
         ({"text": "a", "sampling_params": {"temperature": 1}}, "sampling_params"),
     ],
 )
-async def test_encode_names_what_is_wrong(at: House, body: Body, param: str) -> None:
+async def test_encode_names_the_field_of_a_bad_body(at: House, body: Body, param: str) -> None:
     assert await refusal(at, "/encode", body) == (400, param)
 
 
-async def test_labels_are_told_with_how_likely_they_are(at: House) -> None:
+async def test_labels_have_probabilities(at: House) -> None:
     at.cluster.pooling = CLASSIFIER
     at.cluster.vector = lambda prompt: [0.0, 1.0 if prompt == b"good" else -1.0]
     reply = await ok(at, "/v1/classify", {"input": ["good", "bad"]})
@@ -271,55 +273,44 @@ async def test_labels_are_told_with_how_likely_they_are(at: House) -> None:
     assert first["probs"] == pytest.approx([1 - likely, likely])
     assert (second["label"], second["index"]) == ("bad", 1)
     assert reply["usage"]["prompt_tokens"] == 7
-    raw = await ok(at, "/classify", {"text": "good"})
-    assert raw["embedding"] == [0.0, 1.0]
+    assert (await ok(at, "/classify", {"text": "good"}))["embedding"] == [0.0, 1.0]
 
 
-async def test_labels_that_do_not_exclude_each_other_are_judged_one_by_one(at: House) -> None:
+async def test_labels_that_do_not_exclude_each_other_have_their_own_probabilities(
+    at: House,
+) -> None:
     at.cluster.pooling = PoolingCard(scores=True, width=2, labels=("a", "b"), several=True)
     at.cluster.vector = lambda _: [800.0, -800.0]
-    reply = await ok(at, "/v1/classify", {"input": "x"})
-    (only,) = reply["data"]
+    (only,) = (await ok(at, "/v1/classify", {"input": "x"}))["data"]
     assert only["probs"] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("path", [EMBED, "/v1/rerank"])
-async def test_a_classifier_does_not_embed_or_rerank(at: House, path: str) -> None:
+async def test_classifier_does_not_embed_or_rerank(at: House, path: str) -> None:
     at.cluster.pooling = CLASSIFIER
-    body: Body = {"input": "a", "query": "a", "documents": ["b"]}
-    status, error = await failure(at, path, body)
+    status, error = await failure(at, path, {"input": "a", "query": "a", "documents": ["b"]})
     assert (status, error["param"]) == (400, "model")
-    assert "classification model" in str(error["message"])
+    assert "classification model" in error["message"]
 
 
-async def test_documents_come_back_the_best_first(at: House) -> None:
-    at.cluster.pooling = CROSS_ENCODER
-    at.cluster.vector = lambda prompt: [float(prompt.count(b"x"))]
-    body: Body = {"query": "q?", "documents": ["a", "xx", "x"]}
-    reply = await ok(at, "/v1/rerank", body)
-    ranked = reply
-    assert [one["index"] for one in ranked] == [1, 2, 0]
-    assert [one["document"] for one in ranked] == ["xx", "x", "a"]
+async def test_documents_are_ranked_by_score(reranker: House) -> None:
+    ranked = await ok(reranker, "/v1/rerank", {"query": "q?", "documents": ["a", "xx", "x"]})
+    found = [(one["index"], one["document"]) for one in ranked]
+    assert found == [(1, "xx"), (2, "x"), (0, "a")]
     scores = [1 / (1 + math.exp(-count)) for count in (2, 1, 0)]
     assert [one["score"] for one in ranked] == pytest.approx(scores)
     assert ranked[0]["meta_info"]["prompt_tokens"] == 4
-    asked = [submit.sampling.pool for submit in at.cluster.submits]
-    assert asked == [PoolParams(second_from=2)] * 3
-    assert {(encode.prompt, encode.pair) for encode in at.cluster.encodes[1:]} == {
-        ("q?", "a"),
-        ("q?", "xx"),
-        ("q?", "x"),
-    }
+    pools = [submit.sampling.pool for submit in reranker.cluster.submits]
+    assert pools == [PoolParams(second_from=2)] * 3
+    pairs = {(encode.prompt, encode.pair) for encode in reranker.cluster.encodes[1:]}
+    assert pairs == {("q?", "a"), ("q?", "xx"), ("q?", "x")}
 
 
-async def test_a_score_is_told_as_the_model_means_it_and_only_as_much_as_is_wanted(
-    at: House,
-) -> None:
-    at.cluster.pooling = PoolingCard(scores=True, width=1, labels=("x",), plain_score=True)
-    at.cluster.vector = lambda prompt: [float(prompt.count(b"x"))]
+async def test_plain_scores_are_limited_to_top_n(reranker: House) -> None:
+    card = PoolingCard(scores=True, width=1, labels=("x",), plain_score=True)
+    reranker.cluster.pooling = card
     body: Body = {"query": "q", "documents": ["a", "xx"], "top_n": 1, "return_documents": False}
-    reply = await ok(at, "/v1/rerank", body)
-    (best,) = reply
+    (best,) = await ok(reranker, "/v1/rerank", body)
     assert (best["score"], best["index"], best["document"]) == (2.0, 1, None)
 
 
@@ -334,35 +325,32 @@ async def test_a_score_is_told_as_the_model_means_it_and_only_as_much_as_is_want
         ({"query": "q", "documents": ["x" * CONTEXT_TOKENS]}, "documents"),
     ],
 )
-async def test_rerank_names_what_is_wrong(at: House, body: Body, param: str) -> None:
-    at.cluster.pooling = CROSS_ENCODER
-    assert await refusal(at, "/v1/rerank", body) == (400, param)
+async def test_rerank_names_the_field_of_a_bad_body(
+    reranker: House, body: Body, param: str
+) -> None:
+    assert await refusal(reranker, "/v1/rerank", body) == (400, param)
 
 
-async def test_a_decoder_that_reranks_is_asked_for_yes_or_no(at: House) -> None:
+async def test_decoder_reranks_by_yes_or_no(at: House) -> None:
     at.cluster.pooling, at.cluster.reranks, at.cluster.script = None, True, ("",)
     at.cluster.words = {"yes": 250, "no": 251}
     body: Body = {"query": "q?", "documents": ["a", "bb"], "instruct": "Be kind.", "rid": "mine"}
-    reply = await ok(at, "/v1/rerank", body)
-    ranked = reply
+    ranked = await ok(at, "/v1/rerank", body)
     # The cluster finds yes likelier than no, by a quarter of a nat.
     assert [one["score"] for one in ranked] == pytest.approx([1 / (1 + math.exp(-0.25))] * 2)
     assert [one["document"] for one in ranked] == ["a", "bb"]
     assert ranked[0]["meta_info"]["id"] == "mine_0"
-    asked = [submit.sampling for submit in at.cluster.submits]
-    assert {(each.max_new_tokens, each.details) for each in asked} == {
-        (0, TokenOutputParams(named_ids=(250, 251)))
-    }
-    sent = at.cluster.encodes[-1]
-    assert [turn.role for turn in sent.messages or ()] == ["user", "user"]
-    assert sent.template.options == '{"instruct":"Be kind."}'
+    sampling = {(s.sampling.max_new_tokens, s.sampling.details) for s in at.cluster.submits}
+    assert sampling == {(0, TokenOutputParams(named_ids=(250, 251)))}
+    assert [turn.role for turn in at.cluster.turns] == ["user", "user"]
+    assert at.cluster.template_options == {"instruct": "Be kind."}
 
 
 async def test_without_a_token_for_yes_nothing_is_ranked(at: House) -> None:
     at.cluster.pooling, at.cluster.reranks = None, True
     status, error = await failure(at, "/v1/rerank", {"query": "q", "documents": ["a"]})
     assert (status, error["param"]) == (400, "model")
-    assert "no single token for yes" in str(error["message"])
+    assert "no single token for yes" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -378,13 +366,8 @@ async def test_every_example_of_the_document_is_served(
 ) -> None:
     at.cluster.pooling = card
     at.cluster.vector = lambda _: [0.5] * card.width
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"{at.url}/openapi.json") as told,
-    ):
-        document = await told.json()
-        for path in paths:
-            content = document["paths"][path]["post"]["requestBody"]["content"]
-            for example in content["application/json"]["examples"].values():
-                async with session.post(at.url + path, json=example["value"]) as reply:
-                    assert reply.status == 200, (path, example, await reply.text())
+    document = (await get(at, "/openapi.json")).body
+    for path in paths:
+        content = document["paths"][path]["post"]["requestBody"]["content"]
+        for example in content["application/json"]["examples"].values():
+            await ok(at, path, example["value"])
