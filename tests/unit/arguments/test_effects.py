@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from tests.arguments import compare, compare_async, compare_equal, settings_of, shows
 from tests.unit.config.test_resolve import CARD, DEVICE, GIB
-from tests.unit.gateway.cluster import house
 from tests.unit.gateway.calls import CHAT, post, stream
+from tests.unit.gateway.cluster import house
 from tests.unit.model_worker.steps import pools
 
 from antiphon import embedded

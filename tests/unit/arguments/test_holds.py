@@ -27,8 +27,8 @@ from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 from tests.unit.config.test_resolve import CARD, DEVICE
 from tests.unit.detokenizer.test_machine import HERE, batch, row, texts
-from tests.unit.gateway.cluster import house
 from tests.unit.gateway.calls import CHAT, HI, post
+from tests.unit.gateway.cluster import house
 from tests.unit.model_worker.test_opening import answers
 
 from antiphon import embedded

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 from tests.arguments import compare, compare_async, refusal, settings_of, shows
+from tests.unit.gateway.calls import post
 from tests.unit.gateway.cluster import house
 from tests.unit.gateway.metrics_page import Door, Page, labels_of, value, worker
-from tests.unit.gateway.calls import post
 
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.running_batch import Capacity

@@ -65,7 +65,7 @@ def _without_ids(calls: list[Body]) -> list[Body]:
     return [{name: value for name, value in call.items() if name != "id"} for call in calls]
 
 
-async def rejection(at: House, path: str, body: Body) -> tuple[int, str]:
+async def rejection(at: House, path: str, body: object) -> tuple[int, str]:
     """The status of an error and its text, which is all that there is."""
     status, reply, _ = await post(at, path, body)
     assert list(reply) == ["error"], reply
