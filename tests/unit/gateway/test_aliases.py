@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
-from tests.unit.gateway.calls import HI
+from tests.unit.gateway.calls import BODIES, GENERATE, HI, Body, get, ok, post
 from tests.unit.gateway.cluster import House, house
 
 from antiphon.config.cluster import ClusterConfig
@@ -16,12 +15,8 @@ from antiphon.config.load import load
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-BODIES = {
-    "/v1/chat/completions": {"messages": HI},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi", "store": False},
+PATHS: dict[str, Body] = {path: body for path, body in BODIES.items() if path != GENERATE} | {
     "/v1/responses/input_tokens": {"input": "hi"},
-    "/v1/messages": {"messages": HI, "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": HI},
     "/tokenize": {"prompt": "hi"},
     "/api/chat": {"messages": HI, "stream": False},
@@ -29,6 +24,7 @@ BODIES = {
     "/api/show": {},
     "/api/pull": {"stream": False},
 }
+"""Of the APIs whose body names a model."""
 
 
 @pytest.fixture
@@ -37,43 +33,26 @@ async def at() -> AsyncGenerator[House]:
         yield gate
 
 
-async def post(at: House, path: str, model: str) -> tuple[int, str]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(at.url + path, json={"model": model, **BODIES[path]}) as reply,
-    ):
-        return reply.status, await reply.text()
-
-
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", PATHS)
 async def test_api_takes_every_name_and_lists_them_when_it_refuses_one(
     at: House, path: str
 ) -> None:
     for name in ("toy", "gpt-4o", "claude-x"):
-        status, text = await post(at, path, name)
-        assert status == 200, (name, text)
-    status, text = await post(at, path, "other")
-    assert status == 404
-    assert "toy, gpt-4o, claude-x" in text
+        await ok(at, path, PATHS[path] | {"model": name})
+    status, reply, _ = await post(at, path, PATHS[path] | {"model": "other"})
+    assert (status, "toy, gpt-4o, claude-x" in str(reply)) == (404, True)
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/show"])
 async def test_ollama_takes_an_alias_with_its_tag(at: House, path: str) -> None:
-    assert (await post(at, path, "gpt-4o:latest"))[0] == 200
+    await ok(at, path, PATHS[path] | {"model": "gpt-4o:latest"})
 
 
 async def test_models_are_listed_by_every_name(at: House) -> None:
-    async with aiohttp.ClientSession() as session:
-        async with session.get(f"{at.url}/v1/models") as reply:
-            listed = (await reply.json())["data"]
-        async with session.get(f"{at.url}/v1/models/claude-x") as reply:
-            one = await reply.json()
-    assert [(model["id"], model["root"]) for model in listed] == [
-        ("toy", "toy"),
-        ("gpt-4o", "toy"),
-        ("claude-x", "toy"),
-    ]
-    assert one == listed[2]
+    listed = (await get(at, "/v1/models")).body["data"]
+    names = [(model["id"], model["root"]) for model in listed]
+    assert names == [("toy", "toy"), ("gpt-4o", "toy"), ("claude-x", "toy")]
+    assert (await get(at, "/v1/models/claude-x")).body == listed[2]
 
 
 @pytest.mark.parametrize("names", ["a,", ",a", "a,,b", "a,b,a"])

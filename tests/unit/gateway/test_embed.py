@@ -1,4 +1,4 @@
-"""`embed.<model>`: vectors over NATS, by the real client and by whoever speaks JSON."""
+"""`embed.<model>`: vectors over NATS, for the real client and for requests in JSON."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from antiphon.wire.errors import (
 )
 from antiphon.wire.generate import TEXTS_MAX, EmbedReply, EmbedRequest
 from antiphon.wire.routes import EMBED
+from antiphon.wire.sampling import PoolParams
 from antiphon.wire.token_outputs import pack_floats, unpack_floats
 from antiphon.wire.tokenize import PoolingCard
 
@@ -63,75 +64,75 @@ async def client(at: House) -> AsyncIterator[Client]:
         yield opened
 
 
-def lists(told: vectors.EmbedResult) -> list[list[float]]:
-    return [list(vector) for vector in told.vectors]
+INBOX = "client.default.mine"
+
+
+def lists(result: vectors.EmbedResult) -> list[list[float]]:
+    return [list(vector) for vector in result.vectors]
 
 
 async def test_each_text_gets_its_vector_in_order(at: House, client: Client) -> None:
-    told = await client.embed(MODEL, ["one", "three"], dimensions=1, priority=0, cache_salt="mine")
-    assert lists(told) == [[3.0, 0.5], [5.0, 0.5]]
-    assert (told.labels, told.usage) == ((), Usage(prompt_tokens=8))
+    texts = ["one", "three"]
+    result = await client.embed(MODEL, texts, dimensions=1, priority=0, cache_salt="mine")
+    assert lists(result) == [[3.0, 0.5], [5.0, 0.5]]
+    assert (result.labels, result.usage) == ((), Usage(prompt_tokens=8))
     pools = [submit.sampling.pool for submit in at.cluster.submits]
-    assert [pool is not None and pool.dimensions for pool in pools] == [1, 1]
+    assert pools == [PoolParams(dimensions=1)] * 2
     assert {submit.cache_salt for submit in at.cluster.submits} == {cache_salt("mine")}
     assert lists(await client.embed(MODEL, [])) == []
 
 
-async def test_texts_go_in_batches_a_few_at_a_time(at: House, client: Client) -> None:
+async def test_texts_are_sent_in_batches_a_few_at_a_time(at: House, client: Client) -> None:
     texts = ["x" * (1 + n % 50) for n in range(BATCH * (CALLS_MAX + 2) + 1)]
-    told = await client.embed(MODEL, texts)
-    assert [vector[0] for vector in told.vectors] == [float(len(text)) for text in texts]
-    assert told.usage.prompt_tokens == sum(map(len, texts))
+    result = await client.embed(MODEL, texts)
+    assert [vector[0] for vector in result.vectors] == [float(len(text)) for text in texts]
+    assert result.usage.prompt_tokens == sum(map(len, texts))
 
 
-async def test_a_pair_is_read_together_and_judged(at: House, client: Client) -> None:
+async def test_pair_is_encoded_together_and_scored(at: House, client: Client) -> None:
     at.cluster.pooling = CROSS_ENCODER
     at.cluster.vector = lambda prompt: [float(prompt.count(b"b"))]
-    told = await client.embed(MODEL, ["a", "aa"], pairs=["b", "bbb"])
-    assert lists(told) == [[1.0], [3.0]]
-    assert told.labels == ("LABEL_0",)
-    pools = [submit.sampling.pool for submit in at.cluster.submits]
-    assert sorted(pool.second_from or 0 for pool in pools if pool is not None) == [1, 2]
+    result = await client.embed(MODEL, ["a", "aa"], pairs=["b", "bbb"])
+    assert (lists(result), result.labels) == ([[1.0], [3.0]], ("LABEL_0",))
+    pools = {submit.sampling.pool for submit in at.cluster.submits}
+    assert pools == {PoolParams(second_from=1), PoolParams(second_from=2)}
 
 
-async def answered(at: House, request: bytes, reply_to: str = "client.default.mine") -> bytes:
-    heard: list[bytes] = []
+async def reply_to(at: House, request: bytes, inbox: str = INBOX) -> bytes:
+    replies: list[bytes] = []
 
-    async def hear(packet: Packet) -> None:
-        heard.append(packet.data)
+    async def receive(packet: Packet) -> None:
+        replies.append(packet.data)
 
     async with client_bus(at.transport(), "c") as bus:
-        await bus.transport.subscribe(PREFIX + reply_to, hear)
-        bus.transport.publish(PREFIX + EMBED.subject_for(model=MODEL), request, PREFIX + reply_to)
-        await until(lambda: bool(heard))
-    return heard[0]
+        await bus.transport.subscribe(PREFIX + inbox, receive)
+        bus.transport.publish(PREFIX + EMBED.subject_for(model=MODEL), request, PREFIX + inbox)
+        await until(lambda: bool(replies))
+    return replies[0]
 
 
 @pytest.mark.parametrize("json_", [False, True])
-async def test_it_is_answered_in_kind(at: House, json_: bool) -> None:
+async def test_reply_has_the_encoding_of_the_request(at: House, json_: bool) -> None:
     at.cluster.pooling = CLASSIFIER
     request = EmbedRequest(model=MODEL, prompt_ids=((97, 98), (99,)))
-    data = await answered(at, encode_json(request) if json_ else encode(request))
+    data = await reply_to(at, encode_json(request) if json_ else encode(request))
     reply = decode(data, EMBED.replies)
     assert [list(unpack_floats(vector)) for vector in reply.vectors] == [[2.0, 0.5], [1.0, 0.5]]
     assert reply.labels == ("bad", "good")
-    asked = [list(unpack_ids(each.prompt_ids)) for each in at.cluster.submits]
-    assert sorted(asked) == [[97, 98], [99]]
+    prompts = [list(unpack_ids(each.prompt_ids)) for each in at.cluster.submits]
+    assert sorted(prompts) == [[97, 98], [99]]
     if json_:
-        told = json.loads(data)
-        assert base64.b64decode(told["vectors"][0]) == pack_floats((2.0, 0.5))
+        assert base64.b64decode(json.loads(data)["vectors"][0]) == pack_floats((2.0, 0.5))
 
 
-async def refused(
-    at: House, reply_to: str = "client.default.mine", /, **said: object
-) -> ErrorReply:
-    """Send what is wrong, as JSON; return what comes back."""
-    body = json.dumps({"type": "EmbedRequest", "model": MODEL} | said).encode()
-    return decode(await answered(at, body, reply_to), (ErrorReply,))
+async def refused(at: House, inbox: str = INBOX, /, **fields: object) -> ErrorReply:
+    """The error of a bad request in JSON."""
+    body = json.dumps({"type": "EmbedRequest", "model": MODEL} | fields).encode()
+    return decode(await reply_to(at, body, inbox), (ErrorReply,))
 
 
 @pytest.mark.parametrize(
-    ("said", "param"),
+    ("fields", "param"),
     [
         ({}, "texts"),
         ({"texts": ["a"], "prompt_ids": [[1]]}, "texts"),
@@ -143,15 +144,15 @@ async def refused(
         ({"prompt_ids": [[300]]}, "prompt"),
     ],
 )
-async def test_what_is_wrong_is_refused_by_name(
-    at: House, said: dict[str, object], param: str
+async def test_bad_request_is_refused_by_its_field(
+    at: House, fields: dict[str, object], param: str
 ) -> None:
-    error = await refused(at, **said)  # pyright: ignore[reportArgumentType]
+    error = await refused(at, **fields)
     assert (error.code, error.param) == ("invalid_request", param)
     assert at.cluster.submits == []
 
 
-async def test_nobody_is_spoken_to_but_a_client(at: House) -> None:
+async def test_only_the_inbox_of_a_client_gets_a_reply(at: House) -> None:
     error = await refused(at, "inbox.gateway.other.1", texts=["a"])
     assert error.code == "invalid_request"
     assert "inbox" in error.message
@@ -182,17 +183,17 @@ async def test_one_text_that_fails_ends_them_all(
     assert at.service.submission.idle
 
 
-async def test_a_model_that_generates_says_so(at: House, client: Client) -> None:
+async def test_generative_model_refuses_to_embed(at: House, client: Client) -> None:
     at.cluster.pooling = None
     with pytest.raises(Unsupported, match="it is a text generation model"):
         await client.embed(MODEL, ["a"])
     with pytest.raises(Unavailable):
-        await client.embed("nobody", ["a"])
+        await client.embed("unknown", ["a"])
     error = await refused(at, model="other", texts=["a"])
     assert error.code == UnknownModel.code
 
 
-async def test_a_tenant_shows_its_key_and_keeps_to_its_limits(tmp_path: Path) -> None:
+async def test_tenant_needs_its_key_and_has_its_limits(tmp_path: Path) -> None:
     tenants = {"acme": {"requests_per_minute": 2, "concurrency": 1}, "other": {"models": ["none"]}}
     async with house(access=keyed(tmp_path, tenants)) as at:
         at.cluster.pooling = EMBEDDER
@@ -214,7 +215,7 @@ async def test_a_tenant_shows_its_key_and_keeps_to_its_limits(tmp_path: Path) ->
             await embed("acme", key_of("acme"))
 
 
-async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_reply_is_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "EMBED_SILENCE_S", 0.1)
     monkeypatch.setattr(vectors, "PAUSE_S", 0.01)
     broker = MemoryBroker()
@@ -232,14 +233,14 @@ async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
         assert lists(asked.result()) == [[3.0, 0.5]]
 
 
-async def test_time_that_is_over_is_told(at: House, client: Client) -> None:
+async def test_deadline_is_an_error(at: House, client: Client) -> None:
     at.cluster.encoding.clear()
     with pytest.raises(DeadlineExceeded):
         await client.embed(MODEL, ["a"], timeout_s=0.3)
     at.cluster.encoding.set()
 
 
-def test_the_client_sends_no_more_than_the_gateway_takes() -> None:
+def test_client_sends_no_more_than_the_gateway_takes() -> None:
     assert BATCH <= TEXTS_MAX
     assert BATCH * 8192 * 4 <= VECTORS_BYTES_MAX
     assert EMBED.replies == (EmbedReply,)

@@ -1,4 +1,4 @@
-"""The NATS door: answered in kind, resumed, cancelled, retried; and clients that vanish."""
+"""The NATS API: replies, resumed, cancelled and retried requests; and clients that vanish."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from tests.support.nats import NatsServer
 from tests.support.services import client_bus
 from tests.support.wait import until
 from tests.unit.gateway.calls import TEXT
-from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
+from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house, joining
 
-from antiphon.bus.nats import NatsTransport
-from antiphon.config.settings import BusConfig
 from antiphon.gateway.nats import generate
 from antiphon.wire.base import Message
 from antiphon.wire.codec import decode, encode, encode_json, is_json, pack_ids
@@ -47,7 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
     from antiphon.bus.bus import Bus, Delivery
-    from antiphon.bus.transport import Subscription
+    from antiphon.bus.transport import Packet, Subscription
+    from antiphon.wire.token_outputs import TokenOutputsChunk
 
 M = TypeVar("M", bound=Message)
 
@@ -56,18 +55,18 @@ GATEWAY = "gateway-0"
 
 
 class Client:
-    """A NATS client that keeps all it hears on its one inbox."""
+    """A NATS client that keeps all messages of its one inbox."""
 
     def __init__(self, bus: Bus, tenant: str = "default") -> None:
         self.bus = bus
         self.tenant = tenant
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self.as_json: list[bool] = []
         self.subscription: Subscription
 
     async def listen(self) -> None:
         self.subscription = await self.bus.listen(
-            CLIENT_TEXT, self._hear, tenant=self.tenant, inbox="mine"
+            CLIENT_TEXT, self._receive, tenant=self.tenant, inbox="mine"
         )
 
     async def ask(
@@ -81,8 +80,17 @@ class Client:
         await until(lambda: len(self.all(kind)) >= count)
         return self.all(kind)[count - 1]
 
+    async def refusal(self) -> str:
+        """The code of the error in place of acceptance."""
+        return (await self.first(ErrorReply)).code
+
+    async def end_error(self) -> str | None:
+        """The code of the error at the end, if there is one."""
+        error = (await self.first(GenerateEnd)).error
+        return error and error.code
+
     def all(self, kind: type[M]) -> list[M]:
-        return [message for message in self.heard if isinstance(message, kind)]
+        return [message for message in self.received if isinstance(message, kind)]
 
     @property
     def text(self) -> str:
@@ -97,8 +105,8 @@ class Client:
         done = await self.bus.call(GATEWAY_CONTROL, message, timeout_s=5.0, gateway=GATEWAY)
         assert done == GenerateDone(request_id=message.request_id)
 
-    async def _hear(self, delivery: Delivery) -> None:
-        self.heard.append(decode(delivery.data, CLIENT_TEXT.carries))
+    async def _receive(self, delivery: Delivery) -> None:
+        self.received.append(decode(delivery.data, CLIENT_TEXT.carries))
         self.as_json.append(is_json(delivery.data))
 
 
@@ -130,13 +138,14 @@ def request(key: str = "k", **fields: object) -> GenerateRequest:
 
 @pytest.mark.parametrize("json", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answer_comes_in_kind_streamed_or_whole(
+async def test_reply_has_the_encoding_of_the_request(
     client: Client, json: bool, stream: bool
 ) -> None:
     await client.ask(request(stream=stream), json=json)
     end = await client.first(GenerateEnd)
-    assert isinstance(client.heard[0], GenerateAccepted)
-    assert client.heard[0].gateway == GATEWAY
+    accepted = client.received[0]
+    assert isinstance(accepted, GenerateAccepted)
+    assert accepted.gateway == GATEWAY
     assert set(client.as_json) == {json}
     choice = end.choices[0]
     assert (choice.finish_reason, choice.text_bytes) == ("stop", len(TEXT.encode()))
@@ -151,10 +160,10 @@ async def test_foreign_inbox_gets_a_refusal_and_no_text(
 ) -> None:
     refusals: list[bytes] = []
 
-    async def hear(packet: object) -> None:
-        refusals.append(packet.data)  # type: ignore[attr-defined]
+    async def receive(packet: Packet) -> None:
+        refusals.append(packet.data)
 
-    await client.bus.transport.subscribe(inbox, hear)
+    await client.bus.transport.subscribe(inbox, receive)
     await client.ask(request(), inbox=inbox)
     await until(lambda: len(refusals) == 1)
     assert decode(refusals[0], (ErrorReply,)).code == "invalid_request"
@@ -162,17 +171,17 @@ async def test_foreign_inbox_gets_a_refusal_and_no_text(
 
 
 async def test_route_as_an_inbox_gets_nothing_at_all(at: House, client: Client) -> None:
-    heard: list[str] = []
+    subjects: list[str] = []
 
-    async def hear(packet: object) -> None:
-        heard.append(packet.subject)  # type: ignore[attr-defined]
+    async def receive(packet: Packet) -> None:
+        subjects.append(packet.subject)
 
     route, foreign = f"{PREFIX}worker.worker-0.command", "client.default.x"
     for inbox in (route, foreign):
-        await client.bus.transport.subscribe(inbox, hear)
+        await client.bus.transport.subscribe(inbox, receive)
         await client.ask(request(), inbox=inbox)
-    await until(lambda: foreign in heard)
-    assert heard == [foreign]
+    await until(lambda: foreign in subjects)
+    assert subjects == [foreign]
     assert at.cluster.submits == []
 
 
@@ -195,12 +204,12 @@ async def test_route_as_an_inbox_gets_nothing_at_all(at: House, client: Client) 
 async def test_bad_request_is_refused_in_place_of_accepting(
     client: Client, fields: dict[str, object], code: str
 ) -> None:
-    await client.ask(msgspec.structs.replace(request(), **fields))
-    assert (await client.first(ErrorReply)).code == code
+    await client.ask(request(**fields))
+    assert await client.refusal() == code
     assert client.all(GenerateAccepted) == []
 
 
-async def test_everything_a_request_may_say_reaches_the_leader(at: House, client: Client) -> None:
+async def test_every_field_of_a_request_reaches_the_leader(at: House, client: Client) -> None:
     processors = (DisallowTokens(token_ids=(5,)), AllowRange(first=0, last=99))
     details = TokenOutputParams(logprobs=True, top=3, named_ids=(9,), prompt_start=1)
     await client.ask(
@@ -258,17 +267,17 @@ async def test_everything_a_request_may_say_reaches_the_leader(at: House, client
 async def test_details_come_once_and_in_order_and_again_from_any_place(
     client: Client, stream: bool
 ) -> None:
-    asked = TokenOutputParams(logprobs=True, top=1, prompt_start=0)
-    await client.ask(request(stream=stream, details=asked, token_texts=True, n=2))
+    def details_of(choice: int) -> TokenOutputsChunk | None:
+        return join_chunks(
+            text.details for text in client.all(GenerateText) if text.choice == choice
+        )
+
+    params = TokenOutputParams(logprobs=True, top=1, prompt_start=0)
+    await client.ask(request(stream=stream, details=params, token_texts=True, n=2))
     end = await client.first(GenerateEnd)
-    accepted = client.all(GenerateAccepted)[0]
-    assert accepted.details_from == -1
+    assert client.all(GenerateAccepted)[0].details_from == -1
     assert [choice.details_end for choice in end.choices] == [len(SCRIPT)] * 2
-    if stream:
-        pieces = [text.details for text in client.all(GenerateText) if text.choice == 1]
-        whole = join_chunks(pieces)
-    else:
-        whole = end.choices[1].details
+    whole = details_of(1) if stream else end.choices[1].details
     assert whole is not None
     assert (whole.offset, whole.end) == (-1, len(SCRIPT))
     assert [detail.token_id for detail in whole.details.iter_tokens()] == [5, 10, 11, 12, 13]
@@ -276,23 +285,20 @@ async def test_details_come_once_and_in_order_and_again_from_any_place(
     assert [whole.texts[10 + n] for n in range(len(SCRIPT))] == list(SCRIPT)
     if not stream:
         return
-    client.heard.clear()
+    client.received.clear()
     place = TextCursor(choice=1, text_offset=0, token_offset=2)
     await client.control(GenerateResume(request_id=end.request_id, places=(place,)))
-    again = await client.first(GenerateEnd)
-    assert again == end
-    told = {
-        c: join_chunks(t.details for t in client.all(GenerateText) if t.choice == c) for c in (0, 1)
-    }
-    assert told[0] is not None
-    assert (told[0].offset, told[0].end) == (-1, len(SCRIPT))
-    assert told[1] == whole.beyond(2)
+    assert await client.first(GenerateEnd) == end
+    first = details_of(0)
+    assert first is not None
+    assert (first.offset, first.end) == (-1, len(SCRIPT))
+    assert details_of(1) == whole.beyond(2)
 
 
 async def test_deadline_that_passes_while_encoding_is_a_deadline(at: House, client: Client) -> None:
     at.cluster.mute_tokenizers = 100
     await client.ask(request(timeout_s=0.05))
-    assert (await client.first(ErrorReply)).code == "deadline"
+    assert await client.refusal() == "deadline"
 
 
 async def test_refusal_of_the_leader_comes_in_place_of_accepting(at: House, client: Client) -> None:
@@ -305,18 +311,17 @@ async def test_refusal_of_the_leader_comes_in_place_of_accepting(at: House, clie
     await client.first(GenerateEnd)
 
 
-async def test_error_on_the_way_is_the_terminal_and_tells_the_length(
+async def test_error_during_generation_is_the_end_and_has_the_length(
     at: House, client: Client
 ) -> None:
     at.cluster.row_error = WorkerLost("the worker died")
     await client.ask(request())
-    end = await client.first(GenerateEnd)
-    assert end.error is not None
-    assert end.error.code == "worker_lost"
-    assert end.choices[0].text_bytes == len(client.text.encode()) > 0
+    assert await client.end_error() == "worker_lost"
+    (choice,) = client.all(GenerateEnd)[0].choices
+    assert choice.text_bytes == len(client.text.encode()) > 0
 
 
-async def test_retry_is_answered_as_the_first_and_runs_once(at: House, client: Client) -> None:
+async def test_retry_gets_the_reply_of_the_first_and_runs_once(at: House, client: Client) -> None:
     at.cluster.hold_at = 2
     await client.ask(request())
     await client.first(GenerateText, 2)
@@ -337,7 +342,7 @@ async def test_live_key_with_another_content_is_refused(at: House, client: Clien
     await client.ask(request())
     await client.first(GenerateText)
     await client.ask(request(temperature=0.5))
-    assert (await client.first(ErrorReply)).code == "duplicate_request"
+    assert await client.refusal() == "duplicate_request"
     at.cluster.go.set()
     await client.first(GenerateEnd)
     await client.ask(request(temperature=0.5))
@@ -345,19 +350,21 @@ async def test_live_key_with_another_content_is_refused(at: House, client: Clien
     assert len(at.cluster.submits) == 2
 
 
-async def test_lost_text_is_said_again_from_where_the_client_is(at: House, client: Client) -> None:
+async def test_lost_text_is_sent_again_from_the_cursor_of_the_client(
+    at: House, client: Client
+) -> None:
     at.cluster.hold_at = 3
     await client.ask(request())
     await client.first(GenerateText, 3)
     first = client.all(GenerateText)[0]
-    client.heard[:] = [first]
+    client.received[:] = [first]
     request_id = first.request_id
     place = TextCursor(choice=0, text_offset=len(first.text.encode()))
     await client.control(GenerateResume(request_id=request_id, places=(place,)))
     await until(lambda: client.text == "".join(SCRIPT[:3]))
     at.cluster.go.set()
     await client.first(GenerateEnd)
-    client.heard.clear()
+    client.received.clear()
     await client.control(GenerateResume(request_id=request_id))
     await client.first(GenerateEnd)
     assert client.text == TEXT
@@ -379,17 +386,12 @@ async def test_resume_inside_a_character_or_of_nothing_is_refused(
 async def test_another_tenant_can_neither_resume_nor_cancel(at: House, client: Client) -> None:
     at.cluster.hold_at = 1
     await client.ask(request())
-    accepted = await client.first(GenerateAccepted)
+    cancel = GenerateCancel(request_id=(await client.first(GenerateAccepted)).request_id)
     async with client_bus(at.transport(), "thief", party="scheduler") as thief:
         with pytest.raises(InvalidRequest):
-            await thief.call(
-                GATEWAY_CONTROL,
-                GenerateCancel(request_id=accepted.request_id),
-                timeout_s=5.0,
-                gateway=GATEWAY,
-            )
+            await thief.call(GATEWAY_CONTROL, cancel, timeout_s=5.0, gateway=GATEWAY)
     at.cluster.go.set()
-    assert (await client.first(GenerateEnd)).error is None
+    assert await client.end_error() is None
 
 
 async def test_cancel_reaches_the_leader_and_ends_the_stream(at: House, client: Client) -> None:
@@ -398,9 +400,7 @@ async def test_cancel_reaches_the_leader_and_ends_the_stream(at: House, client: 
     accepted = await client.first(GenerateAccepted)
     await client.first(GenerateText)
     await client.control(GenerateCancel(request_id=accepted.request_id))
-    end = await client.first(GenerateEnd)
-    assert end.error is not None
-    assert end.error.code == "cancelled"
+    assert await client.end_error() == "cancelled"
     await until(lambda: at.cluster.cancelled == [accepted.request_id])
 
 
@@ -418,7 +418,7 @@ async def test_client_that_comes_back_in_time_keeps_its_request(at: House, clien
     await client.subscription.drain()
     submitted = at.cluster.submits[0]
     await at.cluster.say(submitted, at.cluster.row(submitted, 2))
-    held = at.service.generations._by_id[submitted.request_id]  # pyright: ignore[reportPrivateUsage]
+    held = at.service.generations._by_id[submitted.request_id]
     await until(lambda: held.probing)
     await client.listen()
     await until(lambda: not held.probing)
@@ -428,18 +428,13 @@ async def test_client_that_comes_back_in_time_keeps_its_request(at: House, clien
 
 
 @pytest.mark.usefixtures("quick_pings")
-async def test_real_broker_tells_of_a_vanished_client() -> None:
-    async with NatsServer() as server:
-        link = BusConfig(url=server.url)
-        async with (
-            house(lambda: NatsTransport(link, name="test")) as at,
-            visiting(at) as client,
-        ):
-            await client.ask(request("first"))
-            assert (await client.first(GenerateEnd)).error is None
-            assert client.text == TEXT
-            client.heard.clear()
-            await vanish(at, client)
+async def test_client_that_vanishes_from_a_real_broker_is_cancelled() -> None:
+    async with NatsServer() as server, house(joining(server)) as at, visiting(at) as client:
+        await client.ask(request("first"))
+        assert await client.end_error() is None
+        assert client.text == TEXT
+        client.received.clear()
+        await vanish(at, client)
 
 
 async def vanish(at: House, client: Client) -> None:
@@ -454,18 +449,16 @@ async def vanish(at: House, client: Client) -> None:
     await until(lambda: at.cluster.cancelled == [accepted.request_id])
 
 
-async def test_stopped_gateway_tells_its_clients_the_end() -> None:
+async def test_stopped_gateway_ends_the_streams_of_its_clients() -> None:
     async with house(drain_timeout_s=0.1) as at, visiting(at) as client:
         at.cluster.hold_at = 1
         await client.ask(request())
         await client.first(GenerateText)
         at.gateway.stop.set()
-        end = await client.first(GenerateEnd)
-        assert end.error is not None
-        assert end.error.code == "unavailable"
+        assert await client.end_error() == "unavailable"
 
 
-async def test_eight_clients_at_once_hear_their_own_text(at: House, client: Client) -> None:
+async def test_eight_requests_at_once_get_their_own_text(at: House, client: Client) -> None:
     async with asyncio.TaskGroup() as group:
         for n in range(8):
             group.create_task(client.ask(request(f"k{n}", stream=False)))

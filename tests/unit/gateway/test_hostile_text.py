@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
 import pytest
 from tests.support.services import CLUSTER, client_bus
 from tests.support.wait import until
-from tests.unit.gateway.cluster import DETOKENIZER, MODEL, SCRIPT, TERM, House
+from tests.unit.gateway.calls import CHAT, HI, failure, ok, running_post
+from tests.unit.gateway.cluster import DETOKENIZER, SCRIPT, TERM, House
 
 from antiphon.gateway.owner import request as owner_request
 from antiphon.service.clock import SystemClock
@@ -23,6 +23,7 @@ from antiphon.wire.text import TextBatch
 if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
 
+TEXT_SCRIPT = "".join(SCRIPT)
 REFUSED = "antiphon_messages_refused_total"
 
 
@@ -37,47 +38,44 @@ async def send(bus: Bus, at: House, message: dict[str, Any]) -> None:
     bus.transport.publish(subject, msgspec.msgpack.encode(message))
 
 
-async def ask(at: House) -> str:
-    async with httpx.AsyncClient(base_url=at.url) as http:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-        reply = await http.post("/v1/chat/completions", json=body)
-    assert reply.status_code == 200, reply.text
-    return reply.json()["choices"][0]["message"]["content"]
+async def content_of(at: House) -> str:
+    reply = await ok(at, CHAT, {"messages": HI})
+    return reply["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("instance", ["", "x" * 5_000])
-async def test_text_batch_of_an_unspeakable_sender_is_refused_and_counted(
-    at: House, instance: str
+def sample(at: House, name: str, **labels: str) -> float | None:
+    return at.gateway.metrics.registry.get_sample_value(name, labels)
+
+
+@pytest.mark.parametrize(
+    ("sender", "reason"),
+    [
+        ({"instance": "", "incarnation": "1"}, "malformed"),
+        ({"instance": "x" * 5_000, "incarnation": "1"}, "malformed"),
+        ({"instance": "d-0", "incarnation": "2"}, "unknown_sender"),
+    ],
+    ids=["nameless", "long name", "unknown"],
+)
+async def test_text_batch_of_a_wrong_sender_is_refused_and_counted(
+    at: House, sender: dict[str, str], reason: str
 ) -> None:
     async with client_bus(at.transport(), "d", party="detokenizer") as bus:
-        await send(bus, at, batch(at, detokenizer={"instance": instance, "incarnation": "1"}))
-        labels = {"route": TEXT.name, "reason": "malformed"}
-        sample = at.gateway.metrics.registry.get_sample_value
-        await until(lambda: at.gateway.gone.is_set() or sample(REFUSED, labels) == 1)
-        assert await ask(at) == "".join(SCRIPT)
-
-
-async def test_text_batch_of_an_unknown_sender_is_refused_and_counted(at: House) -> None:
-    async with client_bus(at.transport(), "d", party="detokenizer") as bus:
-        stranger = {"instance": "d-0", "incarnation": "2"}
-        await send(bus, at, batch(at, detokenizer=stranger))
-        labels = {"route": TEXT.name, "reason": "unknown_sender"}
-        sample = at.gateway.metrics.registry.get_sample_value
-        await until(lambda: sample(REFUSED, labels) == 1)
-        assert await ask(at) == "".join(SCRIPT)
+        await send(bus, at, batch(at, detokenizer=sender))
+        await until(
+            lambda: (
+                at.gateway.gone.is_set() or sample(at, REFUSED, route=TEXT.name, reason=reason) == 1
+            )
+        )
+        assert await content_of(at) == TEXT_SCRIPT
 
 
 async def test_notice_that_came_too_late_is_counted_and_ends_nothing(at: House) -> None:
-    at.cluster.hold_at = 1
-    sample = at.gateway.metrics.registry.get_sample_value
+    lost = encode_error(Unavailable("lost"))
+    gateway = at.gateway.process
     async with (
         client_bus(at.transport(), "s", party="scheduler") as bus,
-        asyncio.TaskGroup() as group,
+        running_post(at, CHAT, {"messages": HI}) as task,
     ):
-        answer = group.create_task(ask(at))
-        await until(lambda: at.cluster.submits != [])
-        gateway = at.gateway.process
-        lost = encode_error(Unavailable("lost"))
         late = NoticeBatch(
             leader=TERM,
             gateway=gateway,
@@ -85,9 +83,8 @@ async def test_notice_that_came_too_late_is_counted_and_ends_nothing(at: House) 
             not_after_unix_ms=SystemClock().unix_ms() - 1000,
         )
         bus.publish(NOTICE, late, gateway=gateway.instance)
-        await until(lambda: sample("antiphon_late_messages_total", {"route": NOTICE.name}) == 1)
-        at.cluster.go.set()
-    assert answer.result() == "".join(SCRIPT)
+        await until(lambda: sample(at, "antiphon_late_messages_total", route=NOTICE.name) == 1)
+    assert task.result().body["choices"][0]["message"]["content"] == TEXT_SCRIPT
 
 
 async def test_call_that_fails_by_a_bug_does_not_end_the_gateway(
@@ -108,11 +105,11 @@ async def test_call_that_fails_by_a_bug_does_not_end_the_gateway(
         await send(sender, at, batch(at))
         await calls.wait()
         monkeypatch.setattr(bus, "call", real)
-        assert await ask(at) == "".join(SCRIPT)
+        assert await content_of(at) == TEXT_SCRIPT
         assert not at.gateway.gone.is_set()
 
 
-async def test_text_row_that_cannot_be_shown_ends_its_request_alone(
+async def test_text_row_that_cannot_be_applied_ends_its_request_alone(
     at: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, broken = owner_request.OwnedRequest.apply, list[str]()
@@ -124,9 +121,6 @@ async def test_text_row_that_cannot_be_shown_ends_its_request_alone(
         return real(self, row)
 
     monkeypatch.setattr(owner_request.OwnedRequest, "apply", apply)
-    async with httpx.AsyncClient(base_url=at.url) as http:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-        reply = await http.post("/v1/chat/completions", json=body)
-        assert reply.status_code == 500
-        assert reply.json()["error"]["code"] == "internal"
-    assert await ask(at) == "".join(SCRIPT)
+    status, error = await failure(at, CHAT, {"messages": HI})
+    assert (status, error["code"]) == (500, "internal")
+    assert await content_of(at) == TEXT_SCRIPT

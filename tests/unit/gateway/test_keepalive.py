@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -12,10 +13,19 @@ import anthropic
 import pytest
 from tests.support.clock import ManualClock
 from tests.support.wait import until
-from tests.unit.gateway.calls import CHAT, COMPLETE, HI, Body, openai_client, post
+from tests.unit.gateway.calls import (
+    BODIES,
+    CHAT,
+    COMPLETE,
+    HI,
+    MESSAGES,
+    TEXT,
+    openai_client,
+    post,
+)
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 
-from antiphon.gateway.http import families as doors
+from antiphon.gateway.http import families
 from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
 from antiphon.gateway.http.core.keepalive import ACCEPT_S, HEADERS_S, PING_S, REFUSAL_S, Keepalive
 from antiphon.gateway.http.openai.write import ChatResponseWriter
@@ -29,15 +39,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream.stream import StreamGroup
 
 COMMENT = b": ping"
-BODIES: dict[str, Body] = {
-    CHAT: {"messages": HI},
-    COMPLETE: {"prompt": "hi"},
-    "/v1/responses": {"input": "hi", "store": False},
-    "/v1/messages": {"messages": HI, "max_tokens": 8},
-    "/generate": {"text": "hi"},
-    "/api/chat": {"messages": HI},
-    "/api/generate": {"prompt": "hi"},
-}
 PINGS = {
     "/v1/messages": b'data: {"type":"ping"}',
     "/api/chat": b'"content":""',
@@ -54,25 +55,28 @@ FAILED = {
 }
 
 
-class Hands:
-    """A house, and the clock by which its streams are silent."""
+@dataclass
+class SilentStreams:
+    """A gateway whose streams write nothing, and the clock that measures their silence."""
 
-    def __init__(self, at: House, clock: ManualClock) -> None:
-        self.at = at
-        self.clock = clock
+    at: House
+    clock: ManualClock
 
     async def headers_due(self) -> None:
-        """Let so much time pass, once the leader has the request, that headers go out."""
+        """Let enough time pass for headers, once the leader has the request."""
         await until(lambda: len(self.at.cluster.submits) == 1)
         self.clock.advance(60.0)
+
+    async def go_after(self, pings: list[bytes]) -> None:
+        """Let the model write once a ping was sent."""
+        await self.headers_due()
+        await until(lambda: bool(pings))
+        self.at.cluster.go.set()
 
     @asynccontextmanager
     async def opened(self, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
         """The reply to a stream that has no text yet, once its headers are there."""
-        async with (
-            aiohttp.ClientSession() as session,
-            asyncio.TaskGroup() as group,
-        ):
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
             group.create_task(self.headers_due())
             body = BODIES[path] | {"stream": True}
             async with session.post(self.at.url + path, json=body) as reply:
@@ -80,16 +84,16 @@ class Hands:
 
 
 @pytest.fixture
-async def hands(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hands]:
+async def silent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SilentStreams]:
     clock = ManualClock(now=SystemClock().now())
-    monkeypatch.setattr(doors, "Keepalive", lambda _: Keepalive(clock))
+    monkeypatch.setattr(families, "Keepalive", lambda _: Keepalive(clock))
     async with house() as at:
         at.cluster.hold_at = 0
-        yield Hands(at, clock)
+        yield SilentStreams(at, clock)
 
 
 async def up_to(mark: bytes, reply: aiohttp.ClientResponse) -> bytes:
-    """What comes until there is this."""
+    """Read until a mark."""
     text = b""
     while mark not in text:
         piece = await reply.content.readany()
@@ -100,30 +104,30 @@ async def up_to(mark: bytes, reply: aiohttp.ClientResponse) -> bytes:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_headers_come_before_the_first_token_and_pings_while_there_is_none(
-    hands: Hands, path: str
+    silent: SilentStreams, path: str
 ) -> None:
     ping = PINGS.get(path, COMMENT)
-    async with hands.opened(path) as reply:
+    async with silent.opened(path) as reply:
         assert reply.status == 200
         first = await up_to(ping, reply)
         assert SCRIPT[0].encode() not in first
-        if path == "/v1/messages":
+        if path == MESSAGES:
             assert first.startswith(b"event: message_start")
-        hands.clock.advance(PING_S)
+        silent.clock.advance(PING_S)
         await up_to(ping, reply)
-        hands.at.cluster.go.set()
+        silent.at.cluster.go.set()
         assert SCRIPT[0].encode() in await reply.read()
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_error_after_the_headers_is_in_the_stream_in_the_form_of_its_family(
-    hands: Hands, path: str
+    silent: SilentStreams, path: str
 ) -> None:
-    hands.at.cluster.script = ("",)
-    hands.at.cluster.row_error = WorkerLost("the worker of this request died")
-    async with hands.opened(path) as reply:
+    silent.at.cluster.script = ("",)
+    silent.at.cluster.row_error = WorkerLost("the worker of this request died")
+    async with silent.opened(path) as reply:
         assert reply.status == 200
-        hands.at.cluster.go.set()
+        silent.at.cluster.go.set()
         rest = await reply.read()
     assert FAILED[path] in rest
     assert b"the worker of this request died" in rest
@@ -145,50 +149,37 @@ async def test_refusal_of_the_leader_or_at_once_of_the_worker_has_its_status(
     else:
         at.cluster.submit_error = error
     found, reply, headers = await post(at, path, BODIES[path] | {"stream": True})
-    overloaded = path == "/v1/messages" and status == 503
+    overloaded = path == MESSAGES and status == 503
     assert found == (529 if overloaded else status), reply
-    assert "text/event-stream" not in cast("dict[str, str]", headers)["Content-Type"]
+    assert "text/event-stream" not in headers["Content-Type"]
 
 
-async def test_sdks_read_a_stream_that_begins_with_pings(
-    hands: Hands, monkeypatch: pytest.MonkeyPatch
+async def test_anthropic_client_reads_a_stream_that_begins_with_pings(
+    silent: SilentStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def later() -> None:
-        await hands.headers_due()
-        await until(lambda: bool(sent))
-        hands.at.cluster.go.set()
-
-    sent = pings_sent(monkeypatch, MessagesResponseWriter)
+    pings = pings_sent(monkeypatch, MessagesResponseWriter)
     async with (
         asyncio.TaskGroup() as group,
-        anthropic.AsyncAnthropic(base_url=hands.at.url, api_key="none", max_retries=0) as one,
+        anthropic.AsyncAnthropic(base_url=silent.at.url, api_key="none", max_retries=0) as client,
     ):
-        group.create_task(later())
-        messages: list[anthropic.types.MessageParam] = [{"role": "user", "content": "hi"}]
-        async with one.messages.stream(model=MODEL, max_tokens=8, messages=messages) as stream:
+        group.create_task(silent.go_after(pings))
+        async with client.messages.stream(model=MODEL, max_tokens=8, messages=HI) as stream:
             message = await stream.get_final_message()
     assert message.content[0].type == "text"
-    assert message.content[0].text == "".join(SCRIPT)
-    # What was found in the cache is told at the end, where the beginning could not know it.
+    assert message.content[0].text == TEXT
+    # Cached tokens are counted at the end, since they are unknown at the beginning.
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (1, 1)
 
 
-async def test_openai_sdk_reads_a_stream_that_begins_with_pings(
-    hands: Hands, monkeypatch: pytest.MonkeyPatch
+async def test_openai_client_reads_a_stream_that_begins_with_pings(
+    silent: SilentStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def later() -> None:
-        await hands.headers_due()
-        await until(lambda: bool(sent))
-        hands.at.cluster.go.set()
-
-    sent = pings_sent(monkeypatch, ChatResponseWriter)
-    async with asyncio.TaskGroup() as group, openai_client(hands.at) as opened:
-        group.create_task(later())
-        chunks = await opened.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
-        )
-        text = "".join([each.choices[0].delta.content or "" async for each in chunks])
-    assert text == "".join(SCRIPT)
+    pings = pings_sent(monkeypatch, ChatResponseWriter)
+    async with asyncio.TaskGroup() as group, openai_client(silent.at) as client:
+        group.create_task(silent.go_after(pings))
+        stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+        text = "".join([each.choices[0].delta.content or "" async for each in stream])
+    assert text == TEXT
 
 
 def pings_sent(monkeypatch: pytest.MonkeyPatch, kind: type[ResponseWriter]) -> list[bytes]:
@@ -196,8 +187,8 @@ def pings_sent(monkeypatch: pytest.MonkeyPatch, kind: type[ResponseWriter]) -> l
     sent: list[bytes] = []
     ping = kind.ping
 
-    def noted(voice: ResponseWriter) -> bytes:
-        sent.append(ping(voice))
+    def noted(writer: ResponseWriter) -> bytes:
+        sent.append(ping(writer))
         return sent[-1]
 
     monkeypatch.setattr(kind, "ping", noted)
@@ -205,14 +196,14 @@ def pings_sent(monkeypatch: pytest.MonkeyPatch, kind: type[ResponseWriter]) -> l
 
 
 class Played:
-    """A chorus of streams of which only the acceptance counts."""
+    """A group of streams of which only the acceptance counts."""
 
     def __init__(self, *accepted_at: float | None) -> None:
         self.streams = [SimpleNamespace(received_at=0.0, accepted_at=at) for at in accepted_at]
-        self.nudges = 0
+        self.wakeups = 0
 
     def wake(self) -> None:
-        self.nudges += 1
+        self.wakeups += 1
 
 
 def test_headers_are_due_half_a_second_after_a_request_came() -> None:
@@ -224,30 +215,28 @@ def test_headers_are_due_half_a_second_after_a_request_came() -> None:
         assert silence.is_due
 
 
-def test_silence_is_counted_from_acceptance_then_from_what_was_sent() -> None:
+def test_silence_is_counted_from_acceptance_then_from_the_last_write() -> None:
     clock = ManualClock()
     keepalive = Keepalive(clock)
-    chorus = Played(0.0, None)
-    with keepalive.watch(cast("StreamGroup", chorus)) as silence:
+    group = Played(0.0, None)
+    with keepalive.watch(cast("StreamGroup", group)) as silence:
         clock.advance(3.0)
         assert not silence.is_due
-        chorus.streams[1].accepted_at = clock.now()
+        group.streams[1].accepted_at = clock.now()
         clock.advance(REFUSAL_S - 0.05)
         assert not silence.is_due
         clock.advance(0.06)
         assert silence.is_due
         silence.reset()
-        clock.advance(PING_S - 0.1)
-        keepalive.check()
-        assert chorus.nudges == 0
-        clock.advance(0.1)
-        keepalive.check()
-        assert chorus.nudges == 1
+        for seconds, wakeups in ((PING_S - 0.1, 0), (0.1, 1)):
+            clock.advance(seconds)
+            keepalive.check()
+            assert group.wakeups == wakeups
     keepalive.check()
-    assert chorus.nudges == 1
+    assert group.wakeups == 1
 
 
-def test_headers_do_not_wait_for_a_leader_for_ever() -> None:
+def test_headers_wait_for_a_leader_only_so_long() -> None:
     clock = ManualClock()
     with Keepalive(clock).watch(cast("StreamGroup", Played(None))) as silence:
         clock.advance(ACCEPT_S - 0.1)

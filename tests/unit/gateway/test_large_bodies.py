@@ -7,20 +7,30 @@ benchmark `tests.bench.bodies`.
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import logging
 import threading
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import msgspec
 import pytest
 from tests.support.wait import until
+from tests.unit.gateway.calls import (
+    CHAT,
+    COMPLETE,
+    GENERATE,
+    HI,
+    MESSAGES,
+    RESPONSES,
+    Response,
+    call,
+    get,
+    ok,
+    post,
+)
 from tests.unit.gateway.cluster import MODEL, House, house
-from tests.unit.gateway.keyed import key_of, keyed
+from tests.unit.gateway.keyed import bearer, key_of, keyed
 
 from antiphon.config.parsing import ToolParser
 from antiphon.gateway.http.core import body_reader, fields, limits
@@ -43,79 +53,61 @@ Json = dict[str, Any]
 
 MANY = 260_000
 TURNS = [{"role": "user", "content": "a"}] * MANY
+PYTHON_TAGS = "<|python_tag|>" * 200_000
+MANY_TURNS = f"messages: {MANY} entries"
 KEYS = {f"{number:x}": 1 for number in range(60_000)}
+MANY_KEYS = "60000 object keys; the limit is 16384"
+PART = {"type": "text", "text": ""}
+CHAT_BODY = {"messages": TURNS[:1]}
+ENUM = {"name": "f", "parameters": {"enum": ["a"] * 500_000}}
 HOSTILE = {
-    "chat messages": ("/v1/chat/completions", {"messages": TURNS}, "messages: 260000 entries"),
-    "anthropic messages": (
-        "/v1/messages",
-        {"max_tokens": 1, "messages": TURNS},
-        "messages: 260000 entries",
-    ),
-    "counted messages": (
-        "/v1/messages/count_tokens",
-        {"messages": TURNS},
-        "messages: 260000 entries",
-    ),
-    "ollama messages": ("/api/chat", {"messages": TURNS}, "messages: 260000 entries"),
-    "tokenized messages": ("/tokenize", {"messages": TURNS}, "messages: 260000 entries"),
-    "response items": ("/v1/responses", {"input": TURNS}, "input: 260000 entries"),
+    "chat messages": (CHAT, {"messages": TURNS}, MANY_TURNS),
+    "anthropic messages": (MESSAGES, {"max_tokens": 1, "messages": TURNS}, MANY_TURNS),
+    "counted messages": (f"{MESSAGES}/count_tokens", {"messages": TURNS}, MANY_TURNS),
+    "ollama messages": ("/api/chat", {"messages": TURNS}, MANY_TURNS),
+    "tokenized messages": ("/tokenize", {"messages": TURNS}, MANY_TURNS),
+    "response items": (RESPONSES, {"input": TURNS}, f"input: {MANY} entries"),
     "parts": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 200_000}]},
+        CHAT,
+        {"messages": [{"role": "user", "content": [PART] * 200_000}]},
         "messages[0].content: 200000 entries",
     ),
     "unknown fields": (
-        "/generate",
+        GENERATE,
         {"text": "a", **{f"{i:x}": 1 for i in range(700_000)}},
         "700000 unknown fields; at most 256 are allowed",
     ),
     "input ids": (
-        "/generate",
+        GENERATE,
         {"input_ids": [1] * 4_100_000},
         "input_ids: 4100000 entries; the limit is 524288",
     ),
-    "rows of ids": (
-        "/generate",
-        {"input_ids": [[1] * 400_000] * 8},
-        "values; the limit is 600000",
-    ),
+    "rows of ids": (GENERATE, {"input_ids": [[1] * 400_000] * 8}, "values; the limit is 600000"),
     "prompt ids": (
-        "/v1/completions",
+        COMPLETE,
         {"prompt": [1] * 4_000_000},
         "prompt: 4000000 entries; the limit is 524288",
     ),
     "tools": (
-        "/v1/chat/completions",
-        {"messages": TURNS[:1], "tools": [{"type": "function"}] * 40_000},
+        CHAT,
+        CHAT_BODY | {"tools": [{"type": "function"}] * 40_000},
         "tools: 40000 entries; the limit is 512",
     ),
     "schema": (
-        "/v1/chat/completions",
-        {
-            "messages": TURNS[:1],
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {"name": "f", "parameters": {"enum": ["a"] * 500_000}},
-                }
-            ],
-        },
+        CHAT,
+        CHAT_BODY | {"tools": [{"type": "function", "function": ENUM}]},
         "tools: the value has",
     ),
-    "names": ("/generate", {"text": "a", "rid": ["a"] * 1_000_000}, "rid: 1000000 entries"),
-    "variables of the template": (
-        "/v1/chat/completions",
-        {"messages": TURNS[:1], "chat_template_kwargs": KEYS},
-        "60000 object keys; the limit is 16384",
-    ),
+    "names": (GENERATE, {"text": "a", "rid": ["a"] * 1_000_000}, "rid: 1000000 entries"),
+    "variables of the template": (CHAT, CHAT_BODY | {"chat_template_kwargs": KEYS}, MANY_KEYS),
     "parameters of a processor": (
-        "/generate",
+        GENERATE,
         {"text": "a", "sampling_params": {"custom_params": KEYS}},
-        "60000 object keys; the limit is 16384",
+        MANY_KEYS,
     ),
     "keys of tools": (
-        "/v1/chat/completions",
-        {"messages": TURNS[:1], "tools": [dict.fromkeys(list(KEYS)[:500], 1)] * 200},
+        CHAT,
+        CHAT_BODY | {"tools": [dict.fromkeys(list(KEYS)[:500], 1)] * 200},
         "100000 object keys; the limit is 16384",
     ),
     "rows of ids to decode": (
@@ -124,16 +116,6 @@ HOSTILE = {
         "tokens: 480000 ids; the limit is 131072",
     ),
 }
-
-
-async def post(at: House, path: str, body: bytes) -> tuple[int, str]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(
-            at.url + path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}
-        ) as got,
-    ):
-        return got.status, await got.text()
 
 
 @contextmanager
@@ -151,72 +133,81 @@ def reads_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield sizes
 
 
+def threads_of(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[str]:
+    """The names of the threads that call a function of a module from here on."""
+    threads: list[str] = []
+    function = getattr(module, name)
+
+    def noted(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, name, noted)
+    return threads
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_body_with_too_many_values_is_refused_with_both_numbers(
     at: House, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, body, text = HOSTILE[name]
     with reads_on_the_loop(monkeypatch) as sizes, caplog.at_level(logging.INFO):
-        status, reply = await post(at, path, msgspec.json.encode(body))
+        status, reply, _ = await post(at, path, msgspec.json.encode(body))
     assert status in (400, 413), reply
-    assert text in reply
+    assert text in str(reply)
     assert sizes == []
     assert at.cluster.encodes == at.cluster.submits == []
-    lines = [record for record in caplog.records if record.message == "request rejected"]
-    assert len(lines) == 1
+    assert [record.message for record in caplog.records].count("request rejected") == 1
 
 
-async def test_calls_of_a_long_text_are_parsed_in_the_child(
-    at: House,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (
+            "/parse_function_call",
+            {"text": PYTHON_TAGS, "tools": [], "tool_call_parser": "llama3"},
+            {"normal_text": PYTHON_TAGS, "calls": []},
+        ),
+        (
+            "/separate_reasoning",
+            {"text": f"<think>{'hm ' * 50_000}</think>Yes.", "reasoning_parser": "qwen3"},
+            {"reasoning_text": ("hm " * 50_000)[:-1], "text": "Yes."},
+        ),
+    ],
+    ids=["calls", "reasoning"],
+)
+async def test_long_output_is_parsed_in_the_child(
+    at: House, path: str, body: Json, expected: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "<|python_tag|>" * 200_000
-    body = {"text": text, "tools": [], "tool_call_parser": "llama3"}
     with reads_on_the_loop(monkeypatch) as sizes:
-        status, reply = await post(at, "/parse_function_call", json.dumps(body).encode())
-    assert (status, json.loads(reply)) == (200, {"normal_text": text, "calls": []})
-    assert sizes == []
-
-
-async def test_thinking_of_a_long_text_is_parsed_in_the_child(
-    at: House,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    body = {"text": f"<think>{'hm ' * 50_000}</think>Yes.", "reasoning_parser": "qwen3"}
-    with reads_on_the_loop(monkeypatch) as sizes:
-        status, reply = await post(at, "/separate_reasoning", json.dumps(body).encode())
-    assert status == 200
-    assert json.loads(reply) == {"reasoning_text": ("hm " * 50_000)[:-1], "text": "Yes."}
+        assert await ok(at, path, body) == expected
     assert sizes == []
 
 
 @pytest.mark.parametrize("card", [None, PoolingCard(width=2)], ids=("generates", "embeds"))
-async def test_every_route_answers_a_large_body_as_a_small_one(
-    card: PoolingCard | None, monkeypatch: pytest.MonkeyPatch
+async def test_every_route_has_the_same_status_for_a_large_body_as_for_a_small_one(
+    at: House, card: PoolingCard | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """White space makes every example large; no route reads it on the loop."""
     compared = 0
-    async with house() as at, aiohttp.ClientSession() as session:
-        at.cluster.pooling = card
-        at.cluster.script = ("{", "}")
-        async with session.get(f"{at.url}/openapi.json") as got:
-            paths = cast("dict[str, Json]", (await got.json())["paths"])
-        for path, methods in paths.items():
-            for method, operation in methods.items():
-                for example in _examples(operation):
-                    small = msgspec.json.encode(example)
-                    large = small[:-1] + b" " * limits.LOOP_BYTES_MAX + small[-1:]
-                    with reads_on_the_loop(monkeypatch) as sizes:
-                        statuses = [
-                            await _status(session, method, at.url + path, body)
-                            for body in (small, large)
-                        ]
-                    if statuses[1] == 413:  # of the routes that take names and switches
-                        assert path in SMALL, path
-                        continue
-                    assert statuses[0] == statuses[1], (path, statuses)
-                    assert all(size <= len(small) for size in sizes)
-                    compared += 1
+    at.cluster.pooling = card
+    at.cluster.script = ("{", "}")
+    paths = (await get(at, "/openapi.json")).body["paths"]
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            for example in _examples(operation):
+                small = msgspec.json.encode(example)
+                large = small[:-1] + b" " * limits.LOOP_BYTES_MAX + small[-1:]
+                with reads_on_the_loop(monkeypatch) as sizes:
+                    statuses = [
+                        (await call(at, method, path, body)).status for body in (small, large)
+                    ]
+                if statuses[1] == 413:  # of the routes that take names and switches
+                    assert path in SMALL, path
+                    continue
+                assert statuses[0] == statuses[1], (path, statuses)
+                assert all(size <= len(small) for size in sizes)
+                compared += 1
     assert compared > 20
 
 
@@ -239,51 +230,34 @@ def _examples(operation: Json) -> list[Json]:
     return [example["value"] for example in named.values()]
 
 
-async def _status(session: aiohttp.ClientSession, method: str, url: str, body: bytes) -> int:
-    headers = {"Content-Type": "application/json"}
-    async with session.request(method, url, data=body, headers=headers) as got:
-        await got.read()
-        return got.status
-
-
 async def test_large_conversation_is_read_in_a_thread(
     at: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Python makes of a body that was let in is made in a thread, beside the loop."""
-    threads: list[str] = []
-    chat = reading.parse_chat
-
-    def noted(*args: Any, **options: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return chat(*args, **options)
-
-    monkeypatch.setattr(reading, "parse_chat", noted)
+    """What Python makes of an admitted body is made in a thread, beside the loop."""
+    threads = threads_of(monkeypatch, reading, "parse_chat")
     turns = [{"role": "user", "content": "a"}] * MESSAGES_MAX
-    body = {"model": MODEL, "messages": turns}
-    status, reply = await post(at, "/v1/chat/completions", json.dumps(body).encode())
+    status, reply, _ = await post(at, CHAT, {"model": MODEL, "messages": turns})
     # The toy's context is short; the tokenizers have seen all of it.
-    assert (status, len(at.cluster.encodes[-1].messages or ())) == (400, MESSAGES_MAX), reply
+    assert (status, len(at.cluster.turns)) == (400, MESSAGES_MAX), reply
     assert threads
     assert all(name.startswith("read-body") for name in threads)
 
 
-async def test_long_answer_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    apart = BodyReader.run_in_thread
+async def test_long_output_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    run_in_thread = BodyReader.run_in_thread
 
     async def noted(self: BodyReader, work: Any, tenant: str) -> Any:
-        threads.append("apart")
-        return await apart(self, work, tenant)
+        written.append(tenant)
+        return await run_in_thread(self, work, tenant)
 
     monkeypatch.setattr(BodyReader, "run_in_thread", noted)
     long = "<|python_tag|>" * 1000
     async with house(tool_call_parser=ToolParser.LLAMA3) as at:
         at.cluster.script = ("a", long)
-        body = {"messages": [{"role": "user", "content": "hi"}]}
-        status, reply = await post(at, "/v1/chat/completions", json.dumps(body).encode())
-        assert status == 200
-        assert json.loads(reply)["choices"][0]["message"]["content"] == "a" + long
-    assert threads
+        reply = await ok(at, CHAT, {"messages": HI})
+    assert reply["choices"][0]["message"]["content"] == "a" + long
+    assert written
 
 
 def test_child_keeps_the_kind_of_an_error_and_its_field() -> None:
@@ -303,11 +277,9 @@ def test_body_with_few_values_is_small() -> None:
 async def test_loop_is_held_by_no_part_of_a_large_text(
     at: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text of 7 MB is no large number of values, so it is let in, and read in the child."""
+    """A text of 7 MB is no large number of values, so it is admitted, and read in the child."""
     with reads_on_the_loop(monkeypatch) as sizes:
-        status, reply = await post(
-            at, "/generate", msgspec.json.encode({"text": "a b " * 1_800_000})
-        )
+        status, reply, _ = await post(at, GENERATE, {"text": "a b " * 1_800_000})
     assert sizes == []
     assert (status, at.cluster.submits) == (413, []), reply  # no message of the bus holds it
 
@@ -379,14 +351,12 @@ async def test_tenant_with_too_many_large_bodies_is_refused_before_they_are_read
     monkeypatch.setattr(body_reader, "_LARGE_MAX", 1)
     begun, go = threading.Event(), threading.Event()
     bodies: list[int] = []
-    chat = reading.parse_chat
+    chat, run = reading.parse_chat, ProcessPool.run
 
     def held(*args: Any, **options: Any) -> Any:
         begun.set()
         assert go.wait(20)
         return chat(*args, **options)
-
-    run = ProcessPool.run
 
     async def noted(self: ProcessPool, job: bytes, **options: Any) -> bytes:
         bodies.append(len(job))
@@ -394,43 +364,24 @@ async def test_tenant_with_too_many_large_bodies_is_refused_before_they_are_read
 
     monkeypatch.setattr(reading, "parse_chat", held)
     monkeypatch.setattr(ProcessPool, "run", noted)
-    body = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}]})
-    body += b" " * limits.LOOP_BYTES_MAX
-    path = "/v1/chat/completions"
-    async with house(access=keyed(tmp_path, {"one": {}, "other": {}})) as at:
-        async with asyncio.TaskGroup() as group:
-            first = group.create_task(_keyed_post(at, path, body, "one"))
-            assert await asyncio.to_thread(begun.wait, 20)
-            status, retry_after = await _keyed_post(at, path, body, "one")
-            assert (status, retry_after, len(bodies)) == (503, "1", 1)
-            other = group.create_task(_keyed_post(at, path, body, "other"))
-            await until(lambda: len(bodies) == 2)
-            go.set()
-        assert first.result() == other.result() == (200, None)
-
-
-async def _keyed_post(at: House, path: str, body: bytes, tenant: str) -> tuple[int, str | None]:
-    headers = {"Authorization": f"Bearer {key_of(tenant)}", "Content-Type": "application/json"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.post(at.url + path, data=body) as got,
-    ):
-        await got.read()
-        return got.status, got.headers.get("Retry-After")
+    body = msgspec.json.encode({"messages": HI}) + b" " * limits.LOOP_BYTES_MAX
+    one, other = bearer(key_of("one")), bearer(key_of("other"))
+    access = keyed(tmp_path, {"one": {}, "other": {}})
+    async with house(access=access) as at, asyncio.TaskGroup() as group:
+        first = group.create_task(post(at, CHAT, body, **one))
+        assert await asyncio.to_thread(begun.wait, 20)
+        status, _, headers = await post(at, CHAT, body, **one)
+        assert (status, headers["Retry-After"], len(bodies)) == (503, "1", 1)
+        second = group.create_task(post(at, CHAT, body, **other))
+        await until(lambda: len(bodies) == 2)
+        go.set()
+    for reply in (first.result(), second.result()):
+        assert (reply.status, "Retry-After" in reply.headers) == (200, False)
 
 
 async def test_items_are_counted_in_a_thread(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    asked = responses.prepare_responses_request
-
-    def noted(*args: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return asked(*args)
-
-    monkeypatch.setattr(responses, "prepare_responses_request", noted)
-    body = msgspec.json.encode({"input": [{"role": "user", "content": "a"}] * 100})
-    status, reply = await post(at, "/v1/responses/input_tokens", body)
-    assert status == 200, reply
+    threads = threads_of(monkeypatch, responses, "prepare_responses_request")
+    await ok(at, f"{RESPONSES}/input_tokens", {"input": [{"role": "user", "content": "a"}] * 100})
     assert [name.startswith("read-body") for name in threads] == [True]
 
 
@@ -445,29 +396,22 @@ async def test_bodies_that_arrive_slowly_hold_bounded_memory_of_each_tenant(
         await go.wait()
         yield b'"}'
 
-    async def send(at: House, tenant: str, body: bytes | AsyncIterator[bytes]) -> tuple[int, str]:
-        headers = {
-            "Authorization": f"Bearer {key_of(tenant)}",
-            "Content-Type": "application/json",
-        }
-        async with (
-            aiohttp.ClientSession(headers=headers) as session,
-            session.post(at.url + "/tokenize", data=body) as got,
-        ):
-            return got.status, await got.text()
-
     async with (
         house(access=keyed(tmp_path, {"a": {}, "b": {}})) as at,
         asyncio.TaskGroup() as group,
     ):
-        both = [group.create_task(send(at, "a", slow())) for _ in range(2)]
+
+        async def send(tenant: str, body: bytes | AsyncIterator[bytes]) -> Response:
+            return await post(at, "/tokenize", body, **bearer(key_of(tenant)))
+
+        both = [group.create_task(send("a", slow())) for _ in range(2)]
         ended, going = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         (refused,), (kept,) = ended, going
-        status, said = await refused
-        assert (status, "the limit is 1000000" in said) == (503, True), said
-        assert (await send(at, "b", b'{"prompt": "hi"}'))[0] == 200
-        assert (await send(at, "a", b'{"prompt": "hi"}'))[0] == 200
+        status, reply, _ = await refused
+        assert (status, "the limit is 1000000" in str(reply)) == (503, True), reply
+        for tenant in ("b", "a"):
+            assert (await send(tenant, b'{"prompt": "hi"}')).status == 200
         go.set()
         # /tokenize has no field `text`: both were read to their ends.
-        assert (await kept)[0] == 400
-        assert (await send(at, "a", b'{"text": "' + b"a " * 400_000 + b'"}'))[0] == 400
+        assert (await kept).status == 400
+        assert (await send("a", b'{"text": "' + b"a " * 400_000 + b'"}')).status == 400

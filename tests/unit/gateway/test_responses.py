@@ -1,17 +1,14 @@
-"""/v1/responses: what is read, what is told, and that the events tell the same as the whole."""
+"""/v1/responses: its fields, its items, and that its events carry the same as the whole."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
-from tests.unit.gateway.calls import RESPONSES, TEXT, Body, ok, openai_client, post
+from tests.unit.gateway.calls import RESPONSES, TEXT, Body, ok, openai_client, refusal, stream
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 
 from antiphon.gateway.http.openai.responses.items import (
@@ -40,6 +37,9 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 THINKING = ("<think>", "so ", "it is", "</think>", "f", "ive")
+INPUT: Body = {"input": "hi", "store": False}
+NO_FUNCTION = {"type": "function", "name": "sub"}
+NAMESPACE = {"type": "namespace", "name": "n"}
 CALLING = (
     '<tool_call>\n{"name": "add", "arg',
     'uments": {"a": 2, "b": 3}}\n</tool_call>',
@@ -56,6 +56,7 @@ ADD = {
     },
     "strict": False,
 }
+BAD_NAME = ADD | {"name": "a b"}
 IMAGE = {"type": "input_image", "image_url": "data:"}
 SECRET = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
 
@@ -66,66 +67,53 @@ async def at() -> AsyncIterator[House]:
         yield world
 
 
-async def create(at: House, **said: object) -> Body:
-    return await ok(at, RESPONSES, {"input": "hi", "store": False} | said)
+async def create(at: House, **fields: object) -> Body:
+    return await ok(at, RESPONSES, INPUT | fields)
 
 
-async def refusal(at: House, **said: object) -> tuple[int, object, str]:
-    status, reply, _ = await post(at, RESPONSES, {"input": "hi", "store": False} | said)
-    error = reply["error"]
-    return status, error["param"], error["message"]
+async def refused(at: House, **fields: object) -> tuple[int, str | None]:
+    return await refusal(at, RESPONSES, INPUT | fields)
 
 
-async def events(at: House, **said: object) -> list[Body]:
+async def events(at: House, **fields: object) -> list[Body]:
     """The events of a stream: each is named, and they are numbered without a gap."""
-    body = {"input": "hi", "store": False, "stream": True} | said
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(at.url + RESPONSES, json=body) as reply,
-    ):
-        assert reply.status == 200, await reply.text()
-        blocks = (await reply.text()).split("\n\n")
-    told: list[Body] = []
-    for block in filter(None, blocks):
-        name, data = block.split("\n")
-        told.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {told[-1]['type']}"
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    return told
+    read: list[Body] = []
+    for event in await stream(at, RESPONSES, INPUT | fields):
+        name, data = event.split("\n")
+        read.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {read[-1]['type']}"
+    assert [event["sequence_number"] for event in read] == list(range(len(read)))
+    return read
 
 
 def nameless(response: Body) -> Body:
-    """A response without what is drawn or read from the clock."""
-    ids = iter(f"id {n}" for n in itertools.count())
-    items = response["output"]
+    """A response without random ids and times."""
+    ids = {"id": None, "call_id": None}
     return response | {
         "id": None,
         "created_at": 0,
         "completed_at": 0,
-        "output": [item | {"id": next(ids)} | _call_id(item) for item in items],
+        "output": [
+            item | {name: ids[name] for name in ids if name in item} for item in response["output"]
+        ],
     }
 
 
-def _call_id(item: Body) -> Body:
-    return {"call_id": None} if item["type"] == "function_call" else {}
+async def both(at: House, **fields: object) -> tuple[Body, list[Body]]:
+    """A whole response, and its events, which end with the same."""
+    whole = await create(at, **fields)
+    read = await events(at, **fields)
+    assert nameless(read[-1]["response"]) == nameless(whole)
+    return whole, read
 
 
-async def both(at: House, **said: object) -> tuple[Body, list[Body]]:
-    """A response whole, and its events, which end with the same."""
-    whole = await create(at, **said)
-    told = await events(at, **said)
-    assert nameless(told[-1]["response"]) == nameless(whole)
-    return whole, told
-
-
-async def test_a_response_is_told_whole_and_by_events(at: House) -> None:
-    whole, told = await both(at)
+async def test_response_is_whole_or_a_stream_of_events(at: House) -> None:
+    whole, read = await both(at)
     assert (whole["status"], whole["object"], whole["model"]) == ("completed", "response", MODEL)
     (item,) = whole["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
-    assert item["content"] == [
-        {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
-    ]
+    text = {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
+    assert item["content"] == [text]
     assert whole["usage"] == {
         "input_tokens": 2,
         "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
@@ -133,22 +121,22 @@ async def test_a_response_is_told_whole_and_by_events(at: House) -> None:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 6,
     }
-    assert [event["type"] for event in told] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *["response.output_text.delta"] * 4,
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
+    assert [event["type"].removeprefix("response.") for event in read] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * 4,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
     ]
-    assert "".join(event.get("delta", "") for event in told) == TEXT
+    assert "".join(event.get("delta", "") for event in read) == TEXT
 
 
-async def test_openai_s_client_reads_both() -> None:
-    async with house() as at, openai_client(at) as client:
+async def test_openai_client_reads_both(at: House) -> None:
+    async with openai_client(at) as client:
         whole = await client.responses.create(model=MODEL, input="hi", store=False)
         assert whole.output_text == TEXT
         async with client.responses.stream(model=MODEL, input="hi", store=False) as stream:
@@ -160,59 +148,57 @@ async def test_openai_s_client_reads_both() -> None:
     assert final.usage == whole.usage
 
 
-async def test_thinking_is_an_item_before_the_answer(at: House) -> None:
+async def test_reasoning_is_an_item_before_the_message(at: House) -> None:
     at.cluster.script = THINKING
     at.cluster.shown = (None, "qwen3")
     at.cluster.thought = 3
-    whole, told = await both(at)
-    thought, message = whole["output"]
-    assert thought["type"] == "reasoning"
-    usage = whole["usage"]
-    assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
-    assert thought["content"] == [{"type": "reasoning_text", "text": "so it is"}]
-    assert thought["summary"] == []
+    whole, read = await both(at)
+    reasoning, message = whole["output"]
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+    assert (reasoning["type"], reasoning["summary"]) == ("reasoning", [])
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "so it is"}]
     assert message["type"] == "message"
-    kinds = [event["type"] for event in told]
+    kinds = [event["type"] for event in read]
     assert "response.reasoning_text.delta" in kinds
     assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
 
 
-async def test_a_call_is_an_item_and_its_output_goes_back(at: House) -> None:
+async def test_call_is_an_item_and_its_output_is_sent_back(at: House) -> None:
     at.cluster.script = CALLING
     at.cluster.shown = ("hermes", None)
-    whole, told = await both(at, tools=[ADD])
+    whole, read = await both(at, tools=[ADD])
     (call,) = whole["output"]
     assert (call["type"], call["name"]) == ("function_call", "add")
     assert json.loads(call["arguments"]) == {"a": 2, "b": 3}
-    done = [event for event in told if event["type"] == "response.function_call_arguments.done"]
+    done = [event for event in read if event["type"] == "response.function_call_arguments.done"]
     assert [event["arguments"] for event in done] == [call["arguments"]]
     assert whole["tools"] == [ADD]
     at.cluster.script = SCRIPT
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
-    question = {"role": "user", "content": "2 + 3?"}
-    await create(at, input=[question, call, output], tools=[ADD])
-    messages = at.cluster.turns
-    assert [message.role for message in messages] == ["user", "assistant", "tool"]
-    assert messages[1].tool_calls[0].name == "add"
-    assert (messages[2].content, messages[2].tool_call_id) == ("5", call["call_id"])
+    await create(at, input=[{"role": "user", "content": "2 + 3?"}, call, output], tools=[ADD])
+    user, assistant, tool = at.cluster.turns
+    assert [turn.role for turn in (user, assistant, tool)] == ["user", "assistant", "tool"]
+    assert assistant.tool_calls[0].name == "add"
+    assert (tool.content, tool.tool_call_id) == ("5", call["call_id"])
 
 
-async def test_what_the_model_says_in_one_go_is_one_turn(at: House) -> None:
+async def test_output_items_of_one_response_are_one_turn(at: House) -> None:
     thought = {"type": "reasoning", "summary": [], "content": [_part("reasoning_text", "hm")]}
     parts = [_part("output_text", "I"), _part("output_text", "ask")]
-    said = {"role": "assistant", "content": parts}
+    message = {"role": "assistant", "content": parts}
     call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "1", "output": [_part("input_text", "5")]}
-    await create(at, instructions="Be short.", input=[thought, said, call, output, said, said])
-    messages = at.cluster.turns
-    assert [(m.role, m.content, len(m.tool_calls)) for m in messages] == [
+    items = [thought, message, call, output, message, message]
+    await create(at, instructions="Be short.", input=items)
+    turns = at.cluster.turns
+    assert [(turn.role, turn.content, len(turn.tool_calls)) for turn in turns] == [
         ("system", "Be short.", 0),
         ("assistant", "I ask", 1),
         ("tool", "5", 0),
         ("assistant", "I ask", 0),
         ("assistant", "I ask", 0),
     ]
-    assert messages[1].reasoning_content == "hm"
+    assert turns[1].reasoning_content == "hm"
 
 
 def _part(kind: str, text: str) -> Body:
@@ -248,63 +234,49 @@ async def test_sampling_fields_arrive_and_are_told(at: House) -> None:
     assert (await create(at))["temperature"] == 0.25, "what the model's card recommends"
 
 
-async def test_the_text_has_the_form_that_was_asked_for(at: House) -> None:
+async def test_text_has_the_form_of_the_request(at: House) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     whole = await create(at, text={"format": form})
-    grammar = at.cluster.grammar
-    assert json.loads(grammar.text) == schema
+    assert json.loads(at.cluster.grammar.text) == schema
     assert whole["text"]["format"] == form
-    status, param, _ = await refusal(at, text={"format": {"type": "json_schema", "name": "n"}})
-    assert (status, param) == (400, "text.format.schema")
-    status, param, _ = await refusal(at, text={"format": form}, regex="a")
-    assert (status, param) == (400, "text.format")
+    without = {"format": {"type": "json_schema", "name": "n"}}
+    assert await refused(at, text=without) == (400, "text.format.schema")
+    assert await refused(at, text={"format": form}, regex="a") == (400, "text.format")
 
 
 async def test_logprobs_are_those_of_the_text(at: House) -> None:
-    whole, told = await both(at, include=["message.output_text.logprobs"], top_logprobs=2)
+    whole, read = await both(at, include=["message.output_text.logprobs"], top_logprobs=2)
     (item,) = whole["output"]
     (part,) = item["content"]
     logprobs = part["logprobs"]
-    assert [each["token"] for each in logprobs] == list(SCRIPT)
-    assert [len(each["top_logprobs"]) for each in logprobs] == [2] * 4
-    pieces = [event for event in told if event["type"] == "response.output_text.delta"]
+    found = [(each["token"], len(each["top_logprobs"])) for each in logprobs]
+    assert found == [(text, 2) for text in SCRIPT]
+    pieces = [event for event in read if event["type"] == "response.output_text.delta"]
     assert [each for event in pieces for each in event["logprobs"]] == logprobs
 
 
-async def test_an_answer_that_is_too_long_is_incomplete(at: House) -> None:
-    says = at.cluster.row
-
-    def cut(request: object, step: int, choice: int = 0) -> object:
-        row = says(request, step, choice)  # pyright: ignore[reportArgumentType]
-        if row.finish_reason is None:
-            return row
-        return msgspec.structs.replace(row, finish_reason=FinishReason.LENGTH, matched_stop=None)
-
-    at.cluster.row = cut  # pyright: ignore[reportAttributeAccessIssue]
-    whole, told = await both(at, max_output_tokens=4)
-    assert (whole["status"], whole["incomplete_details"]) == (
-        "incomplete",
-        {"reason": "max_output_tokens"},
-    )
+async def test_output_that_is_too_long_is_incomplete(at: House) -> None:
+    at.cluster.reason, at.cluster.matched = FinishReason.LENGTH, None
+    whole, read = await both(at, max_output_tokens=4)
     (item,) = whole["output"]
-    assert item["status"] == "incomplete"
-    assert told[-1]["type"] == "response.incomplete"
+    assert (whole["status"], item["status"]) == ("incomplete", "incomplete")
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert read[-1]["type"] == "response.incomplete"
 
 
-async def test_a_worker_that_is_lost_fails_the_stream_with_what_was_said(at: House) -> None:
+async def test_lost_worker_fails_the_stream_with_the_output_so_far(at: House) -> None:
     at.cluster.row_error = WorkerLost("the worker is gone")
-    told = await events(at)
-    assert told[-1]["type"] == "response.failed"
-    response = told[-1]["response"]
+    *_, done, failed = await events(at)
+    assert (done["type"], failed["type"]) == ("response.output_item.done", "response.failed")
+    response = failed["response"]
     assert response["error"] == {"code": "server_error", "message": "the worker is gone"}
     (item,) = response["output"]
     assert item["status"] == "incomplete"
-    assert told[-2]["type"] == "response.output_item.done"
 
 
 @pytest.mark.parametrize(
-    ("said", "param"),
+    ("fields", "param"),
     [
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
@@ -315,14 +287,11 @@ async def test_a_worker_that_is_lost_fails_the_stream_with_what_was_said(at: Hou
         ({"input": [SECRET]}, "input[0].encrypted_content"),
         ({"tools": [{"name": "add"}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}, ADD, ADD]}, "tools[2].name"),
-        (
-            {"tools": [{"type": "namespace", "name": "n", "tools": [ADD, ADD | {"name": "a b"}]}]},
-            "tools[0].tools[1].name",
-        ),
-        ({"tools": [ADD | {"name": "a b"}]}, "tools[0].name"),
+        ({"tools": [NAMESPACE | {"tools": [ADD, BAD_NAME]}]}, "tools[0].tools[1].name"),
+        ({"tools": [BAD_NAME]}, "tools[0].name"),
         ({"tools": [ADD, ADD]}, "tools[1].name"),
         ({"tools": [ADD], "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
-        ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": NO_FUNCTION}, "tool_choice"),
         ({"include": ["everything"]}, "include[0]"),
         ({"truncation": "some"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -335,54 +304,53 @@ async def test_a_worker_that_is_lost_fails_the_stream_with_what_was_said(at: Hou
         ({"metadata": {"a": 1}}, "metadata"),
     ],
 )  # fmt: skip
-async def test_what_is_not_served_is_refused_by_name(at: House, said: Body, param: str) -> None:
+async def test_unsupported_field_is_refused_by_name(at: House, fields: Body, param: str) -> None:
     at.cluster.shown = ("hermes", None)
-    status, named, message = await refusal(at, **said)
-    assert (status, named) == (400, param), message
+    assert await refused(at, **fields) == (400, param)
 
 
 async def test_another_model_is_a_404(at: House) -> None:
-    assert (await refusal(at, model="other"))[:2] == (404, "model")
+    assert await refused(at, model="other") == (404, "model")
 
 
 def answers() -> SearchStrategy[list[Event]]:
-    """What a parser may tell: calls come whole, one after another."""
+    """The events of a parser: calls come whole, one after another."""
     text = some.text(min_size=1, max_size=3)
     calls = some.tuples(some.lists(text, max_size=3), some.booleans())
     return some.lists(text.map(Content) | text.map(Reasoning) | calls, max_size=8).map(joined)
 
 
 def joined(parts: list[Content | Reasoning | tuple[list[str], bool]]) -> list[Event]:
-    told: list[Event] = []
+    events: list[Event] = []
     index = 0
     for part in parts:
         if not isinstance(part, tuple):
-            told.append(part)
+            events.append(part)
             continue
         pieces, complete = part
-        told.append(CallBegin(index, f"call {index}", "f"))
-        told += [CallArguments(index, piece) for piece in pieces]
-        told.append(CallEnd(index, complete))
+        events.append(CallBegin(index, f"call {index}", "f"))
+        events += [CallArguments(index, piece) for piece in pieces]
+        events.append(CallEnd(index, complete))
         index += 1
-    return told
+    return events
 
 
 @given(answers())
-def test_whatever_is_said_each_item_begins_grows_and_ends_as_its_deltas(said: list[Event]) -> None:
-    teller = ResponseEventBuilder()
-    told = [event for each in said for event in teller.add(each)]
-    told += teller.end("completed")
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+def test_every_item_begins_grows_and_ends_as_its_deltas(parsed: list[Event]) -> None:
+    builder = ResponseEventBuilder()
+    built = [event for each in parsed for event in builder.add(each)]
+    built += builder.end("completed")
+    assert [event["sequence_number"] for event in built] == list(range(len(built)))
     follower = Follower()
-    for event in told:
+    for event in built:
         follower.follow(event)
     assert follower.open is None
-    assert [item.id for item in follower.done] == [item.id for item in teller.items]
-    assert _texts(teller) == _said(said)
+    assert [item.id for item in follower.done] == [item.id for item in builder.items]
+    assert _texts(builder) == _expected(parsed)
 
 
 class Follower:
-    """A client that believes nothing: items come one at a time, and are what their deltas say."""
+    """A strict client: items come one at a time, and are what their deltas add up to."""
 
     def __init__(self) -> None:
         self.open: str | None = None
@@ -427,39 +395,37 @@ class Follower:
                 raise AssertionError(event)
 
 
-def _texts(teller: ResponseEventBuilder) -> list[tuple[str, str]]:
-    told: list[tuple[str, str]] = []
-    for item in teller.items:
-        if isinstance(item, CallItem):
-            told.append(("call", item.arguments))
-        elif isinstance(item, CustomCallItem):
-            told.append(("call", item.input))
+def _texts(builder: ResponseEventBuilder) -> list[tuple[str, str]]:
+    texts: list[tuple[str, str]] = []
+    for item in builder.items:
+        if isinstance(item, CallItem | CustomCallItem):
+            texts.append(("call", item.arguments if isinstance(item, CallItem) else item.input))
         else:
             assert item.content is not None
             assert not isinstance(item.content, str)
             text = "".join(getattr(part, "text", "") for part in item.content)
-            told.append((type(item).__name__, text))
-    return told
+            texts.append((type(item).__name__, text))
+    return texts
 
 
-def _said(said: list[Event]) -> list[tuple[str, str]]:
-    """What items there have to be: texts of one kind that follow each other are one."""
-    told: list[tuple[str, str]] = []
-    for event in said:
+def _expected(parsed: list[Event]) -> list[tuple[str, str]]:
+    """The items of parsed events: adjacent texts of one kind are one."""
+    texts: list[tuple[str, str]] = []
+    for event in parsed:
         match event:
             case Content() | Reasoning():
                 kind = "MessageItem" if isinstance(event, Content) else "ReasoningItem"
-                if told and told[-1][0] == kind:
-                    told[-1] = (kind, told[-1][1] + event.text)
+                if texts and texts[-1][0] == kind:
+                    texts[-1] = (kind, texts[-1][1] + event.text)
                 else:
-                    told.append((kind, event.text))
+                    texts.append((kind, event.text))
             case CallBegin():
-                told.append(("call", ""))
+                texts.append(("call", ""))
             case CallArguments():
-                told[-1] = ("call", told[-1][1] + event.text)
+                texts[-1] = ("call", texts[-1][1] + event.text)
             case CallEnd():
                 pass
-    return told
+    return texts
 
 
 BY_TOKENS = PromptTooLong.of(prompt_tokens=2000, tokens_max=1000)
@@ -472,7 +438,7 @@ OUTPUT = CallOutputItem(call_id="c", output="y")
 
 
 @pytest.mark.parametrize("error", [BY_TOKENS, BY_CHARACTERS], ids=["tokens", "characters"])
-def test_shortening_leaves_out_the_oldest_items(error: PromptTooLong) -> None:
+def test_truncation_leaves_out_the_oldest_items(error: PromptTooLong) -> None:
     items = [MessageItem(role="user", content=f"{n}" * 400) for n in range(8)]
     left = truncate_items(items, error)
     assert left is not None
@@ -480,10 +446,10 @@ def test_shortening_leaves_out_the_oldest_items(error: PromptTooLong) -> None:
     assert 1 <= len(left) <= 4
 
 
-def test_shortening_keeps_the_call_of_the_last_output() -> None:
+def test_truncation_keeps_the_call_of_the_last_output() -> None:
     assert truncate_items([HI, CALL, OUTPUT], BY_TOKENS) == [CALL, OUTPUT]
     assert truncate_items([CALL, OUTPUT], BY_TOKENS) is None
 
 
-def test_shortening_takes_an_output_with_its_call() -> None:
+def test_truncation_drops_an_output_with_its_call() -> None:
     assert truncate_items([CALL, OUTPUT, HI], BY_TOKENS) == [HI]
