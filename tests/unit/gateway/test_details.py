@@ -1,18 +1,17 @@
-"""What may be told of tokens is bounded before anything runs, at both doors."""
+"""Details of tokens are bounded before anything runs, over HTTP and NATS."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.gateway.calls import CHAT, COMPLETE, GENERATE, HI, Body, ok, post
-from tests.unit.gateway.cluster import HIDDEN_SIZE, MODEL, House, house
-from tests.unit.gateway.test_generate import visiting
+from tests.unit.gateway.calls import CHAT, COMPLETE, GENERATE, HI, Body, failure, ok
+from tests.unit.gateway.cluster import HIDDEN_SIZE, House, house
+from tests.unit.gateway.test_generate import request, visiting
 
 from antiphon.gateway.requests.submission import TEXT_BYTES
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.generate import GenerateEnd, GenerateRequest
-from antiphon.wire.ids import ClientKey
+from antiphon.wire.generate import GenerateEnd
 from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
@@ -28,31 +27,26 @@ async def at() -> AsyncIterator[House]:
 
 
 async def refused(at: House, path: str, body: Body) -> str:
-    """Post what is too much; return the field that the error names."""
-    status, reply, _ = await post(at, path, body)
-    error = reply["error"]
-    message = error["message"]
-    assert status == 400, reply
-    assert f"the limit is {MAX} bytes (gateway.details_bytes_max)" in message
-    assert message.startswith(f"{error['param']}: ")
-    assert len(at.cluster.submits) < len(body.get("prompt", ("one",)))  # type: ignore[arg-type]
+    """The field that the error of too large a request names."""
+    status, error = await failure(at, path, body)
+    assert status == 400, error
+    assert f"the limit is {MAX} bytes (gateway.details_bytes_max)" in error["message"]
+    assert error["message"].startswith(f"{error['param']}: ")
+    assert len(at.cluster.submits) < len(body.get("prompt", ("one",)))
     assert at.service.submission.idle
     return error["param"]
 
 
-def native(**said: object) -> Body:
-    return {"text": "ab", "sampling_params": {"n": 20, "max_new_tokens": 50}} | said
+def native(**fields: object) -> Body:
+    return {"text": "ab", "sampling_params": {"n": 20, "max_new_tokens": 50}} | fields
 
 
 @pytest.mark.parametrize(
-    ("path", "said", "field"),
+    ("path", "body", "field"),
     [
         (CHAT, {"messages": HI, "n": 20, "max_tokens": 50, "logprobs": True}, "logprobs"),
-        (
-            CHAT,
-            {"messages": HI, "n": 2, "max_tokens": 50, "logprobs": True, "top_logprobs": 20},
-            "top_logprobs",
-        ),
+        (CHAT, {"messages": HI, "n": 2, "max_tokens": 50, "logprobs": True, "top_logprobs": 20},
+         "top_logprobs"),
         (CHAT, {"messages": HI, "max_tokens": 6, "return_hidden_states": True},
          "return_hidden_states"),
         (CHAT, {"messages": HI, "n": 100, "return_token_ids": True}, "return_token_ids"),
@@ -67,13 +61,13 @@ def native(**said: object) -> Body:
          "sampling_params.n"),
     ],
 )  # fmt: skip
-async def test_more_than_the_bound_is_refused(at: House, path: str, said: Body, field: str) -> None:
-    assert await refused(at, path, said) == field
+async def test_more_than_the_bound_is_refused(at: House, path: str, body: Body, field: str) -> None:
+    assert await refused(at, path, body) == field
 
 
-async def test_what_is_told_of_a_prompt_counts(at: House) -> None:
-    told = {"return_logprob": True, "top_logprobs_num": 6}
-    body: Body = {"text": "a" * 60, "sampling_params": {"n": 8, "max_new_tokens": 1}} | told
+async def test_logprobs_of_a_prompt_count(at: House) -> None:
+    logprobs = {"return_logprob": True, "top_logprobs_num": 6}
+    body: Body = {"text": "a" * 60, "sampling_params": {"n": 8, "max_new_tokens": 1}} | logprobs
     await ok(at, GENERATE, body)
     at.cluster.submits.clear()
     assert await refused(at, GENERATE, body | {"logprob_start_len": 0}) == "top_logprobs_num"
@@ -93,19 +87,13 @@ async def test_text_alone_is_not_bounded(at: House) -> None:
     await ok(at, CHAT, {"messages": HI, "n": 128, "max_tokens": 50})
 
 
-async def test_the_other_door_refuses_it_too(at: House) -> None:
-    request = GenerateRequest(
-        key=ClientKey("k"),
-        model=MODEL,
-        prompt="ab",
-        max_tokens=1 + MAX // (4 * HIDDEN_SIZE),
-        details=TokenOutputParams(hidden=True),
-    )
+async def test_nats_api_refuses_more_than_the_bound_too(at: House) -> None:
+    too_many = 1 + MAX // (4 * HIDDEN_SIZE)
+    details = TokenOutputParams(hidden=True)
     async with visiting(at) as client:
-        await client.ask(request)
+        await client.ask(request(max_tokens=too_many, details=details))
         error = await client.first(ErrorReply)
-        assert error.code == "invalid_request"
-        assert error.param == "details.hidden"
+        assert (error.code, error.param) == ("invalid_request", "details.hidden")
         assert "gateway.details_bytes_max" in error.message
         assert not client.all(GenerateEnd)
     assert not at.cluster.submits

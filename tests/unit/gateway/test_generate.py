@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import pytest
@@ -202,7 +202,7 @@ async def test_route_as_an_inbox_gets_nothing_at_all(at: House, client: Client) 
     ],
 )
 async def test_bad_request_is_refused_in_place_of_accepting(
-    client: Client, fields: dict[str, object], code: str
+    client: Client, fields: dict[str, Any], code: str
 ) -> None:
     await client.ask(request(**fields))
     assert await client.refusal() == code

@@ -168,7 +168,7 @@ async def test_sealed_reasoning_that_was_changed_is_refused(at: House) -> None:
 
 
 async def test_sealed_reasoning_is_read_by_every_gateway_with_the_key_and_by_no_other() -> None:
-    def gateway(**access: str) -> AbstractAsyncContextManager[House]:
+    def gateway(**access: Any) -> AbstractAsyncContextManager[House]:
         return house(reasoning_parser="qwen3", access=AccessConfig(**access))
 
     async with gateway(reasoning_key="one") as one:
