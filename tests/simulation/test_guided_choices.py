@@ -19,6 +19,7 @@ from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
 from antiphon.model_worker.batching.token_masks import pack
 from antiphon.model_worker.cache.pages import CachePools
+from antiphon.model_worker.grammar.executor import MatcherExecutor, MatcherTask
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.plan import Ints, StepPlan
-    from antiphon.model_worker.grammar.executor import MatcherTask
 
 AFTER = (7, 8)
 """What a deferred grammar begins after."""
@@ -120,7 +120,7 @@ def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
     return said, FinishReason.LENGTH, None
 
 
-class SlowMatcherExecutor:
+class SlowMatcherExecutor(MatcherExecutor):
     """Follows some guides at once, and others steps later, in any order."""
 
     def __init__(self, dice: random.Random) -> None:
