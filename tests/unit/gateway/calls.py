@@ -44,7 +44,7 @@ BODIES: dict[str, Body] = {
 
 
 class Response(NamedTuple):
-    """The body is what its JSON says, or the text of another type."""
+    """A JSON body is decoded; another one is its text."""
 
     status: int
     body: Any

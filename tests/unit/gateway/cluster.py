@@ -242,10 +242,10 @@ class Cluster:
             if step == self.hold_at:
                 await self.go.wait()
             for choice in range(request.choices):
-                await self.say(request, self.row(request, step, choice))
+                await self.send(request, self.row(request, step, choice))
 
     def row(self, request: SubmitRequest, step: int, choice: int = 0) -> TextRow:
-        """What a step says: a piece of the script, as one token; or all there is, a vector."""
+        """The row of a step: a piece of the script, as one token; or a vector."""
         if request.sampling.pool is not None:
             return self._vector_row(request)
         last = step == len(self.script) - 1
@@ -308,14 +308,14 @@ class Cluster:
             ),
             hidden=pack_floats([0.5, 1.5] * len(offsets) if params.hidden else ()),
         )
-        spoken_of = details.ids() if request.stop.token_texts else ()
+        detailed = details.ids() if request.stop.token_texts else ()
         return TokenOutputsChunk(
             offset=offsets.start,
             details=details,
-            texts={token: texts.get(token, "?") for token in spoken_of},
+            texts={token: texts.get(token, "?") for token in detailed},
         )
 
-    async def say(self, request: SubmitRequest, row: TextRow) -> None:
+    async def send(self, request: SubmitRequest, row: TextRow) -> None:
         """Send one row as the detokenizer does."""
         self._seq += 1
         batch = TextBatch(
@@ -427,7 +427,7 @@ class House:
         return [load for load in loads if load is not None]
 
     async def worker_leaves(self) -> None:
-        """Let the worker say that it drains, and fall silent once the gateway heard that.
+        """Drain the worker, and stop its heartbeats once the gateway knows that it drains.
 
         Silence alone would not do: heartbeats of before may still be under way to the gateway.
         """

@@ -417,7 +417,7 @@ async def test_client_that_comes_back_in_time_keeps_its_request(at: House, clien
     await client.first(GenerateText, 2)
     await client.subscription.drain()
     submitted = at.cluster.submits[0]
-    await at.cluster.say(submitted, at.cluster.row(submitted, 2))
+    await at.cluster.send(submitted, at.cluster.row(submitted, 2))
     held = at.service.generations._by_id[submitted.request_id]
     await until(lambda: held.probing)
     await client.listen()
@@ -445,7 +445,7 @@ async def vanish(at: House, client: Client) -> None:
     await client.first(GenerateText)
     await client.subscription.drain()
     submitted = at.cluster.submits[-1]
-    await at.cluster.say(submitted, at.cluster.row(submitted, 1))
+    await at.cluster.send(submitted, at.cluster.row(submitted, 1))
     await until(lambda: at.cluster.cancelled == [accepted.request_id])
 
 

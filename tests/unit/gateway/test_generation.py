@@ -1,4 +1,4 @@
-"""What a NATS client is told again, while its events are still under way."""
+"""What is sent to a NATS client again, while its events are still queued."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def generation() -> NatsGeneration:
     return made
 
 
-def test_terminal_is_said_again_only_with_all_the_text_before_it() -> None:
-    told = generation()
+def test_end_is_replayed_only_with_all_the_text_before_it() -> None:
+    sent = generation()
     for event in (
         TextDelta(0, 0, "hello"),
         Finished(0, FinishReason.STOP, None, 5),
         Ended(Usage(prompt_tokens=1, completion_tokens=1)),
     ):
-        told.stream.put(event, 0.0)
-    assert list(told.replay(())) == []  # it waits in the stream, its text with it
-    told.record_all(told.stream.get_nowait())
-    text, end = told.replay(())
+        sent.stream.put(event, 0.0)
+    assert list(sent.replay(())) == []  # it waits in the stream, its text with it
+    sent.record_all(sent.stream.get_nowait())
+    text, end = sent.replay(())
     assert isinstance(end, GenerateEnd)
     assert (end.choices[0].text_bytes, end.choices[0].finish_reason) == (5, FinishReason.STOP)
     assert getattr(text, "text", None) == "hello"

@@ -538,7 +538,7 @@ async def test_draining_gateway_finishes_what_it_has_and_takes_no_more(at: House
     assert "error" not in running_one.result()[-2]
 
 
-async def test_gateway_that_is_stopped_before_the_end_says_so() -> None:
+async def test_stopped_gateway_ends_its_streams_with_an_error() -> None:
     async with house(drain_timeout_s=0.1) as at:
         at.cluster.hold_at = 1
         async with asyncio.TaskGroup() as group:

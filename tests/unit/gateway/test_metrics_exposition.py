@@ -37,7 +37,7 @@ def test_counters_and_histograms_are_added_over_processes(door: Door) -> None:
     assert value(page, "antiphon_step_seconds_sum") == pytest.approx(14 * 0.003)
 
 
-def test_a_restart_lowers_no_counter_and_doubles_no_gauge(door: Door) -> None:
+def test_restart_lowers_no_counter_and_doubles_no_gauge(door: Door) -> None:
     door.model.take(worker("worker-0", "1", tokens=5, running=3))
     door.model.take(worker("worker-0", "2", tokens=1, running=1))
     page = door.read()
@@ -98,7 +98,7 @@ def test_more_processes_than_there_is_room_for_lose_no_count(
     assert value(door.read(), "antiphon_realtime_tokens_total") == 5, "it would count twice"
 
 
-def test_a_request_is_counted_under_sglangs_names(door: Door) -> None:
+def test_request_is_counted_under_sglangs_names(door: Door) -> None:
     door.serve()
     page = door.read()
     assert value(page, "sglang:num_requests_total", model_name="toy") == 1

@@ -49,8 +49,8 @@ def test_the_likeliest_come_first_and_one_text_keeps_the_likelier() -> None:
         top_logprobs=pack_floats([-0.5, -1.5, -2.5]),
     )
     piece = TokenOutputsChunk(offset=0, details=details, texts={1: "\ufffd", 2: "\ufffd", 3: "a"})
-    told = text_logprobs(piece, 0)
-    assert told is not None
-    assert told.top_logprobs is not None
-    (top,) = told.top_logprobs
+    found = text_logprobs(piece, 0)
+    assert found is not None
+    assert found.top_logprobs is not None
+    (top,) = found.top_logprobs
     assert list((top or {}).items()) == [("a", -0.5), ("\ufffd", -1.5)]

@@ -18,6 +18,7 @@ from schemathesis.core import NotSet
 from schemathesis.core.result import Ok
 from tests.support.nats import NatsServer
 from tests.support.wait import until
+from tests.unit.gateway.calls import Response, call, get, post
 from tests.unit.gateway.cluster import House, house, joining
 
 from antiphon.wire.tokenize import PoolingCard
@@ -59,21 +60,17 @@ REPLIES: dict[PoolingCard | None, set[str]] = {
 
 @asynccontextmanager
 async def served(card: PoolingCard | None = None) -> AsyncGenerator[tuple[House, Json]]:
-    """A gateway and its document; of a model that pools, with what that can do."""
+    """A gateway and its document; of a pooling model, with the paths of pooling."""
     async with NatsServer(durable=True) as server, house(joining(server)) as at:
         at.cluster.script = ("a", "b")
         at.cluster.pooling = card
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"{at.url}/openapi.json") as told,
-        ):
-            assert told.status == 200
-            document = await told.json()
-            if card is not None:
-                paths = document["paths"]
-                document["paths"] = {path: paths[path] for path in paths if path in POOLING}
-                at.cluster.vector = lambda _: [0.5] * card.width
-            yield at, document
+        status, document, _ = await get(at, "/openapi.json")
+        assert status == 200
+        if card is not None:
+            paths = document["paths"]
+            document["paths"] = {path: paths[path] for path in paths if path in POOLING}
+            at.cluster.vector = lambda _: [0.5] * card.width
+        yield at, document
 
 
 async def send(at: House, cases: Sequence[Case]) -> None:
@@ -103,23 +100,22 @@ async def send(at: House, cases: Sequence[Case]) -> None:
 
 async def test_every_example_is_served() -> None:
     async with served() as (at, document):
-        await post_examples(at, document)
-
-
-async def post_examples(at: House, document: Json) -> None:
-    at.cluster.script = ("{", "}")
-    count = 0
-    async with aiohttp.ClientSession() as session:
+        at.cluster.script = ("{", "}")
+        count = 0
         for path, method, operation in operations(document):
             if path in POOLING:
                 continue
             for body in examples(operation):
                 count += 1
-                if path == "/close_session":
-                    await session.post(f"{at.url}/open_session", json=body)
-                async with session.request(method, at.url + path, json=body) as reply:
-                    assert reply.status == 200, (path, body, await reply.text())
-    assert count > 15
+                reply = await send_example(at, method, path, body)
+                assert reply.status == 200, (path, body, reply.body)
+        assert count > 15
+
+
+async def send_example(at: House, method: str, path: str, body: Json | None) -> Response:
+    if path == "/close_session":
+        await post(at, "/open_session", body)
+    return await call(at, method, path, body)
 
 
 def operations(document: Json) -> Iterator[tuple[str, str, Json]]:
@@ -136,26 +132,22 @@ def examples(operation: Json) -> list[Json]:
 
 
 @pytest.mark.parametrize("card", [None, *POOLERS], ids=("generates", *POOLS))
-async def test_replies_are_what_the_document_says(card: PoolingCard | None) -> None:
+async def test_replies_match_the_document(card: PoolingCard | None) -> None:
     """Those to the examples, and to what is got without a body."""
     async with served(card) as (at, document):
         at.cluster.script = ("{", "}")
         checked: set[str] = set()
-        async with aiohttp.ClientSession() as session:
-            for path, method, operation in operations(document):
-                for body in examples(operation) if method != "get" else [None]:
-                    if path == "/close_session":
-                        await session.post(f"{at.url}/open_session", json=body)
-                    async with session.request(method, at.url + path, json=body) as reply:
-                        if reply.status == 200 and reply.content_type == "application/json":
-                            validator(document, operation).validate(await reply.json())
-                            checked.add(path)
+        for path, method, operation in operations(document):
+            for body in examples(operation) if method != "get" else [None]:
+                status, reply, headers = await send_example(at, method, path, body)
+                if status == 200 and headers["Content-Type"].startswith("application/json"):
+                    validator(document, operation).validate(reply)
+                    checked.add(path)
         assert checked >= REPLIES[card], sorted(REPLIES[card] - checked)
 
 
 def validator(document: Json, operation: Json) -> jsonschema_rs.Draft202012Validator:
-    ok = operation["responses"]["200"]
-    content = ok["content"]["application/json"]
+    content = operation["responses"]["200"]["content"]["application/json"]
     schema = content["schema"] | {"components": document["components"]}
     return jsonschema_rs.Draft202012Validator(schema)
 
@@ -192,7 +184,7 @@ def conforming(document: Json, count: int) -> list[Case]:
         def collect(case: schemathesis.Case) -> None:
             body = case.body
             given_body = not isinstance(body, NotSet)
-            query = "&".join(f"{k}={_quoted(v)}" for k, v in (case.query or {}).items())
+            query = "&".join(f"{k}={quote(str(v), safe='')}" for k, v in (case.query or {}).items())
             path = case.formatted_path + (f"?{query}" if query else "")
             cases.append((case.method, path, json.dumps(body).encode() if given_body else None))
 
@@ -200,11 +192,7 @@ def conforming(document: Json, count: int) -> list[Case]:
     return cases
 
 
-def _quoted(value: object) -> str:
-    return quote(str(value), safe="")
-
-
-async def _conforming_bodies_break_nothing(count: int, card: PoolingCard | None = None) -> None:
+async def conforming_bodies_break_nothing(count: int, card: PoolingCard | None = None) -> None:
     async with served(card) as (at, document):
         cases = await asyncio.to_thread(conforming, document, count)
         assert len(cases) >= count * 0.8
@@ -213,20 +201,20 @@ async def _conforming_bodies_break_nothing(count: int, card: PoolingCard | None 
 
 @pytest.mark.timeout(120)
 async def test_bodies_made_from_the_document_break_nothing() -> None:
-    await _conforming_bodies_break_nothing(300)
+    await conforming_bodies_break_nothing(300)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("card", POOLERS, ids=POOLS)
 async def test_bodies_break_nothing_of_a_model_that_pools(card: PoolingCard) -> None:
-    await _conforming_bodies_break_nothing(60, card)
-    await _spoilt_bodies_break_nothing(120, 4, card)
+    await conforming_bodies_break_nothing(60, card)
+    await spoilt_bodies_break_nothing(120, 4, card)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 async def test_two_thousand_bodies_made_from_the_document_break_nothing() -> None:
-    await _conforming_bodies_break_nothing(2000)
+    await conforming_bodies_break_nothing(2000)
 
 
 VALUES = (
@@ -290,7 +278,7 @@ def _garbled(written: bytes, rng: random.Random) -> bytes:
             return rng.randbytes(rng.randrange(64))
 
 
-async def _spoilt_bodies_break_nothing(
+async def spoilt_bodies_break_nothing(
     count: int, seed: int, card: PoolingCard | None = None
 ) -> None:
     async with served(card) as (at, document):
@@ -300,10 +288,10 @@ async def _spoilt_bodies_break_nothing(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_spoilt_bodies_break_nothing(seed: int) -> None:
-    await _spoilt_bodies_break_nothing(250, seed)
+    await spoilt_bodies_break_nothing(250, seed)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 async def test_ten_thousand_spoilt_bodies_break_nothing() -> None:
-    await _spoilt_bodies_break_nothing(10_000, 3)
+    await spoilt_bodies_break_nothing(10_000, 3)

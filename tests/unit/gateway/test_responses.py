@@ -228,8 +228,8 @@ async def test_sampling_fields_arrive_and_are_told(at: House) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.75, 9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (3, 0.125, 7)
     assert submit.stop.strings == ("x",)
-    told = ("temperature", "top_p", "max_output_tokens", "metadata", "user", "parallel_tool_calls")
-    assert {name: whole[name] for name in told} == {name: said[name] for name in told}
+    names = ("temperature", "top_p", "max_output_tokens", "metadata", "user", "parallel_tool_calls")
+    assert {name: whole[name] for name in names} == {name: said[name] for name in names}
     assert whole["reasoning"] == {"effort": "low", "summary": None}
     assert (await create(at))["temperature"] == 0.25, "what the model's card recommends"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
 from tests.arguments import compare_async, settings_of
-from tests.unit.gateway.calls import HI, Body, ok, post, stream
-from tests.unit.gateway.cluster import House, house
-from tests.unit.gateway.keyed import key_of, keyed
+from tests.unit.gateway.calls import CHAT, GENERATE, HI, chunks, get, ok, post
+from tests.unit.gateway.cluster import House, fails_to_start, house
+from tests.unit.gateway.keyed import bearer, key_of, keyed
 
 from antiphon.config.errors import ConfigError
 from antiphon.gateway.http.core.app import prefix_of
@@ -28,23 +27,15 @@ async def at() -> AsyncIterator[House]:
         yield world
 
 
-async def get(at: House, path: str, **headers: str) -> tuple[int, Body]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"{at.url}{path}", headers=headers) as reply,
-    ):
-        return reply.status, cast("Body", await reply.json())
-
-
 @pytest.mark.argument("--fastapi-root-path")
 async def test_fastapi_root_path_serves_paths_with_the_prefix_and_names_it() -> None:
     async def seen(settings: Settings) -> tuple[int, object, object]:
         """The status under the prefix, a link, and the servers of the OpenAPI document."""
         async with house(root_path=settings.gateway.root_path) as at:
-            status, _ = await get(at, "/llm/v1/models")
-            _, root = await get(at, "/")
-            _, document = await get(at, "/openapi.json")
-        return status, cast("Body", root["links"])["models"], document.get("servers")
+            status = (await get(at, "/llm/v1/models")).status
+            root = (await get(at, "/")).body
+            document = (await get(at, "/openapi.json")).body
+        return status, root["links"]["models"], document.get("servers")
 
     given, without = await compare_async("--fastapi-root-path", "/llm", observe=seen)
     assert given == (200, "/llm/v1/models", [{"url": "/llm"}])
@@ -53,25 +44,24 @@ async def test_fastapi_root_path_serves_paths_with_the_prefix_and_names_it() -> 
 
 @pytest.mark.parametrize("prefix", ["", "/llm/a"])
 async def test_request_is_served_with_the_prefix_and_without_it(at: House, prefix: str) -> None:
-    await ok(at, f"{prefix}/v1/chat/completions", {"messages": HI})
-    events = await stream(at, f"{prefix}/generate", {"text": "hi"})
-    assert events[-1] == "[DONE]"
-    status, loads = await get(at, f"{prefix}/v1/loads?include=core&dp_rank=0")
-    assert (status, len(cast("list[object]", loads["loads"]))) == (200, 1)
-    assert (await get(at, f"{prefix}/"))[0] == 200
+    await ok(at, f"{prefix}{CHAT}", {"messages": HI})
+    await chunks(at, f"{prefix}{GENERATE}", {"text": "hi"})
+    status, loads, _ = await get(at, f"{prefix}/v1/loads?include=core&dp_rank=0")
+    assert (status, len(loads["loads"])) == (200, 1)
+    assert (await get(at, f"{prefix}/")).status == 200
 
 
 async def test_prefix_alone_is_the_root(at: House) -> None:
-    assert (await get(at, "/llm/a"))[1]["name"] == "antiphon"
-    assert (await get(at, "/llm/a?x=1"))[1]["name"] == "antiphon"
+    for path in ("/llm/a", "/llm/a?x=1"):
+        assert (await get(at, path)).body["name"] == "antiphon"
 
 
 @pytest.mark.parametrize(
     "path", ["/llm/v1/models", "/llm/ab/v1/models", "/x/llm/a/v1/models", "/llm/a/llm/a/v1/models"]
 )
 async def test_other_prefixes_are_not_found(at: House, path: str) -> None:
-    status, reply = await get(at, path)
-    assert (status, cast("Body", reply["error"])["code"]) == (404, "not_found")
+    status, reply, _ = await get(at, path)
+    assert (status, reply["error"]["code"]) == (404, "not_found")
 
 
 async def test_errors_under_the_prefix_have_the_shape_of_their_family(at: House) -> None:
@@ -81,13 +71,13 @@ async def test_errors_under_the_prefix_have_the_shape_of_their_family(at: House)
     assert (status, type(reply["error"])) == (404, str)
 
 
-async def test_keys_and_orders_hold_under_the_prefix(tmp_path: Path) -> None:
+async def test_keys_and_roles_hold_under_the_prefix(tmp_path: Path) -> None:
     async with house(access=keyed(tmp_path, {"a": {}}), root_path="/llm") as at:
-        bearer = {"Authorization": f"Bearer {key_of('a')}"}
-        assert (await get(at, "/llm/v1/models"))[0] == 401
-        assert (await get(at, "/llm/v1/models", **bearer))[0] == 200
-        assert (await post(at, "/llm/flush_cache", {}, **bearer))[0] == 403
-        assert (await get(at, "/llm/health"))[0] == 200
+        key = bearer(key_of("a"))
+        assert (await get(at, "/llm/v1/models")).status == 401
+        assert (await get(at, "/llm/v1/models", **key)).status == 200
+        assert (await post(at, "/llm/flush_cache", {}, **key)).status == 403
+        assert (await get(at, "/llm/health")).status == 200
 
 
 async def test_absolute_target_is_served_under_the_prefix(at: House) -> None:
@@ -115,7 +105,4 @@ def test_plain_paths_are_taken(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/chat", "/api/", "/metrics"])
 async def test_prefix_of_own_paths_is_refused_at_start(path: str) -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        async with house(root_path=path):
-            pass
-    assert caught.group_contains(ConfigError, match="the API's own path", depth=None)
+    await fails_to_start(ConfigError, "the API's own path", root_path=path)

@@ -1,4 +1,4 @@
-"""How long an answer may get, its seed, and default variables of the chat template."""
+"""Maximum output tokens, seeds, and default variables of the chat template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.unit.gateway.calls import CHAT, HI, Body, ok, post
+from tests.unit.gateway.calls import BODIES, CHAT, COMPLETE, HI, MESSAGES, RESPONSES, Body, ok, post
 from tests.unit.gateway.cluster import House, house
 
 from antiphon.config.model import ModelConfig
@@ -26,7 +26,7 @@ def ask(tokens_max: int | None = None, tokens_default: int | None = None) -> Gen
     )
 
 
-def test_what_the_client_says_is_bounded_by_the_largest_worker() -> None:
+def test_max_tokens_is_bounded_by_the_largest_worker() -> None:
     assert answer_tokens(ask(390), prompt_tokens=10, contexts=CONTEXTS) == 390
     with pytest.raises(InvalidRequest, match="400 tokens"):
         answer_tokens(ask(391), prompt_tokens=10, contexts=CONTEXTS)
@@ -60,59 +60,56 @@ def test_answer_that_does_not_fit_is_refused_with_both_numbers_and_the_limit(
     ("prompt_tokens", "default", "expected"),
     [(10, None, 90), (99, None, 1), (100, None, 300), (10, 16, 16), (95, 16, 5), (399, 16, 1)],
 )
-def test_what_it_does_not_say_is_what_each_worker_holds_that_holds_the_prompt(
+def test_default_of_max_tokens_fits_each_worker_that_fits_the_prompt(
     prompt_tokens: int, default: int | None, expected: int
 ) -> None:
     asked = ask(tokens_default=default)
     assert answer_tokens(asked, prompt_tokens=prompt_tokens, contexts=CONTEXTS) == expected
 
 
-def test_a_prompt_that_the_largest_worker_does_not_hold_is_too_long() -> None:
+def test_prompt_beyond_the_largest_worker_is_too_long() -> None:
     with pytest.raises(PromptTooLong):
         answer_tokens(ask(), prompt_tokens=400, contexts=CONTEXTS)
     assert answer_tokens(ask(0), prompt_tokens=400, contexts=CONTEXTS) == 0
 
 
+HOT = {"temperature": 1.5}
+
+
 async def seeds(model: ModelConfig, *bodies: Mapping[str, object]) -> list[int]:
-    """Start a gateway, and send it these requests one after the other."""
+    """The seeds that a new gateway gives to these requests, one after the other."""
     async with house(model=model) as at:
         for body in bodies:
-            await ok(at, "/v1/completions", {"prompt": "once", **body})
+            await ok(at, COMPLETE, {"prompt": "once", **body})
         return [submit.sampling.seed for submit in at.cluster.submits]
 
 
 async def test_random_seed_seeds_the_generator_and_not_every_request() -> None:
-    hot = [{"temperature": 1.5}] * 4
-    first = await seeds(ModelConfig(random_seed=7), *hot)
+    first = await seeds(ModelConfig(random_seed=7), *[HOT] * 4)
     assert len(set(first)) == 4
-    assert await seeds(ModelConfig(random_seed=7), *hot) == first
-    assert not set(first) & set(await seeds(ModelConfig(random_seed=8), *hot))
-    assert not set(first) & set(await seeds(ModelConfig(), *hot))
+    assert await seeds(ModelConfig(random_seed=7), *[HOT] * 4) == first
+    assert not set(first) & set(await seeds(ModelConfig(random_seed=8), *[HOT] * 4))
+    assert not set(first) & set(await seeds(ModelConfig(), *[HOT] * 4))
 
 
 async def test_random_seed_draws_nothing_for_a_seeded_or_greedy_request() -> None:
-    hot = {"temperature": 1.5}
-    plain = await seeds(ModelConfig(random_seed=7), hot, hot)
-    mixed = await seeds(ModelConfig(random_seed=7), {"seed": 3}, hot, {"temperature": 0}, hot)
+    model = ModelConfig(random_seed=7)
+    plain = await seeds(model, HOT, HOT)
+    mixed = await seeds(model, {"seed": 3}, HOT, {"temperature": 0}, HOT)
     assert (mixed[0], mixed[1], mixed[3]) == (3, *plain)
 
 
 async def test_deterministic_inference_gives_one_seed_to_all() -> None:
-    hot = [{"temperature": 1.5}] * 3
     model = ModelConfig(random_seed=42, deterministic=True)
-    assert await seeds(model, *hot) == [42, 42, 42]
+    assert await seeds(model, *[HOT] * 3) == [42, 42, 42]
 
 
 DEFAULTS = {"enable_thinking": False, "style": {"a": 1}}
-EVERY = [
-    (CHAT, {"messages": HI}),
-    ("/v1/responses", {"input": "hi", "store": False}),
-    ("/v1/responses/input_tokens", {"input": "hi"}),
-    ("/v1/messages", {"messages": HI, "max_tokens": 4}),
-    ("/v1/messages/count_tokens", {"messages": HI}),
-    ("/api/chat", {"messages": HI, "model": "toy", "stream": False}),
-    ("/v1/tokenize", {"messages": HI}),
-]
+TEMPLATED = {path: BODIES[path] for path in (CHAT, RESPONSES, MESSAGES, "/api/chat")} | {
+    f"{RESPONSES}/input_tokens": {"input": "hi"},
+    f"{MESSAGES}/count_tokens": {"messages": HI},
+    "/v1/tokenize": {"messages": HI},
+}
 
 
 @pytest.fixture
@@ -126,18 +123,18 @@ async def at() -> AsyncIterator[House]:
 async def options(at: House, path: str, body: Mapping[str, object]) -> Body:
     """The variables that the template of a request gets."""
     await ok(at, path, body)
-    return json.loads(at.cluster.encodes[-1].template.options or "{}")
+    return at.cluster.template_options or {}
 
 
-@pytest.mark.parametrize(("path", "body"), EVERY, ids=[path for path, _ in EVERY])
-async def test_defaults_reach_the_template_in_every_api(at: House, path: str, body: Body) -> None:
-    assert await options(at, path, body) == DEFAULTS
+@pytest.mark.parametrize("path", TEMPLATED)
+async def test_defaults_reach_the_template_in_every_api(at: House, path: str) -> None:
+    assert await options(at, path, TEMPLATED[path]) == DEFAULTS
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/tokenize"])
 async def test_variables_of_a_request_win_key_by_key(at: House, path: str) -> None:
-    said = {"style": None, "more": [1]}
-    found = await options(at, path, {"messages": HI, "chat_template_kwargs": said})
+    given = {"style": None, "more": [1]}
+    found = await options(at, path, {"messages": HI, "chat_template_kwargs": given})
     assert found == {"enable_thinking": False, "style": None, "more": [1]}
 
 
@@ -154,12 +151,11 @@ async def test_prompt_without_a_template_gets_no_variables(at: House) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "behind_thinking"),
+    ("variables", "after_thinking"),
     [({}, False), ({"enable_thinking": True}, True), ({"enable_thinking": None}, True)],
 )
-async def test_form_of_an_answer_follows_a_default_that_turns_thinking_off(
-    at: House, said: Body, behind_thinking: bool
+async def test_form_of_the_output_follows_a_default_that_turns_thinking_off(
+    at: House, variables: Body, after_thinking: bool
 ) -> None:
-    await post(at, CHAT, {"messages": HI, "regex": "[0-9]+", "chat_template_kwargs": said})
-    grammar = at.cluster.grammar
-    assert ("</think>" in grammar.text) == behind_thinking
+    await post(at, CHAT, {"messages": HI, "regex": "[0-9]+", "chat_template_kwargs": variables})
+    assert ("</think>" in at.cluster.grammar.text) == after_thinking

@@ -1,4 +1,4 @@
-"""Sessions by themselves: a tree of what was said, bounded, and forgotten in time."""
+"""Sessions by themselves: a tree of requests, bounded, and forgotten in time."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ async def test_what_a_lost_gateway_ran_is_no_part_of_a_session() -> None:
     await run(world.mine, SessionParams(name, "a"), "b", 3)
 
 
-async def test_an_end_that_nobody_could_note_is_there_in_time() -> None:
+async def test_lost_end_of_a_request_is_assumed_after_the_timeout() -> None:
     world = World()
     name = await world.mine.open(TENANT, None, 0, None)
     await run(world.mine, SessionParams(name), "a")
@@ -280,7 +280,7 @@ async def test_a_session_that_is_full_of_requests_takes_no_more() -> None:
     await run(world.mine, SessionParams(name), "another")
 
 
-async def test_a_shelf_that_is_away_is_told() -> None:
+async def test_unavailable_store_is_an_error() -> None:
     world = World()
     name = await world.mine.open(TENANT, None, 0, None)
 

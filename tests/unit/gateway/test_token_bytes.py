@@ -33,7 +33,7 @@ TEXT = "Wave \N{WAVING HAND SIGN}\N{EMOJI MODIFIER FITZPATRICK TYPE-4}, naÃ¯ve æ
 
 @asynccontextmanager
 async def echoing() -> AsyncGenerator[str]:
-    """The URL of a stack whose worker says the prompt back."""
+    """The URL of a stack whose worker echoes the prompt."""
     broker = MemoryBroker()
     async with AsyncExitStack() as stack:
         for service in (SchedulerService, TokenizerService, DetokenizerService, EchoWorker()):

@@ -1,4 +1,4 @@
-"""What waits for a client that does not read is bounded, what is told of its prompt included."""
+"""What waits for a client that does not read is bounded, logprobs of its prompt included."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATTEMPT = Attempt(term=Term(number=1, scheduler=LEADER), n=1)
 
 
 class Desk:
-    """An owner, one request whose prompt is told of, and a client that reads when it is told to."""
+    """An owner, one request with logprobs of its prompt, and a client that reads on command."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -32,7 +32,7 @@ class Desk:
         self.unread: list[TextDelta] = []
         self.ended: Ended | None = None
         self.seq = 0
-        self.told = -(len(PROMPT) - 1)
+        self.offset = -(len(PROMPT) - 1)
         sampling = SamplingParams(
             max_new_tokens=8, details=TokenOutputParams(logprobs=True, prompt_start=0)
         )
@@ -48,7 +48,7 @@ class Desk:
             elif isinstance(action, Deliver) and isinstance(action.event, Ended):
                 self.ended = action.event
 
-    def tell(self, tokens: int) -> None:
+    def send(self, tokens: int) -> None:
         """Details of the prompt's next tokens, eight bytes each."""
         column = bytes(4 * tokens)
         details = TokenOutputs(count=tokens, token_ids=column, logprobs=column)
@@ -58,9 +58,9 @@ class Desk:
             choice=0,
             attempt=ATTEMPT,
             text_offset=0,
-            details=TokenOutputsChunk(offset=self.told, details=details),
+            details=TokenOutputsChunk(offset=self.offset, details=details),
         )
-        self.told += tokens
+        self.offset += tokens
         batch = TextBatch(detokenizer=DETOKENIZER, gateway=ME, seq=self.seq, rows=(row,))
         self.do(self.owner.text_arrived(batch))
 
@@ -78,8 +78,8 @@ class Desk:
 def test_a_client_that_leaves_a_long_prompts_details_unread_loses_its_request() -> None:
     desk = Desk()
     for _ in range(20):
-        desk.tell(100)
-    assert desk.ended is None, "nobody reads 16 kB at once"
+        desk.send(100)
+    assert desk.ended is None, "no client reads 16 kB at once"
     desk.wait(6)
     assert desk.ended is not None
     error = desk.ended.error
@@ -90,7 +90,7 @@ def test_a_client_that_leaves_a_long_prompts_details_unread_loses_its_request() 
 def test_a_client_that_reads_as_fast_as_it_can_keeps_it() -> None:
     desk = Desk()
     for _ in range(20):
-        desk.tell(100)
+        desk.send(100)
     while desk.unread:
         desk.wait(4)
         desk.read(6)
@@ -102,7 +102,7 @@ def test_a_client_that_reads_as_fast_as_it_can_keeps_it() -> None:
 def test_a_client_that_stops_in_between_loses_it_too() -> None:
     desk = Desk()
     for _ in range(20):
-        desk.tell(100)
+        desk.send(100)
     desk.wait(4)
     desk.read(6)
     desk.wait(4)
@@ -113,6 +113,6 @@ def test_a_client_that_stops_in_between_loses_it_too() -> None:
 
 def test_details_within_the_bound_may_wait() -> None:
     desk = Desk()
-    desk.tell(500)
+    desk.send(500)
     desk.wait(60)
     assert desk.ended is None

@@ -1,4 +1,4 @@
-"""Who may do what, and how much of it: keys, tenants and limits, without any door."""
+"""Keys, tenants and limits, without any API."""
 
 from __future__ import annotations
 

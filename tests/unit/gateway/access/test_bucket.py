@@ -16,7 +16,7 @@ ROUNDING = 1e-6
 
 @dataclass
 class Taken:
-    """What was let in, as somebody would write it down who knows it all."""
+    """An admitted charge, with its cost as it came to be."""
 
     at: float
     cost: float
@@ -85,7 +85,7 @@ def test_what_exceeds_its_guess_is_owed(steps: list[tuple[str, object]]) -> None
 
 
 @given(STEPS)
-def test_what_is_refused_comes_in_after_the_time_that_was_told(
+def test_refused_charge_is_admitted_after_retry_after(
     steps: list[tuple[str, object]],
 ) -> None:
     _, bucket = play(steps, overruns=False)

@@ -102,7 +102,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 def pieces_of(format_: ToolFormat) -> st.SearchStrategy[str]:
     """Garbage that looks like the format: its marks, parts of them, and what stands between."""
     written = format_.example + RENDERERS[format_.names[0]][0](
-        "so", [("get_weather", {"city": "x", "days": 1}), ("nobody", {})]
+        "so", [("get_weather", {"city": "x", "days": 1}), ("unknown", {})]
     )
     marks = re.findall(r"<[^<>]*>|\[[A-Z_]+\]|[\w.]+|\s+|.", written)
     more = {"<think>", "</think>", "get_weather", "null", "\n", " " * 20}
@@ -149,7 +149,7 @@ def test_no_cut_changes_anything(format_: ToolFormat, data: st.DataObject):
 @pytest.mark.parametrize("format_", FORMATS)
 def test_no_single_cut_changes_an_answer_with_everything(format_: ToolFormat):
     think = REASONING_FORMATS[-1]
-    made = [("get_weather", {"city": 'a\\b"c</x>'}), ("nobody", {}), ("add-up.2", {"days": 2})]
+    made = [("get_weather", {"city": 'a\\b"c</x>'}), ("unknown", {}), ("add-up.2", {"days": 2})]
     for render in RENDERERS[format_.names[0]]:
         text = f"<think>\nso <b\n</think>\n\n{render('Well.' + ' ' * 40, made)}\nand <so on"
         whole = events(parser(format_, think), [text])

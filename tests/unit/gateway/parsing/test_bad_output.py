@@ -71,7 +71,7 @@ def test_a_mark_without_a_call_is_content(name: str, text: str):
         ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": [', '{"a": ['),
     ],
 )
-def test_a_call_that_is_cut_or_broken_keeps_what_was_said_and_is_incomplete(
+def test_call_that_is_cut_or_broken_keeps_its_text_and_is_incomplete(
     name: str, text: str, arguments: str
 ):
     parsed = read(name, text)

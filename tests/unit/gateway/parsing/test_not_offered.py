@@ -40,7 +40,7 @@ def read(format_: ToolFormat, text: str, size: int) -> Parsed:
 @pytest.mark.parametrize("size", PIECES)
 @pytest.mark.parametrize("format_", FORMATS)
 def test_call_of_another_tool_is_content_as_it_was_written(format_: ToolFormat, size: int):
-    once, twice = written(format_, OTHER), written(format_, OTHER, ("nobody", {}))
+    once, twice = written(format_, OTHER), written(format_, OTHER, ("unknown", {}))
     for text in (format_.example.replace("f", "f1"), *once, *twice, *(f"{t}\n" for t in once)):
         parsed = read(format_, text, size)
         assert parsed.content == text

@@ -1,4 +1,4 @@
-"""Thinking is told apart from the answer, wherever the prompt left it."""
+"""Reasoning is separated from the output, wherever the prompt left it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_every_format_can_be_set_and_every_setting_is_a_format():
         ("glm", "hermes", "glm45"),
     ],
 )
-async def test_what_the_operator_says_comes_before_what_the_template_shows(
+async def test_configured_format_takes_precedence_over_the_template(
     said: str, shown: str | None, name: str | None
 ):
     config = GatewayConfig(tool_call_parser=ToolParser(said))
@@ -90,7 +90,7 @@ async def test_thinking_is_chosen_likewise():
     assert (await formats_of(none, card(reasoning="qwen3"), text)).reasoning is None
 
 
-async def test_nobody_is_asked_what_the_operator_has_said():
+async def test_configured_formats_need_no_detection():
     async def never(_: object) -> NoReturn:
         raise AssertionError("asked")
 

@@ -40,7 +40,7 @@ from antiphon.gateway.parsing.tools.values import converted, texts_of, types_of
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
     ],
 )
-def test_a_text_is_what_its_schema_says_and_else_a_string(
+def test_text_has_the_type_of_its_schema_or_is_a_string(
     text: str, schema: dict[str, object], value: object
 ):
     assert json.loads(converted(text, types_of(schema), texts_of(schema))) == value  # pyright: ignore[reportArgumentType]
@@ -69,7 +69,7 @@ def test_pythons_literals(written: str, value: object):
     assert value is None or json.loads(call.arguments) == {"a": value}
 
 
-def test_a_string_is_told_as_it_comes_and_a_number_when_it_is_whole():
+def test_string_is_streamed_and_a_number_comes_whole():
     schema = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
     made = AnswerParser(tools=tool_format("qwen3_coder"), offer=OfferedTools(schemas={"f": schema}))  # pyright: ignore[reportArgumentType]
     made.feed("<tool_call>\n<function=f>\n<parameter=a>\nlong te")

@@ -92,7 +92,7 @@ def test_arguments_before_the_name_wait_for_it_and_then_come_at_once():
     assert arguments == CallArguments(0, '{"a": "long"}')
 
 
-def test_text_is_told_up_to_what_may_be_a_mark():
+def test_text_is_released_up_to_a_possible_mark():
     made = AnswerParser(tools=tool_format("hermes"), offer=OFFER)
     assert made.feed("a < b <tool_") == [Content("a < b")]
     assert made.feed("x") == [Content(" <tool_x")]
@@ -100,7 +100,7 @@ def test_text_is_told_up_to_what_may_be_a_mark():
     assert made.feed(".") == [Content(" .")]
 
 
-def test_thinking_is_told_up_to_what_may_be_its_end():
+def test_reasoning_is_released_up_to_its_possible_end():
     made = AnswerParser(reasoning=reasoning_format("qwen3"))
     assert made.feed("<thi") == []
     assert made.feed("nk>\n") == []

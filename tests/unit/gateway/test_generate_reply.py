@@ -1,10 +1,10 @@
-"""What /generate tells so far grows; each token is worked on once, however it comes."""
+"""The reply of /generate grows; each token is formatted once, in a stream or whole."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -44,7 +44,7 @@ EVERYTHING = GenerateResponseOptions(
 
 
 def details(count: int) -> TokenOutputs:
-    """Of two tokens of the prompt and then of the answer."""
+    """Of two tokens of the prompt and then of the output."""
     tops = [token + n for token in range(count) for n in (0, 1)]
     return TokenOutputs(
         count=count,
@@ -57,8 +57,8 @@ def details(count: int) -> TokenOutputs:
     )
 
 
-def said(every: TokenOutputs, start: int, stop: int) -> TextDelta:
-    """Tokens `start` to `stop`, counted from the first of the prompt that is told of."""
+def delta(every: TokenOutputs, start: int, stop: int) -> TextDelta:
+    """Tokens `start` to `stop`, counted from the first of the prompt that has details."""
     widths = [len(column) // every.count for column in every.columns]
     columns = (c[w * start : w * stop] for c, w in zip(every.columns, widths, strict=True))
     piece = TokenOutputsChunk(
@@ -70,8 +70,8 @@ def said(every: TokenOutputs, start: int, stop: int) -> TextDelta:
     return TextDelta(0, 0, text, None, piece)
 
 
-def fields(told: GenerateReplyWriter) -> dict[str, object]:
-    return json.loads(msgspec.json.encode(told.reply | told.meta))
+def fields(writer: GenerateReplyWriter) -> dict[str, Any]:
+    return json.loads(msgspec.json.encode(writer.reply | writer.meta))
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,68 +81,69 @@ def fields(told: GenerateReplyWriter) -> dict[str, object]:
     hidden=st.sampled_from(["full", "last", ""]),
     start=st.integers(-1, 2),
 )
-def test_pieces_say_what_the_whole_says(count, places, hidden, start):
-    telling = msgspec.structs.replace(EVERYTHING, hidden=hidden, start=start)
+def test_pieces_add_up_to_the_whole(count, places, hidden, start):
+    options = msgspec.structs.replace(EVERYTHING, hidden=hidden, start=start)
     every = details(count)
-    whole = GenerateReplyWriter(telling, PROMPT)
-    whole.add(said(every, 0, count))
-    told = GenerateReplyWriter(telling, PROMPT)
+    whole, joined = (GenerateReplyWriter(options, PROMPT) for _ in range(2))
+    whole.add(delta(every, 0, count))
     at = sorted({0, count, *(place % (count + 1) for place in places)})
     for a, b in itertools.pairwise(at):
-        told.add(said(every, a, b))
-    assert fields(told) == fields(whole)
-    assert (told.ids, "".join(told.texts)) == (whole.ids, "".join(whole.texts))
+        joined.add(delta(every, a, b))
+    assert fields(joined) == fields(whole)
+    assert (joined.ids, "".join(joined.texts)) == (whole.ids, "".join(whole.texts))
 
 
-def test_the_prompt_comes_first_and_its_first_token_follows_nothing():
-    told = GenerateReplyWriter(EVERYTHING, PROMPT, "<7>")
-    told.add(said(details(4), 0, 4))
-    heard = fields(told)
-    assert heard["text"] == "".join(WORDS[:2])
-    assert heard["output_ids"] == [20, 21]
-    assert heard["input_token_logprobs"] == [[None, 7, "<7>"], [0.0, 8, "<8>"], [-0.5, 9, "<9>"]]
-    assert heard["input_top_logprobs"][0] is None  # type: ignore[index]
-    assert heard["output_token_logprobs"] == [[-1.0, 20, "<20>"], [-1.5, 21, "<21>"]]
-    assert heard["output_token_logprobs_length"] == 2
-    assert heard["hidden_states"] == [[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], [6.0, 7.0]]
+def test_prompt_comes_first_and_its_first_token_has_no_logprob():
+    writer = GenerateReplyWriter(EVERYTHING, PROMPT, "<7>")
+    writer.add(delta(details(4), 0, 4))
+    found = fields(writer)
+    assert found["input_top_logprobs"][0] is None
+    expected = {
+        "text": "".join(WORDS[:2]),
+        "output_ids": [20, 21],
+        "input_token_logprobs": [[None, 7, "<7>"], [0.0, 8, "<8>"], [-0.5, 9, "<9>"]],
+        "output_token_logprobs": [[-1.0, 20, "<20>"], [-1.5, 21, "<21>"]],
+        "output_token_logprobs_length": 2,
+        "hidden_states": [[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], [6.0, 7.0]],
+    }
+    assert expected.items() <= found.items()
 
 
-def test_what_is_new_begins_where_it_was_told_to():
-    told = GenerateReplyWriter(EVERYTHING, PROMPT)
-    told.add(said(details(5), 0, 1))
-    assert len(fields(told)["input_token_logprobs"]) == 2  # type: ignore[arg-type]
-    told.restart()
-    told.add(said(details(5), 1, 4))
-    heard = fields(told)
-    assert heard["input_token_logprobs"] == [[-0.5, 9, "<9>"]]
-    assert heard["output_ids"] == [20, 21]
-    assert told.tokens == 2
-    told.restart()
-    assert fields(told) == {"text": "", "output_ids": []}
+def test_restarted_writer_has_only_what_is_new():
+    writer = GenerateReplyWriter(EVERYTHING, PROMPT)
+    writer.add(delta(details(5), 0, 1))
+    assert len(fields(writer)["input_token_logprobs"]) == 2
+    writer.restart()
+    writer.add(delta(details(5), 1, 4))
+    found = fields(writer)
+    assert found["input_token_logprobs"] == [[-0.5, 9, "<9>"]]
+    assert (found["output_ids"], writer.tokens) == ([20, 21], 2)
+    writer.restart()
+    assert fields(writer) == {"text": "", "output_ids": []}
 
 
-def test_each_token_is_worked_on_once(monkeypatch: pytest.MonkeyPatch):
-    """A stream of n events that each tell all so far costs n steps, not n * n."""
-    worked_on = 0
+def test_each_token_is_formatted_once(monkeypatch: pytest.MonkeyPatch):
+    """A stream of n events that each repeat all output so far costs n steps, not n * n."""
+    formatted = 0
     each = TokenOutputs.iter_tokens
 
     def counted(self: TokenOutputs) -> Iterator[TokenOutput]:
-        nonlocal worked_on
-        worked_on += self.count
+        nonlocal formatted
+        formatted += self.count
         return each(self)
 
     monkeypatch.setattr(TokenOutputs, "iter_tokens", counted)
     count = 200
     every = details(count)
-    told = GenerateReplyWriter(msgspec.structs.replace(EVERYTHING, hidden=""), PROMPT)
+    writer = GenerateReplyWriter(msgspec.structs.replace(EVERYTHING, hidden=""), PROMPT)
     for n in range(count):
-        told.add(said(every, n, n + 1))
-        msgspec.json.encode(told.reply | told.meta)
-    assert worked_on == count
-    assert len(told.ids) == count - 2
+        writer.add(delta(every, n, n + 1))
+        msgspec.json.encode(writer.reply | writer.meta)
+    assert formatted == count
+    assert len(writer.ids) == count - 2
 
 
-def voice(news: bool = False, **sampling: object) -> GenerateResponseWriter:
+def response_writer(incremental: bool, **sampling: object) -> GenerateResponseWriter:
     body = msgspec.convert({"text": "abc", "sampling_params": sampling}, GenerateBody)
     hold = Access(AccessConfig(), Tenants(), ManualClock().now).admit(ASK, MODEL)
     submit = msgspec.structs.replace(submission("r", ManualClock()), prompt_ids=pack_ids(PROMPT))
@@ -157,18 +158,18 @@ def voice(news: bool = False, **sampling: object) -> GenerateResponseWriter:
         rank_of=lambda _: None,
         weight_version="",
     )
-    return GenerateResponseWriter(parsed, outputs, incremental=news)
+    return GenerateResponseWriter(parsed, outputs, incremental=incremental)
 
 
-@pytest.mark.parametrize("news", [False, True])
-def test_an_event_is_worth_so_many_tokens_but_for_the_first_and_the_end(news):
-    told = voice(news, stream_interval=3)
+@pytest.mark.parametrize("incremental", [False, True])
+def test_stream_interval_counts_tokens_between_the_first_event_and_the_end(incremental):
+    writer = response_writer(incremental, stream_interval=3)
     every = details(10)
-    events = [told.chunks(0, [said(every, n, n + 1)]) for n in range(2, 10)]
+    events = [writer.chunks(0, [delta(every, n, n + 1)]) for n in range(2, 10)]
     assert [bool(event) for event in events] == [n in (0, 3, 6) for n in range(8)]
-    end = told.chunks(0, [Finished(0, FinishReason.LENGTH, None, 0)])
+    end = writer.chunks(0, [Finished(0, FinishReason.LENGTH, None, 0)])
     replies = [json.loads(event.removeprefix(b"data: ")) for event in [*events, end] if event]
     counts = [reply["meta_info"]["completion_tokens"] for reply in replies]
     assert counts == [1, 4, 7, 8]
     lengths = [len(reply["output_ids"]) for reply in replies]
-    assert lengths == ([1, 3, 3, 1] if news else counts)
+    assert lengths == ([1, 3, 3, 1] if incremental else counts)
