@@ -140,7 +140,7 @@ async def test_replies_match_the_document(card: PoolingCard | None) -> None:
         for path, method, operation in operations(document):
             for body in examples(operation) if method != "get" else [None]:
                 status, reply, headers = await send_example(at, method, path, body)
-                if status == 200 and headers["Content-Type"].startswith("application/json"):
+                if status == 200 and "application/json" in headers.get("Content-Type", ""):
                     validator(document, operation).validate(reply)
                     checked.add(path)
         assert checked >= REPLIES[card], sorted(REPLIES[card] - checked)
