@@ -27,9 +27,8 @@ from torch import Tensor
 from antiphon.kernels.kv import KvScales, quantize_fp8
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.model.cache_scales import scales_digest
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import CACHE_DTYPES
+from antiphon.model_worker.model.load import CACHE_DTYPES, scales_digest
 from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 

@@ -24,7 +24,7 @@ from antiphon.layers.weights import WeightSource
 from antiphon.model_card.files import ModelFiles, find_files
 from antiphon.model_worker.model import weights as loading
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats.stored_tensor import TensorData, copied_data
+from antiphon.model_worker.model.formats.files import TensorData, copied_data
 from antiphon.model_worker.model.weights import Checkpoint, LoadProgress
 
 if TYPE_CHECKING:

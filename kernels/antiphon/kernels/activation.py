@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"]
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -28,7 +25,7 @@ def _relu_squared(x: Tensor) -> Tensor:
 _FUNCTIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu_squared": _relu_squared,
     "tanh": torch.tanh,

@@ -192,15 +192,11 @@ class Experts(Module):
 
     def _expert(self, number: int) -> _Expert:
         build, method, names = self._site.build, self._site.method, self._spec.names
-        if isinstance(names, SeparateExperts):
-            wide, back = (
-                (names.gate.format(number), names.up.format(number)),
-                (names.down.format(number),),
-            )
-        else:
-            wide, back = (names.gate_up,), (names.down,)
-        gate_up = build.method(map(self._site.tensor_name, wide), method)
-        down = build.method(map(self._site.tensor_name, back), method)
+        wide = (names.gate, names.up) if isinstance(names, SeparateExperts) else (names.gate_up,)
+        gate_up, down = (
+            build.method([self._site.tensor_name(name.format(number)) for name in fused], method)
+            for fused in (wide, (names.down,))
+        )
         hidden, width, bias = self._site.hidden, self._width, self._spec.bias
         wide_shape = LinearShape(hidden, 2 * width, bias, halves=True)
         down_shape = LinearShape(width, hidden, self._down_bias)

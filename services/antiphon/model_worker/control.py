@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.wire.command import (
@@ -30,26 +31,21 @@ ControlMessage = (
 )
 
 
+@dataclass
 class ControlEndpoint:
     """Answers control calls. The loop applies its commands in the order in which they arrived.
 
     `live_count` is the number of running choices, by what was sent of them.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        dumps: PlanDumps,
-        drain: Callable[[], None],
-        live_count: Callable[[], int],
-        send_heartbeat: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._mailbox = mailbox
-        self._dumps = dumps
-        self._drain = drain
-        self._live_count = live_count
-        self._send_heartbeat = send_heartbeat
-        self._waiting: deque[asyncio.Future[ControlDone]] = deque()
+    mailbox: Mailbox
+    dumps: PlanDumps
+    drain: Callable[[], None]
+    live_count: Callable[[], int]
+    send_heartbeat: Callable[[], Awaitable[None]]
+    _waiting: deque[asyncio.Future[ControlDone]] = field(
+        default_factory=deque["asyncio.Future[ControlDone]"]
+    )
 
     async def answer(self, message: ControlMessage) -> ControlDone:
         """Apply a command, and return when it has taken effect.
@@ -61,19 +57,19 @@ class ControlEndpoint:
         """
         match message:
             case DrainWorker():
-                self._drain()
+                self.drain()
                 return ControlDone()
             case DumpPlans():
-                file = await asyncio.to_thread(self._dumps.write, "requested by a command")
+                file = await asyncio.to_thread(self.dumps.write, "requested by a command")
                 return ControlDone(file=str(file))
-            case FlushCache(unless_busy=True) if live := self._live_count():
+            case FlushCache(unless_busy=True) if live := self.live_count():
                 return ControlDone(requests=live)
             case FlushCache():
                 return await self._submit(message)
             case _:
                 done = await self._submit(message)
                 # After the reply every gateway has the new state by the heartbeat.
-                await self._send_heartbeat()
+                await self.send_heartbeat()
                 return done
 
     def complete(self, replies: Iterable[ControlDone]) -> None:
@@ -83,7 +79,7 @@ class ControlEndpoint:
                 waiting.set_result(reply)
 
     async def _submit(self, command: ControlCommand) -> ControlDone:
-        self._mailbox.submit_command(command)
+        self.mailbox.submit_command(command)
         applied: asyncio.Future[ControlDone] = asyncio.get_running_loop().create_future()
         self._waiting.append(applied)
         try:

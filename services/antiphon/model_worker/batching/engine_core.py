@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -90,8 +91,8 @@ class EngineCore:
         self._progress: list[Progress] = []
         self._stretch = Stretch(self._batch, self._batch, self._fail_alone)
         self._outcomes = OutcomeProcessor(
-            self._batch,
-            self._pending_grammar,
+            batch=self._batch,
+            pending=self._pending_grammar,
             report=lambda request: self._report(request, self.limits.stream_interval),
             end=self._end,
             fail=self._fail_alone,
@@ -396,6 +397,7 @@ class EngineCore:
         del self._requests[request.key]
 
 
+@dataclass(kw_only=True)
 class OutcomeProcessor:
     """Writes outcomes to requests: tokens, pages, cached prefixes, and the finish.
 
@@ -404,20 +406,11 @@ class OutcomeProcessor:
     failed, and may be half done.
     """
 
-    def __init__(
-        self,
-        batch: RunningBatch,
-        pending: PendingGrammarRows,
-        *,
-        report: Callable[[Request], None],
-        end: Callable[[Request, Finish | None], None],
-        fail: Callable[[Request, Exception], None],
-    ) -> None:
-        self._batch = batch
-        self._pending = pending
-        self._report = report
-        self._end = end
-        self._fail = fail
+    batch: RunningBatch
+    pending: PendingGrammarRows
+    report: Callable[[Request], None]
+    end: Callable[[Request, Finish | None], None]
+    fail: Callable[[Request, Exception], None]
 
     def commit(self, rows: Sequence[BatchRow], outcome: StepOutcome) -> None:
         starts, status = outcome.starts.tolist(), outcome.status.tolist()
@@ -425,7 +418,7 @@ class OutcomeProcessor:
         sampled = [token_ids[start:end] for start, end in pairwise(starts)]
         tasks = (
             self._advance_matchers(rows, sampled)
-            if self._batch.slots.logits_processors.has_grammar
+            if self.batch.slots.logits_processors.has_grammar
             else _NO_TASKS
         )
         for index, row in enumerate(rows):
@@ -433,7 +426,7 @@ class OutcomeProcessor:
                 continue
             try:
                 if status[index]:
-                    self._end(row.request, Finish.failed(_failure(status[index])))
+                    self.end(row.request, Finish.failed(_failure(status[index])))
                     continue
                 task = tasks.get(index)
                 if task is None:
@@ -443,11 +436,11 @@ class OutcomeProcessor:
                 else:
                     self._defer_row(PendingGrammarRow(row, outcome, index, task))
             except Exception as error:  # noqa: BLE001  # logged there
-                self._fail(row.request, error)
+                self.fail(row.request, error)
 
     def commit_pending(self) -> None:
         """Commit the rows whose grammar matchers have finished, as if their step had just ended."""
-        for late in self._pending.take_done():
+        for late in self.pending.take_done():
             request = late.row.request
             try:
                 if late.row.current:
@@ -456,7 +449,7 @@ class OutcomeProcessor:
                 elif request.guide is not None:  # retracted: it samples them again
                     request.guide.rollback()
             except Exception as error:  # noqa: BLE001  # logged there
-                self._fail(request, error)
+                self.fail(request, error)
 
     def _advance_matchers(
         self, rows: Sequence[BatchRow], sampled: Sequence[list[int]]
@@ -466,18 +459,18 @@ class OutcomeProcessor:
             for index, row in enumerate(rows)
             if row.request.guide is not None and sampled[index] and row.current
         }
-        self._pending.executor.submit(list(tasks.values()))
+        self.pending.executor.submit(list(tasks.values()))
         return tasks
 
     def _defer_row(self, late: PendingGrammarRow) -> None:
-        self._pending.put(late)
+        self.pending.put(late)
         request, table = late.row.request, late.row.request.table
         assert table is not None, "a running request has no pages"
         table.commit(late.row.end)
         request.computed = late.row.end
         if request.prefilling:  # its prefix is computed, whatever its grammar does
-            self._batch.cache_prefix(request)
-            self._batch.prefix_sharing.unregister(request)
+            self.batch.cache_prefix(request)
+            self.batch.prefix_sharing.unregister(request)
 
     def _commit_row(
         self,
@@ -500,7 +493,7 @@ class OutcomeProcessor:
             request.resume(computed)
         if accepted:
             request.accept(accepted, ends)
-            self._batch.slots.length[request.slot] = request.length
+            self.batch.slots.length[request.slot] = request.length
         if outcome.details is not None or outcome.vectors is not None:
             kept = request.length - length
             write_outputs(request, outcome, index, accepted=len(accepted), kept=kept)
@@ -511,16 +504,16 @@ class OutcomeProcessor:
 
         From its last token on; with recurrent states from its first, as none is stored between.
         """
-        return row.start if self._batch.pools.states else row.end - 1
+        return row.start if self.batch.pools.states else row.end - 1
 
     def _finish_row(self, request: Request, *, sampled: bool) -> None:
         """Finish, cache or report the request after its tokens were committed."""
-        batch = self._batch
+        batch = self.batch
         if request.scores and request.computed == request.length:
             request.finish = Finish.at_length()
         if request.finish is not None:
             batch.cache_prefix(request)
-            self._end(request, None)
+            self.end(request, None)
             return
         if request.prefilling:
             batch.cache_prefix(request)
@@ -531,7 +524,7 @@ class OutcomeProcessor:
             batch.cache_prefix(request)
         elif batch.pools.windows:
             batch.slots.update(request)
-        self._report(request)
+        self.report(request)
 
 
 _NO_TASKS: Mapping[int, MatcherTask] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ WORTH_TOKENS = 32
 """Minimum prefix worth waiting for, or worth a checkpoint. A shorter one is prefilled again."""
 
 
+@dataclass(kw_only=True)
 class PrefixSharing:
     """The prefilling requests, by their first page.
 
@@ -30,27 +32,20 @@ class PrefixSharing:
     not shared.
     """
 
-    def __init__(
-        self,
-        page_tokens: int,
-        namespace: bytes,
-        *,
-        indexed: bool,
-        forks: bool = True,
-        checkpoints: StateCheckpoints | None = None,
-    ) -> None:
-        self.namespace = namespace
-        self._page_tokens = page_tokens
-        self._indexed = indexed
-        self._forks = forks
-        self._checkpoints = checkpoints
+    page_tokens: int
+    namespace: bytes
+    indexed: bool  # whether there is a prefix cache
+    forks: bool  # whether page tables can be forked
+    checkpoints: StateCheckpoints | None
+
+    def __post_init__(self) -> None:
         self._leaders: dict[bytes, list[tuple[int, Request]]] = {}
         self._led: dict[ChoiceKey, tuple[bytes, int]] = {}
         self._numbers = count(1)
 
     def register(self, request: Request) -> None:
         """Let other requests wait for the prefix of one that has started."""
-        if request.length > self._page_tokens:
+        if request.length > self.page_tokens:
             first_page, number = self._first_page(request), next(self._numbers)
             self._led[request.key] = first_page, number
             self._leaders.setdefault(first_page, []).append((number, request))
@@ -89,7 +84,7 @@ class PrefixSharing:
     def shared_tokens(self, request: Request) -> int:
         """Length of the prefix that `fork` shares: 0 where the leader's window has moved on."""
         following = request.following
-        if following is None or not following.ready or not self._forks:
+        if following is None or not following.ready or not self.forks:
             return 0
         if following.leader.namespace is not self.namespace:
             return 0
@@ -104,23 +99,23 @@ class PrefixSharing:
 
     def _first_page(self, request: Request) -> bytes:
         """Key of requests that may share a prefix: salt and first tokens."""
-        return request.state.cache_salt + request.token_bytes(self._page_tokens)
+        return request.state.cache_salt + request.token_bytes(self.page_tokens)
 
     def _follow(
         self, request: Request, leader: Request, cached_tokens: int
     ) -> PendingPrefix | None:
         siblings = leader.state.request_id == request.state.request_id
         if (
-            not ((siblings and self._forks) or self._indexed)
+            not ((siblings and self.forks) or self.indexed)
             or leader.namespace is not self.namespace
         ):
             return None
         # At least one token is computed by the request itself, to sample the next one from it.
         longest = min(leader.length, request.shared_max, request.length) - 1
-        common = _common_length(leader, request, longest) // self._page_tokens * self._page_tokens
-        if self._checkpoints is not None:
-            common = self._checkpoints.last(common, leader.length)
-        worth = self._page_tokens if siblings else max(self._page_tokens, WORTH_TOKENS)
+        common = _common_length(leader, request, longest) // self.page_tokens * self.page_tokens
+        if self.checkpoints is not None:
+            common = self.checkpoints.last(common, leader.length)
+        worth = self.page_tokens if siblings else max(self.page_tokens, WORTH_TOKENS)
         if common - cached_tokens < worth or leader.table is None:
             return None
         following = PendingPrefix(leader, leader.table, common)

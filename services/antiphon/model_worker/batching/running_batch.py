@@ -61,8 +61,8 @@ class RunningBatch:
         self._namespace_digest = namespace.digest()
         self.checkpoints = _checkpoints(limits, pools) if indexed else None
         self.prefix_sharing = PrefixSharing(
-            pools.page_tokens,
-            self._namespace_digest,
+            page_tokens=pools.page_tokens,
+            namespace=self._namespace_digest,
             indexed=indexed,
             forks=not pools.states,
             checkpoints=self.checkpoints,

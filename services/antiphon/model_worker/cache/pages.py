@@ -33,7 +33,7 @@ class PagePool:
         self._free = list(range(total - 1, -1, -1))
         self._holders = [0] * total
         self._cached = bytearray(total)
-        self._loose = 0
+        self.loose_count = 0
         self._loosened: list[int] = []
         self._loose_since = [0] * total  # last launched step when its last request released it
         self._fenced: deque[tuple[int, int]] = deque()  # (step that may still read it, page)
@@ -49,10 +49,6 @@ class PagePool:
     def used_count(self) -> int:
         """Pages with a holder, the prefix cache included; neither free nor fenced."""
         return self.total - len(self._free) - len(self._fenced)
-
-    @property
-    def loose_count(self) -> int:
-        return self._loose
 
     def holders(self, page: int) -> int:
         """Reference count of a page, the prefix cache included; 0 for a free or fenced one."""
@@ -85,7 +81,7 @@ class PagePool:
             count = holders[page]
             assert count > 0, "a page without a holder was shared"
             if count == 1 and self._cached[page]:
-                self._loose -= 1
+                self.loose_count -= 1
             holders[page] = count + 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -123,7 +119,7 @@ class PagePool:
             holders[page] -= 1
             if holders[page]:
                 continue
-            self._loose -= 1
+            self.loose_count -= 1
             if loose_since[page] <= self._step_finished:
                 self._free.append(page)
             else:
@@ -150,7 +146,7 @@ class PagePool:
         self._lift()
 
     def _loosen(self, page: int) -> None:
-        self._loose += 1
+        self.loose_count += 1
         self._loose_since[page] = self._step_launched
         if self._cached[page] == _WATCHED:
             self._cached[page] = _CACHED

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -223,6 +224,7 @@ class GrammarBackend:
         return compiler
 
 
+@dataclass
 class GrammarQueue:
     """Holds each sequence until its own grammar is ready, independently of the others.
 
@@ -231,50 +233,43 @@ class GrammarQueue:
     request without one, and the reason.
     """
 
-    def __init__(
-        self,
-        grammars: GrammarBackend,
-        group: asyncio.TaskGroup,
-        metrics: GrammarMetrics,
-        *,
-        hand_over: Callable[[RunChoice, GrammarMatcher], None],
-        refuse: Callable[[ChoiceKey, EngineError], None],
-    ) -> None:
-        self._grammars = grammars
-        self._group = group
-        self._metrics = metrics
-        self._hand_over = hand_over
-        self._refuse = refuse
-        self._waiting: dict[ChoiceKey, asyncio.Task[None]] = {}
+    grammars: GrammarBackend
+    group: asyncio.TaskGroup
+    metrics: GrammarMetrics
+    hand_over: Callable[[RunChoice, GrammarMatcher], None]
+    refuse: Callable[[ChoiceKey, EngineError], None]
+    _waiting: dict[ChoiceKey, asyncio.Task[None]] = field(
+        default_factory=dict["ChoiceKey", "asyncio.Task[None]"]
+    )
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, run: RunChoice) -> None:
-        self._waiting[run.key] = self._group.create_task(self._wait(run), name="grammar")
+        self._waiting[run.key] = self.group.create_task(self._wait(run), name="grammar")
 
     def drop(self, key: ChoiceKey) -> bool:
         """Remove a request; whether it was here."""
         task = self._waiting.pop(key, None)
         if task is None or not task.cancel():
             return False
-        self._metrics.aborted.inc()
+        self.metrics.aborted.inc()
         return True
 
     async def _wait(self, run: RunChoice) -> None:
         try:
-            matcher = await self._grammars.matcher(run.state)
+            matcher = await self.grammars.matcher(run.state)
         except EngineError as error:
-            self._metrics.aborted.inc()
-            self._refuse(run.key, error)
+            self.metrics.aborted.inc()
+            self.refuse(run.key, error)
         except Exception:
             # A last-resort boundary: whatever a client's grammar makes the code raise fails its own
             # request, not the service.
             log.exception("grammar not read", extra={"request_id": run.state.request_id})
-            self._metrics.aborted.inc()
-            self._refuse(run.key, Internal("the grammar of this request could not be read"))
+            self.metrics.aborted.inc()
+            self.refuse(run.key, Internal("the grammar of this request could not be read"))
         else:
-            self._hand_over(run, matcher)
+            self.hand_over(run, matcher)
         del self._waiting[run.key]
 
 

@@ -10,6 +10,7 @@ the grammar meant, so `Utf8` masks the tokens that begin them.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,31 +77,28 @@ class XgrammarCompiler:
                 )
 
 
+@dataclass(frozen=True, slots=True)
 class XgrammarGrammar:
-    def __init__(
-        self,
-        compiled: xgrammar.CompiledGrammar,
-        vocabulary: TokenVocabulary,
-        utf8: Utf8,
-        end_ids: frozenset[int],
-    ) -> None:
-        self.size_bytes = compiled.memory_size_bytes
-        self._compiled = compiled
-        self._vocabulary = vocabulary
-        self._utf8 = utf8
-        self._end_ids = end_ids
+    compiled: xgrammar.CompiledGrammar
+    vocabulary: TokenVocabulary
+    utf8: Utf8
+    model_eos_ids: frozenset[int]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.compiled.memory_size_bytes
 
     def eos_ids(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
         """The EOS tokens of a complete output: the model's, and stop tokens without text."""
-        tokens = self._vocabulary.tokens
-        return self._end_ids.union(
+        tokens = self.vocabulary.tokens
+        return self.model_eos_ids.union(
             token for token in stop_token_ids if token < len(tokens) and not tokens[token]
         )
 
     def start(self, stop_token_ids: Sequence[int]) -> XgrammarMatcher:
         ends = sorted(self.eos_ids(stop_token_ids))
-        matcher = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=ends)
-        return XgrammarMatcher(matcher, self._utf8)
+        matcher = xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=ends)
+        return XgrammarMatcher(matcher, self.utf8)
 
 
 class XgrammarMatcher:

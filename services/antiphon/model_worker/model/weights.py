@@ -14,8 +14,14 @@ from antiphon.config.model import LoadFormat
 from antiphon.model_card.config_json import text_name
 from antiphon.model_card.files import ENDINGS, ModelFiles, ModelLocation, files_at
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats.files import dummy_weights, read_safetensors, read_torch
-from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, TensorData, trim
+from antiphon.model_worker.model.formats.files import (
+    StoredTensor,
+    TensorData,
+    dummy_weights,
+    read_safetensors,
+    read_torch,
+    trim,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence

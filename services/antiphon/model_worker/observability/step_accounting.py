@@ -158,19 +158,20 @@ class LoadStats:
         )
 
 
+@dataclass
 class StepLog:
     """Logs each prefill batch, every `interval`-th decode batch, and retractions."""
 
-    def __init__(self, interval: int, size: WorkerSize) -> None:
-        self._interval = interval
-        self._size = size
-        self._decodes = 0
-        self._generated = 0
-        self._decoded_at: float | None = None
-        self._prefilled = 0
-        self._prefilled_at: float | None = None
-        self._retractions = self._retracted_tokens = 0
-        self._ratio: float | None = None
+    interval: int
+    size: WorkerSize
+    _decodes: int = 0
+    _generated: int = 0
+    _decoded_at: float | None = None
+    _prefilled: int = 0
+    _prefilled_at: float | None = None
+    _retractions: int = 0
+    _retracted_tokens: int = 0
+    _ratio: float | None = None
 
     def step(self, report: StepReport, output_tokens: int, now: float) -> None:
         if report.retractions > self._retractions:
@@ -183,7 +184,7 @@ class StepLog:
             self._prefill(report, now)
             return
         self._decodes += 1
-        if self._decodes % self._interval == 0:
+        if self._decodes % self.interval == 0:
             self._decode(report, now)
 
     def _prefill(self, report: StepReport, now: float) -> None:
@@ -194,7 +195,7 @@ class StepLog:
             report.prefill_rows,
             report.prefill_tokens,
             report.cached_tokens,
-            self._size.usage(report),
+            self.size.usage(report),
             max(0, report.running - report.prefill_rows),
             report.waiting,
             report.backlog.tokens,
@@ -207,8 +208,8 @@ class StepLog:
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: False, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
             report.running,
-            self._size.used_pages(report) * self._size.page_tokens,
-            self._size.usage(report),
+            self.size.used_pages(report) * self.size.page_tokens,
+            self.size.usage(report),
             _rate(self._generated, self._decoded_at, now),
             report.waiting,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -32,27 +33,27 @@ class LoopHung(Exception):
     pass
 
 
+@dataclass(kw_only=True)
 class StallDetector:
     """Compares the loop's progress counter several times a second, and detects stalls.
 
     The loop itself pays one assignment a step for it: time is measured here.
     """
 
-    def __init__(self, *, stall_s: float, limit_s: float) -> None:
-        self._stall_s = stall_s
-        self._limit_s = limit_s
-        self._progress_count = -1
-        self._since = 0.0
-        self._reported = False
+    stall_s: float
+    limit_s: float
+    _progress_count: int = -1
+    _since: float = 0.0
+    _reported: bool = False
 
     def observe(self, progress_count: int, now: float) -> StallVerdict | None:
         """Check a counter that grows whenever the loop begins something; 0 while it is idle."""
         if progress_count != self._progress_count or progress_count == 0:
             self._progress_count, self._since, self._reported = progress_count, now, False
             return None
-        if self.stalled_s(now) >= self._limit_s:
+        if self.stalled_s(now) >= self.limit_s:
             return StallVerdict.HUNG
-        if self.stalled_s(now) >= self._stall_s and not self._reported:
+        if self.stalled_s(now) >= self.stall_s and not self._reported:
             self._reported = True
             return StallVerdict.STALLED
         return None

@@ -37,18 +37,16 @@ class NumericsCheck:
         if beat.worker.bits == self.digest or self._conflict.done():
             return
         if state is ProcessState.STARTING or beat.process.incarnation < self._process.incarnation:
-            fields = ", ".join(self._differing(beat.worker.bits))
+            theirs, names = beat.worker.bits, ("model.deterministic",)
+            if theirs and self.digest:
+                names = differing(self.digest, theirs)
+            fields = ", ".join(names)
             message = f"{beat.process.instance} computes this model with other numerics: {fields}"
             self._conflict.set_result(message)
 
     async def wait_for_conflict(self) -> None:
         """Wait until this worker has to end; raises `CannotStart`, which names the differences."""
         raise CannotStart(await self._conflict)
-
-    def _differing(self, theirs: str) -> tuple[str, ...]:
-        if not theirs or not self.digest:
-            return ("model.deterministic",)
-        return differing(self.digest, theirs)
 
 
 def other_workers(peers: Iterable[Peer], model: ModelName | None) -> list[WorkerLoad]:

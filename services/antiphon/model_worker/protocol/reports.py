@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ REPORTS_MAX = 64
 """Steps that the batching loop may be ahead of the event loop before it waits."""
 
 
+@dataclass(kw_only=True)
 class ReportQueue:
     """A queue between two threads, which reports with only tokens may bypass.
 
@@ -26,18 +28,13 @@ class ReportQueue:
     event loop that is far behind.
     """
 
-    def __init__(
-        self,
-        *,
-        relay: Callable[[StepReport], bool],
-        take: Callable[[Iterator[tuple[StepReport, bool]]], None],
-        wait_s: float,
-    ) -> None:
-        self._wait_s = wait_s
+    relay: Callable[[StepReport], bool]
+    take: Callable[[Iterator[tuple[StepReport, bool]]], None]
+    wait_s: float
+
+    def __post_init__(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._event_loop.create_future()
-        self._relay = relay
-        self._take = take
         self._waiting: deque[StepReport] = deque()
         self._taken = threading.Event()
 
@@ -50,7 +47,7 @@ class ReportQueue:
         A `TimeoutError` ends the process, so that its supervisor starts another: the event loop
         hangs, and heartbeats with it, so that peers have considered it dead long before.
         """
-        if report.steady and self._relay(report):
+        if report.steady and self.relay(report):
             return
         if len(self) >= REPORTS_MAX:
             self._wait()
@@ -58,7 +55,7 @@ class ReportQueue:
         self._event_loop.call_soon_threadsafe(self._turn)
 
     def _wait(self) -> None:
-        until = time.monotonic() + self._wait_s
+        until = time.monotonic() + self.wait_s
         while len(self) >= REPORTS_MAX:
             # Cleared before the second check, or a report taken in between would wake no thread.
             self._taken.clear()
@@ -66,13 +63,13 @@ class ReportQueue:
             if len(self) >= REPORTS_MAX and not self._taken.wait(max(0.0, left_s)) and left_s <= 0:
                 raise TimeoutError(
                     f"the event loop processed none of {REPORTS_MAX} step reports in"
-                    f" {self._wait_s:g} s"
+                    f" {self.wait_s:g} s"
                 )
 
     def _turn(self) -> None:
         """Process all queued reports in one turn of the event loop: a task would take another."""
         try:
-            self._take(self._all())
+            self.take(self._all())
         except Exception as error:  # noqa: BLE001  # raised where `failed` is awaited
             if not self.failed.done():
                 self.failed.set_exception(error)

@@ -30,8 +30,7 @@ from antiphon.model_worker.batching.plan import (
     StepPlan,
 )
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
-from antiphon.model_worker.model.cache_scales import scales_digest
-from antiphon.model_worker.model.load import LoadedModel, load
+from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import ForwardContexts
 from antiphon.model_worker.runner.input_batch import (
     FutureTokens,

@@ -50,7 +50,9 @@ def _group(
         kind, page_bytes = GroupKind.PASS, 0
     else:
         _refuse_cut_pages(cache, page_tokens)
-        kind = _kind(cache)
+        kind = GroupKind.FULL if cache.window is None else GroupKind.WINDOW
+        if isinstance(cache, LatentSizes):
+            kind = GroupKind.LATENT
         page_bytes = page_tokens * cache.token_bytes(ranks, build.kv_dtype)
     return CacheGroup(
         kind=kind,
@@ -61,12 +63,6 @@ def _group(
         window=cache.window if isinstance(cache, KvSpec) else None,
         shard=Shard(rank=build.tp.rank, ranks=ranks),
     )
-
-
-def _kind(cache: KvSpec | LatentSizes) -> GroupKind:
-    if isinstance(cache, LatentSizes):
-        return GroupKind.LATENT
-    return GroupKind.FULL if cache.window is None else GroupKind.WINDOW
 
 
 def _refuse_cut_pages(cache: KvSpec | LatentSizes, page_tokens: int) -> None:

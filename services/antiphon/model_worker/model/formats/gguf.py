@@ -25,7 +25,7 @@ from gguf import (
 
 from antiphon.model_card.weight_headers import GgufHeader, GgufTensor, read_gguf
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats.stored_tensor import StoredTensor, numbers, open_file
+from antiphon.model_worker.model.formats.files import StoredTensor, numbers, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
