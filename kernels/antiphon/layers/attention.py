@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -315,12 +316,10 @@ class PerTokenQkNorm(QkNorm):
 
     def sources(self) -> Iterator[WeightSource]:
         for name, size, weight in zip(self._names, self._sizes, self._weights, strict=True):
-            yield WeightSource(
-                f"{name}.weight", (size,), lambda tensor, weight=weight: self._load(weight, tensor)
-            )
+            yield WeightSource(f"{name}.weight", (size,), partial(self._load, weight))
 
     def _load(self, weight: Tensor, tensor: Tensor) -> None:
-        void(weight.copy_(tensor.chunk(self._ranks)[self._rank]))
+        weight.copy_(tensor.chunk(self._ranks)[self._rank])
 
     def _normalised(self, ctx: ForwardContext, heads: Tensor, weight: Tensor) -> Tensor:
         rows = heads.flatten(1)

@@ -164,7 +164,6 @@ def _in_order(words: Tensor) -> Tensor:
 
 
 def _shared(inputs: int, group: int, *, ordered: bool) -> Axis | int:
-    """The axis of values shared by groups of inputs."""
     shared = groups(inputs, group)
     # With activation order, an input may be of any group: every slice needs all of them.
     return shared.size(inputs) if ordered and not isinstance(shared, int) else shared

@@ -316,18 +316,18 @@ class CompileBackoff:
         return Overloaded(message, retry_after_s=pause_s)
 
 
+@dataclass(kw_only=True)
 class LruCache(Generic[K, V]):
     """A map bounded by entries and bytes; evicts the least recently used entry.
 
     The last entry is never evicted, however large it is: it has just been requested.
     """
 
-    def __init__(
-        self, *, entries_max: int, bytes_max: int, size_bytes: Callable[[K, V], int]
-    ) -> None:
-        self._entries_max = entries_max
-        self._bytes_max = bytes_max
-        self._size_bytes = size_bytes
+    entries_max: int
+    bytes_max: int
+    size_bytes: Callable[[K, V], int]
+
+    def __post_init__(self) -> None:
         self._entries: OrderedDict[K, V] = OrderedDict()
         self._bytes = 0
 
@@ -340,13 +340,13 @@ class LruCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         before = self._entries.pop(key, None)
         if before is not None:
-            self._bytes -= self._size_bytes(key, before)
+            self._bytes -= self.size_bytes(key, before)
         self._entries[key] = value
-        self._bytes += self._size_bytes(key, value)
+        self._bytes += self.size_bytes(key, value)
         while len(self._entries) > 1 and (
-            len(self._entries) > self._entries_max or self._bytes > self._bytes_max
+            len(self._entries) > self.entries_max or self._bytes > self.bytes_max
         ):
-            self._bytes -= self._size_bytes(*self._entries.popitem(last=False))
+            self._bytes -= self.size_bytes(*self._entries.popitem(last=False))
 
 
 def _check_and_compile(

@@ -159,7 +159,6 @@ def _values(schema: Object) -> list[Json] | None:
 
 
 def _parts(schema: Object) -> list[Json]:
-    """The alternatives of a schema."""
     for word in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(word)
         if isinstance(parts, list):

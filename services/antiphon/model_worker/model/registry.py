@@ -6,6 +6,7 @@ Code in a model folder is never run, but named in the error where a model would 
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -138,13 +139,8 @@ def _remote_code(config: bytes) -> tuple[str, ...]:
         mapped = msgspec.json.decode(config, type=_AutoMapConfig).auto_map.values()
     except msgspec.DecodeError as error:
         raise ConfigError(f"config.json: {error}") from error
-    targets = [
-        target
-        for value in mapped
-        for target in ([value] if isinstance(value, str) else value)
-        if target is not None
-    ]
-    return tuple(dict.fromkeys(_shown(target) for target in targets))
+    targets = chain.from_iterable([each] if isinstance(each, str) else each for each in mapped)
+    return tuple(dict.fromkeys(_shown(target) for target in targets if target is not None))
 
 
 def _shown(target: str) -> str:

@@ -183,11 +183,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     further_layers: int = 0
 
     @property
-    def generative(self) -> bool:
-        """Whether it has logits, from which tokens can be sampled."""
-        return isinstance(self.head, HeadSpec)
-
-    @property
     def causal(self) -> bool:
         """Whether attention is causal, so that a text may be prefilled in chunks."""
         mixers = (mixer for layer in self.layers for mixer in layer.mixers)

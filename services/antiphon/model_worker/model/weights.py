@@ -103,28 +103,24 @@ class Checkpoint:
         """
         wanted = {source.name: source for source in sources}
         held = [(self.tensors[name], one) for name, one in wanted.items() if name in self.tensors]
-        complaints = (
-            _listed("missing", sorted(wanted.keys() - self.tensors)),
-            _listed("unexpected", sorted(self._unexpected(wanted, ignored, blank, passed_over))),
-            _listed(
-                "of another shape",
-                [
-                    f"{one.name} {tensor.shape}, not {one.shape}"
-                    for tensor, one in held
-                    if not one.fits(tensor.shape)
-                ],
-            ),
-            _listed(
-                "of another number format",
-                [
-                    f"{one.name} {_dtype_names(tensor.dtype)}, not {_dtype_names(*one.dtypes)}"
-                    for tensor, one in held
-                    if tensor.dtype not in one.dtypes
-                ],
-            ),
+        shapes = (
+            f"{one.name} {tensor.shape}, not {one.shape}"
+            for tensor, one in held
+            if not one.fits(tensor.shape)
         )
-        if any(complaints):
-            raise ModelLoadError("weights: " + "; ".join(filter(None, complaints)))
+        dtypes = (
+            f"{one.name} {_dtype_names(tensor.dtype)}, not {_dtype_names(*one.dtypes)}"
+            for tensor, one in held
+            if tensor.dtype not in one.dtypes
+        )
+        found = {
+            "missing": sorted(wanted.keys() - self.tensors),
+            "unexpected": sorted(self._unexpected(wanted, ignored, blank, passed_over)),
+            "of another shape": list(shapes),
+            "of another number format": list(dtypes),
+        }
+        if complaints := [_listed(what, names) for what, names in found.items() if names]:
+            raise ModelLoadError("weights: " + "; ".join(complaints))
 
     def _unexpected(
         self,
@@ -183,9 +179,7 @@ def _endings(files: ModelFiles) -> str:
     return " or ".join(ENDINGS[files.format])
 
 
-def _listed(what: str, names: list[str]) -> str | None:
-    if not names:
-        return None
+def _listed(what: str, names: list[str]) -> str:
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return f"{what}: {', '.join(names[:NAMED_MAX])}{more}"
 

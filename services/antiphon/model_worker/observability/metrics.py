@@ -105,12 +105,10 @@ class WorkerMetrics:
         self._extend_s, self._decode_s = forward.labels("extend"), forward.labels("decode")
         realtime = metrics.counter(catalog.REALTIME_TOKENS)
         self._token_totals = {
-            "computed": RunningTotal(metrics.counter(catalog.COMPUTED_TOKENS)),
-            **{
-                kind: RunningTotal(realtime.labels(kind))
-                for kind in ("prefill_compute", "prefill_cache", "decode")
-            },
+            kind: RunningTotal(realtime.labels(kind))
+            for kind in ("prefill_compute", "prefill_cache", "decode")
         }
+        self._token_totals["computed"] = RunningTotal(metrics.counter(catalog.COMPUTED_TOKENS))
         self._totals = [(RunningTotal(metrics.counter(spec)), read) for spec, read in _TOTALS]
         self._gauges = [(metrics.gauge(spec), read) for spec, read in _GAUGES]
         self._load_gauges = [(metrics.gauge(spec), read) for spec, read in _LOAD_GAUGES]

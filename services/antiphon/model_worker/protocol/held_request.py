@@ -156,7 +156,6 @@ class HeldChoice:
             self._sent = min(border, offset + self._row_tokens_max())
             self._end_sent = self.finish is not None and self._sent == self._end
             ids = bytes(self._ids[max(0, offset) * ID_BYTES : max(0, self._sent) * ID_BYTES])
-            details = None if self._details is None else self._details.read(offset, self._sent)
             finish = self.finish if self._end_sent else None
             origin = self._news(offset, self._sent)
             yield TokenRow(
@@ -165,7 +164,7 @@ class HeldChoice:
                 attempt=self._attempt,
                 offset=offset,
                 token_ids=ids,
-                details=details,
+                details=None if self._details is None else self._details.read(offset, self._sent),
                 stream=stream,
                 weights=origin.weights if origin else None,
                 retractions=origin.retractions if origin else 0,

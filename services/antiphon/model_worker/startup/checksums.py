@@ -49,8 +49,7 @@ def verify(files: ModelFiles, load: LoadConfig, model_path: str) -> None:
         expected = _of_hub(list_published_files(source, load), files, source)
     with ThreadPoolExecutor(READERS, thread_name_prefix="checksum") as readers:
         found = list(readers.map(partial(_compare, files.folder), expected.items()))
-    errors = [error for error in found if error is not None]
-    if errors:
+    if errors := list(filter(None, found)):
         raise ConfigError(f"load.checksum = {load.checksum}: {'; '.join(errors)}")
     log.info("checksums match", extra={"files": len(expected), "source": source})
 

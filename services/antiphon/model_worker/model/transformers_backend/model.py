@@ -251,7 +251,6 @@ def _probe_layers(
     base: Callable[..., LayersOutput],
     logits: Callable[[None, Tensor], Tensor],
 ) -> tuple[ModelSpec, tuple[AttentionParams, ...]]:
-    """Run one token, and record the attention of each layer."""
     found: dict[int, tuple[AttentionSpec, AttentionParams]] = {}
 
     def attend(call: AttentionCall) -> Tensor:
