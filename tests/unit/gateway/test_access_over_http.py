@@ -488,15 +488,14 @@ async def test_path_over_the_limit_is_431() -> None:
         assert b" 431 " in head.partition(b"\r\n")[0]
 
 
-async def test_headers_that_never_end_are_not_waited_for(
-    at: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_headers_that_never_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "IDLE_S", 0.05)
-    reader, writer = await asyncio.open_connection("127.0.0.1", at.service.port)
-    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: ")
-    async with asyncio.timeout(10):
-        assert await reader.read() == b""
-    writer.close()
+    async with house() as at:
+        reader, writer = await asyncio.open_connection("127.0.0.1", at.service.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: ")
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
 
 
 async def test_refused_call_gets_its_reply_before_its_body_has_come() -> None:
