@@ -65,7 +65,6 @@ class CustomLabels:
         return ("",) * len(self.names)
 
     def read(self, headers: Mapping[str, str]) -> None:
-        """Set the labels of the current task from a request's headers."""
         if self.names:
             # Set every time, since all requests of a connection are read in one task.
             text = headers.get(self._header)
@@ -116,22 +115,16 @@ class GatewayMetrics:
         self.http_requests = metrics.counter(catalog.HTTP_REQUESTS)
         self.http_responses = metrics.counter(catalog.HTTP_RESPONSES)
         self.http_active = metrics.gauge(catalog.HTTP_REQUESTS_ACTIVE)
-        self.unknown_fields = Counter(
-            "antiphon_unknown_fields",
-            "Undocumented fields of bodies, which were ignored.",
-            registry=metrics.registry,
-        )
-        self.keys_read = Counter(
-            "antiphon_keys_file_reads",
-            "Number of changes of the keys file.",
-            ("outcome",),
-            registry=metrics.registry,
-        )
-        self.text_resumes = Counter(
-            "antiphon_text_resumes",
-            "Number of requests for missing text to a detokenizer.",
-            registry=metrics.registry,
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"antiphon_{name}", text, labels, registry=metrics.registry)
+
+        text = "Undocumented fields of bodies, which were ignored."
+        self.unknown_fields = counter("unknown_fields", text)
+        text = "Number of changes of the keys file."
+        self.keys_read = counter("keys_file_reads", text, "outcome")
+        text = "Number of requests for missing text to a detokenizer."
+        self.text_resumes = counter("text_resumes", text)
 
     @contextmanager
     def count_rejections(self, tenant: TenantId | None = None) -> Generator[None]:

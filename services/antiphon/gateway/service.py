@@ -156,7 +156,6 @@ def _server(
 
 
 def _show_model(runtime: Runtime, model: ModelName) -> ModelMetrics:
-    """Make `/metrics` cover the whole model."""
     own = partial(report_of, Role.GATEWAY, model, runtime, number=0)
     config = runtime.settings.metrics
     model_metrics = ModelMetrics(config, model, runtime.process, runtime.clock.now, own)

@@ -264,7 +264,6 @@ class Sessions:
         raise InvalidRequest(f"session '{name}' is already open", param="session_id")
 
     async def close(self, tenant: TenantId, name: str) -> None:
-        """Close a session and abort its running requests."""
         # Also a swap: a request being accepted is in it, or sees that it is closed.
         held = await self._change(tenant, name, Session.close)
         if held is None:
@@ -374,7 +373,6 @@ class Sessions:
         )
 
     async def _drop(self, tenant: TenantId, name: str, nodes: Mapping[str, SessionNode]) -> None:
-        """Delete the tokens of requests, and abort running ones."""
         for rid, node in nodes.items():
             if node.owner is None:
                 await self.store.forget(tenant, name, rid)

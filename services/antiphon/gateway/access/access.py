@@ -159,7 +159,6 @@ class Access:
         return found
 
     def authenticate_tenant(self, key: str | None, tenant: TenantId) -> TenantId:
-        """Return the claimed tenant, if the key is one of its keys."""
         if not self.guarded:
             return tenant
         if self.authenticate(key).tenant != tenant:
@@ -229,7 +228,6 @@ class Access:
         return tokens_max
 
     async def follow(self, keys: KeysFile, metrics: GatewayMetrics) -> None:
-        """Apply the keys file whenever it changes."""
         while True:
             await asyncio.sleep(POLL_S)
             news = await asyncio.to_thread(keys.reload_if_changed)

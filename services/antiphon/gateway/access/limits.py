@@ -211,7 +211,6 @@ def _bucket(per_minute: int | None, burst: int | None, now: float) -> TokenBucke
 
 
 def _carry_over(old: TokenBucket | None, new: TokenBucket | None, now: float) -> TokenBucket | None:
-    """Carry the usage of an old bucket, if there was one, over to a new one."""
     if old is None or new is None:
         return new
     if (old.rate, old.burst) == (new.rate, new.burst):

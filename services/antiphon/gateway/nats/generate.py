@@ -413,7 +413,6 @@ async def _respond(
 
 
 def _digest(request: GenerateRequest) -> bytes:
-    """Digest of the fields that determine the output."""
     content = msgspec.structs.replace(request, traceparent=None, timeout_s=None)
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 

@@ -18,7 +18,6 @@ _CLIENT = re.compile(r"client\.([A-Za-z0-9_=-]+)\.[^\s*>]+")
 
 
 def authenticate(submission: Submission, api_key: str | None, delivery: Delivery) -> TenantId:
-    """Return the tenant of a request, whose key must be one of the tenant's."""
     with submission.metrics.count_rejections():
         return submission.access.authenticate_tenant(api_key, tenant_of(delivery))
 

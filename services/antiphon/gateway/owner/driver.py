@@ -86,7 +86,6 @@ class OwnerDriver:
         return tuple(self._streams.values())
 
     def abort(self, stream: RequestStream) -> None:
-        """Finish each choice of a request with `abort`, so that the request succeeds."""
         if stream.ended is None:
             self._apply(self._owner.abort(stream.submit.request_id))
 
@@ -220,7 +219,6 @@ class OwnerDriver:
             return Internal("internal error")
 
     def _update_timer(self) -> None:
-        """Set the timer if the owner needs an earlier wake-up."""
         if self._timer is not None and self._owner.wake_at() < self._timer_at:
             self._timer.cancel()
             self._start_timer()

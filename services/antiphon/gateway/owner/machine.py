@@ -174,7 +174,6 @@ class Owner:
         return self._take_actions()
 
     def text_arrived(self, batch: TextBatch) -> list[Action]:
-        """Deliver the new text of a batch, and fetch missing text before it."""
         if batch.gateway != self._process:
             return []  # for an earlier incarnation
         sender = batch.detokenizer
@@ -478,7 +477,6 @@ class Timers(Generic[K]):
 
 
 def _is_retryable(error: EngineError, *, accepted: bool) -> bool:
-    """Whether a submit that failed with this error may succeed later."""
     if isinstance(error, Overloaded):
         return accepted
     return isinstance(error, DeadlineExceeded | Unavailable | WrongTerm)

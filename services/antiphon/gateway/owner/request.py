@@ -99,7 +99,6 @@ class OwnedRequest:
 
     @property
     def has_output(self) -> bool:
-        """Whether output of the followed attempt was delivered."""
         return any(choice.started for choice in self._choices)
 
     @property

@@ -58,7 +58,6 @@ class AnswerParser:
         return self._calls.held + (self._thinking.held if self._thinking else 0)
 
     def feed(self, text: str) -> list[Event]:
-        """Parse the next piece; return the events that are certain."""
         (self._thinking or self._calls).feed(text)
         return self._out.drain()
 
@@ -87,7 +86,6 @@ class AnswerParser:
 
 
 def parse(parser: AnswerParser, pieces: Sequence[str]) -> Parsed:
-    """Parse a complete output."""
     events = [event for piece in pieces for event in parser.feed(piece)]
     return collect([*events, *parser.end()])
 

@@ -92,7 +92,6 @@ def calls_within(tools: Sequence[Tool], form: CallGrammar) -> Grammar:
 
 
 def calls_or(calls: Grammar, form: Grammar) -> Grammar:
-    """Calls only, or output that matches a constraint."""
     return _structural_tag({"type": "or", "elements": [_node(calls), _node(form)]})
 
 

@@ -226,7 +226,6 @@ def received_line(record: RequestRecord, level: int) -> dict[str, object]:
 
 
 def finished_line(record: RequestRecord, level: int) -> dict[str, object]:
-    """Format the end of a request, with everything logged on arrival."""
     assert record.ended_unix_ms is not None
     line = _head(FINISHED, record.ended_unix_ms, record)
     line |= _request_fields(record, level) | _end(record)

@@ -243,10 +243,7 @@ def sampling_params(
     Of the `defaults`, which are the operator's and the model's, the first takes precedence.
     """
     for name, ids in _named_ids(options):
-        if max(ids, default=0) >= vocabulary_size:
-            last = vocabulary_size - 1
-            text = f"token id {max(ids)} is out of range; the vocabulary ends at {last}"
-            raise InvalidRequest.at(name, text)
+        check_token_ids(ids, vocabulary_size, name)
     for processor in options.processors:
         if isinstance(processor, AllowRange) and processor.first > processor.last:
             raise InvalidRequest.at(
@@ -270,6 +267,13 @@ def sampling_params(
     if params.top_k < 0 or params.top_k >= _TOP_K_ALL:
         return msgspec.structs.replace(params, top_k=0)
     return params
+
+
+def check_token_ids(ids: Collection[int], vocabulary_size: int, field: str) -> None:
+    if max(ids, default=0) >= vocabulary_size:
+        last = vocabulary_size - 1
+        text = f"token id {max(ids)} is out of range; the vocabulary ends at {last}"
+        raise InvalidRequest.at(field, text)
 
 
 def set_fields(source: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, object]:

@@ -387,7 +387,6 @@ def _name(gen_request: GenerationRequest) -> tuple[TenantId, ClientKey] | None:
 
 
 def _check_model_kind(gen_request: GenerationRequest, encoded: EncodeReply) -> None:
-    """Reject generation of a pooling model, and pooling of a generation model."""
     pools = gen_request.pooling is not None
     if pools != (encoded.pooling is not None):
         raise wrong_model("embed" if pools else "generate text", encoded.pooling)

@@ -10,6 +10,7 @@ import msgspec
 
 from antiphon.config.gateway import read_template_kwargs
 from antiphon.gateway.parsing.formats import Formats, formats_of
+from antiphon.gateway.requests.generation_request import check_token_ids
 from antiphon.service.clock import deadline_in, remaining_s
 from antiphon.service.peers import Liveness, Peer, PeerChange
 from antiphon.wire.base import ProcessState, Role
@@ -25,7 +26,6 @@ from antiphon.wire.digests import (
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
-    InvalidRequest,
     Overloaded,
     PromptTooLong,
     Unavailable,
@@ -174,10 +174,7 @@ class TokenizerClient:
                 )
             untruncated_tokens = len(prompt_ids)
             prompt_ids = prompt_ids[: card.context_tokens]
-        if max(prompt_ids, default=0) >= card.vocabulary_size:
-            last = card.vocabulary_size - 1
-            text = f"token id {max(prompt_ids)} is out of range; the vocabulary ends at {last}"
-            raise InvalidRequest.at("prompt", text)
+        check_token_ids(prompt_ids, card.vocabulary_size, "prompt")
         ids = pack_ids(prompt_ids)
         return msgspec.structs.replace(
             card,
@@ -247,7 +244,6 @@ class TokenizerClient:
                     self._cancel(request.request_id)
 
     def _cancel(self, request_id: RequestId) -> None:
-        """Cancel the work of tokenizers for a request that was aborted or has its reply."""
         try:
             self._runtime.bus.publish(
                 CANCEL_ENCODE, CancelEncode(request_id=request_id), model=self._model

@@ -87,7 +87,6 @@ class RequestStream:
 
 
 def raise_if_failed(events: list[StreamEvent]) -> None:
-    """Raise the error of a request that failed before any output."""
     first = events[0]
     if isinstance(first, Ended) and first.error is not None:
         raise first.error
@@ -135,7 +134,6 @@ class CollectedResponse:
 
     @property
     def weight_version(self) -> str | None:
-        """Weight version that sampled the last tokens, if known."""
         names = [choice.origins[-1].weights for choice in self.choices if choice.origins]
         return names[-1] if names else None
 

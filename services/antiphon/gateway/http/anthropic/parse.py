@@ -257,7 +257,6 @@ def _anthropic_path(text: str) -> str:
 
 
 def _function(tool: ToolBody, at: str) -> Json:
-    """Convert a tool to the format of chat templates."""
     if tool.type not in (None, "custom"):
         text = f"'{tool.type}' is a server tool of Anthropic's; only custom tools are supported"
         raise Unsupported(text, param=f"{at}.type")

@@ -73,7 +73,6 @@ class MessagesResponseWriter(ResponseWriter):
         self._finished: Finished | None = None
 
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
-        """Return one message, assembled from the blocks of the stream."""
         (answer,) = answers
         (collected,) = answer.choices
         block_events = self._blocks.add(self._parser.feed(collected.text))

@@ -138,7 +138,6 @@ async def _read(request: web.Request, bytes_max: int, count: Callable[[int], Non
 
 
 def failure(error: EngineError, request: web.BaseRequest) -> web.Response:
-    """Write an error as a response, in the format of the request's path."""
     shape = shape_of(request.path)
     response = web.Response(
         status=shape.status(error),

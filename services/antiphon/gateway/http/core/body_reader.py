@@ -199,7 +199,6 @@ def _resolve(name: str) -> object:
 
 
 def run_job(data: bytes) -> bytes:
-    """Run a job. Called in the child process."""
     job = msgspec.msgpack.decode(data, type=BodyJob)
     try:
         return msgspec.msgpack.encode(_run_job(job))

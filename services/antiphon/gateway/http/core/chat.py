@@ -172,7 +172,6 @@ class OutputParser:
         )
 
     def feed(self, text: str) -> list[Event]:
-        """Parse more text; return the events that are certain."""
         if self._plain:
             return [Content(text)] if text else []
         return self._filter_reasoning(self._parser.feed(text))

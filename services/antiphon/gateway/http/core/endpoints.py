@@ -81,7 +81,6 @@ class Endpoints:
 
     @property
     def served(self) -> tuple[ModelName, ...]:
-        """Names of the served model."""
         return served_names(self.runtime.settings)
 
     def check_model(self, requested: str | None) -> None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON lacks; OpenAI's API uses it too."""
 
-NOTHING_BEFORE: tuple[str, ...] = ()
-
 
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
@@ -56,7 +54,6 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
 
 def chat_logprobs(piece: TokenOutputsChunk | None) -> ChatLogprobs | None:
-    """Convert token outputs to the format of chat completions; None without them."""
     if piece is None:
         return None
     content = [
@@ -81,7 +78,7 @@ def chat_logprobs(piece: TokenOutputsChunk | None) -> ChatLogprobs | None:
 
 
 def text_logprobs(
-    piece: TokenOutputsChunk | None, start: int, before: tuple[str, ...] = NOTHING_BEFORE
+    piece: TokenOutputsChunk | None, start: int, before: tuple[str, ...] = ()
 ) -> TextLogprobs | None:
     """Convert token outputs to the format of text completions; None without them.
 

@@ -14,7 +14,7 @@ from antiphon.wire.codec import unpack_ids
 from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from antiphon.gateway.stream.stream import ChoiceEvent, CollectedResponse, RequestStream
     from antiphon.service.service import Runtime
@@ -153,7 +153,6 @@ def weight_spans(origins: Sequence[Origin], tokens: int) -> list[WeightSpan]:
 
 
 def weight_version(runtime: Runtime) -> str:
-    """Weight version of the workers."""
     beats = (peer.heartbeat for peer in runtime.peers.with_role(Role.WORKER))
     named = (beat.worker.weight_version for beat in beats if beat.worker is not None)
     return next((name for name in named if name), "default")
@@ -178,59 +177,6 @@ def output_ids(piece: TokenOutputsChunk | None) -> list[int]:
         return []
     ids = unpack_ids(piece.details.token_ids)
     return [token for token in ids[max(0, -piece.offset) :] if token >= 0]
-
-
-def scores(
-    piece: TokenOutputsChunk,
-    reply_options: GenerateResponseOptions,
-    prompt_ids: Sequence[int],
-    *,
-    texts: Mapping[int, str],
-    first_text: str | None,
-    begins: bool,
-) -> dict[str, list[object]]:
-    """Compute the logprob fields of `MetaInfo` for a piece; it may include prompt tokens."""
-    first = reply_options.start - len(prompt_ids)
-    entries = list(enumerate(piece.details.iter_tokens(), piece.offset))
-    output = (token for offset, token in entries if offset >= 0)
-    columns = _columns("output", output, texts, reply_options)
-    if reply_options.start < 0 or (piece.offset >= 0 and not begins):
-        return columns
-    prompt = (token for offset, token in entries if first <= offset < 0)
-    read = _columns("input", prompt, texts, reply_options)
-    if begins and reply_options.start == 0:  # the first prompt token has no logprob
-        for name, column in read.items():
-            unscored = (None, prompt_ids[0], first_text)
-            column.insert(0, unscored if name == "input_token_logprobs" else None)
-    return {**columns, **read}
-
-
-def _columns(
-    side: str,
-    tokens: Iterable[TokenOutput],
-    texts: Mapping[int, str],
-    reply_options: GenerateResponseOptions,
-) -> dict[str, list[object]]:
-    scored: list[object] = []
-    tops: list[object] = []
-    named: list[object] = []
-    for token in tokens:
-        if token.token_id >= 0:
-            scored.append(_scored(token.logprob, token.token_id, texts))
-        tops.append([_scored(logprob, each, texts) for each, logprob in token.top if each >= 0])
-        pairs = zip(token.named, reply_options.named_ids, strict=False)
-        named.append([_scored(logprob, each, texts) for logprob, each in pairs])
-    columns = {f"{side}_token_logprobs": scored}
-    if reply_options.top:
-        columns[f"{side}_top_logprobs"] = tops
-    if reply_options.named_ids:
-        columns[f"{side}_token_ids_logprobs"] = named
-    return columns
-
-
-def _scored(logprob: float | None, token_id: int, texts: Mapping[int, str]) -> Scored:
-    value = None if logprob is None else max(logprob, LOWEST)
-    return value, token_id, texts.get(token_id)
 
 
 class GenerateOutputs:
@@ -365,7 +311,6 @@ class GenerateReplyWriter:
         self.restart()
 
     def restart(self) -> None:
-        """Return only what is added from here on."""
         self._text = bytearray()
         self._ids = JsonList()
         self._columns: dict[str, JsonList] = {}
@@ -390,15 +335,7 @@ class GenerateReplyWriter:
         self.ids += ids
         self._ids.add(ids)
         if self._options.logprobs:
-            columns = scores(
-                piece,
-                self._options,
-                self._prompt_ids,
-                texts=self._known,
-                first_text=self._first_text,
-                begins=begins,
-            )
-            for name, items in columns.items():
+            for name, items in self._scores(piece, begins=begins).items():
                 self._columns.setdefault(name, JsonList()).add(items)
         if self._options.hidden:
             self._add_hidden_states(piece, together=self._options.hidden == FULL)
@@ -428,6 +365,43 @@ class GenerateReplyWriter:
             parts = [*([bytes(read.raw)] if read else ()), *([bytes(drawn.body)] if drawn else ())]
             fields["hidden_states"] = msgspec.Raw(b"[%b]" % b",".join(parts))
         return fields
+
+    def _scores(self, piece: TokenOutputsChunk, *, begins: bool) -> dict[str, list[object]]:
+        """Return the logprob fields of `MetaInfo` for a piece; it may include prompt tokens."""
+        start = self._options.start
+        entries = list(enumerate(piece.details.iter_tokens(), piece.offset))
+        columns = self._score_columns("output", (token for at, token in entries if at >= 0))
+        if start < 0 or (piece.offset >= 0 and not begins):
+            return columns
+        first = start - len(self._prompt_ids)
+        read = self._score_columns("input", (token for at, token in entries if first <= at < 0))
+        if begins and start == 0:  # the first prompt token has no logprob
+            for name, column in read.items():
+                unscored = (None, self._prompt_ids[0], self._first_text)
+                column.insert(0, unscored if name == "input_token_logprobs" else None)
+        return {**columns, **read}
+
+    def _score_columns(self, side: str, tokens: Iterable[TokenOutput]) -> dict[str, list[object]]:
+        named_ids = self._options.named_ids
+        scored: list[object] = []
+        tops: list[object] = []
+        named: list[object] = []
+        for token in tokens:
+            if token.token_id >= 0:
+                scored.append(self._scored(token.logprob, token.token_id))
+            tops.append([self._scored(logprob, each) for each, logprob in token.top if each >= 0])
+            pairs = zip(token.named, named_ids, strict=False)
+            named.append([self._scored(logprob, each) for logprob, each in pairs])
+        columns = {f"{side}_token_logprobs": scored}
+        if self._options.top:
+            columns[f"{side}_top_logprobs"] = tops
+        if named_ids:
+            columns[f"{side}_token_ids_logprobs"] = named
+        return columns
+
+    def _scored(self, logprob: float | None, token_id: int) -> Scored:
+        value = None if logprob is None else max(logprob, LOWEST)
+        return value, token_id, self._known.get(token_id)
 
     def _add_hidden_states(self, piece: TokenOutputsChunk, *, together: bool) -> None:
         """Add hidden states: those of the prompt as one list if `together`, else one per token.

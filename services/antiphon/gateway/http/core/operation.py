@@ -61,8 +61,6 @@ def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
 
 
 def refusal(error: type[EngineError], message: str) -> Handler:
-    """Return the handler of a route that is not supported."""
-
     async def refuse(_: web.Request) -> NoReturn:
         raise error(message)
 
@@ -87,7 +85,6 @@ def openapi_operation(operations: Sequence[Operation], prefix: str) -> Operation
 
 
 def document(operations: Sequence[Operation]) -> Object:
-    """Describe operations in OpenAPI 3.1."""
     types: set[object] = {
         each
         for one in operations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
@@ -62,23 +63,14 @@ _STREAM = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class ResponseHandler:
     """Holds a connection until its response is sent, or its client disconnects."""
 
-    def __init__(
-        self,
-        submission: Submission,
-        detached: DetachedTasks,
-        keepalive: Keepalive,
-        bodies: BodyReader,
-    ) -> None:
-        self._submission = submission
-        self._driver = submission.driver
-        self._metrics = submission.metrics
-        self._detached = detached
-        self._keepalive = keepalive
-        self._bodies = bodies
-        self._body_bytes_max = submission.runtime.settings.gateway.body_bytes_max
+    _submission: Submission
+    _detached: DetachedTasks
+    _keepalive: Keepalive
+    _bodies: BodyReader
 
     async def parse_body(
         self,
@@ -96,11 +88,10 @@ class ResponseHandler:
         Raises:
             InvalidRequest: It cannot be read, or `make` rejects it; `param` names the field.
         """
-        with self._metrics.count_rejections():
-            most = self._body_bytes_max
-            body = await self._read_body(request, min(bytes_max or most, most))
+        with self._submission.metrics.count_rejections():
+            body = await self._read_body(request, bytes_max)
             made, unknown = await self._bodies.read(body, kind, make, tenant_of(request))
-            self._metrics.unknown_fields.inc(len(unknown))
+            self._submission.metrics.unknown_fields.inc(len(unknown))
             if warns_beyond is not None:
                 known = warns_beyond.__struct_encode_fields__
                 names = [field[:_NAME_SHOWN] for field in unknown if field not in known]
@@ -120,15 +111,16 @@ class ResponseHandler:
         work: Callable[[B], msgspec.Struct],
     ) -> web.Response:
         """Respond with the result of a module-level function; large bodies use a child process."""
-        with self._metrics.count_rejections():
-            body = await self._read_body(request, self._body_bytes_max)
+        with self._submission.metrics.count_rejections():
+            body = await self._read_body(request)
             json, unknown = await self._bodies.compute(body, kind, work, tenant_of(request))
-            self._metrics.unknown_fields.inc(len(unknown))
+            self._submission.metrics.unknown_fields.inc(len(unknown))
             return web.Response(body=json, content_type="application/json")
 
-    async def _read_body(self, request: web.Request, bytes_max: int) -> bytes:
+    async def _read_body(self, request: web.Request, bytes_max: int | None = None) -> bytes:
+        most = self._submission.runtime.settings.gateway.body_bytes_max
         with self._bodies.count_arriving(tenant_of(request)) as count:
-            return await read_json(request, bytes_max, count)
+            return await read_json(request, min(bytes_max or most, most), count)
 
     async def answer(
         self,
@@ -138,7 +130,6 @@ class ResponseHandler:
         *,
         streamed: bool,
     ) -> web.StreamResponse:
-        """Run prompts together and write one response, streaming or not."""
         async with self._open(request, gen_requests) as stream_group:
             writer = await make_writer(stream_group.streams)
             if streamed:
@@ -291,7 +282,6 @@ class ResponseHandler:
     async def _stream_response(
         self, request: web.Request, stream_group: StreamGroup, writer: ResponseWriter
     ) -> web.StreamResponse:
-        """Write events as they arrive, and pings while there are none."""
         with self._keepalive.watch(stream_group) as silence:
             taken = await _first_events(stream_group, silence)
             if stream_group.error is not None and not taken:
@@ -337,7 +327,7 @@ class ResponseHandler:
 
     async def run_in_thread(self, request: web.Request, work: Callable[[], T]) -> T:
         """Run Python work proportional to a request's size in a thread."""
-        with self._metrics.count_rejections():
+        with self._submission.metrics.count_rejections():
             return await self._bodies.run_admitted(work, tenant_of(request))
 
     async def _encode_events(
@@ -372,7 +362,7 @@ class ResponseHandler:
     def _count(self, stream: RequestStream, events: Sequence[ChoiceEvent]) -> None:
         for event in events:
             if isinstance(event, TextDelta):
-                self._driver.mark_consumed(stream, event)
+                self._submission.driver.mark_consumed(stream, event)
 
 
 def _rename_error_field(error: EngineError, gen_request: GenerationRequest) -> None:
@@ -406,7 +396,6 @@ def _response_bytes(answers: Sequence[CollectedResponse]) -> int:
 
 
 async def _persist_if_possible(writer: ResponseWriter) -> None:
-    """Store the current state; a failure here does not end the request."""
     try:
         await writer.persist()
     except EngineError as error:

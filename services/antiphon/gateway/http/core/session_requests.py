@@ -100,7 +100,6 @@ class SessionRequests:
                 await self._end_without_output(tenant, place, rid)
 
     async def _end_without_output(self, tenant: TenantId, place: SessionParams, rid: str) -> None:
-        """End a request that was interrupted, which no request can continue."""
         try:
             await self.sessions.end(tenant, place, rid, None)
         except EngineError as error:

@@ -97,7 +97,6 @@ class EncodeEndpoints(PoolingEndpoints):
 def _requests(
     body: EncodeBody, card: PoolingCard, api: str
 ) -> tuple[list[GenerationRequest], bool]:
-    """Return the requests, and whether the body has a list of texts."""
     prompts, batch = prompts_of(body.text, body.input_ids)
     if len(prompts) > INPUTS_MAX:
         raise InvalidRequest(f"at most {INPUTS_MAX} texts are allowed", param="input_ids")

@@ -250,7 +250,6 @@ class OllamaModelsEndpoints(Endpoints):
         return web.Response(body=lines, content_type=NDJSON)
 
     async def _described(self) -> dict[str, Any]:
-        """Fields of the model, listed or running."""
         return {
             "name": tagged(self.model),
             "model": tagged(self.model),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
@@ -10,7 +11,6 @@ import msgspec
 from antiphon.gateway.http.core.chat import OutputParser
 from antiphon.gateway.http.core.errors import envelope
 from antiphon.gateway.http.core.logprobs import (
-    NOTHING_BEFORE,
     TextLogprobs,
     chat_logprobs,
     text_logprobs,
@@ -267,20 +267,12 @@ class ChatResponseWriter(OpenAiResponseWriter):
     CHUNK = "chat.completion.chunk"
     REPLY = ChatReply
 
-    def __init__(
-        self,
-        header: CompletionHeader,
-        streams: Sequence[RequestStream],
-        reply_options: OpenAiResponseOptions,
-        *,
-        cached: bool,
-        record: GenerateOutputs | None = None,
-    ) -> None:
-        super().__init__(header, streams, reply_options, cached=cached, record=record)
-        inside = streams[0].starts_in_reasoning
-        self._parsers = [
-            OutputParser(reply_options.parser_options, starts_in_reasoning=inside)
-            for _ in range(reply_options.n)
+    @cached_property
+    def _parsers(self) -> list[OutputParser]:
+        options, inside = self._options, self._streams[0].starts_in_reasoning
+        return [
+            OutputParser(options.parser_options, starts_in_reasoning=inside)
+            for _ in range(options.n)
         ]
 
     def _choices(self, answers: Sequence[CollectedResponse]) -> list[ChatChoice]:
@@ -460,36 +452,36 @@ class CompletionResponseWriter(OpenAiResponseWriter):
             index = self._index(prompt, only.choice)
             if index in self._begun:
                 return self._text_event(index, only.text)
-        return b"".join(
-            self._event(
-                self._piece(prompt, choice, only, finished),
-                usage=self._usage_so_far(prompt, only),
-            )
-            + (self._states_event(self._index(prompt, choice)) if finished else b"")
-            for choice, only, finished in _merge_finish(events)
-        )
-
-    def _states_event(self, index: int) -> bytes:
-        states = self._take_hidden_states(index)
-        if states is UNSET:
-            return b""
-        return self._event(TextChoice(index=index, text="", hidden_states=states))
+        chunks: list[bytes] = []
+        for choice, only, finished in _merge_finish(events):
+            index = self._index(prompt, choice)
+            self._collect_hidden_states(index, only.details if only else None)
+            piece = self._piece(prompt, choice, only, finished)
+            chunks.append(self._event(piece, usage=self._usage_so_far(prompt, only)))
+            states = self._take_hidden_states(index) if finished else UNSET
+            if states is not UNSET:
+                states_choice = TextChoice(index=index, text="", hidden_states=states)
+                chunks.append(self._event(states_choice))
+        return b"".join(chunks)
 
     def _piece(
-        self, prompt: int, choice: int, delta: TextDelta | None, finished: Finished | None
+        self,
+        prompt: int,
+        number: int,
+        output: TextDelta | CollectedChoice | None,
+        finished: Finished | None,
     ) -> TextChoice:
-        index = self._index(prompt, choice)
+        """Return a choice, or a chunk of one; its first has the prompt."""
+        index, details = self._index(prompt, number), output.details if output else None
         echo = self._echoes[prompt] if index not in self._begun else PromptEcho()
         self._begun.add(index)
-        details = delta.details if delta else None
-        self._collect_hidden_states(index, details)
         return TextChoice(
             index=index,
-            text=echo.text + (delta.text if delta else ""),
+            text=echo.text + (output.text if output else ""),
             logprobs=self._logprobs(index, details, echo),
             finish_reason=finished.reason if finished else None,
             matched_stop=finished.matched_stop if finished else None,
-            prompt_token_ids=self._prompt_ids_once(prompt, choice),
+            prompt_token_ids=self._prompt_ids_once(prompt, number),
             response_token_ids=self._ids(details),
             meta_info=self._meta_info(index, prompt, finished) if finished else UNSET,
         )
@@ -499,26 +491,16 @@ class CompletionResponseWriter(OpenAiResponseWriter):
     ) -> TextLogprobs | None:
         if not self._options.logprobs:
             return None
-        before = NOTHING_BEFORE if not echo.first else (echo.first,)
+        before = (echo.first,) if echo.first else ()
         logprobs = text_logprobs(details, self._characters[index], before)
         if logprobs is not None:
             self._characters[index] += sum(map(len, logprobs.tokens))
         return logprobs
 
     def _choice(self, prompt: int, number: int, collected: CollectedChoice) -> TextChoice:
-        details, echo = collected.details, self._echoes[prompt]
-        index = self._index(prompt, number)
-        return TextChoice(
-            index=index,
-            text=echo.text + collected.text,
-            logprobs=self._logprobs(index, details, echo),
-            finish_reason=collected.end.reason,
-            matched_stop=collected.end.matched_stop,
-            hidden_states=self._hidden_states(details),
-            prompt_token_ids=self._prompt_ids[prompt],
-            response_token_ids=self._ids(details),
-            meta_info=self._meta_info(index, prompt, collected.end),
-        )
+        choice = self._piece(prompt, number, collected, collected.end)
+        states = self._hidden_states(collected.details)
+        return msgspec.structs.replace(choice, hidden_states=states)
 
     def _text_choice(self, index: int, text: str) -> TextChoice:
         return TextChoice(index=index, text=text)

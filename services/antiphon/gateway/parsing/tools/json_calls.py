@@ -51,7 +51,6 @@ def calls(reader: Reader, out: EventSink, one: Body = call) -> Steps[CallOutcome
 
 
 def calls_in_list(reader: Reader, out: EventSink, one: Body = call) -> Steps[CallOutcome]:
-    """Read a list of calls after its opening bracket."""
     outcome = CallOutcome.NOTHING
     while True:
         yield from reader.space()
@@ -241,7 +240,6 @@ _NAME = re.compile(r"[\w.\-]*")
 
 
 def _named_call(reader: Reader, out: EventSink, name: str) -> Steps[CallOutcome]:
-    """Read the JSON of a call after its name."""
     yield from reader.space()
     if not name or (yield from reader.peek()) != "{":
         return CallOutcome.NOTHING

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing import json_text
@@ -27,31 +26,36 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tags:
-    """How calls are written between their start and end delimiters."""
+def _tagged(
+    *,
+    header: tuple[str, str],
+    call_end: str,
+    argument_begin: str,
+    after_name: tuple[tuple[str, bool | None], ...] = (('">', None),),
+    argument_end: str,
+    end: str | None,
+    lines: bool = True,
+) -> Body:
+    """Create a reader of calls with tags between their start and end delimiters.
 
-    call: tuple[str, str]  # around a name; without an `end`, what is before it has been read
-    call_end: str
-    argument_begin: str  # before the name of an argument
-    # After its name, in all variants, each with whether the value is a string, JSON, or depends on
-    # the schema.
-    argument: tuple[tuple[str, bool | None], ...] = (('">', None),)
-    argument_end: str
-    end: str | None  # delimiter after the calls; None if each call ends by itself
-    # A value may be on lines of its own: then a line break after the opening delimiter and one
-    # before the closing one are not part of it.
-    lines: bool = True
-
-
-def _tagged(tags: Tags) -> Body:
-    stops = re.escape(tags.call[1][0] + ">\n")
+    Args:
+        header: Around a name; without an `end`, what is before it has been read.
+        call_end: After the arguments.
+        argument_begin: Before the name of an argument.
+        after_name: After that name, in all variants, each with whether the value is a string,
+            JSON, or depends on the schema.
+        argument_end: After the value.
+        end: Delimiter after the calls; None if each call ends by itself.
+        lines: Whether a value may be on lines of its own: then a line break after the opening
+            delimiter and one before the closing one are not part of it.
+    """
+    stops = re.escape(header[1][0] + ">\n")
     name_letters = re.compile(f"[^{stops}]*")
-    values = Marks(*[f"\n{tags.argument_end}"] * tags.lines, tags.argument_end)
+    values = Marks(*[f"\n{argument_end}"] * lines, argument_end)
 
     def call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
         name = yield from reader.word(name_letters, NAME_MAX)
-        if not name or not (yield from reader.starts(tags.call[1])):
+        if not name or not (yield from reader.starts(header[1])):
             return CallOutcome.NOTHING
         complete = yield from arguments(reader, out.begin(reader, name), out.schema(name))
         out.end(reader, complete=complete)
@@ -62,25 +66,25 @@ def _tagged(tags: Tags) -> Body:
         if (yield from reader.peek()) == "{":
             sound = yield from json_text.value(reader, emit)
             yield from reader.space()
-            return sound and (yield from reader.starts(tags.call_end)) is not None
+            return sound and (yield from reader.starts(call_end)) is not None
         written = ArgumentsWriter(schema, emit)
         while True:
             yield from reader.space()
-            mark = yield from reader.starts(tags.argument_begin, tags.call_end)
-            if mark == tags.call_end:
+            mark = yield from reader.starts(argument_begin, call_end)
+            if mark == call_end:
                 written.close()
                 return True
             name = yield from reader.word(name_letters, NAME_MAX)
-            after = yield from reader.starts(*(after for after, _ in tags.argument))
+            after = yield from reader.starts(*(after for after, _ in after_name))
             if mark is None or after is None:
                 return False
-            if tags.lines:
+            if lines:
                 yield from reader.starts("\n")
-            text = dict(tags.argument)[after]
+            text = dict(after_name)[after]
             if not (yield from written.value(reader, name, values, text=text)):
                 return False
 
-    return repeated(tags.call[0], tags.end, call) if tags.end else call
+    return repeated(header[0], end, call) if end else call
 
 
 def _invocations(
@@ -101,11 +105,11 @@ def _invocations(
     values = (
         (('" string="true">', True), ('" string="false">', False)) if typed else (('">', None),)
     )
-    tags = Tags(
-        call=(invoke, '">'),
+    body = _tagged(
+        header=(invoke, '">'),
         call_end=invoke_end,
         argument_begin=parameter,
-        argument=values,
+        after_name=values,
         argument_end=parameter_end,
         end=end,
         lines=not typed,
@@ -123,7 +127,7 @@ def _invocations(
         (name,),
         begin,
         end,
-        _tagged(tags),
+        body,
         example=(
             f'{begin}\n{invoke}f">\n{parameter}a{values[-1][0]}1{parameter_end}\n{invoke_end}\n{end}'
         ),
@@ -151,13 +155,11 @@ MINICPM5 = framed_format(
     '<function name="',
     None,
     _tagged(
-        Tags(
-            call=("", '">'),
-            call_end="</function>",
-            argument_begin='<param name="',
-            argument_end="</param>",
-            end=None,
-        )
+        header=("", '">'),
+        call_end="</function>",
+        argument_begin='<param name="',
+        argument_end="</param>",
+        end=None,
     ),
     example='<function name="f"><param name="a">1</param></function>',
 )
@@ -167,14 +169,12 @@ QWEN3_CODER = framed_format(
     "<tool_call>",
     "</tool_call>",
     _tagged(
-        Tags(
-            call=("<function=", ">"),
-            call_end="</function>",
-            argument_begin="<parameter=",
-            argument=((">", None),),
-            argument_end="</parameter>",
-            end="</tool_call>",
-        )
+        header=("<function=", ">"),
+        call_end="</function>",
+        argument_begin="<parameter=",
+        after_name=((">", None),),
+        argument_end="</parameter>",
+        end="</tool_call>",
     ),
     example="<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
     special=False,
@@ -190,8 +190,8 @@ QWEN3_CODER = framed_format(
 
 # Step 3: invocations in DeepSeek's frame, with other characters.
 
-_step = Tags(
-    call=('<steptml:invoke name="', '">'),
+_step = _tagged(
+    header=('<steptml:invoke name="', '">'),
     call_end="</steptml:invoke>",
     argument_begin='<steptml:parameter name="',
     argument_end="</steptml:parameter>",
@@ -201,7 +201,7 @@ STEP3 = framed_format(
     ("step3",),
     "<｜tool_call_begin｜>",
     "<｜tool_call_end｜>",
-    after("function<｜tool_sep｜>", _tagged(_step)),
+    after("function<｜tool_sep｜>", _step),
     section=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
     example=(
         '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">'

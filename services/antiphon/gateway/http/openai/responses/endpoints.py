@@ -217,7 +217,6 @@ class ResponsesEndpoints(Endpoints):
         gen_request: GenerationRequest,
         make_writer: Callable[[Sequence[RequestStream]], Awaitable[ResponsesWriter]],
     ) -> web.StreamResponse:
-        """Return the initial response, or its events as they are stored."""
         journal = ResponseEventLog(self.records, tenant_of(request), parsed.id)
         created: asyncio.Future[ResponseReply] = asyncio.get_running_loop().create_future()
 

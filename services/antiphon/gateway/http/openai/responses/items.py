@@ -234,7 +234,6 @@ def _fits(turn: ChatMessageParam, item: Item) -> bool:
 
 
 def _extended(turn: ChatMessageParam, item: Item) -> ChatMessageParam:
-    """Add an item of the model to its turn."""
     match item:
         case ReasoningItem():
             thoughts = "\n".join(part.text for part in item.content or item.summary)

@@ -184,7 +184,6 @@ def _items(given: str | list[Json], decrypt: Decrypt) -> tuple[tuple[Item, ...],
 
 
 def _decrypt_reasoning(item: Item, decrypt: Decrypt, at: str) -> Item:
-    """Decrypt reasoning that the client sends back, so that the model can read it."""
     if not isinstance(item, ReasoningItem) or item.encrypted_content is None:
         return item
     text = decrypt(item.encrypted_content, f"{at}.encrypted_content")
