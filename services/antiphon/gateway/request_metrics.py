@@ -78,7 +78,8 @@ class CustomLabels:
             given = msgspec.json.decode(text, type=dict[str, str | int | float | bool | None])
         except (msgspec.DecodeError, UnicodeError):
             return self.none
-        values = tuple([_bounded_value(given.get(name)) for name in self.names])
+        named = [given.get(name) for name in self.names]
+        values = tuple(["" if value is None else str(value)[:_VALUE_MAX] for value in named])
         if values in self._seen or values == self.none:
             return values
         size = sum(len(value.encode()) for value in values)
@@ -228,10 +229,6 @@ class TenantMetrics:
 
 def _with(metric: M, labels: tuple[str, ...]) -> M:
     return metric.labels(*labels) if labels else metric
-
-
-def _bounded_value(value: object) -> str:
-    return "" if value is None else str(value)[:_VALUE_MAX]
 
 
 def _bounds(config: MetricsConfig, family: MetricSpec) -> tuple[float, ...]:

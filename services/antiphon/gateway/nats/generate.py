@@ -13,7 +13,7 @@ import msgspec
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate, tenant_of
 from antiphon.gateway.owner.actions import Ended, Finished, StreamEvent, TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
-from antiphon.gateway.stream.stream import RequestStream, raise_if_failed
+from antiphon.gateway.stream.stream import raise_if_failed
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.tasks import isolated
 from antiphon.wire.base import FinishReason
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Delivery
     from antiphon.gateway.requests.submission import Submission
+    from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.ids import ClientKey, InstanceId, RequestId, TenantId
 
 log = logging.getLogger(__name__)

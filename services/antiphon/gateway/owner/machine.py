@@ -324,7 +324,8 @@ class Owner:
         now = self._clock.now()
         if not request.accepted and now - request.opened_at >= _SUBMIT_TIMEOUT_S:
             # It may still be queued if the reply was lost, so the leader is notified.
-            self._end_and_cancel(request, _no_scheduler_error(error))
+            text, after_s = "no scheduler accepted the request", error.retry_after_s or 1.0
+            self._end_and_cancel(request, Unavailable(text, retry_after_s=after_s))
             return
         least_s = _SILENCE_S if request.accepted else _retry_delay_s(request.tries)
         pause_s = max(least_s, error.retry_after_s or 0.0)
@@ -379,8 +380,12 @@ class Owner:
             self._timers.set(("unread", request.id), self._clock.now() + _PROMPT_READ_S)
 
     def _end_slow_client(self, request: OwnedRequest) -> None:
-        bytes_max = self._config.unread_bytes_max
-        self._end_and_cancel(request, _slow_client_error(request.unread.size_bytes, bytes_max))
+        unread, most = request.unread.size_bytes, self._config.unread_bytes_max
+        slow = Cancelled(
+            f"the client left {unread} bytes unread; the limit is {most} bytes",
+            details={"unread_bytes": str(unread), "bytes_max": str(most)},
+        )
+        self._end_and_cancel(request, slow)
 
     def _resume_if_needed(self, detokenizer: Process) -> None:
         key: _ResumeTimer = ("feed", detokenizer)
@@ -484,16 +489,3 @@ def _is_retryable(error: EngineError, *, accepted: bool) -> bool:
 
 def _retry_delay_s(tries: int) -> float:
     return _RETRY_S[min(tries, len(_RETRY_S) - 1)]
-
-
-def _no_scheduler_error(error: EngineError) -> Unavailable:
-    return Unavailable(
-        "no scheduler accepted the request", retry_after_s=error.retry_after_s or 1.0
-    )
-
-
-def _slow_client_error(unread_bytes: int, bytes_max: int) -> Cancelled:
-    return Cancelled(
-        f"the client left {unread_bytes} bytes unread; the limit is {bytes_max} bytes",
-        details={"unread_bytes": str(unread_bytes), "bytes_max": str(bytes_max)},
-    )

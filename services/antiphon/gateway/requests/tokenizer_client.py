@@ -232,7 +232,8 @@ class TokenizerClient:
                     for call in done:
                         outcome = call.result()
                         late = now() >= give_up_at
-                        if not _is_retryable(outcome) or (late and not calls):
+                        retryable = isinstance(outcome, Unavailable | Overloaded)
+                        if not retryable or (late and not calls):
                             return outcome
                     if not calls:
                         await asyncio.sleep(pause_s)
@@ -287,10 +288,6 @@ def _check_length(gen_request: GenerationRequest, card: EncodeReply, *, truncate
             truncated_max=most if truncate else None,
             param="prompt" if gen_request.messages is None else "messages",
         )
-
-
-def _is_retryable(outcome: EncodeReply | EngineError) -> bool:
-    return isinstance(outcome, Unavailable | Overloaded)
 
 
 def _public_error(error: EngineError) -> EngineError:

@@ -87,6 +87,7 @@ class RequestStream:
 
 
 def raise_if_failed(events: list[StreamEvent]) -> None:
+    """Raise the error of a request that failed before any output."""
     first = events[0]
     if isinstance(first, Ended) and first.error is not None:
         raise first.error

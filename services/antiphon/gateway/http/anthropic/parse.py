@@ -92,10 +92,7 @@ def parse_messages(body: MessagesBody, formats: Formats) -> ParsedMessagesReques
         # Not a hard limit: a context that leaves less is accepted.
         tokens_default=body.max_tokens,
         sampling=SamplingOptions(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            grammar=grammar,
+            temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, grammar=grammar
         ),
         fields={"grammar": field},
         stop=StopStrings(strings=tuple(body.stop_sequences or ())),
@@ -222,7 +219,9 @@ def _output_constraint(body: PromptBody) -> tuple[str, Grammar | None]:
 
 
 def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
-    tools = _tools(body.tools or [])
+    written = [_function(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or [])]
+    with renamed_fields(_anthropic_path):
+        tools = read_tools(written)
     tool_choice = body.tool_choice
     choice, (_, constraint) = _choice(body, tools), _output_constraint(body)
     parallel = not (tool_choice and tool_choice.disable_parallel_tool_use)
@@ -243,12 +242,6 @@ def _choice(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
     if all(tool.name != tool_choice.name for tool in tools):
         raise InvalidRequest(not_offered(tool_choice.name or "", tools), param="tool_choice.name")
     return ToolChoice(Mode.REQUIRED, tool_choice.name)
-
-
-def _tools(tool_bodies: list[ToolBody]) -> tuple[Tool, ...]:
-    written = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tool_bodies)]
-    with renamed_fields(_anthropic_path):
-        return read_tools(written)
 
 
 def _anthropic_path(text: str) -> str:

@@ -82,9 +82,8 @@ async def http_server(
     app = web.Application(middlewares=[counting, _errors], client_max_size=0)
     app.on_response_prepare.append(_set_request_id)
     if origins:
-        allow_origins(
-            app, origins
-        )  # before the guard: browsers send preflight requests without a key
+        # Before the guard: browsers send preflight requests without a key.
+        allow_origins(app, origins)
     app.middlewares.append(guard)
     app.add_routes(routes)
     runner = _Runner(
@@ -285,7 +284,10 @@ def metrics_middleware(metrics: GatewayMetrics) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        endpoint, method = _endpoint(request), _method(request)
+        # The path template, so that ids in paths do not create series.
+        resource = request.match_info.route.resource
+        endpoint = _UNKNOWN if resource is None else resource.canonical
+        method = request.method if request.method in hdrs.METH_ALL else _UNKNOWN
         metrics.custom.read(request.headers)
         metrics.http_requests.labels(endpoint, method).inc()
         active = metrics.http_active.labels(endpoint, method)
@@ -304,16 +306,6 @@ def metrics_middleware(metrics: GatewayMetrics) -> Middleware:
             metrics.http_responses.labels(endpoint, status, method).inc()
 
     return middleware
-
-
-def _endpoint(request: web.Request) -> str:
-    """The path template, so that ids in paths do not create series."""
-    resource = request.match_info.route.resource
-    return _UNKNOWN if resource is None else resource.canonical
-
-
-def _method(request: web.Request) -> str:
-    return request.method if request.method in hdrs.METH_ALL else _UNKNOWN
 
 
 @web.middleware

@@ -119,11 +119,7 @@ class BodyReader:
         return self._arriving.admit(tenant, 0)
 
     async def read(
-        self,
-        body: bytes,
-        kind: type[B],
-        make: Callable[[B], T],
-        tenant: str,
+        self, body: bytes, kind: type[B], make: Callable[[B], T], tenant: str
     ) -> tuple[T, list[str]]:
         """Decode a body and build the result of `make`; also return the names of unknown fields.
 
@@ -157,11 +153,7 @@ class BodyReader:
         return await asyncio.shield(done)
 
     async def compute(
-        self,
-        body: bytes,
-        kind: type[B],
-        work: Callable[[B], msgspec.Struct],
-        tenant: str,
+        self, body: bytes, kind: type[B], work: Callable[[B], msgspec.Struct], tenant: str
     ) -> tuple[bytes, list[str]]:
         """Return the JSON result of a function of a body, and the names of unknown fields.
 

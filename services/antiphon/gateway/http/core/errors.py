@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from antiphon.wire.errors import OPENAI_CODE, EngineError, Overloaded, PromptTooLong
 
@@ -49,7 +50,7 @@ class MessagesError(msgspec.Struct, frozen=True):
 
     type: str
     message: str
-    details: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    details: dict[str, str] | UnsetType = UNSET
 
 
 class MessagesErrorEnvelope(msgspec.Struct, frozen=True):
@@ -103,7 +104,7 @@ def messages_envelope(error: EngineError, request_id: str | None) -> MessagesErr
     fallback = "api_error" if error.status >= _SERVER_ERROR else "invalid_request_error"
     kind = _MESSAGES_TYPES.get(_messages_status(error), fallback)
     code = error.details.get(_ERROR_CODE)
-    details = msgspec.UNSET if code is None else {_ERROR_CODE: code}
+    details = UNSET if code is None else {_ERROR_CODE: code}
     return MessagesErrorEnvelope("error", MessagesError(kind, text, details), request_id)
 
 

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from antiphon.gateway.parsing.tools.tool import TOOLS_MAX
 from antiphon.wire.generate import CHOICES_MAX, IDS_MAX
+from antiphon.wire.sampling import TokenId
 from antiphon.wire.tokenize import MESSAGES_MAX
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ Messages = Annotated[list[T], Meta(max_length=MESSAGES_MAX)]
 Parts = Annotated[list[T], Meta(max_length=PARTS_MAX)]
 Tools = Annotated[list[T], Meta(max_length=TOOLS_MAX)]
 Ids = Annotated[list[T], Meta(max_length=IDS_MAX)]
+PromptIds = Annotated[Ids[TokenId], Meta(min_length=1)]
 
 
 def is_small(body: bytes) -> bool:

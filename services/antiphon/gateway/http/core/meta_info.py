@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from antiphon.gateway.http.core.logprobs import LOWEST
 from antiphon.gateway.owner.actions import Finished, TextDelta
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 FULL = "full"
 """Return hidden states of the prompt too."""
-UNSET = msgspec.UNSET
-UnsetType = msgspec.UnsetType
 
 Scored = tuple[float | None, int, str | None]
 """Logprob, token id and, if requested, token text."""
@@ -350,10 +349,7 @@ class GenerateReplyWriter:
 
     @property
     def reply(self) -> dict[str, object]:
-        return {
-            "text": msgspec.Raw(b'"%b"' % self._text),
-            "output_ids": self._ids.raw,
-        }
+        return {"text": msgspec.Raw(b'"%b"' % self._text), "output_ids": self._ids.raw}
 
     @property
     def meta(self) -> dict[str, object]:

@@ -105,10 +105,7 @@ class ResponseHandler:
         )
 
     async def compute(
-        self,
-        request: web.Request,
-        kind: type[B],
-        work: Callable[[B], msgspec.Struct],
+        self, request: web.Request, kind: type[B], work: Callable[[B], msgspec.Struct]
     ) -> web.Response:
         """Respond with the result of a module-level function; large bodies use a child process."""
         with self._submission.metrics.count_rejections():

@@ -87,9 +87,7 @@ class GenerateEndpoints(Endpoints):
     )
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         parsed, params = await self.response_handler.parse_body(
-            request,
-            GenerateBody,
-            lambda body: (parse_generate(body), body.session_params),
+            request, GenerateBody, lambda body: (parse_generate(body), body.session_params)
         )
         parsed = await with_reasoning_tokens(parsed, self.tokenizers)
         return await self.in_session.answer(request, parsed, params, self._writer)

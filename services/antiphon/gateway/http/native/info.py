@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from antiphon.config.fields import fields, groups, value_at
@@ -43,8 +44,6 @@ _VERSION = metadata.version("antiphon")
 _GIB = 1024**3
 _LABELS = ("dp_rank", "worker")
 Value = str | int | float | bool | None
-UNSET = msgspec.UNSET
-UnsetType = msgspec.UnsetType
 
 
 class WorkerMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, UnsupportedField
-from antiphon.gateway.http.core.limits import Choices, Ids, Rid, TokensMax
+from antiphon.gateway.http.core.limits import Choices, Ids, PromptIds, Rid, TokensMax
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.http.core.sampling_fields import Schema, SglangSamplingFields
 from antiphon.gateway.sessions import SessionParams
@@ -19,7 +19,6 @@ ANSWER_TOKENS = 128
 """Default of `max_new_tokens`."""
 BATCH_MAX = 256
 
-TokenIds = Annotated[Ids[TokenId], Meta(min_length=1)]
 LogprobStart = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 NamedIds = Annotated[list[TokenId], Meta(max_length=NAMED_MAX)]
 Hidden = bool | Literal["last"]
@@ -76,7 +75,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str | Annotated[list[str], Batch] | None = None
     """Prompt text, or a list of prompt texts."""
-    input_ids: Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None = None
+    input_ids: Annotated[Ids[TokenId | PromptIds], Meta(min_length=1)] | None = None
     """Prompt as token ids, or a list of such prompts. Use instead of `text`."""
     sampling_params: SamplingBody | PerPrompt[SamplingBody] | None = None
     """Sampling parameters, or a list of them with one entry per prompt."""
@@ -161,7 +160,7 @@ class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None = None
     """Text to encode, or a list of texts."""
-    input_ids: Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None = None
+    input_ids: Annotated[Ids[TokenId | PromptIds], Meta(min_length=1)] | None = None
     """Token ids to encode, or a list of token id lists. Use instead of `text`."""
     dimensions: Dimensions | None = None
     """Number of leading dimensions to return, for Matryoshka models."""

@@ -70,9 +70,7 @@ class OllamaEndpoints(PoolingEndpoints):
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         formats = await self.tokenizers.formats()
         body, parsed = await self.response_handler.parse_body(
-            request,
-            OllamaChatBody,
-            lambda body: (body, parse_chat(body, formats, self.served)),
+            request, OllamaChatBody, lambda body: (body, parse_chat(body, formats, self.served))
         )
         return await self._answer(request, body, parsed, chat_reply)
 
@@ -133,9 +131,7 @@ class OllamaEndpoints(PoolingEndpoints):
         began = time.monotonic()
         card = await self.card("embed", scores=False)
         gen_requests = await self.response_handler.parse_body(
-            request,
-            OllamaEmbedBody,
-            lambda body: self._requests(body, card),
+            request, OllamaEmbedBody, lambda body: self._requests(body, card)
         )
         pooled = await self.pooled(request, gen_requests)
         return json_reply(

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from antiphon.gateway.http.core.fields import UnsupportedField
 from antiphon.gateway.http.core.limits import CallId, Json, Messages, Name, Parts, Tools
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.base import Usage
 
-UNSET = msgspec.UNSET
-UnsetType = msgspec.UnsetType
 
 TokensMost = Annotated[int, Meta(ge=-2, le=2**31 - 1)]
 

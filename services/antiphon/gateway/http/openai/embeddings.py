@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from antiphon.gateway.http.core.endpoints import operation
 from antiphon.gateway.http.core.fields import EMBEDDING
-from antiphon.gateway.http.core.limits import Ids, Rid
+from antiphon.gateway.http.core.limits import Ids, PromptIds, Rid
 from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.core.pooling import (
     INPUTS_MAX,
@@ -46,13 +46,7 @@ class InputPart(msgspec.Struct, frozen=True, kw_only=True):
     video: str | None = None
 
 
-Input = (
-    str
-    | Annotated[
-        Ids[str | TokenId | Annotated[Ids[TokenId], Meta(min_length=1)] | InputPart],
-        Meta(min_length=1),
-    ]
-)
+Input = str | Annotated[Ids[str | TokenId | PromptIds | InputPart], Meta(min_length=1)]
 
 
 class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):

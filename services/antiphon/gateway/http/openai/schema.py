@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from antiphon.gateway.http.core.fields import COMMON, NOTHING, UnsupportedField
 from antiphon.gateway.http.core.limits import (
@@ -22,6 +22,7 @@ from antiphon.gateway.http.core.limits import (
     Messages,
     Name,
     Parts,
+    PromptIds,
     Rid,
     TokensMax,
     Tools,
@@ -177,7 +178,7 @@ class ChatBody(CompletionFields):
 
     messages: Annotated[Messages[ChatMessageParam], Meta(min_length=1)]
     """The conversation so far."""
-    input_ids: Annotated[Ids[TokenId], Meta(min_length=1)] | None = None
+    input_ids: PromptIds | None = None
     """Prompt as token ids. Used instead of applying the chat template to `messages`."""
     max_completion_tokens: TokensMax | None = None
     """Maximum number of tokens to generate, reasoning included. Takes precedence over
@@ -227,12 +228,7 @@ class ChatBody(CompletionFields):
 class CompletionBody(CompletionFields):
     """Create a text completion."""
 
-    prompt: (
-        str
-        | Annotated[
-            Ids[str | TokenId | Annotated[Ids[TokenId], Meta(min_length=1)]], Meta(min_length=1)
-        ]
-    )
+    prompt: str | Annotated[Ids[str | TokenId | PromptIds], Meta(min_length=1)]
     """Prompt text or token ids, or a list of either."""
     logprobs: TopLogprobs | None = None
     """Number of most likely tokens to return log probabilities for."""
@@ -330,10 +326,6 @@ def _json(arguments: str | dict[str, msgspec.Raw]) -> str:
     if isinstance(arguments, str):
         return arguments or "{}"
     return msgspec.json.encode(arguments).decode()
-
-
-UNSET = msgspec.UNSET
-UnsetType = msgspec.UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

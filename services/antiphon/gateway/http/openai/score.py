@@ -146,9 +146,7 @@ class ScoreEndpoints(PoolingEndpoints):
     async def _rerank(self, request: web.Request) -> web.Response:
         judge = await self._relevance_scorer()
         body, gen_requests = await self.response_handler.parse_body(
-            request,
-            RerankBody,
-            lambda body: (body, _rerank_requests(body, judge)),
+            request, RerankBody, lambda body: (body, _rerank_requests(body, judge))
         )
 
         def read(answer: CollectedResponse) -> tuple[float, RankMeta]:

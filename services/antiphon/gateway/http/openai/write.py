@@ -10,11 +10,7 @@ import msgspec
 
 from antiphon.gateway.http.core.chat import OutputParser
 from antiphon.gateway.http.core.errors import envelope
-from antiphon.gateway.http.core.logprobs import (
-    TextLogprobs,
-    chat_logprobs,
-    text_logprobs,
-)
+from antiphon.gateway.http.core.logprobs import TextLogprobs, chat_logprobs, text_logprobs
 from antiphon.gateway.http.core.meta_info import (
     CachedTokensDetails,
     GenerateOutputs,

@@ -165,9 +165,7 @@ class ResponsesEndpoints(Endpoints):
     async def _read(self, request: web.Request) -> ParsedResponsesRequest:
         decrypt = partial(self.cipher.decrypt, tenant_of(request))
         parsed = await self.response_handler.parse_body(
-            request,
-            ResponsesBody,
-            lambda body: parse_responses_request(body, decrypt),
+            request, ResponsesBody, lambda body: parse_responses_request(body, decrypt)
         )
         warn(request, parsed.warnings)
         return parsed

@@ -17,14 +17,9 @@ from antiphon.gateway.http.openai.schema import SESSION_PARAMS, Effort, OpenAiFi
 if TYPE_CHECKING:
     from antiphon.wire.base import Usage
 
-METADATA_MAX = 16
-InputItems = Messages[Json]
-FunctionTools = Tools[Json]
 
 Label = Annotated[str, Meta(max_length=512)]
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=METADATA_MAX)
-]
+Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +59,7 @@ _ELSEWHERE = UnsupportedField("use /generate, /v1/chat/completions or /v1/comple
 class ResponsesBody(OpenAiFields):
     """Create a response: text, reasoning and tool calls for an input."""
 
-    input: str | InputItems
+    input: str | Messages[Json]
     """Input of the model: text, or a list of items."""
     instructions: str | None = None
     """System message. The instructions of earlier responses are not carried over."""
@@ -77,7 +72,7 @@ class ResponsesBody(OpenAiFields):
     max_output_tokens: TokensMax | None = None
     """Maximum number of tokens to generate, reasoning included. Defaults to what the context length
     allows."""
-    tools: FunctionTools | None = None
+    tools: Tools[Json] | None = None
     """Tools that the model may call: functions, custom tools and namespaces. Built-in tools are
     ignored."""
     tool_choice: str | Json | None = None
