@@ -103,8 +103,7 @@ def weight_sources(
     Raises:
         ValueError: A weight of that shape cannot be stored in that layout.
     """
-    storage = build.storage(part.name)
-    if storage is None:
+    if (storage := build.storage(part.name)) is None:
         yield _source("weight", part, inputs, cut, weights)
     else:
         yield from _quantized_sources(part, inputs, cut, storage, weights)

@@ -243,8 +243,7 @@ class Experts(Module):
             (gate_up, 2 * width, hidden, self._take_gate_up),
             (down, hidden, width, self._take_down),
         ):
-            storage = self._site.build.storage(name)
-            if storage is not None:
+            if (storage := self._site.build.storage(name)) is not None:
                 yield from self._stored(name, storage, (outputs, inputs), take)
                 continue
             yield WeightSource(name, (count, inputs, outputs), self._each(take))

@@ -287,8 +287,7 @@ class ThinkingCounter:
     def _close(self) -> bool:
         marks = self._marks
         places = [(self._text.find(mark), mark) for mark in (marks.end, *marks.cuts)]
-        found = min((place for place in places if place[0] >= 0), default=None)
-        if found is None:
+        if (found := min((place for place in places if place[0] >= 0), default=None)) is None:
             unsure = max(partial_match_length(self._text, mark) for _, mark in places)
             self._drop(len(self._text) - unsure)
             return False

@@ -110,14 +110,12 @@ class Detokenizer:
         """Apply the output of a step. A row that fails ends only its own request."""
         last = self._seen.get(news.worker, 0)
         self._seen[news.worker] = max(news.seq, last)
-        batch = self._unfolding.batch(news)
-        if batch is None:
+        if (batch := self._unfolding.batch(news)) is None:
             return self._request_resend(news.worker, now)
         reaction = Reaction(missing=news.seq > last + 1)
         for row in batch.rows:
             try:
-                request = self._find(row, batch.worker, now, reaction)
-                if request is not None:
+                if (request := self._find(row, batch.worker, now, reaction)) is not None:
                     self._accept(request, row, now, reaction)
             except Exception as error:
                 extra = {"request_id": row.request_id, "reason": str(error)}
@@ -136,8 +134,7 @@ class Detokenizer:
         """Compare with the seq in a worker's heartbeat, which shows a lost tail."""
         if seq <= self._seen.get(worker, 0):
             return []
-        requested = self._request_resend(worker, now)
-        if requested:
+        if requested := self._request_resend(worker, now):
             # Requested once: a worker without anything to send again does not answer.
             self._seen[worker] = seq
         return requested
@@ -253,8 +250,7 @@ class Detokenizer:
         if request.error is not None:
             reaction.actions += self._stop(row, request.worker, now)
             return
-        choice = request.choices.get(row.choice)
-        if choice is None:
+        if (choice := request.choices.get(row.choice)) is None:
             raise Internal(f"tokens of choice {row.choice}, which was not asked for")
         if choice.end is not None:
             if row.finish_reason is None:

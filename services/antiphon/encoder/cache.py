@@ -43,8 +43,7 @@ class EmbeddingCache:
         return len(self._embeddings)
 
     def get(self, digest: bytes) -> CachedEmbedding | None:
-        embedding = self._embeddings.get(digest)
-        if embedding is not None:
+        if (embedding := self._embeddings.get(digest)) is not None:
             self._embeddings.move_to_end(digest)
         return embedding
 
@@ -87,8 +86,7 @@ class Embedder:
         Raises:
             EngineError: Raised by `compute`.
         """
-        found = self.cache.get(digest)
-        if found is not None:
+        if (found := self.cache.get(digest)) is not None:
             return found
         job = self._jobs.get(digest) or self._begin(digest, image)
         job.waiting += 1

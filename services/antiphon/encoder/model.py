@@ -143,8 +143,7 @@ def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
         ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
             an unsupported dtype.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not (files := sorted(folder.glob("*.safetensors"))):
         raise ConfigError(f"{folder}: there is no .safetensors file")
     with ExitStack() as open_files:
         return _read(_Checkpoint(files, open_files), spec)

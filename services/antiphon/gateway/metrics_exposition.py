@@ -103,8 +103,7 @@ class ModelMetrics:
         ):
             self.rejected += 1
             return
-        whole = self._join(report)
-        if whole is not None:
+        if (whole := self._join(report)) is not None:
             self._received[report.process] = _Received(whole, self._now())
             self._received.move_to_end(report.process)
 

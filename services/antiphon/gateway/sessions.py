@@ -121,8 +121,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         """
         if self.entering.pop(rid, None) is not None:
             return {}  # it was never accepted; another request of its name may be in the tree
-        node = self.nodes.get(rid)
-        if node is None:
+        if (node := self.nodes.get(rid)) is None:
             return None
         if characters is None:
             return self._drop(self._under([rid]))

@@ -121,8 +121,7 @@ class KvStorageService:
     ) -> bool:
         if offer.digest in self._store:
             return True
-        data = fetched.get(offer.digest)
-        if data is None:
+        if (data := fetched.get(offer.digest)) is None:
             return False
         # Its predecessors are protected: without them it could not be found.
         return await self._store.put(Page(offer.digest, data, offer.claim.digest), stored)
@@ -215,8 +214,7 @@ class Leases:
 
     def release(self, name: str) -> None:
         """End a lease. Unknown leases are ignored."""
-        lease = self._leases.pop(name, None)
-        if lease is None:
+        if (lease := self._leases.pop(name, None)) is None:
             return
         for token, page in lease.pages.items():
             del self._data[token]

@@ -120,8 +120,7 @@ class DiskTier:
             return True
         size = len(page.data) + CHECKSUM_BYTES
         evictable = ((old, held) for old, held in self._sizes.items() if old not in protected)
-        leaving = _evicted(evictable, self._bytes_max - self.bytes_held, size)
-        if leaving is None:
+        if (leaving := _evicted(evictable, self._bytes_max - self.bytes_held, size)) is None:
             return False
         for old in leaving:
             self._drop(old)
@@ -209,8 +208,7 @@ class PageStore:
     async def put(self, page: Page, protected: Container[bytes] = ()) -> bool:
         """Store a page; False if it does not fit in any tier beside `protected`."""
         # A page that is evicted to disk is still stored.
-        leaving = self.memory.put(page, protected if self.disk is None else ())
-        if leaving is None:
+        if (leaving := self.memory.put(page, protected if self.disk is None else ())) is None:
             return await self._to_disk([page], protected)
         await self._to_disk(leaving, protected)
         return True
@@ -235,8 +233,7 @@ class PageStore:
         page = await asyncio.get_running_loop().run_in_executor(self.thread, self.disk.get, digest)
         if page is None:
             return None
-        leaving = self.memory.put(page)
-        if leaving is None:
+        if (leaving := self.memory.put(page)) is None:
             return None
         await self._to_disk(leaving)
         return self.memory.get(digest)

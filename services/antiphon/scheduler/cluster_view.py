@@ -89,8 +89,7 @@ class OpenLists:
 
         A lost message needs no handling: the next full list repairs it.
         """
-        owned = self._owned.get(change.owner)
-        if owned is None:
+        if (owned := self._owned.get(change.owner)) is None:
             owned = self._owned[change.owner] = GatewayOpenRequests(change.version - 1, now)
         if change.version <= owned.version:
             return False
@@ -109,8 +108,7 @@ class OpenLists:
 
     def find(self, request_id: RequestId) -> tuple[Process, OpenRequest] | None:
         for owner, owned in self._owned.items():
-            line = owned.requests.get(request_id)
-            if line is not None:
+            if (line := owned.requests.get(request_id)) is not None:
                 return owner, line
         return None
 

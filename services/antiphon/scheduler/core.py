@@ -180,8 +180,7 @@ class SchedulerCore:
         load = peer.heartbeat.worker
         if load is None:
             return
-        report = self._assignments.apply(peer.heartbeat, load, self._clock.now())
-        if report is None:
+        if (report := self._assignments.apply(peer.heartbeat, load, self._clock.now())) is None:
             return
         self.caches.on_heartbeat(peer.process, load.kv_seq)
         if load.term is not None:

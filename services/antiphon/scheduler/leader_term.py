@@ -93,8 +93,7 @@ class LeaderTerm:
             EngineError: It has ended already, its id is taken, or the queue is full.
         """
         self._reject_ended(request)
-        entry = self.ledger.find(request.request_id)
-        if entry is None:
+        if (entry := self.ledger.find(request.request_id)) is None:
             self._reject_unknown_gateway(request)
             self._accept(request)
             self.bind_waiting()
@@ -163,8 +162,7 @@ class LeaderTerm:
         if entry.binding is None or entry.binding.attempt == attempt:
             entry.disputed_at = None
             return
-        held = self.assignments.find(entry.request_id, attempt)
-        if held is not None:
+        if (held := self.assignments.find(entry.request_id, attempt)) is not None:
             self.adopt(entry, held)
         elif entry.disputed_at is None:
             entry.disputed_at = now

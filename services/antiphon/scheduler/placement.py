@@ -130,8 +130,7 @@ class Placement:
         Where no worker fits so long an answer, it is cut to the longest context of them.
         """
         tokens = id_count(submit.prompt_ids) + submit.sampling.max_new_tokens
-        tokens_max = self._tokens_max()
-        if tokens_max is not None:
+        if (tokens_max := self._tokens_max()) is not None:
             tokens = min(tokens, tokens_max)
         return [one for one in self._healthy() if tokens <= one.load.context_tokens]
 
@@ -165,8 +164,7 @@ class Placement:
 
         # Ties go by name, so that a simulation is reproducible.
         best = min(candidates, key=cost)
-        detokenizer = self._detokenizer_of(best.worker.instance)
-        if detokenizer is None:
+        if (detokenizer := self._detokenizer_of(best.worker.instance)) is None:
             return None
         found, steps = cached.get(best.worker, 0), self._reads_steps(detokenizer)
         charge = request_cost(submit, best.load, blocks - found)
@@ -251,8 +249,7 @@ class Dispatcher:
         """
         reserved: set[Process] = set()
         for request_id in itertools.islice(self.queue.in_order(self.clock.now()), QUEUE_SCAN_MAX):
-            match = self._match(request_id, reserved)
-            if match is not None:
+            if (match := self._match(request_id, reserved)) is not None:
                 return match
             _, submit = self._waiting(request_id)
             reserved.update(one.worker for one in self.placement.able(submit))
@@ -272,8 +269,7 @@ class Dispatcher:
         return None if place is None else QueueExit(entry, submit, place)
 
     def _match_over(self) -> QueueExit | None:
-        request_id = self.queue.highest()
-        if request_id is None:
+        if (request_id := self.queue.highest()) is None:
             return None
         entry, submit = self._waiting(request_id)
         place = self.placement.choose_preempting(submit)

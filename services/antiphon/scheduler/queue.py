@@ -187,8 +187,7 @@ class SchedulerQueue:
         self._overtaken.overtake(_arrival(waiting), now)
 
     def remove(self, request_id: RequestId) -> None:
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
+        if (waiting := self._waiting.pop(request_id, None)) is not None:
             del self._order[bisect_left(self._order, waiting.key, key=_key)]
             self._overdue.pop(request_id, None)
 

@@ -192,8 +192,7 @@ class Reconciliation:
     def _reconcile_unknown_held(
         self, request_id: RequestId, held: HeldAttempt, unowned: dict[RequestId, float]
     ) -> None:
-        found = self._lists.find(request_id)
-        if found is not None:
+        if (found := self._lists.find(request_id)) is not None:
             self._line(*found)
             return
         since = unowned.get(request_id, self._clock.now())
@@ -250,8 +249,7 @@ class Reconciliation:
 
     def _line(self, owner: Process, line: OpenRequest) -> bool:
         """Apply one entry of an open list. Returns False if the request must be submitted again."""
-        entry = self._ledger.find(line.request_id)
-        if entry is None:
+        if (entry := self._ledger.find(line.request_id)) is None:
             return self._open_unknown(owner, line)
         if entry.owner == owner:
             self._unlisted.get(owner, {}).pop(line.request_id, None)

@@ -121,8 +121,7 @@ class RequestTable:
         found: list[RequestEntry] = []
         while self._due and self._due[0][0] <= unix_ms:
             due = heappop(self._due)
-            entry = self._due_entry(due)
-            if entry is None:
+            if (entry := self._due_entry(due)) is None:
                 continue
             found.append(entry)
             if unix_ms < (free_ms := entry.deadline_unix_ms + FREE_AFTER_MS):
@@ -287,8 +286,7 @@ class WorkerCapacity:
         self.orphans, self.ended = set(), set()
         self.suspended, self.pages_back = False, 0
         for line in lines:
-            charge = self.costs.get(line.request_id)
-            if charge is not None:
+            if (charge := self.costs.get(line.request_id)) is not None:
                 charge.waiting = line.waiting
                 charge.computing = line.waiting or not line.tokens
                 if line.ended:

@@ -180,8 +180,7 @@ class SchedulerService:
 
     def _start_over(self, error: Exception) -> None:
         """Give up the term after a failure. Repeated failures without a term are logged once."""
-        pause_s = self._core.start_over()
-        if pause_s is not None:
+        if (pause_s := self._core.start_over()) is not None:
             self._metrics.failed.inc()
             log.error("leading failed", exc_info=error, extra={"pause_s": round(pause_s, 3)})
             self._news.set()  # peers learn at once that there is no leader
@@ -221,8 +220,7 @@ class SchedulerService:
         )
 
     def _end_span(self, request_id: RequestId, error: EngineError | None = None) -> None:
-        waits = self._spans.pop(request_id, None)
-        if waits is not None:
+        if (waits := self._spans.pop(request_id, None)) is not None:
             waits.end(error)
 
     async def _update_subscriptions(self) -> None:

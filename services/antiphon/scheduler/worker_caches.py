@@ -98,8 +98,7 @@ class WorkerCaches:
         """
         if seq is None:
             return
-        followed = self._followed.get(worker)
-        if followed is None:
+        if (followed := self._followed.get(worker)) is None:
             self._followed[worker] = WorkerCacheState(newest=seq, named=seq)
             return
         followed.newest = max(followed.newest, followed.named)
@@ -107,8 +106,7 @@ class WorkerCaches:
 
     def apply_events(self, message: KvEvents) -> None:
         """Apply events, unless earlier ones are missing; those are then requested."""
-        followed = self._followed.get(message.worker)
-        if followed is None:
+        if (followed := self._followed.get(message.worker)) is None:
             return  # its first heartbeat, which is in transit, gives the newest event
         followed.newest = max(followed.newest, message.seq)
         if not followed.part:
@@ -320,8 +318,7 @@ class BlockIndex:
         self._count -= 1
 
     def _bit(self, worker: Process) -> int:
-        bit = self._bits.get(worker)
-        if bit is None:
+        if (bit := self._bits.get(worker)) is None:
             bit = 1
             while bit in self._workers:
                 bit <<= 1

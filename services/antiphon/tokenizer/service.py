@@ -170,8 +170,7 @@ class TokenizerService:
 
         A gateway calls again if this process seems to be gone, while it may only be busy.
         """
-        running = self._running.get(request.request_id)
-        if running is not None:
+        if (running := self._running.get(request.request_id)) is not None:
             return await asyncio.shield(running.result)
         task = asyncio.current_task()
         assert task is not None, "a call has a task of its own"
@@ -200,8 +199,7 @@ class TokenizerService:
         return await self._processes.encode(request, timeout_s=min(left_s, _HEAVY_S))
 
     def _cancel(self, message: CancelEncode) -> None:
-        running = self._running.get(message.request_id)
-        if running is not None:
+        if (running := self._running.get(message.request_id)) is not None:
             running.task.cancel()
 
     async def _decode(self, request: DecodeRequest, _: object) -> DecodeReply:

@@ -239,8 +239,7 @@ class Bus:
             return deliver(Delivery(packet.subject, packet.data, reply, self))
 
         async def receive_waiting(packet: Packet) -> None:
-            rest = receive(packet)
-            if rest is not None:
+            if (rest := receive(packet)) is not None:
                 await rest
 
         return receive_waiting if is_async(deliver) else receive

@@ -151,8 +151,7 @@ def dispatch_sync(receive: PacketCallback, packet: Packet) -> None:
 async def dispatch(receive: PacketCallback, packet: Packet) -> None:
     """Call `receive` with a packet and log its errors: one message must not affect the others."""
     try:
-        rest = receive(packet)
-        if rest is not None:
+        if (rest := receive(packet)) is not None:
             await rest
     except asyncio.CancelledError:
         task = asyncio.current_task()

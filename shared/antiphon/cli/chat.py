@@ -72,8 +72,7 @@ class Conversation:
         try:
             await complete(self._options, self._request(turns), on_text)
         finally:
-            answer = "".join(received)
-            if answer:
+            if answer := "".join(received):
                 self._turns = (*turns, ChatTurn("assistant", answer))
                 console.out("")
 

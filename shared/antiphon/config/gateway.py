@@ -224,8 +224,7 @@ class RequestLogConfig(Config):
 
 
 def targets(text: str) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(word for word in re.split(r"[\s,]+", text) if word))
-    if not found:
+    if not (found := tuple(dict.fromkeys(word for word in re.split(r"[\s,]+", text) if word))):
         raise ValueError("target is empty; expected stdout, folders or both")
     if len(found) > TARGETS_MAX:
         raise ValueError(f"target has {len(found)} entries; the limit is {TARGETS_MAX}")

@@ -337,8 +337,7 @@ def rows_by_key() -> Mapping[str, SglangArgument]:
 def translate(row: SglangArgument, flag: str, text: str) -> TranslatedValue:
     """Translate the value of an SGLang argument; empty for a switch. `flag` is as typed."""
     if row.path is not None:
-        reason = row.refused_values.get(text)
-        if reason is not None:
+        if (reason := row.refused_values.get(text)) is not None:
             raise ConfigError(f"{flag} {text}: refused: {reason}")
         return TRANSLATIONS[row.detail].forward(text)
     if row.verdict == "refused" and not _neutral(row, text):

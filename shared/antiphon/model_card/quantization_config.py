@@ -26,8 +26,7 @@ def read_quantization(config: bytes) -> QuantizationConfig | None:
     """Read the quantization from config.json; None: not quantized."""
     parsed = _decode(config, _ModelQuantization)
     written = (parsed.quantization_config, parsed.compression_config)
-    raw = next((raw for raw in written if bytes(raw) != b"null"), None)
-    if raw is None:
+    if (raw := next((raw for raw in written if bytes(raw) != b"null"), None)) is None:
         return None
     method = _decode(raw, _Method).quant_method
     if method not in METHODS:

@@ -79,8 +79,7 @@ def report_of(
 ) -> MetricsReport:
     """Create the report of a process; values out of the message's bounds are counted."""
     published = runtime.metrics.published()
-    bad = sum(not _sendable(one) for each in published for one in each.series)
-    if bad:
+    if bad := sum(not _sendable(one) for each in published for one in each.series):
         runtime.metrics.bus_errors.labels("metrics_value").inc(bad)
     return MetricsReport(
         role=role,

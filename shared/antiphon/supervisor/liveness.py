@@ -107,8 +107,7 @@ class HangDetector:
 
     async def _responds(self, child: Child) -> bool:
         """Whether a process responds, or there is none to respond."""
-        port = self._port_of(child.instance)
-        if port is None:
+        if (port := self._port_of(child.instance)) is None:
             return True
         try:
             async with asyncio.timeout(self._probe_s):

@@ -132,8 +132,7 @@ def _context(traceparent: str | None) -> Context | None:
     # Imported only with tracing on: it takes 25 ms of each service's start.
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context  # noqa: PLC0415
 
-    parts = _TRACEPARENT.fullmatch(traceparent or "")
-    if parts is None:
+    if (parts := _TRACEPARENT.fullmatch(traceparent or "")) is None:
         return None
     trace, span_id, flags = (int(part, 16) for part in parts.groups())
     parent = SpanContext(trace, span_id, is_remote=True, trace_flags=TraceFlags(flags))

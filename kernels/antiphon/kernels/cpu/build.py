@@ -127,8 +127,7 @@ def _digest(*parts: str | None) -> str:
 def _compiler() -> str:
     if platform.machine() != "x86_64":
         raise CannotBuild(f"they are written for x86-64, and this is {platform.machine()}")
-    compiler = shutil.which("g++")
-    if compiler is None:
+    if (compiler := shutil.which("g++")) is None:
         raise CannotBuild("there is no g++ (on Debian and Ubuntu: apt install g++)")
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         raise CannotBuild("Python.h is missing (on Debian and Ubuntu: apt install python3-dev)")

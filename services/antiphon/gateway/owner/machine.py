@@ -122,20 +122,17 @@ class Owner:
         return self._take_actions()
 
     def mark_consumed(self, request_id: RequestId, size: int) -> None:
-        request = self._requests.get(request_id)
-        if request is not None:
+        if (request := self._requests.get(request_id)) is not None:
             request.unread.take(size)
 
     def cancel(self, request_id: RequestId, error: EngineError | None = None) -> list[Action]:
-        request = self._requests.get(request_id)
-        if request is not None:
+        if (request := self._requests.get(request_id)) is not None:
             self._end_and_cancel(request, error or Cancelled("the client disconnected"))
         return self._take_actions()
 
     def abort(self, request_id: RequestId) -> list[Action]:
         """Finish each running choice with `abort`, so that the request succeeds."""
-        request = self._requests.get(request_id)
-        if request is not None:
+        if (request := self._requests.get(request_id)) is not None:
             for event in request.abort():
                 self._actions.append(Deliver(request.id, event))
             self._end_and_cancel(request, None)
@@ -151,8 +148,7 @@ class Owner:
     def submit_answered(
         self, request_id: RequestId, answer: SubmitAccepted | EngineError
     ) -> list[Action]:
-        request = self._requests.get(request_id)
-        if request is not None:
+        if (request := self._requests.get(request_id)) is not None:
             request.submitting = False
             if isinstance(answer, SubmitAccepted):
                 self._accept(request, answer.term)
@@ -163,8 +159,7 @@ class Owner:
         return self._take_actions()
 
     def cancel_answered(self, request_id: RequestId, *, accepted: bool) -> list[Action]:
-        cancelling = self._pending_cancels.get(request_id)
-        if cancelling is not None:
+        if (cancelling := self._pending_cancels.get(request_id)) is not None:
             at = self._clock.now() + _retry_delay_s(cancelling.tries)
             if accepted or at > cancelling.until:
                 del self._pending_cancels[request_id]
@@ -180,8 +175,7 @@ class Owner:
         self._gaps.on_batch(sender, batch.seq)
         torn = self._gaps.has_gap(sender)
         for row in batch.rows:
-            request = self._requests.get(row.request_id)
-            if request is not None:
+            if (request := self._requests.get(row.request_id)) is not None:
                 self._apply_row_isolated(request, row, sender)
                 torn = torn or request.has_gap
         if torn:
@@ -429,8 +423,7 @@ class Owner:
         self._actions.append(Deliver(request.id, Ended(request.usage, error)))
 
     def _announce(self) -> None:
-        changes = self._open_list.changes()
-        if changes is not None:
+        if (changes := self._open_list.changes()) is not None:
             self._actions.append(changes)
 
     def _take_actions(self) -> list[Action]:

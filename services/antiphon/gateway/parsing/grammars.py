@@ -60,8 +60,7 @@ def _list_schema(
     if calls_max is not None:
         schema["maxItems"] = calls_max
     for word in _DEFINITIONS:
-        definitions = _definitions([tool for tool in tools if tool.name in held], word)
-        if definitions:
+        if definitions := _definitions([tool for tool in tools if tool.name in held], word):
             schema[word] = definitions
     return schema
 

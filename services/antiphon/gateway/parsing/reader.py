@@ -125,8 +125,7 @@ class Reader:
     def until(self, marks: Marks, emit: Emit) -> Steps[str | None]:
         """Emit text up to a match and read the match; return None if the text ended without one."""
         while True:
-            found = marks.found.search(self._text, self._at)
-            if found is not None:
+            if (found := marks.found.search(self._text, self._at)) is not None:
                 end = found.start()
                 self._emit_to(self._trimmed(end) if marks.trim else end, emit)
                 self.trimmed = self._text[self._at : end]

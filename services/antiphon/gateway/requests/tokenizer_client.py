@@ -345,8 +345,7 @@ class TemplateDefaults:
         self._kwargs = read_template_kwargs(text)
 
     def filled(self, gen_request: GenerationRequest) -> GenerationRequest:
-        variables = self._own_variables(gen_request)
-        if variables is None:
+        if (variables := self._own_variables(gen_request)) is None:
             return gen_request
         options = msgspec.json.encode(self._kwargs | variables).decode()
         template = msgspec.structs.replace(gen_request.template, options=options)

@@ -142,8 +142,7 @@ class EngineCore:
         `kept` is the number of output ids in the response, where more were sampled: only their
         pages are inserted into the prefix cache.
         """
-        request = self._requests.get(key)
-        if request is None:
+        if (request := self._requests.get(key)) is None:
             return
         self._stretch.end()
         if kept is not None and request.phase is Phase.RUNNING:
@@ -213,8 +212,7 @@ class EngineCore:
             self._stretch.begin(rows, outcome, self.limits)
 
     def fail_choice(self, key: ChoiceKey, error: EngineError) -> None:
-        request = self._requests.get(key)
-        if request is None:
+        if (request := self._requests.get(key)) is None:
             self._progress.append(Progress(key=key, finish=Finish.failed(error)))
         else:
             self._end_failed(request, error)
@@ -428,8 +426,7 @@ class OutcomeProcessor:
                 if status[index]:
                     self.end(row.request, Finish.failed(_failure(status[index])))
                     continue
-                task = tasks.get(index)
-                if task is None:
+                if (task := tasks.get(index)) is None:
                     self._commit_row(row, outcome, index, sampled[index])
                 elif task.done:
                     self._commit_row(row, outcome, index, sampled[index], task.result())

@@ -325,8 +325,7 @@ class BatchingLoop:
 
     def _finish_step(self, launched: LaunchedStep) -> None:
         """Wait for a plan and commit it; if it failed, find the request at fault."""
-        outcome = self._read(launched)
-        if outcome is not None:
+        if (outcome := self._read(launched)) is not None:
             self._commit(launched.rows, outcome)
             return
         invalid, self._launched = self._launched, None
@@ -351,8 +350,7 @@ class BatchingLoop:
         middle = len(rows) // 2
         for half in (rows[:middle], rows[middle:]):
             launched = self._launch(half)
-            outcome = self._read(launched)
-            if outcome is not None:
+            if (outcome := self._read(launched)) is not None:
                 self._commit(half, outcome)
             else:
                 self._bisect(half)

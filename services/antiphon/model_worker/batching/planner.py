@@ -232,8 +232,7 @@ class StepPlanner:
         self, request: Request, reserved: Sequence[int], budget: TokenBudget, now: float
     ) -> int | None:
         """Start a waiting request; the end of its first prefill chunk, None if it does not fit."""
-        table = self._admissible(request, reserved)
-        if table is None:
+        if (table := self._admissible(request, reserved)) is None:
             return None
         try:
             length = budget.prefill_chunk(table.committed, request.length - table.committed)

@@ -51,8 +51,7 @@ class PrefixSharing:
             self._leaders.setdefault(first_page, []).append((number, request))
 
     def unregister(self, request: Request) -> None:
-        led = self._led.pop(request.key, None)
-        if led is not None:
+        if (led := self._led.pop(request.key, None)) is not None:
             first_page, number = led
             leaders = self._leaders[first_page]
             leaders.remove((number, request))
@@ -63,8 +62,7 @@ class PrefixSharing:
         """Whether a waiting request should wait until another one has prefilled their prefix."""
         if request.following is not None and request.following.computing:
             return True
-        leaders = self._leaders.get(self._first_page(request))
-        if not leaders:
+        if not (leaders := self._leaders.get(self._first_page(request))):
             return False
         cached = cached_tokens(request)
         # A leader that shares too little always will, unless less of the request is cached: a long
@@ -74,8 +72,7 @@ class PrefixSharing:
         for number, leader in leaders:
             if number <= passed:
                 continue
-            following = self._follow(request, leader, cached)
-            if following is not None:
+            if (following := self._follow(request, leader, cached)) is not None:
                 request.following = following
                 return True
         request.passed_leaders = leaders[-1][0], cached

@@ -95,8 +95,7 @@ class RunningBatch:
     def cached_table(self, request: Request) -> PageTable:
         """A table with the longest cached or shared prefix of a waiting request."""
         cached = self.index.match(self._key(request)) or PageTable(self.pools)
-        fork = self.prefix_sharing.fork(request, cached.committed)
-        if fork is None:
+        if (fork := self.prefix_sharing.fork(request, cached.committed)) is None:
             return cached
         cached.release()
         return fork

@@ -50,8 +50,7 @@ class Timeouts:
             self._put(request, now + self._running_s)
 
     def ended(self, request: Request) -> None:
-        found = self._requests.pop(request.arrival, None)
-        if found is not None:
+        if (found := self._requests.pop(request.arrival, None)) is not None:
             del self._order[bisect_left(self._order, (found[0], request.arrival))]
 
     def any_due(self, now: float) -> bool:

@@ -59,8 +59,7 @@ class TokenFilter:
         """
         words &= self._words
         for budget in self._budgets:
-            forced = budget.forced(ids)
-            if forced is not None:
+            if (forced := budget.forced(ids)) is not None:
                 index, bit = divmod(forced, _WORD_BITS)
                 word = words[index] & np.uint32(1 << bit).astype(np.int32)
                 words[:] = 0

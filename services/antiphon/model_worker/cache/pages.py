@@ -393,8 +393,7 @@ class PageTable:
         self.committed = tokens
         for index in self._pools.windows:
             pages, dead = self._pages[index], self._pools.groups[index].dead_len(tokens)
-            gone = pages[self._dead[index] : dead]
-            if gone:
+            if gone := pages[self._dead[index] : dead]:
                 self._pools.pools[index].release(gone)
                 pages[self._dead[index] : dead] = [HOLE] * len(gone)
                 self._dead[index] = dead

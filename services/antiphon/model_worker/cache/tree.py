@@ -84,8 +84,7 @@ class RadixTree:
 
     def root(self, namespace: bytes) -> RadixNode:
         """The root of a namespace, made if it is new. The caller appends to it."""
-        root = self._roots.get(namespace)
-        if root is None:
+        if (root := self._roots.get(namespace)) is None:
             groups = len(self._pools.groups)
             root = RadixNode(
                 parent=None,
@@ -107,8 +106,7 @@ class RadixTree:
         node = self._roots.get(key.namespace)
         while node is not None and length < pages_max:
             at = length * step
-            node = node.children.get(ids[at : at + step])
-            if node is not None:
+            if (node := node.children.get(ids[at : at + step])) is not None:
                 path.append(node)
                 length += self._common(node, ids, at, pages_max - length)
                 if length < node.end:
@@ -305,8 +303,7 @@ class RadixTree:
             if each.announced == each.start:
                 self._parent(each).announced_children += 1
             each.announced = border if each is node else each.end
-            blocks = each.blocks[first : self._announced_blocks(each)]
-            if blocks:
+            if blocks := each.blocks[first : self._announced_blocks(each)]:
                 before = each.blocks[first - 1] if first else self._last_block(self._parent(each))
                 tracker.stored(before, blocks)
 
@@ -316,8 +313,7 @@ class RadixTree:
             return
         announced = self._announced_blocks(node)
         node.announced = border
-        blocks = node.blocks[self._announced_blocks(node) : announced]
-        if blocks:
+        if blocks := node.blocks[self._announced_blocks(node) : announced]:
             tracker.removed(blocks)
         if border == node.start:
             parent = self._parent(node)

@@ -154,8 +154,7 @@ class GrammarBackend:
         assert grammar is not None, "a sequence without a grammar needs no matcher"
         source = GrammarSource(grammar.kind, grammar.text)
         self._metrics.requested.inc()
-        compiled = self._cache.get(source)
-        if compiled is not None:
+        if (compiled := self._cache.get(source)) is not None:
             self._metrics.hits.inc()
         else:
             compiled = await asyncio.shield(self._compile(source, state.tenant))
@@ -332,14 +331,12 @@ class LruCache(Generic[K, V]):
         self._bytes = 0
 
     def get(self, key: K) -> V | None:
-        value = self._entries.get(key)
-        if value is not None:
+        if (value := self._entries.get(key)) is not None:
             self._entries.move_to_end(key)
         return value
 
     def put(self, key: K, value: V) -> None:
-        before = self._entries.pop(key, None)
-        if before is not None:
+        if (before := self._entries.pop(key, None)) is not None:
             self._bytes -= self.size_bytes(key, before)
         self._entries[key] = value
         self._bytes += self.size_bytes(key, value)

@@ -270,8 +270,7 @@ def _one_of(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str, 
     for one, other in combinations(parts, 2):
         if kinds.disjoint(one, other):
             continue
-        name = kinds.discriminator(one, other)
-        if name is None:
+        if (name := kinds.discriminator(one, other)) is None:
             yield "oneOf", "is supported where no two parts can hold at once; anyOf may fit"
             return
         kinds.require(one, name)
@@ -290,8 +289,7 @@ def _untyped(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
-    step = schema.get("multipleOf")
-    if step is None:
+    if (step := schema.get("multipleOf")) is None:
         return
     if schema.get("type") != "integer" or not isinstance(step, int):
         yield "multipleOf", "is supported for integers only"

@@ -309,8 +309,7 @@ def read_scales(path: str, layers: Iterable[int]) -> dict[int, KvScales]:
     of_rank = file.kv_cache.scaling_factor.get("0", {})
     found: dict[int, KvScales] = {}
     for layer in layers:
-        scale = of_rank.get(str(layer))
-        if scale is None:
+        if (scale := of_rank.get(str(layer))) is None:
             raise ModelLoadError(f"cache.scales = {path}: layer {layer} has no scale")
         scale = _positive(f"{path}: layer {layer}", scale)
         found[layer] = KvScales(scale, scale)

@@ -265,8 +265,7 @@ class WorkerRequestLog:
             return len(progress)
         for news in progress:
             id_bytes += len(news.token_ids)
-            entry = entries.get(news.key)
-            if entry is None:
+            if (entry := entries.get(news.key)) is None:
                 continue
             entry.id_bytes += len(news.token_ids)
             if entry.first_s is None and news.token_ids:
@@ -278,8 +277,7 @@ class WorkerRequestLog:
 
     def drop(self, key: ChoiceKey, now: float) -> None:
         """End a choice that was dropped: a stop string, an abort, a deadline."""
-        entry = self._entries.get(key)
-        if entry is not None:
+        if (entry := self._entries.get(key)) is not None:
             self._end(entry, now, "dropped")
 
     def _end(self, entry: _LoggedChoice, now: float, reason: str) -> None:

@@ -82,8 +82,7 @@ class LoopWatchdog:
         Raises:
             LoopHung: It has stalled for so long that it will not recover.
         """
-        verdict = self._detector.observe(self._loop.progress_count, now)
-        if verdict is None:
+        if (verdict := self._detector.observe(self._loop.progress_count, now)) is None:
             return
         stalled_s = self._detector.stalled_s(now)
         records = self._loop.recorder.records()

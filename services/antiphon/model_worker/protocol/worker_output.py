@@ -204,8 +204,7 @@ class WorkerOutput:
             return False
         self._leave_lanes()
         for news in progress:
-            known = self._choices.get(news.key)
-            if known is None:
+            if (known := self._choices.get(news.key)) is None:
                 continue
             held, choice = known
             held.cached_tokens = max(held.cached_tokens, news.cached_tokens)
@@ -232,8 +231,7 @@ class WorkerOutput:
             self._lanes = None
         drops: list[Action] = []
         for key in keys:
-            known = self._choices.pop(key, None)
-            if known is not None:
+            if (known := self._choices.pop(key, None)) is not None:
                 held, choice = known
                 choice.fail(Finish.failed(Internal("internal error")))
                 self._outbox.put(held)
@@ -369,8 +367,7 @@ class WorkerOutput:
         return self._stop(held, held.choices)
 
     def _abort(self, abort: Abort, actions: list[Action]) -> None:
-        held = self._held.get(abort.request_id)
-        if held is None:
+        if (held := self._held.get(abort.request_id)) is None:
             self._tombstones.add(abort.request_id, abort.attempt)  # the admit may still arrive
             return
         if abort.attempt < held.attempt:

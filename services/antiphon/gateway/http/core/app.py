@@ -240,8 +240,7 @@ def allow_origins(app: web.Application, origins: frozenset[str]) -> None:
     """
 
     async def mark(request: web.Request, response: web.StreamResponse) -> None:
-        origin = _allowed_origin(request, origins)
-        if origin is not None:
+        if (origin := _allowed_origin(request, origins)) is not None:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
             response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _CORS_EXPOSED_HEADERS
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)
@@ -262,8 +261,7 @@ def _cors_preflight(origins: frozenset[str]) -> Middleware:
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: _CORS_METHODS,
             hdrs.ACCESS_CONTROL_MAX_AGE: _CORS_MAX_AGE_S,
         }
-        wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
-        if wanted is not None:
+        if (wanted := request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)) is not None:
             headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = wanted
         return web.Response(status=204, headers=headers)
 
@@ -271,8 +269,7 @@ def _cors_preflight(origins: frozenset[str]) -> Middleware:
 
 
 def _allowed_origin(request: web.Request, origins: frozenset[str]) -> str | None:
-    origin = request.headers.get(hdrs.ORIGIN)
-    if origin is None:
+    if (origin := request.headers.get(hdrs.ORIGIN)) is None:
         return None
     if "*" in origins:
         return "*"

@@ -157,8 +157,7 @@ def _check_text(body: bytes) -> None:
 def _invalid(text: str, field: str, kind: type) -> InvalidRequest:
     """Build the error with the field's path, which ends msgspec's text, and the allowed values."""
     path = _path(text, field)
-    within = _WITHIN.search(text)
-    if within:
+    if within := _WITHIN.search(text):
         path = f"{path}.{within[1]}" if path else within[1]
     what = _AT.sub("", text)
     if _NOT_ONE_OF.match(text) and (allowed := _values_at(kind, _inner_path(text))):
@@ -226,8 +225,7 @@ def _check_amounts(fields: Mapping[str, msgspec.Raw], unknown: int) -> None:
     if unknown > limits.UNKNOWN_MAX:
         text = f"the body has {unknown} unknown fields; at most {limits.UNKNOWN_MAX} are allowed"
         raise InvalidRequest(text)
-    found = limits.oversized(fields)
-    if found is not None:
+    if (found := limits.oversized(fields)) is not None:
         name, size = found
         raise RequestTooLarge(
             f"{name}: the value has {size} bytes of JSON; the limit is "
@@ -239,8 +237,7 @@ def _check_amounts(fields: Mapping[str, msgspec.Raw], unknown: int) -> None:
 
 def _too_long(json: bytes | msgspec.Raw, text: str, field: str) -> InvalidRequest | None:
     """Report the actual length, since msgspec reports only the limit."""
-    found = _TOO_LONG.search(text)
-    if found is None:
+    if (found := _TOO_LONG.search(text)) is None:
         return None
     kind, most = found[1], int(found[2])
     sizes = [len(each) for each in _named(json, text) if isinstance(each, _SIZED[kind])]
@@ -254,8 +251,7 @@ def _too_long(json: bytes | msgspec.Raw, text: str, field: str) -> InvalidReques
 def _out_of_range(
     json: bytes | msgspec.Raw, text: str, invalid: InvalidRequest
 ) -> InvalidRequest | None:
-    found = _OUT_OF_RANGE.search(text)
-    if found is None:
+    if (found := _OUT_OF_RANGE.search(text)) is None:
         return None
     within, bound = _WITHIN_BOUND[found[1]], msgspec.json.decode(found[2])
     for each in _named(json, text):

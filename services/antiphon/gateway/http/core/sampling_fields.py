@@ -141,8 +141,7 @@ def processor_of(
         if given:
             raise InvalidRequest.at(field, f"requires {NAME}")
         return ()
-    kind = REGISTERED.get(name)
-    if kind is None:
+    if (kind := REGISTERED.get(name)) is None:
         known = ", ".join(REGISTERED)
         raise Unsupported.at(
             NAME, f"code in requests is never run; use the name of a registered processor: {known}"

@@ -162,8 +162,7 @@ class OpenAiResponseWriter(ResponseWriter):
 
     def _text_event(self, index: int, text: str) -> bytes:
         """Return a chunk with text only."""
-        frame = self._frames.get(index)
-        if frame is None:
+        if (frame := self._frames.get(index)) is None:
             frame = self._frames[index] = Frame(self._event(self._text_choice(index, GAP)))
         return frame.around(text)
 
@@ -488,8 +487,7 @@ class CompletionResponseWriter(OpenAiResponseWriter):
         if not self._options.logprobs:
             return None
         before = (echo.first,) if echo.first else ()
-        logprobs = text_logprobs(details, self._characters[index], before)
-        if logprobs is not None:
+        if (logprobs := text_logprobs(details, self._characters[index], before)) is not None:
             self._characters[index] += sum(map(len, logprobs.tokens))
         return logprobs
 

@@ -78,8 +78,7 @@ def read_choice(choice: Json, tools: Sequence[Tool]) -> ToolChoice:
             text = "tool_choice is 'required', which requires tools"
             raise InvalidRequest(text, param="tool_choice")
         return ToolChoice(mode if tools else Mode.NONE)
-    name = _named(choice)
-    if name is None:
+    if (name := _named(choice)) is None:
         message = (
             "tool_choice must be 'auto', 'none', 'required' or "
             '{"type": "function", "function": {"name": ...}}'
@@ -148,8 +147,7 @@ def _required(
 def _strict_grammar(
     tools: tuple[Tool, ...], format_: ToolFormat, *, requires_strict: bool
 ) -> Grammar | None:
-    strict = next((index for index, tool in enumerate(tools) if tool.strict), None)
-    if strict is None:
+    if (strict := next((index for index, tool in enumerate(tools) if tool.strict), None)) is None:
         return None
     if format_.form is not None:
         return calls_within(tools, format_.form)

@@ -47,8 +47,7 @@ def _read(reader: Reader, out: EventSink) -> Steps[None]:
 
 def _message(reader: Reader, out: EventSink, head: str) -> Steps[str | None]:
     """Read a message after its header; return the delimiter at its end."""
-    recipient = _RECIPIENT.search(head)
-    if recipient is not None:
+    if (recipient := _RECIPIENT.search(head)) is not None:
         reader.keep(head)
         emit = out.begin(reader, recipient[1])
         yield from reader.space()

@@ -221,8 +221,7 @@ def _mask(
     *, mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], **_: object
 ) -> Tensor | None:
     """None in a forward pass, whose cache has the mask; in a probe the window, (1, 1, 1, 1)."""
-    context_tokens = _PROBED.get()
-    if not context_tokens:
+    if not (context_tokens := _PROBED.get()):
         return None
     zero, keys = torch.tensor(0), torch.arange(context_tokens)
 

@@ -175,8 +175,7 @@ def _items(given: str | list[Json], decrypt: Decrypt) -> tuple[tuple[Item, ...],
     warnings: list[str] = []
     for index, raw in enumerate(given):
         at = f"input[{index}]"
-        kind = left_out(raw)
-        if kind is not None:
+        if (kind := left_out(raw)) is not None:
             warnings.append(f"{at} was ignored: items of type {kind} are not supported")
             continue
         items.append(_decrypt_reasoning(read_item(raw, at), decrypt, at))
