@@ -110,9 +110,9 @@ def _measured_cpu(stack: EchoStack) -> tuple[float, dict[str, float]]:
         Tokens a second, and shares of one core in percent, with `all` for their sum.
     """
     pids = {name: pid for name, pid in stack.pids.items() if name != "worker-0"}
-    heard, used = LISTENERS.measure(stack, pids)
-    rate = round(heard.events / heard.seconds, 1)
-    shares = {name: round(100 * each / heard.seconds, 2) for name, each in used.items()}
+    received, used = LISTENERS.measure(stack, pids)
+    rate = round(received.events / received.seconds, 1)
+    shares = {name: round(100 * each / received.seconds, 2) for name, each in used.items()}
     assert rate > 0.8 * TOKENS_PER_S, f"the stream is too slow: {rate}, {shares}"
     return rate, shares | {"all": sum(shares.values())}
 

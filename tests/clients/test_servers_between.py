@@ -183,8 +183,8 @@ def open_webui_server(url: str, folder: Path) -> Iterator[str]:
 async def sign_in(url: str, api: str) -> AsyncIterator[WebUi]:
     """Sign in as the page does; the served model is listed alone, once for each API."""
     async with aiohttp.ClientSession(url) as session:
-        nobody = {"email": "", "password": ""}
-        async with session.post("/api/v1/auths/signin", json=nobody) as answer:
+        anonymous = {"email": "", "password": ""}
+        async with session.post("/api/v1/auths/signin", json=anonymous) as answer:
             token = (await answer.json())["token"]
     headers = {"Authorization": f"Bearer {token}"}
     async with aiohttp.ClientSession(url, headers=headers) as session:

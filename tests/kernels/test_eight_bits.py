@@ -46,7 +46,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 def in_eight_bits(case: Case, format_: torch.dtype, scales: KvScales = SCALES) -> Case:
-    """A case whose cache is kept so; what nobody may read is a NaN still."""
+    """A case whose cache is kept so; what no kernel may read is a NaN still."""
     case.keys = quantize_fp8(case.keys, format_, scales.key)
     case.values = quantize_fp8(case.values, format_, scales.value)
     return case

@@ -46,7 +46,7 @@ def derived(spec: ModelSpec) -> dict[str, Mutant]:
 
 
 def unclassified(spec: ModelSpec) -> set[str]:
-    """Fields of which nobody has said what they are."""
+    """Fields without a known meaning."""
     return {
         f"{type(part).__name__}.{name}"
         for part in _parts(spec)

@@ -43,7 +43,7 @@ class Row:
         fields: Of the config, beside `SIZES`.
         sizes: Those of `SIZES` that the config has, by the names that it has for them.
         limit: Greatest difference of logits, in their standard deviations.
-        types: How many types of tokens the model tells apart; 0: it knows of none.
+        types: How many types of tokens the model distinguishes; 0: it knows of none.
         idle: Endings of tensors that change nothing.
         by_token: The reference computes token after token over its own cache, as it writes.
     """

@@ -90,7 +90,7 @@ def base(architecture: type[transformers.PreTrainedModel], **fields: object) -> 
 def encoder(
     architecture: type[transformers.PreTrainedModel], fields: Mapping[str, object], types: int = 2
 ) -> Row:
-    """An encoder that tells types of tokens apart."""
+    """An encoder that distinguishes types of tokens."""
     row = base(architecture, **fields)
     return replace(row, sizes=ENCODER_SIZES, types=types, idle=IDLE)
 

@@ -139,7 +139,7 @@ def opened(
     return OpenModel(ModelRunner(model, groups), groups, spec)
 
 
-class Heard:
+class Received:
     """Texts that are computed side by side, and the logits that each step gave."""
 
     def __init__(self, model: OpenModel) -> None:
@@ -152,7 +152,7 @@ class Heard:
             line = self.batch.lines[slot]
             theirs = saved.logits(line.ids[: line.computed])[list(by_position)]
             ours = torch.stack(list(by_position.values()))
-            assert len(ours) > STEPS, "the steps were not heard"
+            assert len(ours) > STEPS, "the steps were not received"
             assert error(ours, theirs) < saved.row.limit
 
     def _by_slot(self) -> dict[int, dict[int, Tensor]]:
@@ -186,13 +186,13 @@ def check_text(saved: Saved, linear: str) -> None:
     reference would say, or a near tie.
     """
     model = opened(saved, linear)
-    heard = Heard(model)
+    received = Received(model)
     for ids in texts():
-        heard.batch.add(ids)
-    heard.batch.prefill(17)
-    heard.batch.decode(STEPS)
-    heard.check(saved)
-    for ids, line in zip(texts(), heard.batch.lines.values(), strict=True):
+        received.batch.add(ids)
+    received.batch.prefill(17)
+    received.batch.decode(STEPS)
+    received.check(saved)
+    for ids, line in zip(texts(), received.batch.lines.values(), strict=True):
         said = line.ids[len(ids) :]
         assert len(said) >= STEPS
         theirs = saved.logits(line.ids[:-1])[len(ids) - 1 :]
@@ -208,8 +208,8 @@ def check_prefix(saved: Saved) -> None:
     by side.
     """
     ids, model = texts()[-1], opened(saved)
-    heard = Heard(model)
-    batch = heard.batch
+    received = Received(model)
+    batch = received.batch
     first, second = batch.add(ids[:40]), batch.add(ids)
     batch.step({0: 36})
     batch.step({0: 4})
@@ -217,7 +217,7 @@ def check_prefix(saved: Saved) -> None:
     batch.step({1: len(ids) - 37}, all_logits=True)
     batch.step({1: 1})
     batch.decode(STEPS)
-    heard.check(saved)
+    received.check(saved)
 
 
 def without_tensors(saved: Saved) -> Iterator[tuple[str, OpenModel]]:
@@ -239,7 +239,7 @@ def check_tensors(saved: Saved) -> None:
     """A model whose tensors of one name are zero, in all layers, is far from what is said."""
     for kind, model in without_tensors(saved):
         missed = error(logits_of(model, texts()[-1], chunk=64), saved.of_prompt)
-        assert not missed < MISSED * saved.row.limit, f"nobody misses {kind}: {missed:.1e}"
+        assert not missed < MISSED * saved.row.limit, f"nothing misses {kind}: {missed:.1e}"
 
 
 def mutants(saved: Saved) -> dict[str, Mutant]:
@@ -252,7 +252,7 @@ def check_mutants(saved: Saved) -> None:
     for feature, mutant in mutants(saved).items():
         ours = logits_of(opened(saved, mutant=mutant), texts()[-1], chunk=64)
         missed = error(ours, saved.of_prompt)
-        assert missed > MISSED * saved.row.limit, f"nobody misses {feature}: {missed:.1e}"
+        assert missed > MISSED * saved.row.limit, f"nothing misses {feature}: {missed:.1e}"
 
 
 def check_counted(saved: Saved) -> None:

@@ -173,7 +173,7 @@ class Stepper:
             pages = line.pages[index]
             while len(pages) < group.table_len(int(length)):
                 pages.append(self._free[index].pop())
-            # What no query sees any more may be anybody's: nothing may read it.
+            # What no query sees any more may be any row's: nothing may read it.
             dead = group.dead_len(line.computed)
             pages[:dead] = [-1] * dead
         table = np.full((len(lines), max(len(line.pages[index]) for line in lines)), -1, np.int32)
@@ -193,7 +193,7 @@ class Stepper:
 
 
 def follows(plan: StepPlan, before: StepPlan) -> bool:
-    """Whether each row is the one before, one token further; nobody here changes its columns."""
+    """Whether each row is the one before, one token further; nothing here changes its columns."""
     rows = len(plan.slot)
     decodes = all(
         len(one.tokens) == len(one.slot) == len(one.logit_tokens) == rows for one in (plan, before)
@@ -214,7 +214,7 @@ def spy_on_logits(runner: Rank) -> list[Tensor]:
     def spy_at_once(
         plan: StepPlan, batch: InputBatch, tokens: Ints, *, bare: bool
     ) -> FusedDecoderOutput | None:
-        del bare  # whoever asks for less gets more
+        del bare  # a caller that asks for less gets more
         scored = at_once(plan, batch, tokens, bare=False)
         if scored is not None:
             seen.append(scored.logits.clone())

@@ -138,10 +138,10 @@ def check_absences(saved: Saved) -> None:
     reference = theirs(saved)
     for feature, mutant in mutants(saved).items():
         missed = error(ours(saved, opened(saved, mutant=mutant)), reference)
-        assert missed > MISSED * saved.row.limit, f"nobody misses {feature}: {missed:.1e}"
+        assert missed > MISSED * saved.row.limit, f"nothing misses {feature}: {missed:.1e}"
     for kind, model in without_tensors(saved):
         missed = error(ours(saved, model), reference)
-        assert not missed < MISSED * saved.row.limit, f"nobody misses {kind}: {missed:.1e}"
+        assert not missed < MISSED * saved.row.limit, f"nothing misses {kind}: {missed:.1e}"
 
 
 def check_served(saved: Saved, chunk: int | None, batch: int) -> None:

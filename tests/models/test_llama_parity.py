@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from tests.models.families import LLAMA3_ROPE, stretched
+from tests.models.parity import LINEARS
 from tests.models.specs import attention_of, layered, mixed, windowed
 from tests.models.stepper import logits_of, prompts, stepper
 from tests.models.tiny import write_llama, write_qwen2
@@ -15,7 +16,6 @@ from tests.support.models import load, open_model, with_spec
 from torch import Tensor
 
 from antiphon import embedded
-from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.spec import PRE, ModelSpec, Norms
@@ -53,7 +53,6 @@ QWEN2_SHAPES: dict[str, dict[str, object]] = {
 }
 QWEN2_LIMIT = 5e-5
 """Random biases of queries and keys make sharper attention, so errors grow more than in Llama."""
-LINEARS = ["plain"] if unavailable_reason() else ["plain", "packed"]
 
 
 def opened(folder: Path, dtype: str = "float32", linear: str = "plain") -> OpenModel:

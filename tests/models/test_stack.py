@@ -119,7 +119,7 @@ def spy_on_going_on(runner: ModelRunner) -> list[bool]:
 
 
 def two_steppers(runners: Sequence[ModelRunner], temperatures: Sequence[float]) -> list[Stepper]:
-    """The same requests before two runners; the first is told which plans follow another."""
+    """The same requests before two runners; the first knows which plans follow another."""
     steppers: list[Stepper] = []
     for runner in runners:
         groups = [pool.group for pool in runner.pools]

@@ -149,7 +149,7 @@ def test_greedy_tokens_are_the_highest_of_the_steered_logits(
 
 
 def mixed() -> list[RequestState]:
-    """Every feature beside every other, some with chance, some told of, some plain."""
+    """Every feature beside every other, some with chance, some reported, some plain."""
     return [
         state(0, frequency_penalty=0.5, temperature=0.9, top_p=0.95, details=DETAILS),
         state(1),

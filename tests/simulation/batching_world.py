@@ -110,7 +110,7 @@ class WorldRunner(HashRunner):
 
 
 @dataclass
-class Told:
+class Reported:
     state: RequestState
     ids: list[int] = field(default_factory=list[int])
     finish: Finish | None = None
@@ -124,7 +124,7 @@ class Told:
 
 
 class World:
-    """A worker, and somebody who sends and drops requests. A turn takes a second of its clock."""
+    """A worker, and a client that sends and drops requests. A turn takes a second of its clock."""
 
     def __init__(self, seed: int, *, overlap: bool = False, **said: Any) -> None:
         self.random = random.Random(seed)
@@ -156,11 +156,11 @@ class World:
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
         self.loop = BatchingLoop(
-            *(self.batching, self.runner, Mailbox(1), self.hear),
+            *(self.batching, self.runner, Mailbox(1), self.receive),
             clock=lambda: self.now,
             overlap=overlap,
         )
-        self.told: dict[ChoiceKey, Told] = {}
+        self.reported: dict[ChoiceKey, Reported] = {}
         self.exact_share = self.pick("exact_share", 0.0, 0.5, 1.0)
         self.prompt_max = self.pick("prompt_max", 20, 70, 100)
         self.stems = [self._ids(self.random.randint(1, 60)) for _ in range(3)]
@@ -220,22 +220,22 @@ class World:
 
     def act(self) -> None:
         """One turn: some new requests, some dropped ones, sometimes a fault or an order."""
-        live = [key for key, told in self.told.items() if told.live]
+        live = [key for key, reported in self.reported.items() if reported.live]
         runs = [
             pair
             for _ in range(self.random.choice(self.said.get("arrivals", [0, 0, 0, 0, 1, 1])))
             for pair in self.new_choices()
         ]
         drops = {
-            key: self.random.choice([None, 0, self.random.randint(0, len(self.told[key].ids))])
+            key: self.random.choice([None, 0, self.random.randint(0, len(self.reported[key].ids))])
             for key in live
             if self.random.random() < 0.01
         }
         for key in drops:
-            self.told[key].dropped = True
+            self.reported[key].dropped = True
         asked = [
-            tuple(key for key in live if self.told[key].state.request_id == request_id)
-            for request_id in dict.fromkeys(self.told[key].state.request_id for key in live)
+            tuple(key for key in live if self.reported[key].state.request_id == request_id)
+            for request_id in dict.fromkeys(self.reported[key].state.request_id for key in live)
             if self.moods.random() < self.returned
         ]
         self.poison = 0.2 if self.random.random() < 0.01 else 0.0
@@ -252,7 +252,7 @@ class World:
         self.turns += 1
         self.now += 1.0
         report = self.loop.turn(mail or Mail())
-        self.hear(report)
+        self.receive(report)
         self.check_pages()
         self.check_salts()
         self.check_slots()
@@ -284,10 +284,10 @@ class World:
             ignore_eos=self.random.random() < self.exact_share,
         )
         salt = self.moods.choice([b"", b"", SALT])
-        number = len(self.told)
+        number = len(self.reported)
         pairs: list[tuple[ChoiceKey, RequestState]] = []
         for choice in range(self.random.choice([1, 1, 1, 3])):
-            key = ChoiceKey(len(self.told))
+            key = ChoiceKey(len(self.reported))
             state = RequestState(
                 cache_salt=salt,
                 request_id=RequestId(f"r{number}"),
@@ -297,30 +297,30 @@ class World:
                 priority=self.random.choice([0, 0, 1, 5]),
                 deadline_unix_ms=0,
             )
-            self.told[key] = Told(state)
+            self.reported[key] = Reported(state)
             pairs.append((key, state))
         return pairs
 
-    def hear(self, report: StepReport) -> None:
+    def receive(self, report: StepReport) -> None:
         for key in report.started:
-            self.told[key].started = True
+            self.reported[key].started = True
         for key in report.returned:
-            told = self.told[key]
-            assert not told.started, "what has begun was given back"
-            assert not told.ids
-            told.returned = True
+            reported = self.reported[key]
+            assert not reported.started, "what has begun was given back"
+            assert not reported.ids
+            reported.returned = True
             self.seen["returned"] += 1
         for progress in report.progress:
-            told = self.told[progress.key]
-            if told.dropped and progress.finish and progress.finish.error:
+            reported = self.reported[progress.key]
+            if reported.dropped and progress.finish and progress.finish.error:
                 # A request of the same mail took its place in the queue, just before the drop.
                 assert progress.finish.error.code == "overloaded"
                 continue
-            assert not told.dropped, "a dropped choice was heard of"
-            assert not told.returned, "what was given back was heard of"
-            assert told.finish is None, "a choice ended twice, or went on after its end"
-            told.ids += unpack_ids(progress.token_ids)
-            told.finish = progress.finish
+            assert not reported.dropped, "a dropped choice was reported"
+            assert not reported.returned, "what was given back was reported"
+            assert reported.finish is None, "a choice ended twice, or went on after its end"
+            reported.ids += unpack_ids(progress.token_ids)
+            reported.finish = progress.finish
             if progress.finish is not None:
                 error = progress.finish.error
                 self.seen[error.code if error else str(progress.finish.reason)] += 1
@@ -345,7 +345,7 @@ class World:
             del listed[HOLE]
             cached = sum(pool.holders(page) > count for page, count in listed.items())
             for page, count in listed.items():
-                assert pool.holders(page) - count in {0, 1}, "a page is held by nobody known"
+                assert pool.holders(page) - count in {0, 1}, "a page has no known holder"
                 if count > 1 and pool.holders(page) == count:
                     self.seen["forked"] += 1
             assert pool.used_count == len(listed) + pool.loose_count, "a page is lost"
@@ -380,7 +380,7 @@ class World:
         running, slots = self.batching.running, self.batching.slots
         assert all(request.phase is Phase.RUNNING for request in running.values())
         assert len(running) + slots.free_count == self.limits.running_max
-        live = [told for told in self.told.values() if told.live]
+        live = [reported for reported in self.reported.values() if reported.live]
         assert len(live) == len(running) + len(self.batching.waiting)
         for slot, request in running.items():
             assert slot == request.slot
@@ -417,11 +417,13 @@ class World:
             assert plan.query_len.max() <= max(limits.chunk_tokens, ACCEPTED_MAX)
 
     def check_order(self, before: set[Request]) -> None:
-        """Nobody is overtaken for longer than was allowed, and by nobody in plain FCFS."""
+        """No request is overtaken for longer than was allowed, and by none in plain FCFS."""
         running = set(self.batching.running.values())
         started = [request for request in running - before if request.started_s == self.now]
         waiting = {
-            key: self.batching._requests[key] for key, told in self.told.items() if told.live
+            key: self.batching._requests[key]
+            for key, reported in self.reported.items()
+            if reported.live
         }
         waiting = {key: r for key, r in waiting.items() if r.phase is Phase.WAITING}
         overdue = [
@@ -473,19 +475,19 @@ class World:
             choice=state.choice,
         )
 
-    def verify(self, told: Told) -> None:
+    def verify(self, reported: Reported) -> None:
         """What was said is what the choice says alone, or a beginning of it where a fault hit."""
-        if told.returned:
+        if reported.returned:
             return
-        prompt_tokens = len(told.state.prompt_ids) // 4
-        least = min(told.state.sampling.max_new_tokens, 1)
+        prompt_tokens = len(reported.state.prompt_ids) // 4
+        least = min(reported.state.sampling.max_new_tokens, 1)
         if not prompt_tokens or prompt_tokens + least > self.limits.context_tokens:
-            assert told.dropped or (told.finish and told.finish.error is not None)
-            assert not told.ids
+            assert reported.dropped or (reported.finish and reported.finish.error is not None)
+            assert not reported.ids
             return
-        ids, reason = self.alone(told.state)
-        if told.dropped or (told.finish and told.finish.reason is FinishReason.ERROR):
-            assert told.ids == ids[: len(told.ids)]
+        ids, reason = self.alone(reported.state)
+        if reported.dropped or (reported.finish and reported.finish.reason is FinishReason.ERROR):
+            assert reported.ids == ids[: len(reported.ids)]
             return
-        assert told.finish is not None
-        assert (told.ids, told.finish.reason) == (ids, reason)
+        assert reported.finish is not None
+        assert (reported.ids, reported.finish.reason) == (ids, reason)

@@ -57,7 +57,7 @@ class HashRunner:
     """Keeps token ids where a model keeps keys and values; a state is all ids that it was made of.
 
     A plan with a wrong page, position or length therefore gives other tokens than the request
-    would have got alone. Accepts up to `accepted_max` tokens a row, so that nobody relies on one.
+    would have got alone. Accepts up to `accepted_max` tokens a row, so no caller relies on one.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def submission(request_id: str, clock: ManualClock, timeout_s: float = TIMEOUT_S
     )
 
 
-class Heard:
+class Received:
     """What the client of one request has seen."""
 
     def __init__(self, at: float) -> None:
@@ -54,7 +54,7 @@ class Heard:
         self.ended: Ended | None = None
         self.ended_at = 0.0
 
-    def hear(self, event: Accepted | TextDelta | Finished | Ended, at: float) -> None:
+    def receive(self, event: Accepted | TextDelta | Finished | Ended, at: float) -> None:
         assert self.ended is None, f"{event} after the end"
         match event:
             case TextDelta():
@@ -127,7 +127,7 @@ class World:
         self.owner = Owner(ME, MODEL, self.clock, GatewayConfig(unread_bytes_max=4096))
         self.term = Term(number=1, scheduler=LEADER)
         self.detokenizer = Detokenizer("first", self.term)
-        self.heard: dict[RequestId, Heard] = {}
+        self.received: dict[RequestId, Received] = {}
         self.truth: dict[RequestId, str] = {}
         self.lost: set[RequestId] = set()
         self.tombstones: set[RequestId] = set()
@@ -141,7 +141,7 @@ class World:
 
     def open(self, request_id: RequestId) -> None:
         self.truth[request_id] = ""
-        self.heard[request_id] = Heard(self.clock.now())
+        self.received[request_id] = Received(self.clock.now())
         self.do(self.owner.open(submission(request_id, self.clock)))
 
     def leave(self, request_id: RequestId) -> None:
@@ -207,8 +207,8 @@ class World:
                     self._ask(action)
 
     def _deliver(self, action: Deliver) -> None:
-        heard = self.heard[action.request_id]
-        heard.hear(action.event, self.clock.now())
+        received = self.received[action.request_id]
+        received.receive(action.event, self.clock.now())
         if isinstance(action.event, TextDelta):
             self.owner.mark_consumed(action.request_id, len(action.event.text.encode()))
 
@@ -254,7 +254,7 @@ class World:
 
 
 def open_by(lists: Sequence[OpenList]) -> set[RequestId]:
-    """What a holder believes to be open that has heard every list."""
+    """What a holder believes to be open that has received every list."""
     believed: set[RequestId] = set()
     for message in lists:
         opened = {line.request_id for line in message.opened}

@@ -159,8 +159,8 @@ class Network:
         data = encode(message)
         listeners = self._listeners(subject)
         if not listeners:
-            nobody = NoResponders("nobody", retry_after_s=1.0)
-            self._timeline.after(self._delay(), lambda: settle(nobody))
+            absent = NoResponders("absent", retry_after_s=1.0)
+            self._timeline.after(self._delay(), lambda: settle(absent))
             return
 
         def read(reply: bytes) -> None:

@@ -115,7 +115,7 @@ class Node:
         patience = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = PeerTable(self.process, "digest", self.clock, patience)
         network.parties.append(self)
-        network.listen(self, HEARTBEAT, self._hear)
+        network.listen(self, HEARTBEAT, self._receive)
 
     def start(self) -> None:
         self.every(BEAT_S, self.beat)
@@ -182,7 +182,7 @@ class Node:
     def report(self) -> Report:
         raise NotImplementedError
 
-    def _hear(self, beat: Heartbeat) -> None:
+    def _receive(self, beat: Heartbeat) -> None:
         self.peers.on_heartbeat(beat)
         rival = self.peers.take_name_conflict()
         for one in self.network.parties:
@@ -196,7 +196,7 @@ class Node:
 
 
 class GatewayNode(Node):
-    """Owns requests. What its clients are told goes to `deliver`."""
+    """Owns requests. What its clients receive goes to `deliver`."""
 
     role = Role.GATEWAY
 
@@ -363,12 +363,12 @@ class Running:
     state: RequestState
     answer: bytes
     said: int
-    told: int | None
+    reported: int | None
     begun: bool = False
 
 
 def details_at(answer: bytes, start: int, stop: int) -> TokenOutputs:
-    """What is told of the tokens of an answer: numbers that show where they belong, and bulk."""
+    """The details of the tokens of an answer: numbers that show where they belong, and bulk."""
     tokens = [answer[at] if at >= 0 else PROMPT_ID for at in range(start, stop)]
     return TokenOutputs(
         count=len(tokens),
@@ -490,10 +490,10 @@ class WorkerNode(Node):
                 said = len(action.state.output_ids) // 4
                 answer = self._answer(action.state.prompt_ids, action.state.choice)
                 prompt_tokens = len(action.state.prompt_ids) // 4
-                told = action.state.sampling.details_from(prompt_tokens)
-                if told is not None and said:
-                    told = said
-                self.running.append(Running(action.key, action.state, answer, said, told))
+                reported = action.state.sampling.details_from(prompt_tokens)
+                if reported is not None and said:
+                    reported = said
+                self.running.append(Running(action.key, action.state, answer, said, reported))
             else:
                 self.running = deque(one for one in self.running if one.key != action.key)
         self._publish()
@@ -519,8 +519,8 @@ class WorkerNode(Node):
             self.beat()
 
     def _steady(self, running: Sequence[Running]) -> Sequence[Progress]:
-        """A token for each, as a batching loop tells it while nothing else happens."""
-        plain = all(one.begun and one.told is None for one in running)
+        """A token for each, as a batching loop reports it while nothing else happens."""
+        plain = all(one.begun and one.reported is None for one in running)
         if not plain or any(one.said + 1 >= len(one.answer) for one in running):
             return ()
         if self._random.random() < 0.3:
@@ -540,9 +540,9 @@ class WorkerNode(Node):
         one.said += len(ids)
         finish = Finish(reason=FinishReason.LENGTH) if one.said == len(one.answer) else None
         details = TokenOutputs()
-        if one.told is not None:
-            details = details_at(one.answer, one.told, one.said)
-            one.told = one.said
+        if one.reported is not None:
+            details = details_at(one.answer, one.reported, one.said)
+            one.reported = one.said
         return Progress(key=one.key, token_ids=pack_ids(list(ids)), details=details, finish=finish)
 
     def _tick(self) -> None:

@@ -47,7 +47,7 @@ FORGED = (0, 1, 7, 2**31, 2**32, 2**33, 2**40, 2**62 - 2**32, 2**62, 2**63)
 SETTLE_S = 4.0
 """From the start until a leader binds."""
 FORGET_S = 14.0
-"""Past the last deadline nobody remembers anything."""
+"""Past the last deadline no service remembers anything."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,19 @@ class Truth:
 
 @dataclass
 class Said:
-    """What the client of a request was told of one choice, and what its runs have said.
+    """What the client of a request received of one choice, and what its runs have sent.
 
     Attributes:
-        told: The token that is told of next; None if it is told of none.
+        reported: The token that is reported next; None if none is.
     """
 
-    told: int | None
+    reported: int | None
     truths: list[Truth] = field(default_factory=list[Truth])
     text: str = ""
     finished: bool = False
     token_ids: list[int] = field(default_factory=list[int])
 
-    def tell(self, text_offset: int, text: str, details: TokenOutputsChunk | None) -> None:
+    def report(self, text_offset: int, text: str, details: TokenOutputsChunk | None) -> None:
         assert not self.finished, f"{text} after the end"
         assert text_offset == len(self.text.encode()), "text is missing or repeated"
         self.text += text
@@ -84,12 +84,12 @@ class Said:
             self._tell_details(details)
 
     def _tell_details(self, piece: TokenOutputsChunk) -> None:
-        assert piece.offset == self.told, "details are missing or repeated"
+        assert piece.offset == self.reported, "details are missing or repeated"
         for offset, detail in enumerate(piece.details.iter_tokens(), piece.offset):
             assert detail.logprob == -offset
             self.token_ids.append(detail.token_id)
         assert piece.texts.keys() == set(self.token_ids[-piece.details.count :])
-        self.told = piece.end
+        self.reported = piece.end
 
     def matches(self, details_from: int | None) -> list[Truth]:
         """The runs that say just this."""
@@ -109,7 +109,7 @@ class Said:
 
 @dataclass
 class Story:
-    """One request: what its runs have said, and what its client was told."""
+    """One request: what its runs have sent, and what its client received."""
 
     submit: SubmitRequest
     gateway: GatewayNode
@@ -121,13 +121,13 @@ class Story:
         self.details_from = self.submit.sampling.details_from(len(self.submit.prompt_ids) // 4)
         self.choices = [Said(self.details_from) for _ in range(self.submit.choices)]
 
-    def tell(self, event: StreamEvent, unix_ms: int) -> None:
+    def report(self, event: StreamEvent, unix_ms: int) -> None:
         assert self.ended is None, f"{event} after the end"
         match event:
             case Accepted():
                 assert not any(choice.text for choice in self.choices)
             case Text(choice, text_offset, text, _, details):
-                self.choices[choice].tell(text_offset, text, details)
+                self.choices[choice].report(text_offset, text, details)
             case Finished(choice, _, _, text_bytes):
                 assert text_bytes == len(self.choices[choice].text.encode())
                 self.choices[choice].finished = True
@@ -229,7 +229,7 @@ class World:
         assert len(terms) == 1, f"these lead: {terms}"
 
     def check_recovered(self) -> None:
-        """Long after a fault, and long before the deadlines: all have ended, nobody is orphaned."""
+        """Long after a fault, and long before the deadlines: all have ended, none is orphaned."""
         waiting = [
             story.submit.request_id
             for story in self.stories.values()
@@ -363,11 +363,11 @@ class World:
         self.random.choice(self.gateways).freeze(self.random.uniform(2, 12))
 
     def mute(self) -> None:
-        """One says nothing that is heard, and does not know it."""
+        """Nothing that one sends arrives, and it does not know it."""
         self.random.choice(self.nodes).mute_until = self.now + self.random.uniform(0.5, 6)
 
     def deaf(self) -> None:
-        """One hears nothing."""
+        """One receives nothing."""
         self.random.choice(self.nodes).deaf_until = self.now + self.random.uniform(0.5, 6)
 
     def outage(self) -> None:
@@ -396,7 +396,7 @@ class World:
 
     def _deliver(self, request_id: RequestId, event: StreamEvent) -> None:
         story = self.stories[request_id]
-        story.tell(event, story.gateway.clock.unix_ms())
+        story.report(event, story.gateway.clock.unix_ms())
 
     def _story(self, gateway: GatewayNode, deadline_s: float) -> Story:
         number = next(self._numbers)
@@ -419,7 +419,7 @@ class World:
         return story
 
     def _details(self) -> TokenOutputParams | None:
-        """Half of the clients want to be told of each token, a few of them of the prompt, too."""
+        """Half of the clients want a report of each token, a few of them of the prompt, too."""
         if self.random.random() < 0.5:
             return None
         start = self.random.choice((-1, -1, 0, 20))
@@ -442,7 +442,7 @@ class World:
 def check_story(story: Story) -> None:
     """One terminal, by the deadline; what was said is true, and all of it on success."""
     if story.ended is None:
-        # The connection broke with the gateway: nobody waits for an end.
+        # The connection broke with the gateway: no client waits for an end.
         assert not story.gateway.alive, f"{story.submit.request_id} has no end"
         return
     due_ms = max(story.submit.deadline_unix_ms, story.gateway.thawed_ms)

@@ -106,7 +106,7 @@ class MaskedRunner(WorldRunner):
 
 
 def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
-    """What a choice says when nobody else is there, how it ends, and with which error."""
+    """What a choice says when it is alone, how it ends, and with which error."""
     prompt, said = list(unpack_ids(state.prompt_ids)), list[int]()
     guide, sampling = guide_of(state), state.sampling
     while len(said) < sampling.max_new_tokens:
@@ -164,7 +164,7 @@ class World:
         self.batching = EngineCore(sizes, CachePools([group]), matcher_executor=self.slow)
         self.runner = MaskedRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(
-            *(self.batching, self.runner, Mailbox(1), self.hear),
+            *(self.batching, self.runner, Mailbox(1), self.receive),
             clock=lambda: self.now,
             overlap=overlap,
         )
@@ -173,7 +173,7 @@ class World:
         self.ids: dict[ChoiceKey, list[int]] = {}
         self.ends: dict[ChoiceKey, Finish] = {}
 
-    def hear(self, report: StepReport) -> None:
+    def receive(self, report: StepReport) -> None:
         for news in report.progress:
             self.ids[news.key] += unpack_ids(news.token_ids)
             if news.finish is not None:
@@ -213,7 +213,7 @@ class World:
         self.send([self.new_state() for _ in range(self.random.choice([0, 1, 4]))])
 
     def turn(self, mail: Mail | None = None) -> None:
-        self.hear(self.loop.turn(mail or Mail()))
+        self.receive(self.loop.turn(mail or Mail()))
 
     def drain(self) -> None:
         for _ in range(5000):
@@ -317,7 +317,7 @@ def test_a_choice_that_is_moved_at_any_token_goes_on_as_if_it_had_stayed() -> No
 
 
 def test_a_mask_is_never_older_than_its_row() -> None:
-    """Steps overlap; a guided row waits for its own last token, and nobody waits for it."""
+    """Steps overlap; a guided row waits for its own last token, and no other row waits for it."""
     world = World(4, overlap=True)
     plans: list[StepPlan] = []
     run = world.runner.run

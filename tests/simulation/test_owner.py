@@ -10,7 +10,7 @@ from tests.simulation.owner_world import (
     ME,
     MODEL,
     TIMEOUT_S,
-    Heard,
+    Received,
     World,
     open_by,
     submission,
@@ -53,13 +53,13 @@ def test_every_client_gets_a_prefix_of_the_truth_and_one_end(seed: int) -> None:
     if seed % 3 == 0:
         world.later(0.3, world.kill_detokenizer)
     world.run(until=2 * TIMEOUT_S)
-    for request_id, heard in world.heard.items():
-        assert heard.ended is not None, f"seed {seed}: {request_id} has no end"
-        assert heard.ended_at <= heard.opened_at + TIMEOUT_S
-        assert world.truth[request_id].startswith(heard.text), f"seed {seed}: {request_id}"
-        if heard.ended.error is None:
-            assert heard.text == world.truth[request_id], f"seed {seed}: {request_id}"
-            assert heard.ended.usage.completion_tokens == 20
+    for request_id, received in world.received.items():
+        assert received.ended is not None, f"seed {seed}: {request_id} has no end"
+        assert received.ended_at <= received.opened_at + TIMEOUT_S
+        assert world.truth[request_id].startswith(received.text), f"seed {seed}: {request_id}"
+        if received.ended.error is None:
+            assert received.text == world.truth[request_id], f"seed {seed}: {request_id}"
+            assert received.ended.usage.completion_tokens == 20
     check_lists(world)
 
 
@@ -67,7 +67,7 @@ def test_every_client_gets_a_prefix_of_the_truth_and_one_end(seed: int) -> None:
 def test_loss_alone_costs_no_answer(seed: int) -> None:
     world = busy(World(seed, loss=0.15), requests=8, leaving=0.0)
     world.run(until=2 * TIMEOUT_S)
-    errors = [h.ended.error for h in world.heard.values() if h.ended is not None]
+    errors = [h.ended.error for h in world.received.values() if h.ended is not None]
     assert errors == [None] * 8, f"seed {seed}"
     assert world.asks > 0
 
@@ -77,29 +77,29 @@ def test_nothing_is_asked_for_that_was_not_lost() -> None:
     world.send = lambda event: world.later(0.001, event)  # in order, too
     world.run(until=10.0)
     assert world.asks == 0
-    assert all(heard.text == world.truth[r] for r, heard in world.heard.items())
+    assert all(received.text == world.truth[r] for r, received in world.received.items())
 
 
 def test_text_that_comes_again_is_cut_off_inside_a_row() -> None:
     world, say = talking("añb")
     say(2, text="ñb日", n=1, begin=1)
-    assert heard(world).text == "añb日"
+    assert received(world).text == "añb日"
 
 
 def test_higher_attempt_is_shown_only_if_it_continues_the_shown_one() -> None:
     world, say = talking("one")
     say(2, text="another story", n=2)
-    assert heard(world).text == "one"
+    assert received(world).text == "one"
     say(3, text=" more", n=3, begin=3, continues=1)
-    assert heard(world).text == "one more"
+    assert received(world).text == "one more"
     say(4, text=" stale, and longer", n=1, begin=8)
-    assert heard(world).text == "one more"
+    assert received(world).text == "one more"
 
 
 def test_higher_attempt_is_followed_while_nothing_was_shown() -> None:
     world, say = talking("")
     say(2, text="fresh", n=2)
-    assert heard(world).text == "fresh"
+    assert received(world).text == "fresh"
     followed = world.lists[-1].opened[0].attempt
     assert followed is not None
     assert followed.n == 2
@@ -116,7 +116,7 @@ def test_resubmitting_names_the_attempt_that_was_shown() -> None:
 def test_deadline_ends_a_request_while_the_bus_is_down() -> None:
     world = waiting()
     world.run(until=TIMEOUT_S - 0.01)
-    assert heard(world).ended is None
+    assert received(world).ended is None
     world.run(until=TIMEOUT_S)
     assert isinstance(end(world).error, DeadlineExceeded)
 
@@ -138,7 +138,7 @@ def test_full_queue_ends_a_new_request_and_never_a_running_one() -> None:
     assert end(world).error is full
     running, _ = talking("text")
     running.do(running.owner.submit_answered(RequestId("r"), full))
-    assert heard(running).ended is None
+    assert received(running).ended is None
 
 
 def test_cancel_is_repeated_until_the_leader_takes_it() -> None:
@@ -165,7 +165,7 @@ def test_client_that_does_not_read_loses_its_request() -> None:
     world, say = talking("")
     world.owner.mark_consumed = lambda request_id, size: None  # type: ignore[method-assign]
     say(2, text="x" * 4096, n=1)
-    assert heard(world).ended is None
+    assert received(world).ended is None
     say(3, text="y", n=1, begin=4096)
     error = end(world).error
     assert isinstance(error, Cancelled)
@@ -175,14 +175,14 @@ def test_client_that_does_not_read_loses_its_request() -> None:
 def test_notice_of_the_leader_ends_a_request_unless_a_later_attempt_is_shown() -> None:
     world, say = talking("text")
     notify(world, notice(world, n=0))
-    assert heard(world).ended is None
+    assert received(world).ended is None
     stale = msgspec.structs.replace(notice(world, n=1), not_after_unix_ms=0)
     notify(world, stale)
-    assert heard(world).ended is None
+    assert received(world).ended is None
     notify(world, notice(world, n=1))
     assert isinstance(end(world).error, WorkerLost)
     say(2, text=" late", n=1, begin=4)
-    assert heard(world).text == "text"
+    assert received(world).text == "text"
 
 
 def test_what_waits_is_not_submitted_again_every_few_seconds() -> None:
@@ -286,7 +286,7 @@ def test_dead_detokenizer_ends_what_it_was_saying_and_nothing_else() -> None:
     world.open(RequestId("waiting"))
     world.do(world.owner.detokenizer_died(world.detokenizer.process))
     assert isinstance(end(world).error, Unavailable)
-    assert world.heard[RequestId("waiting")].ended is None
+    assert world.received[RequestId("waiting")].ended is None
 
 
 def test_open_list_goes_before_the_submit() -> None:
@@ -350,12 +350,12 @@ def accepted(world: World) -> SubmitAccepted:
     return SubmitAccepted(request_id=RequestId("r"), term=world.term, position=0)
 
 
-def heard(world: World) -> Heard:
-    return world.heard[RequestId("r")]
+def received(world: World) -> Received:
+    return world.received[RequestId("r")]
 
 
 def end(world: World) -> Ended:
-    ended = heard(world).ended
+    ended = received(world).ended
     assert ended is not None
     return ended
 

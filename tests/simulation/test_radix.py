@@ -72,7 +72,7 @@ class RadixWorld:
         self.content: dict[tuple[int, int], Position] = {}
         self.clock = self.step = self.heard_to = 0
         self.read: dict[int, set[tuple[int, int]]] = {}
-        self.heard: set[bytes] = set()
+        self.received: set[bytes] = set()
         self.peeked: tuple[int, CacheKey, int] | None = None
         self.reached: Counter[str] = Counter()
 
@@ -437,17 +437,17 @@ class RadixWorld:
             match event:
                 case BlocksStored(parent=parent):
                     blocks = blocks_of(event)
-                    assert parent in self.heard or parent in (b"n" * 32, b"m" * 32)
-                    assert self.heard.isdisjoint(blocks), "a block came twice"
-                    self.heard |= set(blocks)
+                    assert parent in self.received or parent in (b"n" * 32, b"m" * 32)
+                    assert self.received.isdisjoint(blocks), "a block came twice"
+                    self.received |= set(blocks)
                 case BlocksRemoved():
                     blocks = blocks_of(event)
-                    assert self.heard.issuperset(blocks), "a block went that was not there"
-                    self.heard -= set(blocks)
+                    assert self.received.issuperset(blocks), "a block went that was not there"
+                    self.received -= set(blocks)
                 case BlocksCleared():
-                    self.heard.clear()
+                    self.received.clear()
         self.heard_to = self.log.seq
-        assert self.heard == present
+        assert self.received == present
         assert len(self.log) == len(present)
 
 

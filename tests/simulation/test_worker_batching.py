@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.simulation.batching_world import Told, World
+from tests.simulation.batching_world import Reported, World
 from tests.simulation.hash_runner import both
 from tests.support import worker
 
@@ -33,9 +33,9 @@ def live(world: World, turns: int) -> World:
     for _ in range(turns):
         world.act()
     world.drain()
-    assert len(world.told) > turns // 8
-    for told in world.told.values():
-        world.verify(told)
+    assert len(world.reported) > turns // 8
+    for reported in world.reported.values():
+        world.verify(reported)
     assert world.pools.used() == world.pools.loose()
     world.batching.flush()
     world.turn()
@@ -149,10 +149,10 @@ def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
             state, output_ids=pack_ids(whole[:moved_at]), emitted=moved_at, weights_digest="w"
         )
         moved = msgspec.msgpack.decode(msgspec.msgpack.encode(moved), type=RequestState)
-        world.told[key] = Told(moved, ids=whole[:moved_at])
+        world.reported[key] = Reported(moved, ids=whole[:moved_at])
         world.turn(Mail(runs={key: moved}))
         world.drain()
-        assert world.told[key].ids == whole
+        assert world.reported[key].ids == whole
 
 
 def test_the_state_of_a_running_request_is_all_that_it_takes() -> None:
@@ -160,12 +160,12 @@ def test_the_state_of_a_running_request_is_all_that_it_takes() -> None:
     fields = {"choice": 1, "priority": 2, "deadline_unix_ms": 5}
     state = worker.state([1, 2, 3], max_new_tokens=9, ignore_eos=True, **fields)
     key = ChoiceKey(0)
-    world.told[key] = Told(state)
+    world.reported[key] = Reported(state)
     world.turn(Mail(runs={key: state}))
     (request,) = world.batching.running.values()
-    while not world.told[key].ids:
+    while not world.reported[key].ids:
         world.turn()
     snapshot = request.snapshot()
-    assert list(unpack_ids(snapshot.output_ids)) == world.told[key].ids
-    assert snapshot.emitted == len(world.told[key].ids)
+    assert list(unpack_ids(snapshot.output_ids)) == world.reported[key].ids
+    assert snapshot.emitted == len(world.reported[key].ids)
     assert msgspec.structs.replace(snapshot, output_ids=b"", emitted=0, weights_digest="") == state

@@ -115,7 +115,7 @@ def eight_prompts() -> list[list[int]]:
 
 
 def verify_others(stage: Stage) -> None:
-    culprit = stage.told.pop(AT_FAULT)
+    culprit = stage.reported.pop(AT_FAULT)
     assert error_of(culprit.finish).code == "internal"
     stage.verify()
 
@@ -128,8 +128,8 @@ def test_fault_of_one_request_ends_that_request_alone(
     fault = Fault(monkeypatch, *PLACES[place], after)
     stage.run_all(eight_prompts())
     stage.drain()
-    told = stage.told[AT_FAULT]
-    if told.finish is not None and told.finish.error is not None:
+    reported = stage.reported[AT_FAULT]
+    if reported.finish is not None and reported.finish.error is not None:
         verify_others(stage)
         return
     # It was not called so often, or the plan was built after all, in halves.
@@ -166,9 +166,15 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
     if stage.overlap and owner is Stretch:
         return  # none begins while another step is in flight
     assert owner.__dict__[name] is real, "it was never made to fail"
-    codes = [told.finish.error.code for told in first if told.finish and told.finish.error]
+    codes = [
+        reported.finish.error.code
+        for reported in first
+        if reported.finish and reported.finish.error
+    ]
     assert set(codes) == {"internal"}
-    stage.told = {key: told for key, told in stage.told.items() if told not in first}
+    stage.reported = {
+        key: reported for key, reported in stage.reported.items() if reported not in first
+    }
     stage.run(harmless(9, 9))
     stage.finish()
 
@@ -216,7 +222,7 @@ def test_request_that_cannot_be_handed_back_ends_alone(
     returned = ChoiceKey(4)
     stage.turn(Mail(runs=runs, requeues={(AT_FAULT,): None, (returned,): None}))
     assert stage.reports[-1].returned == (returned,)
-    del stage.told[returned]
+    del stage.reported[returned]
     stage.drain()
     verify_others(stage)
 
@@ -243,7 +249,7 @@ def test_tokens_of_steady_steps_that_one_request_does_not_take_are_written_to_th
     for _ in range(5):
         stage.turn()
     fault = Fault(monkeypatch, Request, "go_on")
-    stage.told[ChoiceKey(dropped)].dropped = dropped != AT_FAULT
+    stage.reported[ChoiceKey(dropped)].dropped = dropped != AT_FAULT
     stage.turn(Mail(drops={ChoiceKey(dropped): None} if dropped != AT_FAULT else {}))
     stage.drain()
     assert bool(fault.raised) != stage.overlap, "steady steps need a loop without overlap"

@@ -46,7 +46,7 @@ LIFETIME_MS = 40_000
 
 @dataclass
 class Story:
-    """One request, as everybody but the worker knows it."""
+    """One request, as all but the worker know it."""
 
     admit: Admit
     stop_at: dict[int, int]  # choice -> offset at which the detokenizer finds a stop string
@@ -239,7 +239,7 @@ class World:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody waits for anything any more."""
+        """Whether nothing is waited for any more."""
         return not self.output.held_count and not any(s.open for s in self.stories.values())
 
     def cancel_one(self) -> None:

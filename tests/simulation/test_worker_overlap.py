@@ -1,4 +1,4 @@
-"""Steps launched ahead, steps that raise, and pauses: nobody but the culprit notices."""
+"""Steps launched ahead, steps that raise, and pauses: no request but the culprit notices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CURSE = 59
 
 
 @dataclass
-class Told:
+class Reported:
     prompt: list[int]
     tokens_max: int
     seed: int
@@ -54,7 +54,7 @@ class Told:
 
 
 class Stage:
-    """One loop, and somebody who says what comes in."""
+    """One loop, and a sender of what comes in."""
 
     def __init__(self, *, overlap: bool, pages: int, window: int | None, curse: int) -> None:
         self.overlap, self.curse = overlap, curse
@@ -76,15 +76,17 @@ class Stage:
         self.hashes = HashRunner(groups, VOCAB_SIZE)
         self.cursed = CursedRunner(self.hashes, curse)
         self.runner = ApartRunner(self.cursed)
-        self.loop = BatchingLoop(self.batching, self.runner, Mailbox(1), self.hear, overlap=overlap)
-        self.told: dict[ChoiceKey, Told] = {}
+        self.loop = BatchingLoop(
+            self.batching, self.runner, Mailbox(1), self.receive, overlap=overlap
+        )
+        self.reported: dict[ChoiceKey, Reported] = {}
         self.done: list[ControlDone] = []
         self.reports: list[StepReport] = []
 
-    def run(self, prompt: list[int], tokens_max: int = 20, seed: int = 0) -> Told:
+    def run(self, prompt: list[int], tokens_max: int = 20, seed: int = 0) -> Reported:
         key, state = self.request(prompt, tokens_max, seed)
         self.turn(Mail(runs={key: state}))
-        return self.told[key]
+        return self.reported[key]
 
     def run_all(self, prompts: list[list[int]], tokens_max: int = 20) -> None:
         """Send requests in one turn, each with its index as the seed."""
@@ -97,8 +99,8 @@ class Stage:
         seed: int = 0,
         processors: LogitProcessors = (),
     ) -> tuple[ChoiceKey, RequestState]:
-        key = ChoiceKey(len(self.told))
-        self.told[key] = Told(prompt, tokens_max, seed)
+        key = ChoiceKey(len(self.reported))
+        self.reported[key] = Reported(prompt, tokens_max, seed)
         return key, RequestState(
             request_id=RequestId(f"r{key}"),
             choice=0,
@@ -113,18 +115,18 @@ class Stage:
         return self.done
 
     def turn(self, mail: Mail | None = None) -> None:
-        self.hear(self.loop.turn(mail or Mail()))
+        self.receive(self.loop.turn(mail or Mail()))
 
-    def hear(self, report: StepReport) -> None:
+    def receive(self, report: StepReport) -> None:
         self.reports.append(report)
         self.done += report.done
         for progress in report.progress:
-            told = self.told[progress.key]
-            assert not told.dropped, "a dropped choice was heard of"
-            assert told.finish is None, "a choice went on after its end"
-            told.ids += unpack_ids(progress.token_ids)
-            told.cached_tokens = progress.cached_tokens
-            told.finish = progress.finish
+            reported = self.reported[progress.key]
+            assert not reported.dropped, "a dropped choice was reported"
+            assert reported.finish is None, "a choice went on after its end"
+            reported.ids += unpack_ids(progress.token_ids)
+            reported.cached_tokens = progress.cached_tokens
+            reported.finish = progress.finish
 
     def drain(self) -> None:
         for _ in range(10_000):
@@ -137,13 +139,13 @@ class Stage:
         self.order(FlushCache())
         assert self.pools.used() == [0] * len(self.windows), "a page is lost"
 
-    def expected(self, told: Told) -> tuple[list[int], FinishReason]:
+    def expected(self, reported: Reported) -> tuple[list[int], FinishReason]:
         """What a choice answers, and how it ends, by itself alone and with the curse."""
-        if self.curse in told.prompt:
+        if self.curse in reported.prompt:
             return [], FinishReason.ERROR
-        longest = min(told.tokens_max, self.limits.context_tokens - len(told.prompt))
+        longest = min(reported.tokens_max, self.limits.context_tokens - len(reported.prompt))
         ids, reason = answer_alone(
-            told.prompt, longest, {EOS}, VOCAB_SIZE, windows=self.windows, seed=told.seed
+            reported.prompt, longest, {EOS}, VOCAB_SIZE, windows=self.windows, seed=reported.seed
         )
         cursed = ids.index(self.curse) + 1 if self.curse in ids else longest
         return (ids, reason) if cursed == longest else (ids[:cursed], FinishReason.ERROR)
@@ -153,13 +155,15 @@ class Stage:
         self.verify()
 
     def verify(self) -> None:
-        for told in self.told.values():
-            ids, reason = self.expected(told)
-            if told.dropped or (told.finish and told.finish.reason is FinishReason.ABORT):
-                assert told.ids == ids[: len(told.ids)]
+        for reported in self.reported.values():
+            ids, reason = self.expected(reported)
+            if reported.dropped or (
+                reported.finish and reported.finish.reason is FinishReason.ABORT
+            ):
+                assert reported.ids == ids[: len(reported.ids)]
                 continue
-            assert told.finish is not None
-            assert (told.ids, told.finish.reason) == (ids, reason)
+            assert reported.finish is not None
+            assert (reported.ids, reported.finish.reason) == (ids, reason)
 
 
 @contextmanager
@@ -191,7 +195,7 @@ def test_a_step_that_raises_ends_only_the_request_that_is_to_blame(
     prompts[position] = [*prompts[position][:4], CURSE]
     stage.run_all(prompts)
     stage.finish()
-    culprit = stage.told[ChoiceKey(position)]
+    culprit = stage.reported[ChoiceKey(position)]
     assert error_of(culprit.finish).code == "internal"
 
 
@@ -230,9 +234,9 @@ def test_what_ends_by_length_is_not_computed_beyond_it() -> None:
     rows: list[int] = []
     for overlap in (False, True):
         with staged(overlap=overlap) as stage:
-            told = [stage.run(harmless(6, salt), tokens_max=5, seed=salt) for salt in range(3)]
+            reported = [stage.run(harmless(6, salt), tokens_max=5, seed=salt) for salt in range(3)]
             stage.drain()
-            assert all(t.finish and t.finish.reason is FinishReason.LENGTH for t in told)
+            assert all(t.finish and t.finish.reason is FinishReason.LENGTH for t in reported)
             rows.append(stage.runner.rows)
     assert rows[0] == rows[1]
 
@@ -267,10 +271,10 @@ def test_an_end_that_is_found_late_costs_one_row_and_no_token() -> None:
     rows: list[int] = []
     for overlap in (False, True):
         with staged(overlap=overlap) as stage:
-            told = stage.run(harmless(6, 0), tokens_max=40, seed=seed)
+            reported = stage.run(harmless(6, 0), tokens_max=40, seed=seed)
             stage.drain()
-            assert told.finish is not None
-            assert told.finish.reason is FinishReason.STOP
+            assert reported.finish is not None
+            assert reported.finish.reason is FinishReason.STOP
             stage.verify()
             rows.append(stage.runner.rows)
     assert rows[1] == rows[0] + 1
@@ -297,16 +301,16 @@ def test_worlds_with_curses_drops_and_pauses_say_what_each_says_alone(
             ]
             drops = [
                 key
-                for key, told in stage.told.items()
-                if told.finish is None and chance.random() < 0.01
+                for key, reported in stage.reported.items()
+                if reported.finish is None and chance.random() < 0.01
             ]
             for key in drops:
-                stage.told[key].dropped = True
+                stage.reported[key].dropped = True
             orders = list(_orders(chance))
             stage.turn(Mail(runs=dict(runs), drops=dict.fromkeys(drops), commands=orders))
         stage.order(ContinueWorker())
         stage.finish()
-        assert len(stage.told) > 100
+        assert len(stage.reported) > 100
 
 
 def _prompt(chance: random.Random) -> list[int]:
@@ -339,7 +343,7 @@ def test_the_worlds_reach_retraction_with_steps_in_flight() -> None:
 @pytest.mark.parametrize("mode", list(PauseMode))
 def test_a_paused_loop_computes_nothing_and_then_goes_on(stage: Stage, mode: PauseMode) -> None:
     early = [stage.run(harmless(9, salt), tokens_max=30, seed=salt) for salt in range(3)]
-    said = [told.ids.copy() for told in early]
+    said = [reported.ids.copy() for reported in early]
     (done,) = stage.order(PauseWorker(mode=mode))
     assert done.requests == 3
     assert stage.reports[-1].paused
@@ -391,13 +395,13 @@ def test_nothing_of_other_weights_is_ever_found_again(stage: Stage) -> None:
 
 def test_a_prompt_that_other_weights_have_begun_is_begun_again(stage: Stage) -> None:
     prompt = harmless(70, 1)
-    told = stage.run(prompt, tokens_max=2)
+    reported = stage.run(prompt, tokens_max=2)
     stage.turn()
-    assert not told.ids
+    assert not reported.ids
     stage.order(SetWeightVersion(version="next", abort_all=False))
     before = stage.runner.tokens
     stage.finish()
-    assert told.cached_tokens == 0
+    assert reported.cached_tokens == 0
     assert stage.runner.tokens - before >= len(prompt) - 20  # one chunk went with the order
 
 
@@ -407,11 +411,11 @@ def test_each_token_is_told_with_the_weights_that_drew_it(stage: Stage, interval
         stage.batching.limits, stream_interval=interval, weight_version="first"
     )
     prompt = harmless(9, 1)
-    long = (seed for seed in range(100) if len(stage.expected(Told(prompt, 40, seed))[0]) > 20)
-    told = stage.run(prompt, tokens_max=40, seed=next(long))
+    long = (seed for seed in range(100) if len(stage.expected(Reported(prompt, 40, seed))[0]) > 20)
+    reported = stage.run(prompt, tokens_max=40, seed=next(long))
     for _ in range(10):
         stage.turn()
-    assert told.finish is None
+    assert reported.finish is None
     (running,) = stage.batching.running.values()
     stage.batching.prepare_pause(PauseMode.IN_PLACE)  # steady steps are written to it
     before = running.outputs + running.ahead  # what is under way is still theirs
@@ -421,7 +425,7 @@ def test_each_token_is_told_with_the_weights_that_drew_it(stage: Stage, interval
     for report in stage.reports:
         for progress in report.progress:
             counts[progress.weights] += id_count(progress.token_ids)
-    assert counts == {"first": before, "second": len(told.ids) - before}
+    assert counts == {"first": before, "second": len(reported.ids) - before}
 
 
 def test_a_new_version_ends_everybody_unless_told_otherwise() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.simulation.batching_world import Told, World
+from tests.simulation.batching_world import Reported, World
 from tests.simulation.hash_runner import both
 from tests.support import worker
 
@@ -65,7 +65,7 @@ class BusSide:
             self.failed.append(error)
             raise
 
-    def hear(self, *, wait: bool) -> bool:
+    def receive(self, *, wait: bool) -> bool:
         try:
             report = self.reports.get(timeout=WAIT_S) if wait else self.reports.get_nowait()
         except Empty:
@@ -73,24 +73,24 @@ class BusSide:
             return False
         self.last = report
         self.done += report.done
-        # What was on its way when somebody dropped a choice is heard by nobody.
-        dropped = {key for key, told in self.world.told.items() if told.dropped}
+        # What was on its way when a choice was dropped is not received.
+        dropped = {key for key, reported in self.world.reported.items() if reported.dropped}
         gone = [progress for progress in report.progress if progress.key in dropped]
         self.seen["crossed"] += len(gone)
         kept = tuple(progress for progress in report.progress if progress.key not in dropped)
         returned = tuple(key for key in report.returned if key not in dropped)
-        self.world.hear(msgspec.structs.replace(report, progress=kept, returned=returned))
+        self.world.receive(msgspec.structs.replace(report, progress=kept, returned=returned))
         return True
 
-    def hear_until(self, holds: Callable[[], bool]) -> None:
+    def receive_until(self, holds: Callable[[], bool]) -> None:
         while not holds():
-            self.hear(wait=True)
+            self.receive(wait=True)
 
     def order(self, *orders: ControlCommand) -> None:
         for order in orders:
             self.box.submit_command(order)
         self._ordered += len(orders)
-        self.hear_until(lambda: len(self.done) == self._ordered)
+        self.receive_until(lambda: len(self.done) == self._ordered)
 
     def run(self) -> None:
         """Send a request, whose choices may find the box full."""
@@ -101,36 +101,36 @@ class BusSide:
             except Overloaded:
                 self.seen["refused"] += 1
                 for unsent, _ in pairs[index:]:
-                    self.world.told[unsent].dropped = True
+                    self.world.reported[unsent].dropped = True
                 for sent, _ in pairs[:index]:
                     self.drop(sent)
                 return
 
     def drop(self, key: ChoiceKey) -> None:
-        told = self.world.told[key]
-        told.dropped = True
-        self.box.drop(key, self.random.choice([None, len(told.ids)]))
+        reported = self.world.reported[key]
+        reported.dropped = True
+        self.box.drop(key, self.random.choice([None, len(reported.ids)]))
 
-    def run_endless(self) -> Told:
+    def run_endless(self) -> Reported:
         """Send a request that ends by its length alone."""
         key, ends = ChoiceKey(0), {"max_new_tokens": 90, "ignore_eos": True}
         state = worker.state([5, 6, 7], request_id=RequestId("r0"), **ends)
-        self.world.told[key] = told = Told(state)
+        self.world.reported[key] = reported = Reported(state)
         self.box.run(key, state)
-        return told
+        return reported
 
     def act(self) -> None:
         """Do one thing, whatever the loop does at this moment."""
-        live = [key for key, told in self.world.told.items() if told.live]
-        match self.random.choice(["run"] * 8 + ["drop", "return", "hear", "order", "fail"]):
+        live = [key for key, reported in self.world.reported.items() if reported.live]
+        match self.random.choice(["run"] * 8 + ["drop", "return", "receive", "order", "fail"]):
             case "drop" if live:
                 self.drop(self.random.choice(live))
             case "return" if live:
-                states = {key: self.world.told[key].state for key in live}
+                states = {key: self.world.reported[key].state for key in live}
                 asked = states[self.random.choice(live)].request_id
                 self.box.requeue(tuple(key for key in live if states[key].request_id == asked))
-            case "hear":
-                while self.hear(wait=False):
+            case "receive":
+                while self.receive(wait=False):
                     pass
             case "order":
                 mode = self.random.choice(list(PauseMode))
@@ -145,17 +145,19 @@ class BusSide:
     def drain(self) -> None:
         self.world.runner.fail = False
         self.order(ContinueWorker())
-        self.hear_until(lambda: not any(told.live for told in self.world.told.values()))
-        # Dropped choices may still be running, or their rows be in flight: nothing tells of them.
+        self.receive_until(
+            lambda: not any(reported.live for reported in self.world.reported.values())
+        )
+        # Dropped choices may still be running, or their rows be in flight: nothing reports them.
         self.order(FlushCache())
-        self.hear_until(lambda: self.last is not None and self.last.running == 0)
+        self.receive_until(lambda: self.last is not None and self.last.running == 0)
 
-    def verify(self, told: Told) -> None:
-        if told.finish is not None and told.finish.reason is FinishReason.ABORT:
-            said, _ = self.world.alone(told.state)
-            assert told.ids == said[: len(told.ids)]
+    def verify(self, reported: Reported) -> None:
+        if reported.finish is not None and reported.finish.reason is FinishReason.ABORT:
+            said, _ = self.world.alone(reported.state)
+            assert reported.ids == said[: len(reported.ids)]
         else:
-            self.world.verify(told)
+            self.world.verify(reported)
 
 
 @contextmanager
@@ -182,9 +184,9 @@ def test_whatever_is_written_while_the_loop_runs_everybody_has_one_end(
         for _ in range(250):
             side.act()
         side.drain()
-    for told in world.told.values():
-        assert told.dropped or told.returned or told.finish is not None
-        side.verify(told)
+    for reported in world.reported.values():
+        assert reported.dropped or reported.returned or reported.finish is not None
+        side.verify(reported)
     assert world.batching.idle
     world.check_pages()
     world.check_slots()
@@ -210,23 +212,23 @@ def test_the_threads_cross_in_every_way() -> None:
 
 def test_a_report_is_delivered_before_the_next_step_is_computed() -> None:
     world = World(1, overlap=False, queue_timeout_s=None, running_timeout_s=None)
-    heard, delivered = 0, {}
+    received, delivered = 0, {}
     compute = world.runner.run
 
     def run(plan: StepPlan) -> StepOutcome:
-        delivered[plan.step] = heard
+        delivered[plan.step] = received
         return compute(plan)
 
     def deliver(report: StepReport) -> None:
-        nonlocal heard
-        heard += 1
+        nonlocal received
+        received += 1
         side.reports.put(report)
 
     world.runner.run = run  # type: ignore[method-assign]
     with beside(world) as side:
         side.loop._deliver = deliver
-        told = side.run_endless()
-        side.hear_until(lambda: told.finish is not None)
+        reported = side.run_endless()
+        side.receive_until(lambda: reported.finish is not None)
     assert len(delivered) > 10
     assert all(count == step - 1 for step, count in delivered.items())
 
@@ -236,8 +238,8 @@ def test_who_waits_in_a_pause_for_too_long_ends_in_it(overlap: bool) -> None:
     world = World(1, overlap=overlap, queue_timeout_s=0.05, running_timeout_s=None)
     with beside(world) as side:
         side.order(PauseWorker(mode=PauseMode.IN_PLACE))
-        told = side.run_endless()
-        side.hear_until(lambda: told.finish is not None)
+        reported = side.run_endless()
+        side.receive_until(lambda: reported.finish is not None)
         assert side.last is not None
         assert side.last.paused
     assert world.seen == Counter(overloaded=1)
@@ -260,11 +262,11 @@ def test_who_runs_for_too_long_ends_though_the_loop_is_paused(
 
     world.runner.run = run  # type: ignore[method-assign]
     with beside(world) as side:
-        told = side.run_endless()
+        reported = side.run_endless()
         assert begun.wait(WAIT_S)
         side.box.submit_command(PauseWorker(mode=mode))
         goes_on.set()
-        side.hear_until(lambda: told.finish is not None)
+        side.receive_until(lambda: reported.finish is not None)
     assert world.seen["deadline"] == 1
     assert side.last is not None
     assert side.last.paused

@@ -53,11 +53,11 @@ async def ask(client: AsyncAnthropic, **said: Any) -> Message:
     whole = await client.messages.create(**asked, extra_body=drawn)
     async with client.messages.stream(**asked, extra_body=drawn) as stream:
         streamed = await stream.get_final_message()
-    assert told(streamed) == told(whole)
+    assert reported(streamed) == reported(whole)
     return whole
 
 
-def told(message: Message) -> dict[str, Any]:
+def reported(message: Message) -> dict[str, Any]:
     """All but the ids, and with the tokens of the prompt together."""
     plain = message.model_dump(exclude_none=True, exclude={"id"})
     for block in plain["content"]:

@@ -70,7 +70,7 @@ def read_compose(name: str, environment: Mapping[str, str]) -> dict:
 
 
 def free_ports(count: int) -> list[int]:
-    """Name ports that nobody has now, each once."""
+    """Name free ports, each once."""
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port("127.0.0.1"))

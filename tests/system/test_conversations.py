@@ -103,13 +103,13 @@ async def test_a_plain_nats_client_speaks_json_and_needs_nothing_of_ours(stack: 
         await connection.publish(subject, json.dumps(body | {"messages": turns}).encode(), inbox)
         text, end = b"", None
         while end is None:
-            heard = json.loads((await subscription.next_msg(timeout=60)).data)
-            assert heard["type"] != "ErrorReply", heard
-            if heard["type"] == "GenerateText":
-                assert heard["text_offset"] == len(text)
-                text += heard["text"].encode()
-            elif heard["type"] == "GenerateEnd":
-                end = heard
+            received = json.loads((await subscription.next_msg(timeout=60)).data)
+            assert received["type"] != "ErrorReply", received
+            if received["type"] == "GenerateText":
+                assert received["text_offset"] == len(text)
+                text += received["text"].encode()
+            elif received["type"] == "GenerateEnd":
+                end = received
         await subscription.unsubscribe()
         assert "error" not in end, end
         assert end["choices"][0]["text_bytes"] == len(text)
@@ -141,8 +141,8 @@ async def test_greedy_text_is_the_same_by_every_door_streamed_or_not(
     async with Client(stack.nats_url) as nats_client:
         asked = await nats_client.complete(stack.model, question, temperature=0.0)
         pieces = nats_client.generate(stack.model, question, temperature=0.0)
-        heard = "".join([piece.text async for piece in pieces])
-    assert whole.choices[0].message.content == streamed == asked.text == heard
+        received = "".join([piece.text async for piece in pieces])
+    assert whole.choices[0].message.content == streamed == asked.text == received
     assert whole.usage is not None
     assert whole.usage.completion_tokens == asked.usage.completion_tokens
 

@@ -82,9 +82,9 @@ async def test_many_clients_with_long_batches_get_their_own_vectors(client: Asyn
     batches = await asyncio.gather(
         *(client.embeddings.create(model="default", input=texts[n:] + texts[:n]) for n in range(4))
     )
-    told = [np.array([one.embedding for one in batch.data]) for batch in batches]
-    for n, vectors in enumerate(told):
-        assert np.abs(np.roll(vectors, n, axis=0) - told[0]).max() < 0.03
+    reported = [np.array([one.embedding for one in batch.data]) for batch in batches]
+    for n, vectors in enumerate(reported):
+        assert np.abs(np.roll(vectors, n, axis=0) - reported[0]).max() < 0.03
 
 
 async def test_a_batch_outlives_its_worker(client: AsyncOpenAI, stack: Stack) -> None:
@@ -138,6 +138,6 @@ def test_it_is_healthy_and_ranks_nothing(stack: Stack) -> None:
 
 
 def test_encode_tells_the_same(stack: Stack, expected: list[list[float]]) -> None:
-    told = stack.post("/encode", {"text": TEXTS})
-    ours = np.array([one["embedding"] for one in told])
+    reported = stack.post("/encode", {"text": TEXTS})
+    ours = np.array([one["embedding"] for one in reported])
     assert np.abs(ours - np.array(expected)).max() < 0.03

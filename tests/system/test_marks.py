@@ -96,5 +96,5 @@ def test_ollamas_door_fills_the_same_gap(stack: Stack) -> None:
     asked = {"stream": False, "options": {"temperature": 0, "num_predict": 8}}
     filled = stack.post("/api/generate", asked | {"prompt": PROMPT, "suffix": SUFFIX})
     plain = stack.post("/api/generate", asked | {"prompt": WRITTEN, "raw": True})
-    told = ("response", "prompt_eval_count", "eval_count")
-    assert [filled[name] for name in told] == [plain[name] for name in told]
+    reported = ("response", "prompt_eval_count", "eval_count")
+    assert [filled[name] for name in reported] == [plain[name] for name in reported]

@@ -55,7 +55,7 @@ def program(name: str) -> str:
 
 def lint(page: str) -> list[str]:
     """Return what promtool says of a page."""
-    told = subprocess.run(
+    shown = subprocess.run(
         [program("promtool"), "check", "metrics"],
         input=page,
         capture_output=True,
@@ -63,7 +63,7 @@ def lint(page: str) -> list[str]:
         check=False,
         timeout=30,
     )
-    return [line for line in (told.stdout + told.stderr).splitlines() if line]
+    return [line for line in (shown.stdout + shown.stderr).splitlines() if line]
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def whole(stack: Stack) -> str:
 
 def test_promtool_finds_no_more_than_sglang_has_fixed(stack: Stack) -> None:
     for line in lint(whole(stack)):
-        name, _, told = line.partition(" ")
+        name, _, shown = line.partition(" ")
         assert name.startswith("sglang:"), line
-        assert told in (COLON, NAMED_BY_SGLANG.get(name)), line
+        assert shown in (COLON, NAMED_BY_SGLANG.get(name)), line
 
 
 def test_sglangs_names_have_sglangs_labels(stack: Stack) -> None:

@@ -101,9 +101,9 @@ async def test_a_session_goes_on_as_if_all_were_said_at_once(http: aiohttp.Clien
 
 async def test_texts_go_to_ids_and_back(http: aiohttp.ClientSession) -> None:
     text = "Grüße, 世界 👋 12 + 30"
-    told = await post(http, "/v1/tokenize", prompt=text)
-    assert told["count"] == len(told["tokens"])
-    assert await post(http, "/v1/detokenize", tokens=told["tokens"]) == {"text": text}
+    reported = await post(http, "/v1/tokenize", prompt=text)
+    assert reported["count"] == len(reported["tokens"])
+    assert await post(http, "/v1/detokenize", tokens=reported["tokens"]) == {"text": text}
     chat = [{"role": "user", "content": "What is 12 + 30?"}]
     rendered = await post(http, "/tokenize", messages=chat)
     written = await post(http, "/detokenize", tokens=rendered["tokens"], skip_special_tokens=False)
@@ -117,7 +117,7 @@ async def test_a_score_is_the_probability_of_what_the_model_would_say(
         http, "/generate", text=PROMPT, sampling_params=GREEDY, return_prompt_token_ids=True
     )
     ids = said["output_ids"]
-    told = await post(
+    reported = await post(
         http,
         "/v1/score",
         query=said["prompt_token_ids"],
@@ -125,7 +125,7 @@ async def test_a_score_is_the_probability_of_what_the_model_would_say(
         label_token_ids=[ids[1], ids[-1]],
         apply_softmax=True,
     )
-    second, last = told["scores"]
+    second, last = reported["scores"]
     assert second[0] > 0.9
     assert last[1] > 0.9
     plain = await post(http, "/v1/score", query=PROMPT, items=[""], label_token_ids=[ids[0]])
@@ -176,12 +176,12 @@ async def test_loads_tell_throughput_and_hit_rate(http: aiohttp.ClientSession) -
     cached = again["meta_info"]["cached_tokens"]
     assert cached > 16
 
-    while not (told := (await get(http, "/v1/loads"))["loads"][0])["gen_throughput"]:  # noqa: ASYNC110  # as above
+    while not (reported := (await get(http, "/v1/loads"))["loads"][0])["gen_throughput"]:  # noqa: ASYNC110  # as above
         await asyncio.sleep(0.05)
-    assert 0 < told["cache_hit_rate"] < 1
-    assert told["memory"]["weight_gb"] > 0
-    assert told["memory"]["kv_cache_gb"] > 0
-    assert told["num_cached_tokens"] >= cached
+    assert 0 < reported["cache_hit_rate"] < 1
+    assert reported["memory"]["weight_gb"] > 0
+    assert reported["memory"]["kv_cache_gb"] > 0
+    assert reported["num_cached_tokens"] >= cached
     assert first["text"] == again["text"]
 
 
@@ -247,12 +247,12 @@ async def test_a_prefix_is_found_by_those_who_bring_the_same_salt_and_by_nobody_
         extra_body={"cache_salt": "chat"},
     )
     async with Client(stack.nats_url) as nats:
-        told = [
+        reported = [
             await nats.complete(stack.model, said, max_tokens=2, cache_salt=salt)
             for salt in ("chat", "other")
         ]
-    assert [answer.usage.cached_tokens > 100 for answer in told] == [True, False]
-    assert told[1].usage.cached_tokens == 0
+    assert [answer.usage.cached_tokens > 100 for answer in reported] == [True, False]
+    assert reported[1].usage.cached_tokens == 0
 
 
 async def test_orders_are_seen_by_whoever_asks_next(http: aiohttp.ClientSession) -> None:
@@ -263,7 +263,7 @@ async def test_orders_are_seen_by_whoever_asks_next(http: aiohttp.ClientSession)
         assert (await get(http, "/model_info"))["weight_version"] == name
         assert (await post(http, "/generate", **short))["meta_info"]["weight_version"] == name
         async with http.post("/flush_cache") as flushed:
-            assert flushed.status == 200, "an answer that has ended is in nobody's way"
+            assert flushed.status == 200, "an answer that has ended is in no one's way"
 
 
 async def test_a_running_answer_keeps_the_cache_and_names_all_its_weights(

@@ -1,4 +1,4 @@
-"""Ollama's client, unmodified, against a whole stack: it hears what OpenAI's client hears."""
+"""Ollama's client, unmodified, against a whole stack: it receives what OpenAI's client receives."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _agree(whole: Any, pieces: list[Any]) -> None:
 
 async def test_both_clients_hear_the_same_chat(asker: AsyncClient, client: AsyncOpenAI) -> None:
     for turns in (QUESTION, [*QUESTION, {"role": "assistant", "content": "12 + 30 = 4"}]):
-        heard = await chat(asker, messages=turns, logprobs=True, top_logprobs=2)
-        told = await client.chat.completions.create(
+        received = await chat(asker, messages=turns, logprobs=True, top_logprobs=2)
+        reported = await client.chat.completions.create(
             model="default",
             messages=turns,
             temperature=0,
@@ -82,17 +82,17 @@ async def test_both_clients_hear_the_same_chat(asker: AsyncClient, client: Async
             top_logprobs=2,
             extra_body={"continue_final_message": turns is not QUESTION},
         )
-        (choice,) = told.choices
-        assert heard.message.content == choice.message.content
-        assert heard.done_reason == choice.finish_reason == "stop"
-        assert told.usage is not None
-        assert heard.prompt_eval_count == told.usage.prompt_tokens
-        assert heard.eval_count == told.usage.completion_tokens
+        (choice,) = reported.choices
+        assert received.message.content == choice.message.content
+        assert received.done_reason == choice.finish_reason == "stop"
+        assert reported.usage is not None
+        assert received.prompt_eval_count == reported.usage.prompt_tokens
+        assert received.eval_count == reported.usage.completion_tokens
         assert choice.logprobs is not None
-        assert [(each.token, each.logprob) for each in heard.logprobs or ()] == [
+        assert [(each.token, each.logprob) for each in received.logprobs or ()] == [
             (each.token, each.logprob) for each in choice.logprobs.content or ()
         ]
-    assert heard.message.content == "2."
+    assert received.message.content == "2."
 
 
 async def test_a_prompt_is_a_chat_or_the_whole_text(
@@ -103,10 +103,10 @@ async def test_a_prompt_is_a_chat_or_the_whole_text(
     raw = await generate(
         asker, prompt="Once upon a time", raw=True, options=GREEDY | {"num_predict": 6}
     )
-    told = await client.completions.create(
+    reported = await client.completions.create(
         model="default", prompt="Once upon a time", temperature=0, max_tokens=6
     )
-    assert raw.response == told.choices[0].text
+    assert raw.response == reported.choices[0].text
     assert raw.done_reason == "length"
     assert raw.eval_count == 6
 
@@ -124,16 +124,16 @@ async def test_options_mean_what_they_say(asker: AsyncClient) -> None:
 async def test_an_answer_has_the_form_that_was_asked_for(
     asker: AsyncClient, client: AsyncOpenAI
 ) -> None:
-    heard = await chat(asker, format=SCHEMA, options=GREEDY | {"num_predict": 200})
-    assert set(json.loads(heard.message.content or "")) == {"sum"}
-    told = await client.chat.completions.create(
+    received = await chat(asker, format=SCHEMA, options=GREEDY | {"num_predict": 200})
+    assert set(json.loads(received.message.content or "")) == {"sum"}
+    reported = await client.chat.completions.create(
         model="default",
         messages=QUESTION,
         temperature=0,
         max_tokens=200,
         response_format={"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}},
     )
-    assert heard.message.content == told.choices[0].message.content
+    assert received.message.content == reported.choices[0].message.content
     thing = await generate(
         asker, prompt="What colour is snow?", format="json", options=GREEDY | {"num_predict": 50}
     )
@@ -165,7 +165,7 @@ async def test_a_model_thinks_if_it_is_told_to(json_stack: Stack) -> None:
         assert (silent.message.content, silent.message.thinking) == ("12 + 30 = 42.", None)
         for level in (True, "high"):
             thought = await chat(asker, think=level, options=options)
-            told = await client.chat.completions.create(
+            reported = await client.chat.completions.create(
                 model="default",
                 messages=QUESTION,
                 temperature=0,
@@ -173,7 +173,7 @@ async def test_a_model_thinks_if_it_is_told_to(json_stack: Stack) -> None:
                 extra_body={"chat_template_kwargs": {"enable_thinking": True}},
             )
             assert thought.message.thinking
-            said = told.choices[0].message.model_dump()["reasoning_content"]
+            said = reported.choices[0].message.model_dump()["reasoning_content"]
             assert thought.message.thinking == said
             prompted = await generate(
                 asker, prompt="What is 12 + 30?", think=level, options=options
@@ -193,8 +193,8 @@ async def test_what_is_there_is_listed_and_shown(asker: AsyncClient, stack: Stac
     assert info[f"{info['general.architecture']}.context_length"] == 2048
     assert info["general.parameter_count"] > 0
     assert "temperature" in (shown.parameters or "")
-    heard = await chat(asker, model=name)
-    assert heard.model == name
+    received = await chat(asker, model=name)
+    assert received.model == name
     ready = await asker.generate(name)
     assert ready.done_reason == "load"
 

@@ -118,14 +118,14 @@ async def test_prompts_of_every_kind_are_completed(client: AsyncOpenAI, stack: S
     assert "".join(logprobs.tokens) == echoed.text
     assert logprobs.token_logprobs[0] is None
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
-    told = await client.completions.create(
+    reported = await client.completions.create(
         model="default",
         prompt="Once upon a time",
         max_tokens=6,
         temperature=0,
         extra_body={"return_token_ids": True},
     )
-    ids = (told.choices[0].model_extra or {})["prompt_token_ids"]
+    ids = (reported.choices[0].model_extra or {})["prompt_token_ids"]
     (by_ids,) = await complete(client, prompt=ids, echo=True)
     assert by_ids.text == echoed.text
 

@@ -53,7 +53,7 @@ def words() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT of one label, whose tokenizer knows ten words and tells two texts apart."""
+    """A random BERT of one label, whose tokenizer knows ten words and distinguishes two texts."""
     folder = tmp_path_factory.mktemp("judge")
     tokenizer = words()
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -70,17 +70,17 @@ async def other(other_url: str) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def respond(client: AsyncOpenAI, **said: Any) -> Response:
-    """Ask whole, and streamed; return the whole, which the events have told, too."""
+    """Ask whole, and streamed; return the whole, which the events have shown, too."""
     asked: Any = {"model": "default", "input": QUESTION, "temperature": 0} | said
     whole = await client.responses.create(**asked)
     async with client.responses.stream(**asked) as stream:
         events = [event async for event in stream]
-        told = await stream.get_final_response() if whole.status == "completed" else None
+        reported = await stream.get_final_response() if whole.status == "completed" else None
     numbers = [event.sequence_number for event in events]
     assert numbers == sorted(numbers)
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     assert events[-1].type == f"response.{whole.status}"
-    last = told or events[-1].response  # pyright: ignore[reportAttributeAccessIssue]
+    last = reported or events[-1].response  # pyright: ignore[reportAttributeAccessIssue]
     assert [plain(item) for item in last.output] == [plain(item) for item in whole.output]
     assert last.usage.output_tokens == whole.usage.output_tokens  # pyright: ignore
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -91,13 +91,13 @@ async def respond(client: AsyncOpenAI, **said: Any) -> Response:
 def plain(item: Any) -> dict[str, Any]:
     """An item without its ids, and what the client's helpers add."""
     drawn = {"id", "call_id", "parsed", "parsed_arguments"}
-    told = {name: value for name, value in item.model_dump().items() if name not in drawn}
-    if isinstance(told.get("content"), list):
-        told["content"] = [
+    reported = {name: value for name, value in item.model_dump().items() if name not in drawn}
+    if isinstance(reported.get("content"), list):
+        reported["content"] = [
             {name: value for name, value in part.items() if name != "parsed"}
-            for part in told["content"]
+            for part in reported["content"]
         ]
-    return told
+    return reported
 
 
 async def test_an_answer_is_told_whole_and_by_events(client: AsyncOpenAI) -> None:
@@ -146,12 +146,12 @@ async def test_log_probabilities_are_those_of_the_chat(client: AsyncOpenAI) -> N
     )
     whole = await respond(client, include=["message.output_text.logprobs"], top_logprobs=2)
     (item,) = whole.output
-    told = item.content[0].logprobs  # pyright: ignore
-    assert told
+    reported = item.content[0].logprobs  # pyright: ignore
+    assert reported
     assert said.choices[0].logprobs is not None
     chat = said.choices[0].logprobs.content
-    assert [each.token for each in told] == [each.token for each in chat or []]
-    assert [len(each.top_logprobs) for each in told] == [2] * len(told)
+    assert [each.token for each in reported] == [each.token for each in chat or []]
+    assert [len(each.top_logprobs) for each in reported] == [2] * len(reported)
 
 
 async def test_a_call_is_an_item_of_the_conversation(client: AsyncOpenAI) -> None:
@@ -230,9 +230,9 @@ async def test_what_is_made_in_the_background_is_cancelled_at_another_gateway(
     cancelled = await other.responses.cancel(made.id)
     assert cancelled.status == "cancelled"
     assert (await client.responses.retrieve(made.id)).status == "cancelled"
-    told = await client.responses.create(model="default", input=QUESTION)
+    reported = await client.responses.create(model="default", input=QUESTION)
     with pytest.raises(openai.BadRequestError):
-        await other.responses.cancel(told.id)
+        await other.responses.cancel(reported.id)
 
 
 async def test_a_background_stream_is_left_and_taken_up_at_another_gateway(
@@ -241,21 +241,23 @@ async def test_a_background_stream_is_left_and_taken_up_at_another_gateway(
     stream = await client.responses.create(
         model="default", input=QUESTION, temperature=0, background=True, stream=True
     )
-    heard = []
+    received = []
     async for event in stream:
-        heard.append(event)
+        received.append(event)
         if event.type == "response.in_progress":
             break
     await stream.close()
-    first: Any = heard[0]
+    first: Any = received[0]
     rest = await other.responses.retrieve(
-        first.response.id, stream=True, starting_after=heard[-1].sequence_number
+        first.response.id, stream=True, starting_after=received[-1].sequence_number
     )
-    heard += [event async for event in rest]
-    assert [event.sequence_number for event in heard] == list(range(len(heard)))
-    deltas = "".join(event.delta for event in heard if event.type == "response.output_text.delta")
+    received += [event async for event in rest]
+    assert [event.sequence_number for event in received] == list(range(len(received)))
+    deltas = "".join(
+        event.delta for event in received if event.type == "response.output_text.delta"
+    )
     assert deltas == "12 + 30 = 42."
-    assert heard[-1].type == "response.completed"
+    assert received[-1].type == "response.completed"
 
 
 async def test_what_is_wrong_is_a_clear_error(client: AsyncOpenAI) -> None:

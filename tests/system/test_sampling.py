@@ -1,4 +1,4 @@
-"""What a request may say of sampling, and what it is told, through the whole stack."""
+"""What a request may say of sampling, and what is reported, through the whole stack."""
 
 from __future__ import annotations
 

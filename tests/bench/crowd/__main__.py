@@ -121,13 +121,15 @@ def _measured(
             if (signal_ := next(marks, None)) is not None:
                 os.kill(stack.pids["gateway-0"], signal_)
 
-        heard, used = LISTENERS.measure(stack, {**stack.pids, "broker": broker}, mark)
-        seconds = used | {"listeners": heard.cpu_s}
+        received, used = LISTENERS.measure(stack, {**stack.pids, "broker": broker}, mark)
+        seconds = used | {"listeners": received.cpu_s}
         crowd = Crowd(
-            events_per_s=round(heard.events / heard.seconds, 1),
-            gaps_ms=heard.gaps_ms,
-            percents={name: round(100 * each / heard.seconds, 1) for name, each in seconds.items()},
-            us_an_event=round(1e6 * used["gateway-0"] / max(1, heard.events), 2),
+            events_per_s=round(received.events / received.seconds, 1),
+            gaps_ms=received.gaps_ms,
+            percents={
+                name: round(100 * each / received.seconds, 1) for name, each in seconds.items()
+            },
+            us_an_event=round(1e6 * used["gateway-0"] / max(1, received.events), 2),
         )
         if gateway != PROFILED:
             return crowd, None

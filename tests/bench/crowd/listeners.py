@@ -36,7 +36,7 @@ _LAST = b"0\r\n\r\n"
 """The end of a body in chunks; no chunk of events ends like this."""
 
 
-class Heard(msgspec.Struct, frozen=True):
+class Received(msgspec.Struct, frozen=True):
     """What came between the two lines.
 
     Attributes:
@@ -65,7 +65,7 @@ class Listeners:
         stack: EchoStack,
         pids: Mapping[str, int],
         mark: Callable[[], None] = lambda: None,
-    ) -> tuple[Heard, dict[str, float]]:
+    ) -> tuple[Received, dict[str, float]]:
         """Return what came in a window, and the processor time that each process used in it.
 
         `mark` is called at the beginning of the window and at its end.
@@ -90,8 +90,8 @@ class Listeners:
             process.stdin.write("end\n")
             mark()
             after = used_s()
-            heard = msgspec.json.decode(process.stdout.readline(), type=Heard)
-        return heard, {name: after[pid] - before[pid] for name, pid in pids.items()}
+            received = msgspec.json.decode(process.stdout.readline(), type=Received)
+        return received, {name: after[pid] - before[pid] for name, pid in pids.items()}
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Listener(asyncio.Protocol):
         """The gateway ends no connection by itself, and we close none before the end."""
 
 
-async def listen(port: int, streams: int, tokens: int) -> Heard:
+async def listen(port: int, streams: int, tokens: int) -> Received:
     """Open all streams, and measure between lines of standard input."""
     loop, tally = asyncio.get_running_loop(), Tally()
     asked = request(port, tokens)
@@ -154,7 +154,7 @@ async def listen(port: int, streams: int, tokens: int) -> Heard:
     seconds, cpu_s = time.perf_counter() - tally.since, _cpu_s() - began_s
     gaps = np.array([*tally.gaps, *[0.0] * (tally.events - len(tally.gaps))]) * 1000
     p50, p90, p99, most = (float(each) for each in np.percentile(gaps, (50, 90, 99, 100)))
-    return Heard(seconds, tally.events, (p50, p90, p99, most), cpu_s)
+    return Received(seconds, tally.events, (p50, p90, p99, most), cpu_s)
 
 
 def request(port: int, tokens: int) -> bytes:
@@ -181,8 +181,8 @@ def _cpu_s() -> float:
 
 def main() -> None:
     port, streams, tokens = map(int, sys.argv[1:4])
-    heard = uvloop.run(listen(port, streams, tokens))
-    print(msgspec.json.encode(heard).decode(), flush=True)
+    received = uvloop.run(listen(port, streams, tokens))
+    print(msgspec.json.encode(received).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_every_plan_is_kept_with_its_outcome() -> None:
     assert [r.plan.step for r in records] == list(range(1, stage.reports[-1].step + 1))
     assert all(r.outcome is not None and r.outcome.step == r.plan.step for r in records)
     drawn = sum(len(r.outcome.token_ids) for r in records if r.outcome)
-    assert drawn >= sum(len(told.ids) for told in stage.told.values())
+    assert drawn >= sum(len(told.ids) for told in stage.reported.values())
 
 
 def test_the_oldest_plans_make_room() -> None:
