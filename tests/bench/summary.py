@@ -228,7 +228,7 @@ def write_results(file: Path, raw: object, summary: Summary) -> None:
 
 def report(summary: Summary, file: Path | None, raw: object = None) -> None:
     """Print a summary; write it and the raw results, where there are any, if a file is given."""
-    Console(width=140).print(table(summary), *summary.notes)
+    Console(width=140).print(table(summary), *summary.notes, sep="\n")
     if file is not None and raw is None:
         write(summary, file)
     elif file is not None:

@@ -34,7 +34,7 @@ from tests.support.worker import limits, page_group, state
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.plan import StepOutcome
+from antiphon.model_worker.batching.plan import LogprobsBatch, StepOutcome
 from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.running_batch import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from pytest_benchmark.fixture import BenchmarkFixture
 
+    from antiphon.model_worker.batching.plan import StepPlan
     from antiphon.model_worker.batching.request import BatchRow
 
 ROUNDS = 10_000
@@ -56,6 +57,58 @@ VOCAB_SIZE = 50_000
 LONG_TOKENS, PIECE_TOKENS, LONG_RUNNING = 4096, 16, 32
 ALIKE_US = 400
 PAGE_TOKENS = 16
+END_ID = 2
+
+
+def engine_core(
+    running: int, pages: int, context_tokens: int, policy: Policy = Policy.FCFS
+) -> EngineCore:
+    """An engine core of so many slots and pages, with a prefix cache."""
+    pools = CachePools([page_group(pages, page_tokens=PAGE_TOKENS)])
+    bounds = limits(
+        step_tokens_max=2048,
+        chunk_tokens=512,
+        fill_tokens=256,
+        running_max=running,
+        queue_max=10_000,
+        context_tokens=context_tokens,
+        vocab_size=VOCAB_SIZE,
+        end_ids=frozenset({END_ID}),
+    )
+    return EngineCore(bounds, pools, RadixIndex(pools), QueueRules(policy=policy))
+
+
+def build(core: EngineCore, step: int, rows: Sequence[BatchRow]) -> StepPlan:
+    """Build the plan of the rows that the core has chosen, as the batching loop does."""
+    if isinstance(rows, SteadyRows):
+        return rows.plan(step)
+    return build_plan(step, rows, core.slots)
+
+
+def fake_outcome(plan: StepPlan, random: np.random.Generator) -> StepOutcome:
+    """Random tokens for the rows of a plan, none of which ends a request.
+
+    It is made from the plan alone: to read the rows of steady decodes ends their fast path. If any
+    row requests logprobs, all do, of their sampled token only.
+    """
+    starts = np.searchsorted(plan.logit_tokens, np.append(plan.query_start, len(plan.tokens)))
+    starts = starts.astype(np.int32)
+    token_ids = random.integers(END_ID + 1, VOCAB_SIZE, len(plan.logit_tokens), np.int32)
+    details = None
+    if plan.details is not None:
+        count = len(token_ids)
+        details = LogprobsBatch(
+            starts=starts,
+            token_ids=token_ids,
+            logprobs=-random.random(count, np.float32),
+            top_ids=np.empty((count, 0), np.int32),
+            top_logprobs=np.empty((count, 0), np.float32),
+            named_logprobs=np.empty((count, 0), np.float32),
+        )
+    status = np.zeros(len(plan.slot), np.int32)
+    return StepOutcome(
+        step=plan.step, starts=starts, token_ids=token_ids, status=status, details=details
+    )
 
 
 @dataclass(frozen=True)
@@ -74,19 +127,9 @@ class FullWorker:
         self.random = random.Random(0)
         self.systems = [self._ids(96) for _ in range(10)]
         pages = load.running * load.pages_each
-        pools = CachePools([page_group(pages, page_tokens=PAGE_TOKENS)])
-        bounds = limits(
-            step_tokens_max=2048,
-            chunk_tokens=512,
-            fill_tokens=256,
-            running_max=load.running,
-            queue_max=10_000,
-            context_tokens=1024 if pages >= 64 else 320,
-            vocab_size=VOCAB_SIZE,
-            end_ids=frozenset({2}),
-        )
-        rules = QueueRules(policy=load.policy)
-        self.batching = EngineCore(bounds, pools, RadixIndex(pools), rules)
+        context_tokens = 1024 if pages >= 64 else 320
+        self.batching = engine_core(load.running, pages, context_tokens, load.policy)
+        self.sampler = np.random.default_rng(0)
         self.step = 0
         self.keys = 0
         self.rows: Sequence[BatchRow] = ()
@@ -102,29 +145,20 @@ class FullWorker:
             request = state(prompt, request_id=RequestId(str(self.keys)), max_new_tokens=wanted)
             self.batching.add(ChoiceKey(self.keys), request, self.step / 100)
 
-    def plan(self) -> None:
+    def plan(self) -> StepPlan:
         self.step += 1
         self.rows = self.batching.next_rows(self.step / 100)
-        if isinstance(self.rows, SteadyRows):
-            self.rows.plan(self.step)
-        else:
-            build_plan(self.step, self.rows, self.batching.slots)
+        return build(self.batching, self.step, self.rows)
 
     def commit(self, outcome: StepOutcome) -> None:
         self.batching.commit(self.rows, outcome)
         self.batching.take_progress()
         self.batching.capacity()
 
-    def outcome(self) -> StepOutcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         self.batching.pools.launched(self.step)
         self.batching.pools.finished(self.step)
-        starts = np.cumsum([0, *(row.draws for row in self.rows)], dtype=np.int32)
-        return StepOutcome(
-            step=self.step,
-            starts=starts,
-            token_ids=np.full(int(starts[-1]), 17, np.int32),
-            status=np.zeros(len(self.rows), np.int32),
-        )
+        return fake_outcome(plan, self.sampler)
 
     def timed_steps(self, count: int) -> Iterator[tuple[float, float]]:
         """Yield the CPU time of each step in us, after a tenth as many to warm up.
@@ -135,16 +169,16 @@ class FullWorker:
         for number in range(count + count // 10):
             self.refill()
             began = time.thread_time_ns()
-            self.plan()
+            plan = self.plan()
             planned_ns = time.thread_time_ns() - began
-            outcome = self.outcome()
+            outcome = self.run(plan)
             began = time.thread_time_ns()
             self.commit(outcome)
             if number >= count // 10:
                 yield planned_ns / 1e3, (planned_ns + time.thread_time_ns() - began) / 1e3
 
     def _ids(self, count: int) -> list[int]:
-        return [self.random.randrange(3, VOCAB_SIZE) for _ in range(count)]
+        return [self.random.randrange(END_ID + 1, VOCAB_SIZE) for _ in range(count)]
 
 
 LOADS = {
@@ -176,7 +210,7 @@ def crowded() -> EngineCore:
         running_max=LONG_RUNNING + 1,
         context_tokens=2 * LONG_TOKENS,
         vocab_size=VOCAB_SIZE,
-        end_ids=frozenset({2}),
+        end_ids=frozenset({END_ID}),
     )
     batching = EngineCore(bounds, pools, RadixIndex(pools))
     for key in range(LONG_RUNNING + 1):
