@@ -22,7 +22,7 @@ from antiphon.wire import (
     tokens,
 )
 from antiphon.wire.base import Attempt, FinishReason, Message, ProcessState, Role, Term, Usage
-from antiphon.wire.codec import pack_ids
+from antiphon.wire.codec import pack_ids, pack_numbers
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
@@ -349,6 +349,7 @@ EVERY: tuple[Message, ...] = (
                 cache_salt=DIGESTS[0],
                 waited_ms=1500,
                 steps=True,
+                columns=True,
                 tenant=TenantId("acme"),
                 deadline_unix_ms=DEADLINE,
                 traceparent=TRACE,
@@ -414,7 +415,14 @@ EVERY: tuple[Message, ...] = (
                 finish_reason=FinishReason.ERROR,
                 matched_stop=2,
                 error=ERROR,
+                stream_number=41,
             ),
+        ),
+        columns=tokens.TokenColumns(
+            streams=pack_numbers((42, 2**40)),
+            offsets=pack_ids((0, 8)),
+            token_ids=pack_ids((7, 70_000)),
+            logprobs=pack_floats((-0.5,)),
         ),
     ),
     text.TextBatch(

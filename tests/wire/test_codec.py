@@ -295,6 +295,11 @@ def test_wire_name_is_neither_empty_nor_too_long(kind: object, length: int) -> N
         (PutPages, "pages.0.claim.digest", b"short"),
         (AbortRequests, "prefix", "x" * 70_000),
         (ErrorReply, "retry_after_s", float("nan")),
+        (TokenBatch, "columns.streams", b"12345678"),
+        (TokenBatch, "columns.offsets", b""),
+        (TokenBatch, "columns.token_ids", b"123456789"),
+        (TokenBatch, "columns.logprobs", b"123456789abc"),
+        (TokenBatch, "columns.logprobs", b"123"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value else None,
 )

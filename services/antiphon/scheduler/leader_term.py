@@ -292,7 +292,7 @@ class LeaderTerm:
         now = self.clock.now()
         self.queue.start(entry.request_id, now)
         attempt = Attempt(term=self.term, n=next(self._numbers))
-        binding = Binding(attempt, place.worker, place.detokenizer, now, steps=place.steps)
+        binding = Binding(attempt, place.worker, place.detokenizer, now, place.reads)
         self.ledger.bind(entry, binding, place.charge)
         self.caches.expect(place.worker, submit.block_digests, now)
         self._rate.record(now)

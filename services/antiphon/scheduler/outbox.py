@@ -15,6 +15,7 @@ from antiphon.service.sequence import SeqSender
 from antiphon.wire.codec import split_rows
 from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch
 from antiphon.wire.submit import LostRequest, NoticeBatch
+from antiphon.wire.tokens import TokenColumns, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,7 +157,8 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         waited_ms=round((now - entry.queued_at) * 1000),
-        steps=binding.steps,
+        steps=TokenStep.__name__ in binding.reads,
+        columns=TokenColumns.__name__ in binding.reads,
         tenant=submit.tenant,
         deadline_unix_ms=submit.deadline_unix_ms,
         traceparent=submit.traceparent,

@@ -16,7 +16,6 @@ from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import DIGEST_BYTES
 from antiphon.wire.errors import EngineError, PromptTooLong
-from antiphon.wire.tokens import TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -40,13 +39,13 @@ class PlacementTarget:
     """The worker and the detokenizer of a request.
 
     Attributes:
-        steps: Whether the detokenizer reads `TokenStep`.
+        reads: The detokenizer's, by its heartbeat.
         cached_blocks: Blocks of its prompt in the worker's prefix cache.
     """
 
     worker: Process
     detokenizer: InstanceId
-    steps: bool
+    reads: tuple[str, ...]
     charge: RequestCost
     cached_blocks: int
 
@@ -166,9 +165,10 @@ class Placement:
         best = min(candidates, key=cost)
         if (detokenizer := self._detokenizer_of(best.worker.instance)) is None:
             return None
-        found, steps = cached.get(best.worker, 0), self._reads_steps(detokenizer)
+        found, peer = cached.get(best.worker, 0), self.peers.find(detokenizer)
+        reads = () if peer is None else peer.heartbeat.reads
         charge = request_cost(submit, best.load, blocks - found)
-        return PlacementTarget(best.worker, detokenizer, steps, charge, found)
+        return PlacementTarget(best.worker, detokenizer, reads, charge, found)
 
     def _healthy(self) -> Iterator[Candidate]:
         for peer in self._working(Role.WORKER):
@@ -200,10 +200,6 @@ class Placement:
         chosen = min(ready, key=taken.count)
         self._detokenizers[worker] = chosen
         return chosen
-
-    def _reads_steps(self, detokenizer: InstanceId) -> bool:
-        peer = self.peers.find(detokenizer)
-        return peer is not None and TokenStep.__name__ in peer.heartbeat.reads
 
     def _working(self, role: Role) -> list[Peer]:
         return [

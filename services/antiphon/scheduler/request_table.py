@@ -29,13 +29,13 @@ TOMBSTONES_MAX = 65_536
 
 @dataclass(slots=True)
 class Binding:
-    """`detokenizer` is unknown if another leader chose it; `steps`: it reads `TokenStep`."""
+    """`detokenizer` is unknown if another leader chose it; `reads` are of its heartbeat."""
 
     attempt: Attempt
     worker: Process
     detokenizer: InstanceId | None
     admitted_at: float
-    steps: bool = False
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

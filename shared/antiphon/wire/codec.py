@@ -97,6 +97,22 @@ def unpack_ids(packed: bytes) -> Sequence[int]:
     return ids
 
 
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """Pack numbers as little-endian int64."""
+    packed = array("q", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_numbers(packed: bytes) -> Sequence[int]:
+    """Unpack numbers packed by `pack_numbers`."""
+    numbers = array("q", packed)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
 def id_count(packed: bytes) -> int:
     """Count the ids in packed bytes without unpacking them."""
     return len(packed) // ID_BYTES

@@ -47,7 +47,8 @@ class Admit(Value, tag=True):
     Attributes:
         cache_salt: Only requests with the same salt share its cached pages.
         waited_ms: How long it has waited in queues so far; the queue time continues from there.
-        steps: Whether its detokenizer reads `TokenStep`.
+        steps: Whether its detokenizer reads `TokenStep`. Only workers up to version 0.4 ask.
+        columns: Whether its detokenizer reads `TokenColumns`.
         tenant: Tenants are served round-robin when the worker compiles grammars.
     """
 
@@ -64,6 +65,7 @@ class Admit(Value, tag=True):
     cache_salt: CacheSalt = b""
     waited_ms: Milliseconds = 0
     steps: bool = False
+    columns: bool = False
     tenant: TenantId = DEFAULT_TENANT
     deadline_unix_ms: UnixMs
     traceparent: str | None = None

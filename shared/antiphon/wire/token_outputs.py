@@ -55,7 +55,17 @@ class TokenOutputs(Value):
     @classmethod
     def from_columns(cls, count: int, columns: Iterable[bytes]) -> TokenOutputs:
         """Build from columns in the order of `columns`."""
-        return cls(count=count, **dict(zip(cls.__struct_fields__[1:], columns, strict=True)))
+        ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden, pooled = columns
+        return cls(
+            count=count,
+            token_ids=ids,
+            logprobs=logprobs,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            named_logprobs=named_logprobs,
+            hidden=hidden,
+            pooled=pooled,
+        )
 
     @property
     def size_bytes(self) -> int:

@@ -13,7 +13,9 @@ from antiphon.wire.bounds import (
     TokenCount,
     TokenOffset,
     UnixMs,
+    check_ids,
 )
+from antiphon.wire.codec import id_count
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import StopStrings
@@ -54,6 +56,8 @@ class TokenRow(Value):
         retractions: How often the choice had lost its pages before; told with `weights`.
         matched_stop: The token id that ended the choice, if one did. It is not among the ids.
         error: Why the request cannot go on; then `finish_reason` is `error`.
+        stream_number: Names this attempt's choice in `TokenColumns` of the same worker process;
+            unset if the detokenizer does not read those.
     """
 
     request_id: RequestId
@@ -68,10 +72,41 @@ class TokenRow(Value):
     finish_reason: FinishReason | None = None
     matched_stop: Signed | None = None
     error: ErrorReply | None = None
+    stream_number: Number | None = None
+
+
+class TokenColumns(Value):
+    """One new token of each of many choices: what a decode step adds to most of them.
+
+    They stand for rows without anything else to report. Where a stream has token outputs, those of
+    its token are the id and, if it is among the first ones, its logprob. They are sent only to a
+    detokenizer that `reads` them, by its heartbeat. All are little-endian.
+
+    Attributes:
+        streams: int64, the `stream_number` of each choice; it was sent in a row before.
+        offsets: int32, index of each token in the output of its choice.
+        token_ids: int32.
+        logprobs: float32, of as many tokens as have one; these come first.
+    """
+
+    streams: bytes = b""
+    offsets: bytes = b""
+    token_ids: bytes = b""
+    logprobs: bytes = b""
+
+    def __post_init__(self) -> None:
+        size = len(self.token_ids)
+        check_ids(self.token_ids)
+        check_ids(self.logprobs)
+        if len(self.streams) != 2 * size or len(self.offsets) != size or len(self.logprobs) > size:
+            raise ValueError("columns of different lengths")
+
+    def __len__(self) -> int:
+        return id_count(self.token_ids)
 
 
 class TokenBatch(Message):
-    """Everything one step produced for one detokenizer, in order.
+    """Everything one step produced for one detokenizer: a choice is in a row or in the columns.
 
     `seq` is per (worker incarnation, detokenizer). A gap makes the receiver send its table of
     offsets (`ResendTokens`), and the worker answers from its requests' own output lists.
@@ -80,11 +115,12 @@ class TokenBatch(Message):
     worker: Process
     seq: Number
     step: Number
-    rows: tuple[TokenRow, ...]
+    rows: tuple[TokenRow, ...] = ()
+    columns: TokenColumns | None = None
 
 
 class TokenStep(Message):
-    """A token more for each row of the message before: what most steps are.
+    """A token more for each row of the message before, as workers up to version 0.4 send it.
 
     It stands for a batch of the same rows, in that order, each at the offset where it ended there.
     `seq` is of the same numbers: whoever has not heard the message before asks as for a gap. Only

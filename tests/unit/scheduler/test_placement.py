@@ -141,14 +141,14 @@ def test_a_dead_worker_takes_nothing_whatever_it_had() -> None:
     assert [batch.worker for batch in stage.batches()] == [first.process]
 
 
-@pytest.mark.parametrize("reads", [(), ("TokenStep",), ("Another",)])
+@pytest.mark.parametrize("reads", [(), ("TokenStep",), ("Another",), ("TokenStep", "TokenColumns")])
 def test_admit_names_what_the_detokenizer_reads(reads: tuple[str, ...]) -> None:
     stage, _, worker, detokenizer = usual()
     detokenizer.reads = reads
     stage.pass_s(1.0)
     stage.submit_prompt("r", LONG)
     (admit,) = stage.admits(worker)
-    assert admit.steps is ("TokenStep" in reads)
+    assert (admit.steps, admit.columns) == ("TokenStep" in reads, "TokenColumns" in reads)
 
 
 def small_and_large(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]:
