@@ -11,8 +11,7 @@ import numpy as np
 
 from antiphon.bus.transport import BusDown
 from antiphon.config.gateway import GatewayConfig
-from antiphon.detokenizer.machine import Action, Detokenizer, SendStop
-from antiphon.detokenizer.unfolding import READS
+from antiphon.detokenizer.machine import READS, Action, Detokenizer, SendStop
 from antiphon.gateway.owner.actions import Action as OwnerAction
 from antiphon.gateway.owner.actions import Deliver, StreamEvent, TextDelta
 from antiphon.gateway.owner.machine import Owner

@@ -71,7 +71,7 @@ class ChoiceState:
         A token may complete a stop string and end the choice; later tokens do not count.
         """
         known = self.offset - offset
-        for token_id in token_ids[known:]:
+        for token_id in token_ids[known:] if known else token_ids:
             self.push(token_id)
             if self.end is not None:
                 break
@@ -82,18 +82,16 @@ class ChoiceState:
             self.offset = self._details.end
         self._update_emitted()
 
-    def record_origin(self, worker: InstanceId, row: TokenRow) -> None:
+    def record_origin(self, worker: InstanceId, row: TokenRow, weights: str) -> None:
         """Record where the tokens of a row come from, before they are accepted.
 
         A row without an origin continues that of the row before it; the origin of a row without new
         tokens is about earlier tokens.
         """
-        if row.weights is None or (
-            self.origins and row.offset + id_count(row.token_ids) <= self.tokens
-        ):
+        if self.origins and row.offset + id_count(row.token_ids) <= self.tokens:
             return
         origin = Origin(
-            start=self.tokens, worker=worker, weights=row.weights, retractions=row.retractions
+            start=self.tokens, worker=worker, weights=weights, retractions=row.retractions
         )
         before = tuple(each for each in self.origins if each.start < self.tokens)
         if not before:  # the origin of earlier tokens, if any, is not known any more

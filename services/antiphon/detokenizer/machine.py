@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.detokenizer.choice import ChoiceResult, ChoiceState, DetokenizerRequest
 from antiphon.detokenizer.incremental import Decode, TokenTexts
+from antiphon.detokenizer.streams import StreamTable
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
@@ -21,6 +22,7 @@ from antiphon.wire.codec import split_rows, unpack_ids
 from antiphon.wire.command import ResendTokens, StopChoice, TokenCursor
 from antiphon.wire.errors import EngineError, Internal, Overloaded, encode_error
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
+from antiphon.wire.tokens import TokenColumns, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+READS = (TokenStep.__name__, TokenColumns.__name__)
+"""What a detokenizer's heartbeat announces that it reads."""
 
 RESEND_INTERVAL_S = 0.5
 """Minimum time between two equal messages to a worker that has not reacted."""
@@ -91,6 +95,7 @@ class Detokenizer:
         self._our_time_ms = our_time_ms
         self._seqs = SeqSender()
         self._unfolding = Unfolding()
+        self._streams = StreamTable()
         self._seen: dict[Process, int] = {}  # last seq of each worker incarnation
         self._resend_requested_at: dict[Process, float] = {}
         self._resend_pending: set[Process] = set()  # to be requested after `RESEND_INTERVAL_S`
@@ -114,16 +119,13 @@ class Detokenizer:
             return self._request_resend(news.worker, now)
         reaction = Reaction(missing=news.seq > last + 1)
         for row in batch.rows:
-            try:
-                if (request := self._find(row, batch.worker, now, reaction)) is not None:
-                    self._accept(request, row, now, reaction)
-            except Exception as error:
-                extra = {"request_id": row.request_id, "reason": str(error)}
-                if isinstance(error, EngineError):
-                    log.warning("row failed", extra=extra)
+            self._apply(row, batch.worker, now, reaction)
+        if batch.columns is not None:
+            for row in self._streams.rows(batch.worker, batch.columns):
+                if row is None:
+                    reaction.missing = True  # the row that gave the stream its number was lost
                 else:
-                    log.exception("row failed", extra=extra)
-                self._fail(row, batch.worker, error, now, reaction)
+                    self._apply(row, batch.worker, now, reaction)
         if reaction.missing:
             reaction.actions += self._request_resend(batch.worker, now)
         # Stops are sent to the worker before the end is sent to the client: a request that follows
@@ -149,7 +151,7 @@ class Detokenizer:
         for request_id in open_list.closed:
             request = self.requests.get(request_id)
             if request is not None and request.owner == owner:
-                del self.requests[request_id]
+                self._forget(request_id)
         if not open_list.whole:
             return []
         listed = {entry.request_id for entry in open_list.opened}
@@ -182,7 +184,7 @@ class Detokenizer:
         for request in list(self.requests.values()):
             due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
             if unix_ms > due_ms + FORGET_MS:
-                del self.requests[request.request_id]
+                self._forget(request.request_id)
         self._stopped_at = {
             k: at for k, at in self._stopped_at.items() if now - at < RESEND_INTERVAL_S
         }
@@ -192,6 +194,7 @@ class Detokenizer:
     def on_worker_died(self, worker: Process) -> None:
         self._seen.pop(worker, None)
         self._unfolding.forget(worker)
+        self._streams.forget_worker(worker)
         self._resend_requested_at.pop(worker, None)
         self._resend_pending.discard(worker)
 
@@ -203,6 +206,19 @@ class Detokenizer:
         if len(self._dead_owners) > OWNERS_GONE_MAX:
             self._dead_owners.popitem(last=False)
         return [action for request in self._owned(owner) for action in self._drop(request)]
+
+    def _apply(self, row: TokenRow, worker: Process, now: float, reaction: Reaction) -> None:
+        try:
+            if (request := self._find(row, worker, now, reaction)) is not None:
+                self._streams.add(worker, row, request)
+                self._accept(request, row, now, reaction)
+        except Exception as error:
+            extra = {"request_id": row.request_id, "reason": str(error)}
+            if isinstance(error, EngineError):
+                log.warning("row failed", extra=extra)
+            else:
+                log.exception("row failed", extra=extra)
+            self._fail(row, worker, error, now, reaction)
 
     def _find(
         self, row: TokenRow, worker: Process, now: float, reaction: Reaction
@@ -260,7 +276,8 @@ class Detokenizer:
             reaction.missing = True
             return
         text_start, token_start = choice.text_bytes, choice.emitted
-        choice.record_origin(request.worker.instance, row)
+        if row.weights is not None:
+            choice.record_origin(request.worker.instance, row, row.weights)
         choice.accept(row.offset, unpack_ids(row.token_ids), row.details)
         if choice.end is not None:
             reaction.actions += self._stop_choice(request, row.choice, now)
@@ -325,8 +342,12 @@ class Detokenizer:
 
     def _drop(self, request: DetokenizerRequest) -> list[Action]:
         """Forget a request that its gateway does not want, and stop it if it runs."""
-        del self.requests[request.request_id]
+        self._forget(request.request_id)
         return [] if request.ended else self._send_stop(request, request.worker)
+
+    def _forget(self, request_id: RequestId) -> None:
+        del self.requests[request_id]
+        self._streams.forget(request_id)
 
     def _send_stop(
         self, of: TokenRow | DetokenizerRequest, worker: Process, **at: int

@@ -7,8 +7,7 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from antiphon.detokenizer.machine import Action, Detokenizer, SendStop
-from antiphon.detokenizer.unfolding import READS
+from antiphon.detokenizer.machine import READS, Action, Detokenizer, SendStop
 from antiphon.model_card.served_model import served_name, tokenizer_folder
 from antiphon.model_card.tokenizer_file import open_tokenizer
 from antiphon.model_card.vocabulary import read_vocabulary

@@ -1,4 +1,8 @@
-"""Expands `TokenStep` messages, which do not name their rows, to batches."""
+"""Expands `TokenStep` messages, which do not name their rows, to batches.
+
+Workers up to version 0.4 send them. They are read for one more release, so that workers and
+detokenizers can be replaced in any order.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,6 @@ from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Process
-
-
-READS = (TokenStep.__name__,)
-"""Message types that a detokenizer's heartbeat announces."""
 
 
 class Unfolding:

@@ -14,6 +14,7 @@ from tests.unit.detokenizer.test_machine import (
     REQUEST,
     attempt,
     batch,
+    columns,
     decode,
     texts,
 )
@@ -22,6 +23,7 @@ from antiphon.detokenizer.choice import PIECE_BYTES
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
+from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.text import ChoiceCursor, ResumeText, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, join_chunks, pack_floats
@@ -155,6 +157,35 @@ def test_next_token_of_a_prompt_has_outputs_and_is_not_counted() -> None:
     (row,) = texts(bench.machine.on_tokens(batch(bench.seq, follow), 0.0))
     assert covered([row]) == (0, 1)
     assert (row.usage and row.usage.completion_tokens) == 0
+
+
+def test_columns_have_the_outputs_that_the_stream_has() -> None:
+    m, numbers = Detokenizer(HERE, decode, requests_max=4), (5, 6, 7)
+    for number in numbers:
+        stream = TokenStream(
+            owner=GATEWAY,
+            prompt_tokens=3,
+            details_from=None if number == 7 else 0,
+            deadline_unix_ms=1_000_000,
+        )
+        introduction = TokenRow(
+            request_id=RequestId(f"r{number}"),
+            choice=0,
+            attempt=attempt(1),
+            offset=0,
+            stream=stream,
+            stream_number=number,
+        )
+        m.on_tokens(batch(number, introduction), 0.0)
+    sent = columns(8, *((number, 0, "a") for number in numbers), logprobs=1)
+    with_logprob, ids_only, none = texts(m.on_tokens(sent, 0.0))
+    assert none.details is None
+    outputs = [row.details and row.details.details for row in (with_logprob, ids_only)]
+    ids = pack_ids([97])
+    assert outputs == [
+        TokenOutputs(count=1, token_ids=ids, logprobs=pack_floats([-0.5])),
+        TokenOutputs(count=1, token_ids=ids),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(40))

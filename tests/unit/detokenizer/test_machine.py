@@ -11,13 +11,14 @@ from tests.support.services import process
 
 from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, SendStop
 from antiphon.wire.base import Attempt, FinishReason, Term
-from antiphon.wire.codec import encode, pack_ids
+from antiphon.wire.codec import encode, pack_ids, pack_numbers
 from antiphon.wire.command import ResendTokens
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.submit import OpenList, OpenRequest
 from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextRow
-from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep, TokenStream
+from antiphon.wire.token_outputs import pack_floats
+from antiphon.wire.tokens import TokenBatch, TokenColumns, TokenRow, TokenStep, TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,7 @@ def row(
     continues: Attempt | None = None,
     request_id: RequestId = REQUEST,
     weights: str | None = None,
+    number: int | None = None,
 ) -> TokenRow:
     stream = TokenStream(
         owner=GATEWAY, prompt_tokens=3, stop=stop, deadline_unix_ms=1_000_000, continues=continues
@@ -65,11 +67,24 @@ def row(
         stream=stream if begins else None,
         weights=weights,
         finish_reason=finish,
+        stream_number=number,
     )
 
 
 def batch(seq: int, *rows: TokenRow) -> TokenBatch:
     return TokenBatch(worker=WORKER, seq=seq, step=seq, rows=rows)
+
+
+def columns(seq: int, *tokens: tuple[int, int, str], logprobs: int = 0) -> TokenBatch:
+    """A batch of plain rows: number, offset and letter; the first ones with logprobs."""
+    numbers, offsets, letters = zip(*tokens, strict=True)
+    both = TokenColumns(
+        streams=pack_numbers(numbers),
+        offsets=pack_ids(offsets),
+        token_ids=pack_ids(map(ord, letters)),
+        logprobs=pack_floats(-0.5 - n for n in range(logprobs)),
+    )
+    return TokenBatch(worker=WORKER, seq=seq, step=seq, columns=both)
 
 
 def begun(*rows: TokenRow) -> Detokenizer:
@@ -305,7 +320,10 @@ def test_what_is_long_past_its_deadline_is_forgotten():
 
 @pytest.mark.parametrize("seed", range(100))
 def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
-    """A worker that answers resends, over a network that loses, repeats and swaps batches."""
+    """A worker that answers resends, over a network that loses, repeats and swaps batches.
+
+    Single tokens mostly come in columns.
+    """
     chance = random.Random(seed)
     truth = "".join(chance.choice("aé€𝄞 \n") for _ in range(60))
     ids = truth.encode()
@@ -313,12 +331,16 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
     network: list[TokenBatch] = []
     for _ in range(2000):
         now += 0.1
-        size = min(chance.randint(1, 7), len(ids) - sent)
+        size = min(chance.choice([1, 1, 1, 2, 4, 7]), len(ids) - sent)
         if size or chance.random() < 0.1:
             seq += 1
-            piece = row("", sent, finish=FinishReason.STOP if sent + size == len(ids) else None)
-            piece = replace(piece, token_ids=pack_ids(list(ids[sent : sent + size])))
-            network.append(batch(seq, piece))
+            finish = FinishReason.STOP if sent + size == len(ids) else None
+            if size == 1 and sent and finish is None and chance.random() < 0.8:
+                network.append(columns(seq, (5, sent, chr(ids[sent]))))
+            else:
+                piece = row("", sent, finish=finish, number=5)
+                piece = replace(piece, token_ids=pack_ids(list(ids[sent : sent + size])))
+                network.append(batch(seq, piece))
             sent += size
         if len(network) > 1 and chance.random() < 0.3:
             network[-1], network[-2] = network[-2], network[-1]
@@ -429,3 +451,102 @@ def test_step_of_an_unknown_worker_is_requested():
     m.on_worker_died(WORKER)
     (asked,) = m.on_tokens(step(2, "c"), 1.0)
     assert isinstance(asked, ResendTokens)
+
+
+OTHER = RequestId("other")
+
+
+def numbered() -> Detokenizer:
+    """A machine with two requests whose streams have the numbers 5 and 7."""
+    return begun(row("ab", number=5), row("x", request_id=OTHER, number=7))
+
+
+def test_columns_add_a_token_to_each_numbered_stream():
+    m = numbered()
+    out = [
+        texts(m.on_tokens(each, 0.0))
+        for each in (columns(2, (7, 1, "y"), (5, 2, "c")), columns(3, (5, 3, "d"), (7, 2, "z")))
+    ]
+    assert [[(r.request_id, r.text_offset, r.text) for r in rows] for rows in out] == [
+        [(OTHER, 1, "y"), (REQUEST, 2, "c")],
+        [(REQUEST, 3, "d"), (OTHER, 2, "z")],
+    ]
+
+
+def test_columns_and_rows_of_one_message_are_applied():
+    m = numbered()
+    both = replace(columns(2, (7, 1, "y")), rows=(row("cd", 2),))
+    assert [(r.request_id, r.text) for r in texts(m.on_tokens(both, 0.0))] == [
+        (REQUEST, "cd"),
+        (OTHER, "y"),
+    ]
+
+
+def test_columns_repeated_or_after_a_gap_are_as_rows_are():
+    m = numbered()
+    assert texts(m.on_tokens(columns(1, (5, 1, "b")), 0.0)) == []
+    actions = m.on_tokens(columns(3, (5, 3, "d"), (7, 1, "y")), 1.0)
+    (asked, *_) = actions
+    assert isinstance(asked, ResendTokens)
+    assert {(p.request_id, p.offset) for p in asked.places} == {(REQUEST, 2), (OTHER, 2)}
+    assert [r.text for r in texts(actions)] == ["y"]
+
+
+def test_columns_of_an_unknown_stream_are_requested_until_its_row_arrives():
+    m = numbered()
+    third = RequestId("third")
+    actions = m.on_tokens(columns(2, (9, 1, "q"), (5, 2, "c")), 1.0)
+    (asked, *_) = actions
+    assert isinstance(asked, ResendTokens)
+    assert [r.text for r in texts(actions)] == ["c"]
+    assert m.on_tokens(columns(3, (9, 2, "r")), 1.1) == []  # requested just now
+    (asked,) = m.on_tick(2.0, 0)
+    assert isinstance(asked, ResendTokens)
+    m.on_tokens(batch(4, row("pqr", request_id=third, number=9)), 2.0)
+    assert [r.text for r in texts(m.on_tokens(columns(5, (9, 3, "s")), 2.1))] == ["s"]
+
+
+def test_columns_of_an_ended_choice_stop_it_again_and_request_nothing():
+    m = begun(row("ab", number=5, stop=StopStrings(strings=("b",))))
+    (stop,) = m.on_tokens(columns(2, (5, 2, "c")), 9.0)
+    assert isinstance(stop, SendStop)
+    assert (stop.stop.choice, stop.stop.offset) == (0, 2)
+
+
+def test_columns_of_a_superseded_attempt_stop_it():
+    m = begun(row("ab", number=5))
+    m.on_tokens(batch(2, row("AB", n=2, number=6)), 0.0)
+    (stop,) = m.on_tokens(columns(3, (5, 2, "c")), 0.0)
+    assert isinstance(stop, SendStop)
+    assert (stop.stop.attempt, stop.stop.choice) == (attempt(1), None)
+    assert [r.text for r in texts(m.on_tokens(columns(4, (6, 2, "C")), 0.0))] == ["C"]
+
+
+def test_column_that_fails_ends_only_its_own_request():
+    m = broken()
+    m.on_tokens(batch(1, row("ab", number=5), row("x", request_id=OTHER, number=7)), 0.0)
+    rows = texts(m.on_tokens(columns(2, (5, 2, "!"), (7, 1, "y")), 1.0))
+    assert [(r.request_id, r.error and r.error.code) for r in rows] == [
+        (REQUEST, "internal"),
+        (OTHER, None),
+    ]
+
+
+@pytest.mark.parametrize("ends", ["closed", "deadline", "owner", "unlisted", "worker"])
+def test_stream_numbers_are_forgotten_with_their_request(ends: str):
+    m = numbered()
+    m.on_tokens(batch(2, row("AB", n=2, number=6)), 0.0)
+    assert len(m._streams) == 3
+    match ends:
+        case "closed":
+            m.on_open_list(open_list(1, closed=(REQUEST, OTHER)), 1.0)
+        case "deadline":
+            m.on_tick(1.0, unix_ms=1_011_000)
+        case "owner":
+            m.on_owner_died(GATEWAY)
+        case "unlisted":
+            m.on_open_list(open_list(1), 100.0)
+        case _:
+            m.on_worker_died(WORKER)
+    assert len(m._streams) == 0
+    assert isinstance(m.on_tokens(columns(3, (7, 1, "y")), 200.0)[0], ResendTokens)
