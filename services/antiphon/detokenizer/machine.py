@@ -118,14 +118,14 @@ class Detokenizer:
         if (batch := self._unfolding.batch(news)) is None:
             return self._request_resend(news.worker, now)
         reaction = Reaction(missing=news.seq > last + 1)
-        for row in batch.rows:
-            self._apply(row, batch.worker, now, reaction)
         if batch.columns is not None:
             for row in self._streams.rows(batch.worker, batch.columns):
                 if row is None:
                     reaction.missing = True  # the row that gave the stream its number was lost
                 else:
                     self._apply(row, batch.worker, now, reaction)
+        for row in batch.rows:
+            self._apply(row, batch.worker, now, reaction)
         if reaction.missing:
             reaction.actions += self._request_resend(batch.worker, now)
         # Stops are sent to the worker before the end is sent to the client: a request that follows

@@ -106,7 +106,7 @@ class TokenColumns(Value):
 
 
 class TokenBatch(Message):
-    """Everything one step produced for one detokenizer: a choice is in a row or in the columns.
+    """Everything one step produced for one detokenizer. The columns come before the rows.
 
     `seq` is per (worker incarnation, detokenizer). A gap makes the receiver send its table of
     offsets (`ResendTokens`), and the worker answers from its requests' own output lists.

@@ -473,12 +473,13 @@ def test_columns_add_a_token_to_each_numbered_stream():
     ]
 
 
-def test_columns_and_rows_of_one_message_are_applied():
+def test_columns_come_before_the_rows_of_their_message():
     m = numbered()
-    both = replace(columns(2, (7, 1, "y")), rows=(row("cd", 2),))
+    both = replace(columns(2, (5, 2, "c"), (7, 1, "y")), rows=(row("de", 3),))
     assert [(r.request_id, r.text) for r in texts(m.on_tokens(both, 0.0))] == [
-        (REQUEST, "cd"),
+        (REQUEST, "c"),
         (OTHER, "y"),
+        (REQUEST, "de"),
     ]
 
 
