@@ -139,8 +139,8 @@ class StepTimes(NamedTuple):
 class StepWorker:
     """The engine core and the output of a worker, in one thread, without model and bus.
 
-    All requests go to one detokenizer, which reads steps. Not measured: the outcome, the making of
-    commands, and that requests which have ended are forgotten.
+    All requests go to one detokenizer, which reads steps and columns. Not measured: the outcome,
+    the making of commands, and that requests which have ended are forgotten.
     """
 
     def __init__(self, case: Case) -> None:
@@ -237,6 +237,7 @@ class StepWorker:
                 f"request-{number:032}",
                 prompt_ids=pack_ids(prompt.tolist()),
                 sampling=self.sampling,
+                columns=True,
                 deadline_unix_ms=FAR_MS,
             )
             admits.append(command)

@@ -7,7 +7,7 @@ from tests.bench.planning import CASES, Case, StepWorker
 
 from antiphon.wire.codec import decode, id_count
 from antiphon.wire.routes import TOKENS
-from antiphon.wire.tokens import TokenStep
+from antiphon.wire.tokens import TokenColumns, TokenStep
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -15,12 +15,13 @@ def test_each_timed_step_sends_a_token_of_each_request(case: Case) -> None:
     worker = StepWorker(case)
     for times in worker.timed_steps(20):
         message = decode(worker.messages[0], TOKENS.carries)
-        if isinstance(message, TokenStep):
-            rows, tokens = (), id_count(message.token_ids)
-        else:
-            rows, tokens = message.rows, sum(id_count(row.token_ids) for row in message.rows)
+        rows = () if isinstance(message, TokenStep) else message.rows
+        plain = message if isinstance(message, TokenStep) else message.columns or TokenColumns()
+        tokens = id_count(plain.token_ids) + sum(id_count(row.token_ids) for row in rows)
         assert tokens == case.decodes + case.turnover
         assert sum(row.finish_reason is not None for row in rows) == case.turnover
         if case.sampling.details is not None:
+            assert isinstance(plain, TokenColumns)
+            assert len(plain.logprobs) == len(plain.token_ids)
             assert all(row.details is not None and row.details.logprobs for row in rows)
         assert 0 < times.plan_us < times.step_us < times.message_us
