@@ -19,7 +19,7 @@ from antiphon.model_worker.batching.plan import OverlapRunner, PlanRunner, StepO
 from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.request import BatchRow
 from antiphon.model_worker.batching.running_batch import Capacity, build_plan
-from antiphon.model_worker.batching.state import ChoiceKey, Progress
+from antiphon.model_worker.batching.state import ChoiceKey, Progress, SampledTokens
 from antiphon.model_worker.batching.steady import Drawn, SteadyRows
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
@@ -58,6 +58,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: int = 0  # in the launched plan
     rows: int = 0
     progress: Sequence[Progress]
+    sampled: SampledTokens | None = None  # of choices that are not in `progress`
     credit: Capacity
     running: int
     waiting: int
@@ -78,13 +79,6 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     backlog: Backlog = Backlog()
     returned: tuple[ChoiceKey, ...] = ()  # never started, and dropped for another worker to run
     evicted_tokens: int = 0
-
-    @property
-    def steady(self) -> bool:
-        """Whether it reports only one new token for each running choice."""
-        if not isinstance(self.progress, Drawn):
-            return False
-        return not (self.started or self.events or self.done or self.returned)
 
 
 class LaunchedStep(msgspec.Struct, frozen=True):

@@ -8,6 +8,8 @@ from typing import NewType
 import msgspec
 import numpy as np
 
+from antiphon.model_worker.batching.plan import Floats, Ints, Longs
+from antiphon.model_worker.batching.token_store import OutputIds
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
 from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
@@ -100,19 +102,53 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step did to one choice: new ids, a finish, or both.
+    """What a step did to one choice: new ids, a finish, or both. Cf. `SampledTokens`.
 
-    `weights` names the weights that sampled these ids; `retractions` counts since the choice was
-    added.
+    Attributes:
+        slot: The slot in which it runs; -1 if it does not.
+        outputs: Where its output ids are; None if it ended before it had any.
+        start: Output ids [start, end) are new.
+        weights: Name of the weights that sampled these ids.
+        retractions: Counted since the choice was added.
     """
 
     key: ChoiceKey
-    token_ids: bytes = b""
+    slot: int = -1
+    outputs: OutputIds | None = None
+    start: int = 0
+    end: int = 0
     details: TokenOutputs = TokenOutputs()
     cached_tokens: int = 0
     weights: str = ""
     retractions: int = 0
     finish: Finish | None = None
+
+    @property
+    def ids(self) -> bytes:
+        """The new ids."""
+        if self.outputs is None or self.start == self.end:
+            return b""
+        return self.outputs.read(self.start, self.end).astype(WIRE_IDS, copy=False).tobytes()
+
+
+class SampledTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One new output id for each of many choices: all that a decode step does to most of them.
+
+    A choice is among them only after a `Progress` gave its slot and outputs, while its weights and
+    retractions are those of that `Progress`, and if its only token outputs are logprobs of sampled
+    tokens. The arrays are not changed later.
+
+    Axes: N choices.
+    """
+
+    slots: Ints  # (N,)
+    keys: Longs  # (N,)
+    offsets: Ints  # (N,) index of the id among the outputs of its choice
+    ids: Ints  # (N,)
+    logprobs: Floats | None = None  # (N,) NaN where not requested; None: nowhere
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 class Phase(Enum):

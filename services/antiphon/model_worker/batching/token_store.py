@@ -1,0 +1,117 @@
+"""The output ids of all choices, in chunks: the only place in the process where they are.
+
+The batching loop appends; any thread may read what was reported to it, since that never changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.plan import Floats, Ints
+
+CHUNK_TOKENS = 64
+_CHUNKS = 64
+
+
+class TokenStore:
+    """Ids, and logprobs of sampled tokens where requested, of the choices that are held.
+
+    Axes: C chunks, N tokens.
+    """
+
+    def __init__(self) -> None:
+        self._ids: Ints = np.zeros((_CHUNKS, CHUNK_TOKENS), np.int32)
+        self._logprobs: Floats = np.full((_CHUNKS, CHUNK_TOKENS), np.nan, np.float32)
+        self._free = deque(range(_CHUNKS))
+
+    @property
+    def used_count(self) -> int:
+        """Number of chunks in use."""
+        return len(self._ids) - len(self._free)
+
+    def open(self, ids: Ints) -> OutputIds:
+        """A new choice's output ids, which begin with these."""
+        outputs = OutputIds(self)
+        for start in range(0, len(ids), CHUNK_TOKENS):
+            part = ids[start : start + CHUNK_TOKENS]
+            self._ids[outputs.add_chunk(), : len(part)] = part
+        return outputs
+
+    def write(self, chunks: Ints, offsets: Ints, ids: Ints, logprobs: Floats | None = None) -> None:
+        """Write tokens at these offsets of chunks, all (N,)."""
+        self._ids[chunks, offsets] = ids
+        if logprobs is not None:
+            self._logprobs[chunks, offsets] = logprobs
+
+    def read(self, chunks: list[int], start: int, end: int) -> Ints:
+        """A copy of the ids [start, end) of a choice with these chunks."""
+        among, places = _places(chunks, start, end)
+        return self._ids[among].reshape(-1)[places]
+
+    def read_logprobs(self, chunks: list[int], start: int, end: int) -> Floats:
+        """Their logprobs; NaN where none was requested."""
+        among, places = _places(chunks, start, end)
+        return self._logprobs[among].reshape(-1)[places]
+
+    def take_chunk(self) -> int:
+        if not self._free:
+            self._grow()
+        return self._free.popleft()
+
+    def give_back(self, chunks: list[int]) -> None:
+        """Free chunks; called from any thread."""
+        self._free.extend(chunks)
+
+    def _grow(self) -> None:
+        """Double the chunks. A reader that still has the old arrays reads the same tokens."""
+        count = len(self._ids)
+        self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+        self._logprobs = np.concatenate([self._logprobs, np.full_like(self._logprobs, np.nan)])
+        self._free.extend(range(count, 2 * count))
+
+
+class OutputIds:
+    """The output ids of one choice. Its chunks are freed with the last reference to it."""
+
+    __slots__ = ("_chunks", "_store")
+
+    def __init__(self, store: TokenStore) -> None:
+        self._store = store
+        self._chunks: list[int] = []
+
+    def __del__(self) -> None:
+        self._store.give_back(self._chunks)
+
+    def add_chunk(self) -> int:
+        """Add a chunk, and return its number."""
+        chunk = self._store.take_chunk()
+        self._chunks.append(chunk)
+        return chunk
+
+    @property
+    def last_chunk(self) -> int:
+        return self._chunks[-1]
+
+    @property
+    def reserved(self) -> int:
+        """Number of tokens for which it has chunks."""
+        return len(self._chunks) * CHUNK_TOKENS
+
+    def read(self, start: int, end: int) -> Ints:
+        """A copy of the ids [start, end)."""
+        return self._store.read(self._chunks, start, end)
+
+    def read_logprobs(self, start: int, end: int) -> Floats:
+        """The logprobs of these tokens as they were sampled; NaN where none was requested."""
+        return self._store.read_logprobs(self._chunks, start, end)
+
+
+def _places(chunks: list[int], start: int, end: int) -> tuple[list[int], slice]:
+    """The chunks of tokens [start, end), and where the tokens are in these."""
+    first, last = start // CHUNK_TOKENS, -(-end // CHUNK_TOKENS)
+    skipped = first * CHUNK_TOKENS
+    return chunks[first:last], slice(start - skipped, end - skipped)
