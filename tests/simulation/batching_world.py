@@ -24,7 +24,6 @@ from antiphon.model_worker.batching.state import (
     Phase,
     RequestState,
 )
-from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import request_namespace
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 40
 SALT = b"s" * 32
 EOS = 3
-ACCEPTED_MAX = 3
-"""Most tokens that a decode draws at once: a longer row is of a prompt."""
 
 
 class RunFailed(Exception):
@@ -63,15 +60,10 @@ class WorldRunner(HashRunner):
     fail = False
     last: StepPlan | None = None
     _drawn: dict[int, int]
-    _before: tuple[StepPlan, Ints] | None = None
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.last = plan
-        if plan.follows:
-            self._check_follows(plan)
-        self._before = None
         outcome = super().run(self._known(plan))
-        self._before = plan, outcome.token_ids
         self._drawn |= {
             slot: int(outcome.token_ids[end - 1]) if end > start else 0
             for slot, start, end in zip(
@@ -84,21 +76,6 @@ class WorldRunner(HashRunner):
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
         return lambda: self.run(plan)
-
-    def _check_follows(self, plan: StepPlan) -> None:
-        """It is the plan before, one token further: that which was drawn then."""
-        assert self._before is not None, "it follows a plan that failed"
-        before, drawn = self._before
-        assert plan.step == before.step + 1
-        for name in ("slot", "query_start", "query_len", "logit_tokens", "sampling"):
-            assert getattr(plan, name) is getattr(before, name), name
-        assert (plan.tokens == drawn).all()
-        assert (plan.positions == before.positions + 1).all()
-        assert (plan.kv_len == before.kv_len + 1).all()
-        for table, old in zip(plan.page_tables, before.page_tables, strict=True):
-            assert (table[:, : old.shape[1]] == old)[old != HOLE].all(), "a page was taken away"
-        unusual = (plan.penalties, plan.token_masks, plan.biases, plan.details, plan.pooling)
-        assert unusual == (None,) * 5
 
     def _known(self, plan: StepPlan) -> StepPlan:
         """With each `future` replaced by what its slot drew last."""
@@ -151,8 +128,7 @@ class World:
         if self.cached:
             index = RadixIndex(self.pools, STRATEGIES[self.pick("eviction", "lru", "lfu")])
         self.batching = EngineCore(self.limits, self.pools, index, self.rules)
-        accepted_max = self.pick("accepted_max", 1, 1, ACCEPTED_MAX)
-        self.runner = WorldRunner(groups, VOCAB_SIZE, accepted_max=accepted_max)
+        self.runner = WorldRunner(groups, VOCAB_SIZE)
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
         self.loop = BatchingLoop(
@@ -166,8 +142,7 @@ class World:
         self.stems = [self._ids(self.random.randint(1, 60)) for _ in range(3)]
         self.poison = 0.0
         self.seen: Counter[str] = Counter()
-        self._steady = False
-        self.turns = self._failures = 0
+        self.turns = 0
         self._overtaken: dict[ChoiceKey, float] = {}
         self._overtaken_before: Counter[ChoiceKey] = Counter()
         self._idle_turns: dict[ChoiceKey, int] = {}
@@ -259,19 +234,7 @@ class World:
         self.check_budgets()
         self.check_order(before)
         self.check_decodes()
-        self.note_steady(report)
         return report
-
-    def note_steady(self, report: StepReport) -> None:
-        plan = self.runner.last
-        if isinstance(report.progress, Drawn):
-            self.seen["steady"] += 1
-            self.seen["steady and some wait"] += report.waiting > 0
-        elif plan is not None and plan.follows:
-            self.seen["steady and some end"] += any(p.finish for p in report.progress)
-        self._failures, failed = report.failures, report.failures > self._failures
-        self.seen["steady and fails"] += failed and self._steady
-        self._steady = isinstance(report.progress, Drawn)
 
     def new_choices(self) -> list[tuple[ChoiceKey, RequestState]]:
         prompt = self._ids(self.random.randint(0, self.prompt_max))
@@ -319,12 +282,21 @@ class World:
             assert not reported.dropped, "a dropped choice was reported"
             assert not reported.returned, "what was given back was reported"
             assert reported.finish is None, "a choice ended twice, or went on after its end"
-            reported.ids += unpack_ids(progress.token_ids)
+            assert progress.start == len(reported.ids), "ids are missing or were reported before"
+            reported.ids += unpack_ids(progress.ids)
             reported.finish = progress.finish
             if progress.finish is not None:
                 error = progress.finish.error
                 self.seen[error.code if error else str(progress.finish.reason)] += 1
             self.seen["cached"] += progress.cached_tokens > 0
+        if (sampled := report.sampled) is not None:
+            columns = sampled.keys, sampled.offsets, sampled.ids
+            for key, offset, token in zip(*(c.tolist() for c in columns), strict=True):
+                reported = self.reported[ChoiceKey(key)]
+                assert reported.live, "a token of a choice that has ended"
+                assert offset == len(reported.ids), "a token is missing or was reported before"
+                reported.ids.append(token)
+                self.seen["sampled"] += 1
 
     def drain(self) -> None:
         self.poison, self.runner.fail = 0.0, False
@@ -377,26 +349,26 @@ class World:
 
     def check_slots(self) -> None:
         """The arrays by slot say what the requests there say."""
-        running, slots = self.batching.running, self.batching.slots
+        running, batch = self.batching.running, self.batching.batch
         assert all(request.phase is Phase.RUNNING for request in running.values())
-        assert len(running) + slots.free_count == self.limits.running_max
+        assert len(running) + batch.free_count == self.limits.running_max
         live = [reported for reported in self.reported.values() if reported.live]
         assert len(live) == len(running) + len(self.batching.waiting)
         for slot, request in running.items():
             assert slot == request.slot
-            assert request.table is not None
-            assert request.computed == request.table.committed
-            assert slots.length[slot] == request.length
+            assert batch.keys[slot] == request.key
+            table = batch.settle(request)
+            assert request.computed == table.committed
             for group in range(len(self.groups)):
-                pages = request.table.pages(group)
+                pages = table.pages(group)
                 if group in self.pools.states:
                     assert len(pages) <= (3 if self.overlap else 2)
                     continue
-                row = np.array([slot], np.int32)
-                assert slots.page_tables(row)[group][0].tolist() == pages
-                assert slots.pages_held[group][slot] == len(pages) - pages.count(HOLE)
-        empty = set(range(self.limits.running_max)) - set(running)
-        assert all(slots.length[slot] == 0 for slot in empty)
+                entries = batch.entries[group][slot]
+                assert batch._tables[group][slot, :entries].tolist() == pages
+                assert batch.pages_held[group][slot] == len(pages) - pages.count(HOLE)
+        empty = sorted(set(range(self.limits.running_max)) - set(running))
+        assert not batch.length[empty].any()
 
     def check_budgets(self) -> None:
         plan, limits = self.runner.last, self.limits
@@ -406,7 +378,7 @@ class World:
         assert {str(array.dtype) for array in arrays} == {"int32"}
         assert len(set(plan.slot.tolist())) == len(plan.slot), "a slot has two rows"
         assert plan.query_len.min() > 0, "a row has no tokens"
-        prompts = plan.query_len[plan.query_len > ACCEPTED_MAX]
+        prompts = plan.query_len[plan.query_len > 1]
         if limits.prefill_max is not None:
             assert len(prompts) <= limits.prefill_max
         if limits.fill_tokens is not None and len(prompts) > 1:
@@ -414,7 +386,7 @@ class World:
         if limits.chunk_tokens is not None or len(prompts) > 1:
             assert plan.query_len.sum() == len(plan.tokens) <= limits.step_tokens_max
         if limits.chunk_tokens is not None:
-            assert plan.query_len.max() <= max(limits.chunk_tokens, ACCEPTED_MAX)
+            assert plan.query_len.max() <= limits.chunk_tokens
 
     def check_order(self, before: set[Request]) -> None:
         """No request is overtaken for longer than was allowed, and by none in plain FCFS."""
@@ -454,7 +426,7 @@ class World:
         idle = {
             request.key: self._idle_turns.get(request.key, 0) + 1
             for slot, request in running.items()
-            if request.answers and slot not in planned
+            if slot not in self.batching.batch.prefills and slot not in planned
         }
         self._idle_turns = idle
         allowed = 0 if self.limits.mixed else 1

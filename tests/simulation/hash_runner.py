@@ -57,15 +57,12 @@ class HashRunner:
     """Keeps token ids where a model keeps keys and values; a state is all ids that it was made of.
 
     A plan with a wrong page, position or length therefore gives other tokens than the request
-    would have got alone. Accepts up to `accepted_max` tokens a row, so no caller relies on one.
+    would have got alone.
     """
 
-    def __init__(
-        self, groups: Sequence[CacheGroup], vocab_size: int, accepted_max: int = 1
-    ) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], vocab_size: int) -> None:
         self.groups = groups
         self.vocab_size = vocab_size
-        self.accepted_max = accepted_max
         self.poisoned: Callable[[StepPlan, int], bool] = lambda _plan, _row: False
         self.plans = 0
         self._pages = [np.full((g.pages_total, g.page_tokens), -1, np.int32) for g in groups]
@@ -129,7 +126,7 @@ class HashRunner:
             assert context.tolist() == full[-len(context) :], f"{group.kind} pages disagree"
         ids, _ = answer_alone(
             full,
-            1 + int(plan.kv_len[row]) % self.accepted_max,
+            1,
             (),
             self.vocab_size,
             windows=[group.window for group in self.groups],

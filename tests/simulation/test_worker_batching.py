@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -14,18 +15,17 @@ from tests.support import worker
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
-from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.codec import pack_ids
 
 POLICIES = [policy for policy in Policy if policy is not Policy.PRIORITY]
 CALM: dict[str, Any] = {
     "window": False,
     "state": "no",
     "stream_interval": 1,
-    "accepted_max": 1,
     "priority": False,
     "returned": 0.0,
 }
-"""So that most steps follow each other with the same rows."""
+"""So that most tokens are reported in columns."""
 
 
 def live(world: World, turns: int) -> World:
@@ -38,8 +38,11 @@ def live(world: World, turns: int) -> World:
         world.verify(reported)
     assert world.pools.used() == world.pools.loose()
     world.batching.flush()
-    world.turn()
+    failures = world.turn().failures
     assert world.pools.used() == [0] * len(world.groups)
+    if not failures:  # else a logged traceback may hold on to a request
+        gc.collect()
+        assert not world.batching.batch.store.used_count, "ids of ended choices are left"
     return world
 
 
@@ -88,7 +91,7 @@ def test_no_policy_starves_a_request_in_a_crowd(policy: Policy) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_who_is_retracted_again_and_again_still_says_the_same(seed: int, overlap: bool) -> None:
     hopeful = {"conservativeness": 0.0, "exact_share": 0.0, "running_max": 16, "prompt_max": 12}
-    busy = {"arrivals": [0, 1, 3], "step_tokens_max": 256, "chunk_tokens": 64, "fill_tokens": None}
+    busy = {"arrivals": [0, 2, 3], "step_tokens_max": 256, "chunk_tokens": 64, "fill_tokens": None}
     world = live(World(seed, overlap=overlap, state="no", returned=0.0, **hopeful, **busy), 150)
     assert world.batching.planner.retractions > 1
 
@@ -107,13 +110,8 @@ def test_who_is_retracted_again_and_again_still_says_the_same(seed: int, overlap
             {"state": "yes", "cached": True},
             30,
         ),
-        (
-            "steady, steady and some wait, steady and some end, steady and fails",
-            {**CALM, "arrivals": [0] * 9 + [1]},
-            60,
-        ),
     ],
-    ids=["every corner", "with states", "steady rows"],
+    ids=["every corner", "with states"],
 )
 def test_the_worlds_reach_what_they_are_for(wanted: str, said: dict[str, Any], seeds: int) -> None:
     """Worlds live, one after the other, until all that is wanted has come about."""
@@ -135,7 +133,7 @@ def test_the_worlds_reach_what_they_are_for(wanted: str, said: dict[str, Any], s
 def test_where_little_happens_every_choice_says_what_it_says_alone() -> None:
     sizes = {"running_max": 16, "prompt_max": 20, "arrivals": [0] * 5 + [1]}
     worlds = [live(World(seed, **CALM, **sizes), 300) for seed in range(10)]
-    assert sum(world.seen["steady"] for world in worlds) > 200
+    assert sum(world.seen["sampled"] for world in worlds) > 2_000
 
 
 def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
@@ -153,19 +151,3 @@ def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
         world.turn(Mail(runs={key: moved}))
         world.drain()
         assert world.reported[key].ids == whole
-
-
-def test_the_state_of_a_running_request_is_all_that_it_takes() -> None:
-    world = World(5, stream_interval=1, fill_tokens=None, running_timeout_s=None)
-    fields = {"choice": 1, "priority": 2, "deadline_unix_ms": 5}
-    state = worker.state([1, 2, 3], max_new_tokens=9, ignore_eos=True, **fields)
-    key = ChoiceKey(0)
-    world.reported[key] = Reported(state)
-    world.turn(Mail(runs={key: state}))
-    (request,) = world.batching.running.values()
-    while not world.reported[key].ids:
-        world.turn()
-    snapshot = request.snapshot()
-    assert list(unpack_ids(snapshot.output_ids)) == world.reported[key].ids
-    assert snapshot.emitted == len(world.reported[key].ids)
-    assert msgspec.structs.replace(snapshot, output_ids=b"", emitted=0, weights_digest="") == state

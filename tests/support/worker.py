@@ -9,7 +9,7 @@ from tests.support.services import process
 
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.plan import Penalties, SamplingColumns, StepPlan
-from antiphon.model_worker.batching.running_batch import Capacity
+from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.state import EngineLimits, Finish, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import Attempt, Term

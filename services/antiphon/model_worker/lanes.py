@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from antiphon.model_worker.batching.steady import Drawn
+
     from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
     from antiphon.wire.ids import InstanceId
     from antiphon.wire.tokens import TokenRow

@@ -184,6 +184,11 @@ class TokenOutputParams(Value):
     hidden: bool = False
     prompt_start: PromptStart = -1
 
+    @property
+    def sampled_only(self) -> bool:
+        """Whether output tokens have nothing but their ids and logprobs."""
+        return not (self.top or self.named_ids or self.hidden)
+
     def prompt_entries(self, prompt_tokens: int) -> int:
         """Number of prompt tokens included, for a prompt of this length."""
         return 0 if self.prompt_start < 0 else max(0, prompt_tokens - max(1, self.prompt_start))

@@ -36,7 +36,7 @@ from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import LogprobsBatch, StepOutcome
 from antiphon.model_worker.batching.planner import QueueRules
-from antiphon.model_worker.batching.running_batch import build_plan
+from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.cache.pages import CachePools

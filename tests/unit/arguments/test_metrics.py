@@ -15,7 +15,7 @@ from tests.unit.gateway.cluster import house
 from tests.unit.gateway.metrics_page import Door, Page, labels_of, value, worker
 
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.running_batch import Capacity
+from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.telemetry.metrics import Metrics

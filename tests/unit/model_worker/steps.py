@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.planner import QueueRules
-    from antiphon.model_worker.batching.request import BatchRow
+    from antiphon.model_worker.batching.running_batch import StepRows
 
 LIMITS = limits()
 PAGE_TOKENS = 4
@@ -65,7 +65,7 @@ class Steps:
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
         """How much of a prompt the next one would find."""
-        namespace = self.batching._batch._namespace_digest
+        namespace = self.batching.batch._namespace_digest
         key = CacheKey(namespace=namespace, token_ids=pack_ids(prompt))
         return self.batching.index.peek(key).length
 
@@ -75,16 +75,16 @@ class Steps:
         assert isinstance(index, RadixIndex)
         return sum(n.hits for n in index._tree.nodes() if n.tokens.startswith(beginning))
 
-    def next(self) -> list[BatchRow]:
+    def next(self) -> StepRows:
         self.now += 1.0
-        return list(self.batching.next_rows(self.now))
+        return self.batching.next_rows(self.now)
 
-    def commit(self, rows: list[BatchRow], *tokens: list[int]) -> tuple[Progress, ...]:
+    def commit(self, rows: StepRows, *tokens: list[int]) -> tuple[Progress, ...]:
         """Row i accepts `tokens[i]`."""
         assert len(rows) == len(tokens)
         self._step += 1
         self.batching.commit(rows, outcome(self._step, tokens))
-        return tuple(self.batching.take_progress())
+        return all_progress(self.batching)
 
     def run(self, *tokens: list[int]) -> tuple[Progress, ...]:
         return self.commit(self.next(), *tokens)
@@ -92,12 +92,23 @@ class Steps:
     def go(self, token: int = 1) -> list[tuple[int, int]]:
         """One step in which all that draw draw this; the key and length of each row."""
         rows = self.next()
+        planned = self.lengths(rows)
         self._step += 1
         self.pools.launched(self._step)
         self.pools.finished(self._step)
-        drawn = [[token] if row.draws else [] for row in rows]
+        drawn = [[token] if draws else [] for draws in rows.draws.tolist()]
         self.batching.commit(rows, outcome(self._step, drawn))
-        return [(row.request.key, row.length) for row in rows]
+        return planned
+
+    def progress(self) -> tuple[Progress, ...]:
+        """What happened since the last call, choice by choice."""
+        return all_progress(self.batching)
+
+    def lengths(self, rows: StepRows) -> list[tuple[int, int]]:
+        """The key and length of each row."""
+        lengths = (rows.ends - rows.starts).tolist()
+        requests = [self.batching.running[slot] for slot in rows.slots.slots.tolist()]
+        return [(request.key, n) for request, n in zip(requests, lengths, strict=True)]
 
     def drain(self) -> None:
         while not self.batching.idle:
@@ -109,6 +120,27 @@ class Steps:
 
     def running(self) -> list[int]:
         return [request.key for request in self.batching.running.values()]
+
+
+def all_progress(batching: EngineCore) -> tuple[Progress, ...]:
+    """What happened since the last call, choice by choice."""
+    progress, sampled = batching.take_progress()
+    if sampled is None:
+        return tuple(progress)
+    rows = zip(sampled.slots.tolist(), sampled.keys.tolist(), sampled.offsets.tolist(), strict=True)
+    return (
+        *progress,
+        *(
+            Progress(
+                key=ChoiceKey(key),
+                slot=slot,
+                outputs=batching.running[slot].outputs,
+                start=offset,
+                end=offset + 1,
+            )
+            for slot, key, offset in rows
+        ),
+    )
 
 
 def outcome(step: int, tokens: Sequence[list[int]]) -> StepOutcome:

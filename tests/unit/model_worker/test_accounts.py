@@ -18,7 +18,7 @@ from tests.system.stack import wait_until
 
 from antiphon.kernels.cpu import extension
 from antiphon.model_worker.batching.planner import Backlog
-from antiphon.model_worker.batching.running_batch import PoolUse
+from antiphon.model_worker.batching.page_budget import PoolUse
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
 from antiphon.model_worker.observability.step_accounting import (

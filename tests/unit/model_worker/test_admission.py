@@ -15,7 +15,8 @@ from tests.unit.model_worker.steps import LIMITS, Steps
 
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.plan import future
-from antiphon.model_worker.batching.running_batch import NewTokenRatio, build_plan, fits_exactly
+from antiphon.model_worker.batching.page_budget import NewTokenRatio, fits_exactly
+from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.state import Finish
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -120,13 +121,13 @@ def test_output_is_limited_to_the_context() -> None:
 def test_request_for_no_tokens_is_prefilled_and_samples_nothing() -> None:
     steps = Steps(cached=True)
     steps.add(1, 12, max_new_tokens=0)
-    progress = steps.batching.take_progress()
+    progress = steps.progress()
     for length in (8, 4):
         assert progress == ()
         rows = steps.next()
         assert [(row.length, row.draws) for row in rows] == [(length, False)]
         progress = steps.commit(rows, [])
-    ((finish, token_ids),) = [(each.finish, each.token_ids) for each in progress]
+    ((finish, token_ids),) = [(each.finish, each.ids) for each in progress]
     assert (finish, token_ids) == (Finish(reason=FinishReason.LENGTH), b"")
     assert steps.batching.idle
     assert steps.batching.index.evictable() == [3]
@@ -145,7 +146,7 @@ def test_reclaimable_pages_exclude_those_a_window_released() -> None:
     steps.add(1, 32, max_new_tokens=8, ignore_eos=True)
     while not steps.batching.running or steps.batching.running[0].prefilling:
         steps.go()
-    room, (request,) = steps.batching._batch.page_budget, steps.batching.running.values()
+    room, (request,) = steps.batching.batch.page_budget, steps.batching.running.values()
     held = [
         gain - coming
         for gain, coming in zip(room.reclaimable()(request), room.reserved(), strict=True)
@@ -171,7 +172,7 @@ def test_choice_finishes_within_the_tokens_of_one_step(
     steps = Steps()
     steps.add(1, **sampling)
     (progress,) = steps.run([5, 9, 7])
-    assert list(unpack_ids(progress.token_ids)) == said
+    assert list(unpack_ids(progress.ids)) == said
     assert (progress.finish.matched_stop if progress.finish else None) == matched
 
 
@@ -183,7 +184,7 @@ def test_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
     steps.run([5], [])
     rows = steps.next()
     assert [(row.start, row.length, row.draws) for row in rows] == [(4, 1, True), (8, 8, False)]
-    plan = build_plan(1, rows, steps.batching.slots)
+    plan = build_plan(1, rows, steps.batching.batch)
     assert plan.positions.tolist() == [[4, *range(8, 16)]]
     assert plan.kv_len.tolist() == [5, 16]
     assert plan.logit_tokens.tolist() == [0]
@@ -274,9 +275,9 @@ def test_retracted_request_is_not_rejected_by_a_full_queue() -> None:
     steps.add(3)
     steps.until_retraction()
     assert len(steps.batching.waiting) == 2
-    assert steps.batching.take_progress()[-1].finish is None
+    assert steps.progress()[-1].finish is None
     steps.add(4)
-    (progress,) = steps.batching.take_progress()
+    (progress,) = steps.progress()
     assert (progress.key, progress.finish is not None) == (4, True)
 
 
@@ -284,7 +285,7 @@ def test_full_queue_rejects_with_retry_after() -> None:
     steps = Steps(queue_max=2, running_max=1)
     for key in range(4):
         steps.add(key)
-    (progress,) = steps.batching.take_progress()
+    (progress,) = steps.progress()
     assert progress.key == 3
     error = error_of(progress.finish)
     assert (error.code, error.retry_after_s) == ("overloaded", 1.0)
@@ -306,7 +307,7 @@ def test_request_waits_and_runs_for_no_longer_than_allowed(
     steps.add(2, max_new_tokens=20)
     for _ in range(4):
         steps.go()
-    finished = [(p.key, p.finish) for p in steps.batching.take_progress() if p.finish]
+    finished = [(p.key, p.finish) for p in steps.progress() if p.finish]
     assert {key: finish.error.code for key, finish in finished if finish.error} == ends
 
 
@@ -319,7 +320,7 @@ def test_queue_timeout_counts_time_waited_elsewhere() -> None:
     ended: list[list[int]] = []
     for _ in range(9):
         steps.go()
-        ended.append([p.key for p in steps.batching.take_progress() if p.finish])
+        ended.append([p.key for p in steps.progress() if p.finish])
     assert ended == [[3], [], [], [], [4], [], [], [], [2]]
 
 
@@ -333,7 +334,7 @@ def test_timeouts_forget_ended_requests() -> None:
         weakref.ref(r) for r in (*steps.batching.running.values(), steps.batching.waiting.last())
     ]
     steps.drain()
-    steps.batching.take_progress()
+    steps.progress()
     steps.batching.planner.take_started()
     gc.collect()
     assert [ref() for ref in held] == [None] * 3
@@ -343,7 +344,7 @@ def test_stream_interval_reports_first_and_last_tokens_at_once() -> None:
     steps = Steps(stream_interval=3)
     steps.add(1, max_new_tokens=6)
     reported = [steps.run([token]) for token in range(20, 26)]
-    ids = [[list(unpack_ids(p.token_ids)) for p in progress] for progress in reported]
+    ids = [[list(unpack_ids(p.ids)) for p in progress] for progress in reported]
     assert ids == [[[20]], [], [], [[21, 22, 23]], [], [[24, 25]]]
 
 
@@ -354,14 +355,14 @@ def test_next_step_may_be_planned_before_the_last_outcome() -> None:
     first = steps.next()
     second = steps.next()
     assert [(row.request.key, row.start, row.draws) for row in second] == [(1, 3, True)]
-    plan = build_plan(2, second, steps.batching.slots)
+    plan = build_plan(2, second, steps.batching.batch)
     assert plan.tokens.tolist() == [future(first[0].request.slot)]
     steps.commit(first, [5], [6])
     third = steps.next()
     (progress,) = steps.commit(second, [7])
-    assert list(unpack_ids(progress.token_ids)) == [7]
+    assert list(unpack_ids(progress.ids)) == [7]
     (progress,) = steps.commit(third, [8])
-    assert list(unpack_ids(progress.token_ids)) == [8]
+    assert list(unpack_ids(progress.ids)) == [8]
     assert progress.finish is not None
     assert steps.batching.idle
 

@@ -63,7 +63,7 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
         reports.append(loop.turn(Mail()))
     found: list[list[int]] = [[] for _ in prompts]
     for news in (news for report in reports for news in report.progress):
-        found[news.key] += unpack_ids(news.token_ids)
+        found[news.key] += unpack_ids(news.ids)
     return found
 
 
@@ -254,7 +254,7 @@ def test_a_request_of_higher_priority_takes_the_last_place_of_a_full_queue() -> 
     steps.add(2, priority=1)
     steps.add(3, priority=1)
     steps.add(4, priority=2)
-    refused = [p.key for p in steps.batching.take_progress() if p.finish is not None]
+    refused = [p.key for p in steps.progress() if p.finish is not None]
     assert refused == [3, 2]
 
 

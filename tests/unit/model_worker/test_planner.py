@@ -19,7 +19,7 @@ from antiphon.model_worker.batching import prefix_sharing
 from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.batching.planner import QueueRules, TokenBudget
 from antiphon.model_worker.batching.request import BatchRow, Request
-from antiphon.model_worker.batching.running_batch import build_plan
+from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.cache.pages import PageTable
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -80,7 +80,7 @@ def burst(step_s: Any, **limits: Any) -> list[float]:
     now = 0.0
     while len(first) < 16:
         now += step_s(sum(length for _, length in steps.go()))
-        for progress in steps.batching.take_progress():
+        for progress in steps.progress():
             first.setdefault(progress.key, now)
     assert list(first) == list(range(16)), "the first did not come first"
     return sorted(first.values())
@@ -181,7 +181,7 @@ def test_priority_is_rejected_where_disabled_if_configured() -> None:
     steps = Steps(rules=QueueRules(refuse_priority=True))
     steps.add(1, priority=1)
     steps.add(2)
-    (progress,) = steps.batching.take_progress()
+    (progress,) = steps.progress()
     assert error_of(progress.finish).param == "priority"
 
 
@@ -228,7 +228,7 @@ def test_higher_priority_preempts_the_lowest() -> None:
     assert steps.batching.planner.preemptions == 1
     assert steps.batching.planner.retractions == 0
     steps.drain()
-    finishes = {p.key: p.finish.error for p in steps.batching.take_progress() if p.finish}
+    finishes = {p.key: p.finish.error for p in steps.progress() if p.finish}
     assert finishes == dict.fromkeys((1, 2, 3, 4))
 
 
@@ -322,7 +322,7 @@ def test_cached_tokens_exclude_own_tokens_after_a_retraction() -> None:
     steps.go()
     assert (request.retractions, request.cached_tokens) == (1, 0)
     assert request.found_tokens > request.prompt_tokens, "it found nothing again"
-    assert {p.cached_tokens for p in steps.batching.take_progress()} == {0}
+    assert {p.cached_tokens for p in steps.progress()} == {0}
 
 
 def test_salt_stays_with_a_request_across_weight_versions() -> None:
@@ -333,7 +333,7 @@ def test_salt_stays_with_a_request_across_weight_versions() -> None:
         for again in range(2):
             steps.add(10 * key + again, [*STEM, again], cache_salt=salt, max_new_tokens=1)
             steps.go()
-        found = [p.cached_tokens for p in steps.batching.take_progress()]
+        found = [p.cached_tokens for p in steps.progress()]
         assert found == [0, len(STEM)]
 
 
@@ -366,7 +366,7 @@ def test_prompt_logprobs_of_older_weights_are_discarded() -> None:
 def run_with_logprobs(steps: Steps, logprob: float) -> tuple[Progress, ...]:
     """A step in which all rows that draw draw 1, and every log-probability is the same."""
     rows = steps.next()
-    plan = build_plan(1, rows, steps.batching.slots)
+    plan = build_plan(1, rows, steps.batching.batch)
     assert plan.details is not None
     drawn = [1] * len(plan.logit_tokens)
     ids = np.array([*plan.details.prompt_targets, *drawn], np.int32)
@@ -380,7 +380,7 @@ def run_with_logprobs(steps: Steps, logprob: float) -> tuple[Progress, ...]:
         named_logprobs=none,
     )
     steps.batching.commit(rows, msgspec.structs.replace(outcome(1, [drawn]), details=made))
-    return tuple(steps.batching.take_progress())
+    return tuple(steps.progress())
 
 
 def test_choice_too_late_for_a_window_prefills_itself() -> None:

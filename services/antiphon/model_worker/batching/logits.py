@@ -14,125 +14,103 @@ from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.model_worker.batching.token_masks import TokenFilter, words_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
-    from numpy.typing import NDArray
-
-    from antiphon.model_worker.batching.request import BatchRow, Request
-    from antiphon.model_worker.grammar.matcher import GrammarMatcher
+    from antiphon.model_worker.batching.plan import Longs
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.running_batch import StepRows
     from antiphon.wire.sampling import LogitBias
 
 _VALUES = np.dtype("<f4")
 
 
 class LogitsProcessors:
-    """Penalties, grammars, token filters and biases of the requests that have slots."""
+    """Penalties, grammars, token filters and biases of the `running` requests, by slot."""
 
-    def __init__(self, slots_max: int, vocab_size: int) -> None:
+    def __init__(self, slots_max: int, vocab_size: int, running: Mapping[int, Request]) -> None:
         self._vocab_size = vocab_size
+        self._running = running
         self._penalised = np.zeros(slots_max, np.bool_)
         self._frequency = np.zeros(slots_max, np.float32)
         self._presence = np.zeros(slots_max, np.float32)
         self._repetition = np.ones(slots_max, np.float32)
-        self._penalised_count = 0
-        self._filters: dict[int, TokenFilter] = {}
-        self._matchers: dict[int, GrammarMatcher] = {}
+        self._restricted = np.zeros(slots_max, np.bool_)  # by a grammar or a filter
+        self._biased = np.zeros(slots_max, np.bool_)
         self._biases: dict[int, tuple[Ints, Floats]] = {}
+        self._processed: set[int] = set()  # slots with any of these
 
     def fill(self, request: Request) -> None:
         slot, sampling = request.slot, request.state.sampling
-        if sampling.penalised:
-            self._penalised[slot] = True
-            self._frequency[slot] = sampling.frequency_penalty
-            self._presence[slot] = sampling.presence_penalty
-            self._repetition[slot] = sampling.repetition_penalty
-            self._penalised_count += 1
-        if sampling.processors:
-            if request.filter is None:
-                prompt_ids = request.ids[: request.prompt_tokens]
-                request.filter = TokenFilter(sampling.processors, prompt_ids, self._vocab_size)
-            self._filters[slot] = request.filter
-        if request.guide is not None:
-            self._matchers[slot] = request.guide
-        if sampling.logit_bias is not None or sampling.min_new_tokens:
+        self._penalised[slot] = sampling.penalised
+        self._frequency[slot] = sampling.frequency_penalty
+        self._presence[slot] = sampling.presence_penalty
+        self._repetition[slot] = sampling.repetition_penalty
+        if sampling.processors and request.filter is None:
+            request.filter = TokenFilter(sampling.processors, request.prompt, self._vocab_size)
+        self._restricted[slot] = request.filter is not None or request.matcher is not None
+        self._biased[slot] = sampling.logit_bias is not None or sampling.min_new_tokens > 0
+        if self._biased[slot]:
             self._biases[slot] = unpack_bias(sampling.logit_bias)
+        if sampling.penalised or self._restricted[slot] or self._biased[slot]:
+            self._processed.add(slot)
 
     def clear(self, slot: int) -> None:
-        if self._penalised[slot]:
-            self._penalised[slot] = False
-            self._penalised_count -= 1
-        self._filters.pop(slot, None)
-        self._matchers.pop(slot, None)
+        self._penalised[slot] = self._restricted[slot] = self._biased[slot] = False
         self._biases.pop(slot, None)
-
-    @property
-    def has_grammar(self) -> bool:
-        return bool(self._matchers)
+        self._processed.discard(slot)
 
     @property
     def idle(self) -> bool:
-        return not (self._penalised_count or self._filters or self._matchers or self._biases)
+        return not self._processed
 
-    def penalties(
-        self, rows: Sequence[BatchRow], slots: Ints, draws: NDArray[np.bool_]
-    ) -> Penalties | None:
+    def penalties(self, rows: StepRows, base: Longs) -> Penalties | None:
         """The penalties of the rows that sample, and the counts that are reset by this plan.
 
-        A count is reset with the first row since its request was given its slot, so that a plan
-        built again from the same rows resets it again.
+        A count is reset with the row at the `base` (S,) of its slot, so that a plan built again
+        from the same rows resets it again.
         """
-        if not self._penalised_count:
+        at, slots = rows.slots.at, rows.slots.slots
+        penalised = self._penalised[at]
+        if not penalised.any():
             return None
-        penalised = self._penalised[slots]
-        sampling = np.flatnonzero(penalised & draws)
-        begun = [
-            row.request
-            for row, counts in zip(rows, penalised.tolist(), strict=True)
-            if counts and row.start == row.request.began
-        ]
-        if not len(sampling) and not begun:
+        sampling = np.flatnonzero(penalised & rows.draws)
+        begun = slots[penalised & (rows.starts == base[at])]
+        if not len(sampling) and not len(begun):
             return None
-        outputs = [request.ids[request.prompt_tokens : request.length] for request in begun]
         picked = slots[sampling]
+        requests = [self._running[slot] for slot in begun.tolist()]
+        outputs = [request.ids(request.prompt_tokens) for request in requests]
         return Penalties(
             rows=sampling.astype(np.int32),
             frequency=self._frequency[picked],
             presence=self._presence[picked],
             repetition=self._repetition[picked],
-            begun=np.array([request.slot for request in begun], np.int32),
+            begun=begun,
             begun_starts=np.cumsum([0, *map(len, outputs)], dtype=np.int32),
-            begun_ids=np.concatenate(outputs) if outputs else np.zeros(0, np.int32),
+            begun_ids=np.concatenate([_NO_IDS, *outputs]),
         )
 
-    def masks(self, rows: Sequence[BatchRow]) -> tuple[Ints | None, Ints | None]:
+    def masks(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
         """The token masks of the rows whose tokens are restricted, and their row indices."""
-        if not self._filters and not self._matchers:
-            return None, None
-        masked = [
-            index
-            for index, row in enumerate(rows)
-            if row.draws and self._restricts(row.request.slot)
-        ]
+        restricted = np.flatnonzero(self._restricted[rows.slots.at] & rows.draws).tolist()
+        masked = [index for index in restricted if _restricts(self._request(rows, index))]
         if not masked:
             return None, None
         words = np.full((len(masked), words_count(self._vocab_size)), -1, np.int32)
         for mask, index in zip(words, masked, strict=True):
-            request = rows[index].request
-            matcher = request.guide
-            if matcher is not None and matcher.mask is not None:
-                np.bitwise_and(mask, matcher.mask, out=mask)
-            if request.slot in self._filters:
-                self._filters[request.slot].restrict(mask, request.ids[: request.length])
+            request = self._request(rows, index)
+            if request.matcher is not None and request.matcher.mask is not None:
+                np.bitwise_and(mask, request.matcher.mask, out=mask)
+            if request.filter is not None:
+                request.filter.restrict(mask, request.ids)
         return words, np.array(masked, np.int32)
 
-    def biases(self, rows: Sequence[BatchRow]) -> Biases | None:
+    def biases(self, rows: StepRows) -> Biases | None:
         """The logit biases of the rows; EOS ids are forbidden until `min_new_tokens`."""
-        if not self._biases:
-            return None
+        biased = np.flatnonzero(self._biased[rows.slots.at] & rows.draws).tolist()
         parts = [
-            (index, *self._bias(row))
-            for index, row in enumerate(rows)
-            if row.draws and row.request.slot in self._biases
+            (index, *self._bias(self._request(rows, index), rows.ends.item(index)))
+            for index in biased
         ]
         parts = [part for part in parts if len(part[1])]
         if not parts:
@@ -143,16 +121,14 @@ class LogitsProcessors:
             values=np.concatenate([values for _, _, values in parts]),
         )
 
-    def _restricts(self, slot: int) -> bool:
-        matcher = self._matchers.get(slot)
-        return slot in self._filters or (matcher is not None and matcher.mask is not None)
+    def _request(self, rows: StepRows, index: int) -> Request:
+        return self._running[rows.slots.slots.item(index)]
 
-    def _bias(self, row: BatchRow) -> tuple[Ints, Floats]:
-        request = row.request
+    def _bias(self, request: Request, end: int) -> tuple[Ints, Floats]:
         ids, values = self._biases[request.slot]
-        if row.end - request.prompt_tokens >= request.state.sampling.min_new_tokens:
+        if end - request.prompt_tokens >= request.state.sampling.min_new_tokens:
             return ids, values
-        matcher, eos_ids = request.guide, request.end_ids
+        matcher, eos_ids = request.matcher, request.end_ids
         if matcher is not None:
             if matcher.must_end:
                 return ids, values  # otherwise no token would be left
@@ -163,6 +139,15 @@ class LogitsProcessors:
             np.concatenate([ids[others], eos]),
             np.concatenate([values[others], np.full(len(eos), -np.inf, np.float32)]),
         )
+
+
+_NO_IDS = np.zeros(0, np.int32)
+
+
+def _restricts(request: Request) -> bool:
+    """Whether some token is forbidden now."""
+    matcher = request.matcher
+    return request.filter is not None or (matcher is not None and matcher.mask is not None)
 
 
 def unpack_bias(bias: LogitBias | None) -> tuple[Ints, Floats]:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.plan import (
+    Flags,
     Floats,
+    Indices,
     Ints,
     LogprobsBatch,
     LogprobsRequest,
@@ -21,82 +23,114 @@ from antiphon.wire.codec import pack_ids
 from antiphon.wire.token_outputs import TokenOutputs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from antiphon.model_worker.batching.request import BatchRow, Request
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.running_batch import SlotSet, StepRows
     from antiphon.wire.sampling import TokenOutputParams
 
 _NO_TOKEN = pack_ids([-1])
 """The id in place of a sampled token."""
 
 
-class LogprobsSlots:
-    """The requested token outputs of running requests, by slot."""
+class LogprobsParams:
+    """The token outputs that the `running` requests return, by slot.
 
-    def __init__(self) -> None:
-        self._params: dict[int, TokenOutputParams] = {}
+    Attributes:
+        requested: (S,) whether a request returns any.
+        rowwise: (S,) whether it returns more than ids and logprobs of the sampled tokens.
+    """
 
-    @property
-    def idle(self) -> bool:
-        return not self._params
+    def __init__(self, slots_max: int, running: Mapping[int, Request]) -> None:
+        self.requested = np.zeros(slots_max, np.bool_)
+        self.rowwise = np.zeros(slots_max, np.bool_)
+        self._running = running
+        self._logprobs = np.zeros(slots_max, np.bool_)
+        self._hidden = np.zeros(slots_max, np.bool_)
+        self._top = np.zeros(slots_max, np.int32)
+        self._named: dict[int, tuple[int, ...]] = {}
 
     def fill(self, request: Request) -> None:
-        if request.state.sampling.details is not None:
-            self._params[request.slot] = request.state.sampling.details
+        slot, sampling = request.slot, request.state.sampling
+        if (params := sampling.details) is None:
+            self.rowwise[slot] = request.scores
+            return
+        self.requested[slot] = True
+        self.rowwise[slot] = request.scores or not params.sampled_only
+        self._logprobs[slot] = params.logprobs
+        self._hidden[slot] = params.hidden
+        self._top[slot] = params.top
+        if params.named_ids:
+            self._named[slot] = params.named_ids
 
     def clear(self, slot: int) -> None:
-        self._params.pop(slot, None)
+        self.requested[slot] = self.rowwise[slot] = False
+        self._named.pop(slot, None)
 
-    def request(self, rows: Sequence[BatchRow], query_start: Ints) -> LogprobsRequest | None:
+    def request(self, rows: StepRows, query_start: Ints) -> LogprobsRequest | None:
         """The token outputs to request for these rows; None if there are none."""
-        if not self._params:
+        requested = self.requested[rows.slots.at]
+        if not requested.any():
             return None
-        selected: list[int] = []
-        prompt_tokens: list[Ints] = []
-        prompt_targets: list[Ints] = []
-        for index, row in enumerate(rows):
-            if row.request.slot not in self._params:
-                continue
-            indices, targets = _prompt_targets(row)
-            if row.draws or len(targets):
-                selected.append(index)
-                prompt_tokens.append(indices + query_start[index])
-                prompt_targets.append(targets)
-        if not selected:
+        selected = np.flatnonzero(requested & rows.draws)
+        prompt_tokens, prompt_targets = [_NO_IDS], [_NO_IDS]
+        for index in (np.flatnonzero(requested[rows.decodes :]) + rows.decodes).tolist():
+            request = self._running[rows.slots.slots.item(index)]
+            start, end = rows.starts.item(index), rows.ends.item(index)
+            indices, targets = _prompt_targets(request, start, end)
+            if len(targets) and not rows.draws[index]:
+                selected = np.append(selected, index)
+            prompt_tokens.append(indices + query_start[index])
+            prompt_targets.append(targets)
+        if not len(selected):
             return None
-        requested = [self._params[rows[index].request.slot] for index in selected]
+        selected.sort()
+        slots = rows.slots.slots[selected]
+        named = [self._named.get(slot, ()) for slot in slots.tolist()] if self._named else []
         return LogprobsRequest(
-            rows=np.array(selected, np.int32),
-            logprobs=np.array([params.logprobs for params in requested], np.bool_),
-            top=np.array([params.top for params in requested], np.int32),
-            named_starts=np.cumsum([0, *(len(p.named_ids) for p in requested)], dtype=np.int32),
-            named_ids=np.array([i for params in requested for i in params.named_ids], np.int32),
-            hidden=np.array([params.hidden for params in requested], np.bool_),
+            rows=selected.astype(np.int32),
+            logprobs=self._logprobs[slots],
+            top=self._top[slots],
+            named_starts=np.cumsum([0, *map(len, named or [()] * len(slots))], dtype=np.int32),
+            named_ids=np.array([token for ids in named for token in ids], np.int32),
+            hidden=self._hidden[slots],
             prompt_tokens=np.concatenate(prompt_tokens).astype(np.int32, copy=False),
             prompt_targets=np.concatenate(prompt_targets).astype(np.int32, copy=False),
         )
 
+    def sampled(self, slots: SlotSet, outcome: StepOutcome, index: Indices) -> Floats | None:
+        """The logprobs of the tokens that rows `index` have sampled, (R,); NaN if not requested."""
+        if outcome.details is None:
+            return None
+        requested = self._logprobs[slots.at] & self.requested[slots.at]
+        values = np.full(len(slots), np.nan, np.float32)
+        last = outcome.details.starts[1:][index][requested] - 1
+        values[requested] = outcome.details.logprobs[last]
+        return values
 
-def pooling_request(rows: Sequence[BatchRow]) -> PoolingRequest | None:
-    """The pooling of these rows; None if the model generates tokens."""
-    if rows[0].request.state.sampling.pool is None:
+
+def pooling_request(requests: Sequence[Request], rows: StepRows) -> PoolingRequest | None:
+    """The pooling of these rows of prompts; None if the model generates tokens."""
+    if requests[0].state.sampling.pool is None:
         return None
-    params = [row.request.state.sampling.pool for row in rows]
+    prompts = np.array([request.prompt_tokens for request in requests])
+    params = [request.state.sampling.pool for request in requests]
     return PoolingRequest(
-        ends=np.array([row.end == row.request.prompt_tokens for row in rows], np.bool_),
+        ends=rows.ends == prompts,
         dimensions=np.array([(pool and pool.dimensions) or 0 for pool in params], np.int32),
     )
 
 
-def token_types(rows: Sequence[BatchRow]) -> Ints | None:
+def token_types(requests: Sequence[Request], rows: StepRows) -> Ints | None:
     """1 for each token of the second text of a pair, (T,); None if no row has one."""
-    params = [row.request.state.sampling.pool for row in rows]
-    if not any(pool is not None and pool.second_from is not None for pool in params):
+    pools = [request.state.sampling.pool for request in requests]
+    seconds = [None if pool is None else pool.second_from for pool in pools]
+    if not any(second is not None for second in seconds):
         return None
-    types = [
-        np.arange(row.start, row.end) >= (row.end if second is None else second)
-        for row, second in zip(rows, (pool and pool.second_from for pool in params), strict=True)
-    ]
+    types: list[Flags] = []
+    for row, second in enumerate(seconds):
+        start, end = rows.starts.item(row), rows.ends.item(row)
+        types.append(np.arange(start, end) >= (end if second is None else second))
     return np.concatenate(types).astype(np.int32)
 
 
@@ -113,14 +147,16 @@ def write_outputs(
         assert end == start or not accepted, "a token was sampled in place of a vector"
         if end > start:  # else the prompt continues after the row
             pooled = _bytes(outcome.vectors.values[start:end])
-            request.tell(TokenOutputs(count=1, token_ids=_NO_TOKEN, pooled=pooled), 0)
+            request.add_outputs(TokenOutputs(count=1, token_ids=_NO_TOKEN, pooled=pooled), 0)
     elif outcome.details is not None:
         start, end = outcome.details.starts[row : row + 2].tolist()
         params = request.state.sampling.details
         if params is not None and end > start:
             prompt_entries = end - start - accepted
             tokens = slice(start, start + prompt_entries + kept)
-            request.tell(_requested(outcome.details, tokens, params), prompt_entries)
+            if tokens.start == tokens.stop:
+                return
+            request.add_outputs(_requested(outcome.details, tokens, params), prompt_entries)
 
 
 def _requested(details: LogprobsBatch, tokens: slice, params: TokenOutputParams) -> TokenOutputs:
@@ -137,17 +173,19 @@ def _requested(details: LogprobsBatch, tokens: slice, params: TokenOutputParams)
     )
 
 
-def _prompt_targets(row: BatchRow) -> tuple[Ints, Ints]:
+def _prompt_targets(request: Request, start: int, end: int) -> tuple[Ints, Ints]:
     """The tokens of a prefill row after which a prompt token is scored, and these tokens."""
-    request = row.request
-    first = max(request.told, row.start + 1)
-    last = min(row.end + 1, request.prompt_tokens)
-    indices = np.arange(first - 1, last - 1, dtype=np.int32) - row.start
-    targets = request.ids[first : max(first, last)]
-    if request.scores and row.end == request.prompt_tokens:
-        indices = np.append(indices, np.int32(row.end - 1 - row.start))
+    first = max(request.prompt_logprob_cursor, start + 1)
+    last = min(end + 1, request.prompt_tokens)
+    indices = np.arange(first - 1, last - 1, dtype=np.int32) - start
+    targets = request.ids(first, max(first, last))
+    if request.scores and end == request.prompt_tokens:
+        indices = np.append(indices, np.int32(end - 1 - start))
         targets = np.append(targets, np.int32(-1))
     return indices, targets
+
+
+_NO_IDS = np.zeros(0, np.int32)
 
 
 def _bytes(values: Ints | Floats) -> bytes:

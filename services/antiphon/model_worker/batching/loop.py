@@ -12,15 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
 from antiphon.model_worker.batching.mailbox import NOTHING, ControlCommand, Mail, Mailbox
+from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.plan import OverlapRunner, PlanRunner, StepOutcome, StepPlan
+from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import Backlog
-from antiphon.model_worker.batching.request import BatchRow
-from antiphon.model_worker.batching.running_batch import Capacity, build_plan
+from antiphon.model_worker.batching.running_batch import NO_ROWS, StepRows
 from antiphon.model_worker.batching.state import ChoiceKey, Progress, SampledTokens
-from antiphon.model_worker.batching.steady import Drawn, SteadyRows
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
     ContinueWorker,
@@ -85,7 +86,7 @@ class LaunchedStep(msgspec.Struct, frozen=True):
     """A plan that was launched and whose outcome was not read yet."""
 
     step: int
-    rows: Sequence[BatchRow]
+    rows: StepRows
     record: StepRecord | None  # None if it could not be built, which `outcome` raises
     outcome: Callable[[], StepOutcome]
 
@@ -157,22 +158,24 @@ class BatchingLoop:
         rows = self._next_rows(now)
         began = time.perf_counter()
         tokens = self._run_step(rows)
-        seconds = time.perf_counter() - began if rows else 0.0
+        seconds = time.perf_counter() - began if len(rows) else 0.0
         started = planner.take_started()
         # May end a request, whose finish is part of the progress.
         credit = self._measure_capacity(now, anew=bool(started))
-        prefill_rows = _prefill_rows(rows, tokens, len(started))
+        prefill_rows = len(rows) - rows.decodes
+        progress, sampled = core.take_progress()
         return StepReport(
             step=self._step,
             seconds=seconds,
             tokens=tokens,
             rows=len(rows),
-            progress=core.take_progress(),
+            progress=progress,
+            sampled=sampled,
             credit=credit,
             running=len(core.running),
             waiting=len(core.waiting),
             prefill_rows=prefill_rows,
-            prefill_tokens=tokens - (len(rows) - prefill_rows) if prefill_rows else 0,
+            prefill_tokens=tokens - rows.decodes if prefill_rows else 0,
             retractions=planner.retractions,
             retracted_tokens=planner.retracted_tokens,
             retracted_prompt_tokens=planner.retracted_prompt_tokens,
@@ -222,7 +225,7 @@ class BatchingLoop:
                 self._failures += 1
                 self._core.fail_choice(key, Internal("internal error"))
 
-    def _next_rows(self, now: float) -> Sequence[BatchRow]:
+    def _next_rows(self, now: float) -> StepRows:
         try:
             if not self.paused:
                 return self._core.next_rows(now)
@@ -233,7 +236,7 @@ class BatchingLoop:
             self._failures += 1
             at_fault = error.request if isinstance(error, RequestFault) else None
             self._core.fail_planned(at_fault, Internal("internal error"))
-        return ()
+        return NO_ROWS
 
     def _measure_capacity(self, now: float, *, anew: bool) -> Capacity:
         """The capacity, measured when it is due: that costs as much as building a short plan.
@@ -287,12 +290,12 @@ class BatchingLoop:
                     pages_freed=core.set_weight_version(command.version), requests=requests
                 )
 
-    def _run_step(self, rows: Sequence[BatchRow]) -> int:
+    def _run_step(self, rows: StepRows) -> int:
         """Launch these rows, then read the step before them, or theirs without overlap.
 
         Returns the number of tokens of the rows.
         """
-        previous, self._launched = self._launched, self._launch(rows) if rows else None
+        previous, self._launched = self._launched, self._launch(rows) if len(rows) else None
         record = None if self._launched is None else self._launched.record
         tokens = 0 if record is None else len(record.plan.tokens)
         if not self._overlap:
@@ -301,14 +304,11 @@ class BatchingLoop:
             self._finish_step(previous)
         return tokens
 
-    def _launch(self, rows: Sequence[BatchRow]) -> LaunchedStep:
+    def _launch(self, rows: StepRows) -> LaunchedStep:
         self._step += 1
         self._beat()
         try:
-            if isinstance(rows, SteadyRows):
-                plan = rows.plan(self._step)
-            else:
-                plan = build_plan(self._step, rows, self._core.slots)
+            plan = build_plan(self._step, rows, self._core.batch)
         except Exception as error:  # noqa: BLE001  # shown where the outcome is read
             raise_if_shared(error)
             self._step -= 1  # no runner is ever given this step
@@ -331,25 +331,26 @@ class BatchingLoop:
         if invalid is not None:
             self._core.discard_launched(invalid.rows)
 
-    def _bisect(self, rows: Sequence[BatchRow]) -> None:
+    def _bisect(self, rows: StepRows) -> None:
         """Run the rows of a failed plan again, in halves, until the request at fault is alone."""
-        error = Internal("the step of this request failed")
-        self._core.fail([row for row in rows if not row.current], error)
-        rows = [row for row in rows if row.current]
+        error, batch = Internal("the step of this request failed"), self._core.batch
+        current = batch.is_current(rows)
+        if not current.all():
+            self._core.discard_launched(rows.take(np.flatnonzero(~current)))
+            rows = rows.take(np.flatnonzero(current))
         if len(rows) <= 1:
             self._core.fail(rows, error)
             return
-        for row in rows:
-            row.repeat()
-        middle = len(rows) // 2
-        for half in (rows[:middle], rows[middle:]):
+        batch.repeat(rows)
+        index, middle = np.arange(len(rows)), len(rows) // 2
+        for half in (rows.take(index[:middle]), rows.take(index[middle:])):
             launched = self._launch(half)
             if (outcome := self._read(launched)) is not None:
                 self._commit(half, outcome)
             else:
                 self._bisect(half)
 
-    def _commit(self, rows: Sequence[BatchRow], outcome: StepOutcome) -> None:
+    def _commit(self, rows: StepRows, outcome: StepOutcome) -> None:
         """Commit a plan; if that fails as a whole, its requests end."""
         try:
             self._core.commit(rows, outcome)
@@ -379,13 +380,6 @@ class BatchingLoop:
         record.end(outcome)
         self._core.pools.finished(step)
         return outcome
-
-
-def _prefill_rows(rows: Sequence[BatchRow], tokens: int, started: int) -> int:
-    """Prefill rows of a plan. A decode row has one token, as may the last prefill chunk."""
-    if tokens == len(rows):
-        return min(started, len(rows))
-    return max(started, sum([row.length > 1 for row in rows]))
 
 
 def _launcher(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -21,12 +21,19 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.wire.sampling import SamplingParams
+
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+Indices = NDArray[np.signedinteger[Any]]
+Whole = TypeVar("Whole", int, Ints)
+
+_INT32_MAX = 2**31 - 1
 
 
-def future(slot: int) -> int:
+def future(slot: Whole) -> Whole:
     """Placeholder of a token not yet known on the host: the one `slot` sampled a step before.
 
     Negative, so that it is never a token id; the rank reads the id from its own last result.
@@ -47,6 +54,26 @@ class SamplingColumns:
     top_k: Ints  # (R,)
     seed: Longs  # (R,)
     choice: Ints  # (R,)
+
+    @classmethod
+    def zeros(cls, rows: int) -> SamplingColumns:
+        return cls(
+            temperature=np.zeros(rows, np.float32),
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int32),
+            seed=np.zeros(rows, np.int64),
+            choice=np.zeros(rows, np.int32),
+        )
+
+    def set(self, row: int, sampling: SamplingParams, choice: int) -> None:
+        """Write one row; greedy in one way, so that the runner has one thing to look for."""
+        self.temperature[row] = 0 if sampling.greedy else sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.top_k[row] = min(sampling.top_k, _INT32_MAX)
+        self.seed[row] = sampling.seed
+        self.choice[row] = choice
 
     def of(self, rows: Ints) -> SamplingColumns:
         """The columns of these rows, in this order."""
@@ -135,11 +162,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             page `table[r, p // page_tokens]` at `p % page_tokens`; the step writes its own tokens
             there first. For a state group (R, 2): the state that a row starts from, -1 if it is
             zero, and a different one, to which the state after its last token is written.
-        follows: Each row has one token and samples one, and is the same row of the plan before, one
-            token further, with the same slot, sampling and all other columns: only tokens,
-            positions, kv_len and page tables differ, and these only by pages that were added or
-            that no query attends to any more. A runner may reuse what it prepared for that plan, or
-            ignore this: the outcome is the same.
     """
 
     step: int  # grows by one; a rank rejects a gap
@@ -160,7 +182,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     details: LogprobsRequest | None = None
     pooling: PoolingRequest | None = None  # no row samples then
     token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
-    follows: bool = False
 
 
 class RowStatus(IntEnum):

@@ -7,11 +7,18 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import ReferenceType, ref
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.faults import RequestFault
 from antiphon.model_worker.batching.request import Request
-from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow, pages_needed
+from antiphon.model_worker.batching.running_batch import (
+    NO_SLOTS,
+    RunningBatch,
+    ScheduledRow,
+    SlotSet,
+    pages_needed,
+)
 from antiphon.model_worker.batching.state import EngineLimits, Phase, QueueKey, RequestState
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 
@@ -39,8 +46,9 @@ CANDIDATES_MAX = 128
 """How many waiting requests a step considers. Some may have to be skipped, because they wait for a
 prefix or a grammar; so many in a row are rare, and looking at thousands in each step is slow."""
 
-Ticket = tuple[Request, int]
-"""A request, and its generation at the time it was queued."""
+Ticket = tuple[ReferenceType[Request], int]
+"""A request, and how often it had been retracted when it was queued. Those that have ended are
+forgotten late: a reference would keep their prompts."""
 
 _place = attrgetter("place")
 
@@ -75,11 +83,8 @@ class StepPlanner:
     def new_token_ratio(self) -> float:
         return self._pages.ratio.value
 
-    def schedule(self, now: float) -> list[ScheduledRow]:
-        """The requests whose tokens are computed next, and up to which. They have their pages.
-
-        A request that was retracted for a later one may be among them: it has no slot any more.
-        """
+    def schedule(self, now: float) -> tuple[SlotSet, list[ScheduledRow]]:
+        """The slots that decode next and the prefill chunks beside them, with their pages."""
         batch = self._batch
         if not batch.running:
             self._pages.ratio.reset()
@@ -87,19 +92,20 @@ class StepPlanner:
         batch.steps += 1
         self._preempt()
         budget = TokenBudget(self._limits, batch.pools.page_tokens, batch.checkpoints)
-        # Some of these may be retracted while others are scheduled: they have no table then.
-        decoding: list[Request] = []
-        prefilling: list[Request] = []
-        for request in batch.running.values():
-            (decoding if request.answers else prefilling).append(request)
+        decodes, chunks = NO_SLOTS, list[ScheduledRow]()
         if self._limits.mixed:
-            return self._decodes(decoding, budget) + self._prefills(prefilling, budget, now)
-        if self._decodes_due:
-            scheduled = self._decodes(decoding, budget) or self._prefills(prefilling, budget, now)
+            decodes, chunks = self._decodes(budget), self._prefills(budget, now)
+        elif self._decodes_due:
+            decodes = self._decodes(budget)
+            chunks = [] if len(decodes) else self._prefills(budget, now)
         else:
-            scheduled = self._prefills(prefilling, budget, now) or self._decodes(decoding, budget)
-        self._decodes_due = any(not request.answers for request, _ in scheduled)
-        return scheduled
+            chunks = self._prefills(budget, now)
+            decodes = NO_SLOTS if chunks else self._decodes(budget)
+        self._decodes_due = bool(chunks)
+        if self._pages_short:  # some of these may have been retracted for others
+            decodes = batch.still_running(decodes)
+            chunks = [(request, end) for request, end in chunks if request.table is not None]
+        return decodes, chunks
 
     def take_started(self) -> Sequence[Request]:
         """Requests that were started for the first time since the last call."""
@@ -115,7 +121,7 @@ class StepPlanner:
         """
         self._batch.cache_prefix(request)
         self._batch.release(request)
-        request.retract()
+        request.retractions += 1
         self._waiting.put(request)
 
     def _touch_waiting(self) -> None:
@@ -129,45 +135,33 @@ class StepPlanner:
                 request.touched = steps
                 self._batch.touch(request)
 
-    def _decodes(self, decoding: Sequence[Request], budget: TokenBudget) -> list[ScheduledRow]:
-        """Rows of all decoding requests: none is ever left out."""
-        scheduled: list[ScheduledRow] = []
-        more, covered = 0, True
-        for request in decoding:
-            table = request.table
-            try:
-                if table is not None and (tokens := request.pending):
-                    end = request.planned + tokens
-                    scheduled.append((request, end))
-                    more += tokens - 1
-                    covered = covered and table.covers(end)
-            except Exception as error:
-                raise RequestFault(request) from error
-        if not scheduled:
-            return scheduled
-        # The budget always has one token for each; some have more, if several were accepted.
-        budget.tokens -= len(scheduled)
-        if more > budget.tokens:
-            scheduled = _shortened(scheduled, budget.tokens)
-        budget.tokens -= min(more, budget.tokens)
+    def _decodes(self, budget: TokenBudget) -> SlotSet:
+        """All requests whose next token can be computed: none is left out, unless pages are."""
+        batch = self._batch
+        slots = batch.next_decodes()
+        if not len(slots):
+            return slots
+        budget.tokens -= len(slots)  # it always has one for each
         self._pages.ratio.decay()
-        return scheduled if covered else self._grow(scheduled)
+        if (short := batch.short(slots)).any():
+            rows = [(slot, batch.scheduled.item(slot) + 1) for slot in slots.slots[short].tolist()]
+            self._grow([(batch.running[slot], end) for slot, end in rows])
+            slots = batch.still_running(slots)
+            slots = slots if not (short := batch.short(slots)).any() else slots.take(~short)
+        return slots
 
-    def _prefills(
-        self, prefilling: Sequence[Request], budget: TokenBudget, now: float
-    ) -> list[ScheduledRow]:
+    def _prefills(self, budget: TokenBudget, now: float) -> list[ScheduledRow]:
         scheduled: list[ScheduledRow] = []
-        for request in prefilling:
+        for request in self._batch.prefills.values():
             try:
-                if request.table is None or not (pending := request.pending):
-                    continue
-                length = budget.prefill_chunk(request.planned, pending)
+                start = self._batch.scheduled.item(request.slot)
+                length = budget.prefill_chunk(start, request.length - start)
             except Exception as error:
                 raise RequestFault(request) from error
             if not length:
                 break
             budget.spend_prefill(length)
-            scheduled.append((request, request.planned + length))
+            scheduled.append((request, start + length))
         if scheduled:
             scheduled = self._grow(scheduled)
         if len(self._waiting) and not self._pages_short:
@@ -196,7 +190,7 @@ class StepPlanner:
                     break
                 self._retract_for_pages(choose_victim(self._batch.running.values()))
             if _covered(request, end):
-                self._batch.slots.update(request)
+                self._batch.update(request)
         return [row for row in scheduled if _covered(*row)]
 
     def _retract_for_pages(self, request: Request) -> None:
@@ -210,11 +204,11 @@ class StepPlanner:
     def _admit(self, budget: TokenBudget, now: float) -> list[ScheduledRow]:
         scheduled: list[ScheduledRow] = []
         batch = self._batch
-        if budget.full or not batch.slots.free_count:
+        if budget.full or not batch.free_count:
             return scheduled
         reserved = self._pages.reserved()
         for request in self._waiting.candidates(now, batch.prefix):
-            if budget.full or not batch.slots.free_count:
+            if budget.full or not batch.free_count:
                 break
             try:
                 if self._should_wait(request):
@@ -250,7 +244,7 @@ class StepPlanner:
 
     def _should_wait(self, request: Request) -> bool:
         """Whether it cannot start yet, or should wait for another prefill of its prefix."""
-        if request.late:
+        if request.stalled:
             return True
         if request.urgent:
             return False
@@ -283,7 +277,7 @@ class StepPlanner:
         needed = pages.needed(candidate, batch.shared_tokens(candidate))
         sums = zip(needed, pages.reserved(), pages.available(), strict=True)
         short = [need + reserved - available for need, reserved, available in sums]
-        if batch.slots.free_count and max(short) <= 0:
+        if batch.free_count and max(short) <= 0:
             return
         running = batch.running.values()
         for victim in choose_preempted(candidate, running, self._rules, short, pages.reclaimable()):
@@ -351,7 +345,12 @@ def choose_victim(running: Iterable[Request]) -> Request:
     """
     return min(
         running,
-        key=lambda request: (request.urgent, -request.rank, request.outputs, -request.arrival),
+        key=lambda request: (
+            request.urgent,
+            -request.rank,
+            request.outputs_count,
+            -request.arrival,
+        ),
     )
 
 
@@ -383,17 +382,6 @@ def choose_preempted(
 
 def _covered(request: Request, end: int) -> bool:
     return request.table is not None and request.table.covers(end)
-
-
-def _shortened(scheduled: Sequence[ScheduledRow], more: int) -> list[ScheduledRow]:
-    """One token for each row, and `more` tokens beyond these for the first rows that have them."""
-    shortened: list[ScheduledRow] = []
-    for request, end in scheduled:
-        first = request.planned + 1
-        taken = min(end - first, more)
-        more -= taken
-        shortened.append((request, first + taken))
-    return shortened
 
 
 class QueueRules(PriorityPolicy, frozen=True, kw_only=True):
@@ -434,7 +422,7 @@ class WaitingQueue:
 
     def put(self, request: Request) -> None:
         insort(self._requests, request, key=_place)
-        self._overtaken.enter(request.arrival, (request, request.life))
+        self._overtaken.enter(request.arrival, (ref(request), request.retractions))
 
     def backlog(self) -> Backlog:
         return Backlog(
@@ -457,7 +445,9 @@ class WaitingQueue:
 
         Requests that were overtaken for too long come first from then on, in order of arrival.
         """
-        for request, _ in self._overtaken.pop_overdue(now):
+        for ticket in self._overtaken.pop_overdue(now):
+            request = _waiting(ticket)
+            assert request is not None, "an overdue request does not wait"
             self.remove(request)
             request.promote()
             insort(self._requests, request, key=_place)
@@ -474,8 +464,9 @@ class WaitingQueue:
             # Should it be retracted and overtaken again, this wait still counts.
             request.overtaken_before_s += now - request.overtaken_s
             request.overtaken_s = None
-        for overtaken, _ in self._overtaken.overtake(request.arrival, now, _before_s):
-            overtaken.overtaken_s = now
+        for ticket in self._overtaken.overtake(request.arrival, now, _before_s):
+            if (overtaken := _waiting(ticket)) is not None:
+                overtaken.overtaken_s = now
 
     def remove(self, request: Request) -> None:
         queued = self.discard(request)
@@ -490,13 +481,21 @@ class WaitingQueue:
         return queued
 
 
+def _waiting(ticket: Ticket) -> Request | None:
+    """The request, if it still waits and has not left and come back."""
+    request, retractions = ticket[0](), ticket[1]
+    if request is None or request.phase is not Phase.WAITING or request.retractions != retractions:
+        return None
+    return request
+
+
 def _waits(ticket: Ticket) -> bool:
-    request, generation = ticket
-    return request.phase is Phase.WAITING and request.life == generation
+    return _waiting(ticket) is not None
 
 
 def _before_s(ticket: Ticket) -> float:
-    return ticket[0].overtaken_before_s
+    request = _waiting(ticket)
+    return 0.0 if request is None else request.overtaken_before_s
 
 
 def order_by_prefix(

@@ -1,63 +1,170 @@
-"""The running batch: requests with slots and pages, the page budget, and the plan of their rows."""
+"""The running batch: the state of running requests, as arrays by slot."""
 
 from __future__ import annotations
 
-import math
-from operator import le
+import heapq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.logprobs import pooling_request, token_types
-from antiphon.model_worker.batching.plan import Ints, Longs, StepPlan
+from antiphon.model_worker.batching.logits import LogitsProcessors
+from antiphon.model_worker.batching.logprobs import LogprobsParams
+from antiphon.model_worker.batching.page_budget import PageBudget
+from antiphon.model_worker.batching.plan import Flags, Indices, Ints, Longs, SamplingColumns, future
 from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
-from antiphon.model_worker.batching.slots import Slots
-from antiphon.model_worker.cache.groups import STATES_RUNNING, CacheGroup, GroupKind
+from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
+from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.hashing import CacheKey, Namespace, request_namespace
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.layout import Layout
-    from antiphon.model_worker.batching.request import BatchRow, Request
+    from antiphon.model_worker.batching.plan import Floats
+    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.cache.radix import Prefix, RadixIndex
-
-ANSWER_TOKENS_MAX = 4096
-"""Maximum number of further output tokens for which pages are reserved, as in SGLang."""
-
-HORIZON_STEPS = 32
-"""How far ahead the release of pages is predicted: about as long as a request takes from its
-placement to its start, and so near that few requests finish unpredicted in between."""
 
 ScheduledRow = tuple["Request", int]
 """A running request, and the end of its next row in tokens of the request."""
 
-_RATIO_START = 0.7
-_RATIO_LEAST = 0.14  # of the start
-_DECAY_STEPS = 600
-_GRACE_TOKENS = 20
+_INT32_MAX = 2**31 - 1
+_TABLE_WIDTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSet:
+    """Slots, and how arrays are indexed by them: neighbours by a slice, which copies nothing."""
+
+    slots: Ints  # (R,)
+    at: slice | Ints
+
+    @classmethod
+    def of(cls, slots: Sequence[int] | Ints) -> SlotSet:
+        array = np.asarray(slots, np.int32)
+        count = len(array)
+        if count:
+            first = int(array[0])
+            if count == 1 or (array == np.arange(first, first + count)).all():
+                return cls(array, slice(first, first + count))
+        return cls(array, array)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def take(self, which: Flags | Indices) -> SlotSet:
+        return SlotSet.of(self.slots[which])
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step: tokens `[starts, ends)` of the request in each slot.
+
+    `generations` are those of the slots when the rows were launched: the outcome of a row whose
+    slot has another one by then is dropped. The first `decodes` rows have one token each and sample
+    the next one; prefill chunks follow.
+
+    Axis: R rows.
+    """
+
+    slots: SlotSet
+    starts: Longs  # (R,)
+    ends: Longs  # (R,)
+    draws: Flags  # (R,) whether a token is sampled after it: not within a prompt
+    generations: Longs  # (R,)
+    decodes: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def take(self, index: Indices) -> StepRows:
+        """Some of the rows, by ascending index."""
+        return StepRows(
+            slots=self.slots.take(index),
+            starts=self.starts[index],
+            ends=self.ends[index],
+            draws=self.draws[index],
+            generations=self.generations[index],
+            decodes=int(np.searchsorted(index, self.decodes)),
+        )
+
+
+NO_SLOTS = SlotSet.of(())
+NO_ROWS = StepRows(
+    slots=NO_SLOTS,
+    starts=np.zeros(0, np.int64),
+    ends=np.zeros(0, np.int64),
+    draws=np.zeros(0, np.bool_),
+    generations=np.zeros(0, np.int64),
+    decodes=0,
+)
 
 
 class RunningBatch:
-    """The running requests by slot, in the order of their starts, and the resources they need.
+    """The running requests, the resources that they hold, and their numbers as arrays by slot.
 
-    Without recurrent states or a prefix cache there are no `checkpoints`.
+    A step of n decodes is a few array operations on these; `Request` and `PageTable` are for what
+    happens seldom. A table's own `committed` may lag behind `computed`: see `settle`.
+
+    Attributes:
+        running: The requests by slot, in the order of their starts.
+        prefills: Those of which a token of the prompt is not launched yet.
+        steps: Scheduled since start.
+        length: (S,) known tokens, prompt and outputs; 0 in a free slot.
+        computed: (S,) tokens whose keys and values are in the KV cache.
+        scheduled: (S,) where the launched rows end.
+        in_flight: (S,) tokens that launched rows sample.
+        base: (S,) where the first row since the last start or resumption begins.
+        generation: (S,) grows when launched rows become stale.
+        prompt: (S,) prompt tokens.
+        tokens_max: (S,) maximum length.
+        exact: (S,) whether that will surely be reached.
+        stepwise: (S,) whether the allowed tokens depend on the token before.
+        has_grammar: (S,)
+        last_token: (S,) the last known token.
+        reported: (S,) output tokens that were reported.
+        rowwise: (S,) whether the next tokens are reported as `Progress`.
+        covered: (S,) tokens that have pages.
+        entries: (S,) entries of the page table, by group.
+        pages_held: (S,) pages, by group: as many, except for the holes of a window.
+        checkpoints: None without recurrent states or a prefix cache.
     """
 
     def __init__(
         self, limits: EngineLimits, pools: CachePools, index: RadixIndex, namespace: Namespace
     ) -> None:
-        indexed = index.enabled
+        slots, indexed = limits.running_max, index.enabled
         self.pools = pools
         self.index = index
-        self.steps = 0  # scheduled since start, those of the decode fast path included
-        self._namespace = namespace
+        self.store = TokenStore()
+        self.steps = 0
         self.running: dict[int, Request] = {}
-        self.slots = Slots(limits.running_max, len(pools.groups), limits.vocab_size)
-        self.page_budget = PageBudget(limits, pools, index, self.slots, indexed=indexed)
+        self.prefills: dict[int, Request] = {}
+        self.length, self.computed, self.scheduled, self.in_flight, self.base = _longs(5, slots)
+        self.prompt, self.tokens_max, self.generation, self.reported, self.keys = _longs(5, slots)
+        self.covered = np.zeros(slots, np.int64)
+        self.last_token = np.zeros(slots, np.int32)
+        self.exact, self.stepwise, self.has_grammar, self.rowwise = _flags(4, slots)
+        self.prefilling, self._own_ends, self._ends = _flags(3, slots)
+        self._is_end = np.zeros(limits.vocab_size, np.bool_)
+        self._is_end[[token for token in limits.end_ids if token < limits.vocab_size]] = True
+        self._chunk = np.zeros(slots, np.int64)
+        self.entries = _longs(len(pools.groups), slots)
+        self.pages_held = _longs(len(pools.groups), slots)
+        self._tables = [np.full((slots, _TABLE_WIDTH), HOLE, np.int32) for _ in pools.groups]
+        self._revisions = [0] * slots
+        self._sampling = SamplingColumns.zeros(slots)
+        self.logits = LogitsProcessors(slots, limits.vocab_size, self.running)
+        self.logprobs = LogprobsParams(slots, self.running)
+        self._free = list(range(slots))  # a heap, so that low slots are used first
+        self._decodes: dict[int, Request] = {}
+        self._decoding: SlotSet | None = None
+        self._gathered: tuple[SlotSet, SamplingColumns] | None = None
+        self._copied: tuple[SlotSet, tuple[Ints, ...]] | None = None
+        self.page_budget = PageBudget(limits, pools, index, self, indexed=indexed)
+        self._namespace = namespace
         self._namespace_digest = namespace.digest()
         self.checkpoints = _checkpoints(limits, pools) if indexed else None
         self.prefix_sharing = PrefixSharing(
@@ -68,10 +175,13 @@ class RunningBatch:
             checkpoints=self.checkpoints,
         )
 
+    # The prefix cache.
+
     def set_weight_version(self, weight_version: str) -> int:
         """Compute with other weights from here on; return the number of evicted pages."""
         self._namespace = msgspec.structs.replace(self._namespace, weight_version=weight_version)
         self._namespace_digest = self.prefix_sharing.namespace = self._namespace.digest()
+        self.rowwise[:] = True  # the next progress names the weights
         return self.index.clear()
 
     def cached_tokens(self, request: Request) -> int:
@@ -100,50 +210,18 @@ class RunningBatch:
         cached.release()
         return fork
 
-    def start(self, request: Request, table: PageTable, now: float) -> None:
-        """Start a request with this table, in one of the free slots, of which there must be one."""
-        if table.committed:
-            self.index.use(self._key(request), table.committed)
-        request.start(self.slots.take(), table, now)
-        request.namespace = self._namespace_digest
-        self.running[request.slot] = request
-        self.slots.fill(request)
-        self.prefix_sharing.register(request)
-
     def cache_prefix(self, request: Request, tokens_max: int | None = None) -> None:
         """Insert the computed tokens into the prefix cache, if the current weights computed them.
 
         Only the first `tokens_max` tokens are inserted, should later ones not be part of the
         response.
         """
-        assert request.table is not None, "a running request has no pages"
+        table = self.settle(request)
         if request.namespace is self._namespace_digest:
             computed = min(request.computed, request.length)
             tokens = request.token_bytes(min(computed, tokens_max or computed))
-            self.index.insert(self._named(request, tokens), request.table)
-        self.slots.update(request)
-
-    def allocate_pages(self, scheduled: Sequence[ScheduledRow]) -> bool:
-        """Allocate the pages of the next rows, unless a request would have to be retracted."""
-        if not self.page_budget.ensure_free(pages_needed(scheduled)):
-            return False
-        for request, end in scheduled:
-            assert request.table is not None, "a running request has no pages"
-            request.table.allocate(end)
-            self.slots.update(request)
-        return True
-
-    def count_decode_steps(self, steps: int) -> None:
-        self.steps += steps
-        for _ in range(steps):
-            self.page_budget.ratio.decay()
-
-    def release(self, request: Request) -> None:
-        assert request.table is not None, "a running request has no pages"
-        self.prefix_sharing.unregister(request)
-        request.table.release()
-        del self.running[request.slot]
-        self.slots.give_back(request.slot)
+            self.index.insert(self._named(request, tokens), table)
+        self.update(request)
 
     def _key(self, request: Request) -> CacheKey:
         """The cache key of a waiting request, made once for the current weights."""
@@ -156,306 +234,288 @@ class RunningBatch:
         namespace = request_namespace(self._namespace_digest, request.state.cache_salt)
         return CacheKey(namespace=namespace, token_ids=token_ids)
 
-
-class PageBudget:
-    """Decides by the pages of each group whether a request may start.
-
-    A request is expected to generate a share of its remaining output tokens, or all of them if it
-    sets `ignore_eos`: see `NewTokenRatio`. The pages for these are reserved, but not allocated.
-    `before_eviction` is called before the prefix cache evicts pages.
-    """
-
-    def __init__(
-        self,
-        limits: EngineLimits,
-        pools: CachePools,
-        index: RadixIndex,
-        slots: Slots,
-        *,
-        indexed: bool,
-    ) -> None:
-        self.ratio = NewTokenRatio(limits.conservativeness)
-        self._pools = pools
-        self._index = index
-        self._slots = slots
-        self.before_eviction: Callable[[], None] = lambda: None
-        # A finished request frees its pages for certain only where no prefix cache holds on to
-        # them, and only full groups need every page until then.
-        self._countable = not indexed and all(g.kind is GroupKind.FULL for g in pools.groups)
-        self._growth_max = [_growth_max(group, limits) for group in pools.groups]
-
-    def available(self) -> list[int]:
-        """Available pages by group: free, pending free, or evictable."""
-        return [
-            pool.total - pool.used_count + loose
-            for pool, loose in zip(self._pools.pools, self._index.evictable(), strict=True)
-        ]
-
-    def ensure_free(self, needs: Sequence[int]) -> bool:
-        """Evict what must be evicted; whether so many pages by group are free now."""
-        free = self._pools.free()
-        if all(map(le, needs, free)):
-            return True
-        self.before_eviction()
-        self._index.evict([max(0, need - have) for need, have in zip(needs, free, strict=True)])
-        return all(map(le, needs, self._pools.free()))
-
-    def pending_free(self, needs: Sequence[int]) -> bool:
-        """Whether so many pages are free once the launched plans have finished."""
-        return all(
-            need <= pool.total - pool.used_count
-            for need, pool in zip(needs, self._pools.pools, strict=True)
-        )
-
-    def growth(self) -> list[Longs]:
-        """Pages by group that the request in each slot is still expected to need."""
-        slots = self._slots
-        left = np.minimum(slots.tokens_max - slots.length, ANSWER_TOKENS_MAX)
-        share = np.where(slots.exact, 1.0, self.ratio.value)
-        tokens = slots.length + np.ceil(left * share).astype(np.int64)
-        return [
-            np.clip(_table_len(group, tokens) - entries, 0, np.maximum(most - held, 0))
-            for group, entries, held, most in zip(
-                self._pools.groups, slots.entries, slots.pages_held, self._growth_max, strict=True
-            )
-        ]
-
-    def reserved(self) -> list[int]:
-        return [int(growth.sum()) for growth in self.growth()]
-
-    def reclaimable(self) -> Callable[[Request], list[int]]:
-        """A function: pages by group that retracting a request frees, reserved ones included."""
-        slots = self._slots
-        left = [
-            (growth + held).tolist()
-            for growth, held in zip(self.growth(), slots.pages_held, strict=True)
-        ]
-        holes = [
-            (entries - held).tolist()
-            for entries, held in zip(slots.entries, slots.pages_held, strict=True)
-        ]
-
-        def of(request: Request) -> list[int]:
-            # What was cached when the request started may be shared with others, but for what a
-            # window has left behind, and a state from its first row on.
-            cached, slot = request.found_tokens, request.slot
-            return [
-                left[index][slot] - max(0, group.table_len(cached) - holes[index][slot])
-                if index not in self._pools.states
-                else left[index][slot]
-                for index, group in enumerate(self._pools.groups)
-            ]
-
-        return of
-
-    def needed(self, request: Request, cached_tokens: int) -> list[int]:
-        """Pages by group that a request needs, expected growth included, if it starts now."""
-        left = min(request.tokens_max - request.length, ANSWER_TOKENS_MAX)
-        share = 1.0 if request.exact else self.ratio.value
-        tokens = request.length + math.ceil(left * share)
-        return [
-            min(max(0, group.table_len(tokens) - group.shared_len(cached_tokens)), most)
-            for group, most in zip(self._pools.groups, self._growth_max, strict=True)
-        ]
-
-    def fits(self, request: Request, cached_tokens: int, reserved: Sequence[int]) -> bool:
-        available, needed = self.available(), self.needed(request, cached_tokens)
-        sums = zip(needed, reserved, available, strict=True)
-        return all(need + taken <= most for need, taken, most in sums) or (
-            self._fits_known_lengths(request, available)
-        )
-
-    def allocate(self, table: PageTable, tokens: int) -> bool:
-        """Allocate a table's pages for `tokens` tokens, if they are free or can be freed now."""
-        if not table.covers(tokens):
-            if not self.ensure_free(table.need(tokens)):
-                return False
-            table.allocate(tokens)
-        return True
-
-    def capacity(self) -> Capacity:
-        """The capacity now. A few array operations over the slots, whatever the load."""
-        pools, slots = self._pools, self._slots
-        left = slots.tokens_max - slots.length
-        ending = (slots.length > 0) & (left <= HORIZON_STEPS)
-        sequence_tokens = int(slots.length.sum())
-        free, evictable, reserved = pools.free(), self._index.evictable(), self.reserved()
-        window, states = self._scarcest(pools.windows), self._scarcest(pools.states)
-        return min(
-            (
-                Capacity(
-                    pages_free=free[group],
-                    pages_evictable=evictable[group],
-                    pages_promised=reserved[group],
-                    pages_returning=int(np.sum(slots.pages_held[group], where=ending)),
-                    slots_free=slots.free_count,
-                    sequence_tokens=sequence_tokens,
-                    window=window,
-                    states=states,
-                )
-                for group in pools.measured
-            ),
-            key=lambda one: one.pages_available,
-        )
-
-    def _scarcest(self, groups: Sequence[int]) -> PoolUse | None:
-        if not groups:
-            return None
-        free, evictable = self._pools.free(), self._index.evictable()
-        group = min(groups, key=lambda each: free[each] + evictable[each])
-        total = self._pools.groups[group].pages_total
-        return PoolUse(total=total, free=free[group], evictable=evictable[group])
-
-    def _fits_known_lengths(self, request: Request, available: Sequence[int]) -> bool:
-        """Whether a request certainly fits beside the running ones, all lengths being known."""
-        slots = self._slots
-        running = slots.length > 0
-        if not (self._countable and request.exact and slots.exact[running].all()):
-            return False
-        lengths = np.append(slots.length[running], request.length)
-        left = np.append(slots.tokens_max[running], request.tokens_max) - lengths
-        return all(
-            fits_exactly(lengths, left, np.append(held[running], 0), group.page_tokens, pages)
-            for group, held, pages in zip(
-                self._pools.groups, slots.pages_held, available, strict=True
-            )
-        )
-
-
-class NewTokenRatio:
-    """The share of its remaining output tokens that admission reserves for each running request.
-
-    Outputs end early: to reserve all of it would leave most of the pool idle, and to reserve none
-    would admit requests only to retract them. The share decays from step to step, and jumps to what
-    proved to be needed when a request had to be retracted. The numbers are SGLang's (0.5.23,
-    `new_token_ratio`).
-    """
-
-    def __init__(self, conservativeness: float) -> None:
-        self._start = min(_RATIO_START * conservativeness, 1.0)
-        self._least = _RATIO_LEAST * self._start
-        self.value = self._start
-
-    def decay(self) -> None:
-        self.value = max(self._least, self.value - (self._start - self._least) / _DECAY_STEPS)
-
-    def retracted(self, running: Collection[Request]) -> None:
-        """Jump to what the remaining requests have generated."""
-        generated = sum(request.outputs for request in running)
-        longest = sum(request.tokens_max - request.prompt_tokens for request in running)
-        self.value = min(1.0, (generated + _GRACE_TOKENS * len(running)) / (longest + 1))
-
-    def reset(self) -> None:
-        self.value = self._start
-
-
-class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Pages of the group with the fewest available, recurrent states aside: slots count those.
-
-    Attributes:
-        pages_returning: Pages that are certainly freed within `HORIZON_STEPS` decode steps, because
-            their requests reach their maximum length. Others are freed by unpredictable finishes.
-    """
-
-    pages_free: int
-    pages_evictable: int
-    pages_promised: int  # of these two kinds, those reserved for running requests
-    pages_returning: int
-    slots_free: int
-    sequence_tokens: int = 0
-    window: PoolUse | None = None  # of the sliding-window group with the fewest available
-    states: PoolUse | None = None  # likewise
+    # Requests come and go.
 
     @property
-    def pages_available(self) -> int:
-        """Pages available to a new request; negative if more are reserved than there are."""
-        return self.pages_free + self.pages_evictable - self.pages_promised
+    def free_count(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
 
+    def start(self, request: Request, table: PageTable, now: float) -> None:
+        """Start a request with this table, in one of the free slots, of which there must be one."""
+        if table.committed:
+            self.index.use(self._key(request), table.committed)
+        slot, sampling = heapq.heappop(self._free), request.state.sampling
+        length, outputs, reported = request.length, request.outputs_count, request.reported
+        request.start(self, slot, table, now)
+        request.namespace = self._namespace_digest
+        self.running[slot] = self.prefills[slot] = request
+        self.keys[slot] = request.key
+        self.length[slot] = length
+        self.computed[slot] = self.scheduled[slot] = self.base[slot] = table.committed
+        self.in_flight[slot] = 0
+        self.generation[slot] += 1
+        self.prompt[slot] = request.prompt_tokens
+        self.tokens_max[slot] = request.tokens_max
+        self.exact[slot] = request.exact
+        self.stepwise[slot] = request.stepwise
+        self.has_grammar[slot] = request.matcher is not None
+        self.prefilling[slot] = self.rowwise[slot] = True
+        self.reported[slot] = reported
+        self._ends[slot] = bool(request.end_ids)
+        self._own_ends[slot] = bool(sampling.stop_token_ids) and not sampling.ignore_eos
+        if outputs % CHUNK_TOKENS:
+            self._chunk[slot] = request.outputs.last_chunk
+        self._sampling.set(slot, sampling, request.state.choice)
+        self.logits.fill(request)
+        self.logprobs.fill(request)
+        self._rewrite(request, table)
+        self.prefix_sharing.register(request)
 
-class PoolUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Pages of one group: all, the free ones, and those that only the prefix cache holds."""
+    def release(self, request: Request) -> None:
+        """Release the slot and the pages of a request. It waits then, or is about to end."""
+        slot, table = request.slot, request.table
+        assert table is not None, "a running request has no pages"
+        self.prefix_sharing.unregister(request)
+        table.release()
+        request.leave()
+        del self.running[slot]
+        if self.prefills.pop(slot, None) is None:
+            del self._decodes[slot]
+            self._decoding = None
+        self.length[slot] = self.tokens_max[slot] = self.covered[slot] = self.in_flight[slot] = 0
+        self.generation[slot] += 1
+        self.logits.clear(slot)
+        self.logprobs.clear(slot)
+        for group, entries in enumerate(self.entries):
+            self._tables[group][slot, : entries[slot]] = HOLE
+            entries[slot] = self.pages_held[group][slot] = 0
+        heapq.heappush(self._free, slot)
 
-    total: int
-    free: int
-    evictable: int
+    # Rows.
 
     @property
-    def used(self) -> int:
-        return self.total - self.free - self.evictable
+    def decoding(self) -> SlotSet:
+        """The slots of requests whose prefill is launched to its end."""
+        if self._decoding is None:
+            self._decoding = SlotSet.of(list(self._decodes))
+        return self._decoding
 
+    def next_decodes(self) -> SlotSet:
+        """The slots whose next token can be computed now.
 
-def build_plan(step: int, rows: Sequence[BatchRow], slots: Slots) -> StepPlan:
-    """The plan of these rows, in the order given. Their requests must have their slots."""
-    layout = slots.layout(rows)
-    tokens, positions, kv_len = _decodes(rows) if layout.decodes else _chunks(rows, layout)
-    processors = slots.logits_processors
-    masks = masked = penalties = biases = None
-    if not processors.idle:
-        masks, masked = processors.masks(rows)
-        penalties = processors.penalties(rows, layout.slot, layout.draws)
-        biases = processors.biases(rows)
-    pooling = None if layout.decodes else pooling_request(rows)
-    return StepPlan(
-        step=step,
-        slot=layout.slot,
-        query_start=layout.query_start,
-        query_len=layout.query_len,
-        kv_len=kv_len,
-        tokens=tokens,
-        positions=positions,
-        logit_tokens=layout.logit_tokens,
-        sampling=layout.sampling,
-        page_tables=_page_tables(rows, layout.slot, slots),
-        penalties=penalties,
-        token_masks=masks,
-        token_mask_rows=masked,
-        biases=biases,
-        details=slots.logprobs.request(rows, layout.query_start),
-        pooling=pooling,
-        token_types=None if pooling is None else token_types(rows),
-    )
+        A token in flight counts as known, unless it will be the last one, or the tokens allowed
+        after it depend on it.
+        """
+        slots = self.decoding
+        in_flight = self.in_flight[slots.at]
+        if not in_flight.any():
+            return slots
+        ends = self.length[slots.at] + in_flight
+        goes_on = (ends < self.tokens_max[slots.at]) & ~self.stepwise[slots.at]
+        ready = (in_flight == 0) | goes_on
+        return slots if ready.all() else slots.take(ready)
 
+    def still_running(self, slots: SlotSet) -> SlotSet:
+        """Those of the slots that are not free."""
+        taken = self.length[slots.at] > 0
+        return slots if taken.all() else slots.take(taken)
 
-def _decodes(rows: Sequence[BatchRow]) -> tuple[Ints, Ints, Ints]:
-    """`_chunks` for rows of one token each, in one array for all."""
-    tokens = [row.request.ids.item(row.start) for row in rows]
-    starts = [row.start for row in rows]
-    ends = [start + 1 for start in starts]
-    columns = np.array((tokens, starts, ends), np.int32)
-    return columns[0], columns[1:2], columns[2]
+    def short(self, slots: SlotSet) -> Flags:
+        """(R,) which of these have no page for their next token."""
+        if self.pools.states:
+            return np.array(
+                [not self._covers_next(slot) for slot in slots.slots.tolist()], np.bool_
+            )
+        return self.scheduled[slots.at] >= self.covered[slots.at]
 
+    def _covers_next(self, slot: int) -> bool:
+        table = self.running[slot].table
+        return table is not None and table.covers(self.scheduled.item(slot) + 1)
 
-def _chunks(rows: Sequence[BatchRow], layout: Layout) -> tuple[Ints, Ints, Ints]:
-    """Tokens and positions of all rows, and the KV length at the end of each row."""
-    start = np.array([row.start for row in rows], np.int32)
-    tokens = np.concatenate([row.request.ids[row.start : row.end] for row in rows])
-    positions = layout.index + start[layout.row]
-    return tokens, positions[np.newaxis, :], start + layout.query_len
+    def launch(self, decodes: SlotSet, chunks: Sequence[ScheduledRow]) -> StepRows:
+        """The rows of the next step, marked as launched."""
+        starts = self.scheduled[decodes.at].copy()
+        ends, draws = starts + 1, np.ones(len(starts), np.bool_)
+        slots = decodes
+        if chunks:
+            more = [request.slot for request, _ in chunks]
+            slots = SlotSet.of(np.append(decodes.slots, np.array(more, np.int32)))
+            starts = np.append(starts, self.scheduled[more])
+            ends = np.append(ends, [end for _, end in chunks])
+            finished = [end == request.length and not request.scores for request, end in chunks]
+            draws = np.append(draws, finished)
+        rows = StepRows(
+            slots=slots,
+            starts=starts,
+            ends=ends,
+            draws=draws,
+            generations=self.generation[slots.at].copy(),
+            decodes=len(decodes),
+        )
+        if self.pools.states:
+            for slot, end in zip(slots.slots.tolist(), ends.tolist(), strict=True):
+                self._launch_states(self.running[slot], end)
+        self.scheduled[slots.at] = ends
+        self.in_flight[slots.at] += draws
+        for request, end in chunks:
+            if end == request.length and not request.scores:
+                self._decodes[request.slot] = self.prefills.pop(request.slot)
+                self._decoding = None
+        return rows
 
+    def is_current(self, rows: StepRows) -> Flags:
+        """(R,) whether the requests still wait for the outcome of these rows."""
+        return self.generation[rows.slots.at] == rows.generations
 
-def _page_tables(rows: Sequence[BatchRow], slot: Ints, slots: Slots) -> tuple[Ints, ...]:
-    """The page tables by group; for a state group, the states that each row reads and writes."""
-    first = rows[0].request.table
-    assert first is not None, "a running request has no pages"
-    tables = slots.page_tables(slot)
-    if not first.chains:
-        return tables
-    tables = list(tables)
-    for group in first.chains:
-        pairs = [
-            row.request.table.chains[group].pair(row.start)
-            for row in rows
-            if row.request.table is not None
-        ]
-        tables[group] = np.array(pairs, np.int32)
-    return tuple(tables)
+    def repeat(self, rows: StepRows) -> None:
+        """Note that the rows run once more: what the runner keeps by slot is written again."""
+        self.base[rows.slots.at] = rows.starts
 
+    def resume(self, request: Request, computed: int) -> None:
+        """Continue from `computed`: later launched rows rest on a wrong assumption."""
+        slot, table = request.slot, request.table
+        assert table is not None, "a running request has no pages"
+        for chain in table.chains.values():
+            chain.recall()
+        self.computed[slot] = self.scheduled[slot] = self.base[slot] = computed
+        self.in_flight[slot] = 0
+        self.generation[slot] += 1
+        if request.prefilling and slot in self._decodes:
+            self.prefills[slot] = self._decodes.pop(slot)
+            self._decoding = None
 
-def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | None:
-    if not pools.states:
-        return None
-    assert limits.checkpoint_tokens % pools.page_tokens == 0, "a checkpoint within a page"
-    return StateCheckpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)
+    def unlaunch(self, rows: StepRows) -> None:
+        """Undo `launch` for rows that are not launched after all, or not committed."""
+        for slot in rows.slots.slots[self.is_current(rows)].tolist():
+            self.resume(self.running[slot], self.computed.item(slot))
+
+    def append(self, slots: SlotSet, ids: Ints, logprobs: Floats | None) -> None:
+        """Append a sampled token to the outputs of each of these; all (R,)."""
+        outputs = self.length[slots.at] - self.prompt[slots.at]
+        offsets = outputs % CHUNK_TOKENS
+        if not offsets.all():
+            for slot in slots.slots[offsets == 0].tolist():
+                self._chunk[slot] = self.running[slot].outputs.add_chunk()
+        self.store.write(self._chunk[slots.at], offsets, ids, logprobs)
+        self.length[slots.at] += 1
+        self.last_token[slots.at] = ids
+
+    def are_ends(self, slots: SlotSet, ids: Ints) -> Flags:
+        """(R,) which of these sampled tokens end the output of their requests."""
+        ends = self._is_end[ids] & self._ends[slots.at]
+        own = self._own_ends[slots.at]
+        if own.any():
+            for index in np.flatnonzero(own).tolist():
+                ends[index] = ids.item(index) in self.running[slots.slots.item(index)].end_ids
+        return ends
+
+    def next_tokens(self, rows: StepRows) -> Ints:
+        """(D,) the tokens of the decode rows: ids, or `future` where they are in flight."""
+        count, at = rows.decodes, rows.slots.at
+        if count < len(rows):
+            at = rows.slots.slots[:count]
+        known = rows.starts[:count] < self.length[at]
+        tokens = self.last_token[at]
+        if known.all():
+            return tokens.copy()
+        return np.where(known, tokens, future(rows.slots.slots[:count]))
+
+    # Page tables.
+
+    def settle(self, request: Request) -> PageTable:
+        """The table of a running request, with all of its computed tokens committed."""
+        table = request.table
+        assert table is not None, "a running request has no pages"
+        computed = request.computed
+        if table.committed != computed:
+            table.commit(computed)
+        return table
+
+    def commit_computed(self, slots: SlotSet, ends: Longs) -> None:
+        """Note that the launched rows up to `ends` (R,) are computed."""
+        pools, moved = self.pools, ()
+        if pools.states:
+            moved = slots.slots.tolist()
+        elif pools.windows:  # they move on from page to page
+            before = self.computed[slots.at] // pools.page_tokens
+            moved = slots.slots[before != ends // pools.page_tokens].tolist()
+        self.computed[slots.at] = ends
+        for slot in moved:
+            self.settle(self.running[slot])
+            self.update(self.running[slot])
+
+    def update(self, request: Request) -> None:
+        """Copy what has changed of the page table of a running request."""
+        slot, table = request.slot, request.table
+        assert table is not None, "a running request has no pages"
+        if table.revision != self._revisions[slot]:
+            self._rewrite(request, table)
+            return
+        for group, entries in enumerate(self.entries):
+            self._write(group, slot, table, int(entries[slot]))
+
+    def page_tables(self, rows: StepRows) -> tuple[Ints, ...]:
+        """The page tables of these rows, (R, N) by group.
+
+        Of a state group (R, 2): the states that a row reads and writes. Shared by the plans of the
+        same rows while none of the tables changes.
+        """
+        slots = rows.slots
+        if self._copied is None or self._copied[0] is not slots:
+            groups = zip(self._tables, self.entries, strict=True)
+            copies = [table[slots.slots, : entries[slots.at].max()] for table, entries in groups]
+            self._copied = slots, tuple(copies)
+        if not self.pools.states:
+            return self._copied[1]
+        tables = list(self._copied[1])
+        for group in self.pools.states:
+            tables[group] = self._state_pairs(group, rows)
+        return tuple(tables)
+
+    def sampling(self, slots: SlotSet) -> SamplingColumns:
+        """The sampling columns of these slots."""
+        if self._gathered is None or self._gathered[0] is not slots:
+            self._gathered = slots, self._sampling.of(slots.slots)
+        return self._gathered[1]
+
+    def _state_pairs(self, group: int, rows: StepRows) -> Ints:
+        pairs: list[tuple[int, int]] = []
+        for slot, start in zip(rows.slots.slots.tolist(), rows.starts.tolist(), strict=True):
+            table = self.running[slot].table
+            assert table is not None, "a running request has no pages"
+            pairs.append(table.chains[group].pair(start))
+        return np.array(pairs, np.int32)
+
+    def _launch_states(self, request: Request, end: int) -> None:
+        assert request.table is not None, "a running request has no pages"
+        for chain in request.table.chains.values():
+            chain.launch(end)
+
+    def _rewrite(self, request: Request, table: PageTable) -> None:
+        slot = request.slot
+        for group, entries in enumerate(self.entries):
+            self._tables[group][slot, len(table.pages(group)) : entries[slot]] = HOLE
+            self._write(group, slot, table, 0)
+        self._revisions[slot] = table.revision
+
+    def _write(self, group: int, slot: int, table: PageTable, start: int) -> None:
+        """Write the entries of a page table from `start` on."""
+        self._copied = None
+        pages = table.pages(group)
+        count = len(pages)
+        if count > self._tables[group].shape[1]:
+            self._widen(group, count)
+        self._tables[group][slot, start:count] = pages[start:]
+        self.entries[group][slot] = count
+        self.pages_held[group][slot] = table.held(group)
+        self.covered[slot] = table.reserved
+
+    def _widen(self, group: int, count: int) -> None:
+        old = self._tables[group]
+        wide = np.full((len(old), max(count, 2 * old.shape[1])), HOLE, np.int32)
+        wide[:, : old.shape[1]] = old
+        self._tables[group] = wide
 
 
 def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
@@ -464,37 +524,16 @@ def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
     return [sum(needs) for needs in zip(*each, strict=True)]
 
 
-def fits_exactly(
-    lengths: Longs, left: Longs, held: Longs, page_tokens: int, available: int
-) -> bool:
-    """Whether requests of known length can run together without running out of pages.
-
-    They finish at different times, and each then frees its pages: the sum of what all of them need
-    at their end is more than is ever needed at once. Looks at the moment before each one finishes,
-    with every request's last page counted as full; O(n log n).
-
-    A request of `lengths` tokens, in `held` pages, generates `left` more, one a step. Further pages
-    are `available`.
-    """
-    order = np.argsort(left, kind="stable")
-    lengths, left, held = lengths[order], left[order], held[order]
-    count = np.arange(len(left), 0, -1)  # requests that still run, before each one finishes
-    tokens = np.cumsum(lengths[::-1])[::-1] + count * left
-    pages = (tokens + count * (page_tokens - 1)) / page_tokens
-    return bool((pages <= available + held.sum()).all())
+def _longs(count: int, slots: int) -> list[Longs]:
+    return [np.zeros(slots, np.int64) for _ in range(count)]
 
 
-def _growth_max(group: CacheGroup, limits: EngineLimits) -> int:
-    """Maximum number of pages of a group that a request ever holds: a window frees the rest."""
-    longest = limits.context_tokens
-    if group.window is not None:
-        chunk = limits.context_tokens if limits.chunk_tokens is None else limits.chunk_tokens
-        longest = min(longest, group.window + chunk + group.page_tokens)
-    return group.table_len(longest)
+def _flags(count: int, slots: int) -> list[Flags]:
+    return [np.zeros(slots, np.bool_) for _ in range(count)]
 
 
-def _table_len(group: CacheGroup, tokens: Longs) -> Longs:
-    """`CacheGroup.table_len` for many lengths."""
-    if group.kind is GroupKind.STATE:
-        return np.minimum(tokens, 1) * STATES_RUNNING
-    return -(-tokens // group.page_tokens)
+def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | None:
+    if not pools.states:
+        return None
+    assert limits.checkpoint_tokens % pools.page_tokens == 0, "a checkpoint within a page"
+    return StateCheckpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)

@@ -21,6 +21,8 @@ from antiphon.wire.sampling import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int32]
@@ -52,10 +54,11 @@ class TokenFilter:
         self._words = pack(allowed)
         self._budgets = tuple(budgets)
 
-    def restrict(self, words: Ints, ids: Ints) -> None:
-        """Clear the bits of tokens that may not follow `ids`, the request's tokens so far.
+    def restrict(self, words: Ints, ids: Callable[[int], Ints]) -> None:
+        """Clear the bits of tokens that may not follow the request's tokens so far.
 
-        All ids must be known on the host where a processor counts them: see `looks_back`.
+        `ids(start)` are these from `start` on. All must be known on the host where a processor
+        counts them: see `looks_back`.
         """
         words &= self._words
         for budget in self._budgets:
@@ -77,12 +80,12 @@ class ThinkingClock:
         closed = np.flatnonzero(prompt_ids == budget.closing_ids[-1])
         self._thinking = len(begun) > 0 and (len(closed) == 0 or begun[-1] > closed[-1])
 
-    def forced(self, ids: Ints) -> int | None:
-        """The only token that may follow `ids`, if the budget is used up. `ids` only ever grow."""
-        for token in ids[self._read :].tolist():
-            assert token >= 0, "a token that is not sampled yet cannot be counted"
+    def forced(self, ids: Callable[[int], Ints]) -> int | None:
+        """The only token that may follow, if the budget is used up. `ids` only ever grow."""
+        new = ids(self._read).tolist()
+        for token in new:
             self._count(token)
-        self._read = len(ids)
+        self._read += len(new)
         over = self._tokens - self._budget.tokens_max
         if not self._thinking or over < 0:
             return None

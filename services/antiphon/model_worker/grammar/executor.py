@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.batching.plan import StepOutcome
-    from antiphon.model_worker.batching.request import BatchRow, Request
+    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 PATIENCE_S = 0.005
@@ -167,13 +167,20 @@ class _MatcherThread:
 
 @dataclass(slots=True)
 class PendingGrammarRow:
-    """A row that waits until the matcher task has accepted its tokens, and its outcome."""
+    """A row whose matcher task has not accepted its token yet.
 
-    row: BatchRow
+    Attributes:
+        generation: Of its slot: should that change, the row is dropped.
+        index: Its row in the outcome.
+        since: When the wait was first noticed.
+    """
+
+    request: Request
+    generation: int
     outcome: StepOutcome
     index: int
     task: MatcherTask
-    since: float | None = None  # when the wait was first noticed
+    since: float | None = None
 
 
 class PendingGrammarRows:
@@ -192,18 +199,18 @@ class PendingGrammarRows:
         return len(self._rows)
 
     def put(self, late: PendingGrammarRow) -> None:
-        late.row.request.late = True
+        late.request.stalled = True
         self._rows.append(late)
 
     def take_done(self) -> Iterator[PendingGrammarRow]:
         """The rows whose matcher tasks are done, each once. Ended requests are forgotten."""
         rows, self._rows = self._rows, []
         for late in rows:
-            request = late.row.request
+            request = late.request
             if request.phase is Phase.ENDED:
                 self.executor.cancel(late.task)
             elif late.task.done:
-                request.late = False
+                request.stalled = False
                 yield late
             else:
                 self._rows.append(late)
@@ -220,4 +227,4 @@ class PendingGrammarRows:
             late.since = now if late.since is None else late.since
             if now - late.since > self._timeout_s:
                 message = f"grammar: matching a token takes longer than {self._timeout_s:g} s"
-                yield late.row.request, Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+                yield late.request, Overloaded(message, retry_after_s=_RETRY_AFTER_S)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client import Gauge
 
     from antiphon.model_worker.batching.loop import StepReport
-    from antiphon.model_worker.batching.running_batch import PoolUse
+    from antiphon.model_worker.batching.page_budget import PoolUse
     from antiphon.telemetry.catalog import MetricSpec
     from antiphon.wire.heartbeat import WorkerStats
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.steady import Drawn
+
 from antiphon.model_worker.observability.metrics import WorkerMetrics, WorkerSize
 from antiphon.telemetry.tracing import Span, span
 from antiphon.wire.heartbeat import WorkerStats

@@ -10,6 +10,7 @@ from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.steady import Drawn
+
     from antiphon.model_worker.lanes import Lane
     from antiphon.model_worker.protocol.held_request import HeldRequest
     from antiphon.service.sequence import SeqSender

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
+
+from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.lanes import Lanes
 from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
@@ -85,7 +86,9 @@ class ForwardContexts:
         self._stack_angles = self._angles(None)
         # With chunked attention, the rows of a sequence may differ from step to step.
         self._may_continue = not any(isinstance(kind, KvSpec) and kind.chunked for kind in kinds)
-        self._continue_step: int | None = None  # step from which the fused decoder may continue
+        self._kv_len: Ints | None = (
+            None  # (R,) of a decode step that the fused decoder can continue
+        )
         self.choice = self._choose(model, fused=fused)
 
     def _choose(self, model: LoadedModel, *, fused: bool) -> BackendChoice[..., object]:
@@ -107,26 +110,25 @@ class ForwardContexts:
 
         A `bare` result may be without logits.
         """
-        stack, continue_step = self._stack, self._continue_step
-        self._continue_step = None  # set again on success
+        stack, before = self._stack, self._kv_len
+        self._kv_len = None  # set again on success
         if stack is None:
             return None
         scored = None
-        if plan.follows and continue_step == plan.step - 1:
-            # A plan other than plain decode would have left no step to continue.
+        if before is not None and batch.decodes and np.array_equal(before + 1, plan.kv_len):
             scored = stack.decode_next(tokens, plan.page_tables, bare)
         if scored is None:
             if not stack.scores or plan.pooling is not None:
                 return None
             cos_sin = self._stack_angles.at_positions(plan.positions[0])
             scored = stack.score(tokens, plan.logit_tokens, cos_sin, batch.groups, argmax_only=bare)
-        if self._may_continue:
-            self._continue_step = plan.step
+        if self._may_continue and batch.decodes:
+            self._kv_len = plan.kv_len
         return scored
 
     def forget(self) -> None:
         """After a failed pass: the next one does not continue from it."""
-        self._continue_step = None
+        self._kv_len = None
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
         positions = plan.positions[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,9 +32,7 @@ class InputBatch:
     """
 
     def __init__(self, plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> None:
-        self.decodes = plan.follows or (
-            len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
-        )
+        self.decodes = len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
         self._plan = plan
         self._shapes = shapes
         self._states_count = states
@@ -114,37 +111,20 @@ def build_input_batch(plan: StepPlan, shapes: tuple[KvShape, ...], states: int) 
 
 
 class FutureTokens:
-    """The last token sampled in each slot, so that a plan may be made before its tokens are known.
-
-    Python integers, not an array: between two passes the code of each array operation falls out of
-    the CPU caches, and for the few rows of a plan fetching it takes longer than a loop over them.
-    """
+    """The last token sampled in each slot, for plans that were made before it was known."""
 
     def __init__(self) -> None:
-        self._last: dict[int, int] = {}
-        self._slots: Ints | None = None
-        self._token_ids: Ints | None = None
+        self._last = np.full(_SLOTS, _UNKNOWN, np.int32)  # (S,)
 
     def resolve(self, tokens: Ints) -> Ints:
         """Replace each `future(slot)` by the slot's last token."""
-        if min(tokens.tolist()) >= 0:
-            return tokens
-        self._note_each()
         unknown = tokens < 0
-        slots = (-1 - tokens[unknown]).tolist()
-        assert self._last.keys() >= set(slots), "a future of a slot that sampled nothing"
+        if not unknown.any():
+            return tokens
         resolved = tokens.copy()
-        resolved[unknown] = [self._last[slot] for slot in slots]
+        resolved[unknown] = last = self._last[-1 - tokens[unknown]]
+        assert (last != _UNKNOWN).all(), "a future of a slot that sampled nothing"
         return resolved
-
-    def record_each(self, slots: Ints, token_ids: Ints) -> None:
-        """Record one accepted token a row; the caller no longer changes either array.
-
-        Tokens of the previous step are overwritten unread if `slots` is the same array as then.
-        """
-        if slots is not self._slots:
-            self._note_each()
-        self._slots, self._token_ids = slots, token_ids
 
     def record(
         self, slots: Ints, starts: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None
@@ -154,15 +134,14 @@ class FutureTokens:
         A failed row gets token 0: a plan made before the failure was known still runs for the sake
         of its other rows, and the failed row's own outcome is dropped.
         """
-        self._note_each()
-        ids = token_ids.tolist()
-        for slot, (start, end) in zip(slots.tolist(), pairwise(starts.tolist()), strict=True):
-            if start < end:
-                self._last[slot] = ids[end - 1]
+        if (more := int(slots.max()) + 1 - len(self._last)) > 0:
+            self._last = np.append(self._last, np.full(more + len(slots), _UNKNOWN, np.int32))
+        ends = starts[1:]
+        accepted = ends > starts[:-1]
+        self._last[slots[accepted]] = token_ids[ends[accepted] - 1]
         if failed is not None:
-            self._last.update(dict.fromkeys(slots[failed].tolist(), 0))
+            self._last[slots[failed]] = 0
 
-    def _note_each(self) -> None:
-        if self._slots is not None and self._token_ids is not None:
-            self._last.update(zip(self._slots.tolist(), self._token_ids.tolist(), strict=True))
-        self._slots = self._token_ids = None
+
+_SLOTS = 256
+_UNKNOWN = -1

@@ -183,10 +183,9 @@ class ModelRunner:
         Nearly every step takes it, and each call that it leaves out would run as cold code.
         """
         rows = len(plan.slot)
-        self._futures.record_each(plan.slot, sampled)
-        return StepOutcome(
-            step=plan.step, starts=_one_each(rows), token_ids=sampled, status=_all_well(rows)
-        )
+        starts = _one_each(rows)
+        self._futures.record(plan.slot, starts, sampled, None)
+        return StepOutcome(step=plan.step, starts=starts, token_ids=sampled, status=_all_well(rows))
 
     def _conclude(
         self,

@@ -1,0 +1,299 @@
+"""Commits the outcomes of steps: tokens, pages, cached prefixes, finishes, and what is reported."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.model_worker.batching.logprobs import write_outputs
+from antiphon.model_worker.batching.plan import RowStatus
+from antiphon.model_worker.batching.running_batch import SlotSet
+from antiphon.model_worker.batching.state import Finish, Progress, SampledTokens
+from antiphon.model_worker.grammar.executor import MatcherTask, PendingGrammarRow
+from antiphon.wire.base import FinishReason
+from antiphon.wire.errors import EngineError, Internal, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from antiphon.model_worker.batching.plan import Floats, Indices, Ints, StepOutcome
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.running_batch import RunningBatch, StepRows
+    from antiphon.model_worker.batching.state import ChoiceKey
+    from antiphon.model_worker.grammar.executor import PendingGrammarRows
+
+
+class ProgressLog:
+    """What happened to each choice since the last report.
+
+    `interval` is the minimum number of output tokens to report; the first ones and the last ones
+    are reported at once.
+    """
+
+    def __init__(self, batch: RunningBatch, weights: str, interval: int) -> None:
+        self.weights = weights  # name of those that sample the tokens
+        self.interval = interval
+        self._batch = batch
+        self._progress: list[Progress] = []
+        self._sampled: SampledTokens | None = None
+
+    def refuse(self, key: ChoiceKey, finish: Finish) -> None:
+        """Report a choice that ended before it had any outputs here, or whose state is broken."""
+        self._progress.append(Progress(key=key, finish=finish))
+
+    def report(self, request: Request) -> None:
+        """Report what is new of one request, if that is enough or the last."""
+        self.close_step()
+        new = request.outputs_count - request.reported
+        if request.finish is None and (new == 0 or (new < self.interval and request.reported)):
+            return
+        self._progress.append(request.progress(self.weights))
+        if request.batch is not None:
+            self._batch.rowwise[request.slot] = self._batch.logprobs.rowwise[request.slot]
+
+    def add_sampled(self, slots: SlotSet, ids: Ints, logprobs: Floats | None) -> None:
+        """Report the newest token of each of these, (R,): all that happened to them in a step."""
+        batch = self._batch
+        ends = batch.length[slots.at] - batch.prompt[slots.at]
+        batch.reported[slots.at] = ends
+        self._sampled = SampledTokens(
+            slots=slots.slots,
+            keys=batch.keys[slots.at].copy(),
+            offsets=(ends - 1).astype(np.int32),
+            ids=ids,
+            logprobs=logprobs,
+        )
+
+    def close_step(self) -> None:
+        """Let more follow the tokens of a step: they are reported one by one."""
+        sampled, self._sampled = self._sampled, None
+        if sampled is not None:
+            self._batch.reported[sampled.slots] = sampled.offsets
+            for slot in sampled.slots.tolist():
+                self.report(self._batch.running[slot])
+
+    def take(self) -> tuple[Sequence[Progress], SampledTokens | None]:
+        """All since the last call. Of a choice that is in both, `Progress` comes first."""
+        sampled, self._sampled = self._sampled, None
+        progress, self._progress = self._progress, []
+        return progress, sampled
+
+
+@dataclass(kw_only=True)
+class OutcomeProcessor:
+    """Writes outcomes to the running batch.
+
+    `end` ends a request with its own finish or the given one, reports that, and frees what it
+    holds. `fail` ends one whose commit failed, and may be half done.
+    """
+
+    batch: RunningBatch
+    pending: PendingGrammarRows
+    log: ProgressLog
+    end: Callable[[Request, Finish | None], None]
+    fail: Callable[[Request, Exception], None]
+
+    def commit(self, rows: StepRows, outcome: StepOutcome) -> None:
+        """Commit the rows that are still current."""
+        self.log.close_step()
+        sampled = np.diff(outcome.starts)
+        assert (sampled <= rows.draws).all(), "more tokens were sampled than the plan asked for"
+        sound = self.batch.is_current(rows) & (outcome.status == RowStatus.OK)
+        sound &= sampled == rows.draws
+        index = np.flatnonzero(sound)
+        if len(index) < len(rows):
+            self._settle_unsound(rows, outcome, np.flatnonzero(~sound))
+            rows = rows.take(index)
+        self.batch.commit_computed(rows.slots, rows.ends)
+        if not rows.draws.all():
+            for row in np.flatnonzero(~rows.draws).tolist():
+                with self._alone(rows.slots, row) as request:
+                    self._commit_chunk(request, outcome, index.item(row))
+            drawing = np.flatnonzero(rows.draws)
+            rows, index = rows.take(drawing), index[drawing]
+        if len(rows):
+            tokens = outcome.token_ids[outcome.starts[index]]
+            finishes: Mapping[int, Finish | None] = _NO_FINISHES
+            if self.batch.has_grammar[rows.slots.at].any():
+                rows, index, tokens, finishes = self._advance_matchers(rows, index, tokens, outcome)
+            self._accept(rows.slots, tokens, outcome, index, finishes)
+
+    def commit_pending(self) -> None:
+        """Commit the rows whose grammar matchers have finished, as if their step had just ended."""
+        for late in self.pending.take_done():
+            request = late.request
+            try:
+                if request.batch is self.batch and late.generation == self._generation(request):
+                    self._commit_late(late)
+                elif request.matcher is not None:  # retracted: it samples them again
+                    request.matcher.rollback()
+            except Exception as error:  # noqa: BLE001  # logged there
+                self.fail(request, error)
+
+    def _commit_late(self, late: PendingGrammarRow) -> None:
+        finishes = dict(enumerate(late.task.result()))
+        tokens = np.array(late.task.tokens, np.int32)
+        slots, index = SlotSet.of([late.request.slot]), np.array([late.index])
+        self.log.close_step()
+        self._accept(slots, tokens, late.outcome, index, finishes)
+
+    def _generation(self, request: Request) -> int:
+        return self.batch.generation.item(request.slot)
+
+    @contextmanager
+    def _alone(self, slots: SlotSet, row: int) -> Generator[Request]:
+        """The request of a row. If what is done for it fails, it ends alone."""
+        request = self.batch.running[slots.slots.item(row)]
+        try:
+            yield request
+        except Exception as error:  # noqa: BLE001  # logged there
+            self.fail(request, error)
+
+    def _settle_unsound(self, rows: StepRows, outcome: StepOutcome, unsound: Indices) -> None:
+        """End the requests of rows that failed; let those that sampled nothing run again."""
+        current = self.batch.is_current(rows)
+        for row in unsound[current[unsound]].tolist():
+            with self._alone(rows.slots, row) as request:
+                if status := outcome.status.item(row):
+                    self.end(request, Finish.failed(_failure(status)))
+                    continue
+                # From its last token on; with recurrent states from its first, as none is stored
+                # between.
+                start, end = rows.starts.item(row), rows.ends.item(row)
+                self.batch.resume(request, start if self.batch.pools.states else end - 1)
+
+    def _commit_chunk(self, request: Request, outcome: StepOutcome, index: int) -> None:
+        """Commit a row that samples nothing: of a prompt that goes on, is scored, or is pooled."""
+        write_outputs(request, outcome, index, accepted=0, kept=0)
+        if request.scores and request.computed == request.length:
+            request.finish = Finish.at_length()
+        self._settle(request)
+
+    def _advance_matchers(
+        self, rows: StepRows, index: Indices, tokens: Ints, outcome: StepOutcome
+    ) -> tuple[StepRows, Indices, Ints, dict[int, Finish | None]]:
+        """Let grammar matchers accept the tokens; the rows that need not wait for them.
+
+        Also returns the finish of each of these rows that its grammar brings.
+        """
+        tasks: dict[int, MatcherTask] = {}
+        for row in np.flatnonzero(self.batch.has_grammar[rows.slots.at]).tolist():
+            matcher = self.batch.running[rows.slots.slots.item(row)].matcher
+            assert matcher is not None, "a grammar without a matcher"
+            tasks[row] = MatcherTask(matcher, [tokens.item(row)])
+        self.pending.executor.submit(list(tasks.values()))
+        ready = np.ones(len(rows), np.bool_)
+        finishes: dict[int, Finish | None] = {}
+        for row, task in tasks.items():
+            request = self.batch.running[rows.slots.slots.item(row)]
+            try:
+                if task.done:
+                    finishes[row] = task.result()[0]
+                else:
+                    ready[row] = False
+                    self._defer(request, outcome, index.item(row), task)
+            except Exception as error:  # noqa: BLE001  # logged there
+                ready[row] = False
+                self.fail(request, error)
+        if ready.all():
+            return rows, index, tokens, finishes
+        kept = np.flatnonzero(ready)
+        finishes = {new: finishes.get(old) for new, old in enumerate(kept.tolist())}
+        return rows.take(kept), index[kept], tokens[kept], finishes
+
+    def _defer(self, request: Request, outcome: StepOutcome, index: int, task: MatcherTask) -> None:
+        generation = self._generation(request)
+        self.pending.put(PendingGrammarRow(request, generation, outcome, index, task))
+        if request.prefilling:  # its prefix is computed, whatever its grammar does
+            self.batch.cache_prefix(request)
+            self.batch.prefix_sharing.unregister(request)
+
+    def _accept(
+        self,
+        slots: SlotSet,
+        tokens: Ints,
+        outcome: StepOutcome,
+        index: Indices,
+        finishes: Mapping[int, Finish | None],
+    ) -> None:
+        """Append the sampled tokens (R,), except those that end their output; finish, report.
+
+        index (R,) rows of the outcome; finishes by grammar, of those that have one
+        """
+        if not len(tokens):
+            return
+        batch = self.batch
+        ends = batch.are_ends(slots, tokens)
+        ends[[row for row, finish in finishes.items() if finish is not None]] = True
+        logprobs = batch.logprobs.sampled(slots, outcome, index)
+        if ends.any():
+            kept = ~ends
+            some = None if logprobs is None else logprobs[kept]
+            batch.append(slots.take(kept), tokens[kept], some)
+        else:
+            batch.append(slots, tokens, logprobs)
+        batch.in_flight[slots.at] -= 1
+        full = batch.length[slots.at] >= batch.tokens_max[slots.at]
+        singly = ends | full | batch.prefilling[slots.at] | batch.rowwise[slots.at]
+        if batch.checkpoints is not None:
+            singly |= batch.computed[slots.at] % batch.checkpoints.every == 0
+        if self.log.interval > 1:
+            singly[:] = True
+        if not singly.any():
+            self.log.add_sampled(slots, tokens, logprobs)
+            return
+        for row in np.flatnonzero(singly).tolist():
+            finish = finishes.get(row)
+            if ends[row]:
+                token = tokens.item(row)
+                finish = finish or Finish(reason=FinishReason.STOP, matched_stop=token)
+            elif full[row]:
+                finish = Finish.at_length()
+            with self._alone(slots, row) as request:
+                self._finish_row(request, outcome, index.item(row), finish, kept=not ends[row])
+        if not singly.all():
+            rest = ~singly
+            some = None if logprobs is None else logprobs[rest]
+            self.log.add_sampled(slots.take(rest), tokens[rest], some)
+
+    def _finish_row(
+        self,
+        request: Request,
+        outcome: StepOutcome,
+        index: int,
+        finish: Finish | None,
+        *,
+        kept: bool,
+    ) -> None:
+        """Finish, cache or report one request after a token of its was sampled."""
+        rowwise = self.batch.logprobs.rowwise[request.slot]
+        write_outputs(request, outcome, index, accepted=1, kept=int(kept and rowwise))
+        request.finish = finish
+        self._settle(request, sampled=True)
+
+    def _settle(self, request: Request, *, sampled: bool = False) -> None:
+        batch = self.batch
+        if request.finish is not None:
+            batch.cache_prefix(request)
+            self.end(request, None)
+            return
+        if request.prefilling:
+            batch.cache_prefix(request)
+            if sampled:
+                batch.prefilling[request.slot] = False
+                batch.prefix_sharing.unregister(request)
+        elif batch.checkpoints is not None and batch.checkpoints.due(request.computed):
+            batch.cache_prefix(request)
+        self.log.report(request)
+
+
+_NO_FINISHES: Mapping[int, Finish | None] = {}
+
+
+def _failure(status: int) -> EngineError:
+    if status == RowStatus.NO_TOKEN:
+        return InvalidRequest("the request's constraints allow no next token")
+    return Internal("the model produced no finite number")

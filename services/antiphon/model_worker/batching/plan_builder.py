@@ -1,0 +1,67 @@
+"""The plan of a step from its rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.model_worker.batching.logprobs import pooling_request, token_types
+from antiphon.model_worker.batching.plan import StepPlan
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.running_batch import RunningBatch, StepRows
+
+
+def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
+    """The plan of these rows, in their order."""
+    slots, count = rows.slots.slots, len(rows)
+    kv_len = rows.ends.astype(np.int32)
+    if rows.decodes == count:
+        tokens, positions = batch.next_tokens(rows), rows.starts.astype(np.int32)
+        query_len = np.ones(count, np.int32)
+        query_start = logit_tokens = np.arange(count, dtype=np.int32)
+    else:
+        tokens, positions = _chunks(rows, batch)
+        query_len = kv_len - rows.starts.astype(np.int32)
+        query_end = np.cumsum(query_len, dtype=np.int32)
+        query_start, logit_tokens = query_end - query_len, (query_end - 1)[rows.draws]
+    logits = batch.logits
+    masks = masked = penalties = biases = None
+    if not logits.idle:
+        masks, masked = logits.masks(rows)
+        penalties = logits.penalties(rows, batch.base)
+        biases = logits.biases(rows)
+    chunks = [batch.running[slot] for slot in slots[rows.decodes :].tolist()]
+    pooling = pooling_request(chunks, rows) if chunks else None
+    return StepPlan(
+        step=step,
+        slot=slots,
+        query_start=query_start,
+        query_len=query_len,
+        kv_len=kv_len,
+        tokens=tokens,
+        positions=positions[np.newaxis],
+        logit_tokens=logit_tokens,
+        sampling=batch.sampling(rows.slots),
+        page_tables=batch.page_tables(rows),
+        penalties=penalties,
+        token_masks=masks,
+        token_mask_rows=masked,
+        biases=biases,
+        details=batch.logprobs.request(rows, query_start),
+        pooling=pooling,
+        token_types=None if pooling is None else token_types(chunks, rows),
+    )
+
+
+def _chunks(rows: StepRows, batch: RunningBatch) -> tuple[Ints, Ints]:
+    """Tokens and positions of all rows, (T,), where some are prefill chunks."""
+    tokens, positions = [batch.next_tokens(rows)], [rows.starts[: rows.decodes]]
+    for row in range(rows.decodes, len(rows)):
+        start, end = rows.starts.item(row), rows.ends.item(row)
+        tokens.append(batch.running[rows.slots.slots.item(row)].ids(start, end))
+        positions.append(np.arange(start, end))
+    joined = np.concatenate(tokens), np.concatenate(positions)
+    return joined[0].astype(np.int32, copy=False), joined[1].astype(np.int32)
