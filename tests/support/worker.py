@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.support.services import process
 
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.plan import Penalties, SamplingColumns, StepPlan
 from antiphon.model_worker.batching.page_budget import Capacity
-from antiphon.model_worker.batching.state import EngineLimits, Finish, RequestState
+from antiphon.model_worker.batching.plan import Penalties, SamplingColumns, StepPlan
+from antiphon.model_worker.batching.state import (
+    ChoiceKey,
+    EngineLimits,
+    Finish,
+    Progress,
+    RequestState,
+    SampledTokens,
+)
+from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import Attempt, Term
-from antiphon.wire.codec import pack_ids
+from antiphon.wire.codec import pack_ids, unpack_ids, unpack_numbers
 from antiphon.wire.command import Admit, ChoiceOutput
 from antiphon.wire.digests import split_digests
 from antiphon.wire.ids import RequestId
 from antiphon.wire.kv_events import BlocksRemoved, BlocksStored
 from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.token_outputs import TokenOutputs, pack_floats, unpack_floats
+from antiphon.wire.tokens import TokenRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.token_store import OutputIds
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.wire.errors import ErrorReply
+    from antiphon.wire.tokens import TokenBatch, TokenStream
 
 DEADLINE = 60_000
 VOCABULARY = 8192
@@ -50,7 +64,7 @@ def admit(request_id: str = "r", n: int = 1, choices: int = 1, **fields: Any) ->
         "prompt_ids": pack_ids([1, 2, 3]),
         "choices": tuple(ChoiceOutput(choice=i) for i in range(choices)),
         "sampling": SamplingParams(max_new_tokens=8),
-        "steps": True,
+        "columns": True,
         "deadline_unix_ms": DEADLINE,
     }
     return Admit(**whole | fields)
@@ -118,6 +132,116 @@ def report(step: int = 1, *, pages_free: int = 0, pages_evictable: int = 0, **fi
     )
     whole = {"progress": (), "running": 1, "waiting": 0, "retractions": 0, **fields}
     return StepReport(step=step, credit=capacity, **whole)
+
+
+class FakeEngine:
+    """Reports tokens as an engine core does: their ids are in its store."""
+
+    def __init__(self) -> None:
+        self.store = TokenStore()
+        self._outputs: dict[int, OutputIds] = {}
+        self._lengths: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+
+    def begin(self, key: int, ids: Sequence[int] = ()) -> None:
+        """A choice whose first outputs came from another attempt."""
+        self._outputs[key] = self.store.open(np.array(ids, np.int32))
+        self._lengths[key] = len(ids)
+
+    def progress(
+        self,
+        key: int,
+        ids: Sequence[int] = (),
+        finish: Finish | None = None,
+        *,
+        logprobs: Sequence[float] | None = None,
+        **fields: Any,
+    ) -> Progress:
+        """These tokens of one choice. It has the first free slot, or the given one."""
+        if key not in self._outputs:
+            self.begin(key)
+        start = self._lengths[key]
+        for at, token in enumerate(ids):
+            self._append(key, token, None if logprobs is None else logprobs[at])
+        free = next(slot for slot in itertools.count() if slot not in self._slots.values())
+        slot = self._slots[key] = fields.pop("slot", self._slots.get(key, free))
+        if finish is not None:
+            self.retract(key)
+        return Progress(
+            key=ChoiceKey(key),
+            slot=slot,
+            outputs=self._outputs[key],
+            start=start,
+            end=self._lengths[key],
+            finish=finish,
+            **fields,
+        )
+
+    def sampled(
+        self, tokens: Mapping[int, int], logprobs: Mapping[int, float] | None = None
+    ) -> SampledTokens:
+        """One token of each of these choices."""
+        offsets = [self._lengths[key] for key in tokens]
+        values = None if logprobs is None else [logprobs.get(key, math.nan) for key in tokens]
+        for at, (key, token) in enumerate(tokens.items()):
+            self._append(key, token, None if values is None else values[at])
+        return SampledTokens(
+            slots=np.array([self._slots[key] for key in tokens], np.int32),
+            keys=np.array([*tokens], np.int64),
+            offsets=np.array(offsets, np.int32),
+            ids=np.array([*tokens.values()], np.int32),
+            logprobs=None if values is None else np.array(values, np.float32),
+        )
+
+    def retract(self, key: int) -> None:
+        """It loses its slot."""
+        self._slots.pop(key, None)
+
+    def _append(self, key: int, token: int, logprob: float | None) -> None:
+        outputs, length = self._outputs[key], self._lengths[key]
+        chunk = outputs.add_chunk() if length == outputs.reserved else outputs.last_chunk
+        values = None if logprob is None else np.array([logprob], np.float32)
+        self.store.write(ints(chunk), ints(length % CHUNK_TOKENS), ints(token), values)
+        self._lengths[key] = length + 1
+
+
+class ColumnReader:
+    """Expands what one worker sends one detokenizer to rows."""
+
+    def __init__(self) -> None:
+        self.plain_count = 0  # rows that came in columns
+        self._streams: dict[RequestId, TokenStream] = {}
+        self._rows: dict[int, TokenRow] = {}  # the last one with a stream number
+
+    def rows(self, batch: TokenBatch) -> list[TokenRow]:
+        rows: list[TokenRow] = []
+        if (columns := batch.columns) is not None:
+            lists = (unpack_numbers(columns.streams), unpack_ids(columns.offsets))
+            logprobs = [*unpack_floats(columns.logprobs), *[None] * len(columns)]
+            tokens = zip(*lists, unpack_ids(columns.token_ids), logprobs, strict=False)
+            rows += [self._plain(*token) for token in tokens]
+            self.plain_count += len(rows)
+        for row in batch.rows:
+            if row.stream is not None:
+                self._streams[row.request_id] = row.stream
+            if row.stream_number is not None:
+                self._rows[row.stream_number] = row
+        return [*rows, *batch.rows]
+
+    def _plain(self, number: int, offset: int, token: int, logprob: float | None) -> TokenRow:
+        row, ids = self._rows[number], pack_ids([token])
+        outputs = None
+        if self._streams[row.request_id].details_from is not None:
+            values = b"" if logprob is None else pack_floats([logprob])
+            outputs = TokenOutputs(count=1, token_ids=ids, logprobs=values)
+        return TokenRow(
+            request_id=row.request_id,
+            choice=row.choice,
+            attempt=row.attempt,
+            offset=offset,
+            token_ids=ids,
+            details=outputs,
+        )
 
 
 def error_of(finish: Finish | None) -> ErrorReply:

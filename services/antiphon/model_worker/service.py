@@ -82,6 +82,7 @@ class ModelWorker:
         self._seqs = SeqSender()
         self._moved = asyncio.Event()
         self._last: StepReport | None = None
+        self._paused = False  # by the last report that was queued
         self._stepped_at = 0.0
         self._numerics = NumericsCheck(runtime.process, self._model, engine.numerics_digest)
         self._output = WorkerOutput(
@@ -91,17 +92,16 @@ class ModelWorker:
             our_time_ms=runtime.peers.to_local_ms,
             leading=lambda: runtime.peers.leading(self._model),
         )
-        self._sender = TokenSender(runtime.bus, self._output)
+        wait_s = settings.batching.stall_limit_s
+        self._sender = TokenSender(runtime.bus, self._output, wait_s=wait_s)
         self._kv_events = KvEventPublisher(runtime.process, settings.cache.events_max)
         self._mailbox = Mailbox(live_max)
-        self._reports = ReportQueue(
-            relay=self._relay, take=self._on_reports, wait_s=settings.batching.stall_limit_s
-        )
+        self._reports = ReportQueue(take=self._on_queued_report, wait_s=wait_s)
         self._loop = BatchingLoop(
             engine.core,
             engine.runner,
             self._mailbox,
-            self._reports.deliver,
+            self._on_report,
             overlap=engine.resolved is not None and engine.resolved.overlap.value,
         )
         batching = settings.batching
@@ -137,7 +137,7 @@ class ModelWorker:
         )
         self._unelected_logged_at = -LOG_PAUSE_S
         runtime.metrics.registry.register(
-            CpuTime(lambda: self._loop.native_thread, lambda: self._sender.relayed_s)
+            CpuTime(lambda: self._loop.native_thread, lambda: self._sender.sending_s)
         )
 
     @staticmethod
@@ -386,78 +386,41 @@ class ModelWorker:
         self._sender.publish()
         self._moved.set()
 
-    def _relay(self, report: StepReport) -> bool:
-        """Do the work of `_on_report` in the batching thread, if it is only tokens and in order.
+    def _on_report(self, report: StepReport) -> None:
+        """Process a report of the batching loop in its thread; most are only tokens to send.
 
-        It never waits: while the event loop holds the lock, the report is queued for it.
+        What concerns the event loop is queued for it.
         """
-        if not self._sender.lock.acquire(blocking=False):
-            return False
-        try:
-            return self._relay_now(report)
-        except Exception:
-            # It may be half processed, so it is not processed again: its requests end.
-            log.exception("report failed", extra={"step": report.step})
-            self._drop_failed(self._output.fail([news.key for news in report.progress]))
-            return True
-        finally:
-            self._sender.lock.release()
+        now = self._runtime.clock.now()
+        paused = self._last is not None and self._last.paused
+        self._last, self._stepped_at = report, now
+        queued = self._sender.take_in(report)
+        self._record(partial(self._accounting.record, report, now))
+        queued |= self._accounting.full or report.paused != paused
+        if queued or report.returned or report.done or report.events:
+            self._reports.put(report)
 
-    def _relay_now(self, report: StepReport) -> bool:
-        assert self._last is not None, "a step was steady before the first one"
-        if len(self._reports) or self._output.draining or self._accounting.full:
-            return False
-        if report.paused != self._last.paused or not self._sender.relay(report):
-            return False
-        self._last = report
-        self._stepped_at = now = self._runtime.clock.now()
-        self._record(partial(self._accounting.record, report, now, ended=False))
-        return True
-
-    def _on_reports(self, reports: Iterable[tuple[StepReport, bool]]) -> None:
-        """Process the reports of the loop, and send new tokens.
-
-        Rows are relayed only if they are sent before those of the next step.
-        """
-        with self._sender.lock:
-            for report, last in reports:
-                try:
-                    self._on_report(report, relays=last and self._runtime.bus.link.up)
-                except Exception:
-                    log.exception("report failed", extra={"step": report.step})
-            self._sender.publish()
-            self._drop_failed(self._output.take_failed())
-        if self._kv_events.has_unsent:
-            self._publish_kv_events()
-        if self._output.draining:
-            self._moved.set()
-
-    def _on_report(self, report: StepReport, *, relays: bool = False) -> None:
-        if self._last is not None and report.paused != self._last.paused:
-            self._runtime.health.changed()
-        self._last = report
-        self._stepped_at = now = self._runtime.clock.now()
-        try:
-            ended = self._output.step(report.step, report.progress, relays=relays)
-        except Exception:
-            log.exception("progress failed", extra={"step": report.step})
-            self._drop_failed(self._output.fail([news.key for news in report.progress]))
-            ended = True
-        for take in (self._take_started, self._take_requeued, self._take_done, self._take_events):
+    def _on_queued_report(self, report: StepReport) -> None:
+        """Do the rest in the event loop's thread: end, requeue, reply, publish."""
+        for take in (self._take_ends, self._take_requeued, self._take_done, self._take_events):
             try:
                 take(report)
             except Exception:
                 # The others are for other requests, or other receivers.
                 log.exception("report failed", extra={"step": report.step})
-        self._record(partial(self._accounting.record, report, now, ended=ended))
+        if report.paused != self._paused:
+            self._paused = report.paused
+            self._runtime.health.changed()
 
-    def _take_started(self, report: StepReport) -> None:
-        if report.started:
-            self._output.started(report.started)
+    def _take_ends(self, _: StepReport) -> None:
+        self._record(self._accounting.process_pending)
+        with self._sender.lock:
+            self._act(self._output.take_failed())
 
     def _take_requeued(self, report: StepReport) -> None:
         if report.returned:
-            self._act(self._output.requeued(report.returned))
+            with self._sender.lock:
+                self._act(self._output.requeued(report.returned))
             self._runtime.health.changed()  # so that the leader is informed now
 
     def _take_done(self, report: StepReport) -> None:
@@ -467,10 +430,7 @@ class ModelWorker:
     def _take_events(self, report: StepReport) -> None:
         if report.events:
             self._kv_events.add(report.events)
-
-    def _drop_failed(self, drops: Iterable[Action]) -> None:
-        for drop in drops:
-            self._mailbox.drop(drop.key)
+            self._publish_kv_events()
 
     def _publish_kv_events(self) -> None:
         """Publish KV cache events. Unsent ones are a gap in the numbers, which listeners notice."""
@@ -501,8 +461,7 @@ class ModelWorker:
 
     def _on_tick(self, now_ms: int) -> None:
         with self._sender.lock:
-            self._act(self._output.tick(now_ms))
-            self._drop_failed(self._output.take_failed())
+            self._act([*self._output.tick(now_ms), *self._output.take_failed()])
         self._publish_kv_events()
         self._requeue_waiting(now_ms)
         held, overrun_tokens = self._output.held_count, self._output.overrun_tokens

@@ -17,9 +17,9 @@ from tests.support import worker
 from tests.system.stack import wait_until
 
 from antiphon.kernels.cpu import extension
-from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.page_budget import PoolUse
-from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
+from antiphon.model_worker.batching.planner import Backlog
+from antiphon.model_worker.batching.state import ChoiceKey, Finish
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
 from antiphon.model_worker.observability.step_accounting import (
     REPORTS_MAX,
@@ -27,10 +27,12 @@ from antiphon.model_worker.observability.step_accounting import (
     StepAccounting,
     StepLog,
 )
-from antiphon.model_worker.protocol.worker_output import RunChoice
+from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
+from antiphon.service.sequence import SeqSender
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import FinishReason
-from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import CommandBatch, StopChoice
+from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import StepReport
@@ -40,10 +42,7 @@ KEY = ChoiceKey(1)
 LENGTH = Finish(reason=FinishReason.LENGTH)
 
 
-def report(step: int, ids: list[int], finish: Finish | None = None) -> StepReport:
-    progress = (Progress(key=KEY, token_ids=pack_ids(ids), finish=finish),)
-    sizes = {"seconds": 0.01, "tokens": 1, "rows": 1, "pages_free": 1, "pages_evictable": 1}
-    return worker.report(step, progress=progress, **sizes)
+SIZES = {"seconds": 0.01, "tokens": 1, "rows": 1, "pages_free": 1, "pages_evictable": 1}
 
 
 class Desk:
@@ -54,20 +53,40 @@ class Desk:
         self.accounts = StepAccounting(
             self.metrics, WorkerSize(pages_total=10, page_tokens=16), None
         )
-        state = worker.state([1, 2], max_new_tokens=9)
-        self.accounts.begin(RunChoice(KEY, state, None), 10.0)
+        self.output = WorkerOutput(worker.WORKER, SeqSender(), live_max=8)
+        self.engine = worker.FakeEngine()
+        batch = CommandBatch(
+            leader=worker.LEADER,
+            worker=worker.WORKER,
+            seq=1,
+            commands=(worker.admit(),),
+            not_after_unix_ms=worker.DEADLINE,
+        )
+        (run,) = self.output.command(batch, 0)
+        assert isinstance(run, RunChoice)
+        self.accounts.begin(run, 10.0)
 
     def add(self, step: int, ids: list[int], finish: Finish | None = None) -> None:
-        ended = finish is not None
-        self.accounts.record(report(step, ids, finish), 10.0 + step, ended=ended)
+        progress = (self.engine.progress(KEY, ids, finish),)
+        self._take_in(worker.report(step, progress=progress, **SIZES))
+
+    def sample(self, step: int, token: int) -> None:
+        """A step of which only a token is reported."""
+        sampled = self.engine.sampled({KEY: token})
+        self._take_in(worker.report(step, sampled=sampled, **SIZES))
+
+    def _take_in(self, report: StepReport) -> None:
+        self.output.step(report.step, report.progress, report.sampled)
+        self.output.take()
+        self.accounts.record(report, 10.0 + report.step)
 
     def record(self, **fields: object) -> None:
-        """Put down a step whose report has these fields, of itself or of its capacity."""
-        plain = report(1, [5])
+        """Record a step whose report has these fields, of itself or of its capacity."""
+        plain = worker.report(1, **SIZES)
         capacity = {name: fields.pop(name) for name in [*fields] if hasattr(plain.credit, name)}
         credit = msgspec.structs.replace(plain.credit, **capacity)
         whole = msgspec.structs.replace(plain, credit=credit, **fields)
-        self.accounts.record(whole, 10.0, ended=False)
+        self.accounts.record(whole, 10.0)
 
     def read(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"antiphon_{name}", labels)
@@ -77,7 +96,7 @@ class Desk:
         return self.read("realtime_tokens_total", mode="decode")
 
     def figures(self) -> WorkerStats:
-        return self.accounts.load_stats(report(9, []), grammars=0, now=19.0)
+        return self.accounts.load_stats(worker.report(9, **SIZES), grammars=0, now=19.0)
 
 
 @pytest.fixture
@@ -92,7 +111,7 @@ def test_metrics_and_the_heartbeat_have_all_recorded_steps(desk: Desk) -> None:
     assert desk.figures().output_tokens_s == pytest.approx(0.3)
     assert desk.generated == 3
     assert desk.read("step_seconds_count") == 2
-    desk.add(3, [8])
+    desk.sample(3, 8)
     assert desk.generated == 4
     assert desk.figures().output_tokens_s == pytest.approx(0.4)
 
@@ -101,26 +120,45 @@ def test_the_line_of_a_choice_is_logged_when_it_ends_and_has_all_its_tokens(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     desk.add(1, [5])
+    desk.sample(2, 6)
+    desk.sample(3, 7)
+    desk.accounts.process_pending()
     assert not caplog.records
-    desk.add(4, [6, 7], LENGTH)
+    desk.add(4, [8, 9], LENGTH)
+    desk.accounts.process_pending()
     (line,) = (record.__dict__ for record in caplog.records)
-    assert (line["output_tokens"], line["first_token_s"], line["seconds"]) == (3, 1.0, 4.0)
+    assert (line["output_tokens"], line["first_token_s"], line["seconds"]) == (5, 1.0, 4.0)
 
 
-def test_the_line_of_a_dropped_choice_has_what_was_recorded(
+def test_the_line_of_a_dropped_choice_has_the_tokens_that_count(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     desk.add(1, [5])
+    desk.sample(2, 6)
+    desk.sample(2, 7)
+    stop = StopChoice(
+        request_id=RequestId("r"),
+        attempt=worker.attempt(),
+        detokenizer=worker.DETOKENIZER,
+        offset=2,
+        choice=0,
+    )
+    desk.output.stop(stop)
     desk.accounts.drop(KEY, 12.0)
     (line,) = (record.__dict__ for record in caplog.records)
-    assert (line["reason"], line["output_tokens"], line["seconds"]) == ("dropped", 1, 2.0)
+    assert (line["reason"], line["output_tokens"], line["seconds"]) == ("dropped", 2, 2.0)
+    assert line["first_token_s"] == 1.0
 
 
-def test_reports_that_are_not_read_do_not_pile_up(desk: Desk) -> None:
-    for step in range(10 * REPORTS_MAX):
-        desk.add(step, [5])
-        assert len(desk.accounts._uncounted) < REPORTS_MAX
-    assert desk.generated == 10 * REPORTS_MAX
+def test_accounts_are_full_when_many_reports_wait(desk: Desk) -> None:
+    desk.add(0, [5])
+    for step in range(1, REPORTS_MAX):
+        assert not desk.accounts.full
+        desk.sample(step, 5)
+    assert desk.accounts.full
+    desk.accounts.process_pending()
+    assert not desk.accounts.full
+    assert desk.generated == REPORTS_MAX
 
 
 def test_evicted_tokens_are_counted_once(desk: Desk) -> None:

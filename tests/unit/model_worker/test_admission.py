@@ -14,8 +14,8 @@ from tests.support.worker import error_of, limits, state
 from tests.unit.model_worker.steps import LIMITS, Steps
 
 from antiphon.model_worker.batching.admission import check, outputs_max
-from antiphon.model_worker.batching.plan import future
 from antiphon.model_worker.batching.page_budget import NewTokenRatio, fits_exactly
+from antiphon.model_worker.batching.plan import future
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.state import Finish
 from antiphon.wire.base import FinishReason

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.worker import admit
+from tests.support.worker import FakeEngine, admit
 
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
 from antiphon.model_worker.protocol.held_request import ROW_DETAILS_BYTES_MAX, HeldRequest
@@ -16,7 +16,12 @@ from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
-from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs, pack_floats
+from antiphon.wire.token_outputs import (
+    TokenOutputs,
+    join_token_outputs,
+    pack_floats,
+    unpack_floats,
+)
 
 if TYPE_CHECKING:
     from antiphon.wire.tokens import TokenRow
@@ -26,16 +31,24 @@ KEY = ChoiceKey(1)
 
 
 def details(first: int, stop: int, floats: int = 1) -> TokenOutputs:
-    """Token n of the answer has the id 100 + n; a token of the prompt has one below."""
+    """Token n of the output has the id 100 + n; a token of the prompt has one below.
+
+    Without `floats` of a hidden state, tokens have the outputs that the engine's store may have.
+    """
     return TokenOutputs(
         count=stop - first,
         token_ids=pack_ids(range(100 + first, 100 + stop)),
+        logprobs=pack_floats(-float(at) for at in range(first, stop)),
         hidden=pack_floats([0.5] * (floats * (stop - first))),
     )
 
 
-def held(start: int | None, output: ChoiceOutput | None = None) -> HeldRequest:
-    details = None if start is None else TokenOutputParams(logprobs=True, prompt_start=start)
+def held(
+    start: int | None, output: ChoiceOutput | None = None, *, in_store: bool = False
+) -> HeldRequest:
+    details = None
+    if start is not None:
+        details = TokenOutputParams(logprobs=True, prompt_start=start, hidden=not in_store)
     message = admit(
         prompt_ids=pack_ids(range(PROMPT_TOKENS)),
         sampling=SamplingParams(max_new_tokens=8, details=details),
@@ -45,12 +58,29 @@ def held(start: int | None, output: ChoiceOutput | None = None) -> HeldRequest:
     return HeldRequest(message, [KEY], now_ms=0, due_ms=1000)
 
 
-def progress(first: int, stop: int, *, told_from: int | None = None, floats: int = 1) -> Progress:
-    return Progress(
-        key=KEY,
-        token_ids=pack_ids(range(100 + first, 100 + stop)),
-        details=details(first if told_from is None else told_from, stop, floats),
-    )
+class Tokens:
+    """The tokens of one request's only choice, as an engine reports them."""
+
+    def __init__(self, request: HeldRequest, *, floats: int = 1, before: int = 0) -> None:
+        self.choice = request.choices[0]
+        self.floats = floats
+        self.end = before
+        self._engine = FakeEngine()
+        self._engine.begin(KEY, range(100, 100 + before))
+
+    def add(self, count: int, *, details_from: int | None = None, **fields: Any) -> None:
+        """Report more of them, with details from an offset on; without `floats` of the prompt."""
+        start, self.end = self.end, self.end + count
+        first = start if details_from is None else details_from
+        last = self.end if self.floats else min(0, self.end)
+        told = details(first, last, self.floats) if first < last else TokenOutputs()
+        progress = self._engine.progress(
+            KEY,
+            range(100 + start, 100 + self.end),
+            logprobs=[-float(at) for at in range(start, self.end)],
+            **{"details": told, **fields},
+        )
+        self.choice.extend(progress)
 
 
 def sent(request: HeldRequest) -> list[TokenRow]:
@@ -66,6 +96,8 @@ def check_rows(rows: list[TokenRow], first: int, stop: int) -> None:
         at += row.details.count
         told = list(unpack_ids(row.details.token_ids))
         assert told == list(range(100 + row.offset, 100 + at))
+        logprobs = [-float(each) for each in range(row.offset, at)]
+        assert list(unpack_floats(row.details.logprobs)) == logprobs
         assert list(unpack_ids(row.token_ids)) == [token for token in told if token >= 100]
         assert row.offset >= 0 or at <= 0, "prompt and answer share a row"
     assert at == stop
@@ -73,30 +105,43 @@ def check_rows(rows: list[TokenRow], first: int, stop: int) -> None:
 
 def test_tokens_of_the_prompt_come_before_the_answer_at_negative_offsets() -> None:
     request = held(start=2)
-    request.choices[0].append(progress(0, 1, told_from=-4))
+    tokens = Tokens(request)
+    tokens.add(1, details_from=-4)
     rows = sent(request)
     check_rows(rows, -4, 1)
     assert [row.offset for row in rows] == [-4, 0]
     assert rows[0].stream is not None
     assert rows[0].stream.details_from == -4
-    request.choices[0].append(progress(1, 3))
+    tokens.add(2)
     check_rows(sent(request), 1, 3)
     assert sent(request) == []
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(-4, 200), st.data())
-def test_details_are_sent_again_from_any_offset(steps: list[int], offset: int, data) -> None:
-    request, at = held(start=2), 0
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.integers(-4, 200),
+    st.sampled_from([0, 3]),
+    st.booleans(),
+    st.data(),
+)
+def test_details_are_sent_again_from_any_offset(
+    steps: list[int], offset: int, before: int, in_store: bool, data
+) -> None:
+    floats = 0 if in_store else 1
+    sealed = None
+    if before:
+        ids = pack_ids(range(100, 100 + before))
+        sealed = ChoiceOutput(choice=0, output_ids=ids, details=details(-4, before, floats))
+    request = held(start=2, output=sealed, in_store=in_store)
+    tokens = Tokens(request, floats=floats, before=before)
     for count in steps:
-        told_from = -4 if at == 0 else None
-        request.choices[0].append(progress(at, at + count, told_from=told_from))
-        at += count
+        tokens.add(count, details_from=None if tokens.end else -4)
         if data.draw(st.booleans()):
             sent(request)
     request.rewind({0: offset})
-    check_rows(sent(request), min(offset, at), at)
+    check_rows(sent(request), min(offset, tokens.end), tokens.end)
     request.rewind({})
-    check_rows(sent(request), -4, at)
+    check_rows(sent(request), -4, tokens.end)
 
 
 @given(
@@ -109,16 +154,12 @@ def test_a_row_is_of_one_origin_and_names_a_new_one(
     steps: list[tuple[int, str, int]], offset: int, with_details: bool, data
 ) -> None:
     request = held(start=2 if with_details else None)
+    tokens = Tokens(request)
     drawn: list[tuple[str, int]] = []
     rows: list[TokenRow] = []
     for number, (count, weights, retractions) in enumerate(steps):
-        at = len(drawn)
-        plain = Progress(key=KEY, token_ids=pack_ids(range(100 + at, 100 + at + count)))
-        told_from = None if number else -4
-        step = progress(at, at + count, told_from=told_from) if with_details else plain
-        request.choices[0].append(
-            msgspec.structs.replace(step, weights=weights, retractions=retractions)
-        )
+        first = None if number else -4
+        tokens.add(count, details_from=first, weights=weights, retractions=retractions)
         drawn += [(weights, retractions)] * count
         if data.draw(st.booleans()):
             rows += sent(request)
@@ -143,7 +184,7 @@ def check_origins(rows: list[TokenRow], drawn: list[tuple[str, int]]) -> None:
 def test_a_row_holds_no_more_details_than_fit_into_a_message() -> None:
     floats = 2000
     request = held(start=0)
-    request.choices[0].append(progress(0, 40, told_from=-5, floats=floats))
+    Tokens(request, floats=floats).add(40, details_from=-5)
     rows = sent(request)
     check_rows(rows, -5, 40)
     sizes = [row.details.size_bytes for row in rows if row.details]
@@ -151,11 +192,32 @@ def test_a_row_holds_no_more_details_than_fit_into_a_message() -> None:
     assert len(rows) == 1 + 5, "eight of these fit into a row"
 
 
-def test_an_answer_of_no_tokens_has_one_entry_for_what_would_follow() -> None:
-    request = held(start=-1)
+def test_a_row_holds_no_more_logprobs_of_the_store_than_fit_into_a_message() -> None:
+    request = held(start=-1, in_store=True)
+    Tokens(request, floats=0).add(20_000)
+    rows = sent(request)
+    check_rows(rows, 0, 20_000)
+    assert [row.details and row.details.size_bytes for row in rows[:-1]] == [
+        ROW_DETAILS_BYTES_MAX
+    ] * 2
+
+
+def test_ids_alone_are_details_if_logprobs_are_not_requested() -> None:
+    message = admit(
+        sampling=SamplingParams(max_new_tokens=8, details=TokenOutputParams(ids=True)),
+    )
+    request = HeldRequest(message, [KEY], now_ms=0, due_ms=1000)
+    Tokens(request, floats=0).add(2)
+    (row,) = sent(request)
+    assert row.details == TokenOutputs(count=2, token_ids=pack_ids([100, 101]))
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+def test_an_answer_of_no_tokens_has_one_entry_for_what_would_follow(in_store: bool) -> None:
+    request = held(start=-1, in_store=in_store)
     follow = TokenOutputs(count=1, token_ids=pack_ids([-1]))
     finish = Finish(reason=FinishReason.LENGTH)
-    request.choices[0].append(Progress(key=KEY, details=follow, finish=finish))
+    Tokens(request).add(0, details=follow, finish=finish)
     (row,) = sent(request)
     assert (row.offset, row.token_ids, row.details) == (0, b"", follow)
     assert row.finish_reason is FinishReason.LENGTH
@@ -167,7 +229,7 @@ def test_an_answer_of_no_tokens_has_one_entry_for_what_would_follow() -> None:
 def test_an_end_is_sent_even_without_details() -> None:
     request = held(start=0)
     finish = Finish(reason=FinishReason.ERROR)
-    request.choices[0].append(Progress(key=KEY, finish=finish))
+    request.choices[0].extend(Progress(key=KEY, finish=finish))
     (row,) = sent(request)
     assert (row.offset, row.finish_reason) == (-5, FinishReason.ERROR)
 
@@ -176,14 +238,14 @@ def test_what_was_sealed_with_the_ids_is_sent_with_them() -> None:
     output = ChoiceOutput(choice=0, output_ids=pack_ids([100, 101]), details=details(-4, 2))
     request = held(start=2, output=output)
     check_rows(sent(request), -4, 2)
-    request.choices[0].append(progress(2, 3))
+    Tokens(request, before=2).add(1)
     check_rows(sent(request), 2, 3)
 
 
 @pytest.mark.parametrize("offset", [0, 2, 9])
 def test_details_beyond_a_stop_are_not_sent(offset: int) -> None:
     request = held(start=-1)
-    request.choices[0].append(progress(0, 5))
+    Tokens(request).add(5)
     overrun = request.choices[0].stop(offset)
     assert overrun == max(0, 5 - offset)
     assert sent(request) == []
@@ -192,9 +254,9 @@ def test_details_beyond_a_stop_are_not_sent(offset: int) -> None:
 def test_rows_of_a_request_that_wants_none_have_none() -> None:
     request = held(start=-1)
     plain = held(start=None)
-    plain.choices[0].append(Progress(key=KEY, token_ids=pack_ids([7])))
+    Tokens(plain).add(1)
     (row,) = sent(plain)
     assert (row.details, row.stream.details_from if row.stream else 0) == (None, None)
-    request.choices[0].append(progress(0, 2))
+    Tokens(request).add(2)
     (row,) = sent(request)
     assert row.details == join_token_outputs([details(0, 2)])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import pytest
 from tests.support.worker import (
     DEADLINE,
@@ -14,15 +13,14 @@ from tests.support.worker import (
     GATEWAY,
     LEADER,
     WORKER,
+    ColumnReader,
+    FakeEngine,
     admit,
     attempt,
     process,
 )
 
-from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
-from antiphon.model_worker.batching.steady import Drawn
-from antiphon.model_worker.lanes import LANE_ROWS_MAX
+from antiphon.model_worker.batching.state import ChoiceKey, Finish
 from antiphon.model_worker.protocol.commands import AttemptTombstones
 from antiphon.model_worker.protocol.held_request import ROW_IDS_MAX, HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import BATCH_BYTES_MAX
@@ -51,10 +49,11 @@ from antiphon.wire.command import (
 from antiphon.wire.errors import EngineError, WorkerLost, encode_error
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
+
+    from antiphon.wire.tokens import TokenRow
 
 
 R = RequestId("r")
@@ -69,8 +68,8 @@ class Bench:
             WORKER, SeqSender(), live_max=live_max, leading=lambda: self.leading
         )
         self.seq = 0
-        self.steps = 0
-        self._unfolding: dict[InstanceId, Unfolding] = {}
+        self.engine = FakeEngine()
+        self.readers: defaultdict[InstanceId, ColumnReader] = defaultdict(ColumnReader)
         if commands:
             self.command(*commands)
 
@@ -88,20 +87,20 @@ class Bench:
         )
 
     def step(self, key: int, ids: list[int], finish: Finish | None = None) -> None:
-        self.output.step(1, [Progress(key=ChoiceKey(key), token_ids=pack_ids(ids), finish=finish)])
+        self.output.step(1, [self.engine.progress(key, ids, finish)])
 
-    def take(self) -> list[tuple[InstanceId, TokenBatch]]:
-        """What is to be sent, as the batches that it stands for."""
-        batches: list[tuple[InstanceId, TokenBatch]] = []
-        for to, news in self.output.take():
-            self.steps += isinstance(news, TokenStep)
-            batch = self._unfolding.setdefault(to, Unfolding()).batch(news)
-            assert batch is not None, "a step follows nothing"
-            batches.append((to, batch))
-        return batches
+    def sample(self, tokens: Mapping[int, int], **fields: bool) -> None:
+        """A step that adds one token to each of these choices."""
+        self.output.step(1, (), self.engine.sampled(tokens), **fields)
 
     def rows(self) -> list[TokenRow]:
-        return [row for _, batch in self.take() for row in batch.rows]
+        """What is to be sent, with columns expanded."""
+        return [row for to, batch in self.output.take() for row in self.readers[to].rows(batch)]
+
+    @property
+    def plain_count(self) -> int:
+        """Rows that were sent in columns."""
+        return sum(reader.plain_count for reader in self.readers.values())
 
     def open_list(
         self, *opened: str, closed: tuple[str, ...] = (), whole: bool = True, **fields: int
@@ -157,7 +156,7 @@ def test_batches_to_one_detokenizer_are_numbered_from_one() -> None:
     seqs: list[int] = []
     for _ in range(3):
         bench.step(1, [5])
-        seqs += [batch.seq for _, batch in bench.take()]
+        seqs += [batch.seq for _, batch in bench.output.take()]
     assert seqs == [1, 2, 3]
     assert bench.output.take() == []
 
@@ -274,10 +273,11 @@ def test_a_higher_attempt_takes_the_place_of_a_lower_one() -> None:
 def test_an_attempt_that_continues_sends_the_sealed_ids_again() -> None:
     bench = Bench()
     sealed = (ChoiceOutput(choice=0, output_ids=pack_ids([5, 6])),)
-    again = msgspec.structs.replace(admit(n=2, continues=attempt(1)), choices=sealed, steps=False)
+    again = msgspec.structs.replace(admit(n=2, continues=attempt(1)), choices=sealed)
     (run,) = bench.command(again)
     assert isinstance(run, RunChoice)
     assert run.state.emitted == 2
+    bench.engine.begin(1, [5, 6])
     bench.step(1, [7])
     (row,) = bench.rows()
     assert (row.offset, list(unpack_ids(row.token_ids))) == (0, [5, 6, 7])
@@ -451,7 +451,7 @@ def test_an_admit_past_its_deadline_does_not_run() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "draining"),
     [
-        (HeldRequest, "_detail_store", False),
+        (HeldRequest, "__init__", False),
         (WorkerOutput, "_requeue", True),
         (HeldChoice, "stop", False),
     ],
@@ -570,7 +570,7 @@ def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:
     bench = Bench(admit())
     ids = [token % 100 for token in range(3 * ROW_IDS_MAX + 1)]
     bench.step(1, ids, LENGTH)
-    batches = [batch for _, batch in bench.take()]
+    batches = [batch for _, batch in bench.output.take()]
     rows = [row for batch in batches for row in batch.rows]
     assert [token for row in rows for token in unpack_ids(row.token_ids)] == ids
     assert [row.offset for row in rows] == [0, ROW_IDS_MAX, 2 * ROW_IDS_MAX, 3 * ROW_IDS_MAX]
@@ -579,158 +579,140 @@ def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:
     assert max(len(encode(batch)) for batch in batches) < BATCH_BYTES_MAX
 
 
-def test_what_is_relayed_is_what_would_have_been_sent() -> None:
-    assert sum(map(relayed, range(30))) > 100
-
-
-def relayed(seed: int) -> int:
-    """Two machines hear the same; one has lanes for steady steps, and none in an outage.
-
-    Return how many steps it sent as ids alone.
-    """
-    chance = random.Random(seed)
-    waits, relays = Bench(), Bench()
-    live = {1: "a", 2: "b", 3: "c"}
-    elsewhere = admit("c", detokenizer=InstanceId("elsewhere"))
-    for bench in (waits, relays):
-        bench.command(admit("a"), admit("b"), elsewhere)
-    keys: tuple[ChoiceKey, ...] = ()
-    told: dict[int, Progress] = {}
-    for step in range(1, 40):
-        down = chance.random() < 0.2
-        steady = told.keys() >= live.keys() and chance.random() < 0.6
-        progress: list[Progress] = []
-        for key in list(live):
-            before = told.get(key, Progress(key=ChoiceKey(key), weights="w"))
-            if not steady and chance.random() < 0.1:
-                before = msgspec.structs.replace(before, retractions=before.retractions + 1)
-            count = 1 if steady else chance.choice([0, 1, 1, 2, 90])
-            ends = not steady and chance.random() < 0.06
-            if ends:
-                del live[key]
-            elif not count:
-                continue
-            told[key] = before
-            ids = pack_ids([chance.randrange(100) for _ in range(count)])
-            finish = LENGTH if ends else None
-            progress.append(msgspec.structs.replace(before, token_ids=ids, finish=finish))
-        if keys != tuple(news.key for news in progress):
-            keys = tuple(news.key for news in progress)
-        heard: Sequence[Progress] = drawn(progress, keys) if steady else progress
-        assert list(heard) == progress
-        places = [
-            TokenCursor(request_id=RequestId(name), choice=0, offset=chance.randrange(step))
-            for name in live.values()
-        ]
-        again = ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=tuple(places))
-        ended = [
-            waits.output.step(step, progress),
-            relays.output.step(step, heard, relays=not down),
-        ]
-        assert ended == [any(news.finish for news in progress)] * 2
-        if chance.random() < 0.1:
-            for bench in (waits, relays):
-                bench.take()  # whoever relays takes before anything else happens
-                bench.output.resend(again)
-        if not down:
-            sent = [
-                {
-                    (to, batch.seq): (batch.step, sorted(batch.rows, key=_place))
-                    for to, batch in bench.take()
-                }
-                for bench in (waits, relays)
-            ]
-            assert sent[0] == sent[1]
-        if chance.random() < 0.2:
-            assert waits.output.held() == relays.output.held()
-    assert waits.steps == 0
-    return relays.steps
-
-
-def drawn(progress: Sequence[Progress], keys: tuple[ChoiceKey, ...]) -> Drawn:
-    """The same as a steady step tells it."""
-    ids = [token for news in progress for token in unpack_ids(news.token_ids)]
-    return Drawn(keys, progress, np.array(ids, np.int32))
-
-
-def _place(row: TokenRow) -> tuple[str, int]:
-    return row.request_id, row.offset
-
-
-def steady(bench: Bench, rows: int) -> Drawn:
-    """A step of so many requests that have each said a token."""
-    bench.command(*(admit(f"request-{n}") for n in range(rows)))
-    keys = tuple(ChoiceKey(n + 1) for n in range(rows))
-    for key in keys:
-        bench.step(key, [7])
+def sampling(count: int) -> Bench:
+    """A machine with so many requests, each with one token that was sent."""
+    bench = Bench(*(admit(f"r{n + 1}") for n in range(count)), live_max=max(8, count))
+    bench.output.step(1, [bench.engine.progress(n + 1, [7]) for n in range(count)])
     bench.rows()
-    ids = pack_ids([2**31 - 1])
-    return drawn([Progress(key=key, token_ids=ids) for key in keys], keys)
+    return bench
 
 
-def test_as_many_rows_as_a_lane_may_have_are_one_batch_of_bounded_size_and_then_ids() -> None:
-    bench = Bench(live_max=LANE_ROWS_MAX)
-    step = steady(bench, LANE_ROWS_MAX)
-    bench.output.step(2, step, relays=True)
-    ((_, batch),) = bench.take()
-    assert [row.offset for row in batch.rows] == [1] * LANE_ROWS_MAX
-    assert len(encode(batch)) < BATCH_BYTES_MAX
-    bench.output.step(3, step, relays=True)
-    ((_, news),) = bench.output.take()
-    assert isinstance(news, TokenStep)
-    assert len(news.token_ids) == 4 * LANE_ROWS_MAX
-
-
-def test_more_rows_than_a_lane_may_have_are_sent_all_the_same() -> None:
-    bench = Bench(live_max=LANE_ROWS_MAX + 1)
-    step = steady(bench, LANE_ROWS_MAX + 1)
+def test_sampled_tokens_are_sent_in_columns_of_one_small_message() -> None:
+    bench = sampling(1000)
     for number in (2, 3):
-        bench.output.step(number, step, relays=True)
-        assert [row.offset for row in bench.rows()] == [number - 1] * (LANE_ROWS_MAX + 1)
-    assert bench.steps == 0
+        bench.sample({n + 1: 2**31 - 1 for n in range(1000)})
+        ((to, batch),) = bench.output.take()
+        assert batch.rows == ()
+        assert len(encode(batch)) < 20 * 1000 + 200
+        rows = bench.readers[to].rows(batch)
+        assert {row.offset for row in rows} == {number - 1}
+        assert [row.request_id for row in rows] == [f"r{n + 1}" for n in range(1000)]
 
 
-def test_a_detokenizer_that_does_not_read_steps_is_sent_rows() -> None:
-    bench = Bench(admit(steps=False))
+def test_a_detokenizer_that_does_not_read_columns_is_sent_rows() -> None:
+    bench = Bench(admit(columns=False))
     bench.step(1, [7])
+    assert [row.stream_number for row in bench.rows()] == [None]
+    for number in (1, 2, 3):
+        bench.sample({1: 8})
+        assert [row.offset for row in bench.rows()] == [number]
+    assert bench.plain_count == 0
+
+
+def test_each_detokenizer_is_sent_the_columns_of_its_own_choices() -> None:
+    there = InstanceId("there")
+    bench = Bench(admit("a"), admit("b", detokenizer=there), admit("c"))
+    bench.output.step(1, [bench.engine.progress(key, [7]) for key in (1, 2, 3)])
     bench.rows()
-    news = Progress(key=ChoiceKey(1), token_ids=pack_ids([8]))
-    step = drawn([news], (news.key,))
-    for number in range(2, 5):
-        bench.output.step(number, step, relays=True)
-        assert [row.offset for row in bench.rows()] == [number - 1]
-    assert bench.steps == 0
+    bench.sample({3: 30, 2: 20, 1: 10})
+    sent = {
+        to: [(row.request_id, *unpack_ids(row.token_ids)) for row in bench.readers[to].rows(batch)]
+        for to, batch in bench.output.take()
+    }
+    assert sent == {DETOKENIZER.instance: [("c", 30), ("a", 10)], there: [("b", 20)]}
+    assert bench.plain_count == 3
 
 
-def test_what_a_lane_has_passed_is_there_for_whoever_looks() -> None:
-    bench = Bench()
-    step = steady(bench, 2)
-    for number in range(2, 6):
-        bench.output.step(number, step, relays=True)
+def test_tokens_sent_in_columns_count_for_heartbeats_stops_and_resends() -> None:
+    bench = sampling(2)
+    for _ in range(4):
+        bench.sample({1: 8, 2: 8})
         bench.rows()
-    assert bench.steps == 3
+    assert bench.plain_count == 8
     assert [line.tokens for line in bench.output.held()] == [5, 5]
-    bench.output.step(6, step, relays=True)
+    bench.sample({1: 8, 2: 8})
     bench.rows()
-    (drop,) = bench.stop(request_id=RequestId("request-0"), choice=0, offset=2)
+    (drop,) = bench.stop(request_id=RequestId("r1"), choice=0, offset=2)
     assert isinstance(drop, DropChoice)
     assert bench.output.overrun_tokens == 4
-    bench.output.step(7, step, relays=True)  # drawn before the loop has heard of it
+    bench.sample({1: 8, 2: 8})  # sampled before the engine knew of the stop
     (row,) = bench.rows()
-    assert (row.request_id, row.offset) == ("request-1", 6)
-    assert bench.steps == 4
-    bench.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
-    bench.output.step(8, step, relays=True)
+    assert (row.request_id, row.offset) == ("r2", 6)
+    bench.resend()
+    bench.sample({2: 8})
     (row,) = bench.rows()
     assert (row.offset, len(unpack_ids(row.token_ids))) == (0, 8)
+    assert row.stream is not None
+    assert row.stream_number == 2
 
 
-def test_what_an_outage_has_left_unsent_is_not_relayed_past() -> None:
-    bench = Bench(admit())
-    bench.step(1, [5])
-    bench.rows()
-    bench.step(1, [6])
-    news = Progress(key=ChoiceKey(1), token_ids=pack_ids([7]))
-    bench.output.step(3, drawn([news], (news.key,)), relays=True)
+def test_a_stream_is_introduced_again_after_a_resend_that_lacks_nothing() -> None:
+    bench = sampling(1)
+    bench.output.resend(
+        ResendTokens(
+            worker=WORKER,
+            detokenizer=DETOKENIZER,
+            places=(TokenCursor(request_id=RequestId("r1"), choice=0, offset=1),),
+        )
+    )
+    assert bench.rows() == []
+    bench.sample({1: 8})
+    (row,) = bench.rows()
+    assert (row.offset, row.stream is not None, row.stream_number) == (1, True, 1)
+    bench.sample({1: 8})
+    assert [row.offset for row in bench.rows()] == [2]
+    assert bench.plain_count == 1
+
+
+def test_tokens_do_not_overtake_those_that_an_outage_left_unsent() -> None:
+    bench = sampling(1)
+    bench.sample({1: 6}, link_up=False)
+    bench.sample({1: 7})
     (row,) = bench.rows()
     assert (row.offset, list(unpack_ids(row.token_ids))) == (1, [6, 7])
+    assert bench.plain_count == 0
+    bench.sample({1: 8})
+    bench.rows()
+    assert bench.plain_count == 1
+
+
+def test_columns_that_wait_are_sent_before_the_rows_that_follow_on_them() -> None:
+    bench = sampling(2)
+    bench.sample({1: 6, 2: 6})
+    bench.sample({1: 7, 2: 7})
+    bench.step(1, [8], LENGTH)
+    (_, first), (_, second) = bench.output.take()
+    assert [len(batch.columns or ()) for batch in (first, second)] == [2, 2]
+    assert [[row.offset for row in batch.rows] for batch in (first, second)] == [[], [3]]
+    assert [first.seq, second.seq] == [2, 3]
+
+
+def test_columns_that_wait_are_not_sent_beside_a_resend_of_their_tokens() -> None:
+    bench = sampling(1)
+    bench.sample({1: 6})
+    bench.resend()
+    ((_, batch),) = bench.output.take()
+    assert batch.columns is None
+    assert [list(unpack_ids(row.token_ids)) for row in batch.rows] == [[7, 6]]
+
+
+def test_a_slot_that_another_choice_takes_over_says_nothing_of_the_one_before() -> None:
+    bench = sampling(2)
+    bench.sample({1: 6, 2: 6})
+    bench.rows()
+    bench.command(admit("r3"))
+    bench.engine.retract(1)
+    bench.output.step(3, [bench.engine.progress(3, [5])])  # in the slot of the first
+    bench.rows()
+    bench.sample({3: 6, 2: 7})
+    bench.rows()
+    assert [line.tokens for line in bench.output.held()] == [2, 3, 2]
+    bench.output.step(4, [bench.engine.progress(1, [7], retractions=1)])
+    (row,) = bench.rows()
+    assert (row.request_id, row.offset, row.retractions) == ("r1", 2, 1)
+    bench.sample({1: 8, 2: 8, 3: 8})
+    assert [(row.request_id, row.offset) for row in bench.rows()] == [
+        ("r1", 3),
+        ("r2", 3),
+        ("r3", 2),
+    ]

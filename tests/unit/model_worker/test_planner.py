@@ -17,9 +17,9 @@ from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome, p
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching import prefix_sharing
 from antiphon.model_worker.batching.plan import LogprobsBatch
+from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import QueueRules, TokenBudget
 from antiphon.model_worker.batching.request import BatchRow, Request
-from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.state import ChoiceKey, Progress
 from antiphon.model_worker.cache.pages import PageTable
 from antiphon.wire.codec import pack_ids, unpack_ids

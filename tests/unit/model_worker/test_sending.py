@@ -1,4 +1,4 @@
-"""Tokens that are sent where they are drawn, while the event loop's thread speaks, too."""
+"""Tokens are sent in the batching loop's thread, while the event loop's thread sends, too."""
 
 from __future__ import annotations
 
@@ -6,32 +6,42 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.wait import until
-from tests.support.worker import DEADLINE, DETOKENIZER, LEADER, WORKER, admit, attempt, report
+from tests.support.worker import (
+    DEADLINE,
+    DETOKENIZER,
+    LEADER,
+    WORKER,
+    ColumnReader,
+    FakeEngine,
+    admit,
+    attempt,
+    report,
+)
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.transport import BusDown
-from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.batching.state import ChoiceKey, Progress
-from antiphon.model_worker.batching.steady import Drawn
+from antiphon.model_worker.batching.state import ChoiceKey, Finish
+from antiphon.model_worker.protocol.outbox import TokenOutbox
+from antiphon.model_worker.protocol.plain_streams import PlainStreams
 from antiphon.model_worker.protocol.reports import REPORTS_MAX, ReportQueue
 from antiphon.model_worker.protocol.token_sender import TokenSender
-from antiphon.model_worker.protocol.worker_output import WorkerOutput
+from antiphon.model_worker.protocol.worker_output import DropChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
-from antiphon.wire.codec import decode, pack_ids, unpack_ids
+from antiphon.wire.base import FinishReason
+from antiphon.wire.codec import decode, unpack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.ids import ClusterName, RequestId
-from antiphon.wire.tokens import TokenBatch, TokenNews, TokenStep
+from antiphon.wire.tokens import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from antiphon.model_worker.batching.loop import StepReport
 
-KEYS = tuple(ChoiceKey(number) for number in (1, 2, 3))
+KEYS = (1, 2, 3)
 
 
 class Wire(MemoryTransport):
@@ -40,7 +50,7 @@ class Wire(MemoryTransport):
     def __init__(self, *, any_thread: bool = True) -> None:
         super().__init__(MemoryBroker())
         self.link.up = True
-        self.sent: list[TokenNews] = []
+        self.sent: list[TokenBatch] = []
         self.down = False
         self._any_thread = any_thread
 
@@ -57,111 +67,150 @@ class Wire(MemoryTransport):
     ) -> None:
         if self.down:
             raise BusDown("the NATS connection is down", retry_after_s=1.0)
-        self.sent.append(decode(data, (TokenBatch, TokenStep)))
+        self.sent.append(decode(data, (TokenBatch,)))
 
 
 class Stage:
-    """A worker of three requests that have each said a token."""
+    """A worker of three requests that each have one token, which was sent."""
 
-    def __init__(self, *, any_thread: bool = True) -> None:
+    def __init__(self, *, any_thread: bool = True, wait_s: float = 60.0) -> None:
         self.wire = Wire(any_thread=any_thread)
         self.output = WorkerOutput(WORKER, SeqSender(), live_max=8)
-        self.sending = TokenSender(Bus(self.wire, ClusterName("c"), WORKER), self.output)
+        bus = Bus(self.wire, ClusterName("c"), WORKER)
+        self.sender = TokenSender(bus, self.output, wait_s=wait_s)
+        self.engine = FakeEngine()
         commands = tuple(admit(f"r{key}") for key in KEYS)
         batch = CommandBatch(
             leader=LEADER, worker=WORKER, seq=1, commands=commands, not_after_unix_ms=DEADLINE
         )
         self.output.command(batch, 0)
-        self.before = [Progress(key=key, token_ids=pack_ids([0])) for key in KEYS]
-        self.output.step(1, self.before)
-        self.sending.publish()
+        self.output.step(1, [self.engine.progress(key, [0]) for key in KEYS])
+        self.sender.publish()
 
-    def relay(self, step: int) -> bool:
-        drawn = Drawn(KEYS, self.before, np.full(len(KEYS), step, np.int32))
-        steady = report(step, progress=drawn, running=3)
-        assert steady.steady
-        with self.sending.lock:
-            return self.sending.relay(steady)
+    def sample(self, token: int) -> bool:
+        """A step that adds this token to each request."""
+        tokens = self.engine.sampled(dict.fromkeys(KEYS, token))
+        return self.sender.take_in(report(token, sampled=tokens, running=3))
 
-    def heard(self) -> dict[str, list[int]]:
-        """What a detokenizer makes of the messages."""
-        said: dict[str, list[int]] = {f"r{key}": [] for key in KEYS}
-        assert [news.seq for news in self.wire.sent] == [
-            number + 1 for number in range(len(self.wire.sent))
-        ], "numbers left in another order than the messages"
-        unfolding = Unfolding()
-        for news in self.wire.sent:
-            batch = unfolding.batch(news)
-            assert batch is not None, "a step follows nothing"
-            for row in batch.rows:
-                ids = said[row.request_id]
-                assert row.offset <= len(ids), "a token was left out"
-                ids[row.offset :] = unpack_ids(row.token_ids)
-        return said
+    def resend(self) -> None:
+        self.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
+
+    def received(self) -> dict[str, list[int]]:
+        """The ids that a detokenizer reads from the messages."""
+        numbers = [batch.seq for batch in self.wire.sent]
+        assert numbers == [*range(1, len(numbers) + 1)], "sent in another order than numbered"
+        reader = ColumnReader()
+        ids: dict[str, list[int]] = {f"r{key}": [] for key in KEYS}
+        for row in (row for batch in self.wire.sent for row in reader.rows(batch)):
+            assert row.offset <= len(ids[row.request_id]), "a token was left out"
+            ids[row.request_id][row.offset :] = unpack_ids(row.token_ids)
+        return ids
 
 
-def everybody(tokens: Sequence[int]) -> dict[str, list[int]]:
+def each(tokens: Sequence[int]) -> dict[str, list[int]]:
     return {f"r{key}": list(tokens) for key in KEYS}
 
 
-def test_tokens_are_sent_in_the_thread_that_drew_them() -> None:
+def test_tokens_are_sent_in_the_thread_that_reports_them() -> None:
     stage = Stage()
-    thread = threading.Thread(target=lambda: [stage.relay(step) for step in range(2, 9)])
+    thread = threading.Thread(target=lambda: [stage.sample(step) for step in range(2, 9)])
     thread.start()
     thread.join()
-    assert stage.heard() == everybody([0, *range(2, 9)])
-    assert stage.sending.relayed_s > 0
+    assert stage.received() == each([0, *range(2, 9)])
+    assert all(batch.columns is not None for batch in stage.wire.sent[1:])
+    assert stage.sender.sending_s > 0
     assert not stage.output.has_unsent
 
 
-def test_nothing_is_done_where_only_the_event_loop_may_send() -> None:
+def test_the_event_loop_is_to_publish_where_only_that_may() -> None:
     stage = Stage(any_thread=False)
-    assert not stage.relay(2)
-    stage.wire.link.up = False
-    assert not stage.relay(2)
+    assert stage.sample(2)
+    assert stage.sample(3)
+    assert stage.received() == each([0])
+    stage.sender.publish()
+    assert stage.received() == each([0, 2, 3])
     assert not stage.output.has_unsent
-    assert stage.heard() == everybody([0])
 
 
-def test_what_a_link_loses_that_drops_just_then_is_sent_when_it_is_asked_for(
+def test_tokens_of_an_outage_wait_for_the_next_step_after_it() -> None:
+    stage = Stage()
+    stage.wire.link.up = False
+    assert not stage.sample(2)
+    stage.sender.publish()
+    assert stage.received() == each([0])
+    stage.wire.link.up = True
+    assert not stage.sample(3)
+    assert stage.received() == each([0, 2, 3])
+
+
+def test_tokens_lost_as_the_link_drops_are_sent_when_they_are_requested(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stage = Stage()
     stage.wire.down = True
-    assert stage.relay(2)
+    stage.sample(2)
     assert "tokens not sent" in caplog.text
     stage.wire.down = False
-    assert stage.relay(3)
-    assert [news.seq for news in stage.wire.sent] == [1, 3]
+    stage.sample(3)
+    assert [batch.seq for batch in stage.wire.sent] == [1, 3]
     del stage.wire.sent[:]
-    with stage.sending.lock:
-        stage.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
-        stage.sending.publish()
+    with stage.sender.lock:
+        stage.resend()
+        stage.sender.publish()
     (batch,) = stage.wire.sent
-    assert isinstance(batch, TokenBatch)
     assert [list(unpack_ids(row.token_ids)) for row in batch.rows] == [[0, 2, 3]] * len(KEYS)
 
 
-def test_resends_and_a_stop_in_the_middle_neither_lose_nor_disorder_a_token() -> None:
-    stage, step = Stage(), 1
-    enough, drew = threading.Event(), threading.Event()
+def test_an_end_is_for_the_event_loop_and_a_token_is_not() -> None:
+    stage = Stage()
+    assert not stage.sample(2)
+    finish = Finish(reason=FinishReason.LENGTH)
+    assert stage.sender.take_in(report(3, progress=(stage.engine.progress(1, [3], finish),)))
+    assert stage.received()["r1"] == [0, 2, 3]
+    assert stage.output.live_count == 2
 
-    def draw() -> None:
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(PlainStreams, "take"), (TokenOutbox, "put_columns"), (TokenOutbox, "take")]
+)
+def test_requests_of_a_step_that_cannot_be_taken_in_end(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a bug, on purpose")
+
+    stage = Stage()
+    with monkeypatch.context() as broken:
+        broken.setattr(owner, name, fail)
+        assert stage.sample(2)
+    assert stage.output.live_count == 0
+    assert stage.output.take_failed() == [DropChoice(ChoiceKey(key)) for key in KEYS]
+    stage.sender.publish()
+    reader = ColumnReader()
+    ends = [row for batch in stage.wire.sent for row in reader.rows(batch) if row.finish_reason]
+    assert [row.error and row.error.code for row in ends] == ["internal"] * len(KEYS)
+
+
+def test_resends_and_a_stop_between_steps_neither_lose_nor_disorder_a_token() -> None:
+    stage, step = Stage(), 1
+    enough, sampled = threading.Event(), threading.Event()
+
+    def sample() -> None:
         nonlocal step
         while not enough.is_set():
             step += 1
-            assert stage.relay(step)
-            drew.set()
+            stage.sample(step)
+            sampled.set()
 
-    thread = threading.Thread(target=draw)
+    thread = threading.Thread(target=sample)
     thread.start()
     for resends in range(100):
-        drew.clear()
-        assert drew.wait(10)
-        with stage.sending.lock:
-            stage.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
+        sampled.clear()
+        assert sampled.wait(10)
+        with stage.sender.lock:
+            stage.resend()
             if resends % 2:
-                stage.sending.publish()  # or what is drawn next takes it along
+                stage.sender.publish()  # or the next step takes it along
             if resends == 3:
                 stop = StopChoice(
                     request_id=RequestId("r2"),
@@ -171,118 +220,94 @@ def test_resends_and_a_stop_in_the_middle_neither_lose_nor_disorder_a_token() ->
                 stage.output.stop(stop)
     enough.set()
     thread.join()
-    stage.sending.publish()
-    said = stage.heard()
-    assert said["r1"] == said["r3"] == [0, *range(2, step + 1)]
-    assert said["r2"] == said["r1"][: len(said["r2"])]
-    assert len(said["r2"]) < len(said["r1"])
+    stage.sender.publish()
+    received = stage.received()
+    assert received["r1"] == received["r3"] == [0, *range(2, step + 1)]
+    assert received["r2"] == received["r1"][: len(received["r2"])]
+    assert len(received["r2"]) < len(received["r1"])
 
 
-STEADY = Drawn((ChoiceKey(1),), [Progress(key=ChoiceKey(1))], np.zeros(1, np.int32))
+def test_batching_loop_ends_when_the_event_loop_keeps_the_outputs() -> None:
+    stage = Stage(wait_s=0.05)
+    raised: list[str] = []
+
+    def run() -> None:
+        try:
+            stage.sample(2)
+        except TimeoutError as error:
+            raised.append(str(error))
+
+    with stage.sender.lock:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(20)
+    assert raised == ["the event loop has held the outputs for 0.05 s"]
 
 
-class Taker:
-    """Both ends: turns as the event loop takes them, and what was relayed."""
+class Queue:
+    """Both ends of a queue of reports; `taken` are the steps that the event loop has processed."""
 
     def __init__(self, wait_s: float = 60.0) -> None:
-        self.turns: list[list[tuple[int, bool]]] = []
-        self.relayed: list[int] = []
-        self.relays = False
-        self.meanwhile: StepReport | None = None
-        self.reports = ReportQueue(relay=self.relay, take=self.take, wait_s=wait_s)
+        self.taken: list[int] = []
+        self.reports = ReportQueue(take=self.take, wait_s=wait_s)
 
-    @property
-    def steps(self) -> list[int]:
-        return [step for turn in self.turns for step, _ in turn]
+    def take(self, report: StepReport) -> None:
+        assert report.step != 13, "the thirteenth cannot be processed"
+        self.taken.append(report.step)
 
-    def relay(self, report: StepReport) -> bool:
-        if self.relays:
-            self.relayed.append(report.step)
-        return self.relays
-
-    def take(self, reports: Iterator[tuple[StepReport, bool]]) -> None:
-        turn: list[tuple[int, bool]] = []
-        self.turns.append(turn)
-        for each, last in reports:
-            assert each.step != 13, "nobody takes in the thirteenth"
-            turn.append((each.step, last))
-            if self.meanwhile is not None:
-                meanwhile, self.meanwhile = self.meanwhile, None
-                self.deliver(meanwhile).join()
-
-    def deliver(self, *reports: StepReport) -> threading.Thread:
+    def put(self, *reports: StepReport) -> threading.Thread:
         """In a thread as the batching loop's."""
 
         def run() -> None:
-            for each in reports:
-                self.reports.deliver(each)
+            for one in reports:
+                self.reports.put(one)
 
         thread = threading.Thread(target=run)
         thread.start()
         return thread
 
 
-async def test_what_is_there_is_taken_in_one_turn_and_the_last_is_known() -> None:
-    taker = Taker()
-    taker.deliver(report(1), report(2), report(3)).join()
-    await until(lambda: taker.steps == [1, 2, 3])
-    assert [turn for turn in taker.turns if turn] == [[(1, False), (2, False), (3, True)]]
-
-
-async def test_what_comes_while_others_are_taken_in_has_a_turn_of_its_own() -> None:
-    taker = Taker()
-    taker.meanwhile = report(2)
-    taker.deliver(report(1)).join()
-    await until(lambda: taker.steps == [1, 2])
-    assert taker.turns == [[(1, True)], [(2, True)]]
+async def test_reports_are_taken_in_their_order() -> None:
+    queue = Queue()
+    queue.put(report(1), report(2), report(3)).join()
+    assert queue.taken == []
+    await until(lambda: queue.taken == [1, 2, 3])
 
 
 async def test_the_batching_loop_waits_where_the_event_loop_is_far_behind() -> None:
-    taker = Taker()
-    count = 3 * REPORTS_MAX
-    thread = taker.deliver(*map(report, range(100, 100 + count)))
-    while len(taker.reports) < REPORTS_MAX:
-        thread.join(0.001)  # nothing is taken in meanwhile
+    queue = Queue()
+    steps = range(100, 100 + 3 * REPORTS_MAX)
+    thread = queue.put(*map(report, steps))
+    thread.join(0.05)  # no report is taken meanwhile
     assert thread.is_alive()
     await until(lambda: not thread.is_alive())
-    await until(lambda: taker.steps == list(range(100, 100 + count)))
+    await until(lambda: queue.taken == [*steps])
 
 
-@pytest.mark.parametrize("relays", [True, False])
-async def test_a_steady_report_passes_nobody_if_it_can_be_relayed(relays: bool) -> None:
-    taker = Taker()
-    taker.relays = relays
-    taker.deliver(report(1), report(2, progress=STEADY), report(3)).join()
-    await until(lambda: taker.steps == ([1, 3] if relays else [1, 2, 3]))
-    assert taker.relayed == ([2] if relays else [])
-
-
-async def test_what_cannot_be_taken_in_is_told_to_whoever_waits_for_it() -> None:
-    taker = Taker()
-    taker.deliver(report(12), report(13), report(14)).join()
+async def test_error_of_a_report_is_raised_where_it_is_awaited() -> None:
+    queue = Queue()
+    queue.put(report(12), report(13), report(14)).join()
     with pytest.raises(AssertionError, match="thirteenth"):
         async with asyncio.timeout(10):
-            await taker.reports.failed
-    assert taker.steps == [12, 14]
+            await queue.reports.failed
+    await until(lambda: queue.taken == [12, 14])
 
 
 async def test_batching_loop_ends_when_the_event_loop_hangs() -> None:
-    taker = Taker(wait_s=0.05)
+    queue = Queue(wait_s=0.05)
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
             for step in range(1, REPORTS_MAX + 2):
-                taker.reports.deliver(report(100 + step))
+                queue.reports.put(report(100 + step))
         except TimeoutError as error:
             raised.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)  # in the event loop's thread: so it takes in nothing
+    thread.join(20)  # in the event loop's thread: so it takes none
     assert [str(error) for error in raised] == [
         "the event loop processed none of 64 step reports in 0.05 s"
     ]
-    assert len(taker.reports) == REPORTS_MAX
-    await until(lambda: len(taker.reports) == 0)
-    assert taker.steps == [100 + step for step in range(1, REPORTS_MAX + 1)]
+    await until(lambda: queue.taken == [100 + step for step in range(1, REPORTS_MAX + 1)])

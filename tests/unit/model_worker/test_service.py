@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -12,17 +12,16 @@ from tests.simulation.hash_runner import HashRunner
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
 from tests.support.wait import until
-from tests.support.worker import limits, page_group, process
+from tests.support.worker import ColumnReader, limits, page_group, process
 
 from antiphon.config.cluster import digest
-from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.pages import CachePools, PagePool
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.observability.step_accounting import StepAccounting
-from antiphon.model_worker.protocol.held_request import HeldRequest
+from antiphon.model_worker.protocol.held_request import HeldChoice
 from antiphon.model_worker.protocol.worker_output import WorkerOutput
 from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
@@ -59,6 +58,7 @@ from antiphon.wire.routes import (
 )
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList
+from antiphon.wire.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
     from antiphon.model_worker.control import ControlMessage
     from antiphon.service.service import Runtime, Service
-    from antiphon.wire.tokens import TokenBatch, TokenRow
+    from antiphon.wire.tokens import TokenRow
 
 VOCAB_SIZE = 50
 
@@ -112,7 +112,8 @@ class Stage:
         self.worker = worker
         self.bus = bus
         self.batches: list[TokenBatch] = []
-        self.unfolding = Unfolding()
+        self.rows: list[TokenRow] = []
+        self.reader = ColumnReader()
         self.beats: list[Heartbeat] = []
         self.kv_events: list[KvEvents] = []
         self.commands = 0
@@ -142,19 +143,16 @@ class Stage:
         self.bus.publish(HEARTBEAT, beat, role=Role.SCHEDULER, instance=leader.instance)
 
     async def _tokens(self, delivery: Delivery) -> None:
-        batch = self.unfolding.batch(delivery.read(TOKENS))
-        assert batch is not None, "a step follows nothing"
+        batch = delivery.read(TOKENS)
+        assert isinstance(batch, TokenBatch)
         self.batches.append(batch)
+        self.rows += self.reader.rows(batch)
 
     async def _kv(self, delivery: Delivery) -> None:
         self.kv_events.append(delivery.read(KV_EVENTS))
 
     async def _beat(self, delivery: Delivery) -> None:
         self.beats.append(delivery.read(HEARTBEAT))
-
-    @property
-    def rows(self) -> list[TokenRow]:
-        return [row for batch in self.batches for row in batch.rows]
 
     @property
     def load(self) -> WorkerLoad:
@@ -238,6 +236,7 @@ def admit(name: str, max_new_tokens: int = 5, prompt: Sequence[int] = (1, 2, 3))
         prompt_ids=pack_ids(prompt),
         choices=(ChoiceOutput(choice=0),),
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        columns=True,
         deadline_unix_ms=SystemClock().unix_ms() + 60_000,
     )
 
@@ -378,7 +377,7 @@ async def test_a_stop_of_the_detokenizer_ends_the_choice(stage: Stage) -> None:
 async def test_a_resend_brings_everything_again(stage: Stage) -> None:
     await stage.finish(admit("a"))
     ids = stage.ids("a")
-    stage.batches.clear()
+    stage.rows.clear()
     stage.stop(ResendTokens(worker=stage.worker.process, detokenizer=DETOKENIZER))
     await until(lambda: stage.ended("a"))
     assert stage.ids("a") == ids
@@ -525,11 +524,14 @@ async def test_worker_with_broken_pages_ends_and_logs_why(
 async def test_malformed_admit_of_a_leader_ends_its_request_alone(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_of_bad(self: HeldRequest, choice: ChoiceOutput) -> None:
-        if self.request_id == "bad":
-            fail()
+    begin = HeldChoice.__init__
 
-    monkeypatch.setattr(HeldRequest, "_detail_store", fail_of_bad)
+    def fail_of_bad(choice: HeldChoice, admit: Admit, *rest: Any) -> None:
+        if admit.request_id == "bad":
+            fail()
+        begin(choice, admit, *rest)
+
+    monkeypatch.setattr(HeldChoice, "__init__", fail_of_bad)
     await stage.command(admit("a"), admit("bad"), admit("b"))
     await until(lambda: stage.ended("a") and stage.ended("b"))
     assert not stage.worker.gone.is_set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NewType
+from typing import TYPE_CHECKING, Any, NewType
 
 import msgspec
 import numpy as np
@@ -15,6 +15,9 @@ from antiphon.wire.errors import EngineError, ErrorReply, encode_error
 from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.token_outputs import TokenOutputs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 ChoiceKey = NewType("ChoiceKey", int)
 """Names one admission of one choice. Never reused, so that a late command hits no other choice."""
@@ -149,6 +152,16 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def take(self, rows: NDArray[Any]) -> SampledTokens:
+        """Those of some rows, by their indices or by a mask."""
+        return SampledTokens(
+            slots=self.slots[rows],
+            keys=self.keys[rows],
+            offsets=self.offsets[rows],
+            ids=self.ids[rows],
+            logprobs=None if self.logprobs is None else self.logprobs[rows],
+        )
 
 
 class Phase(Enum):

@@ -198,15 +198,15 @@ class CpuTime(Collector):
 
     `bus` is the thread that creates this, which handles the bus: heartbeats, commands, and all
     results of steps but tokens. `sending` is the time that the batching loop's thread spends on
-    sending tokens itself (`relayed_s`), `kernels` the time in kernels, and `python` the rest of the
+    sending tokens (`sending_s`), `kernels` the time in kernels, and `python` the rest of the
     batching loop's thread, which alone calls kernels once the model is loaded. The other threads of
     torch's pool compute beside it, each about as long as `kernels`.
     """
 
-    def __init__(self, batching: Callable[[], int | None], relayed_s: Callable[[], float]) -> None:
+    def __init__(self, batching: Callable[[], int | None], sending_s: Callable[[], float]) -> None:
         self._bus = threading.get_native_id()
         self._batching = batching
-        self._relayed_s = relayed_s
+        self._sending_s = sending_s
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(
@@ -214,15 +214,15 @@ class CpuTime(Collector):
             "Processor time by part: bus; and of the batching thread kernels, python and sending.",
             labels=["part"],
         )
-        relayed = self._relayed_s()
+        sending = self._sending_s()
         bus, batching = _thread_s(self._bus), _thread_s(self._batching())
         if bus is not None:
             family.add_metric(["bus"], bus)
         if batching is not None:
             kernels = min(extension.kernel_cpu_s(), batching)
             family.add_metric(["kernels"], kernels)
-            family.add_metric(["sending"], relayed)
-            family.add_metric(["python"], max(0.0, batching - kernels - relayed))
+            family.add_metric(["sending"], sending)
+            family.add_metric(["python"], max(0.0, batching - kernels - sending))
         yield family
 
 

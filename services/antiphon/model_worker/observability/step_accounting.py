@@ -7,10 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.steady import Drawn
-
 from antiphon.model_worker.observability.metrics import WorkerMetrics, WorkerSize
 from antiphon.telemetry.tracing import Span, span
+from antiphon.wire.codec import id_count
 from antiphon.wire.heartbeat import WorkerStats
 
 if TYPE_CHECKING:
@@ -33,17 +32,16 @@ OUTPUT_S = 10
 """Window of the throughput."""
 PROMPTS_S = 60
 """Window of the prefix cache hit rate."""
-_ID_BYTES = 4
 
 
 class StepAccounting:
     """Counts the reports of the batching loop, off its critical path.
 
-    A report is only stored when it arrives, and counted with others when it is needed: for a
-    heartbeat, a scrape, or a choice that ends, so that its log line and its span end in time.
-    Between two steps the weights evict this code from the processor's caches: counted one by one,
-    each report took 30 us. While it is not `full`, any thread may record a report in which no
-    choice ends, if the caller excludes other threads. Times are `Clock.now`.
+    A report is only stored when it arrives, in the loop's thread, and counted with others in the
+    event loop's thread: for a heartbeat, a scrape, or a choice that ends, so that its log line and
+    its span end in time, or because the store is `full`. Between two steps the weights evict this
+    code from the processor's caches: counted one by one, each report took 30 us. Times are
+    `Clock.now`.
     """
 
     def __init__(
@@ -62,8 +60,8 @@ class StepAccounting:
 
     @property
     def full(self) -> bool:
-        """Whether the next report will be counted at once, with the stored ones."""
-        return len(self._uncounted) >= REPORTS_MAX - 1
+        """Whether it is time to count the stored reports."""
+        return len(self._uncounted) >= REPORTS_MAX
 
     def begin(self, run: RunChoice, now: float) -> None:
         self._request_log.begin(run, now)
@@ -72,17 +70,16 @@ class StepAccounting:
         self.process_pending()
         self._request_log.drop(key, now)
 
-    def record(self, report: StepReport, now: float, *, ended: bool) -> None:
-        """Store a report of the loop; `ended`: whether a choice has ended."""
+    def record(self, report: StepReport, now: float) -> None:
+        """Store a report of the loop."""
         self._uncounted.append((report, now))
-        if ended or len(self._uncounted) >= REPORTS_MAX:
-            self.process_pending()
 
     def process_pending(self) -> None:
         for _ in range(len(self._uncounted)):
             report, now = self._uncounted.popleft()
             try:
-                tokens = self._request_log.step(report.progress, now)
+                self._request_log.step(report.progress, now)
+                tokens = _output_tokens(report)
                 self.metrics.observe(report, tokens)
                 self._load_stats.observe(report, tokens, now)
                 self._step_log.step(report, tokens, now)
@@ -99,6 +96,11 @@ class StepAccounting:
     def _flush(self) -> None:
         self.process_pending()
         self.metrics.flush()
+
+
+def _output_tokens(report: StepReport) -> int:
+    sampled = 0 if report.sampled is None else len(report.sampled)
+    return sampled + sum(news.end - news.start for news in report.progress)
 
 
 class SlidingSum:
@@ -240,7 +242,6 @@ class _LoggedChoice:
     span: Span
     began: float
     first_s: float | None = None
-    id_bytes: int = 0
 
 
 class WorkerRequestLog:
@@ -256,25 +257,16 @@ class WorkerRequestLog:
         here = span("worker.generate", run.traceparent, request_id=run.state.request_id).start()
         self._entries[run.key] = _LoggedChoice(run, here, now)
 
-    def step(self, progress: Iterable[Progress], now: float) -> int:
-        """Count the progress of a step; return its number of output tokens."""
-        entries, id_bytes = self._entries, 0
-        if isinstance(progress, Drawn):  # no first or last token of a choice is among these
-            for key in progress.keys:
-                if key in entries:
-                    entries[key].id_bytes += _ID_BYTES
-            return len(progress)
+    def step(self, progress: Iterable[Progress], now: float) -> None:
+        """Note first tokens and ends. Neither is among the sampled tokens of a report."""
         for news in progress:
-            id_bytes += len(news.token_ids)
-            if (entry := entries.get(news.key)) is None:
+            if (entry := self._entries.get(news.key)) is None:
                 continue
-            entry.id_bytes += len(news.token_ids)
-            if entry.first_s is None and news.token_ids:
+            if entry.first_s is None and news.end > news.start:
                 entry.first_s = now - entry.began
             if news.finish is not None:
                 error = news.finish.error
                 self._end(entry, now, error.code if error else news.finish.reason.value)
-        return id_bytes // _ID_BYTES
 
     def drop(self, key: ChoiceKey, now: float) -> None:
         """End a choice that was dropped: a stop string, an abort, a deadline."""
@@ -284,7 +276,7 @@ class WorkerRequestLog:
     def _end(self, entry: _LoggedChoice, now: float, reason: str) -> None:
         state = entry.run.state
         del self._entries[entry.run.key]
-        tokens = entry.id_bytes // _ID_BYTES
+        tokens = entry.run.choice.length - id_count(state.output_ids)
         entry.span.set(output_tokens=tokens, reason=reason)
         entry.span.end()
         log.info(
@@ -293,7 +285,7 @@ class WorkerRequestLog:
                 "request_id": state.request_id,
                 "choice": state.choice,
                 "reason": reason,
-                "prompt_tokens": len(state.prompt_ids) // _ID_BYTES,
+                "prompt_tokens": id_count(state.prompt_ids),
                 "output_tokens": tokens,
                 "first_token_s": entry.first_s,
                 "seconds": now - entry.began,

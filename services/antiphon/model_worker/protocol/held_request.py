@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.wire.codec import ID_BYTES
-from antiphon.wire.token_outputs import TokenOutputsBuffer
+import msgspec
+
+from antiphon.model_worker.batching.state import WIRE_IDS
+from antiphon.wire.codec import ID_BYTES, id_count
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsBuffer, join_token_outputs
 from antiphon.wire.tokens import TokenRow, TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
+    from antiphon.model_worker.batching.token_store import OutputIds
     from antiphon.wire.command import Admit, ChoiceOutput
 
 ROW_IDS_MAX = 16_384
@@ -21,221 +24,219 @@ ROW_DETAILS_BYTES_MAX = 64 * 1024
 """Maximum bytes of a row's logprobs and hidden states."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputOrigin:
-    """The weights that sampled the outputs from `start` on, and the retractions before."""
-
-    start: int
-    weights: str
-    retractions: int
-
-
 class HeldChoice:
-    """The outputs of one choice: the only place from which its tokens are sent again.
+    """One choice, and how much of its outputs was sent.
 
-    Their logprobs and hidden states are here too: those of prompt tokens at negative offsets, then
-    those of each output.
+    The output ids are in the batching loop's store, and so are the logprobs of sampled tokens where
+    nothing else is returned of these. All other logprobs and hidden states are here: those of
+    prompt tokens at negative offsets, then those of each output.
+
+    Attributes:
+        slot: The slot in which it runs, by the last progress; -1 if in none.
+        length: Number of output ids. Not current while its stream is plain; see `PlainStreams`.
+        has_logprobs: Whether those of sampled tokens are returned.
     """
 
-    # Slots, not a dictionary: there, each attribute that a step reads costs a cache line.
-    __slots__ = (
-        "_attempt", "_details", "_end_sent", "_first", "_ids", "_marks", "_marks_sent",
-        "_request_id", "_sent", "_stopped", "finish", "index", "key",
-    )  # fmt: skip
-
     def __init__(
-        self, admit: Admit, output: ChoiceOutput, key: ChoiceKey, details: TokenOutputsBuffer | None
+        self, admit: Admit, output: ChoiceOutput, key: ChoiceKey, details_from: int | None
     ) -> None:
-        self._request_id = admit.request_id
-        self._attempt = admit.attempt
+        params = admit.sampling.details
         self.index = output.choice
         self.key = key
+        self.slot = -1
+        self.length = id_count(output.output_ids)
         self.finish: Finish | None = None
-        self._ids = bytearray(output.output_ids)
-        self._details = details
-        self._first = 0 if details is None else details.first
-        self._sent = self._first
-        self._end_sent = False
+        self.has_logprobs = params is not None and params.logprobs
+        self._request_id = admit.request_id
+        self._attempt = admit.attempt
+        self._number = key if admit.columns else None
+        self._first_ids = output.output_ids  # until it has `_outputs`
+        self._outputs: OutputIds | None = None
+        self._in_store = params is not None and params.sampled_only
+        self._details = None if details_from is None else TokenOutputsBuffer(details_from)
+        if self._details is not None and output.details is not None and output.output_ids:
+            self._details.append(output.details)
+        self._first = self._sent = details_from or 0
+        self._end_sent = self._number_sent = False
         self._stopped = False
-        self._marks: list[OutputOrigin] = []
-        self._marks_sent = 0
-
-    @property
-    def length(self) -> int:
-        return len(self._ids) // ID_BYTES
+        self._origins: dict[int, tuple[str, int]] = {}  # weights, retractions; by first offset
 
     @property
     def live(self) -> bool:
         return self.finish is None and not self._stopped
 
-    def append(self, progress: Progress) -> None:
+    @property
+    def can_be_plain(self) -> bool:
+        """Whether its next token may go into columns."""
+        return self.live and self.slot >= 0 and self._number_sent and self._sent == self.length
+
+    def extend(self, progress: Progress) -> None:
         assert self.live, "a choice continued after its end"
-        if progress.token_ids or not self._marks:
-            self._mark(progress)
-        self._ids += progress.token_ids
+        if progress.end > progress.start or not self._origins:
+            self._note_origin((progress.weights, progress.retractions))
+        if progress.outputs is not None:
+            assert progress.start == self.length, "a token is missing, or was reported twice"
+            self._outputs, self._first_ids = progress.outputs, b""
+            self.length = progress.end
         if self._details is not None:
             self._details.append(progress.details)
-            assert self._details.end >= self.length or not self.length, "a token has no details"
+            needed = 0 if self._in_store else self.length
+            assert self._details.end >= needed or not self.length, "a token has no details"
+        self.slot = progress.slot
         self.finish = progress.finish
+
+    def mark_sent(self, length: int) -> None:
+        """Note that it has so many outputs, and that all of them were sent."""
+        self.length = self._sent = length
 
     def fail(self, finish: Finish) -> None:
         self.finish = finish
         self._sent = self._end
 
-    @property
-    def even(self) -> bool:
-        """Whether it runs without logprobs, and all of it was sent, its `TokenStream` included."""
-        if self._sent != self.length or self._marks_sent < len(self._marks):
-            return False
-        return self.live and self._details is None and bool(self._marks)
-
-    def go_on(self, token_ids: bytes) -> None:
-        """Add ids of an `even` choice that were sent already."""
-        assert self.live, "a choice continued after its end"
-        self._ids += token_ids
-        self._sent = self.length
-
-    def last_row(self) -> TokenRow:
-        """The row of its last token, as `unsent` makes it of plain ids."""
-        return self._plain_row(self.length - 1)
-
-    def _plain_row(self, offset: int) -> TokenRow:
-        return TokenRow(
-            request_id=self._request_id,
-            choice=self.index,
-            attempt=self._attempt,
-            offset=offset,
-            token_ids=bytes(self._ids[offset * ID_BYTES :]),
-        )
-
     def stop(self, offset: int | None = None) -> int:
         """End it without a finish message, cut at `offset`; return the number of ids cut off."""
-        length = self.length if offset is None else min(self.length, max(0, offset))
-        overrun = self.length - length
-        del self._ids[length * ID_BYTES :]
-        if self._details is not None:
-            self._details.truncate(length)
-        self._stopped = True
+        overrun = 0 if offset is None else max(0, self.length - max(0, offset))
+        self.length -= overrun
+        self.silence()
         return overrun
 
     def silence(self) -> None:
+        """Send no more of it, not even again."""
         self._stopped = True
+        self._outputs = self._details = None
 
     def rewind(self, offset: int) -> None:
         """Send again from `offset` on, the finish included."""
         self._sent = min(max(self._first, offset), self._end)
-        self._end_sent = False
-        self._marks_sent = 0
-
-    def take_plain(self) -> TokenRow | None:
-        """Take the unsent ids, if they are one row without anything else.
-
-        So it is for nearly every row: this costs a third of `unsent`.
-        """
-        sent, length = self._sent, self.length
-        if self._details is not None or self.finish is not None or self._stopped:
-            return None
-        if not sent < length <= sent + ROW_IDS_MAX or self._marks_sent < len(self._marks):
-            return None
-        self._sent = length
-        return self._plain_row(sent)
+        self._end_sent = self._number_sent = False
 
     def unsent(self, stream: TokenStream | None) -> Iterator[TokenRow]:
         """Take what was not sent yet, in rows of bounded size and a single origin each.
 
         The first row carries `stream`.
         """
-        if self._stopped:
-            return
-        while self._sent < self._end or (self.finish is not None and not self._end_sent):
-            offset = self._sent
-            # A row holds prompt tokens or output tokens: only the latter have ids.
-            border = 0 if offset < 0 <= self._end else self._end
-            # The first origin is no border: outputs before it came with the admit.
-            border = min([border, *(mark.start for mark in self._marks[1:] if mark.start > offset)])
-            self._sent = min(border, offset + self._row_tokens_max())
-            self._end_sent = self.finish is not None and self._sent == self._end
-            ids = bytes(self._ids[max(0, offset) * ID_BYTES : max(0, self._sent) * ID_BYTES])
+        while self._has_unsent:
+            offset, end = self._sent, self._row_end()
+            self._sent = end
+            self._number_sent = self._number is not None
+            self._end_sent = self.finish is not None and end == self._end
             finish = self.finish if self._end_sent else None
-            origin = self._news(offset, self._sent)
+            weights, retractions = self._origin_at(offset)
             yield TokenRow(
                 request_id=self._request_id,
                 choice=self.index,
                 attempt=self._attempt,
                 offset=offset,
-                token_ids=ids,
-                details=None if self._details is None else self._details.read(offset, self._sent),
+                token_ids=self._ids(max(0, offset), max(0, end)),
+                details=self._token_outputs(offset, end),
                 stream=stream,
-                weights=origin.weights if origin else None,
-                retractions=origin.retractions if origin else 0,
+                stream_number=self._number,
+                weights=weights,
+                retractions=retractions,
                 finish_reason=finish.reason if finish else None,
                 matched_stop=finish.matched_stop if finish else None,
                 error=finish.error if finish else None,
             )
             stream = None
 
-    def _mark(self, progress: Progress) -> None:
-        """Note the origin of the next outputs, if it differs from the last one."""
-        mark = OutputOrigin(self.length, progress.weights, progress.retractions)
-        if self._marks:
-            last = self._marks[-1]
-            if (last.weights, last.retractions) == (mark.weights, mark.retractions):
-                return
-            if last.start == mark.start:
-                self._marks.pop()
-                self._marks_sent = min(self._marks_sent, len(self._marks))
-        self._marks.append(mark)
-
-    def _news(self, offset: int, end: int) -> OutputOrigin | None:
-        """The origin of the outputs up to `end`, if it was not sent yet.
-
-        Prompt tokens have the first one.
-        """
-        reached = sum(mark.start <= max(0, offset) or mark.start < end for mark in self._marks)
-        if reached <= self._marks_sent:
-            return None
-        self._marks_sent = reached
-        return self._marks[reached - 1]
+    @property
+    def _has_unsent(self) -> bool:
+        if self._stopped:
+            return False
+        return self._sent < self._end or (self.finish is not None and not self._end_sent)
 
     @property
     def _end(self) -> int:
-        return self.length if self._details is None else self._details.end
+        """The offset up to which there are tokens to send, of the prompt or the output."""
+        if self._details is None:
+            return self.length
+        whole_prompt = self._in_store and self._details.end >= 0
+        return max(self.length, self._details.end) if whole_prompt else self._details.end
+
+    def _row_end(self) -> int:
+        offset, end = self._sent, self._end
+        # A row holds prompt tokens or output tokens: only the latter have ids.
+        border = 0 if offset < 0 <= end else end
+        # The first origin is no border: outputs before it came with the admit.
+        border = min([border, *(start for start in [*self._origins][1:] if start > offset)])
+        return min(border, offset + self._row_tokens_max())
 
     def _row_tokens_max(self) -> int:
-        if self._details is None or not self._details.token_bytes:
+        if self._details is None:
             return ROW_IDS_MAX
-        return min(ROW_IDS_MAX, max(1, ROW_DETAILS_BYTES_MAX // self._details.token_bytes))
+        token_bytes = max(self._details.token_bytes, 2 * ID_BYTES)
+        return min(ROW_IDS_MAX, max(1, ROW_DETAILS_BYTES_MAX // token_bytes))
+
+    def _ids(self, start: int, end: int) -> bytes:
+        if self._outputs is None:
+            return self._first_ids[start * ID_BYTES : end * ID_BYTES]
+        return self._outputs.read(start, end).astype(WIRE_IDS, copy=False).tobytes()
+
+    def _token_outputs(self, start: int, end: int) -> TokenOutputs | None:
+        """Those of tokens [start, end): first the ones that are here, then those in the store."""
+        if self._details is None:
+            return None
+        here, first = self._details.read(start, end), max(start, self._details.end)
+        if first >= end or self._outputs is None:
+            return here
+        logprobs = self._outputs.read_logprobs(first, end).astype("<f4", copy=False).tobytes()
+        sampled = TokenOutputs(
+            count=end - first,
+            token_ids=self._ids(first, end),
+            logprobs=logprobs if self.has_logprobs else b"",
+        )
+        return join_token_outputs((here, sampled)) if here.count else sampled
+
+    def _note_origin(self, origin: tuple[str, int]) -> None:
+        """Note the weights that sample the next outputs, and the retractions before these."""
+        if next(reversed(self._origins.values()), None) != origin:
+            self._origins[self.length] = origin
+
+    def _origin_at(self, offset: int) -> tuple[str | None, int]:
+        """The origin of the output at an offset; the first one before that."""
+        starts = [start for start in self._origins if start <= max(0, offset)]
+        starts = starts[-1:] or list(self._origins)[:1]
+        return self._origins[starts[0]] if starts else (None, 0)
 
 
 class HeldRequest:
     """A request from its admission until its owner no longer lists it.
 
     Its prompt is not here: the batching loop has it, and it is never sent.
+
+    Attributes:
+        columns: Whether its detokenizer reads `TokenColumns`.
+        due_ms: Its deadline, by our clock.
+        requeued: Heartbeats list it until the leader runs another attempt.
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:
+        prompt_tokens = id_count(admit.prompt_ids)
         self.request_id = admit.request_id
         self.owner = admit.owner
         self.attempt = admit.attempt
         self.detokenizer = admit.detokenizer
-        self.steps = admit.steps  # its detokenizer reads `TokenStep`
-        self.deadline_unix_ms = admit.deadline_unix_ms  # by its owner's clock
-        self.due_ms = due_ms  # by ours
+        self.due_ms = due_ms
         self.admitted_ms = now_ms
         self.cached_tokens = 0
         self.listed_after_end = False
         self.started = False
-        self.requeued = False  # heartbeats list it until the leader runs another attempt
-        self._prompt_tokens = len(admit.prompt_ids) // ID_BYTES
-        self.tokens_max = self._prompt_tokens + admit.sampling.max_new_tokens
-        self._details_from = admit.sampling.details_from(self._prompt_tokens)
+        self.requeued = False
+        self.tokens_max = prompt_tokens + admit.sampling.max_new_tokens
+        self._stream = TokenStream(
+            owner=admit.owner,
+            prompt_tokens=prompt_tokens,
+            details_from=admit.sampling.details_from(prompt_tokens),
+            choices=len(admit.choices),
+            continues=admit.continues,
+            stop=admit.stop,
+            deadline_unix_ms=admit.deadline_unix_ms,  # by its owner's clock
+            traceparent=admit.traceparent,
+        )
         self.choices = [
-            HeldChoice(admit, choice, key, self._detail_store(choice))
+            HeldChoice(admit, choice, key, self._stream.details_from)
             for choice, key in zip(admit.choices, keys, strict=True)
         ]
-        self._continues = admit.continues
-        self._stop = admit.stop
-        self._traceparent = admit.traceparent
         self._introduced = False
 
     @property
@@ -250,7 +251,7 @@ class HeldRequest:
         """Send again from these offsets on, by choice; from the start where none is given."""
         self._introduced = False
         for choice in self.choices:
-            choice.rewind(offsets.get(choice.index, self._details_from or 0))
+            choice.rewind(offsets.get(choice.index, self._stream.details_from or 0))
 
     def repeat_end(self) -> None:
         self.rewind({choice.index: choice.length for choice in self.choices})
@@ -259,32 +260,9 @@ class HeldRequest:
         """Take the rows that were not sent yet; the first of all carries the `TokenStream`."""
         rows: list[TokenRow] = []
         for choice in self.choices:
-            plain = choice.take_plain() if self._introduced else None
-            if plain is not None:
-                rows.append(plain)
-                continue
-            for row in choice.unsent(None if self._introduced else self._stream()):
-                self._introduced = True
-                rows.append(row)
+            rows += choice.unsent(None if rows or self._introduced else self._introduction())
+        self._introduced |= bool(rows)
         return rows
 
-    def _detail_store(self, choice: ChoiceOutput) -> TokenOutputsBuffer | None:
-        if self._details_from is None:
-            return None
-        store = TokenOutputsBuffer(self._details_from)
-        if choice.details is not None and choice.output_ids:
-            store.append(choice.details)
-        return store
-
-    def _stream(self) -> TokenStream:
-        return TokenStream(
-            owner=self.owner,
-            prompt_tokens=self._prompt_tokens,
-            details_from=self._details_from,
-            cached_tokens=self.cached_tokens,
-            choices=len(self.choices),
-            continues=self._continues,
-            stop=self._stop,
-            deadline_unix_ms=self.deadline_unix_ms,
-            traceparent=self._traceparent,
-        )
+    def _introduction(self) -> TokenStream:
+        return msgspec.structs.replace(self._stream, cached_tokens=self.cached_tokens)

@@ -6,13 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from antiphon.wire.codec import split_rows
-from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
+from antiphon.wire.tokens import TokenBatch, TokenColumns, TokenRow
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.steady import Drawn
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from antiphon.model_worker.lanes import Lane
     from antiphon.model_worker.protocol.held_request import HeldRequest
+    from antiphon.model_worker.protocol.plain_streams import PlainStreams
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process
     from antiphon.wire.ids import InstanceId, RequestId
@@ -25,92 +25,96 @@ _ROW_BYTES = 256  # a row without its ids, about
 
 
 class TokenOutbox:
-    """Requests of which something is unsent, and what has just passed through lanes.
+    """Columns of plain streams, and requests of which something else is unsent.
 
     Attributes:
         step: The last one of which something was put in.
         broken: Requests of which rows could not be made.
     """
 
-    def __init__(self, process: Process, seqs: SeqSender) -> None:
+    def __init__(self, process: Process, seqs: SeqSender, plain: PlainStreams) -> None:
         self.step = 0
+        self.broken: list[HeldRequest] = []
         self._process = process
         self._seqs = seqs
+        self._plain = plain
+        self._columns: dict[InstanceId, list[TokenColumns]] = {}
         self._unsent: dict[RequestId, HeldRequest] = {}
-        self._relayed: list[tuple[Lane, bytes]] = []
-        self._followed: dict[InstanceId, Lane] = {}  # whose rows the last message had
-        self.broken: list[HeldRequest] = []
 
     @property
     def filled(self) -> bool:
         """Whether `take` would return anything."""
-        return bool(self._relayed or self._unsent)
+        return bool(self._columns or self._unsent)
 
     def put(self, held: HeldRequest) -> None:
         """Something of a request is to be sent."""
         self._unsent[held.request_id] = held
 
-    def relay(self, lane: Lane, drawn: Drawn) -> None:
-        """What a step drew for the choices of a lane is to be sent; `take` follows at once."""
-        assert all(lane is not other for other, _ in self._relayed), "it was relayed and not taken"
-        self._relayed.append((lane, lane.take(drawn)))
+    def put_columns(self, columns: Mapping[InstanceId, TokenColumns]) -> None:
+        for detokenizer, tokens in columns.items():
+            self._columns.setdefault(detokenizer, []).append(tokens)
 
-    def leave_lanes(self) -> None:
-        """What is relayed next comes through other lanes."""
-        self._followed.clear()
+    def drop_columns(self, detokenizer: InstanceId) -> None:
+        """The tokens in these are sent otherwise."""
+        self._columns.pop(detokenizer, None)
 
     def remove(self, held: HeldRequest) -> None:
         """What is unsent of a request stays so."""
         self._unsent.pop(held.request_id, None)
 
-    def take(self) -> list[tuple[InstanceId, TokenNews]]:
-        """All that is in it, as numbered messages, ready to be published in this order."""
-        relayed, self._relayed = self._relayed, []
-        messages = [(lane.detokenizer, self._step(lane, ids)) for lane, ids in relayed]
-        if self._unsent:
-            messages += self._batches()
-        return messages
+    def take(self) -> list[tuple[InstanceId, TokenBatch]]:
+        """All that is in it, as numbered messages, to be published now and in this order.
 
-    def _step(self, lane: Lane, token_ids: bytes) -> TokenNews:
-        """A message of what a lane has taken: of ids alone if the one before had its rows."""
-        detokenizer = lane.detokenizer
-        if self._followed.get(detokenizer) is lane:
-            seq = self._seqs.next(detokenizer)
-            return TokenStep(worker=self._process, seq=seq, step=self.step, token_ids=token_ids)
-        batch = self._batch(detokenizer, lane.rows())
-        self._followed[detokenizer] = lane
-        return batch
-
-    def _batches(self) -> list[tuple[InstanceId, TokenNews]]:
-        """Batches of all that is unsent."""
-        rows: dict[InstanceId, list[TokenRow]] = {}
+        Choices of which nothing is unsent then become plain streams.
+        """
+        columns, self._columns = self._columns, {}
         unsent, self._unsent = self._unsent, {}
+        rows = {detokenizer: list[TokenRow]() for detokenizer in columns}
         for held in unsent.values():
             try:
                 rows.setdefault(held.detokenizer, []).extend(held.unsent())
             except Exception:
                 log.exception("rows failed", extra={"request_id": held.request_id})
                 self.broken.append(held)
+                continue
+            for choice in held.choices:
+                if choice.can_be_plain:
+                    self._plain.open(choice, held.detokenizer)
         return [
-            (detokenizer, self._batch(detokenizer, part))
-            for detokenizer, all_rows in rows.items()
-            for part in split_rows(all_rows, _row_bytes, BATCH_BYTES_MAX)
+            (detokenizer, batch)
+            for detokenizer, some in rows.items()
+            for batch in self._batches(detokenizer, columns.get(detokenizer, []), some)
         ]
 
-    def _batch(self, detokenizer: InstanceId, rows: list[TokenRow]) -> TokenBatch:
-        self._followed.pop(detokenizer, None)
+    def _batches(
+        self, detokenizer: InstanceId, columns: list[TokenColumns], rows: list[TokenRow]
+    ) -> Iterator[TokenBatch]:
+        """The columns of a step each, in their order; rows come after all of them."""
+        *earlier, last = columns or [None]
+        for each in earlier:
+            yield self._batch(detokenizer, each)
+        for part in split_rows(rows, _row_bytes, BATCH_BYTES_MAX):
+            yield self._batch(detokenizer, last, part)
+            last = None
+        if last is not None:
+            yield self._batch(detokenizer, last)
+
+    def _batch(
+        self, detokenizer: InstanceId, columns: TokenColumns | None, rows: Iterable[TokenRow] = ()
+    ) -> TokenBatch:
         return TokenBatch(
             worker=self._process,
             seq=self._seqs.next(detokenizer),
             step=self.step,
             rows=tuple(rows),
+            columns=columns,
         )
 
 
 def _row_bytes(row: TokenRow) -> int:
-    if row.stream is None and row.details is None:
-        return _ROW_BYTES + len(row.token_ids)
-    strings = row.stream.stop.texts if row.stream is not None else ()
-    details = 0 if row.details is None else row.details.size_bytes
-    texts = sum(len(string.encode()) for string in strings)
-    return _ROW_BYTES + len(row.token_ids) + details + texts
+    size = _ROW_BYTES + len(row.token_ids)
+    if row.details is not None:
+        size += row.details.size_bytes
+    if row.stream is not None:
+        size += sum(len(text.encode()) for text in row.stream.stop.texts)
+    return size

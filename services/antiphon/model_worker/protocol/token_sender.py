@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.protocol.worker_output import WorkerOutput
     from antiphon.wire.ids import InstanceId
-    from antiphon.wire.tokens import TokenNews
+    from antiphon.wire.tokens import TokenBatch
 
 log = logging.getLogger(__name__)
 
@@ -29,21 +29,22 @@ OUTLETS_MAX = 64
 class TokenSender:
     """Sends the messages of `WorkerOutput`, in the order of their numbers.
 
-    Most steps only sample a token for each choice. Passing these through the event loop costs a
+    Tokens are sent in the batching loop's thread. To pass them through the event loop costs a
     wake-up, a turn of it, and a thread that competes with the kernels: about as much as all the
-    rest of a step. So `relay` sends them from the batching loop's thread.
+    rest of a step.
 
     Attributes:
-        lock: Held by every caller that changes `WorkerOutput`. The event loop waits for it, about
-            as long as sending a message takes; the batching loop does not.
-        relayed_s: CPU time of `relay`, since start.
+        lock: Held by every caller that changes `WorkerOutput`, for about as long as it takes to
+            send a message.
+        sending_s: CPU time of `take_in`, since start.
     """
 
-    def __init__(self, bus: Bus, output: WorkerOutput) -> None:
+    def __init__(self, bus: Bus, output: WorkerOutput, *, wait_s: float) -> None:
         self.lock = threading.RLock()
-        self.relayed_s = 0.0
+        self.sending_s = 0.0
         self._bus = bus
         self._output = output
+        self._wait_s = wait_s
         self._outlet = lru_cache(OUTLETS_MAX)(self._open_outlet)
 
     def publish(self) -> None:
@@ -52,19 +53,38 @@ class TokenSender:
             if self._output.has_unsent and self._bus.link.up:
                 self._publish()
 
-    def relay(self, report: StepReport) -> bool:
-        """Process and send the tokens of a decode step, in the batching loop's thread.
+    def take_in(self, report: StepReport) -> bool:
+        """Take in what a step did and send it, in the batching loop's thread.
 
-        The caller holds the lock, and all reports before this one have been processed. False: it is
-        not possible now, and nothing was done.
+        Returns whether the event loop has to go on with it: a choice has ended or failed, or only
+        the event loop may publish.
+
+        Raises:
+            TimeoutError: The event loop has held the lock for `wait_s`. It hangs, and heartbeats
+                with it, so peers have considered the process dead long before: it has to end.
         """
-        if not (self._bus.link.up and self._bus.transport.any_thread):
-            return False
         began = time.thread_time()
-        self._output.step(report.step, report.progress, relays=True)
-        self._publish()
-        self.relayed_s += time.thread_time() - began
-        return True
+        if not self.lock.acquire(timeout=self._wait_s):
+            raise TimeoutError(f"the event loop has held the outputs for {self._wait_s:g} s")
+        try:
+            return self._take_in(report)
+        except Exception:
+            # It may be half taken in, so it is not taken in again: its requests end.
+            log.exception("report failed", extra={"step": report.step})
+            self._output.fail_step(report.progress, report.sampled)
+            return True
+        finally:
+            self.lock.release()
+            self.sending_s += time.thread_time() - began
+
+    def _take_in(self, report: StepReport) -> bool:
+        output, link_up = self._output, self._bus.link.up
+        if report.started:
+            output.started(report.started)
+        ended = output.step(report.step, report.progress, report.sampled, link_up=link_up)
+        if link_up and self._bus.transport.any_thread:
+            self._publish()
+        return ended or output.has_failed or (link_up and output.has_unsent)
 
     def _publish(self) -> None:
         for detokenizer, batch in self._output.take():
@@ -79,5 +99,5 @@ class TokenSender:
                 # The messages after it are for other detokenizers; the missing one is requested.
                 log.exception("tokens not sent", extra={"detokenizer": detokenizer})
 
-    def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenNews], None]:
+    def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenBatch], None]:
         return self._bus.publisher(TOKENS, detokenizer=detokenizer)

@@ -1,9 +1,8 @@
 """The held requests and their output messages: the bus side of the worker, a pure state machine.
 
 Events go in with the time at which they happen; `RunChoice` and `DropChoice` for the batching loop
-come out, and from `take` the messages for the detokenizers. The tokens of steady decode steps pass
-through lanes. There is no replay buffer: everything else is sent from each request's own output
-list, and sent again as often as it is requested.
+come out, and from `take` the messages for the detokenizers. There is no replay buffer: everything
+is sent from each choice's own outputs, and sent again as often as it is requested.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.steady import Drawn
-
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
-from antiphon.model_worker.lanes import Lanes
 from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import TokenOutbox
+from antiphon.model_worker.protocol.plain_streams import PlainStreams
+from antiphon.wire.codec import id_count
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
 from antiphon.wire.heartbeat import RunningRequest
@@ -27,11 +25,12 @@ from antiphon.wire.heartbeat import RunningRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from antiphon.model_worker.batching.state import SampledTokens
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
-    from antiphon.wire.tokens import TokenNews
+    from antiphon.wire.tokens import TokenBatch
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +49,7 @@ class RunChoice:
     key: ChoiceKey
     state: RequestState
     traceparent: str | None
+    choice: HeldChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ class WorkerOutput:
         self.overrun_tokens = 0  # sampled beyond a stop string, and discarded
         self.requeued_count = 0
         self._our_time_ms = our_time_ms
-        self._outbox = TokenOutbox(process, seqs)
+        self._plain = PlainStreams(live_max)
+        self._outbox = TokenOutbox(process, seqs, self._plain)
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
-        self._lanes: Lanes | None = None
         self._tombstones = AttemptTombstones(TOMBSTONE_MS)
         self._lists: dict[Process, tuple[int, int]] = {}  # version, received at
         self._keys = count(1)
@@ -112,7 +112,7 @@ class WorkerOutput:
         return self._outbox.filled
 
     def held(self) -> tuple[RunningRequest, ...]:
-        self._settle()
+        self._plain.settle()
         return tuple(
             RunningRequest(
                 request_id=held.request_id,
@@ -161,11 +161,13 @@ class WorkerOutput:
         if message.worker != self.process:
             return
         offsets: dict[RequestId, dict[int, int]] = {}
-        self._leave_lanes()
         for place in message.places:
             offsets.setdefault(place.request_id, {})[place.choice] = place.offset
+        self._outbox.drop_columns(message.detokenizer.instance)
         for held in self._held.values():
             if held.detokenizer == message.detokenizer.instance:
+                for choice in held.choices:
+                    self._plain.close(choice)
                 held.rewind(offsets.get(held.request_id, {}))
                 self._outbox.put(held)
 
@@ -193,51 +195,79 @@ class WorkerOutput:
         orphans = [held for held in self._held.values() if held.owner == owner]
         return [action for held in orphans for action in self._forget(held)]
 
-    def step(self, step: int, progress: Iterable[Progress], *, relays: bool = False) -> bool:
-        """Add the progress of a step; return whether a choice has ended.
+    def step(
+        self,
+        step: int,
+        progress: Iterable[Progress],
+        sampled: SampledTokens | None = None,
+        *,
+        link_up: bool = True,
+    ) -> bool:
+        """Take in what a step did; return whether a choice has ended.
 
-        Choices that were dropped meanwhile are skipped. With `relays`, `take` follows at once: the
-        tokens of a steady step can be sent as they are.
+        Choices that were dropped meanwhile are skipped. While the link is down no stream is plain:
+        what is unsent is noted choice by choice.
         """
-        outbox, ended = self._outbox, False
-        outbox.step = max(outbox.step, step)
-        if relays and isinstance(progress, Drawn) and self._relay(progress):
-            return False
-        self._leave_lanes()
-        for news in progress:
-            if (known := self._choices.get(news.key)) is None:
-                continue
-            held, choice = known
-            held.cached_tokens = max(held.cached_tokens, news.cached_tokens)
-            try:
-                choice.append(news)
-            except Exception:
-                log.exception("progress failed", extra={"request_id": held.request_id})
-                self._failed += self.fail((news.key,))
-                ended = True
-                continue
-            outbox.put(held)
-            if not choice.live:
-                del self._choices[news.key]
-                ended = True
-        return ended
+        self._outbox.step = max(self._outbox.step, step)
+        if not link_up:
+            self._plain.close_all()
+        ended = [self._extend(news) for news in progress]
+        if sampled is not None:
+            columns, others = self._plain.take(sampled)
+            self._outbox.put_columns(columns)
+            if others is not None:
+                self._add_sampled(others)
+        return any(ended)
 
-    def fail(self, keys: Iterable[ChoiceKey]) -> list[Action]:
+    def _extend(self, news: Progress) -> bool:
+        """Add the progress of a choice; return whether it has ended."""
+        if (known := self._choices.get(news.key)) is None:
+            return False
+        held, choice = known
+        held.cached_tokens = max(held.cached_tokens, news.cached_tokens)
+        self._plain.close(choice)
         try:
-            self._leave_lanes()
+            choice.extend(news)
         except Exception:
-            # Their tokens up to now are sent; nothing more of these choices will be.
-            log.exception("lanes failed")
-            self._outbox.leave_lanes()
-            self._lanes = None
+            log.exception("progress failed", extra={"request_id": held.request_id})
+            self._failed += self._fail((news.key,))
+            return True
+        self._outbox.put(held)
+        if choice.live:
+            return False
+        del self._choices[news.key]
+        return True
+
+    def _add_sampled(self, sampled: SampledTokens) -> None:
+        """Add a token to each choice whose stream is not plain."""
+        for key, offset in zip(sampled.keys.tolist(), sampled.offsets.tolist(), strict=True):
+            if (known := self._choices.get(key)) is not None:
+                held, choice = known
+                choice.length = offset + 1
+                self._outbox.put(held)
+
+    def fail_step(self, progress: Iterable[Progress], sampled: SampledTokens | None) -> None:
+        """End all requests of a step that could not be taken in."""
+        keys = [news.key for news in progress]
+        if sampled is not None:
+            keys += map(ChoiceKey, sampled.keys.tolist())
+        self._failed += self._fail(keys)
+
+    def _fail(self, keys: Iterable[ChoiceKey]) -> list[Action]:
         drops: list[Action] = []
         for key in keys:
             if (known := self._choices.pop(key, None)) is not None:
                 held, choice = known
+                self._plain.close(choice)
                 choice.fail(Finish.failed(Internal("internal error")))
                 self._outbox.put(held)
                 drops.append(DropChoice(key))
         return drops
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `take_failed` would return anything."""
+        return bool(self._failed or self._outbox.broken)
 
     def take_failed(self) -> list[Action]:
         """Choices that the loop has to drop, because their progress could not be added or sent."""
@@ -249,30 +279,7 @@ class WorkerOutput:
 
     def _fail_request(self, request_id: RequestId) -> list[Action]:
         held = self._held.get(request_id)
-        return [] if held is None else self.fail([choice.key for choice in held.choices])
-
-    def _relay(self, drawn: Drawn) -> bool:
-        """Send a steady step through its lanes. False: it has none, and nothing was done."""
-        lanes = self._lanes
-        if lanes is None or lanes.keys is not drawn.keys:
-            self._leave_lanes()
-            lanes = self._lanes = Lanes.of(drawn.keys, self._choices)
-            if lanes is None:
-                return False
-        for lane in lanes.each:
-            self._outbox.relay(lane, drawn)
-        return True
-
-    def _settle(self) -> None:
-        """Write the tokens that have passed through lanes to their choices."""
-        if self._lanes is not None:
-            self._lanes.settle()
-
-    def _leave_lanes(self) -> None:
-        """End all lanes, because choices change otherwise than by one token each."""
-        self._settle()
-        self._outbox.leave_lanes()
-        self._lanes = None
+        return [] if held is None else self._fail([choice.key for choice in held.choices])
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
         """Note that the batching loop has started these choices: they are not requeued any more."""
@@ -329,7 +336,7 @@ class WorkerOutput:
         }
         return actions
 
-    def take(self) -> list[tuple[InstanceId, TokenNews]]:
+    def take(self) -> list[tuple[InstanceId, TokenBatch]]:
         """All unsent tokens, as numbered messages, ready to be published in this order."""
         return self._outbox.take()
 
@@ -410,9 +417,9 @@ class WorkerOutput:
     def _stop(
         self, held: HeldRequest, choices: Iterable[HeldChoice], offset: int | None = None
     ) -> list[Action]:
-        self._leave_lanes()
         drops: list[Action] = []
         for choice in choices:
+            self._plain.close(choice)
             if self._choices.pop(choice.key, None) is not None:
                 drops.append(DropChoice(choice.key, None if offset is None else max(0, offset)))
             try:
@@ -440,7 +447,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 choice=output.choice,
                 prompt_ids=admit.prompt_ids,
                 output_ids=output.output_ids,
-                emitted=len(output.output_ids) // 4,
+                emitted=id_count(output.output_ids),
                 sampling=admit.sampling,
                 priority=admit.priority,
                 cache_salt=admit.cache_salt,
@@ -449,6 +456,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 deadline_unix_ms=held.due_ms,
             ),
             admit.traceparent,
+            choice,
         )
         for choice, output in zip(held.choices, admit.choices, strict=True)
     ]
