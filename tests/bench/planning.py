@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
     from antiphon.model_worker.batching.request import BatchRow
-    from antiphon.model_worker.batching.state import Progress
+    from antiphon.model_worker.batching.state import Progress, SampledTokens
     from antiphon.wire.command import Admit
     from antiphon.wire.ids import RequestId
 
@@ -139,8 +139,8 @@ class StepTimes(NamedTuple):
 class StepWorker:
     """The engine core and the output of a worker, in one thread, without model and bus.
 
-    All requests go to one detokenizer, which reads steps and columns. Not measured: the outcome,
-    the making of commands, and that requests which have ended are forgotten.
+    All requests go to one detokenizer, which reads columns. Not measured: the outcome, the making of
+    commands, and that requests which have ended are forgotten.
     """
 
     def __init__(self, case: Case) -> None:
@@ -185,11 +185,11 @@ class StepWorker:
         planned = clock()
         outcome = None if previous is None else fake_outcome(previous.plan, self.random)
         resumed = clock()
-        progress: Sequence[Progress] = ()
+        reported: tuple[Sequence[Progress], SampledTokens | None] = ((), None)
         if previous is not None and outcome is not None:
-            progress = self._commit(previous, outcome)
+            reported = self._commit(previous, outcome)
         committed = clock()
-        self._send(progress)
+        self._send(*reported)
         sent = clock()
         self._forget_ended()
         plan_ns = planned - began
@@ -210,7 +210,9 @@ class StepWorker:
         self.core.pools.launched(plan.step)
         return LaunchedPlan(plan, rows)
 
-    def _commit(self, launched: LaunchedPlan, outcome: StepOutcome) -> Sequence[Progress]:
+    def _commit(
+        self, launched: LaunchedPlan, outcome: StepOutcome
+    ) -> tuple[Sequence[Progress], SampledTokens | None]:
         core, now = self.core, self.steps * STEP_S
         core.pools.finished(outcome.step)
         core.commit(launched.rows, outcome)
@@ -219,8 +221,8 @@ class StepWorker:
             core.capacity()
         return core.take_progress()
 
-    def _send(self, progress: Sequence[Progress]) -> None:
-        self.output.step(self.steps, progress, relays=True)
+    def _send(self, progress: Sequence[Progress], sampled: SampledTokens | None) -> None:
+        self.output.step(self.steps, progress, sampled)
         self.messages = [encode(message) for _, message in self.output.take()]
 
     def _commands(self) -> CommandBatch | None:
@@ -237,7 +239,6 @@ class StepWorker:
                 f"request-{number:032}",
                 prompt_ids=pack_ids(prompt.tolist()),
                 sampling=self.sampling,
-                columns=True,
                 deadline_unix_ms=FAR_MS,
             )
             admits.append(command)

@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
+import msgspec
+from tests.support.worker import FakeEngine
 
 from antiphon.bus.transport import BusDown
 from antiphon.config.gateway import GatewayConfig
@@ -16,7 +17,6 @@ from antiphon.gateway.owner.actions import Action as OwnerAction
 from antiphon.gateway.owner.actions import Deliver, StreamEvent, TextDelta
 from antiphon.gateway.owner.machine import Owner
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
-from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.core import SchedulerCore
@@ -26,7 +26,7 @@ from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Message, Process, ProcessState, Role
-from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
@@ -52,10 +52,10 @@ from antiphon.wire.submit import (
 )
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 from antiphon.wire.token_outputs import TokenOutputs, pack_floats
-from antiphon.wire.tokens import TokenNews, TokenStep
+from antiphon.wire.tokens import TokenBatch, TokenNews
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from tests.simulation.protocol_network import Interest, Network, Timeline
 
@@ -365,6 +365,11 @@ class Running:
     reported: int | None
     begun: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether its next token is all that a step reports of it."""
+        return self.begun and self.reported is None and self.said + 1 < len(self.answer)
+
 
 def details_at(answer: bytes, start: int, stop: int) -> TokenOutputs:
     """The details of the tokens of an answer: numbers that show where they belong, and bulk."""
@@ -417,7 +422,7 @@ class WorkerNode(Node):
         self.begun = begun
         self.left: Callable[[], None] | None = None
         self._paused_until = 0.0
-        self._keys: tuple[ChoiceKey, ...] = ()
+        self.engine = FakeEngine()
         self._answer = answer
         self._random = random.Random(self.name)
         self.peers.watch(self._watch)
@@ -494,17 +499,21 @@ class WorkerNode(Node):
                     reported = said
                 self.running.append(Running(action.key, action.state, answer, said, reported))
             else:
+                self.engine.retract(action.key)
                 self.running = deque(one for one in self.running if one.key != action.key)
         self._publish()
 
     def _step(self) -> None:
         running = [] if self.paused else list(self.running)[:RUNNING_MAX]
-        progress: Sequence[Progress] = self._steady(running)
-        progress = progress or [self._advance(one, self._random.randint(1, 3)) for one in running]
-        if progress:
+        plain = self._random.random() < 0.5
+        sampled = {int(one.key): self._sample(one) for one in running if plain and one.plain}
+        others = [one for one in running if one.key not in sampled]
+        progress = [self._advance(one, self._random.randint(1, 3)) for one in others]
+        if running:
             self.step += 1
             self.running = deque(one for one in self.running if one.said < len(one.answer))
-            self.output.step(self.step, progress, relays=self.network.up)
+            tokens = self.engine.sampled(sampled) if sampled else None
+            self.output.step(self.step, progress, tokens, link_up=self.network.up)
         self._publish()
 
     def _give_back(self) -> None:
@@ -517,18 +526,9 @@ class WorkerNode(Node):
             self._act(self.output.requeued(returned))
             self.beat()
 
-    def _steady(self, running: Sequence[Running]) -> Sequence[Progress]:
-        """A token for each, as a batching loop reports it while nothing else happens."""
-        plain = all(one.begun and one.reported is None for one in running)
-        if not plain or any(one.said + 1 >= len(one.answer) for one in running):
-            return ()
-        if self._random.random() < 0.3:
-            return ()
-        progress = [self._advance(one, 1) for one in running]
-        ids = [token for news in progress for token in unpack_ids(news.token_ids)]
-        keys = tuple(one.key for one in running)
-        self._keys = self._keys if keys == self._keys else keys
-        return Drawn(self._keys, progress, np.array(ids, np.int32))
+    def _sample(self, one: Running) -> int:
+        one.said += 1
+        return one.answer[one.said - 1]
 
     def _advance(self, one: Running, count: int) -> Progress:
         if not one.begun:
@@ -542,7 +542,7 @@ class WorkerNode(Node):
         if one.reported is not None:
             details = details_at(one.answer, one.reported, one.said)
             one.reported = one.said
-        return Progress(key=one.key, token_ids=pack_ids(list(ids)), details=details, finish=finish)
+        return self.engine.progress(one.key, list(ids), finish, details=details)
 
     def _tick(self) -> None:
         self._act(self.output.tick(self.clock.unix_ms()))
@@ -564,7 +564,7 @@ class DetokenizerNode(Node):
 
     def __init__(self, timeline: Timeline, network: Network, instance: str, life: int) -> None:
         super().__init__(timeline, network, instance, life)
-        # Of an earlier version that cannot read what came later.
+        # Some are of an earlier version, which cannot read what came later.
         self.reads = () if random.Random(self.name).random() < 0.3 else READS
         self.machine = Detokenizer(
             self.process,
@@ -591,8 +591,11 @@ class DetokenizerNode(Node):
         )
 
     def _on_tokens(self, news: TokenNews) -> None:
-        if isinstance(news, TokenStep) and not self.reads:
-            return  # meant for the life before
+        if isinstance(news, TokenBatch) and news.columns is not None and not self.reads:
+            # Meant for the life before. What it cannot read is to it as what it did not get.
+            if not news.rows:
+                return
+            news = msgspec.structs.replace(news, columns=None)
         self._act(self.machine.on_tokens(news, self.clock.now()))
 
     def _on_open(self, open_list: OpenList) -> None:

@@ -7,11 +7,20 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from tests.simulation.hash_runner import HashRunner, answer_alone
-from tests.support.worker import DETOKENIZER, GATEWAY, LEADER, WORKER, admit, limits, page_group
+from tests.support.worker import (
+    DETOKENIZER,
+    GATEWAY,
+    LEADER,
+    WORKER,
+    ColumnReader,
+    admit,
+    limits,
+    page_group,
+)
 
-from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
@@ -32,7 +41,7 @@ from antiphon.wire.command import (
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
+from antiphon.wire.tokens import TokenBatch, TokenRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,8 +110,8 @@ class World:
         runner = HashRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(self.batching, runner, self.mailbox, self.report)
         self.stories: dict[RequestId, Story] = {}
-        self.unfolding = Unfolding()
-        self.commands = self.versions = self.seen_seq = self.steps = 0
+        self.reader = ColumnReader()
+        self.commands = self.versions = self.seen_seq = 0
         self.asked_ms = -BEAT_MS
 
     @property
@@ -120,7 +129,7 @@ class World:
                     self.mailbox.drop(key)
 
     def report(self, report: StepReport) -> None:
-        self.output.step(report.step, report.progress, relays=True)
+        self.output.step(report.step, report.progress, report.sampled)
 
     def work(self) -> None:
         mail = self.mailbox.take(wait=False)
@@ -171,14 +180,13 @@ class World:
 
     # The detokenizer.
 
-    def receive(self, news: TokenNews) -> None:
-        gap = news.seq > self.seen_seq + 1
-        self.seen_seq = max(self.seen_seq, news.seq)
-        self.steps += isinstance(news, TokenStep)
-        batch = self.unfolding.batch(news)
-        accepted = [] if batch is None else [self.accept(row) for row in batch.rows]
-        gap |= batch is None or not all(accepted)
-        if gap:
+    def receive(self, batch: TokenBatch) -> None:
+        gap = batch.seq > self.seen_seq + 1
+        self.seen_seq = max(self.seen_seq, batch.seq)
+        if batch.columns is not None and not self.reader.knows(batch.columns):
+            gap, batch = True, msgspec.structs.replace(batch, columns=None)
+        accepted = [self.accept(row) for row in self.reader.rows(batch)]
+        if gap or not all(accepted):
             self.ask()
 
     def accept(self, row: TokenRow) -> bool:
@@ -277,7 +285,7 @@ class World:
                 self.output.resend(message)
             case OpenList():
                 self.act(self.output.open_list(message, self.now_ms))
-            case TokenBatch() | TokenStep():
+            case TokenBatch():
                 self.receive(message)
             case _:
                 raise AssertionError(message)
@@ -339,7 +347,7 @@ def test_every_request_ends_once_with_its_own_words_and_leaves_nothing(
             break
         world.advance()
     assert len(world.stories) > 10
-    assert world.steps > 20
+    assert world.reader.plain_count > 100
     assert [i for i, story in world.stories.items() if story.open] == []
     assert world.output.held_count == world.output.live_count == 0
     assert world.batching.idle

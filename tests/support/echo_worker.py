@@ -19,12 +19,12 @@ from antiphon.service.endpoint import Endpoint, StreamEndpoint
 from antiphon.service.main import run
 from antiphon.service.service import Report, Runtime
 from antiphon.wire.base import FinishReason, Role, Term
-from antiphon.wire.codec import id_count, pack_ids, unpack_ids
+from antiphon.wire.codec import id_count, pack_ids, pack_numbers, unpack_ids
 from antiphon.wire.command import Admit, CommandBatch
 from antiphon.wire.heartbeat import StreamSeq, WorkerLoad
 from antiphon.wire.routes import COMMAND, TOKENS
 from antiphon.wire.token_outputs import TokenOutputs, pack_floats
-from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+from antiphon.wire.tokens import TokenBatch, TokenColumns, TokenRow, TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -47,6 +47,7 @@ class Answer:
 class _Echo:
     """A running request, and its tokens that are still to be sent."""
 
+    number: int
     admit: Admit
     answer: Answer
     stream: TokenStream | None = field(init=False)
@@ -67,6 +68,17 @@ class _Echo:
     def ended(self) -> bool:
         return self.offset == len(self.answer.ids)
 
+    @property
+    def plain(self) -> bool:
+        """Whether its next token may go into columns."""
+        within = 0 < self.offset < len(self.answer.ids) - 1
+        return within and self.admit.columns and self.admit.sampling.details is None
+
+    def take(self) -> tuple[int, int, int]:
+        """The next token, as columns have it."""
+        self.offset += 1
+        return self.number, self.offset - 1, self.answer.ids[self.offset - 1]
+
     def row(self) -> TokenRow:
         """The next token; the first row introduces the stream, the last one ends it."""
         offset, stream = self.offset, self.stream
@@ -80,6 +92,7 @@ class _Echo:
             details=self._details(self.answer.ids[offset]),
             stream=stream,
             finish_reason=self.answer.finish_reason if self.ended else None,
+            stream_number=self.number,
         )
 
     def _details(self, token: int) -> TokenOutputs | None:
@@ -112,7 +125,7 @@ class EchoWorker:
         self._context_tokens = context_tokens
         self._live: list[_Echo] = []
         self._seqs: dict[InstanceId, int] = {}
-        self._steps = 0
+        self._steps = self._numbers = 0
         self._leader: Term | None = None
         self._commands_seq = 0
 
@@ -160,7 +173,8 @@ class EchoWorker:
         self._leader, self._commands_seq = batch.leader, batch.seq
         for command in batch.commands:
             if isinstance(command, Admit):
-                self._live.append(_Echo(command, self.answer(command)))
+                self._numbers += 1
+                self._live.append(_Echo(self._numbers, command, self.answer(command)))
         while self._live and not self._step_s:
             self._step()
 
@@ -176,16 +190,29 @@ class EchoWorker:
     def _step(self) -> None:
         """Send one token of each request, in one batch per detokenizer."""
         self._steps += 1
-        rows: dict[InstanceId, list[TokenRow]] = {}
+        live: dict[InstanceId, list[_Echo]] = {}
         for echo in self._live:
-            rows.setdefault(echo.admit.detokenizer, []).append(echo.row())
-        self._live = [echo for echo in self._live if not echo.ended]
-        for detokenizer, batch_rows in rows.items():
+            live.setdefault(echo.admit.detokenizer, []).append(echo)
+        for detokenizer, echoes in live.items():
+            plain = [echo for echo in echoes if echo.plain]
+            others = [echo for echo in echoes if not echo.plain]
             seq = self._seqs[detokenizer] = self._seqs.get(detokenizer, 0) + 1
             batch = TokenBatch(
-                worker=self._runtime.process, seq=seq, step=self._steps, rows=tuple(batch_rows)
+                worker=self._runtime.process,
+                seq=seq,
+                step=self._steps,
+                rows=tuple(echo.row() for echo in others),
+                columns=_columns([echo.take() for echo in plain]) if plain else None,
             )
             self._runtime.bus.publish(TOKENS, batch, detokenizer=detokenizer)
+        self._live = [echo for echo in self._live if not echo.ended]
+
+
+def _columns(tokens: Sequence[tuple[int, int, int]]) -> TokenColumns:
+    streams, offsets, ids = zip(*tokens, strict=True)
+    return TokenColumns(
+        streams=pack_numbers(streams), offsets=pack_ids(offsets), token_ids=pack_ids(ids)
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.token_store import OutputIds
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.wire.errors import ErrorReply
-    from antiphon.wire.tokens import TokenBatch, TokenStream
+    from antiphon.wire.tokens import TokenBatch, TokenColumns, TokenStream
 
 DEADLINE = 60_000
 VOCABULARY = 8192
@@ -212,6 +212,11 @@ class ColumnReader:
         self.plain_count = 0  # rows that came in columns
         self._streams: dict[RequestId, TokenStream] = {}
         self._rows: dict[int, TokenRow] = {}  # the last one with a stream number
+
+    def knows(self, columns: TokenColumns) -> bool:
+        """Whether rows have introduced all of its streams."""
+        rows = [self._rows.get(number) for number in unpack_numbers(columns.streams)]
+        return all(row is not None and row.request_id in self._streams for row in rows)
 
     def rows(self, batch: TokenBatch) -> list[TokenRow]:
         rows: list[TokenRow] = []
