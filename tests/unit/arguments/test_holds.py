@@ -29,7 +29,7 @@ from tests.unit.config.test_resolve import CARD, DEVICE
 from tests.unit.detokenizer.test_machine import HERE, batch, row, texts
 from tests.unit.gateway.calls import CHAT, HI, post
 from tests.unit.gateway.cluster import house
-from tests.unit.model_worker.test_opening import answers
+from tests.unit.model_worker.test_opening import answers, progress_of
 
 from antiphon import embedded
 from antiphon.bus.nats import NatsTransport
@@ -39,7 +39,7 @@ from antiphon.detokenizer.machine import Detokenizer
 from antiphon.kernels.latent import LatentMetadata, LatentPart
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, Progress, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.resolve.resolved_config import resolve
@@ -278,22 +278,11 @@ def test_request_whose_numbers_are_not_finite_ends_with_an_error(mixture: Path) 
     assert (why, ended) == ("internal", "length")
 
 
-def progress_of(engine: Engine, *requests: RequestState) -> list[Progress]:
-    """Run requests, whose keys are their numbers, until the engine is idle."""
-    reports: list[StepReport] = []
-    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
-    runs = {ChoiceKey(n): state for n, state in enumerate(requests)}
-    reports.append(loop.turn(Mail(runs=runs)))
-    while not engine.core.idle:
-        reports.append(loop.turn(Mail()))
-    return [progress for report in reports for progress in report.progress]
-
-
 def finishes(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, str]]:
     """Tokens of each request, and why it ended: a reason, or the code of an error."""
     tokens, ends = [0] * len(prompts), [""] * len(prompts)
     for progress in progress_of(engine, *(request(prompt, n) for n, prompt in enumerate(prompts))):
-        tokens[progress.key] += len(unpack_ids(progress.token_ids))
+        tokens[progress.key] += len(unpack_ids(progress.ids))
         if progress.finish is not None:
             error = progress.finish.error
             ends[progress.key] = str(progress.finish.reason) if error is None else error.code
@@ -324,7 +313,7 @@ async def test_max_thinking_tokens_is_enforced() -> None:
             assert status == 200, said
             (budget,) = at.cluster.submits[0].sampling.processors
         run = progress_of(open_engine(settings), request([5, 6, begin], processors=(budget,)))
-        return budget, [id_ for progress in run for id_ in unpack_ids(progress.token_ids)]
+        return budget, [id_ for progress in run for id_ in unpack_ids(progress.ids)]
 
     budget, ids = await compare_equal_async("--enable-strict-thinking", observe=budgets)
     assert budget == ThinkingBudget(tokens_max=3, begin_id=begin, closing_ids=(close,))

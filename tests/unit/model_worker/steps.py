@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tests.support.reports import ProgressReader
 from tests.support.worker import limits, page_group, state
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
-from antiphon.model_worker.batching.state import ChoiceKey, Progress
+from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.cache.hashing import CacheKey
 from antiphon.model_worker.cache.pages import CachePools
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.planner import QueueRules
     from antiphon.model_worker.batching.running_batch import StepRows
+    from antiphon.model_worker.batching.state import Progress
 
 LIMITS = limits()
 PAGE_TOKENS = 4
@@ -55,6 +57,7 @@ class Steps:
             rules,
         )
         self._step = 0
+        self._reader = ProgressReader()
 
     def add(self, key: int, prompt: int | Sequence[int] = 3, **said: Any) -> None:
         named = {"request_id": RequestId(f"r{key}")} | said
@@ -84,7 +87,7 @@ class Steps:
         assert len(rows) == len(tokens)
         self._step += 1
         self.batching.commit(rows, outcome(self._step, tokens))
-        return all_progress(self.batching)
+        return self.progress()
 
     def run(self, *tokens: list[int]) -> tuple[Progress, ...]:
         return self.commit(self.next(), *tokens)
@@ -102,7 +105,7 @@ class Steps:
 
     def progress(self) -> tuple[Progress, ...]:
         """What happened since the last call, choice by choice."""
-        return all_progress(self.batching)
+        return self._reader.read(*self.batching.take_progress())
 
     def lengths(self, rows: StepRows) -> list[tuple[int, int]]:
         """The key and length of each row."""
@@ -122,25 +125,9 @@ class Steps:
         return [request.key for request in self.batching.running.values()]
 
 
-def all_progress(batching: EngineCore) -> tuple[Progress, ...]:
-    """What happened since the last call, choice by choice."""
-    progress, sampled = batching.take_progress()
-    if sampled is None:
-        return tuple(progress)
-    rows = zip(sampled.slots.tolist(), sampled.keys.tolist(), sampled.offsets.tolist(), strict=True)
-    return (
-        *progress,
-        *(
-            Progress(
-                key=ChoiceKey(key),
-                slot=slot,
-                outputs=batching.running[slot].outputs,
-                start=offset,
-                end=offset + 1,
-            )
-            for slot, key, offset in rows
-        ),
-    )
+def spans(rows: StepRows) -> list[tuple[int, int, bool]]:
+    """The first token of each row, the one after its last, and whether one is sampled then."""
+    return list(zip(rows.starts.tolist(), rows.ends.tolist(), rows.draws.tolist(), strict=True))
 
 
 def outcome(step: int, tokens: Sequence[list[int]]) -> StepOutcome:

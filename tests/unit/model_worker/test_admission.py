@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.worker import error_of, limits, state
-from tests.unit.model_worker.steps import LIMITS, Steps
+from tests.unit.model_worker.steps import LIMITS, Steps, spans
 
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.page_budget import NewTokenRatio, fits_exactly
@@ -29,6 +29,9 @@ from antiphon.wire.sampling import (
     TokenOutputParams,
 )
 from antiphon.wire.token_outputs import pack_floats
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.state import Progress
 
 VOCABULARY = LIMITS.vocab_size
 INFINITE = float("inf")
@@ -122,10 +125,10 @@ def test_request_for_no_tokens_is_prefilled_and_samples_nothing() -> None:
     steps = Steps(cached=True)
     steps.add(1, 12, max_new_tokens=0)
     progress = steps.progress()
-    for length in (8, 4):
+    for start, end in ((0, 8), (8, 12)):
         assert progress == ()
         rows = steps.next()
-        assert [(row.length, row.draws) for row in rows] == [(length, False)]
+        assert spans(rows) == [(start, end, False)]
         progress = steps.commit(rows, [])
     ((finish, token_ids),) = [(each.finish, each.ids) for each in progress]
     assert (finish, token_ids) == (Finish(reason=FinishReason.LENGTH), b"")
@@ -137,7 +140,7 @@ def test_request_for_no_tokens_reserves_no_growth() -> None:
     steps = Steps(pages=10)
     for key in range(3):
         steps.add(key, 12, max_new_tokens=0)
-    assert [row.length for row in steps.next()] == [8, 8]
+    assert steps.lengths(steps.next()) == [(0, 8), (1, 8)]
     assert steps.batching.capacity().pages_promised == 2 * 3 - 4
 
 
@@ -166,14 +169,19 @@ def test_reclaimable_pages_exclude_those_a_window_released() -> None:
         ({"max_new_tokens": 2, "ignore_eos": True}, [5, 9], None),
     ],
 )
-def test_choice_finishes_within_the_tokens_of_one_step(
+def test_choice_finishes_at_its_stop_token_or_its_length(
     sampling: dict[str, Any], said: list[int], matched: int | None
 ) -> None:
     steps = Steps()
     steps.add(1, **sampling)
-    (progress,) = steps.run([5, 9, 7])
-    assert list(unpack_ids(progress.ids)) == said
-    assert (progress.finish.matched_stop if progress.finish else None) == matched
+    progress: list[Progress] = []
+    for token in (5, 9, 7):
+        if not steps.batching.idle:
+            progress += steps.run([token])
+    assert [token for each in progress for token in unpack_ids(each.ids)] == said
+    finish = progress[-1].finish
+    assert (finish.matched_stop if finish else None) == matched
+    assert (finish is not None) == steps.batching.idle
 
 
 def test_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
@@ -183,7 +191,7 @@ def test_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
     steps.add(2, 20)
     steps.run([5], [])
     rows = steps.next()
-    assert [(row.start, row.length, row.draws) for row in rows] == [(4, 1, True), (8, 8, False)]
+    assert spans(rows) == [(4, 5, True), (8, 16, False)]
     plan = build_plan(1, rows, steps.batching.batch)
     assert plan.positions.tolist() == [[4, *range(8, 16)]]
     assert plan.kv_len.tolist() == [5, 16]
@@ -195,8 +203,7 @@ def test_row_that_samples_nothing_is_run_again() -> None:
     steps = Steps()
     steps.add(1)
     assert steps.run([]) == ()
-    (row,) = steps.next()
-    assert (row.start, row.length, row.draws) == (2, 1, True)
+    assert spans(steps.next()) == [(2, 3, True)]
 
 
 def test_request_that_does_not_fit_waits() -> None:
@@ -204,10 +211,10 @@ def test_request_that_does_not_fit_waits() -> None:
     steps.add(1, 16, max_new_tokens=16, ignore_eos=True)
     steps.add(2, 20, max_new_tokens=16, ignore_eos=True)
     steps.add(3, 1)
-    assert [row.request.key for row in steps.next()] == [1]
+    assert steps.lengths(steps.next()) == [(1, 8)]
     assert len(steps.batching.waiting) == 2, "a small one passed a large one"
     steps.drop(1)
-    assert [row.request.key for row in steps.next()] == [2]
+    assert steps.lengths(steps.next()) == [(2, 8)]
 
 
 def test_only_a_share_of_the_remaining_output_is_reserved() -> None:
@@ -251,7 +258,7 @@ def test_youngest_request_is_retracted_and_keeps_tokens_and_position() -> None:
     assert batching.capacity().sequence_tokens == running.length
     waiting = steps.batching.waiting.first()
     assert waiting is not None
-    assert (waiting.key, waiting.outputs > 3, waiting.table) == (2, True, None)
+    assert (waiting.key, waiting.outputs_count > 3, waiting.table) == (2, True, None)
     steps.add(3)
     assert steps.batching.waiting.first() is waiting
 
@@ -354,9 +361,9 @@ def test_next_step_may_be_planned_before_the_last_outcome() -> None:
     steps.add(2, max_new_tokens=1)
     first = steps.next()
     second = steps.next()
-    assert [(row.request.key, row.start, row.draws) for row in second] == [(1, 3, True)]
+    assert (steps.lengths(second), spans(second)) == ([(1, 1)], [(3, 4, True)])
     plan = build_plan(2, second, steps.batching.batch)
-    assert plan.tokens.tolist() == [future(first[0].request.slot)]
+    assert plan.tokens.tolist() == [future(first.slots.slots.item(0))]
     steps.commit(first, [5], [6])
     third = steps.next()
     (progress,) = steps.commit(second, [7])
@@ -371,17 +378,16 @@ def test_step_planned_on_a_wrong_assumption_is_skipped() -> None:
     steps = Steps()
     steps.add(1, max_new_tokens=5)
     first, second = steps.next(), steps.next()
-    steps.commit(first, [5, 6])
+    assert steps.commit(first, []) == ()
     assert steps.commit(second, [7]) == ()
-    (row,) = steps.next()
-    assert (row.start, row.end, row.draws) == (3, 5, True)
+    assert spans(steps.next()) == [(2, 3, True)]
 
 
 def test_request_of_known_length_is_not_run_beyond_its_end() -> None:
     steps = Steps()
     steps.add(1, max_new_tokens=1)
     rows = steps.next()
-    assert steps.next() == []
+    assert not len(steps.next())
     steps.commit(rows, [5])
     assert steps.batching.idle
 

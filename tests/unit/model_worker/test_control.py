@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.state import Progress
+    from antiphon.model_worker.batching.state import Progress, SampledTokens
 
 
 def dumping_to(folder: Path) -> Settings:
@@ -177,11 +177,11 @@ async def test_hung_step_ends_the_process_and_leaves_its_plans(tmp_path: Path) -
 class BrokenProgress(EngineCore):
     """Reports progress that cannot be added, once the warm-up is over."""
 
-    def take_progress(self) -> Sequence[Progress]:
-        progress = super().take_progress()
-        if self.limits.weight_version != "broken":
-            return progress
-        return tuple(msgspec.structs.replace(news, token_ids=None) for news in progress)
+    def take_progress(self) -> tuple[Sequence[Progress], SampledTokens | None]:
+        progress, sampled = super().take_progress()
+        if self.limits.weight_version == "broken":
+            progress = [msgspec.structs.replace(news, end=None) for news in progress]
+        return progress, sampled
 
 
 async def test_progress_that_cannot_be_added_ends_its_request_alone(tmp_path: Path) -> None:

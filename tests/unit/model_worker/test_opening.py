@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from tests.kernels.rows import ISAS, using
 from tests.support import worker
+from tests.support.reports import ProgressReader
 from tests.unit.config.test_resolve import CARD, DEVICE
 from tests.unit.config.test_sglang import serve
 from tests.unit.model_worker.steps import Steps, pools
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.model_worker.batching.engine_core import EngineCore
+    from antiphon.model_worker.batching.state import Progress
 
 SMALL = Settings(cache=CacheConfig(tokens_max=512))
 
@@ -56,14 +58,20 @@ def greedy(prompt: list[int], number: int, max_new_tokens: int) -> RequestState:
 
 def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """12 greedy tokens to each prompt, all at once."""
-    loop = loop_of(engine)
-    runs = {ChoiceKey(n): greedy(prompt, n, 12) for n, prompt in enumerate(prompts)}
-    reports = [loop.turn(Mail(runs=runs))]
-    while not engine.core.idle:
-        reports.append(loop.turn(Mail()))
     found: list[list[int]] = [[] for _ in prompts]
-    for news in (news for report in reports for news in report.progress):
+    for news in progress_of(engine, *(greedy(p, n, 12) for n, p in enumerate(prompts))):
         found[news.key] += unpack_ids(news.ids)
+    return found
+
+
+def progress_of(engine: Engine, *requests: RequestState) -> list[Progress]:
+    """Run requests, whose keys are their numbers, until the engine is idle."""
+    loop, reader = loop_of(engine), ProgressReader()
+    mail = Mail(runs={ChoiceKey(n): state for n, state in enumerate(requests)})
+    found: list[Progress] = []
+    while mail.runs or not engine.core.idle:
+        report, mail = loop.turn(mail), Mail()
+        found += reader.read(report.progress, report.sampled)
     return found
 
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.worker import error_of, state
-from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome, pools
+from tests.support.worker import error_of
+from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching import prefix_sharing
 from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import QueueRules, TokenBudget
-from antiphon.model_worker.batching.request import BatchRow, Request
-from antiphon.model_worker.batching.state import ChoiceKey, Progress
-from antiphon.model_worker.cache.pages import PageTable
-from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.command import PauseMode
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.token_outputs import unpack_floats
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.state import Progress
 
 STEM = list(range(40, 76))
 
@@ -318,7 +320,7 @@ def test_cached_tokens_exclude_own_tokens_after_a_retraction() -> None:
     for _ in range(40):
         steps.go()
     (request,) = steps.batching.running.values()
-    steps.batching.planner.retract(request)
+    steps.batching.prepare_pause(PauseMode.RETRACT)
     steps.go()
     assert (request.retractions, request.cached_tokens) == (1, 0)
     assert request.found_tokens > request.prompt_tokens, "it found nothing again"
@@ -355,12 +357,18 @@ def test_prompt_logprobs_of_older_weights_are_discarded() -> None:
     steps.batching.set_weight_version("newer")
     reported += [run_with_logprobs(steps, logprob=-2.0) for _ in range(3)]
     (news,) = itertools.chain(*reported)
-    assert list(unpack_ids(news.details.token_ids)) == [*STEM[1:20], 1]
+    assert list(unpack_ids(news.details.token_ids)) == STEM[1:20]
     assert set(unpack_floats(news.details.logprobs)) == {-2.0}
+    assert output_logprobs(news) == [-2.0]
     # What was reported with the first token of the answer is not reported again.
     steps.batching.set_weight_version("newest")
     (news,) = run_with_logprobs(steps, logprob=-3.0)
-    assert list(unpack_floats(news.details.logprobs)) == [-3.0]
+    assert (news.details.count, output_logprobs(news)) == (0, [-3.0])
+
+
+def output_logprobs(news: Progress) -> list[float]:
+    assert news.outputs is not None
+    return news.outputs.read_logprobs(news.start, news.end).tolist()
 
 
 def run_with_logprobs(steps: Steps, logprob: float) -> tuple[Progress, ...]:
@@ -400,7 +408,7 @@ def test_queue_order_by_arrival_holds_for_any_sequence(seed: int) -> None:
         steps.add(key, chance.randint(1, 20), max_new_tokens=chance.randint(1, 4))
         if chance.random() < 0.2:
             steps.drop(chance.randint(0, key))
-        started += [row.request.key for row in steps.next() if row.request.key not in started]
+        started += [key for key, _ in steps.lengths(steps.next()) if key not in started]
         if chance.random() < 0.5:
             for key_running in steps.running():
                 steps.drop(key_running)
@@ -483,56 +491,3 @@ def test_prompt_is_compared_once_with_each_prefilling_request(
         steps.go()
     assert steps.running() == [1], "there was room for both"
     assert compared == [(1, 2)]
-
-
-def test_decodes_with_several_tokens_share_the_rest_of_a_step_in_order() -> None:
-    steps = Steps(step_tokens_max=6, running_max=2)
-    steps.add(1)
-    steps.add(2)
-    steps.run([20, 21, 22, 23], [30, 31, 32, 33])
-    rows = steps.next()
-    assert [(row.start, row.length, row.draws) for row in rows] == [(3, 4, True), (3, 2, False)]
-
-
-END = 1
-
-
-def request(outputs: tuple[int, ...] = (5,), emitted: int = 1) -> Request:
-    return Request(
-        ChoiceKey(1),
-        state([7, 8], output_ids=pack_ids(outputs), emitted=emitted, max_new_tokens=9),
-        arrival=0,
-        queued_s=0.0,
-        outputs_max=9,
-        end_ids=frozenset({END}),
-        place=(0.0, 0.0, 0),
-    )
-
-
-def running(outputs: tuple[int, ...] = (5,)) -> Request:
-    """One that has drawn its first token, of which it has told."""
-    one, table = request(outputs, emitted=len(outputs)), PageTable(pools(8))
-    table.allocate(8)
-    one.start(0, table, 0.0)
-    one.launch(one.length - 1, draws=False)
-    table.commit(one.length - 1)
-    one.computed, one.prefilling = one.length - 1, False
-    return one
-
-
-@pytest.mark.parametrize("tokens", [[0], [5, 70_000, 2**31 - 1]])
-def test_decode_steps_without_a_finish_can_be_appended_at_once(tokens: list[int]) -> None:
-    one, other = running(), running()
-    one.go_on(np.array(tokens, np.int32))
-    for token in tokens:
-        BatchRow.launched(other, other.length)
-        assert other.table is not None
-        other.table.commit(other.length)
-        other.computed, other.ahead = other.length, other.ahead - 1
-        other.accept([token])
-        assert other.progress("w") is not None
-    assert one.snapshot() == other.snapshot()
-    for name in ("length", "computed", "planned", "ahead", "pending", "emitted", "finish"):
-        assert getattr(one, name) == getattr(other, name), name
-    assert [r.table and r.table.committed for r in (one, other)] == [one.length - 1] * 2
-    assert one.progress("w") is None

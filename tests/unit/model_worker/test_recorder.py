@@ -122,9 +122,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     stage, records = recorded(cursed=1)
     lowered = penalties(3, {0: [1], 2: [3, 4]}, frequency=1.0, presence=1.0, repetition=1.0)
     masks = np.arange(3, dtype=np.int32)
-    plan = msgspec.structs.replace(
-        records[0].plan, penalties=lowered, token_masks=masks, follows=True
-    )
+    plan = msgspec.structs.replace(records[0].plan, penalties=lowered, token_masks=masks)
     records[0] = StepRecord(plan)
     file = write(tmp_path / "new", header(stage), records)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

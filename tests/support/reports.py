@@ -1,0 +1,46 @@
+"""What a batching loop reports, read choice by choice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.model_worker.batching.state import ChoiceKey, Progress, SampledTokens
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.token_outputs import TokenOutputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class ProgressReader:
+    """Reads the progress of each choice, whichever way its tokens are reported.
+
+    A token in columns becomes a `Progress`, which has what the last one of its choice said of the
+    choice.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[ChoiceKey, Progress] = {}
+
+    def read(
+        self, progress: Sequence[Progress], sampled: SampledTokens | None
+    ) -> tuple[Progress, ...]:
+        """What one report or one `EngineCore.take_progress` says, in its order."""
+        self._last |= {news.key: news for news in progress}
+        tokens = () if sampled is None else tuple(self._tokens(sampled))
+        return (*progress, *tokens)
+
+    def _tokens(self, sampled: SampledTokens) -> Iterator[Progress]:
+        columns = sampled.slots, sampled.keys, sampled.offsets, sampled.ids
+        for slot, key, offset, token in zip(*(c.tolist() for c in columns), strict=True):
+            last = self._last[ChoiceKey(key)]
+            expected = slot, offset, None
+            assert (last.slot, last.end, last.finish) == expected, "a token of another place"
+            news = msgspec.structs.replace(
+                last, start=offset, end=offset + 1, details=TokenOutputs()
+            )
+            assert list(unpack_ids(news.ids)) == [token], "the token store has another token"
+            self._last[news.key] = news
+            yield news
