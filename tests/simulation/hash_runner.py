@@ -124,16 +124,14 @@ class HashRunner:
         )
         for context, group in zip(contexts, self.groups, strict=True):
             assert context.tolist() == full[-len(context) :], f"{group.kind} pages disagree"
-        ids, _ = answer_alone(
+        token = next_token(
             full,
-            1,
-            (),
-            self.vocab_size,
-            windows=[group.window for group in self.groups],
+            [group.window for group in self.groups],
             seed=int(plan.sampling.seed[row]),
             choice=int(plan.sampling.choice[row]),
+            vocab_size=self.vocab_size,
         )
-        return ids
+        return [token]
 
 
 class Cursed(Exception):

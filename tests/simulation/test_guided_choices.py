@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.simulation.batching_world import EOS, VOCAB_SIZE, WorldRunner
 from tests.simulation.hash_runner import both, next_token
+from tests.support.reports import ProgressReader
 from tests.support.worker import limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -58,6 +59,7 @@ class ToyState:
         return sorted(others | ({EOS} if digest[0] % 16 < 3 else {11}))
 
     def accept(self, token: int) -> bool:
+        assert self.name != "faulty" or not self.ids, "a bug, on purpose"
         if self.terminated or token not in self.allowed():
             return False
         self.ids.append(token)
@@ -172,10 +174,11 @@ class World:
         self.states: dict[ChoiceKey, RequestState] = {}
         self.ids: dict[ChoiceKey, list[int]] = {}
         self.ends: dict[ChoiceKey, Finish] = {}
+        self._reader = ProgressReader()
 
     def receive(self, report: StepReport) -> None:
-        for news in report.progress:
-            self.ids[news.key] += unpack_ids(news.token_ids)
+        for news in self._reader.read(report.progress, report.sampled):
+            self.ids[news.key] += unpack_ids(news.ids)
             if news.finish is not None:
                 self.ends[news.key] = news.finish
 
@@ -279,6 +282,22 @@ def test_who_waits_for_a_late_guide_holds_nobody_up_and_ends_as_an_overload() ->
     world.turn()
     assert world.code(stuck) == "overloaded"
     assert world.batching.pools.used() == [0]
+
+
+@both
+@pytest.mark.parametrize("slow", [False, True], ids=["", "late"])
+def test_a_guide_that_raises_ends_its_choice_alone(overlap: bool, slow: bool) -> None:
+    world = World(3, overlap=overlap, slow=slow)
+    sampling = SamplingParams(
+        max_new_tokens=20, grammar=Grammar(kind=GrammarKind.REGEX, text="faulty")
+    )
+    faulty = msgspec.structs.replace(world.new_state(), sampling=sampling)
+    key, *_ = world.send([faulty, *(world.new_state() for _ in range(6))])
+    world.drain()
+    assert world.code(key) == "internal"
+    assert len(world.ids[key]) == 1
+    del world.states[key]
+    world.verify()
 
 
 def test_the_worlds_reach_retraction_and_every_end_of_a_grammar() -> None:

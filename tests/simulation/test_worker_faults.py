@@ -7,23 +7,33 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import pytest
-from tests.simulation.test_worker_overlap import CURSE, Stage, both, harmless, staged
+from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, Stage, both, harmless, staged
 from tests.support.worker import error_of
 
-from antiphon.model_worker.batching import engine_core, loop, running_batch
-from antiphon.model_worker.batching.engine_core import EngineCore, OutcomeProcessor
+from antiphon.model_worker.batching import (
+    engine_core,
+    loop,
+    outcome,
+    plan_builder,
+    running_batch,
+)
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.logits import LogitsProcessors
+from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
+from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
 from antiphon.model_worker.batching.planner import StepPlanner
-from antiphon.model_worker.batching.request import BatchRow, Request
-from antiphon.model_worker.batching.running_batch import RunningBatch
-from antiphon.model_worker.batching.slots import Slots
+from antiphon.model_worker.batching.request import Request
+from antiphon.model_worker.batching.running_batch import RunningBatch, SlotSet, StepRows
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
-from antiphon.model_worker.batching.steady import SteadyRows
-from antiphon.model_worker.batching.stretch import Stretch
+from antiphon.model_worker.batching.token_masks import TokenFilter
 from antiphon.model_worker.cache import tree
 from antiphon.model_worker.cache.pages import PagePool
 from antiphon.service.inbox import SharedStateBroken
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
+from antiphon.wire.sampling import AllowRange, LogitBias
+from antiphon.wire.token_outputs import pack_floats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,21 +43,24 @@ AT_FAULT = ChoiceKey(3)
 """The choice whose handling fails, of those of a test."""
 
 
-def keys(arguments: Iterable[object]) -> set[ChoiceKey]:
+def keys(batch: RunningBatch, arguments: Iterable[object]) -> set[ChoiceKey]:
     """The choices that a call is about."""
     found: set[ChoiceKey] = set()
     for argument in arguments:
         match argument:
             case Request():
                 found.add(argument.key)
-            case BatchRow():
-                found.add(argument.request.key)
             case RequestState():
                 found.add(ChoiceKey(int(argument.request_id[1:])))
+            case StepRows():
+                found |= keys(batch, [argument.slots])
+            case SlotSet():
+                slots = argument.slots.tolist()
+                found |= {batch.running[slot].key for slot in slots if slot in batch.running}
             case list():
-                found |= keys(argument)
-            case SteadyRows():
-                found |= keys(argument.requests)
+                found |= keys(batch, argument)
+            case TokenFilter():
+                found.add(AT_FAULT)  # no other has one
             case _:
                 pass
     return found
@@ -60,10 +73,13 @@ def fail(*_: object, **__: object) -> NoReturn:
 class Fault:
     """Makes a function fail from its n-th call on that is about the choice at fault."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, stage: Stage, owner: Any, name: str, after: int = 0
+    ) -> None:
         self.raised = 0
         self.calls = 0
         self.after = after
+        self._batch = stage.batching.batch
         found = owner.__dict__[name]
         if isinstance(found, property):
             assert found.fget is not None
@@ -74,7 +90,7 @@ class Fault:
     def _failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
-            if AT_FAULT in keys(arguments):
+            if AT_FAULT in keys(self._batch, arguments):
                 self.calls += 1
                 if self.calls > self.after:
                     self.raised += 1
@@ -87,21 +103,24 @@ class Fault:
 PLACES: dict[str, tuple[Any, str]] = {
     "check": (engine_core, "check"),
     "prefix": (RunningBatch, "prefix"),
+    "wait": (StepPlanner, "_should_wait"),
     "table": (RunningBatch, "cached_table"),
-    "fill": (Slots, "fill"),
     "start": (StepPlanner, "_start"),
-    "pending": (Request, "pending"),
-    "launch": (Request, "launch"),
+    "fill": (LogitsProcessors, "fill"),
+    "outputs": (LogprobsParams, "fill"),
     "build": (loop, "build_plan"),
-    "pieces": (running_batch, "_chunks"),
-    "layout": (Slots, "layout"),
-    "commit": (OutcomeProcessor, "_commit_row"),
-    "accept": (Request, "accept"),
-    "settle": (OutcomeProcessor, "_finish_row"),
+    "chunks": (plan_builder, "_chunks"),
+    "ids": (Request, "ids"),
+    "mask": (TokenFilter, "restrict"),
+    "bias": (LogitsProcessors, "_bias"),
+    "commit chunk": (OutcomeProcessor, "_commit_chunk"),
+    "write": (outcome, "write_outputs"),
+    "finish": (OutcomeProcessor, "_finish_row"),
+    "settle": (RunningBatch, "settle"),
     "share": (RunningBatch, "cache_prefix"),
     "report": (Request, "progress"),
-    "go_on": (Request, "go_on"),
 }
+"""Code that runs for one request, or for the requests of one plan, which is then cut in halves."""
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
@@ -111,7 +130,21 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 
 def eight_prompts() -> list[list[int]]:
-    return [harmless(5 + salt, salt) for salt in range(8)]
+    """That of the choice at fault is longer than a chunk."""
+    return [harmless(25 if salt == AT_FAULT else 5 + salt, salt) for salt in range(8)]
+
+
+def run_eight(stage: Stage) -> None:
+    """Send eight requests. The sampled tokens do not depend on what is peculiar to one."""
+    everything = (AllowRange(first=0, last=VOCAB_SIZE),)
+    runs = dict(stage.request(p, seed=i) for i, p in enumerate(eight_prompts()))
+    state = runs[AT_FAULT]
+    bias = LogitBias(token_ids=pack_ids([5]), values=pack_floats([0.0]))
+    sampling = msgspec.structs.replace(
+        state.sampling, processors=everything, logit_bias=bias, frequency_penalty=0.1
+    )
+    runs[AT_FAULT] = msgspec.structs.replace(state, sampling=sampling)
+    stage.turn(Mail(runs=runs))
 
 
 def verify_others(stage: Stage) -> None:
@@ -125,25 +158,39 @@ def verify_others(stage: Stage) -> None:
 def test_fault_of_one_request_ends_that_request_alone(
     place: str, after: int, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = Fault(monkeypatch, *PLACES[place], after)
-    stage.run_all(eight_prompts())
+    fault = Fault(monkeypatch, stage, *PLACES[place], after)
+    run_eight(stage)
     stage.drain()
     reported = stage.reported[AT_FAULT]
     if reported.finish is not None and reported.finish.error is not None:
         verify_others(stage)
         return
     # It was not called so often, or the plan was built after all, in halves.
-    assert fault.calls <= after or place in {"build", "pieces", "layout"}
+    assert fault.calls <= after or place == "build"
     stage.verify()
+
+
+def test_code_for_one_request_runs_in_every_place(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = {
+        place: Fault(monkeypatch, stage, *where, after=1_000) for place, where in PLACES.items()
+    }
+    run_eight(stage)
+    stage.drain()
+    assert [place for place, fault in faults.items() if not fault.calls] == []
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
         (StepPlanner, "_preempt"),
-        (OutcomeProcessor, "_advance_matchers"),
+        (RunningBatch, "next_decodes"),
+        (RunningBatch, "launch"),
         (OutcomeProcessor, "commit"),
-        (Stretch, "begin"),
+        (OutcomeProcessor, "_advance_matchers"),
+        (RunningBatch, "append"),
+        (ProgressLog, "add_sampled"),
     ],
     ids=lambda part: part if isinstance(part, str) else part.__name__,
 )
@@ -158,13 +205,10 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
         raise AssertionError("a bug, on purpose")
 
     if name == "_advance_matchers":  # it is called only where a request has a grammar
-        stage.batching.slots.logits_processors._matchers[-1] = None  # pyright: ignore
+        stage.batching.batch.has_grammar[:] = True
     monkeypatch.setattr(owner, name, fail)
     for _ in range(3):
         stage.turn()
-    stage.batching.slots.logits_processors._matchers.clear()  # pyright: ignore
-    if stage.overlap and owner is Stretch:
-        return  # none begins while another step is in flight
     assert owner.__dict__[name] is real, "it was never made to fail"
     codes = [
         reported.finish.error.code
@@ -189,20 +233,20 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
     ],
     ids=["abort", "retract", "other weights, abort", "other weights"],
 )
-@pytest.mark.parametrize("name", ["progress", "untell", "go_on"])
+@pytest.mark.parametrize("name", ["progress", "discard_prompt_logprobs"])
 def test_fault_of_one_request_keeps_no_order_from_being_obeyed(
     name: str, order: ControlCommand, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage.run_all(eight_prompts())
+    run_eight(stage)
     for _ in range(5):
         stage.turn()
-    fault = Fault(monkeypatch, Request, name)
+    fault = Fault(monkeypatch, stage, Request, name)
     assert len(stage.order(order)) == 1
     stage.order(ContinueWorker())
     stage.drain()
     if fault.raised:
         verify_others(stage)
-    else:  # this order, or a loop without steady steps, does not come there
+    else:  # this order does not come there
         stage.verify()
 
 
@@ -232,7 +276,7 @@ def test_request_that_cannot_be_reported_does_not_stop_the_loop_when_its_plan_fa
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with staged(overlap=overlap) as stage:
-        fault = Fault(monkeypatch, Request, "progress", after=1)  # it is asked when it is added
+        fault = Fault(monkeypatch, stage, Request, "progress")
         prompts = eight_prompts()
         prompts[AT_FAULT][-1] = CURSE
         stage.run_all(prompts)
@@ -241,53 +285,25 @@ def test_request_that_cannot_be_reported_does_not_stop_the_loop_when_its_plan_fa
         verify_others(stage)
 
 
-@pytest.mark.parametrize("dropped", [0, AT_FAULT, 7])
-def test_tokens_of_steady_steps_that_one_request_does_not_take_are_written_to_the_others(
-    dropped: int, stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage.run_all(eight_prompts())
-    for _ in range(5):
-        stage.turn()
-    fault = Fault(monkeypatch, Request, "go_on")
-    stage.reported[ChoiceKey(dropped)].dropped = dropped != AT_FAULT
-    stage.turn(Mail(drops={ChoiceKey(dropped): None} if dropped != AT_FAULT else {}))
-    stage.drain()
-    assert bool(fault.raised) != stage.overlap, "steady steps need a loop without overlap"
-    if fault.raised:
-        verify_others(stage)
-    else:
-        stage.verify()
-
-
-def test_waiting_request_that_cannot_be_planned_does_not_stop_the_loop(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault = Fault(monkeypatch, StepPlanner, "_should_wait")
-    stage.run_all(eight_prompts())
-    stage.drain()
-    assert fault.raised
-    verify_others(stage)
-
-
-def test_fault_in_steady_steps_ends_their_requests(
+def test_plan_that_cannot_be_built_once_is_built_in_halves(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for salt in range(3):
         stage.run(harmless(5, salt), tokens_max=60, seed=salt)
     calls = 0
-    real = SteadyRows.plan
+    real = RunningBatch.page_tables
 
-    def plan(rows: SteadyRows, step: int) -> Any:
+    def page_tables(batch: RunningBatch, rows: StepRows) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise AssertionError("a bug, on purpose")
-        return real(rows, step)
+        return real(batch, rows)
 
-    monkeypatch.setattr(SteadyRows, "plan", plan)
+    monkeypatch.setattr(RunningBatch, "page_tables", page_tables)
     stage.drain()
-    assert calls >= (0 if stage.overlap else 3)
-    stage.verify()  # a plan that cannot be built is built again from the rows
+    assert calls > 3
+    stage.verify()
 
 
 def test_broken_page_pool_ends_the_loop(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

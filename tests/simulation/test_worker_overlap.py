@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 from tests.simulation.hash_runner import ApartRunner, CursedRunner, HashRunner, answer_alone, both
+from tests.support.reports import ProgressReader
 from tests.support.worker import error_of, limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -20,7 +20,7 @@ from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.wire.base import FinishReason
-from antiphon.wire.codec import id_count, pack_ids, unpack_ids
+from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (
     ContinueWorker,
     ControlDone,
@@ -35,6 +35,7 @@ from antiphon.wire.sampling import LogitProcessors, SamplingParams, ThinkingBudg
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from antiphon.model_worker.batching.state import Progress
 
 VOCAB_SIZE = 60
 EOS = 3
@@ -56,7 +57,9 @@ class Reported:
 class Stage:
     """One loop, and a sender of what comes in."""
 
-    def __init__(self, *, overlap: bool, pages: int, window: int | None, curse: int) -> None:
+    def __init__(
+        self, *, overlap: bool, pages: int, window: int | None, curse: int, **changes: Any
+    ) -> None:
         self.overlap, self.curse = overlap, curse
         groups = [page_group(pages)]
         if window is not None:
@@ -71,6 +74,7 @@ class Stage:
             vocab_size=VOCAB_SIZE,
             end_ids=frozenset({EOS}),
             conservativeness=0.1,  # so that pages run out
+            **changes,
         )
         self.batching = EngineCore(self.limits, self.pools, RadixIndex(self.pools))
         self.hashes = HashRunner(groups, VOCAB_SIZE)
@@ -82,6 +86,8 @@ class Stage:
         self.reported: dict[ChoiceKey, Reported] = {}
         self.done: list[ControlDone] = []
         self.reports: list[StepReport] = []
+        self.progress: list[Progress] = []
+        self._reader = ProgressReader()
 
     def run(self, prompt: list[int], tokens_max: int = 20, seed: int = 0) -> Reported:
         key, state = self.request(prompt, tokens_max, seed)
@@ -120,11 +126,12 @@ class Stage:
     def receive(self, report: StepReport) -> None:
         self.reports.append(report)
         self.done += report.done
-        for progress in report.progress:
+        for progress in self._reader.read(report.progress, report.sampled):
+            self.progress.append(progress)
             reported = self.reported[progress.key]
             assert not reported.dropped, "a dropped choice was reported"
             assert reported.finish is None, "a choice went on after its end"
-            reported.ids += unpack_ids(progress.token_ids)
+            reported.ids += unpack_ids(progress.ids)
             reported.cached_tokens = progress.cached_tokens
             reported.finish = progress.finish
 
@@ -168,9 +175,14 @@ class Stage:
 
 @contextmanager
 def staged(
-    *, overlap: bool = True, pages: int = 64, window: int | None = None, curse: int = CURSE
+    *,
+    overlap: bool = True,
+    pages: int = 64,
+    window: int | None = None,
+    curse: int = CURSE,
+    **changes: Any,
 ) -> Iterator[Stage]:
-    stage = Stage(overlap=overlap, pages=pages, window=window, curse=curse)
+    stage = Stage(overlap=overlap, pages=pages, window=window, curse=curse, **changes)
     try:
         yield stage
     finally:
@@ -405,27 +417,28 @@ def test_a_prompt_that_other_weights_have_begun_is_begun_again(stage: Stage) -> 
     assert stage.runner.tokens - before >= len(prompt) - 20  # one chunk went with the order
 
 
+@both
 @pytest.mark.parametrize("interval", [1, 7])
-def test_each_token_is_told_with_the_weights_that_drew_it(stage: Stage, interval: int) -> None:
-    stage.batching.limits = msgspec.structs.replace(
-        stage.batching.limits, stream_interval=interval, weight_version="first"
-    )
+def test_each_token_is_reported_with_the_weights_that_sampled_it(
+    overlap: bool, interval: int
+) -> None:
     prompt = harmless(9, 1)
-    long = (seed for seed in range(100) if len(stage.expected(Reported(prompt, 40, seed))[0]) > 20)
-    reported = stage.run(prompt, tokens_max=40, seed=next(long))
-    for _ in range(10):
-        stage.turn()
-    assert reported.finish is None
-    (running,) = stage.batching.running.values()
-    stage.batching.prepare_pause(PauseMode.IN_PLACE)  # steady steps are written to it
-    before = running.outputs + running.ahead  # what is under way is still theirs
-    stage.order(SetWeightVersion(version="second", abort_all=False))
-    stage.finish()
-    counts = {"first": 0, "second": 0}
-    for report in stage.reports:
-        for progress in report.progress:
-            counts[progress.weights] += id_count(progress.token_ids)
-    assert counts == {"first": before, "second": len(reported.ids) - before}
+    with staged(overlap=overlap, stream_interval=interval, weight_version="first") as stage:
+        each = (Reported(prompt, 40, seed) for seed in range(100))
+        seed = next(one.seed for one in each if len(stage.expected(one)[0]) > 20)
+        reported = stage.run(prompt, tokens_max=40, seed=seed)
+        for _ in range(10):
+            stage.turn()
+        assert reported.finish is None
+        (running,) = stage.batching.running.values()
+        # What is under way is still theirs.
+        before = running.outputs_count + stage.batching.batch.in_flight.item(running.slot)
+        stage.order(SetWeightVersion(version="second", abort_all=False))
+        stage.finish()
+        counts = {"first": 0, "second": 0}
+        for progress in stage.progress:
+            counts[progress.weights] += progress.end - progress.start
+        assert counts == {"first": before, "second": len(reported.ids) - before}
 
 
 def test_a_new_version_ends_everybody_unless_told_otherwise() -> None:
