@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.support.models import open_model
+from tests.support.reports import ProgressReader
 from tests.support.worker import limits, state
 
 from antiphon.kernels.cpu.extension import unavailable_reason
@@ -22,6 +23,7 @@ from antiphon.wire.codec import unpack_ids
 from antiphon.wire.command import PauseMode
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams
+from antiphon.wire.token_outputs import TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.runner.model_runner import OpenModel
     from antiphon.wire.errors import ErrorReply
-    from antiphon.wire.token_outputs import TokenOutput
 
 CONTEXT_TOKENS = 256
 LINEAR = "plain" if unavailable_reason() else "packed"
@@ -50,16 +51,27 @@ POOLED: Mapping[str, Callable[[Tensor], Tensor]] = {
 class Output:
     """What the loop reported of a request."""
 
+    sampling: SamplingParams
     progress: list[Progress] = field(default_factory=list[Progress])
 
     @property
     def ids(self) -> list[int]:
-        return [token for news in self.progress for token in unpack_ids(news.token_ids)]
+        return [token for news in self.progress for token in unpack_ids(news.ids)]
 
     @property
     def tokens(self) -> list[TokenOutput]:
-        details = (news.details for news in self.progress if news.details.count)
-        return [token for each in details for token in each.iter_tokens()]
+        """All token outputs. The token store has those that are logprobs of sampled tokens only."""
+        wanted, found = self.sampling.details, list[TokenOutput]()
+        if wanted is not None and not (wanted.sampled_only and self.sampling.max_new_tokens):
+            wanted = None
+        for news in self.progress:
+            found += news.details.iter_tokens()
+            if wanted is not None and news.outputs is not None:
+                logprobs = news.outputs.read_logprobs(news.start, news.end).tolist()
+                given = logprobs if wanted.logprobs else [None] * len(logprobs)
+                columns = zip(unpack_ids(news.ids), given, strict=True)
+                found += [TokenOutput(token, one, (), (), ()) for token, one in columns]
+        return found
 
     @property
     def finish(self) -> Finish:
@@ -98,6 +110,7 @@ class ModelLoop:
         )
         self.outputs: list[Output] = []
         self.reports: list[StepReport] = []
+        self._reader = ProgressReader()
 
     def run(
         self,
@@ -113,7 +126,7 @@ class ModelLoop:
         """
         self.reports.clear()
         runs = {ChoiceKey(len(self.outputs) + n): state for n, state in enumerate(states)}
-        self.outputs += [Output() for _ in states]
+        self.outputs += [Output(state.sampling) for state in states]
         for part in [{key: runs[key]} for key in runs] if one_a_turn else [runs]:
             self._turn(Mail(runs=part))
         for turn in range(TURNS_MAX):
@@ -133,7 +146,7 @@ class ModelLoop:
 
     def _read(self, report: StepReport) -> None:
         self.reports.append(report)
-        for news in report.progress:
+        for news in self._reader.read(report.progress, report.sampled):
             self.outputs[news.key].progress.append(news)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 from tests.models.tiny import VOCABULARY
@@ -45,22 +44,11 @@ class Line:
 
 
 class Stepper:
-    """Sequences in slots, with pages handed out in a shuffled order and never given back.
+    """Sequences in slots, with pages handed out in a shuffled order and never given back."""
 
-    With `follows` a plan says it of itself where it is true.
-    """
-
-    def __init__(
-        self,
-        runner: PlanRunner,
-        groups: Sequence[CacheGroup],
-        seed: int = 0,
-        *,
-        follows: bool = False,
-    ) -> None:
+    def __init__(self, runner: PlanRunner, groups: Sequence[CacheGroup], seed: int = 0) -> None:
         self.runner = runner
         self.groups = groups
-        self.follows = follows
         self.lines: dict[int, Line] = {}
         self.plans: list[StepPlan] = []
         random = np.random.default_rng(seed)
@@ -87,8 +75,6 @@ class Stepper:
         """
         drafted = {slot: list(ids) for slot, ids in (drafts or {}).items()}
         plan = self._plan(dict(lengths), drafted, all_logits=all_logits, as_future=as_future)
-        if self.follows and self.plans and follows(plan, self.plans[-1]):
-            plan = msgspec.structs.replace(plan, follows=True)
         self.plans.append(plan)
         outcome = self.runner.run(plan)
         for row, (slot, length) in enumerate(lengths.items()):
@@ -190,16 +176,6 @@ class Stepper:
             states.append(self._free[index].pop())
             pairs.append((read, states[-1]))
         return np.array(pairs, np.int32)
-
-
-def follows(plan: StepPlan, before: StepPlan) -> bool:
-    """Whether each row is the one before, one token further; nothing here changes its columns."""
-    rows = len(plan.slot)
-    decodes = all(
-        len(one.tokens) == len(one.slot) == len(one.logit_tokens) == rows for one in (plan, before)
-    )
-    same = decodes and plan.slot.tolist() == before.slot.tolist()
-    return same and plan.kv_len.tolist() == (before.kv_len + 1).tolist()
 
 
 def _ints(values: Iterable[int]) -> Ints:

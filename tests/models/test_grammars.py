@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.reports import ProgressReader
 from tests.support.worker import state as worker_state
 from tokenizers import Tokenizer
 
@@ -106,9 +107,11 @@ class Worker:
             runs=dict(zip(said, states, strict=True)),
             matchers={key: guide for key, guide in guides if guide is not None},
         )
+        reader = ProgressReader()
         while not self.engine.core.idle or mail.runs:
-            for news in self.loop.turn(mail).progress:
-                said[news.key].ids += unpack_ids(news.token_ids)
+            report = self.loop.turn(mail)
+            for news in reader.read(report.progress, report.sampled):
+                said[news.key].ids += unpack_ids(news.ids)
                 said[news.key].finish = news.finish
             mail = Mail()
         return list(said.values())

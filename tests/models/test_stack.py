@@ -119,11 +119,12 @@ def spy_on_going_on(runner: ModelRunner) -> list[bool]:
 
 
 def two_steppers(runners: Sequence[ModelRunner], temperatures: Sequence[float]) -> list[Stepper]:
-    """The same requests before two runners; the first knows which plans follow another."""
+    """The same requests before two runners, of which only the first continues a decode step."""
     steppers: list[Stepper] = []
     for runner in runners:
-        groups = [pool.group for pool in runner.pools]
-        stepper = Stepper(runner, groups, follows=runner is runners[0])
+        stepper = stepper_of(runner)
+        if runner is not runners[0]:
+            runner._contexts._may_continue = False
         for seed, (ids, temperature) in enumerate(zip(PROMPTS, temperatures, strict=True)):
             line = stepper.add(ids)
             line.temperature, line.seed = temperature, seed
@@ -137,7 +138,7 @@ def said_by(stepper: Stepper) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("as_future", [False, True], ids=["", "futures"])
 @pytest.mark.parametrize("temperatures", [[0.0] * 4, [0.0, 0.9, 0.0, 1.1], [1.0] * 4], ids=str)
-def test_plans_that_follow_give_what_they_give_by_themselves(
+def test_decode_steps_that_continue_another_give_what_they_give_by_themselves(
     tmp_path: Path, temperatures: list[float], as_future: bool
 ) -> None:
     runners = windowed(tmp_path), windowed(tmp_path)
@@ -156,16 +157,15 @@ def test_plans_that_follow_give_what_they_give_by_themselves(
 
 
 @pytest.mark.parametrize("said", [{"fused": False}, {"deterministic": True}, {"linear": "plain"}])
-def test_any_runner_takes_plans_that_follow(tmp_path: Path, said) -> None:
+def test_any_runner_takes_decode_steps_that_follow_each_other(tmp_path: Path, said) -> None:
     steppers = two_steppers([windowed(tmp_path, **said) for _ in range(2)], [0.0] * 4)
     for stepper in steppers:
         stepper.prefill()
         stepper.decode(9)
-    assert steppers[0].plans[-1].follows
     assert said_by(steppers[0]) == said_by(steppers[1])
 
 
-def test_a_plan_that_follows_goes_beyond_the_angles_that_were_known(
+def test_a_decode_step_goes_beyond_the_angles_that_were_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("antiphon.kernels.rotary._POSITIONS_MIN", 8)
@@ -198,7 +198,7 @@ class Curse:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after its layers", "before its layers"])
-def test_a_plan_may_follow_one_that_failed(tmp_path: Path, early: bool) -> None:
+def test_a_decode_step_may_follow_one_that_failed(tmp_path: Path, early: bool) -> None:
     runners = windowed(tmp_path), windowed(tmp_path)
     gone_on = spy_on_going_on(runners[0])
     steppers = two_steppers(runners, [1.0] * 4)
@@ -211,12 +211,11 @@ def test_a_plan_may_follow_one_that_failed(tmp_path: Path, early: bool) -> None:
             line.ids.append(7)
             line.computed += 1
         stepper.decode(5)
-    assert steppers[0].plans[-5].follows
     assert gone_on == [True] * (4 if early else 5) + [True] * 4
     assert said_by(steppers[0]) == said_by(steppers[1])
 
 
-def test_a_plan_may_follow_one_that_was_refused(tmp_path: Path) -> None:
+def test_a_decode_step_may_follow_one_that_was_refused(tmp_path: Path) -> None:
     runners = windowed(tmp_path), windowed(tmp_path)
     gone_on = spy_on_going_on(runners[0])
     steppers = two_steppers(runners, [0.0] * 4)
@@ -231,22 +230,37 @@ def test_a_plan_may_follow_one_that_was_refused(tmp_path: Path) -> None:
                 runner.run(plan)
         stepper.plans.append(refused)
         stepper.decode(3)
-        assert stepper.plans[-3].follows == stepper.follows
-    assert gone_on == [True] * 4
+    assert gone_on == [True] * 5, "nothing was computed in between"
     assert said_by(steppers[0]) == said_by(steppers[1])
 
 
-def test_plans_may_begin_with_one_that_follows(tmp_path: Path) -> None:
+def test_a_decode_step_of_other_sequences_continues_one_of_these_lengths(tmp_path: Path) -> None:
+    runners = windowed(tmp_path), windowed(tmp_path)
+    runners[1]._contexts._may_continue = False
+    logits = [spy_on_logits(runner) for runner in runners]
+    gone_on = spy_on_going_on(runners[0])
+    steppers = [stepper_of(runner) for runner in runners]
+    for stepper in steppers:
+        for length in (3, 50, 4, 51):
+            stepper.add(PROMPTS[3][-length:])
+        stepper.prefill()
+        for _ in range(6):
+            stepper.step({0: 1, 1: 1})
+            stepper.step({2: 1, 3: 1})
+    assert gone_on == [True] * 6
+    assert said_by(steppers[0]) == said_by(steppers[1])
+    assert all(map(torch.equal, *logits))
+
+
+def test_plans_may_begin_with_a_decode_step(tmp_path: Path) -> None:
     stepper, _ = two_steppers([windowed(tmp_path), windowed(tmp_path)], [0.0, 0.9, 0.0, 1.1])
     stepper.prefill()
     stepper.decode(9)
-    plans = stepper.plans[-6:]
-    assert all(plan.follows for plan in plans)
-    alone = [msgspec.structs.replace(plan, follows=False) for plan in plans]
     one, other = windowed(tmp_path), windowed(tmp_path)
+    other._contexts._may_continue = False
     gone_on = spy_on_going_on(one)
-    for plan, same in zip(plans, alone, strict=True):
-        assert one.run(plan).token_ids.tolist() == other.run(same).token_ids.tolist()
+    for plan in stepper.plans[-6:]:
+        assert one.run(plan).token_ids.tolist() == other.run(plan).token_ids.tolist()
     assert gone_on == [True] * 5
 
 
