@@ -23,7 +23,6 @@ from tests.bench.micro.bench_batching import (
     PAGE_TOKENS,
     VOCAB_SIZE,
     FullWorker,
-    build,
     engine_core,
     fake_outcome,
 )
@@ -31,6 +30,7 @@ from tests.bench.summary import Measurement, arguments, here, measured, report, 
 from tests.support.worker import GATEWAY, LEADER, WORKER, admit
 
 from antiphon.model_worker.batching.loop import CAPACITY_PERIOD_S
+from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.service.main import tune_gc
 from antiphon.service.sequence import SeqSender
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
-    from antiphon.model_worker.batching.request import BatchRow
+    from antiphon.model_worker.batching.running_batch import StepRows
     from antiphon.model_worker.batching.state import Progress, SampledTokens
     from antiphon.wire.command import Admit
     from antiphon.wire.ids import RequestId
@@ -121,7 +121,7 @@ CASES = {
 
 class LaunchedPlan(NamedTuple):
     plan: StepPlan
-    rows: Sequence[BatchRow]
+    rows: StepRows
 
 
 class StepTimes(NamedTuple):
@@ -139,8 +139,8 @@ class StepTimes(NamedTuple):
 class StepWorker:
     """The engine core and the output of a worker, in one thread, without model and bus.
 
-    All requests go to one detokenizer, which reads columns. Not measured: the outcome, the making of
-    commands, and that requests which have ended are forgotten.
+    All requests go to one detokenizer, which reads columns. Not measured: the outcome, the making
+    of commands, and that requests which have ended are forgotten.
     """
 
     def __init__(self, case: Case) -> None:
@@ -185,11 +185,11 @@ class StepWorker:
         planned = clock()
         outcome = None if previous is None else fake_outcome(previous.plan, self.random)
         resumed = clock()
-        reported: tuple[Sequence[Progress], SampledTokens | None] = ((), None)
         if previous is not None and outcome is not None:
-            reported = self._commit(previous, outcome)
+            self._commit(previous, outcome)
+        progress, sampled = self.core.take_progress()
         committed = clock()
-        self._send(*reported)
+        self._send(progress, sampled)
         sent = clock()
         self._forget_ended()
         plan_ns = planned - began
@@ -206,20 +206,17 @@ class StepWorker:
 
     def _launch(self) -> LaunchedPlan:
         rows = self.core.next_rows(self.steps * STEP_S)
-        plan = build(self.core, self.steps, rows)
+        plan = build_plan(self.steps, rows, self.core.batch)
         self.core.pools.launched(plan.step)
         return LaunchedPlan(plan, rows)
 
-    def _commit(
-        self, launched: LaunchedPlan, outcome: StepOutcome
-    ) -> tuple[Sequence[Progress], SampledTokens | None]:
+    def _commit(self, launched: LaunchedPlan, outcome: StepOutcome) -> None:
         core, now = self.core, self.steps * STEP_S
         core.pools.finished(outcome.step)
         core.commit(launched.rows, outcome)
         if core.planner.take_started() or now >= self._capacity_due_s:
             self._capacity_due_s = now + CAPACITY_PERIOD_S
             core.capacity()
-        return core.take_progress()
 
     def _send(self, progress: Sequence[Progress], sampled: SampledTokens | None) -> None:
         self.output.step(self.steps, progress, sampled)

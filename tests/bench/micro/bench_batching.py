@@ -35,21 +35,20 @@ from tests.support.worker import limits, page_group, state
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import LogprobsBatch, StepOutcome
-from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.plan_builder import build_plan
+from antiphon.model_worker.batching.planner import QueueRules
+from antiphon.model_worker.batching.running_batch import NO_ROWS, StepRows
 from antiphon.model_worker.batching.state import ChoiceKey
-from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from pytest_benchmark.fixture import BenchmarkFixture
 
     from antiphon.model_worker.batching.plan import StepPlan
-    from antiphon.model_worker.batching.request import BatchRow
 
 ROUNDS = 10_000
 SLACK = 2.5
@@ -78,18 +77,10 @@ def engine_core(
     return EngineCore(bounds, pools, RadixIndex(pools), QueueRules(policy=policy))
 
 
-def build(core: EngineCore, step: int, rows: Sequence[BatchRow]) -> StepPlan:
-    """Build the plan of the rows that the core has chosen, as the batching loop does."""
-    if isinstance(rows, SteadyRows):
-        return rows.plan(step)
-    return build_plan(step, rows, core.slots)
-
-
 def fake_outcome(plan: StepPlan, random: np.random.Generator) -> StepOutcome:
     """Random tokens for the rows of a plan, none of which ends a request.
 
-    It is made from the plan alone: to read the rows of steady decodes ends their fast path. If any
-    row requests logprobs, all do, of their sampled token only.
+    If any row requests logprobs, all do, of their sampled token only.
     """
     starts = np.searchsorted(plan.logit_tokens, np.append(plan.query_start, len(plan.tokens)))
     starts = starts.astype(np.int32)
@@ -132,7 +123,7 @@ class FullWorker:
         self.sampler = np.random.default_rng(0)
         self.step = 0
         self.keys = 0
-        self.rows: Sequence[BatchRow] = ()
+        self.rows = NO_ROWS
 
     def refill(self) -> None:
         live = len(self.batching.running) + len(self.batching.waiting)
@@ -148,7 +139,7 @@ class FullWorker:
     def plan(self) -> StepPlan:
         self.step += 1
         self.rows = self.batching.next_rows(self.step / 100)
-        return build(self.batching, self.step, self.rows)
+        return build_plan(self.step, self.rows, self.batching.batch)
 
     def commit(self, outcome: StepOutcome) -> None:
         self.batching.commit(self.rows, outcome)
@@ -223,14 +214,14 @@ def crowded() -> EngineCore:
 @pytest.mark.benchmark(timer=time.thread_time)
 def test_a_step_beside_prompts_that_begin_alike(benchmark: BenchmarkFixture) -> None:
     batching = crowded()
-    rows: list[BatchRow] = []
+    launched: list[StepRows] = []
     steps = iter(range(1, 1000))
 
     def plan() -> None:
-        rows[:] = batching.next_rows(0.0)
+        launched.append(batching.next_rows(0.0))
 
     def commit() -> None:
-        step = next(steps)
+        step, rows = next(steps), launched.pop()
         batching.pools.launched(step)
         batching.pools.finished(step)
         none = np.zeros(0, np.int32)

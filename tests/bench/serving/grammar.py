@@ -145,6 +145,7 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int = CLIENTS) -> di
     from antiphon.kernels import ops  # noqa: PLC0415
     from antiphon.kernels.op import DeviceCapability  # noqa: PLC0415
     from antiphon.model_worker.batching.logits import LogitsProcessors  # noqa: PLC0415
+    from antiphon.model_worker.batching.running_batch import SlotSet, StepRows  # noqa: PLC0415
     from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor  # noqa: PLC0415
     from antiphon.model_worker.grammar.matcher import GrammarMatcher  # noqa: PLC0415
 
@@ -157,15 +158,25 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int = CLIENTS) -> di
         return now
 
     dice, walker = np.random.default_rng(0), ThreadedMatcherExecutor(patience_s=1.0)
-    steering, chosen = LogitsProcessors(rows, vocab_size), ops.select(DeviceCapability("cpu"))
+    chosen = ops.select(DeviceCapability("cpu"))
     guides = [
         GrammarMatcher(compiled.start(()), vocab_size, compiled.eos_ids(())) for _ in range(rows)
     ]
     bare = [compiled.start(()) for _ in range(rows)]
     words = np.zeros((rows, -(-vocab_size // 32)), np.int32)
-    drawing = [_row(slot, guide) for slot, guide in enumerate(guides)]
-    for row in drawing:
-        steering.fill(row.request)
+    running: dict[int, Any] = {slot: _request(slot, guide) for slot, guide in enumerate(guides)}
+    steering = LogitsProcessors(rows, vocab_size, running)
+    for request in running.values():
+        steering.fill(request)
+    none = np.zeros(rows, np.int64)
+    drawing = StepRows(
+        slots=SlotSet.of(range(rows)),
+        starts=none,
+        ends=none + 1,
+        draws=np.ones(rows, np.bool_),
+        generations=none,
+        decodes=rows,
+    )
     logits = torch.randn(rows, vocab_size)
     for _ in range(WARM_UP + STEPS):
         drawn = [_draw(guide, vocab_size, dice) for guide in guides]
@@ -192,11 +203,10 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int = CLIENTS) -> di
     return {name: 1e6 * median(each[WARM_UP:]) for name, each in took.items()}
 
 
-def _row(slot: int, guide: GrammarMatcher) -> Any:
-    """As much of a row that draws, and of its request, as masks are made from."""
+def _request(slot: int, guide: GrammarMatcher) -> Any:
+    """As much of a request as masks are made from."""
     state = SimpleNamespace(sampling=SamplingParams(max_new_tokens=1))
-    request = SimpleNamespace(slot=slot, guide=guide, filter=None, state=state)
-    return SimpleNamespace(draws=True, request=request)
+    return SimpleNamespace(slot=slot, matcher=guide, filter=None, state=state)
 
 
 def _draw(guide: GrammarMatcher, vocab_size: int, dice: np.random.Generator) -> int:
