@@ -438,6 +438,19 @@ def test_choice_is_dropped_in_any_phase() -> None:
     assert steps.pools.used() == [0]
 
 
+def test_choice_is_dropped_before_the_progress_of_its_last_step_is_taken() -> None:
+    steps = Steps()
+    for key in (1, 2):
+        steps.add(key)
+    for _ in range(3):
+        steps.go()
+    steps.drop(1)
+    steps.add(3)
+    steps.go()
+    found = [(news.key, news.start, news.end) for news in steps.progress() if news.key != 1]
+    assert found == [(2, 0, 1), (2, 1, 2), (2, 2, 3), (3, 0, 1), (2, 3, 4)]
+
+
 @pytest.mark.parametrize(("kept", "found"), [(None, 4), (0, 4), (3, 4), (4, 8), (99, 16)])
 def test_only_kept_outputs_of_a_stopped_request_are_cached(kept: int | None, found: int) -> None:
     steps = Steps(cached=True)

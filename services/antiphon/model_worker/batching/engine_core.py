@@ -136,6 +136,7 @@ class EngineCore:
         """
         if (request := self._requests.get(key)) is None:
             return
+        self._log.close_step()
         if kept is not None and request.phase is Phase.RUNNING:
             self.batch.cache_prefix(request, request.prompt_tokens + kept)
         self._free(request)
@@ -154,6 +155,7 @@ class EngineCore:
 
         Empty only if nothing is left to do, or nothing before launched rows are committed.
         """
+        self._log.close_step()  # whose requests may lose their slots
         self.expire(now)
         decodes, chunks = self.planner.schedule(now)
         rows = self.batch.launch(decodes, chunks) if len(decodes) or chunks else NO_ROWS
