@@ -272,7 +272,7 @@ class EngineCore:
         """Discard what other weights have computed of a prompt."""
         request.following = None
         request.discard_prompt_logprobs()
-        self._log.report(request)
+        self._log.report_all(request)  # which names the weights that sampled the tokens
 
     def flush(self) -> int:
         """Evict every cached page that no request holds; return how many."""

@@ -48,7 +48,13 @@ class ProgressLog:
         """Report what is new of one request, if that is enough or the last."""
         self.close_step()
         new = request.outputs_count - request.reported
-        if request.finish is None and (new == 0 or (new < self.interval and request.reported)):
+        if request.finish is not None or new >= self.interval or (new and not request.reported):
+            self.report_all(request)
+
+    def report_all(self, request: Request) -> None:
+        """Report what is new of one request, however little."""
+        self.close_step()
+        if request.finish is None and request.outputs_count == request.reported:
             return
         self._progress.append(request.progress(self.weights))
         if request.batch is not None:
