@@ -80,7 +80,9 @@ class EngineCore:
         self._requests: dict[ChoiceKey, Request] = {}
         self._arrivals = 0
         self._rows_launched = 0
-        self._log = ProgressLog(self.batch, limits.weight_version, limits.stream_interval)
+        self._log = ProgressLog(
+            self.batch, limits.weight_version, limits.stream_interval, self._fail_alone
+        )
         self._outcomes = OutcomeProcessor(
             batch=self.batch,
             pending=self._pending_grammar,

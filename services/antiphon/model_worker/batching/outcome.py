@@ -30,13 +30,20 @@ class ProgressLog:
     """What happened to each choice since the last report.
 
     `interval` is the minimum number of output tokens to report; the first ones and the last ones
-    are reported at once.
+    are reported at once. `fail` ends a request whose progress cannot be made.
     """
 
-    def __init__(self, batch: RunningBatch, weights: str, interval: int) -> None:
+    def __init__(
+        self,
+        batch: RunningBatch,
+        weights: str,
+        interval: int,
+        fail: Callable[[Request, Exception], None],
+    ) -> None:
         self.weights = weights  # name of those that sample the tokens
         self.interval = interval
         self._batch = batch
+        self._fail = fail
         self._progress: list[Progress] = []
         self._sampled: SampledTokens | None = None
 
@@ -79,7 +86,11 @@ class ProgressLog:
         if sampled is not None:
             self._batch.reported[sampled.slots] = sampled.offsets
             for slot in sampled.slots.tolist():
-                self.report(self._batch.running[slot])
+                request = self._batch.running[slot]
+                try:
+                    self.report(request)
+                except Exception as error:  # noqa: BLE001  # logged there
+                    self._fail(request, error)
 
     def take(self) -> tuple[Sequence[Progress], SampledTokens | None]:
         """All since the last call. Of a choice that is in both, `Progress` comes first."""
