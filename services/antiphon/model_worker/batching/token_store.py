@@ -60,7 +60,9 @@ class TokenStore:
     def take_chunk(self) -> int:
         if not self._free:
             self._grow()
-        return self._free.popleft()
+        chunk = self._free.popleft()
+        self._logprobs[chunk] = np.nan  # it has those of another choice
+        return chunk
 
     def give_back(self, chunks: list[int]) -> None:
         """Free chunks; called from any thread."""
