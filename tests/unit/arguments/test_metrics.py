@@ -134,7 +134,7 @@ def test_decode_log_interval_is_the_decodes_between_lines(caplog: pytest.LogCapt
         capacity = WorkerSize(pages_total=10, page_tokens=16)
         accounts = StepAccounting(Metrics(), capacity, None, interval)
         for step in range(1, 81):
-            accounts.record(decode(step), float(step), ended=False)
+            accounts.record(decode(step), float(step))
         accounts.process_pending()
         return sum(record.message.startswith("Decode batch") for record in caplog.records)
 

@@ -180,7 +180,7 @@ class BrokenProgress(EngineCore):
     def take_progress(self) -> tuple[Sequence[Progress], SampledTokens | None]:
         progress, sampled = super().take_progress()
         if self.limits.weight_version == "broken":
-            progress = [msgspec.structs.replace(news, end=None) for news in progress]
+            progress = tuple(msgspec.structs.replace(news, start=-1) for news in progress)
         return progress, sampled
 
 
