@@ -7,7 +7,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, ParamSpec
 
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -30,15 +30,14 @@ from antiphon.model_worker.protocol.token_sender import TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.model_worker.startup.engine import Engine, open_engine, warm_up
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
-from antiphon.service.inbox import LOG_PAUSE_S
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import HELD_ENTRY_BYTES, check_message_fits
-from antiphon.wire.base import Role, Term
+from antiphon.wire.base import Role
 from antiphon.wire.command import CommandBatch, ControlDone, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, Overloaded
-from antiphon.wire.heartbeat import RefusedCommands, WorkerLoad
+from antiphon.wire.heartbeat import WorkerLoad
 from antiphon.wire.routes import COMMAND, KV_EVENTS, KV_REPLAY, OPEN, STOP, WORKER_CONTROL
 
 if TYPE_CHECKING:
@@ -52,6 +51,8 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import OpenList
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 TICK_S = 0.25
 LINGER_S = 3.0
@@ -135,7 +136,6 @@ class ModelWorker:
         self._accounting = StepAccounting(
             runtime.metrics, size, engine.resolved, batching.decode_log_interval
         )
-        self._unelected_logged_at = -LOG_PAUSE_S
         runtime.metrics.registry.register(
             CpuTime(lambda: self._loop.native_thread, lambda: self._sender.sending_s)
         )
@@ -179,8 +179,9 @@ class ModelWorker:
 
     def _start(self, ended: asyncio.Future[None]) -> None:
         for work, name in (
-            (_watch(ended), "batching"),
-            (_watch(self._reports.failed), "steps"),
+            # Shielded: the loop ends when its mailbox is closed, and `lifespan` waits for that.
+            (asyncio.shield(ended), "batching"),
+            (asyncio.shield(self._reports.failed), "steps"),
             (self._tick(), "tick"),
             (self._numerics.wait_for_conflict(), "numerics"),
         ):
@@ -257,60 +258,29 @@ class ModelWorker:
         if not self._busy:
             # The age of a step shows a stall: idle time before it must not count.
             self._stepped_at = self._runtime.clock.now()
-        with self._sender.lock:
-            now_ms = self._runtime.clock.unix_ms()
-            offset_ms = self._runtime.peers.offset_ms(batch.leader.scheduler)
-            self._act(self._output.command(batch, now_ms, offset_ms))
-        if commands.refused is not None and commands.refused is not refused:
-            self._note_refused(commands.refused, batch, offset_ms, first=refused is None)
+        now_ms = self._runtime.clock.unix_ms()
+        offset_ms = self._runtime.peers.offset_ms(batch.leader.scheduler)
+        self._apply(self._output.command, batch, now_ms, offset_ms)
         if commands.unelected_count > unelected:
-            self._note_unelected(batch.leader)
+            self._accounting.metrics.refused.labels("term").inc()
+        if commands.refused is not None and commands.refused is not refused:
+            self._accounting.metrics.refused.labels(commands.refused.reason).inc()
+            self._runtime.health.changed()  # so that the leader is informed now
         if self._output.requeued_count > requeued:
             self._runtime.health.changed()
 
-    def _note_refused(
-        self, refused: RefusedCommands, batch: CommandBatch, offset_ms: int | None, *, first: bool
-    ) -> None:
-        """Report refused commands: in the log once, to the leader at once."""
-        self._accounting.metrics.refused.labels(refused.reason).inc()
-        self._runtime.health.changed()
-        if not first:
-            return
-        late_ms = self._runtime.clock.unix_ms() - batch.not_after_unix_ms - (offset_ms or 0)
-        log.warning(
-            "commands refused",
-            extra={
-                "leader": refused.leader.scheduler.instance,
-                "reason": refused.reason,
-                "late_s": late_ms / 1000,
-                "clock_offset_s": None if offset_ms is None else offset_ms / 1000,
-            },
-        )
-
-    def _note_unelected(self, term: Term) -> None:
-        """Count commands of a term that was not elected, and log one batch every second."""
-        self._accounting.metrics.refused.labels("term").inc()
-        now = self._runtime.clock.now()
-        if now - self._unelected_logged_at >= LOG_PAUSE_S:
-            self._unelected_logged_at = now
-            fields = {"leader": term.scheduler.instance, "reason": "term", "term": term.number}
-            log.warning("commands refused", extra=fields)
-
     def _on_stop(self, message: StopChoice | ResendTokens) -> None:
-        with self._sender.lock:
-            if isinstance(message, StopChoice):
-                self._act(self._output.stop(message))
-            else:
-                self._output.resend(message)
-                self._sender.publish()
+        if isinstance(message, StopChoice):
+            self._apply(self._output.stop, message)
+        else:
+            self._apply(self._output.resend, message)
 
     def _on_open(self, message: OpenList) -> None:
         now_ms = self._runtime.clock.unix_ms()
         if self._runtime.peers.to_local_ms(message.not_after_unix_ms, message.owner) < now_ms:
             self._runtime.metrics.late.labels(OPEN.name).inc()
             return
-        with self._sender.lock:
-            self._act(self._output.open_list(message, now_ms))
+        self._apply(self._output.open_list, message, now_ms)
 
     async def _on_control(self, message: ControlMessage, _: object) -> ControlDone:
         return await self._control.answer(message)
@@ -325,43 +295,46 @@ class ModelWorker:
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
         if change is PeerChange.DIED and peer.heartbeat.role is Role.GATEWAY:
-            with self._sender.lock:
-                self._act(self._output.owner_died(peer.process))
+            self._apply(self._output.owner_died, peer.process)
         if change is not PeerChange.DIED:
             self._numerics.compare(peer.heartbeat, self._runtime.health.state)
 
-    def _act(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            try:
-                self._act_one(action)
-            except Exception:
-                # The actions after it are of other requests.
-                log.exception("action failed", extra={"key": action.key})
-                if isinstance(action, RunChoice):
-                    self._refuse(action.key, Internal("internal error"))
-        self._sender.publish()
+    def _apply(
+        self, event: Callable[P, Iterable[Action]], *args: P.args, **named: P.kwargs
+    ) -> None:
+        """Give an event to the output machine, do what follows, and send what is new."""
+        with self._sender.lock:
+            for action in event(*args, **named):
+                try:
+                    self._act(action)
+                except Exception:
+                    # The actions after it are of other requests.
+                    log.exception("action failed", extra={"key": action.key})
+                    if isinstance(action, RunChoice):
+                        self._refuse(action.key, Internal("internal error"))
+            self._sender.publish()
         self._moved.set()
 
-    def _act_one(self, action: Action) -> None:
+    def _act(self, action: Action) -> None:
         now = self._runtime.clock.now()
         match action:
             case RunChoice():
-                self._record(partial(self._accounting.begin, action, now))
+                self._attempt(self._accounting.begin, action, now)
                 if action.state.sampling.grammar is None:
                     self._submit(action)
                 else:
                     self._grammar_queue.put(action)
             case DropChoice(key, kept):
-                self._record(partial(self._accounting.drop, key, now))
+                self._attempt(self._accounting.drop, key, now)
                 if not self._grammar_queue.drop(key):
                     self._mailbox.drop(key, kept)
 
-    def _record(self, note: Callable[[], object]) -> None:
-        """Do some bookkeeping, whose failures must not affect requests."""
+    def _attempt(self, work: Callable[P, object], *args: P.args, **named: P.kwargs) -> None:
+        """Do one of several things. Those after it are for other requests, or other receivers."""
         try:
-            note()
+            work(*args, **named)
         except Exception:
-            log.exception("bookkeeping failed")
+            log.exception("work failed", extra={"work": getattr(work, "__qualname__", None)})
 
     @property
     def _busy(self) -> bool:
@@ -380,7 +353,7 @@ class ModelWorker:
             self._refuse(run.key, error)
 
     def _refuse(self, key: ChoiceKey, error: EngineError) -> None:
-        self._record(partial(self._accounting.drop, key, self._runtime.clock.now()))
+        self._attempt(self._accounting.drop, key, self._runtime.clock.now())
         with self._sender.lock:
             self._output.refuse(key, error)
         self._sender.publish()
@@ -395,42 +368,26 @@ class ModelWorker:
         paused = self._last is not None and self._last.paused
         self._last, self._stepped_at = report, now
         queued = self._sender.take_in(report)
-        self._record(partial(self._accounting.record, report, now))
+        self._attempt(self._accounting.record, report, now)
         queued |= self._accounting.full or report.paused != paused
         if queued or report.returned or report.done or report.events:
             self._reports.put(report)
 
     def _on_queued_report(self, report: StepReport) -> None:
         """Do the rest in the event loop's thread: end, requeue, reply, publish."""
-        for take in (self._take_ends, self._take_requeued, self._take_done, self._take_events):
-            try:
-                take(report)
-            except Exception:
-                # The others are for other requests, or other receivers.
-                log.exception("report failed", extra={"step": report.step})
+        self._attempt(self._accounting.process_pending)
+        self._attempt(self._apply, self._output.take_failed)
+        if report.returned:
+            self._attempt(self._apply, self._output.requeued, report.returned)
+            self._runtime.health.changed()  # so that the leader is informed now
+        if report.done:
+            self._attempt(self._control.complete, report.done)
+        if report.events:
+            self._attempt(self._kv_events.add, report.events)
+            self._publish_kv_events()
         if report.paused != self._paused:
             self._paused = report.paused
             self._runtime.health.changed()
-
-    def _take_ends(self, _: StepReport) -> None:
-        self._record(self._accounting.process_pending)
-        with self._sender.lock:
-            self._act(self._output.take_failed())
-
-    def _take_requeued(self, report: StepReport) -> None:
-        if report.returned:
-            with self._sender.lock:
-                self._act(self._output.requeued(report.returned))
-            self._runtime.health.changed()  # so that the leader is informed now
-
-    def _take_done(self, report: StepReport) -> None:
-        if report.done:
-            self._control.complete(report.done)
-
-    def _take_events(self, report: StepReport) -> None:
-        if report.events:
-            self._kv_events.add(report.events)
-            self._publish_kv_events()
 
     def _publish_kv_events(self) -> None:
         """Publish KV cache events. Unsent ones are a gap in the numbers, which listeners notice."""
@@ -460,8 +417,8 @@ class ModelWorker:
                 log.exception("watchdog failed")
 
     def _on_tick(self, now_ms: int) -> None:
-        with self._sender.lock:
-            self._act([*self._output.tick(now_ms), *self._output.take_failed()])
+        self._apply(self._output.tick, now_ms)
+        self._apply(self._output.take_failed)
         self._publish_kv_events()
         self._requeue_waiting(now_ms)
         held, overrun_tokens = self._output.held_count, self._output.overrun_tokens
@@ -493,11 +450,3 @@ class ModelWorker:
         """Wait for the next change. For `drain` only; each tick counts as one."""
         self._moved.clear()
         await self._moved.wait()
-
-
-async def _watch(work: asyncio.Future[None]) -> None:
-    """End the process with the exception of a future that no task runs, should it have one.
-
-    Shielded: the loop ends when its mailbox is closed, and `lifespan` waits for that.
-    """
-    await asyncio.shield(work)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOG_PAUSE_MS = 1_000
+"""Minimum time between two log lines about terms that were not elected."""
 REFUSED_MS = 5_000
 """How long a leader is informed that its commands were refused. Then it may try again."""
 
@@ -33,6 +35,7 @@ class CommandFilter:
         self.refused: RefusedCommands | None = None  # until one is applied, or for some time
         self.unelected_count = 0  # batches whose term is too high to be an elected one
         self._refused_ms = 0
+        self._unelected_ms = -LOG_PAUSE_MS  # when the last one was logged
         self._leading = leading
 
     def accepts(self, batch: CommandBatch, now_ms: int, offset_ms: int | None) -> bool:
@@ -47,11 +50,18 @@ class CommandFilter:
         known = max((term.number for term in (self.term, leading) if term), default=None)
         if not batch.leader.may_follow(known):
             self.unelected_count += 1
+            if now_ms - self._unelected_ms >= LOG_PAUSE_MS:
+                self._unelected_ms = now_ms
+                _log_refused(batch.leader, "term", term=batch.leader.number)
             return False
         if batch.leader == self.term and batch.seq <= self.seq:
             return False
         if offset_ms is None or batch.not_after_unix_ms + offset_ms < now_ms:
             reason = RefusalReason.CLOCK if offset_ms is None else RefusalReason.LATE
+            if self.refused is None:
+                late_s = (now_ms - batch.not_after_unix_ms - (offset_ms or 0)) / 1000
+                offset_s = None if offset_ms is None else offset_ms / 1000
+                _log_refused(batch.leader, reason, late_s=late_s, clock_offset_s=offset_s)
             self.refused = RefusedCommands(leader=batch.leader, seq=batch.seq, reason=reason)
             self._refused_ms = now_ms
             return False
@@ -70,6 +80,11 @@ class CommandFilter:
             return
         log.warning("term forgotten", extra={"term": self.term.number, "leads": leading.number})
         self.term, self.seq = None, 0
+
+
+def _log_refused(leader: Term, reason: str, **fields: float | None) -> None:
+    fixed = {"leader": leader.scheduler.instance, "reason": reason}
+    log.warning("commands refused", extra={**fixed, **fields})
 
 
 class AttemptTombstones:

@@ -9,7 +9,7 @@ from antiphon.wire.codec import split_rows
 from antiphon.wire.tokens import TokenBatch, TokenColumns, TokenRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from antiphon.model_worker.protocol.held_request import HeldRequest
     from antiphon.model_worker.protocol.plain_streams import PlainStreams
@@ -29,15 +29,21 @@ class TokenOutbox:
 
     Attributes:
         step: The last one of which something was put in.
-        broken: Requests of which rows could not be made.
     """
 
-    def __init__(self, process: Process, seqs: SeqSender, plain: PlainStreams) -> None:
+    def __init__(
+        self,
+        process: Process,
+        seqs: SeqSender,
+        plain: PlainStreams,
+        fail: Callable[[RequestId], None],
+    ) -> None:
+        """`fail` ends a request of which rows cannot be made."""
         self.step = 0
-        self.broken: list[HeldRequest] = []
         self._process = process
         self._seqs = seqs
         self._plain = plain
+        self._fail = fail
         self._columns: dict[InstanceId, list[TokenColumns]] = {}
         self._unsent: dict[RequestId, HeldRequest] = {}
 
@@ -75,7 +81,7 @@ class TokenOutbox:
                 rows.setdefault(held.detokenizer, []).extend(held.unsent())
             except Exception:
                 log.exception("rows failed", extra={"request_id": held.request_id})
-                self.broken.append(held)
+                self._fail(held.request_id)
                 continue
             for choice in held.choices:
                 if choice.can_be_plain:

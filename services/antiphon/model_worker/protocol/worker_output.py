@@ -91,13 +91,13 @@ class WorkerOutput:
         self.requeued_count = 0
         self._our_time_ms = our_time_ms
         self._plain = PlainStreams(live_max)
-        self._outbox = TokenOutbox(process, seqs, self._plain)
+        self._outbox = TokenOutbox(process, seqs, self._plain, self._fail_request)
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
         self._tombstones = AttemptTombstones(TOMBSTONE_MS)
         self._lists: dict[Process, tuple[int, int]] = {}  # version, received at
         self._keys = count(1)
-        self._failed: list[Action] = []
+        self._failed: list[Action] = []  # drops that follow from errors here
 
     @property
     def live_count(self) -> int:
@@ -139,8 +139,8 @@ class WorkerOutput:
                     self._abort(command, actions)
             except Exception:
                 log.exception("command failed", extra={"request_id": command.request_id})
-                actions += self._fail_request(command.request_id)
-        return actions
+                self._fail_request(command.request_id)
+        return [*actions, *self.take_failed()]
 
     def stop(self, message: StopChoice) -> list[Action]:
         """End a choice, or all of a request, for its detokenizer; ignore other detokenizers."""
@@ -156,10 +156,10 @@ class WorkerOutput:
         chosen = [choice for choice in held.choices if choice.index == message.choice]
         return self._stop(held, chosen, message.offset)
 
-    def resend(self, message: ResendTokens) -> None:
+    def resend(self, message: ResendTokens) -> list[Action]:
         """Send a detokenizer all of its requests again, from the offsets that it expects."""
         if message.worker != self.process:
-            return
+            return []
         offsets: dict[RequestId, dict[int, int]] = {}
         for place in message.places:
             offsets.setdefault(place.request_id, {})[place.choice] = place.offset
@@ -170,6 +170,7 @@ class WorkerOutput:
                     self._plain.close(choice)
                 held.rewind(offsets.get(held.request_id, {}))
                 self._outbox.put(held)
+        return []
 
     def open_list(self, message: OpenList, now_ms: int) -> list[Action]:
         """Forget requests that their owner has closed, or does not list."""
@@ -230,7 +231,7 @@ class WorkerOutput:
             choice.extend(news)
         except Exception:
             log.exception("progress failed", extra={"request_id": held.request_id})
-            self._failed += self._fail((news.key,))
+            self._fail((news.key,))
             return True
         self._outbox.put(held)
         if choice.live:
@@ -251,35 +252,30 @@ class WorkerOutput:
         keys = [news.key for news in progress]
         if sampled is not None:
             keys += map(ChoiceKey, sampled.keys.tolist())
-        self._failed += self._fail(keys)
+        self._fail(keys)
 
-    def _fail(self, keys: Iterable[ChoiceKey]) -> list[Action]:
-        drops: list[Action] = []
+    @property
+    def has_failed(self) -> bool:
+        """Whether `take_failed` would return anything."""
+        return bool(self._failed)
+
+    def take_failed(self) -> list[Action]:
+        """Choices that the loop has to drop, because their progress could not be added or sent."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _fail_request(self, request_id: RequestId) -> None:
+        if (held := self._held.get(request_id)) is not None:
+            self._fail([choice.key for choice in held.choices])
+
+    def _fail(self, keys: Iterable[ChoiceKey]) -> None:
         for key in keys:
             if (known := self._choices.pop(key, None)) is not None:
                 held, choice = known
                 self._plain.close(choice)
                 choice.fail(Finish.failed(Internal("internal error")))
                 self._outbox.put(held)
-                drops.append(DropChoice(key))
-        return drops
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether `take_failed` would return anything."""
-        return bool(self._failed or self._outbox.broken)
-
-    def take_failed(self) -> list[Action]:
-        """Choices that the loop has to drop, because their progress could not be added or sent."""
-        broken, self._outbox.broken = self._outbox.broken, []
-        for held in broken:
-            self._failed += self._fail_request(held.request_id)
-        failed, self._failed = self._failed, []
-        return failed
-
-    def _fail_request(self, request_id: RequestId) -> list[Action]:
-        held = self._held.get(request_id)
-        return [] if held is None else self._fail([choice.key for choice in held.choices])
+                self._failed.append(DropChoice(key))
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
         """Note that the batching loop has started these choices: they are not requeued any more."""
@@ -313,8 +309,8 @@ class WorkerOutput:
                     # The loop has dropped it: without an end or a requeue it would hang.
                     log.exception("requeue failed", extra={"request_id": held.request_id})
                     held.requeued = False
-                    drops += self._fail_request(held.request_id)
-        return drops
+                    self._fail_request(held.request_id)
+        return [*drops, *self.take_failed()]
 
     def refuse(self, key: ChoiceKey, error: EngineError) -> None:
         self.step(self._outbox.step, [Progress(key=key, finish=Finish.failed(error))])

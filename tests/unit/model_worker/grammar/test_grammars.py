@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support.wait import until
-from tests.support.worker import state
+from tests.support.worker import admit, state
 from tests.unit.model_worker.grammar.words import VOCAB_SIZE, Compiler
 
 from antiphon import embedded
@@ -30,6 +30,7 @@ from antiphon.model_worker.grammar.backend import (
 )
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.model_worker.grammar.source import GrammarSource
+from antiphon.model_worker.protocol.held_request import HeldRequest
 from antiphon.model_worker.protocol.worker_output import RunChoice
 from antiphon.resolve.device import HostDevice
 from antiphon.resolve.resolved_config import resolve
@@ -145,7 +146,9 @@ class Queue(GrammarQueue):
             refuse=self.refused.__setitem__,
         )
         for number, text in enumerate(texts):
-            self.put(RunChoice(ChoiceKey(number), state_of(text), None))
+            key = ChoiceKey(number)
+            (choice,) = HeldRequest(admit(), [key], now_ms=0, due_ms=0).choices
+            self.put(RunChoice(key, state_of(text), None, choice))
 
 
 async def test_choices_that_get_no_matcher_are_counted_as_aborted() -> None:
