@@ -27,9 +27,8 @@ DECODE_FAST_PATH = {
         "batching/slots.py",
         "batching/steady.py",
         "batching/stretch.py",
-        "lanes.py",
     )
-} | {"shared/antiphon/wire/tokens.py"}
+}
 """Files that one decode path replaces, or that call them by their names; exempt until then."""
 QUOTED = {
     ("services/antiphon/gateway/http/openai/responses/store.py", "told"),  # a stored key

@@ -1,4 +1,4 @@
-"""Worker to detokenizer: one message a step."""
+"""Worker to detokenizer: one message per step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from antiphon.wire.token_outputs import TokenOutputs
 class TokenStream(Value):
     """What a detokenizer must know of a request; on an attempt's first row, and on a resend.
 
-    `details_from` is the offset from which on the tokens of each choice are told of: 0, or less if
-    tokens of the prompt are, too. Unset, nothing is told.
+    `details_from` is the first offset with token outputs in each choice: 0, or less if those of
+    prompt tokens are returned, too. Unset, there are none.
     """
 
     owner: Process
@@ -48,12 +48,12 @@ class TokenRow(Value):
         offset: Index of the first token in this choice's output; negative for tokens of the prompt,
             which have details and no ids here.
         token_ids: int32, little-endian.
-        details: Of exactly the tokens of this row, if the request wanted any.
+        details: Of exactly the tokens of this row, if any were requested.
         finish_reason: On the last row of a choice, and only there.
-        weights: What the weights are called that drew these tokens, where that is news: on the
-            first row with such tokens that a detokenizer is sent of a choice, and on one before
-            which it, or `retractions`, has changed.
-        retractions: How often the choice had lost its pages before; told with `weights`.
+        weights: Name of the weights that sampled these tokens; on the first row with such tokens
+            that a detokenizer is sent of a choice, and wherever it or `retractions` has changed. A
+            row without it, and a token in columns, have those of the row before.
+        retractions: How often the choice had lost its pages before; sent with `weights`.
         matched_stop: The token id that ended the choice, if one did. It is not among the ids.
         error: Why the request cannot go on; then `finish_reason` is `error`.
         stream_number: Names this attempt's choice in `TokenColumns` of the same worker process;
@@ -123,8 +123,8 @@ class TokenStep(Message):
     """A token more for each row of the message before, as workers up to version 0.4 send it.
 
     It stands for a batch of the same rows, in that order, each at the offset where it ended there.
-    `seq` is of the same numbers: whoever has not heard the message before asks as for a gap. Only
-    who `reads` it, by its heartbeat, is sent it.
+    `seq` is of the same numbers: a receiver without the message before has a gap. It is sent only
+    to a detokenizer that `reads` it, by its heartbeat.
 
     Attributes:
         token_ids: One of each row, int32, little-endian.
@@ -137,4 +137,4 @@ class TokenStep(Message):
 
 
 TokenNews = TokenBatch | TokenStep
-"""What a detokenizer hears from a worker."""
+"""What a worker sends a detokenizer."""
