@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 from tests.simulation.hash_runner import HashRunner, answer_alone
 from tests.support.worker import page_group
 
@@ -38,7 +37,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import Ints, StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
     from antiphon.model_worker.batching.request import Request
 
 VOCAB_SIZE = 40

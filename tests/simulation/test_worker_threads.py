@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
 from tests.simulation.batching_world import Reported, World
 from tests.simulation.hash_runner import both
@@ -16,7 +17,7 @@ from tests.support import worker
 
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.batching.state import ChoiceKey, SampledTokens
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (
     ContinueWorker,
@@ -79,7 +80,19 @@ class BusSide:
         self.seen["crossed"] += len(gone)
         kept = tuple(progress for progress in report.progress if progress.key not in dropped)
         returned = tuple(key for key in report.returned if key not in dropped)
-        self.world.receive(msgspec.structs.replace(report, progress=kept, returned=returned))
+        sampled = report.sampled
+        if sampled is not None:
+            here = ~np.isin(sampled.keys, list(dropped))
+            self.seen["crossed"] += len(here) - np.count_nonzero(here)
+            sampled = SampledTokens(
+                slots=sampled.slots[here],
+                keys=sampled.keys[here],
+                offsets=sampled.offsets[here],
+                ids=sampled.ids[here],
+            )
+        self.world.receive(
+            msgspec.structs.replace(report, progress=kept, returned=returned, sampled=sampled)
+        )
         return True
 
     def receive_until(self, holds: Callable[[], bool]) -> None:
