@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
-    from antiphon.model_worker.batching.running_batch import StepRows
+    from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.state import Progress, SampledTokens
     from antiphon.wire.command import Admit
     from antiphon.wire.ids import RequestId

@@ -24,7 +24,8 @@ from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
 from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
 from antiphon.model_worker.batching.planner import StepPlanner
 from antiphon.model_worker.batching.request import Request
-from antiphon.model_worker.batching.running_batch import RunningBatch, SlotSet, StepRows
+from antiphon.model_worker.batching.rows import SlotSet, StepRows
+from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.batching.token_masks import TokenFilter
 from antiphon.model_worker.cache import tree

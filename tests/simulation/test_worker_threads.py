@@ -83,7 +83,7 @@ class BusSide:
         sampled = report.sampled
         if sampled is not None:
             here = ~np.isin(sampled.keys, list(dropped))
-            self.seen["crossed"] += len(here) - np.count_nonzero(here)
+            self.seen["crossed"] += len(here) - int(np.count_nonzero(here))
             sampled = SampledTokens(
                 slots=sampled.slots[here],
                 keys=sampled.keys[here],

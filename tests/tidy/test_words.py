@@ -18,18 +18,6 @@ PRIVATE = re.compile(
     r"\b(told|tells?|telling|whoever|nobody|somebody|anybody|everybody|hears?|heard|speech|spoken)\b",
     re.IGNORECASE,
 )
-DECODE_FAST_PATH = {
-    f"services/antiphon/model_worker/{name}"
-    for name in (
-        "batching/layout.py",
-        "batching/logprobs.py",
-        "batching/request.py",
-        "batching/slots.py",
-        "batching/steady.py",
-        "batching/stretch.py",
-    )
-}
-"""Files that one decode path replaces, or that call them by their names; exempt until then."""
 QUOTED = {
     ("services/antiphon/gateway/http/openai/responses/store.py", "told"),  # a stored key
     ("shared/antiphon/model_card/weight_headers.py", "tell"),  # of a file
@@ -46,13 +34,7 @@ def test_code_has_no_private_words() -> None:
         for path in CODE
         for match in PRIVATE.finditer(path.read_text())
     }
-    assert {(path, word) for path, word in found - QUOTED if path not in DECODE_FAST_PATH} == set()
-    assert found >= QUOTED
-
-
-def test_exempt_files_have_private_words() -> None:
-    clean = {path for path in DECODE_FAST_PATH if not PRIVATE.search((ROOT / path).read_text())}
-    assert clean == set()
+    assert found == QUOTED
 
 
 def test_prefill_is_the_workers_word() -> None:

@@ -145,7 +145,7 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int = CLIENTS) -> di
     from antiphon.kernels import ops  # noqa: PLC0415
     from antiphon.kernels.op import DeviceCapability  # noqa: PLC0415
     from antiphon.model_worker.batching.logits import LogitsProcessors  # noqa: PLC0415
-    from antiphon.model_worker.batching.running_batch import SlotSet, StepRows  # noqa: PLC0415
+    from antiphon.model_worker.batching.rows import SlotSet, StepRows  # noqa: PLC0415
     from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor  # noqa: PLC0415
     from antiphon.model_worker.grammar.matcher import GrammarMatcher  # noqa: PLC0415
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.planner import QueueRules
-    from antiphon.model_worker.batching.running_batch import StepRows
+    from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.state import Progress
 
 LIMITS = limits()

@@ -13,7 +13,8 @@ from antiphon.model_worker.batching.faults import raise_if_shared
 from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
 from antiphon.model_worker.batching.planner import QueueRules, StepPlanner, WaitingQueue
 from antiphon.model_worker.batching.request import Request
-from antiphon.model_worker.batching.running_batch import NO_ROWS, RunningBatch, StepRows
+from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
+from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.state import (
     WIRE_IDS,
     ChoiceKey,

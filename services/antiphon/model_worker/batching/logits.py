@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Longs
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.running_batch import StepRows
+    from antiphon.model_worker.batching.rows import StepRows
     from antiphon.wire.sampling import LogitBias
 
 _VALUES = np.dtype("<f4")

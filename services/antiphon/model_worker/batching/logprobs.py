@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.running_batch import SlotSet, StepRows
+    from antiphon.model_worker.batching.rows import SlotSet, StepRows
     from antiphon.wire.sampling import TokenOutputParams
 
 _NO_TOKEN = pack_ids([-1])

@@ -20,7 +20,7 @@ from antiphon.model_worker.batching.page_budget import Capacity
 from antiphon.model_worker.batching.plan import OverlapRunner, PlanRunner, StepOutcome, StepPlan
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import Backlog
-from antiphon.model_worker.batching.running_batch import NO_ROWS, StepRows
+from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
 from antiphon.model_worker.batching.state import ChoiceKey, Progress, SampledTokens
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (

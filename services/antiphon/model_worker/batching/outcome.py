@@ -10,7 +10,7 @@ import numpy as np
 
 from antiphon.model_worker.batching.logprobs import write_outputs
 from antiphon.model_worker.batching.plan import RowStatus
-from antiphon.model_worker.batching.running_batch import SlotSet
+from antiphon.model_worker.batching.rows import SlotSet
 from antiphon.model_worker.batching.state import Finish, Progress, SampledTokens
 from antiphon.model_worker.grammar.executor import MatcherTask, PendingGrammarRow
 from antiphon.wire.base import FinishReason
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Floats, Indices, Ints, StepOutcome
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.running_batch import RunningBatch, StepRows
+    from antiphon.model_worker.batching.rows import StepRows
+    from antiphon.model_worker.batching.running_batch import RunningBatch
     from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.grammar.executor import PendingGrammarRows
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Longs
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.running_batch import RunningBatch
+    from antiphon.model_worker.batching.slot_arrays import SlotArrays
     from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.cache.pages import CachePools, PageTable
     from antiphon.model_worker.cache.radix import RadixIndex
@@ -47,7 +47,7 @@ class PageBudget:
         limits: EngineLimits,
         pools: CachePools,
         index: RadixIndex,
-        batch: RunningBatch,
+        batch: SlotArrays,
         *,
         indexed: bool,
     ) -> None:

@@ -11,7 +11,8 @@ from antiphon.model_worker.batching.plan import StepPlan
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.running_batch import RunningBatch, StepRows
+    from antiphon.model_worker.batching.rows import StepRows
+    from antiphon.model_worker.batching.running_batch import RunningBatch
 
 
 def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:

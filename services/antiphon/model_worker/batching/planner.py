@@ -12,13 +12,8 @@ from weakref import ReferenceType, ref
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.faults import RequestFault
 from antiphon.model_worker.batching.request import Request
-from antiphon.model_worker.batching.running_batch import (
-    NO_SLOTS,
-    RunningBatch,
-    ScheduledRow,
-    SlotSet,
-    pages_needed,
-)
+from antiphon.model_worker.batching.rows import NO_SLOTS, SlotSet
+from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow, pages_needed
 from antiphon.model_worker.batching.state import EngineLimits, Phase, QueueKey, RequestState
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 

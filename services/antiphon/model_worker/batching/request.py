@@ -22,7 +22,7 @@ from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.running_batch import RunningBatch
+    from antiphon.model_worker.batching.slot_arrays import SlotArrays
     from antiphon.model_worker.batching.token_store import OutputIds
     from antiphon.model_worker.cache.hashing import CacheKey
     from antiphon.model_worker.cache.pages import PageTable
@@ -104,7 +104,7 @@ class Request:
         self.filter: TokenFilter | None = None
         self.stalled = False
         self.stepwise = matcher is not None or looks_back(state.sampling.processors)
-        self.batch: RunningBatch | None = None  # while it runs
+        self.batch: SlotArrays | None = None  # while it runs
         self.slot = -1
         self.table: PageTable | None = None
         self._length = self.prompt_tokens + before
@@ -179,7 +179,7 @@ class Request:
         """The first `tokens` token ids, as bytes of a cache key."""
         return self.ids(0, tokens).astype(WIRE_IDS, copy=False).tobytes()
 
-    def start(self, batch: RunningBatch, slot: int, table: PageTable, now: float) -> None:
+    def start(self, batch: SlotArrays, slot: int, table: PageTable, now: float) -> None:
         """Run it in a slot, with a page table that holds its cached prefix."""
         assert self.phase is Phase.WAITING, "a request was started twice"
         self.phase = Phase.RUNNING

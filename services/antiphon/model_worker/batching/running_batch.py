@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,8 +11,10 @@ import numpy as np
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.page_budget import PageBudget
-from antiphon.model_worker.batching.plan import Flags, Indices, Ints, Longs, SamplingColumns, future
+from antiphon.model_worker.batching.plan import Flags, Ints, Longs, SamplingColumns, future
 from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
+from antiphon.model_worker.batching.rows import SlotSet, StepRows
+from antiphon.model_worker.batching.slot_arrays import SlotArrays
 from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
 from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.hashing import CacheKey, Namespace, request_namespace
@@ -34,75 +35,7 @@ _INT32_MAX = 2**31 - 1
 _TABLE_WIDTH = 64
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSet:
-    """Slots, and how arrays are indexed by them: neighbours by a slice, which copies nothing."""
-
-    slots: Ints  # (R,)
-    at: slice | Ints
-
-    @classmethod
-    def of(cls, slots: Sequence[int] | Ints) -> SlotSet:
-        array = np.asarray(slots, np.int32)
-        count = len(array)
-        if count:
-            first = int(array[0])
-            if count == 1 or (array == np.arange(first, first + count)).all():
-                return cls(array, slice(first, first + count))
-        return cls(array, array)
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def take(self, which: Flags | Indices) -> SlotSet:
-        return SlotSet.of(self.slots[which])
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The rows of a step: tokens `[starts, ends)` of the request in each slot.
-
-    `generations` are those of the slots when the rows were launched: the outcome of a row whose
-    slot has another one by then is dropped. The first `decodes` rows have one token each and sample
-    the next one; prefill chunks follow.
-
-    Axis: R rows.
-    """
-
-    slots: SlotSet
-    starts: Longs  # (R,)
-    ends: Longs  # (R,)
-    draws: Flags  # (R,) whether a token is sampled after it: not within a prompt
-    generations: Longs  # (R,)
-    decodes: int
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def take(self, index: Indices) -> StepRows:
-        """Some of the rows, by ascending index."""
-        return StepRows(
-            slots=self.slots.take(index),
-            starts=self.starts[index],
-            ends=self.ends[index],
-            draws=self.draws[index],
-            generations=self.generations[index],
-            decodes=int(np.searchsorted(index, self.decodes)),
-        )
-
-
-NO_SLOTS = SlotSet.of(())
-NO_ROWS = StepRows(
-    slots=NO_SLOTS,
-    starts=np.zeros(0, np.int64),
-    ends=np.zeros(0, np.int64),
-    draws=np.zeros(0, np.bool_),
-    generations=np.zeros(0, np.int64),
-    decodes=0,
-)
-
-
-class RunningBatch:
+class RunningBatch(SlotArrays):
     """The running requests, the resources that they hold, and their numbers as arrays by slot.
 
     A step of n decodes is a few array operations on these; `Request` and `PageTable` are for what
@@ -112,23 +45,6 @@ class RunningBatch:
         running: The requests by slot, in the order of their starts.
         prefills: Those of which a token of the prompt is not launched yet.
         steps: Scheduled since start.
-        length: (S,) known tokens, prompt and outputs; 0 in a free slot.
-        computed: (S,) tokens whose keys and values are in the KV cache.
-        scheduled: (S,) where the launched rows end.
-        in_flight: (S,) tokens that launched rows sample.
-        base: (S,) where the first row since the last start or resumption begins.
-        generation: (S,) grows when launched rows become stale.
-        prompt: (S,) prompt tokens.
-        tokens_max: (S,) maximum length.
-        exact: (S,) whether that will surely be reached.
-        stepwise: (S,) whether the allowed tokens depend on the token before.
-        has_grammar: (S,)
-        last_token: (S,) the last known token.
-        reported: (S,) output tokens that were reported.
-        rowwise: (S,) whether the next tokens are reported as `Progress`.
-        covered: (S,) tokens that have pages.
-        entries: (S,) entries of the page table, by group.
-        pages_held: (S,) pages, by group: as many, except for the holes of a window.
         checkpoints: None without recurrent states or a prefix cache.
     """
 
@@ -136,29 +52,23 @@ class RunningBatch:
         self, limits: EngineLimits, pools: CachePools, index: RadixIndex, namespace: Namespace
     ) -> None:
         slots, indexed = limits.running_max, index.enabled
+        super().__init__(slots, len(pools.groups))
         self.pools = pools
         self.index = index
         self.store = TokenStore()
         self.steps = 0
         self.running: dict[int, Request] = {}
         self.prefills: dict[int, Request] = {}
-        self.length, self.computed, self.scheduled, self.in_flight, self.base = _longs(5, slots)
-        self.prompt, self.tokens_max, self.generation, self.reported, self.keys = _longs(5, slots)
-        self.covered = np.zeros(slots, np.int64)
-        self.last_token = np.zeros(slots, np.int32)
-        self.exact, self.stepwise, self.has_grammar, self.rowwise = _flags(4, slots)
-        self.prefilling, self._own_ends, self._ends = _flags(3, slots)
+        self._ends = np.zeros(slots, np.bool_)  # (S,) whether an end id of the model ends it
+        self._own_ends = np.zeros(slots, np.bool_)  # (S,) whether it has end ids of its own
         self._is_end = np.zeros(limits.vocab_size, np.bool_)
         self._is_end[[token for token in limits.end_ids if token < limits.vocab_size]] = True
-        self._chunk = np.zeros(slots, np.int64)
-        self.entries = _longs(len(pools.groups), slots)
-        self.pages_held = _longs(len(pools.groups), slots)
+        self._chunk = np.zeros(slots, np.int64)  # (S,) of the last output ids
         self._tables = [np.full((slots, _TABLE_WIDTH), HOLE, np.int32) for _ in pools.groups]
         self._revisions = [0] * slots
         self._sampling = SamplingColumns.zeros(slots)
         self.logits = LogitsProcessors(slots, limits.vocab_size, self.running)
         self.logprobs = LogprobsParams(slots, self.running)
-        self._free = list(range(slots))  # a heap, so that low slots are used first
         self._decodes: dict[int, Request] = {}
         self._decoding: SlotSet | None = None
         self._gathered: tuple[SlotSet, SamplingColumns] | None = None
@@ -236,16 +146,11 @@ class RunningBatch:
 
     # Requests come and go.
 
-    @property
-    def free_count(self) -> int:
-        """Number of free slots."""
-        return len(self._free)
-
     def start(self, request: Request, table: PageTable, now: float) -> None:
         """Start a request with this table, in one of the free slots, of which there must be one."""
         if table.committed:
             self.index.use(self._key(request), table.committed)
-        slot, sampling = heapq.heappop(self._free), request.state.sampling
+        slot, sampling = heapq.heappop(self.free), request.state.sampling
         length, outputs, reported = request.length, request.outputs_count, request.reported
         request.start(self, slot, table, now)
         request.namespace = self._namespace_digest
@@ -290,7 +195,7 @@ class RunningBatch:
         for group, entries in enumerate(self.entries):
             self._tables[group][slot, : entries[slot]] = HOLE
             entries[slot] = self.pages_held[group][slot] = 0
-        heapq.heappush(self._free, slot)
+        heapq.heappush(self.free, slot)
 
     # Rows.
 
@@ -522,14 +427,6 @@ def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
     """Pages by group that all of these rows still need."""
     each = [request.table.need(end) for request, end in scheduled if request.table is not None]
     return [sum(needs) for needs in zip(*each, strict=True)]
-
-
-def _longs(count: int, slots: int) -> list[Longs]:
-    return [np.zeros(slots, np.int64) for _ in range(count)]
-
-
-def _flags(count: int, slots: int) -> list[Flags]:
-    return [np.zeros(slots, np.bool_) for _ in range(count)]
 
 
 def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | None:

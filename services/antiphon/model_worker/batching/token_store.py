@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.plan import Floats, Ints, Longs
+    from antiphon.model_worker.batching.plan import Floats, Indices, Ints
 
 CHUNK_TOKENS = 64
 _CHUNKS = 64
@@ -41,7 +41,7 @@ class TokenStore:
             self._ids[outputs.add_chunk(), : len(part)] = part
         return outputs
 
-    def write(self, chunks: Longs, offsets: Longs, ids: Ints, logprobs: Floats | None) -> None:
+    def write(self, chunks: Indices, offsets: Indices, ids: Ints, logprobs: Floats | None) -> None:
         """Write tokens at these offsets of chunks, all (N,)."""
         self._ids[chunks, offsets] = ids
         if logprobs is not None:
