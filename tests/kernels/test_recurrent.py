@@ -145,7 +145,7 @@ class Sequences:
             self.done[i] += counts[i]
         rows = StateMetadata(
             reads=np.array([self.places[i] for i in order], np.int32),
-            writes=np.array(writes, np.int32),
+            writes=np.array(writes, np.int32)[:, np.newaxis],
             query_len=np.array([counts[i] for i in order], np.int32),
             kv_len=np.array([self.done[i] for i in order], np.int32),
         )

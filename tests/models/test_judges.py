@@ -68,7 +68,13 @@ class Reader:
             self.kept.setdefault(int(slot), []).append(piece)
         nothing = np.zeros(0, np.int32)
         status, starts = np.zeros(rows, np.int32), np.zeros(rows + 1, np.int32)
-        return StepOutcome(step=plan.step, starts=starts, token_ids=nothing, status=status)
+        return StepOutcome(
+            step=plan.step,
+            starts=starts,
+            token_ids=nothing,
+            status=status,
+            computed=plan.query_len,
+        )
 
 
 def typed(ids: list[int], types: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 from tests.simulation.hash_runner import HashRunner, answer_alone
 from tests.support.worker import page_group
 
@@ -28,6 +29,7 @@ from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import request_namespace
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.speculation.policy import Speculation, StepCosts
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseMode, PauseWorker
@@ -37,12 +39,13 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import Ints, StepOutcome, StepPlan
     from antiphon.model_worker.batching.request import Request
 
 VOCAB_SIZE = 40
 SALT = b"s" * 32
 EOS = 3
+DRAFTS_MAX = 4
 
 
 class RunFailed(Exception):
@@ -57,6 +60,7 @@ class WorldRunner(HashRunner):
     """
 
     fail = False
+    raised = 0
     last: StepPlan | None = None
     _drawn: dict[int, int]
 
@@ -70,6 +74,7 @@ class WorldRunner(HashRunner):
             )
         }
         if self.fail:
+            self.raised += 1
             raise RunFailed
         return outcome
 
@@ -99,10 +104,43 @@ class Reported:
         return self.finish is None and not self.dropped and not self.returned
 
 
+class Oracle:
+    """Foresees what a choice answers, and is wrong from a random place on."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._random = random.Random(f"drafts {world.seed}")
+        self.drafted: set[ChoiceKey] = set()
+
+    def propose(self, request: Request, drafts_max: int) -> Ints:
+        count = self._random.randint(0, drafts_max)
+        if not count:
+            return np.zeros(0, np.int32)
+        self.drafted.add(request.key)
+        sampling, windows = request.state.sampling, [group.window for group in self._world.groups]
+        ids, _ = answer_alone(
+            request.ids().tolist(),
+            count,
+            (),
+            VOCAB_SIZE,
+            windows=windows,
+            seed=sampling.seed,
+            choice=request.state.choice,
+        )
+        wrong = self._random.randint(0, 2 * count)
+        drafts = [(t + (index >= wrong)) % VOCAB_SIZE for index, t in enumerate(ids)]
+        self._world.seen["drafts"] += len(drafts)
+        return np.array(drafts, np.int32)
+
+    def ended(self, request: Request) -> None:
+        self.drafted.discard(request.key)
+
+
 class World:
     """A worker, and a client that sends and drops requests. A turn takes a second of its clock."""
 
     def __init__(self, seed: int, *, overlap: bool = False, **said: Any) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.moods = random.Random(f"moods {seed}")
         self.returned = said.get("returned", 0.02)
@@ -126,7 +164,16 @@ class World:
         index: RadixIndex | None = None
         if self.cached:
             index = RadixIndex(self.pools, STRATEGIES[self.pick("eviction", "lru", "lfu")])
-        self.batching = EngineCore(self.limits, self.pools, index, self.rules)
+        self.seen: Counter[str] = Counter()
+        self.drafter = Oracle(self)
+        drafts = self.pick("drafts", 0, 1, DRAFTS_MAX)
+        costs = self.pick("costs", None, StepCosts((1, 2, 9), (1.0, 1.1, 3.0)))
+        speculation: Speculation | None = None
+        if drafts:
+            speculation = Speculation(self.drafter, drafts, self.limits.running_max, costs)
+        self.batching = EngineCore(
+            self.limits, self.pools, index, self.rules, speculation=speculation
+        )
         self.runner = WorldRunner(groups, VOCAB_SIZE)
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
@@ -140,7 +187,6 @@ class World:
         self.prompt_max = self.pick("prompt_max", 20, 70, 100)
         self.stems = [self._ids(self.random.randint(1, 60)) for _ in range(3)]
         self.poison = 0.0
-        self.seen: Counter[str] = Counter()
         self.turns = 0
         self._overtaken: dict[ChoiceKey, float] = {}
         self._overtaken_before: Counter[ChoiceKey] = Counter()
@@ -227,6 +273,7 @@ class World:
         self.now += 1.0
         report = self.loop.turn(mail or Mail())
         self.receive(report)
+        assert report.failures == self.runner.raised, "something failed beside the runner"
         self.check_pages()
         self.check_salts()
         self.check_slots()
@@ -361,7 +408,8 @@ class World:
             for group in range(len(self.groups)):
                 pages = table.pages(group)
                 if group in self.pools.states:
-                    assert len(pages) <= (3 if self.overlap else 2)
+                    launched = sum(table.chains[group]._writes)
+                    assert len(pages) <= 2 + launched, "more states than rows need"
                     continue
                 entries = batch.entries[group][slot]
                 assert batch._tables[group][slot, :entries].tolist() == pages
@@ -377,7 +425,7 @@ class World:
         assert {str(array.dtype) for array in arrays} == {"int32"}
         assert len(set(plan.slot.tolist())) == len(plan.slot), "a slot has two rows"
         assert plan.query_len.min() > 0, "a row has no tokens"
-        prompts = plan.query_len[plan.query_len > 1]
+        prompts = plan.query_len[plan.query_len > 1 + DRAFTS_MAX]
         if limits.prefill_max is not None:
             assert len(prompts) <= limits.prefill_max
         if limits.fill_tokens is not None and len(prompts) > 1:
@@ -385,7 +433,7 @@ class World:
         if limits.chunk_tokens is not None or len(prompts) > 1:
             assert plan.query_len.sum() == len(plan.tokens) <= limits.step_tokens_max
         if limits.chunk_tokens is not None:
-            assert plan.query_len.max() <= limits.chunk_tokens
+            assert plan.query_len.max() <= max(limits.chunk_tokens, 1 + DRAFTS_MAX)
 
     def check_order(self, before: set[Request]) -> None:
         """No request is overtaken for longer than was allowed, and by none in plain FCFS."""

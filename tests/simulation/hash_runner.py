@@ -72,19 +72,26 @@ class HashRunner:
         """Write the plan's tokens into their pages and draw from what the pages hold then."""
         assert plan.step == self.plans + 1, "a step is missing"
         self.plans += 1
-        drawing = np.isin(plan.query_start + plan.query_len - 1, plan.logit_tokens)
+        ends = np.cumsum(plan.query_len)
+        rows = np.searchsorted(ends, plan.logit_tokens, side="right")
+        logits = np.bincount(rows, minlength=len(ends))
+        first = np.cumsum(logits) - logits
         accepted: list[list[int]] = []
         status: list[RowStatus] = []
         for row in range(len(plan.slot)):
             contexts = [self._context(plan, row, group) for group in range(len(self.groups))]
             status.append(RowStatus.NON_FINITE if self.poisoned(plan, row) else RowStatus.OK)
-            draws = bool(drawing[row]) and status[-1] is RowStatus.OK
-            accepted.append(self._draw(plan, row, contexts) if draws else [])
+            draws = int(logits[row]) if status[-1] is RowStatus.OK else 0
+            wanted = range(int(first[row]), int(first[row]) + draws)
+            accepted.append(self._draw(plan, row, contexts, wanted) if draws else [])
+        counts = np.array([len(ids) for ids in accepted], np.int32)
+        computed = np.where(logits > 1, counts, plan.query_len)
         return StepOutcome(
             step=plan.step,
-            starts=np.cumsum([0, *map(len, accepted)], dtype=np.int32),
+            starts=np.cumsum([0, *counts], dtype=np.int32),
             token_ids=np.array([token for ids in accepted for token in ids], np.int32),
             status=np.array(status, np.int32),
+            computed=np.where(np.array(status) == RowStatus.OK, computed, 0).astype(np.int32),
         )
 
     def _context(self, plan: StepPlan, row: int, group: int) -> Ints:
@@ -100,38 +107,50 @@ class HashRunner:
         pages = table[places // page_tokens]
         assert (pages >= 0).all(), "a token has no page"
         self._pages[group][pages, places % page_tokens] = plan.tokens[fresh]
-        seen = np.arange(0 if window is None else max(0, kv_len - window), kv_len)
+        # A verify row's first query looks back further than its last.
+        first = kv_len - int(plan.query_len[row]) + 1
+        seen = np.arange(0 if window is None else max(0, first - window), kv_len)
         pages = table[seen // page_tokens]
         assert (pages >= 0).all(), "a page that the row sees is gone"
         return self._pages[group][pages, seen % page_tokens]
 
     def _advance(self, plan: StepPlan, row: int, group: int) -> Ints:
-        """Read a state, write the one after the row's tokens, and return what that is made of."""
-        read, write = plan.page_tables[group][row].tolist()
+        """Read a state, write those after the row's tokens, and return what the last is made of."""
+        read, *writes = [int(place) for place in plan.page_tables[group][row]]
+        writes = [place for place in writes if place >= 0]
         begin, length = int(plan.query_start[row]), int(plan.query_len[row])
         before = self._states[group, read] if read >= 0 else np.zeros(0, np.int32)
         assert len(before) == int(plan.kv_len[row]) - length, "a row goes on from another place"
-        assert write not in plan.page_tables[group][:, 0], "a state is written that a row reads"
+        reads = plan.page_tables[group][:, 0]
+        assert not np.isin(writes, reads).any(), "a state is written that a row reads"
+        assert len(writes) in (1, length), "a row writes its last state, or one after each token"
         after = np.concatenate([before, plan.tokens[begin : begin + length]])
-        self._states[group, write] = after
+        for later, write in enumerate(reversed(writes)):
+            self._states[group, write] = after[: len(after) - later]
         return after
 
-    def _draw(self, plan: StepPlan, row: int, contexts: list[Ints]) -> list[int]:
+    def _draw(self, plan: StepPlan, row: int, contexts: list[Ints], logits: range) -> list[int]:
+        """What the row draws from each of its `logits`, while its drafts foresaw it."""
+        windows = [group.window for group in self.groups]
         full = next(
             context.tolist()
-            for context, group in zip(contexts, self.groups, strict=True)
-            if group.window is None
+            for context, window in zip(contexts, windows, strict=True)
+            if window is None
         )
         for context, group in zip(contexts, self.groups, strict=True):
             assert context.tolist() == full[-len(context) :], f"{group.kind} pages disagree"
-        token = next_token(
-            full,
-            [group.window for group in self.groups],
-            seed=int(plan.sampling.seed[row]),
-            choice=int(plan.sampling.choice[row]),
-            vocab_size=self.vocab_size,
-        )
-        return [token]
+        ids: list[int] = []
+        for known, logit in enumerate(logits, start=len(full) - len(logits) + 1):
+            ids.append(self._next(plan, row, logit, full[:known]))
+            if known < len(full) and full[known] != ids[-1]:
+                break
+        return ids
+
+    def _next(self, plan: StepPlan, row: int, logit: int, context: Sequence[int]) -> int:
+        """What follows a context of this row by these logits of the plan."""
+        windows = [group.window for group in self.groups]
+        seed, choice = int(plan.sampling.seed[row]), int(plan.sampling.choice[row])
+        return next_token(context, windows, seed, choice, self.vocab_size)
 
 
 class Cursed(Exception):

@@ -99,12 +99,12 @@ def steered(drawn: int, words: Ints | None) -> int:
 class MaskedRunner(WorldRunner):
     """Draws what the masks of the plan leave."""
 
-    def _draw(self, plan: StepPlan, row: int, contexts: list[Ints]) -> list[int]:
-        (drawn,) = super()._draw(plan, row, contexts)
-        if plan.token_masks is None or plan.token_mask_rows is None:
-            return [drawn]
-        index = np.flatnonzero(plan.token_mask_rows == row)
-        return [steered(drawn, plan.token_masks[index[0]] if len(index) else None)]
+    def _next(self, plan: StepPlan, row: int, logit: int, context: Sequence[int]) -> int:
+        drawn = super()._next(plan, row, logit, context)
+        if plan.token_masks is None or plan.token_mask_logits is None:
+            return drawn
+        index = np.flatnonzero(plan.token_mask_logits == logit)
+        return steered(drawn, plan.token_masks[index[0]] if len(index) else None)
 
 
 def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
@@ -113,7 +113,7 @@ def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
     guide, sampling = guide_of(state), state.sampling
     while len(said) < sampling.max_new_tokens:
         drawn = next_token([*prompt, *said], [None], sampling.seed, state.choice, VOCAB_SIZE)
-        token = steered(drawn, None if guide is None else guide.mask)
+        token = steered(drawn, None if guide is None else guide.masks[0])
         if guide is not None and (finish := guide.accept_token(token)) is not None:
             return said, finish.reason, None if finish.error is None else finish.error.code
         if token == EOS and not sampling.ignore_eos:
@@ -347,6 +347,8 @@ def test_a_mask_is_never_older_than_its_row() -> None:
     ahead = sum(int((plan.tokens < 0).sum()) for plan in plans)
     assert ahead > 100
     for plan in plans:
-        for row in [] if plan.token_mask_rows is None else plan.token_mask_rows.tolist():
+        for logit in [] if plan.token_mask_logits is None else plan.token_mask_logits.tolist():
+            token = plan.logit_tokens[logit]
+            row = np.searchsorted(plan.query_start, token, side="right") - 1
             start = plan.query_start[row]
             assert (plan.tokens[start : start + plan.query_len[row]] >= 0).all()

@@ -146,10 +146,10 @@ class RadixWorld:
         for group, chain in table.chains.items():
             if self.random.random() < 0.3:
                 chain.launch(end)
-                self.content[group, chain.pair(table.committed)[1]] = (b"", b"")
+                self.content[group, chain.states(table.committed)[1]] = (b"", b"")
                 chain.recall()
             chain.launch(end)
-            read, write = chain.pair(table.committed)
+            read, write = chain.states(table.committed)
             assert (read == HOLE) == (table.committed == 0)
             assert write not in (read, HOLE)
             alone = self.pools.pools[group].holders(write) == 1

@@ -110,7 +110,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "fill": (LogitsProcessors, "fill"),
     "outputs": (LogprobsParams, "fill"),
     "build": (loop, "build_plan"),
-    "chunks": (plan_builder, "_chunks"),
+    "chunks": (plan_builder, "_tokens"),
     "ids": (Request, "ids"),
     "mask": (TokenFilter, "restrict"),
     "bias": (LogitsProcessors, "_bias"),

@@ -103,7 +103,7 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     ),
     ("Context parallelism", "Long prompts are prefilled in chunks.", "context_parallel"),
     ("LoRA adapters", "Merge the adapter into the model and serve the result.", "lora"),
-    ("Speculative decoding", "A decode step computes one token.", "speculative"),
+    ("Speculative decoding with a draft model", "Drafts come from n-grams.", "speculative"),
     (
         "Prefill-decode disaggregation",
         "Prefill and decode run in the same worker.",

@@ -20,7 +20,7 @@ from antiphon.model_worker.batching.state import (
     RequestState,
     SampledTokens,
 )
-from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
+from antiphon.model_worker.batching.token_store import TokenStore
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import Attempt, Term
 from antiphon.wire.codec import pack_ids, unpack_ids, unpack_numbers
@@ -199,9 +199,8 @@ class FakeEngine:
 
     def _append(self, key: int, token: int, logprob: float | None) -> None:
         outputs, length = self._outputs[key], self._lengths[key]
-        chunk = outputs.add_chunk() if length == outputs.reserved else outputs.last_chunk
         values = None if logprob is None else np.array([logprob], np.float32)
-        self.store.write(ints(chunk), ints(length % CHUNK_TOKENS), ints(token), values)
+        outputs.write(length, ints(token), values)
         self._lengths[key] = length + 1
 
 

@@ -44,7 +44,7 @@ def causal_conv(
     """
     taps = weight.t()  # (K, C)
     out = torch.empty_like(x)
-    if (decode_rows := rows.decode_rows) is not None:
+    for decode_rows in rows.steps:
         seen = torch.cat(
             (decode_rows.read_states(states).to(x.dtype), decode_rows.gather(x).unsqueeze(1)), dim=1
         )
@@ -90,7 +90,7 @@ def ssd(
     """
     x, b, c = x.float(), b.float(), c.float()
     out = x * d[:, None]
-    if (decode_rows := rows.decode_rows) is not None:
+    for decode_rows in rows.steps:
         _ssd_step(decode_rows, x, dt, a, b, c, states, out)
     for run in rows.scan_spans:
         y, states[run.write] = _ssd_scan(run, x, dt, a, b, c, run.initial_state(states))
@@ -194,7 +194,7 @@ def gated_delta(
     q = _unit(q.float()).mul_(q.shape[-1] ** -0.5).repeat_interleave(shared, dim=1)  # (T, H, K)
     k = _unit(k.float()).repeat_interleave(shared, dim=1)
     out = torch.empty_like(v)
-    if (decode_rows := rows.decode_rows) is not None:
+    for decode_rows in rows.steps:
         _delta_step(decode_rows, q, k, v, decay, beta, states, out)
     for run in rows.scan_spans:
         y, states[run.write] = _delta_scan(run, q, k, v, decay, beta, run.initial_state(states))
@@ -393,35 +393,49 @@ class StateMetadata:
     """
 
     reads: Ints  # (R,) index of the state after the tokens before the row; negative: there are none
-    # (R,) index for the state after the row's last token; no row of this pass reads it.
+    # (R, W) index for the state after the row's last token, or for one after each of its tokens, of
+    # which there are at most W; -1 beyond these. No row of this pass reads them.
     writes: Ints
     query_len: Ints  # (R,) tokens of a row in this pass
     kv_len: Ints  # (R,) tokens of its sequence up to the end of the row
 
     @cached_property
-    def decode_rows(self) -> DecodeRows | None:
-        rows = np.flatnonzero(self.query_len == 1)
-        if not len(rows):
-            return None
+    def steps(self) -> tuple[DecodeRows, ...]:
+        """Steps of one token each, one after the other: first of each row that stores each state.
+
+        Those are rows of one token, and rows whose later tokens are drafts.
+        """
+        stored = (self.writes >= 0).sum(axis=1)
+        stored[(stored == 1) & (self.query_len > 1)] = 0  # only the last state: scanned
         starts = np.cumsum(self.query_len, dtype=np.int64) - self.query_len
-        reads = self.reads[rows].astype(np.int64)
+        return tuple(
+            self._step(np.flatnonzero(stored > step), starts, step)
+            for step in range(int(stored.max(initial=0)))
+        )
+
+    def _step(self, rows: NDArray[np.intp], starts: NDArray[np.int64], step: int) -> DecodeRows:
+        """Token `step` of these rows."""
+        reads = self.writes[rows, step - 1] if step else self.reads[rows]
+        writes = self.writes[rows, step]
         fresh = reads < 0
+        every = len(rows) == int(self.query_len.sum())
         return DecodeRows(
-            tokens=None if len(rows) == len(self.reads) else torch.as_tensor(starts[rows]),
-            reads=torch.as_tensor(np.maximum(reads, 0)),
-            writes=torch.as_tensor(self.writes[rows].astype(np.int64)),
+            tokens=None if every else torch.as_tensor(starts[rows] + step),
+            reads=torch.as_tensor(np.maximum(reads, 0).astype(np.int64)),
+            writes=torch.as_tensor(writes.astype(np.int64)),
             fresh=torch.as_tensor(fresh) if fresh.any() else None,
-            pairs=tuple(zip(self.reads[rows].tolist(), self.writes[rows].tolist(), strict=True)),
+            pairs=tuple(zip(reads.tolist(), writes.tolist(), strict=True)),
         )
 
     @cached_property
     def scan_spans(self) -> tuple[ScanSpan, ...]:
         runs: list[ScanSpan] = []
         begin = 0
+        several = self.writes[:, 1] >= 0 if self.writes.shape[1] > 1 else np.zeros(len(self.reads))
         for row, length in enumerate(self.query_len.tolist()):
-            if length > 1:
+            if length > 1 and not several[row]:
                 start = int(self.kv_len[row]) - length
-                runs += _spans(begin, length, start, int(self.reads[row]), int(self.writes[row]))
+                runs += _spans(begin, length, start, int(self.reads[row]), int(self.writes[row, 0]))
             begin += length
         return tuple(runs)
 

@@ -31,6 +31,7 @@ from antiphon.config.schema import (
     Secret,
     Threads,
 )
+from antiphon.config.speculation import SpeculationConfig
 from antiphon.config.worker import BatchingConfig, CacheConfig, GrammarConfig, QueueConfig
 
 
@@ -265,6 +266,7 @@ class Settings(Config):
     queue: QueueConfig = QueueConfig()
     cache: CacheConfig = CacheConfig()
     grammar: GrammarConfig = GrammarConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     detokenizer: DetokenizerConfig = DetokenizerConfig()
     encoder: EncoderConfig = EncoderConfig()
     kv_storage: KvStorageConfig = KvStorageConfig()

@@ -193,6 +193,10 @@ _WHITESPACE = re.compile(
 
 TRANSLATIONS: Mapping[str, Translation] = {
     "": Translation(TranslatedValue),
+    "algorithm": Translation(
+        lambda text: TranslatedValue(text.lower()),
+        lambda value: None if value == "none" else str(value).upper(),
+    ),
     "cache_dtype": Translation(_renamed(bf16="bfloat16")),
     # The flag without a value compares with the model of the same name on the hub.
     "checksum": Translation(lambda text: TranslatedValue(text or "hub")),

@@ -98,7 +98,12 @@ def fake_outcome(plan: StepPlan, random: np.random.Generator) -> StepOutcome:
         )
     status = np.zeros(len(plan.slot), np.int32)
     return StepOutcome(
-        step=plan.step, starts=starts, token_ids=token_ids, status=status, details=details
+        step=plan.step,
+        starts=starts,
+        token_ids=token_ids,
+        status=status,
+        computed=plan.query_len,
+        details=details,
     )
 
 
@@ -226,7 +231,11 @@ def test_a_step_beside_prompts_that_begin_alike(benchmark: BenchmarkFixture) -> 
         batching.pools.finished(step)
         none = np.zeros(0, np.int32)
         starts, status = np.zeros(len(rows) + 1, np.int32), np.zeros(len(rows), np.int32)
-        batching.commit(rows, StepOutcome(step=step, starts=starts, token_ids=none, status=status))
+        computed = (rows.ends - rows.starts).astype(np.int32)
+        batching.commit(
+            rows,
+            StepOutcome(step=step, starts=starts, token_ids=none, status=status, computed=computed),
+        )
 
     plan()
     commit()

@@ -211,8 +211,8 @@ def _request(slot: int, guide: GrammarMatcher) -> Any:
 
 def _draw(guide: GrammarMatcher, vocab_size: int, dice: np.random.Generator) -> int:
     """Any token that may come, each as likely as any other."""
-    assert guide.mask is not None
-    bits = np.unpackbits(guide.mask.view(np.uint8), bitorder="little")[:vocab_size]
+    assert guide.masks[0] is not None
+    bits = np.unpackbits(guide.masks[0].view(np.uint8), bitorder="little")[:vocab_size]
     return int(dice.choice(np.flatnonzero(bits)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import aiohttp
@@ -29,14 +30,15 @@ from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
+from antiphon.model_worker.speculation.ngram import open_drafter
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.engine import open_engine_core
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
-from antiphon.wire.codec import id_count
-from antiphon.wire.errors import Forbidden, Unauthorized
+from antiphon.wire.codec import id_count, pack_ids
+from antiphon.wire.errors import Forbidden, InvalidRequest, Unauthorized
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.sampling import GrammarKind
 from antiphon.wire.tokenize import ChatMessage, EncodeReply
@@ -222,6 +224,122 @@ FP8_CACHE, PRIORITIES = ("--kv-cache-dtype", "fp8_e4m3"), ("--enable-priority-sc
 def test_argument_changes_what_holds_without_it(
     flag: str, value: str | None, observe: Observe, pair: object, base: tuple[str, ...]
 ) -> None:
+    assert compare(flag, value, observe=observe, base=base) == pair
+
+
+Texts = tuple[list[int], ...]
+COUNTED: Texts = (list(range(20)),)
+BRANCHED: Texts = (*(5 * [[1, *range(10, 20)]]), [1, 20, 21], [1, 30, 31], [1, 40, 41])
+AFTER_LONG: Texts = (*(5 * [[*range(12), 90]]), *([*range(12), last] for last in (91, 92, 93)))
+NGRAM = ("--speculative-algorithm", "NGRAM")
+
+
+def drafted(settings: Settings, texts: Texts, context: list[int]) -> list[int] | None:
+    """What a drafter that has read the texts proposes after the context."""
+    if (drafter := open_drafter(settings.speculation)) is None:
+        return None
+    for ids in texts:
+        text = drafter.begin(b"")
+        drafter.extend(text, pack_ids(ids))
+        drafter.end(text)
+    return drafter.propose(b"", pack_ids(context), 100)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "texts", "context", "pair", "base"),
+    [
+        shows("--speculative-algorithm", "NGRAM", COUNTED, [5], (list(range(6, 13)), None), ()),
+        shows(
+            "--speculative-num-draft-tokens", "3", COUNTED, [5], ([6, 7], list(range(6, 13))), NGRAM
+        ),
+        shows(
+            "--speculative-ngram-max-trie-depth",
+            "4",
+            COUNTED,
+            [5],
+            ([6, 7, 8], list(range(6, 13))),
+            NGRAM,
+        ),
+        shows(
+            "--speculative-ngram-branch-length",
+            "4",
+            COUNTED,
+            [5],
+            ([6, 7, 8], list(range(6, 13))),
+            NGRAM,
+        ),
+        shows("--speculative-ngram-capacity", "5", COUNTED, [14], ([], list(range(15, 20))), NGRAM),
+        shows(
+            "--speculative-ngram-min-match-window-size",
+            "2",
+            COUNTED,
+            [99, 14],
+            ([], list(range(15, 20))),
+            NGRAM,
+        ),
+        shows(
+            "--speculative-ngram-max-match-window-size",
+            "1",
+            ([7, 1, 30], [8, 1, 40]),
+            [7, 1],
+            ([40], [30]),
+            NGRAM,
+        ),
+        shows(
+            "--speculative-ngram-match-type",
+            "PROB",
+            BRANCHED,
+            [1],
+            (list(range(10, 17)), [10]),
+            NGRAM,
+        ),
+        shows("--speculative-ngram-max-bfs-breadth", "1", BRANCHED, [1], ([40, 41], [10]), NGRAM),
+        shows(
+            "--speculative-ngram-min-bfs-breadth",
+            "10",
+            AFTER_LONG,
+            list(range(12)),
+            ([90], [93]),
+            NGRAM,
+        ),
+    ],
+)
+def test_argument_changes_a_draft(
+    flag: str,
+    value: str,
+    texts: Texts,
+    context: list[int],
+    pair: tuple[list[int], list[int] | None],
+    base: tuple[str, ...],
+) -> None:
+    observe = partial(drafted, texts=texts, context=context)
+    assert compare(flag, value, observe=observe, base=base) == pair
+
+
+CORPORA = (*NGRAM, "--speculative-ngram-external-sam-budget", "2")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "pair", "base"),
+    [
+        shows("--speculative-ngram-external-sam-budget", "2", ([6, 7], "disabled"), NGRAM),
+        shows(
+            "--speculative-ngram-external-corpus-max-tokens", "9", ("more than 9", [6, 7]), CORPORA
+        ),
+    ],
+)
+def test_argument_limits_external_corpora(
+    flag: str, value: str, pair: tuple[list[int] | str, ...], base: tuple[str, ...]
+) -> None:
+    def observe(settings: Settings) -> list[int] | str:
+        drafter = open_drafter(settings.speculation)
+        assert drafter is not None
+        try:
+            drafter.add_corpus("counted", [pack_ids(range(20))])
+        except InvalidRequest as error:
+            return next(text for text in pair if isinstance(text, str) and text in error.message)
+        return drafter.propose(b"", pack_ids([5]), 100)
+
     assert compare(flag, value, observe=observe, base=base) == pair
 
 

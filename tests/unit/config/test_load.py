@@ -82,6 +82,22 @@ def test_null_unsets_in_every_source(file: Path) -> None:
             "batching: {chunk_tokens: 4096}",
             "batching: chunk_tokens = 4096 exceeds tokens_max = 2048",
         ),
+        (
+            "speculation: {ngram_window_min: 13}",
+            "speculation: ngram_window_min = 13 exceeds the longest match of 12 tokens",
+        ),
+        (
+            "speculation: {ngram_window_min: 4, ngram_depth: 4}",
+            "speculation: ngram_window_min = 4 exceeds the longest match of 3 tokens",
+        ),
+        (
+            "speculation: {ngram_breadth_max: 2, ngram_breadth_min: 3}",
+            "speculation: ngram_breadth_min = 3 exceeds ngram_breadth_max = 2",
+        ),
+        (
+            "speculation: {verify_tokens: 4, corpus_draft_tokens: 4}",
+            "speculation: corpus_draft_tokens = 4 exceeds the longest draft, verify_tokens - 1 = 3",
+        ),
         ("bus: {url: 'nats://a:b@c:1'}", "bus: url must not contain a user; set bus.user"),
         ("bus: {url: 'nats://a:1, wss://b:2'}", "bus: url: WebSocket is not supported"),
         (
@@ -408,6 +424,13 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "request_log.level": st.integers(0, 3),
     "request_log.target": st.sampled_from(["stdout", "/var/log/antiphon stdout"]),
     "request_log.export_metrics": st.just(value=False),  # else it needs a folder
+    "speculation.verify_tokens": st.integers(2, 64),
+    "speculation.corpus_draft_tokens": st.integers(0, 1),
+    "speculation.ngram_window_min": st.integers(1, 12),
+    "speculation.ngram_window_max": st.integers(12, 24),
+    "speculation.ngram_breadth_min": st.integers(1, 10),
+    "speculation.ngram_breadth_max": st.integers(10, 20),
+    "speculation.ngram_depth": st.integers(13, 64),
     "load.config_overrides": st.sampled_from(["{}", '{"rope_theta": 1e6}']),
     **{path: st.integers(0, 65535) for path in PORTS},
 }

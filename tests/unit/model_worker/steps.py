@@ -86,7 +86,7 @@ class Steps:
         """Row i accepts `tokens[i]`."""
         assert len(rows) == len(tokens)
         self._step += 1
-        self.batching.commit(rows, outcome(self._step, tokens))
+        self.batching.commit(rows, outcome(self._step, tokens, rows))
         return self.progress()
 
     def run(self, *tokens: list[int]) -> tuple[Progress, ...]:
@@ -100,7 +100,7 @@ class Steps:
         self.pools.launched(self._step)
         self.pools.finished(self._step)
         drawn = [[token] if draws else [] for draws in rows.draws.tolist()]
-        self.batching.commit(rows, outcome(self._step, drawn))
+        self.batching.commit(rows, outcome(self._step, drawn, rows))
         return planned
 
     def progress(self) -> tuple[Progress, ...]:
@@ -130,10 +130,17 @@ def spans(rows: StepRows) -> list[tuple[int, int, bool]]:
     return list(zip(rows.starts.tolist(), rows.ends.tolist(), rows.draws.tolist(), strict=True))
 
 
-def outcome(step: int, tokens: Sequence[list[int]]) -> StepOutcome:
+def outcome(step: int, tokens: Sequence[list[int]], rows: StepRows | None = None) -> StepOutcome:
+    """Row i accepts `tokens[i]`; it is computed, unless it should have sampled and did not."""
+    computed = np.ones(len(tokens), np.int32)
+    if rows is not None:
+        sampled = np.array([bool(ids) for ids in tokens])
+        lengths = np.where(rows.logit_counts > 1, [*map(len, tokens)], rows.ends - rows.starts)
+        computed = np.where(sampled | ~rows.draws, lengths, 0).astype(np.int32)
     return StepOutcome(
         step=step,
         starts=np.cumsum([0, *map(len, tokens)], dtype=np.int32),
         token_ids=np.array([t for ids in tokens for t in ids], np.int32),
         status=np.zeros(len(tokens), np.int32),
+        computed=computed,
     )

@@ -203,7 +203,7 @@ def test_row_that_samples_nothing_is_run_again() -> None:
     steps = Steps()
     steps.add(1)
     assert steps.run([]) == ()
-    assert spans(steps.next()) == [(2, 3, True)]
+    assert spans(steps.next()) == [(0, 3, True)]
 
 
 def test_request_that_does_not_fit_waits() -> None:
@@ -380,7 +380,7 @@ def test_step_planned_on_a_wrong_assumption_is_skipped() -> None:
     first, second = steps.next(), steps.next()
     assert steps.commit(first, []) == ()
     assert steps.commit(second, [7]) == ()
-    assert spans(steps.next()) == [(2, 3, True)]
+    assert spans(steps.next()) == [(0, 3, True)]
 
 
 def test_request_of_known_length_is_not_run_beyond_its_end() -> None:

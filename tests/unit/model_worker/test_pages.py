@@ -183,7 +183,8 @@ def test_request_reads_one_state_and_writes_another_at_any_length() -> None:
     for start, end in ((0, 7), (7, 8), (8, 17)):
         table.allocate(end)
         table.chains[1].launch(end)
-        pairs.append(table.chains[1].pair(start))
+        read, write = table.chains[1].states(start)
+        pairs.append((read, write))
         table.commit(end)
     (first, a), (b, c), (d, e) = pairs
     assert first == HOLE
@@ -204,12 +205,12 @@ def test_row_that_is_run_again_reads_the_same_state() -> None:
     for end in (6, 7):
         table.allocate(end)
         chain.launch(end)
-    assert chain.pair(5)[1] == chain.pair(6)[0]
-    before = chain.pair(5)
+    assert chain.states(5)[1] == chain.states(6)[0]
+    before = chain.states(5)
     chain.recall()
     table.allocate(6)
     chain.launch(6)
-    assert chain.pair(5) == before
+    assert chain.states(5) == before
     table.commit(5)
     assert table.committed == 5
 

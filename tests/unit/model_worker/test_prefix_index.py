@@ -348,7 +348,7 @@ def test_a_checkpoint_serves_many_and_is_never_written() -> None:
         assert table.committed == 2 * PAGE_TOKENS
         assert table.pages(1)[0] == kept
         table.chains[1].launch(3 * PAGE_TOKENS)
-        assert table.chains[1].pair(2 * PAGE_TOKENS)[1] != kept
+        assert table.chains[1].states(2 * PAGE_TOKENS)[1] != kept
     assert bench.pools.pools[1].holders(kept) == 5
     for table in tables:
         table.commit(3 * PAGE_TOKENS)

@@ -103,7 +103,7 @@ def test_what_a_client_sizes_counts() -> None:
     plan = recorded()[1][0].plan
     count = 50_000
     biases = Biases(
-        rows=np.zeros(count, np.int32),
+        logits=np.zeros(count, np.int32),
         token_ids=np.arange(count, dtype=np.int32),
         values=np.zeros(count, np.float32),
     )

@@ -19,7 +19,6 @@ from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.model_worker.batching.plan import Biases, Penalties, SamplingColumns, StepPlan
 from antiphon.model_worker.batching.token_masks import pack
-from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.model_worker.runner.sampling import Sampler, TokenCounts, accept
 
 OPS = select(DeviceCapability("cpu"))
@@ -55,13 +54,13 @@ def masks(rows: int) -> dict[str, object]:
     words = pack(~np.isin(np.arange(VOCABULARY), FORBIDDEN))
     return {
         "token_masks": np.tile(words, (rows, 1)),
-        "token_mask_rows": np.arange(rows, dtype=np.int32),
+        "token_mask_logits": np.arange(rows, dtype=np.int32),
     }
 
 
 def biases(rows: int) -> Biases:
     return Biases(
-        rows=np.repeat(np.arange(rows, dtype=np.int32), 2),
+        logits=np.repeat(np.arange(rows, dtype=np.int32), 2),
         token_ids=np.tile(ints(2, 6), rows),
         values=np.tile(floats(1.5, -np.inf), rows),
     )
@@ -72,7 +71,7 @@ def drawn(plan: StepPlan, positions: np.ndarray | None = None) -> np.ndarray:
     sampler = Sampler(OPS)
     logits = torch.as_tensor(np.tile(LOGITS, (rows, 1)))
     every = np.arange(rows)
-    sampler.process_logits(plan, every, logits)
+    sampler.process_logits(plan, every, plan.tokens, logits)
     positions = np.full(rows, 9) if positions is None else positions
     return sampler.sample(plan.sampling, logits, every, positions)
 
@@ -210,7 +209,7 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(seed: int) -> None:
         return plan_of(
             sampling.of(index),
             penalties=replace(lowered, rows=number, begun=number) if len(number) else None,
-            biases=replace(bias, rows=np.repeat(number, 2)) if len(number) else None,
+            biases=replace(bias, logits=np.repeat(number, 2)) if len(number) else None,
         )
 
     together = drawn(some(np.arange(rows)), positions)
@@ -224,7 +223,7 @@ def test_what_is_accepted_is_penalised_from_the_next_step_on() -> None:
     plan = plan_of(columns(1, 0.0), penalties=penalised_rows(1, 2.0, 2.0, 1.0))
     for count in range(1, 4):
         logits = torch.zeros(1, VOCABULARY)
-        sampler.process_logits(plan, np.arange(1), logits)
+        sampler.process_logits(plan, np.arange(1), plan.tokens, logits)
         expected = -2.0 * (SEEN[9] + count - 1) - 2.0 * (count > 1)
         assert logits[0, 9] == expected
         sampler.count(plan, ints(0, 1), ints(9))
@@ -237,22 +236,30 @@ def test_rows_left_without_a_token_are_named() -> None:
     plan = plan_of(
         columns(3),
         biases=Biases(
-            rows=np.full(VOCABULARY, 1, np.int32),
+            logits=np.full(VOCABULARY, 1, np.int32),
             token_ids=np.arange(VOCABULARY, dtype=np.int32),
             values=np.full(VOCABULARY, -np.inf, np.float32),
         ),
     )
     logits = torch.zeros(3, VOCABULARY)
-    barren = Sampler(OPS).process_logits(plan, np.arange(3), logits)
+    barren = Sampler(OPS).process_logits(plan, np.arange(3), plan.tokens, logits)
     assert barren is not None
     assert barren.tolist() == [False, True, False]
 
 
-def test_rows_that_verify_drafts_are_not_steered() -> None:
-    plan = plan_of(columns(2), penalties=penalised_rows(2, 1.0, 0.0, 1.0))
-    logits = torch.zeros(3, VOCABULARY)
-    with pytest.raises(PlanRefused, match="do not support draft tokens"):
-        Sampler(OPS).process_logits(plan, np.array([0, 0, 1]), logits)
+def test_drafts_before_the_logits_of_a_verify_row_count_as_sampled() -> None:
+    drafts = ints(9, 4, 9)
+    sampling = columns(2, 0.0)
+    tokens = np.concatenate([ints(5), drafts, ints(5)])
+    penalised = penalised_rows(2, 1.0, 0.5, 1.0)
+    fields = {"logit_tokens": np.arange(5, dtype=np.int32), "tokens": tokens}
+    plan = step_plan([4, 1], sampling=sampling, penalties=penalised, **fields)
+    logits = torch.zeros(5, VOCABULARY)
+    Sampler(OPS).process_logits(plan, np.array([0, 0, 0, 0, 1]), tokens, logits)
+    for row, known in enumerate([[], drafts[:1], drafts[:2], drafts, []]):
+        counts = Counter([*OUTPUTS, *np.array(known).tolist()])
+        expected = [-(counts[t] + 0.5 * (counts[t] > 0)) for t in range(VOCABULARY)]
+        assert logits[row].tolist() == expected
 
 
 @pytest.mark.parametrize("peak", [1e4, -1e4])
@@ -330,15 +337,13 @@ def test_each_slot_counts_what_it_has_drawn_since_it_began(steps) -> None:
         drawn.count(np.array(list(live), np.int32), np.array(list(live.values()), np.int32))
         for slot, token in live.items():
             naive[slot][token] += 1
+        if not naive:
+            continue
         slots = np.array(list(naive), np.int32)
         logits = torch.zeros(len(slots), TOKENS)
-        drawn.apply(
-            OPS,
-            logits,
-            np.arange(len(slots)),
-            slots,
-            by_count({}, len(slots)),
-        )
+        count = len(slots)
+        plan = plan_of(columns(count), slot=slots, penalties=by_count({}, count))
+        drawn.apply(OPS, logits, np.arange(count), plan.tokens, plan)
         expected = [[-naive[slot][token] for token in range(TOKENS)] for slot in naive]
         assert logits.tolist() == [[0.0 + count for count in row] for row in expected]
 
@@ -350,11 +355,6 @@ def test_many_different_tokens_find_room() -> None:
     for token in ids[70:]:
         drawn.count(np.array([3], np.int32), np.array([token], np.int32))
     logits = torch.zeros(1, 600)
-    drawn.apply(
-        OPS,
-        logits,
-        np.arange(1),
-        np.array([3], np.int32),
-        by_count({}, 1),
-    )
+    plan = plan_of(columns(1), slot=ints(3), penalties=by_count({}, 1))
+    drawn.apply(OPS, logits, np.arange(1), plan.tokens, plan)
     assert logits[0].tolist() == [-1.0] * 500 + [0.0] * 100

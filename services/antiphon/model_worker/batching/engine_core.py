@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.state import Progress, SampledTokens
     from antiphon.model_worker.cache.pages import CachePools
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
+    from antiphon.model_worker.speculation.policy import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class EngineCore:
         rules: QueueRules | None = None,
         namespace: Namespace | None = None,
         matcher_executor: MatcherExecutor | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         assert limits.context_tokens <= pools.tokens_max, "the longest request would never fit"
         assert limits.running_max <= limits.step_tokens_max, "some requests could not decode"
@@ -77,7 +79,10 @@ class EngineCore:
         self._pending_grammar = PendingGrammarRows(
             matcher_executor or MatcherExecutor(), limits.follow_timeout_s
         )
-        self.planner = StepPlanner(limits, self.rules, self.batch, self.waiting, self._timeouts)
+        self.speculation = speculation
+        self.planner = StepPlanner(
+            limits, self.rules, self.batch, self.waiting, self._timeouts, speculation
+        )
         self._requests: dict[ChoiceKey, Request] = {}
         self._arrivals = 0
         self._rows_launched = 0
@@ -90,6 +95,7 @@ class EngineCore:
             log=self._log,
             end=self._end,
             fail=self._fail_alone,
+            speculation=speculation,
         )
 
     @property
@@ -160,8 +166,10 @@ class EngineCore:
         """
         self._log.close_step()  # whose requests may lose their slots
         self.expire(now)
-        decodes, chunks = self.planner.schedule(now)
-        rows = self.batch.launch(decodes, chunks) if len(decodes) or chunks else NO_ROWS
+        decodes, drafted, chunks = self.planner.schedule(now)
+        rows = NO_ROWS
+        if len(decodes) or drafted or chunks:
+            rows = self.batch.launch(decodes, drafted, chunks)
         self._rows_launched += len(rows)
         stalled = not len(rows) and not self._rows_launched
         if stalled and self._pending_grammar:
@@ -349,5 +357,7 @@ class EngineCore:
         else:
             self.waiting.discard(request)
         self._timeouts.ended(request)
+        if self.speculation is not None:
+            self.speculation.drafter.ended(request)
         request.end()
         del self._requests[request.key]

@@ -14,9 +14,9 @@ from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.model_worker.batching.token_masks import TokenFilter, words_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from antiphon.model_worker.batching.plan import Longs
+    from antiphon.model_worker.batching.plan import Flags, Longs
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import StepRows
     from antiphon.wire.sampling import LogitBias
@@ -91,46 +91,68 @@ class LogitsProcessors:
         )
 
     def masks(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
-        """The token masks of the rows whose tokens are restricted, and their row indices."""
-        restricted = np.flatnonzero(self._restricted[rows.slots.at] & rows.draws).tolist()
-        masked = [index for index in restricted if _restricts(self._request(rows, index))]
-        if not masked:
-            return None, None
-        words = np.full((len(masked), words_count(self._vocab_size)), -1, np.int32)
-        for mask, index in zip(words, masked, strict=True):
-            request = self._request(rows, index)
-            if request.matcher is not None and request.matcher.mask is not None:
-                np.bitwise_and(mask, request.matcher.mask, out=mask)
-            if request.filter is not None:
-                request.filter.restrict(mask, request.ids)
-        return words, np.array(masked, np.int32)
+        """The token masks of restricted rows, one for each of their logits, and whose they are."""
+        masks: list[Ints] = []
+        masked: list[int] = []
+        for row, logits in self._logits_of(rows, self._restricted):
+            request = self._request(rows, row)
+            for draft, at in enumerate(logits):
+                if (mask := self._mask(request, draft)) is not None:
+                    masks.append(mask)
+                    masked.append(at)
+        return (np.stack(masks), np.array(masked, np.int32)) if masks else (None, None)
+
+    def _mask(self, request: Request, draft: int) -> Ints | None:
+        """What may follow the known tokens and so many drafts, (W,); None: anything."""
+        words = None if request.matcher is None else request.matcher.masks[draft]
+        if request.filter is None:
+            return words
+        if words is None:
+            words = np.full(words_count(self._vocab_size), -1, np.int32)
+        words = words.copy()
+        request.filter.restrict(words, request.ids)
+        return words
 
     def biases(self, rows: StepRows) -> Biases | None:
         """The logit biases of the rows; EOS ids are forbidden until `min_new_tokens`."""
-        biased = np.flatnonzero(self._biased[rows.slots.at] & rows.draws).tolist()
-        parts = [
-            (index, *self._bias(self._request(rows, index), rows.ends.item(index)))
-            for index in biased
-        ]
-        parts = [part for part in parts if len(part[1])]
+        parts: list[tuple[int, Ints, Floats]] = []
+        for row, logits in self._logits_of(rows, self._biased):
+            request = self._request(rows, row)
+            known = rows.ends.item(row) - len(logits) + 1 - request.prompt_tokens
+            for draft, at in enumerate(logits):
+                ids, values = self._bias(request, known + draft, draft)
+                if len(ids):
+                    parts.append((at, ids, values))
         if not parts:
             return None
         return Biases(
-            rows=np.concatenate([np.full(len(ids), row, np.int32) for row, ids, _ in parts]),
+            logits=np.concatenate([np.full(len(ids), at, np.int32) for at, ids, _ in parts]),
             token_ids=np.concatenate([ids for _, ids, _ in parts]),
             values=np.concatenate([values for _, _, values in parts]),
         )
 
+    def _logits_of(self, rows: StepRows, chosen: Flags) -> Iterator[tuple[int, range]]:
+        """The rows that sample and whose slots are `chosen` (S,), and the logits of each."""
+        found = np.flatnonzero(chosen[rows.slots.at] & rows.draws)
+        if not len(found):
+            return
+        counts = rows.logit_counts
+        ends = np.cumsum(counts)
+        for row in found.tolist():
+            end = ends.item(row)
+            yield row, range(end - counts.item(row), end)
+
     def _request(self, rows: StepRows, index: int) -> Request:
         return self._running[rows.slots.slots.item(index)]
 
-    def _bias(self, request: Request, end: int) -> tuple[Ints, Floats]:
+    def _bias(self, request: Request, outputs: int, draft: int) -> tuple[Ints, Floats]:
+        """The bias of the token after so many outputs, of which `draft` are drafts."""
         ids, values = self._biases[request.slot]
-        if end - request.prompt_tokens >= request.state.sampling.min_new_tokens:
+        if outputs >= request.state.sampling.min_new_tokens:
             return ids, values
         matcher, eos_ids = request.matcher, request.end_ids
         if matcher is not None:
-            if matcher.must_end:
+            if matcher.must_end(draft):
                 return ids, values  # otherwise no token would be left
             eos_ids |= matcher.end_ids
         eos = np.array(sorted(eos_ids), np.int32)
@@ -142,12 +164,6 @@ class LogitsProcessors:
 
 
 _NO_IDS = np.zeros(0, np.int32)
-
-
-def _restricts(request: Request) -> bool:
-    """Whether some token is forbidden now."""
-    matcher = request.matcher
-    return request.filter is not None or (matcher is not None and matcher.mask is not None)
 
 
 def unpack_bias(bias: LogitBias | None) -> tuple[Ints, Floats]:

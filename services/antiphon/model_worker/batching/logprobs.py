@@ -74,7 +74,7 @@ class LogprobsParams:
             return None
         selected = np.flatnonzero(requested & rows.draws)
         prompt_tokens, prompt_targets = [_NO_IDS], [_NO_IDS]
-        for index in (np.flatnonzero(requested[rows.decodes :]) + rows.decodes).tolist():
+        for index in (np.flatnonzero(requested[rows.verified :]) + rows.verified).tolist():
             request = self._running[rows.slots.slots.item(index)]
             start, end = rows.starts.item(index), rows.ends.item(index)
             indices, targets = _prompt_targets(request, start, end)
@@ -107,6 +107,13 @@ class LogprobsParams:
         last = outcome.details.starts[1:][index][requested] - 1
         values[requested] = outcome.details.logprobs[last]
         return values
+
+    def accepted(self, request: Request, outcome: StepOutcome, row: int) -> Floats | None:
+        """The logprobs of the tokens that a row accepted, (N,); None if not requested."""
+        slot, details = request.slot, outcome.details
+        if details is None or not (self.requested[slot] and self._logprobs[slot]):
+            return None
+        return details.logprobs[details.starts[row] : details.starts[row + 1]]
 
 
 def pooling_request(requests: Sequence[Request], rows: StepRows) -> PoolingRequest | None:

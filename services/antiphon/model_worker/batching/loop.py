@@ -162,7 +162,7 @@ class BatchingLoop:
         started = planner.take_started()
         # May end a request, whose finish is part of the progress.
         credit = self._measure_capacity(now, anew=bool(started))
-        prefill_rows = len(rows) - rows.decodes
+        prefill_rows, prefill_tokens = len(rows) - rows.verified, rows.prefill_tokens
         progress, sampled = core.take_progress()
         return StepReport(
             step=self._step,
@@ -175,7 +175,7 @@ class BatchingLoop:
             running=len(core.running),
             waiting=len(core.waiting),
             prefill_rows=prefill_rows,
-            prefill_tokens=tokens - rows.decodes if prefill_rows else 0,
+            prefill_tokens=prefill_tokens,
             retractions=planner.retractions,
             retracted_tokens=planner.retracted_tokens,
             retracted_prompt_tokens=planner.retracted_prompt_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.running_batch import RunningBatch
     from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.grammar.executor import PendingGrammarRows
+    from antiphon.model_worker.speculation.policy import Speculation
 
 
 class ProgressLog:
@@ -113,31 +115,41 @@ class OutcomeProcessor:
     log: ProgressLog
     end: Callable[[Request, Finish | None], None]
     fail: Callable[[Request, Exception], None]
+    speculation: Speculation | None = None
 
     def commit(self, rows: StepRows, outcome: StepOutcome) -> None:
         """Commit the rows that are still current."""
         self.log.close_step()
-        sampled = np.diff(outcome.starts)
-        assert (sampled <= rows.draws).all(), "more tokens were sampled than the plan asked for"
+        counts = np.diff(outcome.starts)
         sound = self.batch.is_current(rows) & (outcome.status == RowStatus.OK)
-        sound &= sampled == rows.draws
+        sound &= outcome.computed > 0
         index = np.flatnonzero(sound)
         if len(index) < len(rows):
             self._settle_unsound(rows, outcome, np.flatnonzero(~sound))
             rows = rows.take(index)
-        self.batch.commit_computed(rows.slots, rows.ends)
+        assert ((counts[index] > 0) == rows.draws).all(), "tokens are missing, or of no row's"
+        self.batch.commit_computed(rows.slots, rows.starts + outcome.computed[index])
         if not rows.draws.all():
             for row in np.flatnonzero(~rows.draws).tolist():
                 with self._alone(rows.slots, row) as request:
                     self._commit_chunk(request, outcome, index.item(row))
             drawing = np.flatnonzero(rows.draws)
             rows, index = rows.take(drawing), index[drawing]
+        finishes: dict[int, Sequence[Finish | None]] = {}
+        if self.batch.has_grammar[rows.slots.at].any():
+            rows, index, finishes = self._advance_matchers(rows, index, outcome)
+        if rows.drafts:
+            for row in range(rows.decodes, rows.verified):
+                with self._alone(rows.slots, row) as request:
+                    self._note_drafts(request, rows.drafts[row - rows.decodes], outcome, index[row])
+                    self._accept_several(request, outcome, index.item(row), finishes.get(row, ()))
+            others = np.delete(np.arange(len(rows)), slice(rows.decodes, rows.verified))
+            finishes = {
+                new: finishes.get(old, _NO_FINISH) for new, old in enumerate(others.tolist())
+            }
+            rows, index = rows.take(others), index[others]
         if len(rows):
-            tokens = outcome.token_ids[outcome.starts[index]]
-            finishes: Mapping[int, Finish | None] = _NO_FINISHES
-            if self.batch.has_grammar[rows.slots.at].any():
-                rows, index, tokens, finishes = self._advance_matchers(rows, index, tokens, outcome)
-            self._accept(rows.slots, tokens, outcome, index, finishes)
+            self._accept(rows.slots, outcome, index, finishes)
 
     def commit_pending(self) -> None:
         """Commit the rows whose grammar matchers have finished, as if their step had just ended."""
@@ -152,11 +164,13 @@ class OutcomeProcessor:
                 self.fail(request, error)
 
     def _commit_late(self, late: PendingGrammarRow) -> None:
-        finishes = dict(enumerate(late.task.result()))
-        tokens = np.array(late.task.tokens, np.int32)
-        slots, index = SlotSet.of([late.request.slot]), np.array([late.index])
         self.log.close_step()
-        self._accept(slots, tokens, late.outcome, index, finishes)
+        finishes = late.task.result()
+        if len(late.task.tokens) > 1:
+            self._accept_several(late.request, late.outcome, late.index, finishes)
+        else:
+            slots, index = SlotSet.of([late.request.slot]), np.array([late.index])
+            self._accept(slots, late.outcome, index, {0: finishes})
 
     def _generation(self, request: Request) -> int:
         return self.batch.generation.item(request.slot)
@@ -178,10 +192,7 @@ class OutcomeProcessor:
                 if status := outcome.status.item(row):
                     self.end(request, Finish.failed(_failure(status)))
                     continue
-                # From its last token on; with recurrent states from its first, as none is stored
-                # between.
-                start, end = rows.starts.item(row), rows.ends.item(row)
-                self.batch.resume(request, start if self.batch.pools.states else end - 1)
+                self.batch.resume(request, rows.starts.item(row))
 
     def _commit_chunk(self, request: Request, outcome: StepOutcome, index: int) -> None:
         """Commit a row that samples nothing: of a prompt that goes on, is scored, or is pooled."""
@@ -191,36 +202,33 @@ class OutcomeProcessor:
         self._settle(request)
 
     def _advance_matchers(
-        self, rows: StepRows, index: Indices, tokens: Ints, outcome: StepOutcome
-    ) -> tuple[StepRows, Indices, Ints, dict[int, Finish | None]]:
+        self, rows: StepRows, index: Indices, outcome: StepOutcome
+    ) -> tuple[StepRows, Indices, dict[int, Sequence[Finish | None]]]:
         """Let grammar matchers accept the tokens; the rows that need not wait for them.
 
-        Also returns the finish of each of these rows that its grammar brings.
+        Also returns the finish that each token of these rows brings by the grammar.
         """
         tasks: dict[int, MatcherTask] = {}
         for row in np.flatnonzero(self.batch.has_grammar[rows.slots.at]).tolist():
             matcher = self.batch.running[rows.slots.slots.item(row)].matcher
             assert matcher is not None, "a grammar without a matcher"
-            tasks[row] = MatcherTask(matcher, [tokens.item(row)])
+            tasks[row] = MatcherTask(matcher, _tokens(outcome, index.item(row)).tolist())
         self.pending.executor.submit(list(tasks.values()))
         ready = np.ones(len(rows), np.bool_)
-        finishes: dict[int, Finish | None] = {}
+        finishes: dict[int, Sequence[Finish | None]] = {}
         for row, task in tasks.items():
-            request = self.batch.running[rows.slots.slots.item(row)]
-            try:
+            ready[row] = task.done
+            with self._alone(rows.slots, row) as request:
                 if task.done:
-                    finishes[row] = task.result()[0]
+                    ready[row] = False  # unless it has a result
+                    finishes[row] = task.result()
+                    ready[row] = True
                 else:
-                    ready[row] = False
                     self._defer(request, outcome, index.item(row), task)
-            except Exception as error:  # noqa: BLE001  # logged there
-                ready[row] = False
-                self.fail(request, error)
         if ready.all():
-            return rows, index, tokens, finishes
+            return rows, index, finishes
         kept = np.flatnonzero(ready)
-        finishes = {new: finishes.get(old) for new, old in enumerate(kept.tolist())}
-        return rows.take(kept), index[kept], tokens[kept], finishes
+        return rows.take(kept), index[kept], _of(finishes, kept)
 
     def _defer(self, request: Request, outcome: StepOutcome, index: int, task: MatcherTask) -> None:
         generation = self._generation(request)
@@ -232,20 +240,18 @@ class OutcomeProcessor:
     def _accept(
         self,
         slots: SlotSet,
-        tokens: Ints,
         outcome: StepOutcome,
         index: Indices,
-        finishes: Mapping[int, Finish | None],
+        finishes: Mapping[int, Sequence[Finish | None]],
     ) -> None:
-        """Append the sampled tokens (R,), except those that end their output; finish, report.
+        """Append the token that each row sampled, unless it ends the output; finish, report.
 
         index (R,) rows of the outcome; finishes by grammar, of those that have one
         """
-        if not len(tokens):
-            return
         batch = self.batch
+        tokens = outcome.token_ids[outcome.starts[index]]
         ends = batch.are_ends(slots, tokens)
-        ends[[row for row, finish in finishes.items() if finish is not None]] = True
+        ends[[row for row, brought in finishes.items() if brought[0] is not None]] = True
         logprobs = batch.logprobs.sampled(slots, outcome, index)
         if ends.any():
             kept = ~ends
@@ -264,7 +270,7 @@ class OutcomeProcessor:
             self.log.add_sampled(slots, tokens, logprobs)
             return
         for row in np.flatnonzero(singly).tolist():
-            finish = finishes.get(row)
+            finish = finishes.get(row, _NO_FINISH)[0]
             if ends[row]:
                 token = tokens.item(row)
                 finish = finish or Finish(reason=FinishReason.STOP, matched_stop=token)
@@ -276,6 +282,39 @@ class OutcomeProcessor:
             rest = ~singly
             some = None if logprobs is None else logprobs[rest]
             self.log.add_sampled(slots.take(rest), tokens[rest], some)
+
+    def _note_drafts(self, request: Request, drafts: Ints, outcome: StepOutcome, row: int) -> None:
+        if self.speculation is not None:
+            right = outcome.computed.item(row) - 1
+            self.speculation.verified(request.slot, len(drafts), right)
+
+    def _accept_several(
+        self,
+        request: Request,
+        outcome: StepOutcome,
+        index: int,
+        finishes: Sequence[Finish | None],
+    ) -> None:
+        """Append the tokens that a verify row accepted, up to one that ends the output."""
+        batch, tokens = self.batch, _tokens(outcome, index)
+        length, finish, kept = request.length, None, 0
+        for token, brought in zip_longest(tokens.tolist(), finishes):
+            finish = brought
+            if finish is None and token in request.end_ids:
+                finish = Finish(reason=FinishReason.STOP, matched_stop=token)
+            if finish is not None:
+                break
+            kept += 1
+            if length + kept == request.tokens_max:
+                finish = Finish.at_length()
+                break
+        logprobs = batch.logprobs.accepted(request, outcome, index)
+        batch.extend(request, tokens[:kept], None if logprobs is None else logprobs[:kept])
+        batch.in_flight[request.slot] -= 1
+        rowwise = batch.logprobs.rowwise[request.slot]
+        write_outputs(request, outcome, index, accepted=len(tokens), kept=kept if rowwise else 0)
+        request.finish = finish
+        self._settle(request, sampled=True)
 
     def _finish_row(
         self,
@@ -308,7 +347,19 @@ class OutcomeProcessor:
         self.log.report(request)
 
 
-_NO_FINISHES: Mapping[int, Finish | None] = {}
+_NO_FINISH: Sequence[Finish | None] = (None,)
+
+
+def _of(
+    finishes: Mapping[int, Sequence[Finish | None]], rows: Indices
+) -> dict[int, Sequence[Finish | None]]:
+    """The finishes of some of the rows, by their new index."""
+    return {new: finishes[old] for new, old in enumerate(rows.tolist()) if old in finishes}
+
+
+def _tokens(outcome: StepOutcome, row: int) -> Ints:
+    """The tokens that a row accepted."""
+    return outcome.token_ids[outcome.starts[row] : outcome.starts[row + 1]]
 
 
 def _failure(status: int) -> EngineError:

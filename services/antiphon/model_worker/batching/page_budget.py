@@ -68,14 +68,18 @@ class PageBudget:
             for pool, loose in zip(self._pools.pools, self._index.evictable(), strict=True)
         ]
 
+    def has_free(self, needs: Sequence[int]) -> bool:
+        """Whether so many pages by group are free now, without an eviction."""
+        return all(map(le, needs, self._pools.free()))
+
     def ensure_free(self, needs: Sequence[int]) -> bool:
         """Evict what must be evicted; whether so many pages by group are free now."""
         free = self._pools.free()
-        if all(map(le, needs, free)):
+        if self.has_free(needs):
             return True
         self.before_eviction()
         self._index.evict([max(0, need - have) for need, have in zip(needs, free, strict=True)])
-        return all(map(le, needs, self._pools.free()))
+        return self.has_free(needs)
 
     def pending_free(self, needs: Sequence[int]) -> bool:
         """Whether so many pages are free once the launched plans have finished."""

@@ -96,8 +96,9 @@ class SamplingColumns:
 class Penalties:
     """Penalties of tokens that a row has sampled before, for rows that sample in this plan.
 
-    The rank counts the sampled tokens of each slot: `begun` are the slots whose count is reset to
-    the outputs given here, because a new request holds them. A plan that is run again repeats them.
+    Logits after a draft count the drafts before them as sampled. The rank counts the sampled tokens
+    of each slot: `begun` are the slots whose count is reset to the outputs given here, because a
+    new request holds them. A plan that is run again repeats them.
 
     Axes: P penalised rows, B slots whose count is reset.
     """
@@ -113,9 +114,9 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Biases:
-    """Biases added to single logits; -inf forbids a token. Pairs of row and token are unique."""
+    """Biases added to single logits; -inf forbids a token. Pairs of logits and token are unique."""
 
-    rows: Ints  # (B,) rising
+    logits: Ints  # (B,) rows of logits, rising
     token_ids: Ints  # (B,)
     values: Floats  # (B,)
 
@@ -149,7 +150,9 @@ class PoolingRequest:
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One forward pass.
+    """One forward pass: decode rows first, then verify rows, then prefill chunks.
+
+    The tokens of a verify row after its first one are drafts of what the token before gives.
 
     A struct, because every step makes one: a dataclass of so many fields takes longer to make than
     its contents.
@@ -157,11 +160,13 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         query_len: Tokens of a row in this step: decode 1, verify k + 1, a prefill chunk n.
         kv_len: Tokens that the row's last query attends to, itself included.
-        logit_tokens: Indices into `tokens` after which a token is sampled; any number for a row.
+        logit_tokens: Indices into `tokens` after which a token is sampled: all of a decode or
+            verify row, and the last one of a prefill chunk if the prompt ends there.
         page_tables: (R, N) for each cache group, -1 beyond a row's pages. Token p of a row lies in
             page `table[r, p // page_tokens]` at `p % page_tokens`; the step writes its own tokens
-            there first. For a state group (R, 2): the state that a row starts from, -1 if it is
-            zero, and a different one, to which the state after its last token is written.
+            there first. For a state group (R, 1 + W): the state that a row starts from, -1 if it is
+            zero, and different ones, to which the state after its last token is written, or after
+            each token of a verify row; -1 beyond these.
     """
 
     step: int  # grows by one; a rank rejects a gap
@@ -177,7 +182,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # The following are None where no row needs them.
     penalties: Penalties | None = None
     token_masks: Ints | None = None  # (G, ceil(V / 32)) bit i % 32 of word i // 32: i is allowed
-    token_mask_rows: Ints | None = None  # (G,) the row of each mask, rising; rows that sample
+    token_mask_logits: Ints | None = None  # (G,) the row of logits of each mask, rising
     biases: Biases | None = None  # added after the masks
     details: LogprobsRequest | None = None
     pooling: PoolingRequest | None = None  # no row samples then
@@ -221,12 +226,18 @@ class PooledVectors:
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The result of a step. Row r accepted `token_ids[starts[r]:starts[r + 1]]`."""
+    """The result of a step. Row r accepted `token_ids[starts[r]:starts[r + 1]]`.
+
+    Attributes:
+        computed: Leading tokens of a row whose keys and values are valid now: of a verify row as
+            many as it accepted. 0 for a row that failed, or is to run again.
+    """
 
     step: int
     starts: Ints  # (R + 1,)
     token_ids: Ints  # (S,)
     status: Ints  # (R,)
+    computed: Ints  # (R,)
     details: LogprobsBatch | None = None
     vectors: PooledVectors | None = None
 

@@ -10,7 +10,7 @@ from antiphon.model_worker.batching.logprobs import pooling_request, token_types
 from antiphon.model_worker.batching.plan import StepPlan
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.plan import Ints, Longs
     from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.running_batch import RunningBatch
 
@@ -24,17 +24,17 @@ def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
         query_len = np.ones(count, np.int32)
         query_start = logit_tokens = np.arange(count, dtype=np.int32)
     else:
-        tokens, positions = _chunks(rows, batch)
+        tokens, positions = _tokens(rows, batch)
         query_len = kv_len - rows.starts.astype(np.int32)
         query_end = np.cumsum(query_len, dtype=np.int32)
-        query_start, logit_tokens = query_end - query_len, (query_end - 1)[rows.draws]
+        query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
     logits = batch.logits
     masks = masked = penalties = biases = None
     if not logits.idle:
         masks, masked = logits.masks(rows)
         penalties = logits.penalties(rows, batch.base)
         biases = logits.biases(rows)
-    chunks = [batch.running[slot] for slot in slots[rows.decodes :].tolist()]
+    chunks = [batch.running[slot] for slot in slots[rows.verified :].tolist()]
     pooling = pooling_request(chunks, rows) if chunks else None
     return StepPlan(
         step=step,
@@ -49,7 +49,7 @@ def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
         page_tables=batch.page_tables(rows),
         penalties=penalties,
         token_masks=masks,
-        token_mask_rows=masked,
+        token_mask_logits=masked,
         biases=biases,
         details=batch.logprobs.request(rows, query_start),
         pooling=pooling,
@@ -57,12 +57,21 @@ def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
     )
 
 
-def _chunks(rows: StepRows, batch: RunningBatch) -> tuple[Ints, Ints]:
-    """Tokens and positions of all rows, (T,), where some are prefill chunks."""
+def _tokens(rows: StepRows, batch: RunningBatch) -> tuple[Ints, Ints]:
+    """Tokens and positions of all rows, (T,), where some have several."""
     tokens, positions = [batch.next_tokens(rows)], [rows.starts[: rows.decodes]]
     for row in range(rows.decodes, len(rows)):
-        start, end = rows.starts.item(row), rows.ends.item(row)
-        tokens.append(batch.running[rows.slots.slots.item(row)].ids(start, end))
+        slot, start, end = rows.slots.slots.item(row), rows.starts.item(row), rows.ends.item(row)
+        if row < rows.verified:
+            tokens += batch.last_token[slot : slot + 1], rows.drafts[row - rows.decodes]
+        else:
+            tokens.append(batch.running[slot].ids(start, end))
         positions.append(np.arange(start, end))
     joined = np.concatenate(tokens), np.concatenate(positions)
     return joined[0].astype(np.int32, copy=False), joined[1].astype(np.int32)
+
+
+def _last_each(ends: Ints, counts: Longs) -> Ints:
+    """The last `counts` (R,) indices before each of `ends` (R,)."""
+    first = ends - np.cumsum(counts)
+    return np.array(np.repeat(first, counts) + np.arange(counts.sum()), np.int32)

@@ -9,8 +9,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, ref
 
+import numpy as np
+
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.faults import RequestFault
+from antiphon.model_worker.batching.plan import Ints
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import NO_SLOTS, SlotSet
 from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow, pages_needed
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.cache.radix import Prefix
     from antiphon.model_worker.cache.tree import RadixNode
+    from antiphon.model_worker.speculation.policy import Speculation
 
 TOUCH_STEPS = 32
 """How many steps a touched prefix counts as recently used. Touching the prefixes of all waiting
@@ -58,6 +62,7 @@ class StepPlanner:
         batch: RunningBatch,
         waiting: WaitingQueue,
         timeouts: Timeouts,
+        speculation: Speculation | None = None,
     ) -> None:
         self.retractions = 0  # because pages ran out; preemptions are for a higher priority
         self.retracted_tokens = 0
@@ -69,6 +74,7 @@ class StepPlanner:
         self._pages = batch.page_budget
         self._waiting = waiting
         self._timeouts = timeouts
+        self._speculation = speculation
         self._started: list[Request] = []
         self._decodes_due = False
         self._pages_short = False
@@ -78,8 +84,8 @@ class StepPlanner:
     def new_token_ratio(self) -> float:
         return self._pages.ratio.value
 
-    def schedule(self, now: float) -> tuple[SlotSet, list[ScheduledRow]]:
-        """The slots that decode next and the prefill chunks beside them, with their pages."""
+    def schedule(self, now: float) -> tuple[SlotSet, dict[int, Ints], list[ScheduledRow]]:
+        """The slots that decode next, drafts by slot, and prefill chunks. All have their pages."""
         batch = self._batch
         if not batch.running:
             self._pages.ratio.reset()
@@ -100,7 +106,12 @@ class StepPlanner:
         if self._pages_short:  # some of these may have been retracted for others
             decodes = batch.still_running(decodes)
             chunks = [(request, end) for request, end in chunks if request.table is not None]
-        return decodes, chunks
+        drafted = dict[int, Ints]()
+        if self._speculation is not None and len(decodes):
+            drafted = self._speculation.draft(batch, decodes, budget.tokens)
+        if drafted:
+            decodes = decodes.take(~np.isin(decodes.slots, list(drafted)))
+        return decodes, drafted, chunks
 
     def take_started(self) -> Sequence[Request]:
         """Requests that were started for the first time since the last call."""
@@ -138,12 +149,18 @@ class StepPlanner:
             return slots
         budget.tokens -= len(slots)  # it always has one for each
         self._pages.ratio.decay()
-        if (short := batch.short(slots)).any():
-            rows = [(slot, batch.scheduled.item(slot) + 1) for slot in slots.slots[short].tolist()]
-            self._grow([(batch.running[slot], end) for slot, end in rows])
-            slots = batch.still_running(slots)
-            slots = slots if not (short := batch.short(slots)).any() else slots.take(~short)
-        return slots
+        short = slots.slots[batch.short(slots)]
+        if not len(short):
+            return slots
+        needed = [len(short)] * len(batch.pools.groups)
+        if not batch.pools.states and self._pages.ensure_free(needed):
+            batch.add_pages(short)
+            return slots
+        rows = [(slot, batch.scheduled.item(slot) + 1) for slot in short.tolist()]
+        self._grow([(batch.running[slot], end) for slot, end in rows])
+        slots = batch.still_running(slots)
+        still_short = batch.short(slots)
+        return slots.take(~still_short) if still_short.any() else slots
 
     def _prefills(self, budget: TokenBudget, now: float) -> list[ScheduledRow]:
         scheduled: list[ScheduledRow] = []
@@ -201,19 +218,17 @@ class StepPlanner:
         batch = self._batch
         if budget.full or not batch.free_count:
             return scheduled
-        reserved = self._pages.reserved()
         for request in self._waiting.candidates(now, batch.prefix):
             if budget.full or not batch.free_count:
                 break
             try:
                 if self._should_wait(request):
                     continue
-                end = self._admit_one(request, reserved, budget, now)
+                end = self._admit_one(request, self._pages.reserved(), budget, now)
             except Exception as error:
                 raise RequestFault(request) from error
             if end is None:
                 break
-            reserved = self._pages.reserved()
             scheduled.append((request, end))
         return scheduled
 
@@ -263,6 +278,8 @@ class StepPlanner:
             self._timeouts.started(request, now)
             self._started.append(request)
         self._batch.start(request, table, now)
+        if self._speculation is not None:
+            self._speculation.started(request.slot)
 
     def _preempt(self) -> None:
         batch, pages = self._batch, self._pages

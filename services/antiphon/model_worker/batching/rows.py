@@ -43,7 +43,7 @@ class StepRows:
 
     `generations` are those of the slots when the rows were launched: the outcome of a row whose
     slot has another one by then is dropped. The first `decodes` rows have one token each and sample
-    the next one; prefill chunks follow.
+    the next one; those after them, one for each of `drafts`, verify these; prefill chunks follow.
 
     Axis: R rows.
     """
@@ -54,19 +54,41 @@ class StepRows:
     draws: Flags  # (R,) whether a token is sampled after it: not within a prompt
     generations: Longs  # (R,)
     decodes: int
+    drafts: tuple[Ints, ...] = ()
 
     def __len__(self) -> int:
         return len(self.starts)
 
+    @property
+    def verified(self) -> int:
+        """Where the verify rows end and prefill chunks begin."""
+        return self.decodes + len(self.drafts)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Number of tokens of the prefill chunks."""
+        first = self.verified
+        return int((self.ends[first:] - self.starts[first:]).sum()) if first < len(self) else 0
+
+    @property
+    def logit_counts(self) -> Longs:
+        """(R,) how many tokens of a row are followed by a sampled one."""
+        counts = self.draws.astype(np.int64)
+        if self.drafts:
+            counts[self.decodes : self.verified] += np.array([len(ids) for ids in self.drafts])
+        return counts
+
     def take(self, index: Indices) -> StepRows:
         """Some of the rows, by ascending index."""
+        first, last = map(int, np.searchsorted(index, (self.decodes, self.verified)))
         return StepRows(
             slots=self.slots.take(index),
             starts=self.starts[index],
             ends=self.ends[index],
             draws=self.draws[index],
             generations=self.generations[index],
-            decodes=int(np.searchsorted(index, self.decodes)),
+            decodes=first,
+            drafts=tuple([self.drafts[int(row) - self.decodes] for row in index[first:last]]),
         )
 
 

@@ -21,7 +21,7 @@ from antiphon.model_worker.cache.hashing import CacheKey, Namespace, request_nam
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from antiphon.model_worker.batching.plan import Floats
     from antiphon.model_worker.batching.request import Request
@@ -159,6 +159,7 @@ class RunningBatch(SlotArrays):
         self.length[slot] = length
         self.computed[slot] = self.scheduled[slot] = self.base[slot] = table.committed
         self.in_flight[slot] = 0
+        self.verifying[slot] = False
         self.generation[slot] += 1
         self.prompt[slot] = request.prompt_tokens
         self.tokens_max[slot] = request.tokens_max
@@ -210,7 +211,7 @@ class RunningBatch(SlotArrays):
         """The slots whose next token can be computed now.
 
         A token in flight counts as known, unless it will be the last one, or the tokens allowed
-        after it depend on it.
+        after it depend on it, or it is not known how many there are.
         """
         slots = self.decoding
         in_flight = self.in_flight[slots.at]
@@ -218,6 +219,7 @@ class RunningBatch(SlotArrays):
             return slots
         ends = self.length[slots.at] + in_flight
         goes_on = (ends < self.tokens_max[slots.at]) & ~self.stepwise[slots.at]
+        goes_on &= ~self.verifying[slots.at]
         ready = (in_flight == 0) | goes_on
         return slots if ready.all() else slots.take(ready)
 
@@ -238,18 +240,43 @@ class RunningBatch(SlotArrays):
         table = self.running[slot].table
         return table is not None and table.covers(self.scheduled.item(slot) + 1)
 
-    def launch(self, decodes: SlotSet, chunks: Sequence[ScheduledRow]) -> StepRows:
-        """The rows of the next step, marked as launched."""
+    def add_pages(self, slots: Ints) -> None:
+        """Add a page in each group to the tables of these slots. They are free."""
+        for group, pool in enumerate(self.pools.pools):
+            entries, pages = self.entries[group], pool.allocate(len(slots))
+            places = entries[slots]
+            if (count := int(places.max()) + 1) > self._tables[group].shape[1]:
+                self._widen(group, count)
+            self._tables[group][slots, places] = pages
+            entries[slots] += 1
+            self.pages_held[group][slots] += 1
+            for slot, page in zip(slots.tolist(), pages, strict=True):
+                table = self.running[slot].table
+                assert table is not None, "a running request has no pages"
+                table.append(group, page)
+        self.covered[slots] += self.pools.page_tokens
+        self._copied = None
+
+    def launch(
+        self, decodes: SlotSet, drafted: Mapping[int, Ints], chunks: Sequence[ScheduledRow]
+    ) -> StepRows:
+        """The rows of the next step, marked as launched; `drafted` are drafts by slot."""
         starts = self.scheduled[decodes.at].copy()
-        ends, draws = starts + 1, np.ones(len(starts), np.bool_)
-        slots = decodes
-        if chunks:
-            more = [request.slot for request, _ in chunks]
-            slots = SlotSet.of(np.append(decodes.slots, np.array(more, np.int32)))
-            starts = np.append(starts, self.scheduled[more])
-            ends = np.append(ends, [end for _, end in chunks])
-            finished = [end == request.length and not request.scores for request, end in chunks]
-            draws = np.append(draws, finished)
+        ends, draws, slots = starts + 1, np.ones(len(starts), np.bool_), decodes
+        if drafted or chunks:
+            requests = [request for request, _ in chunks]
+            more = np.array([*drafted, *(request.slot for request in requests)], np.int32)
+            begin = self.scheduled[more]
+            lengths = np.ones(len(more), np.int64)
+            for index, drafts in enumerate(drafted.values()):
+                lengths[index] += len(drafts)
+            sampled = np.ones(len(more), np.bool_)
+            for index, (request, end) in enumerate(chunks, start=len(drafted)):
+                lengths[index] = end - begin[index]
+                sampled[index] = end == request.length and not request.scores
+            slots = SlotSet.of(np.concatenate([decodes.slots, more]))
+            starts, ends = np.concatenate([starts, begin]), np.concatenate([ends, begin + lengths])
+            draws = np.concatenate([draws, sampled])
         rows = StepRows(
             slots=slots,
             starts=starts,
@@ -257,12 +284,18 @@ class RunningBatch(SlotArrays):
             draws=draws,
             generations=self.generation[slots.at].copy(),
             decodes=len(decodes),
+            drafts=tuple(drafted.values()),
         )
         if self.pools.states:
-            for slot, end in zip(slots.slots.tolist(), ends.tolist(), strict=True):
-                self._launch_states(self.running[slot], end)
+            for row, (slot, end) in enumerate(
+                zip(slots.slots.tolist(), ends.tolist(), strict=True)
+            ):
+                writes = end - starts.item(row) if slot in drafted else 1
+                self._launch_states(self.running[slot], end, writes)
         self.scheduled[slots.at] = ends
         self.in_flight[slots.at] += draws
+        if drafted:
+            self.verifying[list(drafted)] = True
         for request, end in chunks:
             if end == request.length and not request.scores:
                 self._decodes[request.slot] = self.prefills.pop(request.slot)
@@ -283,8 +316,11 @@ class RunningBatch(SlotArrays):
         assert table is not None, "a running request has no pages"
         for chain in table.chains.values():
             chain.recall()
+        table.truncate(max(request.length, table.committed))
+        self.update(request)
         self.computed[slot] = self.scheduled[slot] = self.base[slot] = computed
         self.in_flight[slot] = 0
+        self.verifying[slot] = False
         self.generation[slot] += 1
         if request.prefilling and slot in self._decodes:
             self.prefills[slot] = self._decodes.pop(slot)
@@ -305,6 +341,21 @@ class RunningBatch(SlotArrays):
         self.store.write(self._chunk[slots.at], offsets, ids, logprobs)
         self.length[slots.at] += 1
         self.last_token[slots.at] = ids
+
+    def extend(self, request: Request, ids: Ints, logprobs: Floats | None) -> None:
+        """Append several sampled tokens (N,) to the outputs of one request, and drop its drafts."""
+        slot = request.slot
+        request.outputs.write(request.outputs_count, ids, logprobs)
+        self.length[slot] += len(ids)
+        self.scheduled[slot] = self.computed[slot]
+        self.verifying[slot] = False
+        if len(ids):
+            self.last_token[slot] = ids[-1]
+            self._chunk[slot] = request.outputs.last_chunk
+        assert request.table is not None, "a running request has no pages"
+        # What follows a token that ends the output is computed, too.
+        request.table.truncate(max(request.length, request.computed))
+        self.update(request)
 
     def are_ends(self, slots: SlotSet, ids: Ints) -> Flags:
         """(R,) which of these sampled tokens end the output of their requests."""
@@ -363,8 +414,8 @@ class RunningBatch(SlotArrays):
     def page_tables(self, rows: StepRows) -> tuple[Ints, ...]:
         """The page tables of these rows, (R, N) by group.
 
-        Of a state group (R, 2): the states that a row reads and writes. Shared by the plans of the
-        same rows while none of the tables changes.
+        Of a state group the states that a row reads and writes, see `StepPlan`. Shared by the plans
+        of the same rows while none of the tables changes.
         """
         slots = rows.slots
         if self._copied is None or self._copied[0] is not slots:
@@ -375,7 +426,7 @@ class RunningBatch(SlotArrays):
             return self._copied[1]
         tables = list(self._copied[1])
         for group in self.pools.states:
-            tables[group] = self._state_pairs(group, rows)
+            tables[group] = self._states(group, rows)
         return tuple(tables)
 
     def sampling(self, slots: SlotSet) -> SamplingColumns:
@@ -384,18 +435,21 @@ class RunningBatch(SlotArrays):
             self._gathered = slots, self._sampling.of(slots.slots)
         return self._gathered[1]
 
-    def _state_pairs(self, group: int, rows: StepRows) -> Ints:
-        pairs: list[tuple[int, int]] = []
+    def _states(self, group: int, rows: StepRows) -> Ints:
+        """(R, 1 + W) the states that each row reads and writes, -1 beyond those of a row."""
+        listed: list[list[int]] = []
         for slot, start in zip(rows.slots.slots.tolist(), rows.starts.tolist(), strict=True):
             table = self.running[slot].table
             assert table is not None, "a running request has no pages"
-            pairs.append(table.chains[group].pair(start))
-        return np.array(pairs, np.int32)
+            listed.append(table.chains[group].states(start))
+        widest = max(map(len, listed))
+        padded = [states + [HOLE] * (widest - len(states)) for states in listed]
+        return np.array(padded, np.int32)
 
-    def _launch_states(self, request: Request, end: int) -> None:
+    def _launch_states(self, request: Request, end: int, writes: int) -> None:
         assert request.table is not None, "a running request has no pages"
         for chain in request.table.chains.values():
-            chain.launch(end)
+            chain.launch(end, writes)
 
     def _rewrite(self, request: Request, table: PageTable) -> None:
         slot = request.slot

@@ -98,10 +98,13 @@ class OutputIds:
     def last_chunk(self) -> int:
         return self._chunks[-1]
 
-    @property
-    def reserved(self) -> int:
-        """Number of tokens for which it has chunks."""
-        return len(self._chunks) * CHUNK_TOKENS
+    def write(self, start: int, ids: Ints, logprobs: Floats | None) -> None:
+        """Write ids from `start` on, where the outputs end."""
+        while start + len(ids) > len(self._chunks) * CHUNK_TOKENS:
+            self.add_chunk()
+        places = np.arange(start, start + len(ids))
+        chunks = np.array(self._chunks)[places // CHUNK_TOKENS]
+        self._store.write(chunks, places % CHUNK_TOKENS, ids, logprobs)
 
     def read(self, start: int, end: int) -> Ints:
         """A copy of the ids [start, end)."""

@@ -165,54 +165,72 @@ class StateChain:
     nothing behind, and the first state can be inserted into the prefix cache as it is: a checkpoint
     is a state with one more holder, and a request that matches it continues from it without a copy.
 
-    Without overlap a request has two states: a row reads one and writes the other.
+    Without overlap a request has two states: a row reads one and writes the other. A verify row
+    writes one after each of its tokens, since any of them may be its last accepted one.
 
     Attributes:
         pages: The states; the first is a hole while no token is committed, since it reads as zeros.
-        ends: The number of tokens of each state; one entry more than there are launched rows.
+        ends: The number of tokens of the first state, and after each launched row.
     """
 
     def __init__(self, pool: PagePool, tokens: int = 0, page: int = HOLE) -> None:
         self._pool = pool
         self.pages = [page]
         self.ends = [tokens]
+        self._writes: list[int] = []  # states that each launched row writes
 
-    @property
-    def need(self) -> int:
-        """Number of states to allocate before a row can be launched."""
-        return max(0, len(self.ends) + 1 - len(self.pages))
+    def need(self, writes: int = 1) -> int:
+        """Number of states to allocate before a row can be launched that writes so many."""
+        return max(0, 1 + sum(self._writes) + writes - len(self.pages))
 
-    def allocate(self) -> None:
-        """Allocate the state that the next row writes. The caller has checked that it is free."""
-        self.pages += self._pool.allocate(self.need)
+    def allocate(self, writes: int = 1) -> None:
+        """Allocate the states that the next row writes. The caller has checked they are free."""
+        self.pages += self._pool.allocate(self.need(writes))
 
-    def launch(self, end: int) -> None:
-        assert not self.need, "a row has nowhere to write its state"
+    def launch(self, end: int, writes: int = 1) -> None:
+        assert not self.need(writes), "a row has nowhere to write its state"
         self.ends.append(end)
+        self._writes.append(writes)
 
-    def pair(self, start: int) -> tuple[int, int]:
-        """The states that the launched row from token `start` on reads and writes."""
-        index = self.ends.index(start)
-        return self.pages[index], self.pages[index + 1]
+    def states(self, start: int) -> list[int]:
+        """The states that the launched row from token `start` on reads, and then writes."""
+        row = self.ends.index(start)
+        first = sum(self._writes[:row])
+        # A row after one that verifies drafts would not know which state it reads.
+        assert all(writes == 1 for writes in self._writes[:row]), "a state is not known yet"
+        return self.pages[first : first + 1 + self._writes[row]]
 
     def commit(self, tokens: int) -> None:
-        """Make the state of the first launched row, which ended at `tokens`, the first one.
+        """Make the state after `tokens` tokens, which the first launched row wrote, the first one.
 
-        The state before it is reused, unless it has another holder.
+        The states before it are reused, unless they have another holder.
         """
-        assert self.ends[1] == tokens, "a state does not match the committed tokens"
-        old = self.pages.pop(0)
+        start, writes = self.ends[0], self._writes.pop(0)
+        place = tokens - start if writes > 1 else 1
+        assert 0 < place <= writes, "no state of these tokens was written"
+        assert writes > 1 or self.ends[1] == tokens, "a state does not match the committed tokens"
+        old, written, rest = self.pages[0], self.pages[1 : 1 + writes], self.pages[1 + writes :]
+        current = written.pop(place - 1)
         del self.ends[0]
-        if old == HOLE:
-            return
-        if self._pool.holders(old) == 1:
-            self.pages.append(old)
-        else:
+        self.ends[0] = tokens
+        if old != HOLE and self._pool.holders(old) == 1:
+            written.append(old)
+        elif old != HOLE:
             self._pool.release((old,))
+        self.pages = [current, *rest, *written]
+        self._trim()
 
     def recall(self) -> None:
         """Drop the launched rows; the next one continues from the first state."""
         del self.ends[1:]
+        self._writes.clear()
+        self._trim()
+
+    def _trim(self) -> None:
+        """Release the states that neither the launched rows nor the next one uses."""
+        used = 2 + sum(self._writes)
+        self._pool.release(self.pages[used:])
+        del self.pages[used:]
 
     def replace(self, page: int) -> None:
         """Replace the first state by one with the same content, and take a reference to it."""
@@ -224,6 +242,7 @@ class StateChain:
         self._pool.release(page for page in self.pages if page != HOLE)
         self.pages = [HOLE]
         self.ends = [0]
+        self._writes.clear()
 
 
 class CachePools:
@@ -356,30 +375,35 @@ class PageTable:
             return sum(page != HOLE for page in self.chains[group].pages)
         return len(self._pages[group]) - self._dead[group]
 
-    def covers(self, tokens: int) -> bool:
-        """Whether the allocated pages suffice for a row up to token `tokens`."""
+    def covers(self, tokens: int, states: int = 1) -> bool:
+        """Whether the pages suffice for a row up to token `tokens` that writes so many states."""
         if tokens > self.reserved:
             return False
-        return not self.chains or not any(chain.need for chain in self.chains.values())
+        return not self.chains or not any(chain.need(states) for chain in self.chains.values())
 
-    def need(self, tokens: int) -> list[int]:
-        """Pages by group that `allocate(tokens)` would take."""
+    def need(self, tokens: int, states: int = 1) -> list[int]:
+        """Pages by group that `allocate` would take."""
         return [
-            self.chains[index].need
+            self.chains[index].need(states)
             if index in self.chains
             else max(0, group.table_len(tokens) - len(self._pages[index]))
             for index, group in enumerate(self._pools.groups)
         ]
 
-    def allocate(self, tokens: int) -> None:
-        """Allocate pages up to `tokens` tokens. The caller has checked that they are free."""
-        for index, count in enumerate(self.need(tokens)):
+    def allocate(self, tokens: int, states: int = 1) -> None:
+        """Allocate pages for a row up to `tokens`. The caller has checked that they are free."""
+        for index, count in enumerate(self.need(tokens, states)):
             if index in self.chains:
-                self.chains[index].allocate()
+                self.chains[index].allocate(states)
             else:
                 self._pages[index] += self._pools.pools[index].allocate(count)
         page_tokens = self._pools.page_tokens
         self.reserved = max(self.reserved, -(-tokens // page_tokens) * page_tokens)
+
+    def append(self, group: int, page: int) -> None:
+        """Take a page for the next tokens, in a group without states. All groups must take one."""
+        self._pages[group].append(page)
+        self.reserved = len(self._pages[group]) * self._pools.page_tokens
 
     def commit(self, tokens: int) -> None:
         """Mark the first `tokens` tokens as computed. Window groups release what they leave behind.
@@ -398,6 +422,18 @@ class PageTable:
                 pages[self._dead[index] : dead] = [HOLE] * len(gone)
                 self._dead[index] = dead
                 self.revision += 1
+
+    def truncate(self, tokens: int) -> None:
+        """Release the pages beyond `tokens` tokens, which are those of rejected drafts."""
+        assert tokens >= self.committed, "committed tokens were truncated"
+        for index, group in enumerate(self._pools.groups):
+            length = group.table_len(tokens)
+            if index not in self.chains and length < len(self._pages[index]):
+                self._pools.pools[index].release(self._pages[index][length:])
+                del self._pages[index][length:]
+                self.revision += 1
+        page_tokens = self._pools.page_tokens
+        self.reserved = min(self.reserved, -(-tokens // page_tokens) * page_tokens)
 
     def replace(self, group: int, index: int, page: int) -> None:
         """Replace the page of an entry by one with the same content, and release the old one."""

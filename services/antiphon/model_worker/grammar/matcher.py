@@ -47,30 +47,52 @@ class GrammarState(Protocol):
 
 
 class GrammarMatcher:
-    """Advances one sequence through its grammar and holds the mask of its next token.
+    """Advances one sequence through its grammar and holds the masks of its next tokens.
 
-    The mask is computed as soon as the token before it is known, not as part of a step: planning
+    A mask is computed as soon as the token before it is known, not as part of a step: planning
     either finds it ready or leaves the sequence out; a sequence that cannot continue has finished
     by then. Belongs to one thread at a time.
+
+    Attributes:
+        masks: (W,) allowed next tokens, None if all are: after the sequence, and after each draft.
+        slow: It has delayed a step.
     """
 
     def __init__(self, state: GrammarState, vocab_size: int, end_ids: frozenset[int]) -> None:
-        self.mask: Ints | None = None  # (W,) allowed next tokens; None if all are
+        self.masks: list[Ints | None] = []
         self.end_ids = end_ids
-        self.slow = False  # it has delayed a step
+        self.slow = False
         self._state = state
-        # Two buffers: the one in use at the checkpoint is not overwritten.
-        self._words = np.zeros((2, words_count(vocab_size)), np.int32)
-        self._buffer = 0
+        self._words = words_count(vocab_size)
         self._marked: Ints | None = None
         self._since_mark = 0
         self._others = pack(~np.isin(np.arange(vocab_size), list(end_ids)))
-        self._refresh()
+        self.masks = [self._next_mask()]
 
-    @property
-    def must_end(self) -> bool:
-        """Whether only an EOS token is allowed next."""
-        return self.mask is not None and not (self.mask & self._others).any()
+    def must_end(self, draft: int = 0) -> bool:
+        """Whether only an EOS token is allowed after so many drafts."""
+        mask = self.masks[draft]
+        return mask is not None and not (mask & self._others).any()
+
+    def propose(self, drafts: Sequence[int]) -> int:
+        """Compute the masks along drafts; return how many of these the grammar allows.
+
+        A draft that would end the sequence counts as forbidden: nothing can be verified after it.
+        """
+        del self.masks[1:]
+        accepted = 0
+        try:
+            for token in drafts:
+                if not self._state.accept(token):
+                    break
+                accepted += 1
+                if self._state.terminated:
+                    break
+                self.masks.append(self._next_mask())
+        except EngineError:
+            pass  # no token may follow this draft: the row ends before it
+        self._state.rollback(accepted)
+        return len(self.masks) - 1
 
     def accept_token(self, token: int) -> Finish | None:
         """Advance by the sampled token; return a finish if the token ends the sequence."""
@@ -81,23 +103,22 @@ class GrammarMatcher:
             self._since_mark += 1
             if self._state.terminated:
                 return Finish(reason=FinishReason.STOP, matched_stop=token)
-            self._refresh()
+            self.masks = [self._next_mask()]
         except EngineError as error:
             return Finish.failed(error)
         return None
 
     def checkpoint(self) -> None:
-        self._marked, self._since_mark = self.mask, 0
-        self._buffer ^= 1
+        self._marked, self._since_mark = self.masks[0], 0
 
     def rollback(self) -> None:
         self._state.rollback(self._since_mark)
-        self.mask, self._since_mark = self._marked, 0
-        self._buffer ^= 1
+        self.masks, self._since_mark = [self._marked], 0
 
-    def _refresh(self) -> None:
-        words = self._words[self._buffer]
-        self.mask = words if self._state.fill(words) else None
+    def _next_mask(self) -> Ints | None:
+        # A new array: a plan that was built with the one before may still run.
+        words = np.zeros(self._words, np.int32)
+        return words if self._state.fill(words) else None
 
 
 class DeferredGrammarState:

@@ -136,7 +136,8 @@ class ReplayState:
         for row in range(len(plan.slot)):
             begin, end = int(plan.kv_len[row] - plan.query_len[row]), int(plan.kv_len[row])
             for index, group in enumerate(self._groups):
-                places: Longs | int = int(plan.page_tables[index][row, -1])
+                places: Longs = plan.page_tables[index][row, 1:].astype(np.int64)
+                places = places[places >= 0]
                 if group.kind is not GroupKind.STATE:
                     places = self._places(plan, row, index, begin, end)
                 self._known[index][places] = sound[row]

@@ -54,7 +54,7 @@ class InputBatch:
         """The rows as each group of recurrent states sees them."""
         plan, first = self._plan, len(self._shapes)
         return tuple(
-            StateMetadata(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
+            StateMetadata(table[:, 0], table[:, 1:], plan.query_len, plan.kv_len)
             for table in plan.page_tables[first : first + self._states_count]
         )
 
@@ -85,6 +85,21 @@ class InputBatch:
             return plan.kv_len.astype(np.int64)
         ends = plan.query_start + plan.query_len
         return plan.logit_tokens + (plan.kv_len - ends)[self.logit_row].astype(np.int64) + 1
+
+    def first_logits(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """(R,) the flags (L,) of the first logits of each row; False for a row without logits."""
+        first = np.zeros(len(self._plan.slot), np.bool_)
+        rows, index = np.unique(self.logit_row, return_index=True)
+        first[rows] = flags[index]
+        return first
+
+    def computed(self, accepted: Ints, status: Ints) -> Ints:
+        """(R,) `StepOutcome.computed`, of the number of `accepted` tokens and the status."""
+        plan = self._plan
+        if self.decodes and not status.any():
+            return plan.query_len
+        verifies = np.bincount(self.logit_row, minlength=len(plan.slot)) > 1
+        return np.where(status > 0, 0, np.where(verifies, accepted, plan.query_len))
 
     def failed_rows(self, tokens: Tensor | None, logits: Tensor | None) -> NDArray[np.bool_] | None:
         """Which rows have a NaN or infinity, (R,); None if none has.

@@ -162,7 +162,7 @@ class ModelRunner:
                 return self._pool(plan, batch, tokens)
             if scored is None:
                 scored = self._score(plan, batch, tokens)
-            blocked = self._sampler.process_logits(plan, batch.logit_row, scored.logits)
+            blocked = self._sampler.process_logits(plan, batch.logit_row, tokens, scored.logits)
             argmax = None if changes_logits(plan) else scored.argmax
             sampled = self._sampler.sample(
                 plan.sampling, scored.logits, batch.logit_row, batch.logit_position, argmax
@@ -185,7 +185,13 @@ class ModelRunner:
         rows = len(plan.slot)
         starts = _one_each(rows)
         self._futures.record(plan.slot, starts, sampled, None)
-        return StepOutcome(step=plan.step, starts=starts, token_ids=sampled, status=_all_well(rows))
+        return StepOutcome(
+            step=plan.step,
+            starts=starts,
+            token_ids=sampled,
+            status=_all_well(rows),
+            computed=plan.query_len,
+        )
 
     def _conclude(
         self,
@@ -196,15 +202,16 @@ class ModelRunner:
         sampled: Ints,
         blocked: NDArray[np.bool_] | None = None,
     ) -> StepOutcome:
-        """The outcome of sampled tokens (L,); rows in `blocked` (R,) have no token to sample."""
+        """The outcome of sampled tokens (L,); `blocked` (L,) logits have no token to sample."""
         rows = len(plan.slot)
         failed = batch.failed_rows(scored.finite, scored.logits_finite)
-        ended = _either(failed, blocked)
+        # A row in which only a token after a draft is blocked accepts what comes before it.
+        ended = _either(failed, None if blocked is None else batch.first_logits(blocked))
         if batch.decodes and ended is None:  # no draft tokens
             starts, token_ids = _one_each(rows), sampled
         else:
             wanted, row = plan.logit_tokens, batch.logit_row
-            starts, token_ids = accept(tokens, wanted, row, sampled, rows, ended)
+            starts, token_ids = accept(tokens, wanted, row, sampled, rows, ended, blocked)
         head = partial(self._head, plan, batch)
         details = self._logprobs.compute(
             plan, scored.hidden, scored.logits, head, (starts, token_ids)
@@ -219,7 +226,12 @@ class ModelRunner:
             status[failed] = RowStatus.NON_FINITE
             self._wipe(batch, failed)
         return StepOutcome(
-            step=plan.step, starts=starts, token_ids=token_ids, status=status, details=details
+            step=plan.step,
+            starts=starts,
+            token_ids=token_ids,
+            status=status,
+            computed=batch.computed(np.diff(starts), status),
+            details=details,
         )
 
     def _pool(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> StepOutcome:
@@ -244,6 +256,7 @@ class ModelRunner:
             starts=np.zeros(rows + 1, np.int32),
             token_ids=np.zeros(0, np.int32),
             status=np.where(failed, RowStatus.NON_FINITE, RowStatus.OK).astype(np.int32),
+            computed=np.where(failed, 0, plan.query_len),
             vectors=vectors,
         )
 

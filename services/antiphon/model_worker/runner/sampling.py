@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from antiphon.kernels.sampling import uniform
-from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.wire.sampling import TEMPERATURE_MIN
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.ops import Ops
     from antiphon.model_worker.batching.plan import (
+        Floats,
         Ints,
         Longs,
         Penalties,
@@ -36,36 +36,28 @@ class Sampler:
         self._counts_by_slot = TokenCounts()
 
     def process_logits(
-        self, plan: StepPlan, logit_row: Longs, logits: Tensor
+        self, plan: StepPlan, logit_row: Longs, tokens: Ints, logits: Tensor
     ) -> NDArray[np.bool_] | None:
         """Apply penalties, masks and biases to the logits, in place and in this order.
 
-        logits (L, V) float32, finite; logit_row (L,) the plan's row of each, ascending
-        ->  which rows of the plan have no token left to sample, (R,); None if certainly none
-
-        Raises:
-            PlanRefused: A row that verifies several draft tokens has logits processors.
+        logit_row (L,) the plan's row of each, ascending; tokens (T,) with futures resolved;
+        logits (L, V) float32, finite  ->  (L,) which have no token left; None if certainly none
         """
         if plan.penalties is not None:
             self._counts_by_slot.begin(plan.penalties)
-            places = _places(plan.step, logit_row, plan.penalties.rows)
-            slots = plan.slot[plan.penalties.rows]
-            self._counts_by_slot.apply(self._ops, logits, places, slots, plan.penalties)
+            self._counts_by_slot.apply(self._ops, logits, logit_row, tokens, plan)
         if plan.token_masks is not None:
-            assert plan.token_mask_rows is not None, "masks without rows"
-            places = _places(plan.step, logit_row, plan.token_mask_rows)
-            self._ops.mask(logits, torch.as_tensor(places), torch.as_tensor(plan.token_masks))
+            assert plan.token_mask_logits is not None, "masks of no logits"
+            masked = torch.as_tensor(plan.token_mask_logits.astype(np.int64))
+            self._ops.mask(logits, masked, torch.as_tensor(plan.token_masks))
         if plan.biases is not None:
-            places = _places(plan.step, logit_row, plan.biases.rows)
+            biased = torch.as_tensor(plan.biases.logits.astype(np.int64))
             ids = torch.as_tensor(plan.biases.token_ids.astype(np.int64))
-            values = torch.as_tensor(plan.biases.values)
-            self._ops.bias(logits, torch.as_tensor(places), ids, values)
+            self._ops.bias(logits, biased, ids, torch.as_tensor(plan.biases.values))
         if plan.token_masks is None and plan.biases is None:
             return None
-        blocked = np.zeros(len(plan.slot), np.bool_)
-        nothing = torch.isneginf(logits.amax(dim=-1)).cpu().numpy()
-        blocked[logit_row[nothing]] = True
-        return blocked
+        blocked = torch.isneginf(logits.amax(dim=-1)).cpu().numpy()
+        return blocked if blocked.any() else None
 
     def sample(
         self,
@@ -133,6 +125,7 @@ def accept(
     sampled: Ints,
     rows: int,
     failed: NDArray[np.bool_] | None,
+    blocked: NDArray[np.bool_] | None = None,
 ) -> tuple[Ints, Ints]:
     """Accept a row's samples up to and including the first that differs from its draft.
 
@@ -142,18 +135,26 @@ def accept(
 
     Axes: T tokens, L rows of logits, R rows, S accepted tokens.
     tokens (T,) with futures resolved; logit_tokens, logit_row, sampled (L,); failed (R,) bool, or
-    None if none has  ->  starts (R + 1,), token_ids (S,), both int32; a failed row has none
+    None if none has; blocked (L,) bool, logits that have no token to sample  ->  starts (R + 1,),
+    token_ids (S,), both int32; a failed row has none
     """
     following = tokens[np.minimum(logit_tokens + 1, len(tokens) - 1)]
     missed = (following != sampled).astype(np.int64)
-    earlier = np.cumsum(missed) - missed  # misses before this one, over all rows
     first = np.searchsorted(logit_row, logit_row)  # (L,) index of the first of the same row
-    accepted = earlier == earlier[first]
+    accepted = _since(first, missed) == 0
+    if blocked is not None:
+        accepted &= ~blocked & (_since(first, blocked.astype(np.int64)) == 0)
     if failed is not None:
         accepted &= ~failed[logit_row]
     starts = np.zeros(rows + 1, np.int32)
     np.cumsum(np.bincount(logit_row[accepted], minlength=rows), out=starts[1:])
     return starts, sampled[accepted].astype(np.int32)
+
+
+def _since(first: Longs, flags: Longs) -> Longs:
+    """(L,) the sum of `flags` (L,) from the first logits of the same row to before each."""
+    earlier = np.cumsum(flags) - flags
+    return earlier - earlier[first]
 
 
 _SLOTS = 8
@@ -183,27 +184,38 @@ class TokenCounts:
             ids, counts = np.unique(outputs, return_counts=True)
             self._make_room(slot, len(ids))
             self._ids[slot] = _NONE
+            self._counts[slot] = 0
             self._ids[slot, : len(ids)] = ids
             self._counts[slot, : len(ids)] = counts
             self._distinct[slot] = len(ids)
 
     def apply(
-        self, ops: Ops, logits: Tensor, places: Longs, slots: Ints, penalties: Penalties
+        self, ops: Ops, logits: Tensor, logit_row: Longs, tokens: Ints, plan: StepPlan
     ) -> None:
-        """Penalise sampled tokens, in place. `places` (P,) are rows of the logits."""
+        """Penalise sampled tokens, and drafts before the logits of a verify row, in place."""
+        penalties = plan.penalties
+        assert penalties is not None, "no row has penalties"
+        factor = np.full(len(plan.slot), _NONE, np.int64)
+        factor[penalties.rows] = np.arange(len(penalties.rows))
+        places = np.flatnonzero(factor[logit_row] >= 0)  # (G,) rows of logits
+        row, factor = logit_row[places], factor[logit_row[places]]
+        slots = plan.slot[row]
+        drafts = places - np.searchsorted(logit_row, row)  # of the row, before the logits
         width = int(self._distinct[slots].max(initial=0))
-        if width == 0:
+        ids, counts = self._ids[slots, :width], self._counts[slots, :width]  # (G, width)
+        if longest := int(drafts.max(initial=0)):
+            ids, counts = _with_drafts(ids, counts, plan.query_start[row], drafts, tokens, longest)
+        which, column = np.nonzero(counts)
+        if not len(which):
             return
-        ids = self._ids[slots, :width]  # (P, width)
-        row, column = np.nonzero(ids >= 0)
         ops.penalize(
             logits,
-            torch.as_tensor(places[row]),
-            torch.as_tensor(ids[row, column].astype(np.int64)),
-            torch.as_tensor(self._counts[slots[row], column]),
-            torch.as_tensor(penalties.frequency[row]),
-            torch.as_tensor(penalties.presence[row]),
-            torch.as_tensor(penalties.repetition[row]),
+            torch.as_tensor(places[which]),
+            torch.as_tensor(ids[which, column].astype(np.int64)),
+            torch.as_tensor(counts[which, column]),
+            torch.as_tensor(penalties.frequency[factor[which]]),
+            torch.as_tensor(penalties.presence[factor[which]]),
+            torch.as_tensor(penalties.repetition[factor[which]]),
         )
 
     def count(self, slots: Ints, token_ids: Ints) -> None:
@@ -236,13 +248,24 @@ class TokenCounts:
         self._ids, self._counts, self._distinct = ids, counts, distinct
 
 
+def _with_drafts(
+    ids: Ints, counts: Floats, starts: Ints, drafts: Ints, tokens: Ints, longest: int
+) -> tuple[Ints, Floats]:
+    """Counts (G, K) with `drafts` (G,) more tokens each: those after the token at `starts` (G,)."""
+    ids = np.concatenate([ids, np.full((len(ids), longest), _NONE, np.int32)], axis=1)
+    counts = np.concatenate([counts, np.zeros((len(counts), longest), np.float32)], axis=1)
+    width = ids.shape[1] - longest
+    for place in np.flatnonzero(drafts).tolist():
+        start = starts.item(place) + 1
+        for token in tokens[start : start + drafts.item(place)].tolist():
+            known = np.flatnonzero((ids[place] == token) & (counts[place] > 0))
+            column = (
+                known.item(0) if len(known) else width + np.count_nonzero(counts[place, width:])
+            )
+            ids[place, column] = token
+            counts[place, column] += 1
+    return ids, counts
+
+
 def _ints(tokens: Tensor) -> Ints:
     return tokens.numpy().astype(np.int32)
-
-
-def _places(step: int, logit_row: Longs, rows: Ints) -> Longs:
-    """The index in the logits of each of these rows of the plan."""
-    first = np.searchsorted(logit_row, rows)
-    if (np.searchsorted(logit_row, rows, "right") != first + 1).any():
-        raise PlanRefused(f"step {step}: logits processors do not support draft tokens")
-    return first

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.worker import Policy, QueueConfig
@@ -26,6 +27,9 @@ from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.backend import GrammarCompiler, no_compiler, open_compiler
 from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
+from antiphon.model_worker.speculation.ngram import open_drafter
+from antiphon.model_worker.speculation.policy import FixedDrafts, Speculation, StepCosts
+from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup.checksums import verify, verify_digest
 from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
@@ -159,7 +163,16 @@ def open_engine_core(
             kv_scales=kv_scales,
         ),
         matcher_executor=ThreadedMatcherExecutor(),
+        speculation=_speculation(settings, resolved),
     )
+
+
+def _speculation(settings: Settings, resolved: ResolvedConfig) -> Speculation | None:
+    config = settings.speculation
+    if (ngrams := open_drafter(config)) is None:
+        return None
+    texts, drafts_max = RequestTexts(ngrams), config.verify_tokens - 1
+    return Speculation(texts, drafts_max, resolved.running_max.value)
 
 
 def _limits(
@@ -202,10 +215,13 @@ def _rules(queue: QueueConfig) -> QueueRules:
     )
 
 
-def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
+def warm_up(
+    loop: BatchingLoop, core: EngineCore | None = None, *, pools: bool = False
+) -> StepReport:
     """Run a prefill and a decode step before the first request: the first of each kind is slow.
 
-    A model that `pools` has prefill steps only.
+    A model that `pools` has prefill steps only. If the `core` drafts tokens, what steps cost is
+    measured, too.
 
     Raises:
         CannotStart: The model does not run.
@@ -213,6 +229,55 @@ def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
     sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
     if pools:
         sampling = SamplingParams(max_new_tokens=0, pool=PoolParams())
+    report, _ = _run(loop, 1, sampling)
+    if core is not None and core.speculation is not None:
+        core.speculation.costs = costs = measure_steps(
+            loop, core.speculation, core.limits.running_max
+        )
+        log.info("step costs", extra={"tokens": costs.tokens, "seconds": costs.seconds})
+    return msgspec.structs.replace(report, progress=(), sampled=None)
+
+
+def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -> StepCosts:
+    """Measure what decode steps cost: of one row with drafts, and of many rows without.
+
+    Raises:
+        CannotStart: The model does not run.
+    """
+    drafter, costs = speculation.drafter, dict[int, float]()
+    for drafts in range(speculation.drafts_max + 1):
+        speculation.drafter = FixedDrafts(drafts)
+        costs[1 + drafts] = _step_seconds(loop, rows=1, tokens=1 + drafts)
+    speculation.drafter = FixedDrafts(0)
+    rows = 2 * (1 + speculation.drafts_max)
+    while rows <= rows_max:
+        costs[rows] = _step_seconds(loop, rows=rows, tokens=rows)
+        rows *= 2
+    speculation.drafter = drafter
+    speculation.reset()
+    # A longer step does not take less time: what says so is noise.
+    seconds = np.maximum.accumulate(list(costs.values())).tolist()
+    return StepCosts(tuple(costs), tuple(seconds))
+
+
+MEASURED_STEPS = 5
+
+
+def _step_seconds(loop: BatchingLoop, *, rows: int, tokens: int) -> float:
+    """The shortest of some decode steps of so many rows and tokens."""
+    outputs = (1 + MEASURED_STEPS) * (1 + tokens - rows) + 1
+    sampling = SamplingParams(max_new_tokens=outputs, ignore_eos=True)
+    _, reports = _run(loop, rows, sampling)
+    steps = [r.seconds for r in reports if (r.rows, r.tokens, r.prefill_rows) == (rows, tokens, 0)]
+    if not steps:
+        raise CannotStart(f"no step of {rows} rows and {tokens} tokens ran")
+    return min(steps)
+
+
+def _run(
+    loop: BatchingLoop, requests: int, sampling: SamplingParams
+) -> tuple[StepReport, list[StepReport]]:
+    """Run requests of two tokens to their ends: the last report, and all."""
     state = RequestState(
         request_id=RequestId("warm-up"),
         choice=0,
@@ -221,12 +286,14 @@ def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
         deadline_unix_ms=0,
     )
     # `WorkerOutput` counts its keys from 1.
-    mail = Mail(runs={ChoiceKey(0): state})
-    while True:
-        report = loop.turn(mail)
-        for news in report.progress:
+    mail = Mail(runs={ChoiceKey(-key): state for key in range(requests)})
+    reports: list[StepReport] = []
+    ended = 0
+    while ended < requests:
+        reports.append(loop.turn(mail))
+        for news in reports[-1].progress:
             if news.finish is not None and news.finish.error is not None:
                 raise CannotStart(f"warmup failed: {news.finish.error.message}")
-            if news.finish is not None:
-                return msgspec.structs.replace(report, progress=())
+            ended += news.finish is not None
         mail = Mail()
+    return reports[-1], reports

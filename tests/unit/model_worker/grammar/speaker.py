@@ -63,8 +63,8 @@ def speak(
     short = {vocabulary.tokens.index(bytes([byte])) for byte in often}
     said = Said(b"")
     for number in range(tokens_max):
-        said.masks.append(None if guide.mask is None else guide.mask.tolist())
-        ids = allowed(guide.mask, len(vocabulary.tokens))
+        said.masks.append(None if guide.masks[0] is None else guide.masks[0].tolist())
+        ids = allowed(guide.masks[0], len(vocabulary.tokens))
         hurried = ends.intersection(ids) or closing.intersection(ids)
         hurries = hurried and random.random() < hurry * number
         if short.intersection(ids) and not hurries and random.random() < 0.5:

@@ -95,8 +95,8 @@ async def benched(**settings: object) -> AsyncGenerator[Bench]:
 
 
 def first(guide: GrammarMatcher) -> int:
-    assert guide.mask is not None
-    (token,) = np.flatnonzero(np.unpackbits(guide.mask.view(np.uint8), bitorder="little"))
+    assert guide.masks[0] is not None
+    (token,) = np.flatnonzero(np.unpackbits(guide.masks[0].view(np.uint8), bitorder="little"))
     return int(token)
 
 
@@ -385,7 +385,7 @@ async def test_a_choice_begins_where_its_answer_stands() -> None:
         with pytest.raises(Internal, match="not of its grammar"):
             await bench.grammars.matcher(state_of("cab", 5, 5))
         deferred = await bench.grammars.matcher(state_of("cab", 30, 31, after=(31, 32)))
-        assert deferred.mask is None
+        assert deferred.masks[0] is None
         assert deferred.accept_token(32) is None
         assert first(deferred) == 5
 

@@ -155,7 +155,7 @@ def test_special_tokens_write_nothing_and_so_are_never_allowed(
     guide = guide_of(compiled(GrammarKind.REGEX, "(.|<|\\||>)*"), vocabulary)
     special = [id_ for id_, token in enumerate(vocabulary.tokens) if not token]
     assert special == [0, 1, 2, 3, 4, 5, 1017]  # the role of tools came last
-    assert set(special) & set(allowed(guide.mask, len(vocabulary.tokens))) == {END}
+    assert set(special) & set(allowed(guide.masks[0], len(vocabulary.tokens))) == {END}
 
 
 def test_after_the_end_of_the_grammar_only_an_end_may_come(
@@ -163,12 +163,12 @@ def test_after_the_end_of_the_grammar_only_an_end_may_come(
 ) -> None:
     guide = guide_of(compiled(GrammarKind.REGEX, "ab?"), vocabulary)
     ids = {token: id_ for id_, token in enumerate(vocabulary.tokens) if len(token) == 1}
-    assert not guide.must_end
+    assert not guide.must_end()
     assert guide.accept_token(ids[b"a"]) is None
-    assert not guide.must_end
-    assert set(allowed(guide.mask, 1024)) == {ids[b"b"], END}
+    assert not guide.must_end()
+    assert set(allowed(guide.masks[0], 1024)) == {ids[b"b"], END}
     assert guide.accept_token(ids[b"b"]) is None
-    assert guide.must_end
+    assert guide.must_end()
     finish = guide.accept_token(END)
     assert finish is not None
     assert (finish.reason, finish.matched_stop) == (FinishReason.STOP, END)
@@ -316,9 +316,9 @@ def test_a_matcher_that_raises_ends_its_own_choice() -> None:
 def test_a_sentence_is_followed_to_its_end() -> None:
     word = guide(Word("cab"))
     for token in CAB:
-        assert not word.must_end
+        assert not word.must_end()
         assert word.accept_token(token) is None
-    assert word.must_end
+    assert word.must_end()
     finish = word.accept_token(END)
     assert finish is not None
     assert (finish.reason, finish.matched_stop, finish.error) == (FinishReason.STOP, END, None)
@@ -336,13 +336,13 @@ def test_a_choice_that_cannot_go_on_ends_with_the_reason() -> None:
 def test_everything_is_allowed_until_the_grammar_begins() -> None:
     thinker = guide(DeferredGrammarState(Word("cab"), AFTER))
     for token in (20, 21, 20, 20, 20, END, 7, 20, 20, 21):
-        assert thinker.mask is None
-        assert not thinker.must_end
+        assert thinker.masks[0] is None
+        assert not thinker.must_end()
         assert thinker.accept_token(token) is None
-    assert thinker.mask is not None
+    assert thinker.masks[0] is not None
     for token in CAB:
         assert thinker.accept_token(token) is None
-    assert thinker.must_end
+    assert thinker.must_end()
     assert thinker.accept_token(END) is not None
 
 
@@ -486,13 +486,13 @@ def test_an_unexpected_error_is_raised_in_the_loop() -> None:
 def test_a_matcher_is_rolled_back_to_its_mark() -> None:
     word = guide(Word("cab"))
     word.accept_token(C)
-    assert word.mask is not None
-    before = word.mask.tolist()
+    assert word.masks[0] is not None
+    before = word.masks[0].tolist()
     for _ in range(3):
         MatcherTask(word, [A, 4]).run()
-        assert word.mask.tolist() != before
+        assert word.masks[0].tolist() != before
         word.rollback()
-        assert word.mask.tolist() == before
+        assert word.masks[0].tolist() == before
 
 
 BYTES = Utf8([b"", *(bytes([byte]) for byte in range(256))])

@@ -1,0 +1,164 @@
+"""The n-gram drafter: drafts from prompts, outputs and external corpora."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from antiphon.model_worker.speculation.draft_tree import TreeShape, best_path
+from antiphon.model_worker.speculation.text_index import TextIndex
+from antiphon.wire.digests import TOKEN_BYTES
+from antiphon.wire.errors import InvalidRequest, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from antiphon.config.speculation import SpeculationConfig
+    from antiphon.model_worker.speculation.text_index import IndexedText, NgramLevel
+
+_CORPUS = b""
+"""The namespace of a corpus, in an index of its own."""
+
+
+def open_drafter(config: SpeculationConfig) -> NgramDrafter | None:
+    """The drafter of the settings; None if speculative decoding is disabled."""
+    return NgramDrafter(config) if config.algorithm == "ngram" else None
+
+
+class NgramDrafter:
+    """Drafts the tokens that followed the longest match of a context's end, in texts or corpora.
+
+    A text belongs to a namespace, which stands for a tenant and a cache salt: its tokens are
+    proposed in no other one. Corpora are read by all.
+
+    SGLang verifies a tree of drafts. Here a draft is a chain, the best path through such a tree:
+    see `best_path`. Its trie counts an n-gram again for each window that is inserted with it; here
+    an n-gram counts as often as it occurs, up to 16 times.
+
+    Called from the batching loop, except for `add_corpus`.
+    """
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._config = config
+        self._drafts_max = config.verify_tokens - 1
+        self.window_max = min(config.ngram_window_max, config.ngram_depth - 1)
+        self._shape = TreeShape(
+            match_type=config.ngram_match,
+            depth_max=config.ngram_depth,
+            breadth_min=config.ngram_breadth_min,
+            breadth_max=config.ngram_breadth_max,
+        )
+        self._texts = self._index(config.ngram_capacity)
+        self._corpora: Mapping[str, TextIndex] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of requests that are kept."""
+        return self._texts.tokens
+
+    def begin(self, namespace: bytes) -> IndexedText:
+        """Begin the text of a choice, which `end` must end."""
+        return self._texts.begin(namespace)
+
+    def extend(self, text: IndexedText, ids: bytes) -> None:
+        """Append tokens, int32 and little-endian: a chunk of a prompt, or accepted tokens."""
+        self._texts.extend(text, ids)
+
+    def end(self, text: IndexedText) -> None:
+        """End a text. Its tokens stay until they are evicted or forgotten."""
+        self._texts.end(text)
+
+    def forget(self, namespace: bytes) -> None:
+        """Erase the tokens of a namespace, also those of texts that are not ended."""
+        self._texts.forget(namespace)
+
+    def propose(self, namespace: bytes, ids_tail: bytes, drafts_max: int) -> list[int]:
+        """Return up to `drafts_max` tokens that may come next; empty without a match.
+
+        The longest match wins; among equally long ones texts of the namespace go before corpora,
+        and corpora in the order in which they were added.
+
+        Args:
+            namespace: Where matches are searched, besides the corpora.
+            ids_tail: The last tokens of the request, at least `window_max` if there are as many;
+                int32, little-endian. They may be part of its text.
+            drafts_max: Maximum number of tokens, besides the maximum of the settings.
+        """
+        context = ids_tail[-self.window_max * TOKEN_BYTES :]
+        drafts_max = min(drafts_max, self._drafts_max)
+        found = self._source(self._texts, namespace, context, drafts_max)
+        for corpus in self._corpora.values():
+            tokens_max = min(drafts_max, self._config.corpus_draft_tokens)
+            other = self._source(corpus, _CORPUS, context, tokens_max)
+            if other is not None and (found is None or other.longest > found.longest):
+                found = other
+        if found is None:
+            return []
+        return best_path(found.levels, self._shape, found.tokens_max)
+
+    def add_corpus(self, name: str, documents: Iterable[bytes]) -> int:
+        """Add a corpus of documents, as ids, and return the number of its tokens.
+
+        It takes 1.3 us a token, or more for short documents. Another thread than the loop's may do
+        it, one corpus at a time: drafts use a corpus once it is complete.
+
+        Raises:
+            Unsupported: Drafts from corpora are disabled.
+            InvalidRequest: The name is in use, or the corpora would have too many tokens.
+        """
+        if not self._config.corpus_draft_tokens:
+            raise Unsupported(
+                "external corpora are disabled; start the server with "
+                "--speculative-ngram-external-sam-budget"
+            )
+        if name in self._corpora:
+            raise InvalidRequest.at("corpus_id", f"{name!r} already exists; remove it first")
+        left = self._config.corpus_tokens_max - sum(self.list_corpora().values())
+        corpus = self._index(max(1, left))
+        for document in documents:
+            if corpus.tokens + len(document) // TOKEN_BYTES > left:
+                raise InvalidRequest.at(
+                    "documents",
+                    f"the corpora would have more than {self._config.corpus_tokens_max} tokens",
+                )
+            text = corpus.begin(_CORPUS)
+            corpus.extend(text, document)
+            corpus.end(text)
+        self._corpora = {**self._corpora, name: corpus}
+        return corpus.tokens
+
+    def remove_corpus(self, name: str) -> None:
+        """Remove a corpus; `InvalidRequest` if there is none of that name."""
+        if name not in self._corpora:
+            raise InvalidRequest.at("corpus_id", f"{name!r} does not exist")
+        self._corpora = {key: corpus for key, corpus in self._corpora.items() if key != name}
+
+    def list_corpora(self) -> Mapping[str, int]:
+        """Number of tokens by name, in the order in which they were added."""
+        return {name: corpus.tokens for name, corpus in self._corpora.items()}
+
+    def _source(
+        self, index: TextIndex, namespace: bytes, context: bytes, tokens_max: int
+    ) -> _Source | None:
+        if tokens_max < 1:
+            return None
+        longest = self._config.ngram_depth - self._config.ngram_window_min
+        levels = index.levels(namespace, context, min(tokens_max, longest))
+        if (first := next(levels, None)) is None:
+            return None
+        return _Source(first.longest, chain((first,), levels), tokens_max)
+
+    def _index(self, capacity: int) -> TextIndex:
+        return TextIndex(
+            capacity=capacity,
+            width_min=self._config.ngram_window_min,
+            width_max=self.window_max,
+        )
+
+
+class _Source(NamedTuple):
+    """The matches of one index, and the maximum length of a draft from it."""
+
+    longest: int
+    levels: Iterator[NgramLevel]
+    tokens_max: int

@@ -1,0 +1,187 @@
+"""Speculative decoding: which running requests get draft tokens, and how many."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+
+from antiphon.model_worker.batching.faults import RequestFault
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.rows import SlotSet
+    from antiphon.model_worker.batching.running_batch import RunningBatch
+
+ACCEPTANCE_START = 0.7
+"""Assumed probability that a draft is right, before any of a request was verified."""
+_WEIGHT = 0.15
+"""Weight of the newest draft in the running acceptance of a request."""
+_RECOVERY = 0.01
+"""How far the acceptance of a request without drafts returns to the start in a step: it gets some
+again after a while, since text that repeats may come later."""
+
+
+class Drafter(Protocol):
+    """Guesses how the output of a request continues."""
+
+    def propose(self, request: Request, drafts_max: int) -> Ints:
+        """Return up to so many tokens that may follow the known ones; often none."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """Forget what is kept for a request."""
+        ...
+
+
+class FixedDrafts:
+    """Drafts of the same length for every request, to measure steps with."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def propose(self, request: Request, drafts_max: int) -> Ints:
+        return np.zeros(min(self._length, drafts_max), np.int32)
+
+    def ended(self, request: Request) -> None:
+        pass
+
+
+class StepCosts(msgspec.Struct, frozen=True):
+    """Seconds of a decode step by its number of tokens, measured at start.
+
+    Attributes:
+        tokens: Ascending, at least two.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def of(self, tokens: int) -> float:
+        """Seconds of a step of so many tokens, between or beyond those that were measured."""
+        last = len(self.tokens) - 1
+        at = min(int(np.searchsorted(self.tokens, tokens, side="right")), last)
+        first, second = self.tokens[at - 1], self.tokens[at]
+        slope = (self.seconds[at] - self.seconds[at - 1]) / (second - first)
+        return self.seconds[at - 1] + slope * (tokens - first)
+
+
+class DraftCounts(msgspec.Struct):
+    """Counted since start: verify rows, their drafts, and those that were right."""
+
+    rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Speculation:
+    """Chooses drafts for the decodes of a step.
+
+    A request gets drafts if all its tokens are known: its row is verified as a whole, and the
+    tokens that it accepts are those that it would have sampled one by one.
+
+    How many follows what a step costs and how many drafts were right: one more as long as the step
+    is expected to yield more tokens a second with it. Without `costs`, as many as there are.
+    """
+
+    def __init__(
+        self, drafter: Drafter, drafts_max: int, slots_max: int, costs: StepCosts | None = None
+    ) -> None:
+        self.drafter = drafter
+        self.costs = costs
+        self.counts = DraftCounts()
+        self.drafts_max = drafts_max
+        self._acceptance = np.full(slots_max, ACCEPTANCE_START)  # (S,)
+
+    def reset(self) -> None:
+        """Forget what was verified so far."""
+        self.counts = DraftCounts()
+        self._acceptance[:] = ACCEPTANCE_START
+
+    def started(self, slot: int) -> None:
+        """Note that another request has a slot."""
+        self._acceptance[slot] = ACCEPTANCE_START
+
+    def verified(self, slot: int, drafted: int, right: int) -> None:
+        """Note how many of the drafts of a request were right."""
+        self.counts.rows += 1
+        self.counts.drafted += drafted
+        self.counts.accepted += right
+        tried = min(drafted, right + 1)  # what follows a wrong one says nothing
+        kept = (1 - _WEIGHT) ** tried
+        found = right / tried
+        self._acceptance[slot] = kept * self._acceptance[slot] + (1 - kept) * found
+
+    def draft(self, batch: RunningBatch, slots: SlotSet, tokens_max: int) -> dict[int, Ints]:
+        """Drafts by slot, of at most so many tokens in all. Their rows have pages for them."""
+        known = slots.slots[batch.in_flight[slots.at] == 0].tolist()
+        lengths = self._lengths(known, len(slots), tokens_max)
+        drafted: dict[int, Ints] = {}
+        for slot, length in zip(known, lengths, strict=True):
+            request = batch.running[slot]
+            try:
+                drafts = self._drafts(batch, request, length)
+            except Exception as error:
+                raise RequestFault(request) from error
+            if len(drafts):
+                drafted[slot] = drafts
+            else:
+                self._acceptance[slot] += _RECOVERY * (ACCEPTANCE_START - self._acceptance[slot])
+        return drafted
+
+    def _lengths(self, slots: Sequence[int], rows: int, tokens_max: int) -> list[int]:
+        """How many drafts pay for each of these slots, in a step of so many rows.
+
+        The likeliest draft is added first, while it raises the expected tokens a second.
+        """
+        if self.costs is None:
+            return [min(self.drafts_max, tokens_max // max(1, len(slots)))] * len(slots)
+        lengths = [0] * len(slots)
+        rates = self._acceptance[slots]
+        heap = [(-rate, index) for index, rate in enumerate(rates.tolist())]
+        heapq.heapify(heap)
+        expected, tokens = float(rows), rows
+        seconds = self.costs.of(tokens)
+        while heap and tokens - rows < tokens_max:
+            likelihood, index = heapq.heappop(heap)
+            more = self.costs.of(tokens + 1)
+            if (expected - likelihood) * seconds <= expected * more:
+                break
+            expected, tokens, seconds = expected - likelihood, tokens + 1, more
+            lengths[index] += 1
+            if lengths[index] < self.drafts_max:
+                heapq.heappush(heap, (likelihood * rates.item(index), index))
+        return lengths
+
+    def _drafts(self, batch: RunningBatch, request: Request, count: int) -> Ints:
+        length = request.length
+        count = min(count, request.tokens_max - length - 1)
+        if batch.checkpoints is not None:  # a state is cached where it is due
+            count = min(count, batch.checkpoints.every - length % batch.checkpoints.every)
+        if count <= 0 or (request.stepwise and request.matcher is None):
+            return _NONE  # a processor that counts tokens cannot look ahead
+        drafts = self.drafter.propose(request, count)
+        if len(drafts) and request.matcher is not None:
+            drafts = drafts[: request.matcher.propose(drafts.tolist())]
+        fits = self._fits(batch, request, length + len(drafts), 1 + len(drafts))
+        return drafts if fits else _NONE
+
+    def _fits(self, batch: RunningBatch, request: Request, tokens: int, states: int) -> bool:
+        """Whether a request has pages up to a token and so many states, or free ones for these."""
+        table = request.table
+        assert table is not None, "a running request has no pages"
+        if table.covers(tokens, states):
+            return True
+        if not batch.page_budget.has_free(table.need(tokens, states)):
+            return False
+        table.allocate(tokens, states)
+        batch.update(request)
+        return True
+
+
+_NONE = np.zeros(0, np.int32)

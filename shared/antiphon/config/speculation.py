@@ -1,0 +1,74 @@
+"""Settings of speculative decoding."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from antiphon.config.schema import Config, Tokens
+
+TokensToVerify = Annotated[int, Meta(ge=2, extra={"unit": "tokens"})]
+Depth = Annotated[int, Meta(ge=2, extra={"unit": "tokens"})]
+Breadth = Annotated[int, Meta(ge=1)]
+CorpusDrafts = Annotated[int, Meta(ge=0, extra={"unit": "tokens"})]
+
+
+class MatchType(StrEnum):
+    """Which continuations of a match a draft is made of."""
+
+    BFS = "BFS"
+    """The most recent ones, breadth first."""
+    PROB = "PROB"
+    """The most frequent ones, the most probable path first."""
+
+
+class SpeculationConfig(Config):
+    """Speculative decoding: tokens are drafted, and a decode step verifies several of a request."""
+
+    algorithm: Literal["none", "ngram"] = "none"
+    """Source of draft tokens: none disables speculative decoding; ngram drafts what followed the
+    same tokens in earlier prompts and outputs of the same tenant and cache salt."""
+    verify_tokens: TokensToVerify = 8
+    """Maximum number of tokens of a request in one decode step: its last token and the draft tokens
+    after it."""
+    ngram_match: MatchType = MatchType.BFS
+    """Order in which continuations of a match are tried: the most recent first (BFS), or the most
+    frequent first (PROB)."""
+    ngram_window_min: Tokens = 1
+    """Minimum length of a match, in tokens."""
+    ngram_window_max: Tokens = 12
+    """Maximum length of a match, in tokens, and at most ngram_depth - 1."""
+    ngram_breadth_min: Breadth = 1
+    """Minimum number of continuations tried after a long match, with BFS."""
+    ngram_breadth_max: Breadth = 10
+    """Maximum number of continuations tried after a token; with BFS it decreases to
+    ngram_breadth_min with the length of the match and of the draft."""
+    ngram_depth: Depth = 18
+    """Maximum length of a match and its draft together, in tokens."""
+    ngram_capacity: Tokens = 1_000_000
+    """Maximum number of tokens of prompts and outputs kept for drafts, about 70 bytes each; the
+    oldest are evicted."""
+    corpus_draft_tokens: CorpusDrafts = 0
+    """Maximum number of draft tokens from an external corpus; 0 disables external corpora."""
+    corpus_tokens_max: Tokens = 10_000_000
+    """Maximum number of tokens of all external corpora, about 70 bytes each."""
+
+    def __post_init__(self) -> None:
+        window_max = min(self.ngram_window_max, self.ngram_depth - 1)
+        if self.ngram_window_min > window_max:
+            raise ValueError(
+                f"ngram_window_min = {self.ngram_window_min} exceeds the longest match of "
+                f"{window_max} tokens, by ngram_window_max and ngram_depth - 1"
+            )
+        if self.ngram_breadth_min > self.ngram_breadth_max:
+            raise ValueError(
+                f"ngram_breadth_min = {self.ngram_breadth_min} exceeds ngram_breadth_max = "
+                f"{self.ngram_breadth_max}"
+            )
+        if self.corpus_draft_tokens >= self.verify_tokens:
+            raise ValueError(
+                f"corpus_draft_tokens = {self.corpus_draft_tokens} exceeds the longest draft, "
+                f"verify_tokens - 1 = {self.verify_tokens - 1}"
+            )
