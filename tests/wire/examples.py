@@ -372,7 +372,18 @@ EVERY: tuple[Message, ...] = (
     command.ContinueWorker(),
     command.SetWeightVersion(version="step-7", abort_all=False),
     command.DumpPlans(),
-    command.ControlDone(pages_freed=128, requests=2, file="/var/dumps/plans.antiphon"),
+    command.AddCorpus(
+        corpus_id="code",
+        upload=REQUEST,
+        part=1,
+        last=False,
+        documents=(pack_ids((1, 2, 3)), pack_ids((70_000,))),
+    ),
+    command.RemoveCorpus(corpus_id="code"),
+    command.ListCorpora(),
+    command.ControlDone(
+        pages_freed=128, requests=2, file="/var/dumps/plans.antiphon", corpora={"code": 4}
+    ),
     kv_events.KvEvents(
         worker=WORKER,
         seq=9,

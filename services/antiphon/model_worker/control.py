@@ -1,4 +1,4 @@
-"""Operator commands to a worker: drain, flush, pause, continue, set weight version, dump."""
+"""Operator commands to a worker: drain, flush, pause, continue, weight version, dump, corpora."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.wire.command import (
+    AddCorpus,
     ContinueWorker,
     ControlDone,
     DrainWorker,
     DumpPlans,
     FlushCache,
+    ListCorpora,
     PauseWorker,
+    RemoveCorpus,
     SetWeightVersion,
 )
 from antiphon.wire.errors import DeadlineExceeded
@@ -23,11 +26,20 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
     from antiphon.model_worker.observability.recording import PlanDumps
+    from antiphon.model_worker.speculation.corpora import ExternalCorpora
 
 COMMAND_TIMEOUT_S = 10.0
 
 ControlMessage = (
-    DrainWorker | FlushCache | PauseWorker | ContinueWorker | SetWeightVersion | DumpPlans
+    DrainWorker
+    | FlushCache
+    | PauseWorker
+    | ContinueWorker
+    | SetWeightVersion
+    | DumpPlans
+    | AddCorpus
+    | RemoveCorpus
+    | ListCorpora
 )
 
 
@@ -40,6 +52,7 @@ class ControlEndpoint:
 
     mailbox: Mailbox
     dumps: PlanDumps
+    corpora: ExternalCorpora
     drain: Callable[[], None]
     live_count: Callable[[], int]
     send_heartbeat: Callable[[], Awaitable[None]]
@@ -52,7 +65,8 @@ class ControlEndpoint:
 
         Raises:
             DeadlineExceeded: No step ended for so long. The command is still applied later.
-            Overloaded: Too many commands are pending.
+            Overloaded: Too many commands are pending, or another corpus is being added.
+            InvalidRequest: A corpus cannot be added.
             Unsupported: The worker is not configured for it.
         """
         match message:
@@ -62,6 +76,8 @@ class ControlEndpoint:
             case DumpPlans():
                 file = await asyncio.to_thread(self.dumps.write, "requested by a command")
                 return ControlDone(file=str(file))
+            case AddCorpus() | RemoveCorpus() | ListCorpora():
+                return await self.corpora.answer(message)
             case FlushCache(unless_busy=True) if live := self.live_count():
                 return ControlDone(requests=live)
             case FlushCache():

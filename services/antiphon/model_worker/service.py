@@ -28,6 +28,7 @@ from antiphon.model_worker.protocol.peers import (
 from antiphon.model_worker.protocol.reports import ReportQueue
 from antiphon.model_worker.protocol.token_sender import TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
+from antiphon.model_worker.speculation.corpora import ExternalCorpora
 from antiphon.model_worker.startup.engine import Engine, open_engine, warm_up
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.peers import Peer, PeerChange
@@ -123,6 +124,7 @@ class ModelWorker:
         self._control = ControlEndpoint(
             self._mailbox,
             self._dumps,
+            ExternalCorpora(engine.ngrams),
             self._begin_drain,
             lambda: self._output.live_count,
             runtime.health.send_heartbeat,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
@@ -186,6 +187,47 @@ class DumpPlans(Message):
     """Write the last step plans to a file, so that they can be replayed elsewhere."""
 
 
+CORPORA_MAX = 64
+"""Maximum number of external corpora of a worker: every draft is searched in each."""
+CORPUS_PART_BYTES_MAX = 128 * 1024
+"""Maximum size of the documents in one `AddCorpus`, unless it is a single one."""
+
+CorpusId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class AddCorpus(Message):
+    """Add an external corpus, from which draft tokens are taken, in one or several parts.
+
+    Each part is sent after the reply to the one before. The last one adds the corpus. A worker
+    receives one corpus at a time: the first part of another upload discards what it has.
+
+    Attributes:
+        upload: Identifies the parts of one upload.
+        part: Index of this part.
+        documents: Token ids of each document, int32, little-endian.
+    """
+
+    corpus_id: CorpusId
+    upload: RequestId
+    part: Number = 0
+    last: bool = True
+    documents: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        for document in self.documents:
+            check_ids(document)
+
+
+class RemoveCorpus(Message):
+    """Remove an external corpus. Without effect on a worker that does not have it."""
+
+    corpus_id: CorpusId
+
+
+class ListCorpora(Message):
+    """Report the external corpora."""
+
+
 class ControlDone(Message):
     """A control call has taken effect.
 
@@ -194,8 +236,13 @@ class ControlDone(Message):
         requests: Choices affected by a pause or a new weight version, or because of which a flush
             was not done.
         file: Path of a dump, on the worker's machine.
+        corpora: Tokens of each external corpus that the worker has after the call, by id. Only of
+            the calls for corpora.
     """
 
     pages_freed: Count = 0
     requests: Count = 0
     file: str = ""
+    corpora: Annotated[dict[CorpusId, Count], Meta(max_length=CORPORA_MAX)] = msgspec.field(
+        default_factory=dict[str, int]
+    )

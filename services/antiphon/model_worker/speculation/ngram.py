@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from antiphon.model_worker.speculation.draft_tree import TreeShape, best_path
 from antiphon.model_worker.speculation.text_index import TextIndex
+from antiphon.wire.command import CORPORA_MAX
 from antiphon.wire.digests import TOKEN_BYTES
 from antiphon.wire.errors import InvalidRequest, Unsupported
 
@@ -103,29 +104,47 @@ class NgramDrafter:
         it, one corpus at a time: drafts use a corpus once it is complete.
 
         Raises:
-            Unsupported: Drafts from corpora are disabled.
-            InvalidRequest: The name is in use, or the corpora would have too many tokens.
+            Unsupported, InvalidRequest: See `check_corpus`.
         """
-        if not self._config.corpus_draft_tokens:
-            raise Unsupported(
-                "external corpora are disabled; start the server with "
-                "--speculative-ngram-external-sam-budget"
-            )
-        if name in self._corpora:
-            raise InvalidRequest.at("corpus_id", f"{name!r} already exists; remove it first")
-        left = self._config.corpus_tokens_max - sum(self.list_corpora().values())
-        corpus = self._index(max(1, left))
+        self.check_corpus(name, 0)
+        corpus = self._index(self._config.corpus_tokens_max)
         for document in documents:
-            if corpus.tokens + len(document) // TOKEN_BYTES > left:
-                raise InvalidRequest.at(
-                    "documents",
-                    f"the corpora would have more than {self._config.corpus_tokens_max} tokens",
-                )
+            self.check_corpus(name, corpus.tokens + len(document) // TOKEN_BYTES)
             text = corpus.begin(_CORPUS)
             corpus.extend(text, document)
             corpus.end(text)
         self._corpora = {**self._corpora, name: corpus}
         return corpus.tokens
+
+    def check_corpora_enabled(self) -> None:
+        """`Unsupported` if drafts from corpora are disabled."""
+        if not self._config.corpus_draft_tokens:
+            raise Unsupported(
+                "external corpora are disabled: speculation.corpus_draft_tokens is 0; start the "
+                "server with --speculative-ngram-external-sam-budget"
+            )
+
+    def check_corpus(self, name: str, tokens: int) -> None:
+        """Reject a corpus of so many tokens that cannot be added.
+
+        Raises:
+            Unsupported: Drafts from corpora are disabled.
+            InvalidRequest: The name is in use, or there would be too many corpora or tokens.
+        """
+        self.check_corpora_enabled()
+        corpora, tokens_max = self.list_corpora(), self._config.corpus_tokens_max
+        if name in corpora:
+            raise InvalidRequest.at("corpus_id", f"{name!r} already exists; remove it first")
+        if len(corpora) >= CORPORA_MAX:
+            raise InvalidRequest.at(
+                "corpus_id", f"there are {CORPORA_MAX} corpora, the limit; remove one first"
+            )
+        if sum(corpora.values()) + tokens > tokens_max:
+            raise InvalidRequest.at(
+                "documents",
+                f"the corpora would have more than {tokens_max} tokens "
+                "(speculation.corpus_tokens_max)",
+            )
 
     def remove_corpus(self, name: str) -> None:
         """Remove a corpus; `InvalidRequest` if there is none of that name."""

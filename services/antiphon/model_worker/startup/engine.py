@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.speculation.ngram import NgramDrafter
     from antiphon.resolve.resolved_value import ResolvedValue
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,12 @@ class Engine:
     """The resolved configuration; None for an engine that runs no model."""
     open_compiler: Callable[[], GrammarCompiler] = no_compiler
     """Makes the grammar compiler."""
+
+    @property
+    def ngrams(self) -> NgramDrafter | None:
+        """The drafter that reads external corpora; None if speculative decoding is disabled."""
+        drafter = None if self.core.speculation is None else self.core.speculation.drafter
+        return drafter.ngrams if isinstance(drafter, RequestTexts) else None
 
     @property
     def numerics_digest(self) -> str:
