@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from antiphon.service.tasks import gather
 from antiphon.wire.base import Process, Role
 from antiphon.wire.command import (
+    AddCorpus,
     ContinueWorker,
     ControlDone,
     FlushCache,
+    ListCorpora,
     PauseWorker,
+    RemoveCorpus,
     SetWeightVersion,
 )
 from antiphon.wire.errors import Unavailable
@@ -27,12 +30,20 @@ if TYPE_CHECKING:
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName, TenantId
 
-    WorkerCommand = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
+    WorkerCommand = (
+        FlushCache
+        | PauseWorker
+        | ContinueWorker
+        | SetWeightVersion
+        | AddCorpus
+        | RemoveCorpus
+        | ListCorpora
+    )
 
 
 SETTLE_S = 10.0
 """Grace period for a gateway that just started, or whose end is in flight."""
-_ANSWER_S = 15.0
+ANSWER_S = 15.0
 """Reply timeout; longer than a worker takes to finish a step."""
 _LOOK_S = 0.05
 _ABORT_S = 5.0
@@ -90,7 +101,9 @@ class WorkerControl:
         )
         self.runtime.bus.publish(ABORT, message, model=self.model)
 
-    async def command(self, order: WorkerCommand) -> list[ControlDone]:
+    async def command(
+        self, order: WorkerCommand, *, timeout_s: float = ANSWER_S
+    ) -> list[ControlDone]:
         """Send a command to every worker, and wait until all have applied it.
 
         Raises:
@@ -101,7 +114,7 @@ class WorkerControl:
             raise Unavailable("no worker is available", retry_after_s=1.0)
         call = self.runtime.bus.call
         return await gather(
-            [call(WORKER_CONTROL, order, timeout_s=_ANSWER_S, worker=worker) for worker in workers]
+            [call(WORKER_CONTROL, order, timeout_s=timeout_s, worker=worker) for worker in workers]
         )
 
 

@@ -33,7 +33,13 @@ from antiphon.wire.base import (
     Usage,
 )
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
-from antiphon.wire.command import ControlDone, FlushCache
+from antiphon.wire.command import (
+    AddCorpus,
+    ControlDone,
+    FlushCache,
+    ListCorpora,
+    RemoveCorpus,
+)
 from antiphon.wire.digests import block_digests
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad, WorkerStats
@@ -116,6 +122,8 @@ class Cluster:
     cancelled: list[str] = field(default_factory=list)
     orders: list[Message] = field(default_factory=list)
     waiting: int = 0
+    corpora: dict[str, int] = field(default_factory=dict)  # tokens by id
+    corpora_errors: dict[type[Message], EngineError] = field(default_factory=dict)  # by the call
     figures: WorkerStats = field(default_factory=WorkerStats)
     draining: set[Role] = field(default_factory=set)
     beats: int = 0
@@ -331,11 +339,26 @@ class Cluster:
     async def _control(self, delivery: Delivery) -> None:
         order = delivery.read(WORKER_CONTROL)
         self.orders.append(order)
-        if isinstance(order, FlushCache) and self.waiting:
+        if isinstance(order, AddCorpus | RemoveCorpus | ListCorpora):
+            self._corpora_control(delivery, order)
+        elif isinstance(order, FlushCache) and self.waiting:
             delivery.respond(ControlDone(requests=self.waiting))
         else:
             flushed = isinstance(order, FlushCache)
             delivery.respond(ControlDone(pages_freed=3, requests=0 if flushed else 2))
+
+    def _corpora_control(
+        self, delivery: Delivery, order: AddCorpus | RemoveCorpus | ListCorpora
+    ) -> None:
+        if (error := self.corpora_errors.get(type(order))) is not None:
+            delivery.refuse(error)
+            return
+        if isinstance(order, AddCorpus):
+            tokens = self.corpora.get(order.corpus_id, 0)
+            self.corpora[order.corpus_id] = tokens + sum(map(id_count, order.documents))
+        elif isinstance(order, RemoveCorpus):
+            del self.corpora[order.corpus_id]
+        delivery.respond(ControlDone(corpora=self.corpora))
 
     async def _resume(self, delivery: Delivery) -> None:
         delivery.respond(TextResumed(rows=0))

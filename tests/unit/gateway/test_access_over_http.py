@@ -47,6 +47,8 @@ ORDERS = (
     "/pause_generation",
     "/continue_generation",
     "/update_weight_version",
+    "/add_external_corpus",
+    "/remove_external_corpus",
 )
 PROBES = ("/health", "/healthz", "/health_generate", "/ready", "/readyz", "/metrics")
 API, ADMIN = "sk-api", "sk-admin"

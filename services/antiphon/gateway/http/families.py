@@ -11,6 +11,7 @@ from antiphon.gateway.http.core.respond import DetachedTasks, ResponseHandler
 from antiphon.gateway.http.core.session_requests import SessionRequests
 from antiphon.gateway.http.native.absent_routes import absent_operations
 from antiphon.gateway.http.native.control import ControlEndpoints
+from antiphon.gateway.http.native.corpora import CorpusEndpoints
 from antiphon.gateway.http.native.encode import EncodeEndpoints
 from antiphon.gateway.http.native.endpoints import GenerateEndpoints
 from antiphon.gateway.http.native.health import HealthEndpoints
@@ -86,6 +87,7 @@ def all_operations(
         InfoEndpoints(*common, workers, metrics_ports, submission.metrics),
         HealthEndpoints(*common),
         ControlEndpoints(*common, submission, workers),
+        CorpusEndpoints(*common, workers),
         ParsingEndpoints(*common),
     )
     served = (*(one for each in endpoints for one in each.operations()), *absent_operations())

@@ -28,7 +28,6 @@ class ByDesign(InvalidRequest):
 
 _TRAINER = "weights are not received from a trainer; restart the workers with a new checkpoint"
 _HICACHE = "the KV cache has one level, without a storage backend"
-_CORPUS = "speculative decoding, which would use the corpus, is not supported"
 _AUDIO = "models read and write text only"
 
 ABSENT: tuple[tuple[type[InvalidRequest], str, str, str], ...] = (
@@ -91,8 +90,6 @@ ABSENT: tuple[tuple[type[InvalidRequest], str, str, str], ...] = (
     (NotBuilt, "POST", "/hicache/storage-backend/clear", _HICACHE),
     (NotBuilt, "GET POST", "/clear_hicache_storage_backend", _HICACHE),
     (NotBuilt, "GET", "/get_hicache_l3_cache_layout", _HICACHE),
-    (NotBuilt, "POST", "/add_external_corpus /remove_external_corpus", _CORPUS),
-    (NotBuilt, "GET", "/list_external_corpora", _CORPUS),
     (NotBuilt, "POST", "/pd_role_switch", "prefill and decode run in the same worker"),
     (
         NotBuilt,
