@@ -13,6 +13,7 @@ from antiphon.gateway.http.anthropic.schema import (
 from antiphon.gateway.http.core.fields import unsupported_fields
 from antiphon.gateway.http.core.operation import described_schemas
 from antiphon.gateway.http.native.control import AbortBody, ContinueBody, PauseBody, VersionBody
+from antiphon.gateway.http.native.corpora import AddCorpusBody, RemoveCorpusBody
 from antiphon.gateway.http.native.endpoints import CloseSession, OpenSession
 from antiphon.gateway.http.native.parsing import ParseBody, SeparateBody
 from antiphon.gateway.http.native.schema import EncodeBody, GenerateBody
@@ -70,6 +71,8 @@ BODIES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("/pause_generation", PauseBody),
     ("/continue_generation", ContinueBody),
     ("/update_weight_version", VersionBody),
+    ("/add_external_corpus", AddCorpusBody),
+    ("/remove_external_corpus", RemoveCorpusBody),
     ("/parse_function_call", ParseBody),
     ("/separate_reasoning", SeparateBody),
 )

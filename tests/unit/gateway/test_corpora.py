@@ -10,6 +10,7 @@ from tests.support.wait import until
 from tests.unit.gateway.calls import Body, failure, get, ok, post
 from tests.unit.gateway.cluster import CONTEXT_TOKENS
 
+from antiphon.gateway.http.native import corpora
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import CORPUS_PART_BYTES_MAX, AddCorpus, ListCorpora, RemoveCorpus
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -143,14 +144,18 @@ async def test_error_of_a_worker_is_the_reply(at: House) -> None:
     )
 
 
-async def test_one_corpus_is_added_at_a_time(at: House) -> None:
+async def test_one_corpus_is_added_at_a_time(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
     await ok(at, ADD, {"documents": ["a"]})  # the model's metadata is known from here on
     at.cluster.encoding.clear()
     tokenized = len(at.cluster.encodes)
     async with asyncio.TaskGroup() as group:
         first = group.create_task(ok(at, ADD, {"corpus_id": "first", "documents": ["abc"]}))
         await until(lambda: len(at.cluster.encodes) > tokenized)
-        status, _, _ = await post(at, ADD, {"documents": ["d"]})
-        assert status == 503
+        monkeypatch.setattr(corpora, "TURN_S", 0.0)
+        status, _, headers = await post(at, ADD, {"documents": ["d"]})
+        assert (status, headers["Retry-After"]) == (503, "1")
+        monkeypatch.undo()
+        second = group.create_task(ok(at, ADD, {"corpus_id": "second", "documents": ["de"]}))
         at.cluster.encoding.set()
     assert first.result()["loaded_token_count"] == 3
+    assert second.result()["loaded_token_count"] == 2

@@ -220,6 +220,7 @@ SMALL = {
     "/continue_generation",
     "/open_session",
     "/pause_generation",
+    "/remove_external_corpus",
     "/update_weight_version",
 }
 

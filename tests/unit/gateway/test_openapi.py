@@ -50,6 +50,7 @@ REPLIES: dict[PoolingCard | None, set[str]] = {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/score"),
         *("/api/chat", "/api/generate", "/api/tags", "/api/show", "/v1/tokenize"),
         *("/v1/detokenize", "/parse_function_call", "/separate_reasoning", "/pause_generation"),
+        *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"),
     },
     POOLERS[0]: {"/encode", "/v1/embeddings", "/api/embed", "/api/embeddings"},
     POOLERS[1]: {"/classify", "/v1/classify"},
@@ -115,6 +116,8 @@ async def test_every_example_is_served() -> None:
 async def send_example(at: House, method: str, path: str, body: Json | None) -> Response:
     if path == "/close_session":
         await post(at, "/open_session", body)
+    if path == "/remove_external_corpus":
+        await post(at, "/add_external_corpus", {"documents": ["a"]} | (body or {}))
     return await call(at, method, path, body)
 
 

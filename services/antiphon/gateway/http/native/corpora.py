@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -30,7 +31,7 @@ from antiphon.wire.ids import new_request_id
 from antiphon.wire.tokenize import characters_max
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
     from aiohttp import web
 
@@ -44,6 +45,8 @@ Drafts at the start of each have less context."""
 _TEXTS_AT_ONCE = 16
 """Texts that are tokenized at the same time: fewer than a tokenizer queues."""
 _TOKENIZE_S = 30.0
+TURN_S = 30.0
+"""Maximum time that a request waits while another corpus is added."""
 _ADD_S = 120.0
 """Reply timeout of a worker that adds a corpus: it indexes about half a million tokens a second."""
 
@@ -107,7 +110,7 @@ class CorpusEndpoints(Endpoints):
         "Add an external corpus to every worker. It is lost when a worker restarts.",
         body=AddCorpusBody,
         reply=CorpusAdded,
-        examples=({"corpus_id": "code", "documents": ["def main() -> None:"]},),
+        examples=({"documents": ["def main() -> None:"]},),
         admin=True,
     )
     async def _add(self, request: web.Request) -> web.Response:
@@ -121,9 +124,7 @@ class CorpusEndpoints(Endpoints):
         name = name or uuid.uuid4().hex
         if any(name in corpora for corpora in held):
             raise InvalidRequest.at("corpus_id", f"{name!r} already exists; remove it first")
-        if self._adding.locked():
-            raise Overloaded("another corpus is being added; retry later", retry_after_s=1.0)
-        async with self._adding:
+        async with self._turn():
             documents = await self._tokenized(texts)
             tokens = sum(map(id_count, documents))
             if not tokens:
@@ -167,6 +168,20 @@ class CorpusEndpoints(Endpoints):
         partial = [name for name in counts if any(name not in corpora for corpora in held)]
         message = f"Not on every worker: {', '.join(map(repr, partial))}." if partial else ""
         return json_reply(CorpusList(message=message, corpus_token_counts=counts))
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncGenerator[None]:
+        """Add one corpus at a time, as the workers do."""
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._adding.acquire()
+        except TimeoutError:
+            text = "another corpus is being added; retry later"
+            raise Overloaded(text, retry_after_s=1.0) from None
+        try:
+            yield
+        finally:
+            self._adding.release()
 
     async def _held(self) -> list[Mapping[str, int]]:
         """The corpora of each worker; `Unsupported` if they are disabled."""
