@@ -162,7 +162,8 @@ class ModelWorker:
                 counts,
             )
             service = ModelWorker(runtime, engine, grammars, counts)
-            warm = partial(warm_up, service._loop, pools=limits.pool_width is not None)
+            pools = limits.pool_width is not None
+            warm = partial(warm_up, service._loop, engine.core, pools=pools)
             service._on_report(await event_loop.run_in_executor(thread, warm))
             warmed = runtime.clock.now()
             service._accounting.metrics.started(load_s=loaded - began, warm_up_s=warmed - loaded)

@@ -48,6 +48,7 @@ class LogprobsParams:
         self._logprobs = np.zeros(slots_max, np.bool_)
         self._hidden = np.zeros(slots_max, np.bool_)
         self._top = np.zeros(slots_max, np.int32)
+        self._count = 0
         self._named: dict[int, tuple[int, ...]] = {}
 
     def fill(self, request: Request) -> None:
@@ -56,6 +57,7 @@ class LogprobsParams:
             self.rowwise[slot] = request.scores
             return
         self.requested[slot] = True
+        self._count += 1
         self.rowwise[slot] = request.scores or not params.sampled_only
         self._logprobs[slot] = params.logprobs
         self._hidden[slot] = params.hidden
@@ -64,15 +66,16 @@ class LogprobsParams:
             self._named[slot] = params.named_ids
 
     def clear(self, slot: int) -> None:
+        self._count -= int(self.requested[slot])
         self.requested[slot] = self.rowwise[slot] = False
         self._named.pop(slot, None)
 
     def request(self, rows: StepRows, query_start: Ints) -> LogprobsRequest | None:
         """The token outputs to request for these rows; None if there are none."""
-        requested = self.requested[rows.slots.at]
-        if not requested.any():
+        if not self._count:
             return None
-        selected = np.flatnonzero(requested & rows.draws)
+        requested = self.requested[rows.slots.at]
+        selected = (requested & rows.draws).nonzero()[0]
         prompt_tokens, prompt_targets = [_NO_IDS], [_NO_IDS]
         for index in (np.flatnonzero(requested[rows.verified :]) + rows.verified).tolist():
             request = self._running[rows.slots.slots.item(index)]

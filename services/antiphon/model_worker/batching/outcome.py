@@ -120,23 +120,24 @@ class OutcomeProcessor:
     def commit(self, rows: StepRows, outcome: StepOutcome) -> None:
         """Commit the rows that are still current."""
         self.log.close_step()
-        counts = np.diff(outcome.starts)
-        sound = self.batch.is_current(rows) & (outcome.status == RowStatus.OK)
-        sound &= outcome.computed > 0
-        index = np.flatnonzero(sound)
+        sampled = outcome.starts[1:] > outcome.starts[:-1]
+        sound = self.batch.is_current(rows) & (outcome.computed > 0)
+        sound &= outcome.status == _OK
+        index = sound.nonzero()[0]
         if len(index) < len(rows):
-            self._settle_unsound(rows, outcome, np.flatnonzero(~sound))
+            self._settle_unsound(rows, outcome, (~sound).nonzero()[0])
             rows = rows.take(index)
-        assert ((counts[index] > 0) == rows.draws).all(), "tokens are missing, or of no row's"
+        drawing = np.count_nonzero(rows.draws)
+        assert drawing == np.count_nonzero(sampled[index]), "tokens are missing, or of no row's"
         self.batch.commit_computed(rows.slots, rows.starts + outcome.computed[index])
-        if not rows.draws.all():
-            for row in np.flatnonzero(~rows.draws).tolist():
+        if drawing < len(rows):
+            for row in (~rows.draws).nonzero()[0].tolist():
                 with self._alone(rows.slots, row) as request:
                     self._commit_chunk(request, outcome, index.item(row))
-            drawing = np.flatnonzero(rows.draws)
-            rows, index = rows.take(drawing), index[drawing]
+            which = rows.draws.nonzero()[0]
+            rows, index = rows.take(which), index[which]
         finishes: dict[int, Sequence[Finish | None]] = {}
-        if self.batch.has_grammar[rows.slots.at].any():
+        if self.batch.grammars and np.count_nonzero(self.batch.has_grammar[rows.slots.at]):
             rows, index, finishes = self._advance_matchers(rows, index, outcome)
         if rows.drafts:
             for row in range(rows.decodes, rows.verified):
@@ -209,7 +210,7 @@ class OutcomeProcessor:
         Also returns the finish that each token of these rows brings by the grammar.
         """
         tasks: dict[int, MatcherTask] = {}
-        for row in np.flatnonzero(self.batch.has_grammar[rows.slots.at]).tolist():
+        for row in self.batch.has_grammar[rows.slots.at].nonzero()[0].tolist():
             matcher = self.batch.running[rows.slots.slots.item(row)].matcher
             assert matcher is not None, "a grammar without a matcher"
             tasks[row] = MatcherTask(matcher, _tokens(outcome, index.item(row)).tolist())
@@ -251,9 +252,10 @@ class OutcomeProcessor:
         batch = self.batch
         tokens = outcome.token_ids[outcome.starts[index]]
         ends = batch.are_ends(slots, tokens)
-        ends[[row for row, brought in finishes.items() if brought[0] is not None]] = True
+        if finishes:
+            ends[[row for row, brought in finishes.items() if brought[0] is not None]] = True
         logprobs = batch.logprobs.sampled(slots, outcome, index)
-        if ends.any():
+        if np.count_nonzero(ends):
             kept = ~ends
             some = None if logprobs is None else logprobs[kept]
             batch.append(slots.take(kept), tokens[kept], some)
@@ -261,15 +263,16 @@ class OutcomeProcessor:
             batch.append(slots, tokens, logprobs)
         batch.in_flight[slots.at] -= 1
         full = batch.length[slots.at] >= batch.tokens_max[slots.at]
-        singly = ends | full | batch.prefilling[slots.at] | batch.rowwise[slots.at]
+        singly = ends | full | batch.rowwise[slots.at]
         if batch.checkpoints is not None:
             singly |= batch.computed[slots.at] % batch.checkpoints.every == 0
         if self.log.interval > 1:
             singly[:] = True
-        if not singly.any():
+        alone = np.count_nonzero(singly)
+        if not alone:
             self.log.add_sampled(slots, tokens, logprobs)
             return
-        for row in np.flatnonzero(singly).tolist():
+        for row in singly.nonzero()[0].tolist():
             finish = finishes.get(row, _NO_FINISH)[0]
             if ends[row]:
                 token = tokens.item(row)
@@ -278,7 +281,7 @@ class OutcomeProcessor:
                 finish = Finish.at_length()
             with self._alone(slots, row) as request:
                 self._finish_row(request, outcome, index.item(row), finish, kept=not ends[row])
-        if not singly.all():
+        if alone < len(slots):
             rest = ~singly
             some = None if logprobs is None else logprobs[rest]
             self.log.add_sampled(slots.take(rest), tokens[rest], some)
@@ -347,6 +350,7 @@ class OutcomeProcessor:
         self.log.report(request)
 
 
+_OK = int(RowStatus.OK)  # an IntEnum is slow to compare with arrays
 _NO_FINISH: Sequence[Finish | None] = (None,)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,8 @@ def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
     kv_len = rows.ends.astype(np.int32)
     if rows.decodes == count:
         tokens, positions = batch.next_tokens(rows), rows.starts.astype(np.int32)
-        query_len = np.ones(count, np.int32)
-        query_start = logit_tokens = np.arange(count, dtype=np.int32)
+        query_len, query_start = _one_each(count)
+        logit_tokens = query_start
     else:
         tokens, positions = _tokens(rows, batch)
         query_len = kv_len - rows.starts.astype(np.int32)
@@ -55,6 +56,14 @@ def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
         pooling=pooling,
         token_types=None if pooling is None else token_types(chunks, rows),
     )
+
+
+@cache
+def _one_each(rows: int) -> tuple[Ints, Ints]:
+    """Lengths and starts of rows of one token each, (R,); shared by many plans."""
+    lengths, starts = np.ones(rows, np.int32), np.arange(rows, dtype=np.int32)
+    lengths.flags.writeable = starts.flags.writeable = False
+    return lengths, starts
 
 
 def _tokens(rows: StepRows, batch: RunningBatch) -> tuple[Ints, Ints]:

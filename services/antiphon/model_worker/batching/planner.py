@@ -149,9 +149,10 @@ class StepPlanner:
             return slots
         budget.tokens -= len(slots)  # it always has one for each
         self._pages.ratio.decay()
-        short = slots.slots[batch.short(slots)]
-        if not len(short):
+        lacking = batch.short(slots)
+        if not np.count_nonzero(lacking):
             return slots
+        short = slots.slots[lacking]
         needed = [len(short)] * len(batch.pools.groups)
         if not batch.pools.states and self._pages.ensure_free(needed):
             batch.add_pages(short)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+
+from antiphon.model_worker.batching.plan import Flags, Ints, Longs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.plan import Flags, Indices, Ints, Longs
+    from antiphon.model_worker.batching.plan import Indices
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSet:
+class SlotSet(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Slots, and how arrays are indexed by them: neighbours by a slice, which copies nothing."""
 
     slots: Ints  # (R,)
@@ -25,9 +26,10 @@ class SlotSet:
         array = np.asarray(slots, np.int32)
         count = len(array)
         if count:
-            first = int(array[0])
-            if count == 1 or (array == np.arange(first, first + count)).all():
-                return cls(array, slice(first, first + count))
+            first, last = array.item(0), array.item(-1)
+            ascends = last - first == count - 1
+            if ascends and np.count_nonzero(array[1:] - array[:-1] == 1) == count - 1:
+                return cls(array, slice(first, last + 1))
         return cls(array, array)
 
     def __len__(self) -> int:
@@ -37,8 +39,7 @@ class SlotSet:
         return SlotSet.of(self.slots[which])
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The rows of a step: tokens `[starts, ends)` of the request in each slot.
 
     `generations` are those of the slots when the rows were launched: the outcome of a row whose

@@ -45,6 +45,7 @@ class RunningBatch(SlotArrays):
         running: The requests by slot, in the order of their starts.
         prefills: Those of which a token of the prompt is not launched yet.
         steps: Scheduled since start.
+        grammars: Number of running requests with a grammar.
         checkpoints: None without recurrent states or a prefix cache.
     """
 
@@ -57,10 +58,11 @@ class RunningBatch(SlotArrays):
         self.index = index
         self.store = TokenStore()
         self.steps = 0
+        self.grammars = 0
         self.running: dict[int, Request] = {}
         self.prefills: dict[int, Request] = {}
         self._ends = np.zeros(slots, np.bool_)  # (S,) whether an end id of the model ends it
-        self._own_ends = np.zeros(slots, np.bool_)  # (S,) whether it has end ids of its own
+        self._own_ends: dict[int, frozenset[int]] = {}  # of requests with end ids of their own
         self._is_end = np.zeros(limits.vocab_size, np.bool_)
         self._is_end[[token for token in limits.end_ids if token < limits.vocab_size]] = True
         self._chunk = np.zeros(slots, np.int64)  # (S,) of the last output ids
@@ -166,10 +168,12 @@ class RunningBatch(SlotArrays):
         self.exact[slot] = request.exact
         self.stepwise[slot] = request.stepwise
         self.has_grammar[slot] = request.matcher is not None
+        self.grammars += request.matcher is not None
         self.prefilling[slot] = self.rowwise[slot] = True
         self.reported[slot] = reported
         self._ends[slot] = bool(request.end_ids)
-        self._own_ends[slot] = bool(sampling.stop_token_ids) and not sampling.ignore_eos
+        if sampling.stop_token_ids and request.end_ids:
+            self._own_ends[slot] = request.end_ids
         if outputs % CHUNK_TOKENS:
             self._chunk[slot] = request.outputs.last_chunk
         self._sampling.set(slot, sampling, request.state.choice)
@@ -191,6 +195,8 @@ class RunningBatch(SlotArrays):
             self._decoding = None
         self.length[slot] = self.tokens_max[slot] = self.covered[slot] = self.in_flight[slot] = 0
         self.generation[slot] += 1
+        self.grammars -= request.matcher is not None
+        self._own_ends.pop(slot, None)
         self.logits.clear(slot)
         self.logprobs.clear(slot)
         for group, entries in enumerate(self.entries):
@@ -215,18 +221,18 @@ class RunningBatch(SlotArrays):
         """
         slots = self.decoding
         in_flight = self.in_flight[slots.at]
-        if not in_flight.any():
+        if not np.count_nonzero(in_flight):
             return slots
         ends = self.length[slots.at] + in_flight
         goes_on = (ends < self.tokens_max[slots.at]) & ~self.stepwise[slots.at]
         goes_on &= ~self.verifying[slots.at]
         ready = (in_flight == 0) | goes_on
-        return slots if ready.all() else slots.take(ready)
+        return slots if np.count_nonzero(ready) == len(slots) else slots.take(ready)
 
     def still_running(self, slots: SlotSet) -> SlotSet:
         """Those of the slots that are not free."""
         taken = self.length[slots.at] > 0
-        return slots if taken.all() else slots.take(taken)
+        return slots if np.count_nonzero(taken) == len(slots) else slots.take(taken)
 
     def short(self, slots: SlotSet) -> Flags:
         """(R,) which of these have no page for their next token."""
@@ -335,7 +341,7 @@ class RunningBatch(SlotArrays):
         """Append a sampled token to the outputs of each of these; all (R,)."""
         outputs = self.length[slots.at] - self.prompt[slots.at]
         offsets = outputs % CHUNK_TOKENS
-        if not offsets.all():
+        if np.count_nonzero(offsets) < len(offsets):
             for slot in slots.slots[offsets == 0].tolist():
                 self._chunk[slot] = self.running[slot].outputs.add_chunk()
         self.store.write(self._chunk[slots.at], offsets, ids, logprobs)
@@ -360,10 +366,10 @@ class RunningBatch(SlotArrays):
     def are_ends(self, slots: SlotSet, ids: Ints) -> Flags:
         """(R,) which of these sampled tokens end the output of their requests."""
         ends = self._is_end[ids] & self._ends[slots.at]
-        own = self._own_ends[slots.at]
-        if own.any():
-            for index in np.flatnonzero(own).tolist():
-                ends[index] = ids.item(index) in self.running[slots.slots.item(index)].end_ids
+        if self._own_ends:
+            for index, slot in enumerate(slots.slots.tolist()):
+                if slot in self._own_ends:
+                    ends[index] = ids.item(index) in self._own_ends[slot]
         return ends
 
     def next_tokens(self, rows: StepRows) -> Ints:
@@ -373,7 +379,7 @@ class RunningBatch(SlotArrays):
             at = rows.slots.slots[:count]
         known = rows.starts[:count] < self.length[at]
         tokens = self.last_token[at]
-        if known.all():
+        if np.count_nonzero(known) == count:
             return tokens.copy()
         return np.where(known, tokens, future(rows.slots.slots[:count]))
 

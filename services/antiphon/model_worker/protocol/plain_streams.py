@@ -68,7 +68,7 @@ class PlainStreams:
     ) -> tuple[dict[InstanceId, TokenColumns], SampledTokens | None]:
         """The columns for each detokenizer; and the tokens of those that are not plain, if any."""
         plain, others = self._keys.take(sampled.slots) == sampled.keys, None
-        if not plain.all():
+        if np.count_nonzero(plain) < len(plain):
             others, sampled = sampled.take(~plain), sampled.take(plain)
             if not len(sampled):
                 return {}, others

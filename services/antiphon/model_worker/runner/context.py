@@ -115,7 +115,7 @@ class ForwardContexts:
         if stack is None:
             return None
         scored = None
-        if before is not None and batch.decodes and np.array_equal(before + 1, plan.kv_len):
+        if before is not None and batch.decodes and _one_more(before, plan.kv_len):
             scored = stack.decode_next(tokens, plan.page_tables, bare)
         if scored is None:
             if not stack.scores or plan.pooling is not None:
@@ -167,6 +167,11 @@ class ForwardContexts:
             for index, sizes in self._latent.items()
         }
         return partial(_paged_latent_attention, self._ops, self._caches, rows, angles)
+
+
+def _one_more(before: Ints, after: Ints) -> bool:
+    """Whether these are as many rows, each of one token more."""
+    return len(before) == len(after) and np.count_nonzero(after - before == 1) == len(after)
 
 
 # The backends of a `ForwardContext`, which binds their first arguments to those of one pass.

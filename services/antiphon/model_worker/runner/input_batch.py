@@ -134,7 +134,7 @@ class FutureTokens:
     def resolve(self, tokens: Ints) -> Ints:
         """Replace each `future(slot)` by the slot's last token."""
         unknown = tokens < 0
-        if not unknown.any():
+        if not np.count_nonzero(unknown):
             return tokens
         resolved = tokens.copy()
         resolved[unknown] = last = self._last[-1 - tokens[unknown]]
@@ -149,7 +149,7 @@ class FutureTokens:
         A failed row gets token 0: a plan made before the failure was known still runs for the sake
         of its other rows, and the failed row's own outcome is dropped.
         """
-        if (more := int(slots.max()) + 1 - len(self._last)) > 0:
+        if (more := max(slots.tolist()) + 1 - len(self._last)) > 0:
             self._last = np.append(self._last, np.full(more + len(slots), _UNKNOWN, np.int32))
         ends = starts[1:]
         accepted = ends > starts[:-1]
