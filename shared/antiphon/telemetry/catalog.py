@@ -365,6 +365,14 @@ UTILIZATION = _gauge("utilization", "Running requests as a share of the maximum.
 NEW_TOKEN_RATIO = _gauge(
     "new_token_ratio", "Share of max_tokens for which pages are reserved.", merge=Merge.MEAN
 )
+SPEC_ACCEPT_LENGTH = _gauge(
+    "spec_accept_length",
+    "Tokens accepted by a request in a verified step, the one after its drafts included.",
+    merge=Merge.MEAN,
+)
+SPEC_ACCEPT_RATE = _gauge(
+    "spec_accept_rate", "Share of draft tokens that were accepted.", merge=Merge.MEAN
+)
 MAX_TOTAL_NUM_TOKENS = _gauge("max_total_num_tokens", "Capacity of the KV cache in tokens.")
 MAX_TOTAL_NUM_TOKENS_SWA = _gauge(
     "max_total_num_tokens_swa", "Capacity of the sliding-window KV cache in tokens."

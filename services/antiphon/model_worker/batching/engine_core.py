@@ -27,6 +27,7 @@ from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import MatcherExecutor, PendingGrammarRows
+from antiphon.model_worker.speculation.policy import DraftCounts
 from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import PauseMode
@@ -97,6 +98,11 @@ class EngineCore:
             fail=self._fail_alone,
             speculation=speculation,
         )
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Verify rows and drafts since start."""
+        return _NO_DRAFTS if self.speculation is None else self.speculation.counts
 
     @property
     def idle(self) -> bool:
@@ -361,3 +367,6 @@ class EngineCore:
             self.speculation.drafter.ended(request)
         request.end()
         del self._requests[request.key]
+
+
+_NO_DRAFTS = DraftCounts()

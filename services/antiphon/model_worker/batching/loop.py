@@ -50,8 +50,8 @@ CAPACITY_PERIOD_S = 0.5
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one turn of the loop did, and the state of the engine after it.
 
-    `step`, `retractions` and their tokens, `preemptions`, `failures` and `evicted_tokens` are
-    counted since start. `credit` and `backlog` are recent.
+    `step`, `retractions` and their tokens, `preemptions`, `failures`, `evicted_tokens`, verify rows
+    and drafts are counted since start. `credit` and `backlog` are recent.
     """
 
     step: int  # plans launched
@@ -80,6 +80,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     backlog: Backlog = Backlog()
     returned: tuple[ChoiceKey, ...] = ()  # never started, and dropped for another worker to run
     evicted_tokens: int = 0
+    verify_rows: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
 
 
 class LaunchedStep(msgspec.Struct, frozen=True):
@@ -164,6 +167,7 @@ class BatchingLoop:
         credit = self._measure_capacity(now, anew=bool(started))
         prefill_rows, prefill_tokens = len(rows) - rows.verified, rows.prefill_tokens
         progress, sampled = core.take_progress()
+        drafts = core.draft_counts
         return StepReport(
             step=self._step,
             seconds=seconds,
@@ -191,6 +195,9 @@ class BatchingLoop:
             backlog=self._backlog,
             returned=returned,
             evicted_tokens=core.index.evicted_tokens,
+            verify_rows=drafts.rows,
+            drafts_proposed=drafts.proposed,
+            drafts_accepted=drafts.accepted,
         )
 
     def _deliver_report(self) -> None:

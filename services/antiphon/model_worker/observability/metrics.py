@@ -71,6 +71,14 @@ _GAUGES: tuple[tuple[MetricSpec, Callable[[StepReport, WorkerSize], float]], ...
     (catalog.TOKEN_USAGE, lambda report, size: size.usage(report)),
     (catalog.UTILIZATION, lambda report, size: _share(report.running, size.running_max)),
     (catalog.NEW_TOKEN_RATIO, lambda report, _: report.new_token_ratio),
+    (
+        catalog.SPEC_ACCEPT_LENGTH,
+        lambda report, _: _share(report.drafts_accepted + report.verify_rows, report.verify_rows),
+    ),
+    (
+        catalog.SPEC_ACCEPT_RATE,
+        lambda report, _: _share(report.drafts_accepted, report.drafts_proposed),
+    ),
 )
 _LOAD_GAUGES: tuple[tuple[MetricSpec, Callable[[WorkerStats], float]], ...] = (
     (catalog.GEN_THROUGHPUT, lambda stats: stats.output_tokens_s),

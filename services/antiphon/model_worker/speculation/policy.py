@@ -75,7 +75,7 @@ class DraftCounts(msgspec.Struct):
     """Counted since start: verify rows, their drafts, and those that were right."""
 
     rows: int = 0
-    drafted: int = 0
+    proposed: int = 0
     accepted: int = 0
 
 
@@ -110,7 +110,7 @@ class Speculation:
     def verified(self, slot: int, drafted: int, right: int) -> None:
         """Note how many of the drafts of a request were right."""
         self.counts.rows += 1
-        self.counts.drafted += drafted
+        self.counts.proposed += drafted
         self.counts.accepted += right
         tried = min(drafted, right + 1)  # what follows a wrong one says nothing
         kept = (1 - _WEIGHT) ** tried
