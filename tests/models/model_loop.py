@@ -19,6 +19,7 @@ from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.command import PauseMode
 from antiphon.wire.ids import RequestId
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.speculation.policy import Drafter
     from antiphon.wire.errors import ErrorReply
 
 CONTEXT_TOKENS = 256
@@ -85,7 +87,10 @@ class Output:
 
 
 class ModelLoop:
-    """Requests in, outputs out. `runner` replaces the model's own; `changes` are limits."""
+    """Requests in, outputs out. `runner` replaces the model's own; `changes` are limits.
+
+    With a `drafter` decodes verify up to `drafts_max` drafts each, whatever a step costs.
+    """
 
     def __init__(
         self,
@@ -94,6 +99,8 @@ class ModelLoop:
         *,
         tree: bool = False,
         overlap: bool = False,
+        drafter: Drafter | None = None,
+        drafts_max: int = 4,
         **changes: Any,
     ) -> None:
         self.pools = CachePools(model.groups)
@@ -104,7 +111,11 @@ class ModelLoop:
             **changes,
         }
         index = RadixIndex(self.pools) if tree else None
-        self.core = EngineCore(limits(**whole), self.pools, index)
+        sizes = limits(**whole)
+        self.speculation: Speculation | None = None
+        if drafter is not None:
+            self.speculation = Speculation(drafter, drafts_max, sizes.running_max)
+        self.core = EngineCore(sizes, self.pools, index, speculation=self.speculation)
         self.loop = BatchingLoop(
             self.core, runner or model.runner, Mailbox(1), self._read, overlap=overlap
         )
