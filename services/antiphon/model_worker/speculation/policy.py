@@ -162,7 +162,7 @@ class Speculation:
         length = request.length
         count = min(count, request.tokens_max - length - 1)
         if batch.checkpoints is not None:  # a state is cached where it is due
-            count = min(count, batch.checkpoints.every - length % batch.checkpoints.every)
+            count = min(count, -length % batch.checkpoints.every)
         if count <= 0 or (request.stepwise and request.matcher is None):
             return _NONE  # a processor that counts tokens cannot look ahead
         drafts = self.drafter.propose(request, count)
