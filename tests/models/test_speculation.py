@@ -474,15 +474,15 @@ def test_drafts_change_nothing_under_a_grammar(drafter_of: Callable[..., Drafter
     else:
         assert counts.accepted > 10
     if drafter_of is right:
-        assert counts.accepted == counts.drafted
+        assert counts.accepted > 0.9 * counts.drafted
 
 
 def test_thinking_ends_by_its_budget_with_drafts_and_a_grammar_too() -> None:
     """The budget forces tokens, which the drafts cannot see, and then the grammar begins."""
     closing = (40, 41, 42)
-    budget = ThinkingBudget(tokens_max=9, begin_id=39, closing_ids=closing)
+    budget = ThinkingBudget(tokens_max=6, begin_id=39, closing_ids=closing)
     for grammar in (regex("[0-9]{9}", begins_after=closing), None):
-        params = {"processors": (budget,), "temperature": 1.0, "max_new_tokens": 40}
+        params = {"processors": (budget,), "temperature": 1.0, "min_new_tokens": 12}
         states: list[RequestState] = []
         for seed in range(6):
             made = guided(grammar, seed, **params)
@@ -490,6 +490,7 @@ def test_thinking_ends_by_its_budget_with_drafts_and_a_grammar_too() -> None:
                 msgspec.structs.replace(made, prompt_ids=made.prompt_ids + pack_ids([39]))
             )
         wanted = Worker(open_engine(SETTINGS), SETTINGS).run(*states)
+        assert all(said.ids[6:9] == list(closing) for said in wanted)
         texts = {
             key: [*np.frombuffer(request.prompt_ids, "<i4").tolist(), *said.ids]
             for key, (request, said) in enumerate(zip(states, wanted, strict=True))

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.faults import RequestFault
+from antiphon.model_worker.batching.token_masks import looks_back
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,7 +164,7 @@ class Speculation:
         count = min(count, request.tokens_max - length - 1)
         if batch.checkpoints is not None:  # a state is cached where it is due
             count = min(count, -length % batch.checkpoints.every)
-        if count <= 0 or (request.stepwise and request.matcher is None):
+        if count <= 0 or looks_back(request.state.sampling.processors):
             return _NONE  # a processor that counts tokens cannot look ahead
         drafts = self.drafter.propose(request, count)
         if len(drafts) and request.matcher is not None:
