@@ -170,8 +170,8 @@ class EngineCore:
 
         Empty only if nothing is left to do, or nothing before launched rows are committed.
         """
-        self._log.close_step()  # whose requests may lose their slots
         self.expire(now)
+        self._log.close_step()  # whose requests may lose their slots
         decodes, drafted, chunks = self.planner.schedule(now)
         rows = NO_ROWS
         if len(decodes) or drafted or chunks:
