@@ -22,6 +22,7 @@ from antiphon.model_worker.batching.token_masks import pack
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.grammar.executor import MatcherExecutor, MatcherTask
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
+from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.plan import Ints, StepPlan
+    from antiphon.model_worker.batching.request import Request
 
 AFTER = (7, 8)
 """What a deferred grammar begins after."""
@@ -149,8 +151,31 @@ class SlowMatcherExecutor(MatcherExecutor):
         del self.waiting[:count]
 
 
+class Oracle:
+    """Foresees what choices say, up to a random place: from there on what may be forbidden, too."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.texts: dict[ChoiceKey, list[int]] = {}
+
+    def propose(self, request: Request, drafts_max: int) -> Ints:
+        if request.key not in self.texts:
+            said, reason, _ = alone(request.state)
+            self.texts[request.key] = [*said, EOS] if reason is FinishReason.STOP else said
+        start = request.outputs_count
+        drafts = self.texts[request.key][start : start + self.dice.randint(0, drafts_max)]
+        wrong = self.dice.randint(0, 2 * len(drafts))
+        drafts[wrong:] = [self.dice.choice([EOS, 11, token + 1]) for token in drafts[wrong:]]
+        return np.array(drafts, np.int32) % VOCAB_SIZE
+
+    def ended(self, request: Request) -> None:
+        self.texts.pop(request.key, None)
+
+
 class World:
-    def __init__(self, seed: int, *, overlap: bool, slow: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, overlap: bool, slow: bool = False, drafts_max: int = 0
+    ) -> None:
         self.random = random.Random(seed)
         self.slow = SlowMatcherExecutor(random.Random(seed)) if slow else None
         group = page_group(32)
@@ -163,7 +188,15 @@ class World:
             end_ids=frozenset({EOS}),
             conservativeness=0.0,
         )
-        self.batching = EngineCore(sizes, CachePools([group]), matcher_executor=self.slow)
+        self.oracle, self.speculation = Oracle(random.Random(seed)), None
+        if drafts_max:
+            self.speculation = Speculation(self.oracle, drafts_max, sizes.running_max)
+        self.batching = EngineCore(
+            sizes,
+            CachePools([group]),
+            matcher_executor=self.slow,
+            speculation=self.speculation,
+        )
         self.runner = MaskedRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(
             *(self.batching, self.runner, Mailbox(1), self.receive),
@@ -234,21 +267,33 @@ class World:
         self.drain()
         for key, state in self.states.items():
             assert (self.ids[key], self.ends[key].reason, self.code(key)) == alone(state)
+        assert self.batching.pools.used() == [0]
+        assert not self.oracle.texts
+
+
+drafted = pytest.mark.parametrize("drafts_max", [0, 1, 5], ids=lambda n: f"{n} drafts")
 
 
 @both
+@drafted
 @pytest.mark.parametrize("seed", range(8))
-def test_every_choice_says_what_it_says_alone(seed: int, overlap: bool) -> None:
-    world = World(seed, overlap=overlap)
+def test_every_choice_says_what_it_says_alone(seed: int, drafts_max: int, overlap: bool) -> None:
+    world = World(seed, overlap=overlap, drafts_max=drafts_max)
     for _ in range(30):
         world.send_some()
     world.verify()
+    if world.speculation is not None:
+        counts = world.speculation.counts
+        assert 30 < counts.accepted < counts.drafted
 
 
 @both
-@pytest.mark.parametrize("seed", range(8))
-def test_however_late_its_guide_is_a_choice_says_the_same(seed: int, overlap: bool) -> None:
-    world = World(seed, overlap=overlap, slow=True)
+@drafted
+@pytest.mark.parametrize("seed", [*range(8), 9, 31])
+def test_however_late_its_guide_is_a_choice_says_the_same(
+    seed: int, drafts_max: int, overlap: bool
+) -> None:
+    world = World(seed, overlap=overlap, slow=True, drafts_max=drafts_max)
     for turn in range(40):
         world.send_some()
         if turn % 9 == 5:
@@ -258,6 +303,7 @@ def test_however_late_its_guide_is_a_choice_says_the_same(seed: int, overlap: bo
     assert world.slow is not None
     assert world.slow.late > 20
     assert not world.slow.waiting
+    assert world.speculation is None or world.speculation.counts.accepted > 10
 
 
 def test_who_waits_for_a_late_guide_holds_nobody_up_and_ends_as_an_overload() -> None:

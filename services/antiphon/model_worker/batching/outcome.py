@@ -167,7 +167,7 @@ class OutcomeProcessor:
     def _commit_late(self, late: PendingGrammarRow) -> None:
         self.log.close_step()
         finishes = late.task.result()
-        if len(late.task.tokens) > 1:
+        if self.batch.verifying[late.request.slot]:  # even where it accepted one token only
             self._accept_several(late.request, late.outcome, late.index, finishes)
         else:
             slots, index = SlotSet.of([late.request.slot]), np.array([late.index])
