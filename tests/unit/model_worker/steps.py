@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.planner import QueueRules
     from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.state import Progress
+    from antiphon.model_worker.speculation.policy import Speculation
 
 LIMITS = limits()
 PAGE_TOKENS = 4
 
 
-def pools(pages: int = 10, window: int | None = None) -> CachePools:
+def pools(pages: int = 10, window: int | None = None, states: int = 0) -> CachePools:
     groups = [page_group(pages)]
     if window:
         groups.append(page_group(pages, GroupKind.WINDOW, window))
+    if states:
+        groups.append(page_group(states, GroupKind.STATE))
     return CachePools(groups)
 
 
@@ -45,16 +48,19 @@ class Steps:
         *,
         cached: bool = False,
         window: int | None = None,
+        states: int = 0,
         rules: QueueRules | None = None,
+        speculation: Speculation | None = None,
         **changes: Any,
     ) -> None:
         self.now = 0.0
-        self.pools = pools(pages, window)
+        self.pools = pools(pages, window, states)
         self.batching = EngineCore(
             limits(**changes),
             self.pools,
             RadixIndex(self.pools) if cached else None,
             rules,
+            speculation=speculation,
         )
         self._step = 0
         self._reader = ProgressReader()

@@ -227,6 +227,181 @@ def test_state_with_another_holder_is_never_written() -> None:
     assert pools.loose() == [0, 1]
 
 
+def verify(table: PageTable, drafts: int, accepted: int) -> tuple[int, list[int]]:
+    """A row with drafts is launched and committed; the state that it read, and those it wrote."""
+    start, end = table.committed, table.committed + 1 + drafts
+    table.allocate(end, 1 + drafts)
+    chain = table.chains[1]
+    chain.launch(end, 1 + drafts)
+    read, *written = chain.states(start)
+    table.commit(start + accepted)
+    return read, written
+
+
+@pytest.mark.parametrize("accepted", range(1, 5))
+def test_state_after_the_last_accepted_token_is_the_next_one(accepted: int) -> None:
+    pools = full_and_states(6)
+    table = PageTable(pools)
+    compute(table, 5)
+    (before,) = table.pages(1)
+    read, written = verify(table, 3, accepted)
+    assert read == before
+    assert len({read, *written}) == 5
+    assert table.pages(1)[0] == written[accepted - 1]
+    assert table.committed == 5 + accepted
+    assert pools.used() == [3, 2], "more states than a row needs"
+    read, written = verify(table, 0, 1)
+    assert read == table.pages(1)[1]
+    assert table.chains[1].ends == [6 + accepted]
+
+
+def test_a_verify_row_needs_a_state_after_each_of_its_tokens() -> None:
+    pools = full_and_states(4)
+    table = PageTable(pools)
+    assert table.need(4, 4) == [1, 4]  # the first state is none: it is zero
+    compute(table, 5)
+    assert table.pages(1)[1:] == []
+    assert table.covers(6, 1) is False
+    assert table.need(8, 3) == [0, 3]
+    table.allocate(8, 3)
+    assert table.covers(8, 3)
+    assert not table.covers(8, 4)
+    assert pools.free() == [6, 0]
+    with pytest.raises(AssertionError, match="nowhere to write"):
+        table.chains[1].launch(9, 4)
+    table.release()
+    assert pools.free() == [8, 4]
+
+
+def test_verify_row_that_is_run_again_reads_the_same_state() -> None:
+    pools = full_and_states(6)
+    table = PageTable(pools)
+    compute(table, 5)
+    chain = table.chains[1]
+    table.allocate(8, 3)
+    chain.launch(8, 3)
+    (read, *_) = chain.states(5)
+    chain.recall()
+    assert len(chain.pages) <= 2, "states of a dropped row are kept"
+    table.allocate(6)
+    chain.launch(6)
+    assert chain.states(5)[0] == read
+    table.commit(6)
+    assert pools.used()[1] == len(table.pages(1))
+
+
+def test_verify_row_leaves_a_checkpoint_as_it_is() -> None:
+    pools = full_and_states(9)
+    table = PageTable(pools)
+    compute(table, 8)
+    kept = table.pages(1)[0]
+    pools.pools[1].cache((kept,))
+    for drafts, accepted in ((3, 1), (3, 4), (2, 2), (4, 3)):
+        _, written = verify(table, drafts, accepted)
+        assert kept not in written
+        assert kept not in table.pages(1)
+    assert pools.loose() == [0, 1]
+
+
+def test_a_number_of_tokens_that_no_row_has_computed_is_a_bug() -> None:
+    for accepted in (0, 4):
+        table = PageTable(full_and_states(6))
+        compute(table, 5)
+        table.allocate(8, 3)
+        table.chains[1].launch(8, 3)
+        with pytest.raises(AssertionError, match="no state"):
+            table.chains[1].commit(5 + accepted)
+
+
+def test_no_row_can_follow_one_whose_length_is_not_known() -> None:
+    table = PageTable(full_and_states(8))
+    compute(table, 5)
+    chain = table.chains[1]
+    for end, writes in ((8, 3), (9, 1)):
+        table.allocate(end, writes)
+        chain.launch(end, writes)
+    assert len(chain.states(5)) == 4
+    with pytest.raises(AssertionError, match="not known"):
+        chain.states(8)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=20))
+def test_states_follow_each_other_and_none_is_lost(rows: list[tuple[int, int, bool]]) -> None:
+    """Rows are verified, dropped or run again, and sometimes their state is cached."""
+    pools = CachePools([page_group(40), page_group(40, GroupKind.STATE)])
+    table, made = PageTable(pools), {HOLE: 0}  # after how many tokens each state is
+    for drafts, accepted, dropped in rows:
+        start, writes = table.committed, 1 + drafts
+        table.allocate(start + writes, writes)
+        chain = table.chains[1]
+        chain.launch(start + writes, writes)
+        read, *written = chain.states(start)
+        assert made[read] == start
+        assert read not in written
+        made |= {state: start + number for number, state in enumerate(written, start=1)}
+        if dropped:
+            chain.recall()
+            table.truncate(start)
+        else:
+            table.commit(start + (min(accepted, writes)))
+            table.truncate(table.committed)
+        current = table.pages(1)[0]
+        assert made[current] == table.committed
+        assert pools.used()[1] == sum(page != HOLE for page in table.pages(1)) <= 2
+        assert pools.used()[0] == -(-table.committed // PAGE_TOKENS)
+    table.release()
+    assert pools.free() == [40, 40]
+
+
+def test_pages_of_drafts_are_released_and_those_of_tokens_are_not() -> None:
+    pools = full_and_window(window=20)
+    table = PageTable(pools)
+    compute(table, 6)
+    table.allocate(17)
+    assert pools.used() == [5, 5]
+    table.commit(7)
+    revision = table.revision
+    table.truncate(8)
+    assert pools.used() == [2, 2]
+    assert table.reserved == 8
+    assert table.revision > revision, "entries were removed unnoticed"
+    table.truncate(7)
+    table.truncate(100)
+    assert (table.reserved, pools.used()) == (8, [2, 2])
+    with pytest.raises(AssertionError, match="truncated"):
+        table.truncate(6)
+
+
+def test_pages_of_drafts_are_fenced() -> None:
+    """A plan that was launched before may still write them."""
+    pools = CachePools([page_group(4)])
+    table = PageTable(pools)
+    pools.launched(1)
+    table.allocate(13)
+    table.commit(2)
+    table.truncate(3)
+    assert pools.free() == [0]
+    pools.finished(1)
+    assert pools.free() == [3]
+
+
+def test_appended_pages_are_those_of_the_next_tokens() -> None:
+    pools = full_and_window(window=5)
+    table = PageTable(pools)
+    compute(table, 6)
+    revision, pages = table.revision, [pool.allocate(1)[0] for pool in pools.pools]
+    for group, page in enumerate(pages):
+        table.append(group, page)
+    assert table.revision == revision
+    assert table.reserved == 12
+    assert table.covers(12)
+    assert not table.covers(13)
+    assert [table.pages(group)[-1] for group in (0, 1)] == pages
+    table.truncate(8)
+    assert pools.used() == [2, 2]
+    assert table.reserved == 8
+
+
 @pytest.mark.parametrize(("kind", "window"), [(GroupKind.WINDOW, None), (GroupKind.FULL, 4)])
 def test_cache_group_with_a_wrong_window_is_rejected(kind: GroupKind, window: int | None) -> None:
     with pytest.raises(ValueError, match="window"):
@@ -267,6 +442,12 @@ class Tables(RuleBasedStateMachine):
     def commit(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
         table.commit(data.draw(st.integers(table.committed, table.reserved)))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        table.truncate(data.draw(st.integers(table.committed, table.reserved)))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())

@@ -271,7 +271,11 @@ def test_a_low_temperature_makes_no_infinity_of_a_large_logit(peak: float) -> No
     assert drawn.tolist() == [300]
 
 
-def accepted(rows: list[tuple[list[int], list[int]]], failed: tuple[int, ...] = ()):
+def accepted(
+    rows: list[tuple[list[int], list[int]]],
+    failed: tuple[int, ...] = (),
+    blocked: tuple[int, ...] | None = None,
+) -> list[list[int]]:
     """Rows of (tokens, what was sampled after the last len(sampled) of them)."""
     tokens = np.array([token for row, _ in rows for token in row], np.int32)
     ends = np.cumsum([len(row) for row, _ in rows])
@@ -285,6 +289,7 @@ def accepted(rows: list[tuple[list[int], list[int]]], failed: tuple[int, ...] = 
         np.array([token for _, sampled in rows for token in sampled], np.int32),
         len(rows),
         np.isin(np.arange(len(rows)), failed) if failed else None,
+        None if blocked is None else np.isin(np.arange(sum(map(len, wanted))), blocked),
     )
     return [ids[a:b].tolist() for a, b in pairwise(starts)]
 
@@ -312,6 +317,26 @@ def test_a_draft_that_is_right_again_after_a_mistake_stays_refused() -> None:
 def test_a_failed_row_accepts_nothing_and_costs_no_other() -> None:
     rows = [([10, 11], [11, 12]), ([1], [2]), ([3, 4], [4, 5])]
     assert accepted(rows, failed=(1,)) == [[11, 12], [], [4, 5]]
+
+
+@pytest.mark.parametrize("blocked", range(1, 5))
+def test_a_row_accepts_what_comes_before_logits_without_a_token(blocked: int) -> None:
+    """The first logits are those of another row."""
+    rows = [([5], [6]), ([10, 11, 12, 13], [11, 12, 13, 14]), ([12], [13])]
+    kept = [11, 12, 13, 14][: blocked - 1]
+    assert accepted(rows, blocked=(blocked,)) == [[6], kept, [13]]
+
+
+def test_logits_without_a_token_after_a_wrong_draft_cost_nothing() -> None:
+    rows = [([10, 99, 12], [11, 12, 13]), ([1], [2])]
+    assert accepted(rows, blocked=(1, 2)) == [[11], [2]]
+
+
+def test_a_row_whose_first_logits_have_no_token_accepts_nothing() -> None:
+    rows = [([10, 11], [11, 12]), ([1], [2])]
+    assert accepted(rows, blocked=(0,)) == [[], [2]]
+    assert accepted(rows, blocked=(2,)) == [[11, 12], []]
+    assert accepted(rows, failed=(0,), blocked=(2,)) == [[], []]
 
 
 SLOTS, TOKENS = 20, 9

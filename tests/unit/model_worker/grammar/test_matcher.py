@@ -365,6 +365,106 @@ def test_what_is_taken_back_of_a_deferred_grammar_leaves_no_trace(moves: list[in
             assert words.tolist() == others.tolist()
 
 
+def masks_of(matcher: GrammarMatcher) -> list[list[int] | None]:
+    """The tokens that each of its masks allows."""
+    return [None if mask is None else allowed(mask, VOCAB_SIZE) for mask in matcher.masks]
+
+
+def test_each_draft_has_the_mask_of_what_follows_it() -> None:
+    word = guide(Word("cab"))
+    assert word.propose(CAB) == 3
+    assert masks_of(word) == [[CAB[0]], [CAB[1]], [CAB[2]], [END]]
+    assert [word.must_end(draft) for draft in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "count"),
+    [([], 0), ([4], 0), ([5, 4], 1), ([5, 3, 3, 4], 2), ([5, END], 1), ([END], 0)],
+)
+def test_drafts_end_before_the_first_forbidden_one(drafts: list[int], count: int) -> None:
+    word = guide(Word("cab"))
+    assert word.propose(drafts) == count
+    assert masks_of(word) == [[letter] for letter in CAB[: count + 1]]
+
+
+def test_no_draft_ends_an_answer() -> None:
+    """Nothing can be verified after an end, and so none has a mask there."""
+    word = guide(Word("cab"))
+    assert word.propose([*CAB, END, 7]) == 3
+    assert len(word.masks) == 4
+    for token in CAB:
+        assert word.accept_token(token) is None
+    assert word.propose([END]) == 0
+    assert word.accept_token(END) is not None
+
+
+def test_drafts_end_before_one_after_which_nothing_may_come() -> None:
+    barren = guide(Barren("ab"))
+    assert barren.propose([3, 4]) == 1
+    assert masks_of(barren) == [[3], [4]]
+    assert barren.propose([3]) == 1
+
+
+def test_proposing_changes_nothing_but_the_masks() -> None:
+    word = guide(Word("cabcab"))
+    for place, token in enumerate([*CAB, *CAB]):
+        before = masks_of(word)[0]
+        for drafts in ([9], [*CAB, *CAB][place:], [*CAB, *CAB, END][place:], []):
+            word.propose(drafts)
+            assert masks_of(word)[0] == before
+        word.propose([*CAB, *CAB][place:])
+        assert word.accept_token(token) is None
+        assert len(word.masks) == 1, "masks of drafts outlive the step"
+    assert word.must_end()
+
+
+def test_a_row_of_several_tokens_is_rolled_back_as_a_whole() -> None:
+    word = guide(Word("cabcab"))
+    word.accept_token(C)
+    word.propose([A, 4, C])
+    for tokens in ([A, 4, C], [A], [A, 4]):
+        task = MatcherTask(word, tokens)
+        task.run()
+        assert task.result() == [None] * len(tokens)
+        word.rollback()
+        assert masks_of(word) == [[A]]
+    assert word.propose([A, 4, C]) == 3
+
+
+def test_drafts_may_lead_into_a_deferred_grammar_and_through_it() -> None:
+    thinker = guide(DeferredGrammarState(Word("cab"), AFTER))
+    thought = [7, END, *AFTER]
+    assert thinker.propose([*thought, *CAB, 9]) == 8
+    assert masks_of(thinker) == [None] * 5 + [[5], [3], [4], [END]]
+    assert masks_of(thinker)[: 1 + thinker.propose(thought)] == [None] * 5 + [[5]]
+    assert thinker.propose([*AFTER, 9]) == 3
+    for count, token in enumerate([*thought, *CAB]):
+        rest = [*thought, *CAB][count:]
+        assert thinker.propose([*rest, END]) == len(rest)
+        assert thinker.accept_token(token) is None
+    assert thinker.must_end()
+
+
+@given(
+    st.lists(st.sampled_from([3, 4, 5, 20, 21, END]), max_size=12),
+    st.lists(st.sampled_from([3, 4, 5, 20, 21, END]), max_size=12),
+)
+def test_masks_along_drafts_are_those_of_accepting_them(known: list[int], draft: list[int]) -> None:
+    matcher, other = (guide(DeferredGrammarState(Word("cab"), AFTER)) for _ in range(2))
+    for token in known:
+        if other.masks[0] is not None and token not in allowed(other.masks[0], VOCAB_SIZE):
+            continue
+        if (finish := other.accept_token(token)) is not None:
+            return
+        assert matcher.accept_token(token) == finish
+    count = matcher.propose(draft)
+    masks = masks_of(matcher)
+    assert len(masks) == count + 1
+    for place, token in enumerate([*draft[:count], None]):
+        assert masks_of(other)[0] == masks[place]
+        assert token is None or other.accept_token(token) is None
+
+
 C, A = CAB[:2]
 PATIENCE_S = 0.02
 STILL_S = 1.0
