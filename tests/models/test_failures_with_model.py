@@ -60,7 +60,7 @@ def run(
     overlap: bool = False,
 ) -> tuple[list[Output], tuple[StepRecord, ...]]:
     """The outputs of requests that arrive at once, and what was recorded."""
-    limits = {"step_tokens_max": 64, "chunk_tokens": 40, "running_max": COUNT}
+    limits: dict[str, Any] = {"step_tokens_max": 64, "chunk_tokens": 40, "running_max": COUNT}
     loop = ModelLoop(model, runner, tree=True, overlap=overlap, **limits)
     outputs = loop.run(states)
     loop.core.flush()

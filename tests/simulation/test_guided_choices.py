@@ -284,7 +284,7 @@ def test_every_choice_says_what_it_says_alone(seed: int, drafts_max: int, overla
     world.verify()
     if world.speculation is not None:
         counts = world.speculation.counts
-        assert 30 < counts.accepted < counts.drafted
+        assert 30 < counts.accepted < counts.proposed
 
 
 @both

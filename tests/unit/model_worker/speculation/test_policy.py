@@ -191,7 +191,7 @@ def test_right_drafts_raise_the_acceptance_and_wrong_ones_lower_it() -> None:
     assert speculation._acceptance[0] == pytest.approx(1.0, abs=0.01)
     assert speculation._acceptance[1] == pytest.approx(0.0, abs=0.01)
     assert speculation._acceptance[2] == ACCEPTANCE_START
-    assert (speculation.counts.rows, speculation.counts.drafted) == (60, 240)
+    assert (speculation.counts.rows, speculation.counts.proposed) == (60, 240)
     assert speculation.counts.accepted == 120
 
 
