@@ -83,12 +83,15 @@ async def test_large_corpus_is_sent_in_parts_of_bounded_size(at: House) -> None:
     assert bytes(ids).decode() == text
 
 
-async def test_documents_are_cut_to_texts_that_fit_the_context(at: House) -> None:
-    at.cluster.token_characters = 2
-    await ok(at, ADD, {"documents": ["x" * 300]})
+@pytest.mark.parametrize("text", ["x" * 300, "äöü" * 50, "日本語" * 50, "a𝄞é" * 50])
+async def test_texts_fit_the_context_and_are_not_cut_within_a_character(
+    at: House, text: str
+) -> None:
+    await ok(at, ADD, {"documents": [text]})
     (part,) = added(at)
-    lengths = [len(list(unpack_ids(document))) for document in part.documents]
-    assert lengths == [2 * CONTEXT_TOKENS, 2 * CONTEXT_TOKENS, 300 - 4 * CONTEXT_TOKENS]
+    texts = [bytes(list(unpack_ids(document))) for document in part.documents]
+    assert max(map(len, texts)) < CONTEXT_TOKENS
+    assert "".join(each.decode() for each in texts) == text
 
 
 @pytest.mark.parametrize(

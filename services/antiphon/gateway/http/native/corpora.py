@@ -28,7 +28,6 @@ from antiphon.wire.command import (
 )
 from antiphon.wire.errors import InvalidRequest, Overloaded
 from antiphon.wire.ids import new_request_id
-from antiphon.wire.tokenize import characters_max
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
 
 DOCUMENTS_MAX = 4096
 """Maximum number of documents of one request."""
-TEXT_CHARACTERS_MAX = 8192
-"""Longer documents are cut into texts of this length, so that the ids of one fit one message.
-Drafts at the start of each have less context."""
+TEXT_BYTES_MAX = 8192
+"""Longer documents are cut into texts of this size, so that the ids of one fit one message. Few
+drafts are lost: a match is short, and does not go beyond a cut."""
 _TEXTS_AT_ONCE = 16
 """Texts that are tokenized at the same time: fewer than a tokenizer queues."""
 _TOKENIZE_S = 30.0
@@ -116,10 +115,10 @@ class CorpusEndpoints(Endpoints):
     async def _add(self, request: web.Request) -> web.Response:
         held = await self._held()
         card = await self.tokenizers.card(CARD_TIMEOUT_S)
-        fits = characters_max(card.context_tokens, card.token_characters, truncate=False)
-        length = min(TEXT_CHARACTERS_MAX, fits) if fits else TEXT_CHARACTERS_MAX
+        # A byte is at most one token, and a tokenizer may add one in front.
+        size = min(TEXT_BYTES_MAX, max(4, card.context_tokens - 1))
         name, texts = await self.response_handler.parse_body(
-            request, AddCorpusBody, lambda body: (body.corpus_id, list(_texts(body, length)))
+            request, AddCorpusBody, lambda body: (body.corpus_id, list(_texts(body, size)))
         )
         name = name or uuid.uuid4().hex
         if any(name in corpora for corpora in held):
@@ -222,8 +221,13 @@ class CorpusEndpoints(Endpoints):
             await self.workers.command(message, timeout_s=_ADD_S)
 
 
-def _texts(body: AddCorpusBody, length: int) -> Iterator[str]:
-    """Cut the documents into texts of at most so many characters."""
+def _texts(body: AddCorpusBody, bytes_max: int) -> Iterator[str]:
+    """Cut the documents into texts of at most so many bytes in UTF-8."""
     for document in body.documents:
-        for start in range(0, len(document), length):
-            yield document[start : start + length]
+        encoded, start = document.encode(), 0
+        while start < len(encoded):
+            end = start + bytes_max
+            while end < len(encoded) and encoded[end] & 0xC0 == 0x80:  # within a character
+                end -= 1
+            yield encoded[start:end].decode()
+            start = end
