@@ -123,7 +123,7 @@ class Oracle:
 
     texts: Mapping[ChoiceKey, Sequence[int]]
     wrong: Callable[[int], int]
-    ended_keys: list[ChoiceKey] = field(default_factory=list["ChoiceKey"])
+    ended_keys: list[ChoiceKey] = field(default_factory=list[ChoiceKey])
 
     def propose(self, request: Request, drafts_max: int) -> Ints:
         drafts = np.array(self.texts[request.key][request.length :][:drafts_max], np.int32)
@@ -155,16 +155,18 @@ def by_ngrams(_: Mapping[ChoiceKey, Sequence[int]]) -> Drafter:
 DRAFTERS = (right, often_wrong, always_wrong)
 
 
-def texts_of(states: Sequence[RequestState], outputs: Sequence[Output]) -> dict[Any, list[int]]:
+def texts_of(
+    states: Sequence[RequestState], outputs: Sequence[Output]
+) -> dict[ChoiceKey, list[int]]:
     """What each choice has read and said, with the token that stopped it and two that never came.
 
     So drafts go beyond the end of a text.
     """
-    texts: dict[Any, list[int]] = {}
+    texts: dict[ChoiceKey, list[int]] = {}
     for key, (request, output) in enumerate(zip(states, outputs, strict=True)):
         prompt = np.frombuffer(request.prompt_ids, "<i4").tolist()
         stop = output.finish.matched_stop
-        texts[key] = [*prompt, *output.ids, *([] if stop is None else [stop, 1, 2])]
+        texts[ChoiceKey(key)] = [*prompt, *output.ids, *([] if stop is None else [stop, 1, 2])]
     return texts
 
 
@@ -381,11 +383,11 @@ def test_a_text_that_repeats_itself_is_foreseen(llama_bench: Bench, mode: str) -
     check(llama_bench, states, MODES[mode], by_ngrams, wanted)
     assert llama_bench.counts.accepted > 50
     again = by_ngrams({})
-    llama_bench.run(states, MODES[mode], again)
-    outputs = llama_bench.run(states, MODES[mode], again)
-    for one, other in zip(outputs, wanted, strict=True):
-        compare(one, other, ROUNDING)
-    # The first run has shown what comes.
+    for _ in range(2):
+        outputs = llama_bench.run(states, MODES[mode], again)
+        for one, other in zip(outputs, wanted, strict=True):
+            compare(one, other, ROUNDING)
+    # The first run has shown what comes in the second.
     assert llama_bench.counts.accepted > 0.8 * llama_bench.counts.proposed
 
 
@@ -421,11 +423,11 @@ def test_every_checkpoint_that_is_due_is_cached_with_drafts_too(tmp_path: Path) 
     bench = Bench(MODELS["falcon-h1"](tmp_path, pages=512, states=64))
     first = state(21, temperature=0.0, max_new_tokens=100)
     wanted = bench.run([first], MODES["cached"])
-    texts = texts_of([first], wanted)
+    texts = {**texts_of([first], wanted), ChoiceKey(1): []}
     for end in range(30, 120, 7):
-        second = state(texts[0][:end], request_id=RequestId("second"), max_new_tokens=1)
+        second = state(texts[ChoiceKey(0)][:end], request_id=RequestId("second"), max_new_tokens=1)
         cached: list[int] = []
-        for drafter in (None, right({**texts, ChoiceKey(1): []})):
+        for drafter in (None, right(texts)):
             bench.run([first], MODES["cached"], drafter)
             assert bench.loop is not None
             cached.append(bench.loop.run([second])[0].cached_tokens)
@@ -454,16 +456,18 @@ def guided_states() -> list[RequestState]:
     return [*states, guided(regex("[0-9]{3}-[0-9]{2}"), 19, temperature=0.0)]
 
 
-@pytest.mark.parametrize("drafter_of", [*DRAFTERS, None], ids=str)
+@pytest.mark.parametrize(
+    "drafter_of", [*DRAFTERS, None], ids=lambda d: getattr(d, "__name__", "none")
+)
 def test_drafts_change_nothing_under_a_grammar(drafter_of: Callable[..., Drafter] | None) -> None:
     states = guided_states()
     wanted = Worker(open_engine(SETTINGS), SETTINGS).run(*states)
-    texts: dict[Any, list[int]] = {}
+    texts: dict[ChoiceKey, list[int]] = {}
     for key, (request, said) in enumerate(zip(states, wanted, strict=True)):
         prompt = np.frombuffer(request.prompt_ids, "<i4").tolist()
         assert said.finish is not None
         stop = said.finish.matched_stop
-        texts[key] = [*prompt, *said.ids, *([] if stop is None else [stop, 7])]
+        texts[ChoiceKey(key)] = [*prompt, *said.ids, *([] if stop is None else [stop, 7])]
     worker = engine_with(None if drafter_of is None else drafter_of(texts))
     said = worker.run(*states)
     assert [one.ids for one in said] == [other.ids for other in wanted]
@@ -494,8 +498,8 @@ def test_thinking_ends_by_its_budget_with_drafts_and_a_grammar_too() -> None:
         wanted = Worker(open_engine(SETTINGS), SETTINGS).run(*states)
         assert all(said.ids[6:9] == list(closing) for said in wanted)
         texts = {
-            key: [*np.frombuffer(request.prompt_ids, "<i4").tolist(), *said.ids]
+            ChoiceKey(key): [*np.frombuffer(request.prompt_ids, "<i4").tolist(), *said.ids]
             for key, (request, said) in enumerate(zip(states, wanted, strict=True))
         }
-        worker = engine_with(right(texts))  # pyright: ignore[reportArgumentType]
+        worker = engine_with(right(texts))
         assert [one.ids for one in worker.run(*states)] == [other.ids for other in wanted]
