@@ -145,9 +145,7 @@ class OutcomeProcessor:
                     self._note_drafts(request, rows.drafts[row - rows.decodes], outcome, index[row])
                     self._accept_several(request, outcome, index.item(row), finishes.get(row, ()))
             others = np.delete(np.arange(len(rows)), slice(rows.decodes, rows.verified))
-            finishes = {
-                new: finishes.get(old, _NO_FINISH) for new, old in enumerate(others.tolist())
-            }
+            finishes = _of(finishes, others)
             rows, index = rows.take(others), index[others]
         if len(rows):
             self._accept(rows.slots, outcome, index, finishes)
