@@ -353,6 +353,7 @@ class EngineCore:
                 self._fail_alone(request, error)
 
     def _end(self, request: Request, finish: Finish | None = None) -> None:
+        self._log.close_step()  # else its last token would be reported with the finish, and again
         request.finish = request.finish or finish
         self._log.report(request)
         self._free(request)
