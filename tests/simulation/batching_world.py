@@ -16,6 +16,7 @@ from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import (
     ChoiceKey,
@@ -34,18 +35,26 @@ from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseMode, PauseWorker
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import Ints, StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import Floats, Ints, StepOutcome, StepPlan
     from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.state import Progress
 
 VOCAB_SIZE = 40
 SALT = b"s" * 32
 EOS = 3
+LOGPROBS = TokenOutputParams(logprobs=True)
+TOP = TokenOutputParams(logprobs=True, top=1)
 DRAFTS_MAX = 4
+
+
+def logprobs_of(places: Ints, ids: Ints) -> Floats:
+    """The logprobs of tokens at these places of their sequence: of each pair another one."""
+    return (-places - ids / 64).astype(np.float32)
 
 
 class RunFailed(Exception):
@@ -60,12 +69,15 @@ class WorldRunner(HashRunner):
     """
 
     fail = False
+    stumble = False  # fails once
     raised = 0
     last: StepPlan | None = None
+    planned: frozenset[int] = frozenset()
+    """The slots of all plans of a turn: several, if one has failed."""
     _drawn: dict[int, int]
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        self.last = plan
+        self.last, self.planned = plan, self.planned.union(plan.slot.tolist())
         outcome = super().run(self._known(plan))
         self._drawn |= {
             slot: int(outcome.token_ids[end - 1]) if end > start else 0
@@ -73,13 +85,38 @@ class WorldRunner(HashRunner):
                 plan.slot.tolist(), outcome.starts[:-1], outcome.starts[1:], strict=True
             )
         }
-        if self.fail:
+        if self.fail or self.stumble:
+            self.stumble = False
             self.raised += 1
             raise RunFailed
-        return outcome
+        return msgspec.structs.replace(outcome, details=self._details(plan, outcome))
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
         return lambda: self.run(plan)
+
+    def _details(self, plan: StepPlan, outcome: StepOutcome) -> LogprobsBatch | None:
+        """The logprobs of what was accepted, in the rows that ask for them."""
+        if (request := plan.details) is None:
+            return None
+        assert not len(request.prompt_tokens)
+        asked = np.isin(np.arange(len(plan.slot)), request.rows)
+        counts = np.where(asked, np.diff(outcome.starts), 0)
+        row = np.repeat(np.arange(len(plan.slot)), counts)
+        number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+        ids = outcome.token_ids[outcome.starts[row] + number]
+        ends = plan.query_start + plan.query_len
+        first = np.searchsorted(plan.logit_tokens, plan.query_start)[row]
+        drafts = ends[row] - 1 - plan.logit_tokens[first]
+        values = logprobs_of((plan.kv_len[row] - drafts + number).astype(np.int32), ids)
+        top = int(request.top.max(initial=0) > 0)
+        return LogprobsBatch(
+            starts=np.cumsum([0, *counts], dtype=np.int32),
+            token_ids=ids,
+            logprobs=values,
+            top_ids=ids[:, np.newaxis][:, :top],
+            top_logprobs=values[:, np.newaxis][:, :top],
+            named_logprobs=np.zeros((len(ids), 0), np.float32),
+        )
 
     def _known(self, plan: StepPlan) -> StepPlan:
         """With each `future` replaced by what its slot drew last."""
@@ -94,10 +131,17 @@ class WorldRunner(HashRunner):
 class Reported:
     state: RequestState
     ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
     finish: Finish | None = None
     dropped: bool = False
     started: bool = False
     returned: bool = False
+
+    @property
+    def sampled_only(self) -> bool:
+        """Whether its logprobs are in the token store."""
+        details = self.state.sampling.details
+        return details is not None and details.sampled_only
 
     @property
     def live(self) -> bool:
@@ -126,6 +170,7 @@ class Oracle:
             windows=windows,
             seed=sampling.seed,
             choice=request.state.choice,
+            counted=request.ids(request.prompt_tokens).tolist() if sampling.penalised else None,
         )
         wrong = self._random.randint(0, 2 * count)
         drafts = [(t + (index >= wrong)) % VOCAB_SIZE for index, t in enumerate(ids)]
@@ -183,6 +228,9 @@ class World:
             overlap=overlap,
         )
         self.reported: dict[ChoiceKey, Reported] = {}
+        self.extras = random.Random(f"extras {seed}")
+        self.stumbles = said.get("stumbles", 0.01)
+        self.penalised = said.get("penalised", 0.3)
         self.exact_share = self.pick("exact_share", 0.0, 0.5, 1.0)
         self.prompt_max = self.pick("prompt_max", 20, 70, 100)
         self.stems = [self._ids(self.random.randint(1, 60)) for _ in range(3)]
@@ -260,6 +308,7 @@ class World:
         ]
         self.poison = 0.2 if self.random.random() < 0.01 else 0.0
         self.runner.fail = self.random.random() < 0.003
+        self.runner.stumble = self.extras.random() < self.stumbles
         orders = (FlushCache(),) if self.random.random() < 0.01 else ()
         if self.random.random() < 0.005:
             orders = (PauseWorker(mode=PauseMode.RETRACT), ContinueWorker())
@@ -268,7 +317,7 @@ class World:
 
     def turn(self, mail: Mail | None = None) -> StepReport:
         before = set(self.batching.running.values())
-        self.runner.last = None
+        self.runner.last, self.runner.planned = None, frozenset()
         self.turns += 1
         self.now += 1.0
         report = self.loop.turn(mail or Mail())
@@ -286,12 +335,16 @@ class World:
         prompt = self._ids(self.random.randint(0, self.prompt_max))
         if self.random.random() < 0.7:
             prompt = (self.random.choice(self.stems) + prompt)[: self.prompt_max]
+        asked = self.extras.choice([None, None, LOGPROBS, TOP])
         sampling = SamplingParams(
             max_new_tokens=self.random.choice([0, 1, 5, 60, 10_000]),
+            frequency_penalty=float(self.extras.random() < self.penalised),
             seed=self.random.randint(-9, 9),
             stop_token_ids=(7,) if self.random.random() < 0.2 else (),
             ignore_eos=self.random.random() < self.exact_share,
         )
+        if sampling.max_new_tokens:  # else it is scored
+            sampling = msgspec.structs.replace(sampling, details=asked)
         salt = self.moods.choice([b"", b"", SALT])
         number = len(self.reported)
         pairs: list[tuple[ChoiceKey, RequestState]] = []
@@ -330,22 +383,36 @@ class World:
             assert reported.finish is None, "a choice ended twice, or went on after its end"
             assert progress.start == len(reported.ids), "ids are missing or were reported before"
             reported.ids += unpack_ids(progress.ids)
+            reported.logprobs += self._logprobs(reported, progress)
             reported.finish = progress.finish
             if progress.finish is not None:
                 error = progress.finish.error
                 self.seen[error.code if error else str(progress.finish.reason)] += 1
             self.seen["cached"] += progress.cached_tokens > 0
         if (sampled := report.sampled) is not None:
-            columns = sampled.keys, sampled.offsets, sampled.ids
-            for key, offset, token in zip(*(c.tolist() for c in columns), strict=True):
+            values = np.full(len(sampled), np.nan)
+            values = values if sampled.logprobs is None else sampled.logprobs
+            columns = sampled.keys, sampled.offsets, sampled.ids, values
+            for key, offset, token, logprob in zip(*(c.tolist() for c in columns), strict=True):
                 reported = self.reported[ChoiceKey(key)]
                 assert reported.live, "a token of a choice that has ended"
                 assert offset == len(reported.ids), "a token is missing or was reported before"
                 reported.ids.append(token)
+                reported.logprobs += [logprob] if reported.sampled_only else []
                 self.seen["sampled"] += 1
 
+    def _logprobs(self, reported: Reported, progress: Progress) -> list[float]:
+        """The logprobs that come with new tokens, from the token store or beside them."""
+        if reported.sampled_only and progress.outputs is not None:
+            return progress.outputs.read_logprobs(progress.start, progress.end).tolist()
+        tokens = list(progress.details.iter_tokens())
+        assert [(token.token_id, token.logprob) for token in tokens] == [
+            top for token in tokens for top in token.top
+        ]
+        return [token.logprob for token in tokens if token.logprob is not None]
+
     def drain(self) -> None:
-        self.poison, self.runner.fail = 0.0, False
+        self.poison, self.runner.fail, self.runner.stumble = 0.0, False, False
         for _ in range(100_000):
             idle = self.batching.idle
             self.turn()
@@ -469,11 +536,10 @@ class World:
         plan, running = self.runner.last, self.batching.running
         if self.overlap or plan is None:
             return
-        planned = set(plan.slot.tolist())
         idle = {
             request.key: self._idle_turns.get(request.key, 0) + 1
             for slot, request in running.items()
-            if slot not in self.batching.batch.prefills and slot not in planned
+            if slot not in self.batching.batch.prefills and slot not in self.runner.planned
         }
         self._idle_turns = idle
         allowed = 0 if self.limits.mixed else 1
@@ -492,6 +558,7 @@ class World:
             windows=[group.window for group in self.groups],
             seed=sampling.seed,
             choice=state.choice,
+            counted=[] if sampling.penalised else None,
         )
 
     def verify(self, reported: Reported) -> None:
@@ -505,6 +572,12 @@ class World:
             assert not reported.ids
             return
         ids, reason = self.alone(reported.state)
+        if reported.state.sampling.details is not None:
+            count = len(reported.ids)
+            places = np.arange(prompt_tokens, prompt_tokens + count)
+            expected = logprobs_of(places, np.array(ids[:count]))
+            assert reported.logprobs == expected.tolist()
+            self.seen["logprobs"] += count
         if reported.dropped or (reported.finish and reported.finish.reason is FinishReason.ERROR):
             assert reported.ids == ids[: len(reported.ids)]
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +16,7 @@ from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
 
 both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
@@ -23,10 +24,19 @@ both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overla
 
 
 def next_token(
-    context: Sequence[int], windows: Sequence[int | None], seed: int, choice: int, vocab_size: int
+    context: Sequence[int],
+    windows: Sequence[int | None],
+    seed: int,
+    choice: int,
+    vocab_size: int,
+    counted: Iterable[int] = (),
 ) -> int:
-    """The token after `context`: what a group with a window sees of it is hashed by itself."""
+    """The token after `context`: what a group with a window sees of it is hashed by itself.
+
+    `counted` are the tokens to which penalties apply, in any order.
+    """
     digest = blake2b(f"{seed},{choice},{len(context)}".encode(), digest_size=8)
+    digest.update(np.array(sorted(counted), np.int32).tobytes())
     for window in windows:
         seen = context if window is None else context[-window:]
         digest.update(np.array(seen, np.int32).tobytes())
@@ -42,11 +52,16 @@ def answer_alone(
     windows: Sequence[int | None] = (None,),
     seed: int = 0,
     choice: int = 0,
+    counted: Sequence[int] | None = None,
 ) -> tuple[list[int], FinishReason]:
-    """What a choice answers by itself: tokens up to one of `ends`, or so many."""
+    """What a choice answers by itself: tokens up to one of `ends`, or so many.
+
+    With penalties `counted` are those of the context that it has said.
+    """
     ids: list[int] = []
     while len(ids) < longest:
-        token = next_token([*context, *ids], windows, seed, choice, vocab_size)
+        said = [] if counted is None else [*counted, *ids]
+        token = next_token([*context, *ids], windows, seed, choice, vocab_size, said)
         if token in ends:
             return ids, FinishReason.STOP
         ids.append(token)
@@ -57,7 +72,7 @@ class HashRunner:
     """Keeps token ids where a model keeps keys and values; a state is all ids that it was made of.
 
     A plan with a wrong page, position or length therefore gives other tokens than the request
-    would have got alone.
+    would have got alone. With penalties so does a token that is not counted, or twice.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], vocab_size: int) -> None:
@@ -67,6 +82,7 @@ class HashRunner:
         self.plans = 0
         self._pages = [np.full((g.pages_total, g.page_tokens), -1, np.int32) for g in groups]
         self._states: dict[tuple[int, int], Ints] = {}
+        self._counted: dict[int, list[int]] = {}  # the tokens that penalties count, by slot
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Write the plan's tokens into their pages and draw from what the pages hold then."""
@@ -76,6 +92,7 @@ class HashRunner:
         rows = np.searchsorted(ends, plan.logit_tokens, side="right")
         logits = np.bincount(rows, minlength=len(ends))
         first = np.cumsum(logits) - logits
+        self._begin_counts(plan)
         accepted: list[list[int]] = []
         status: list[RowStatus] = []
         for row in range(len(plan.slot)):
@@ -84,6 +101,8 @@ class HashRunner:
             draws = int(logits[row]) if status[-1] is RowStatus.OK else 0
             wanted = range(int(first[row]), int(first[row]) + draws)
             accepted.append(self._draw(plan, row, contexts, wanted) if draws else [])
+            if plan.penalties is not None and row in plan.penalties.rows:
+                self._counted[int(plan.slot[row])] += accepted[-1]
         counts = np.array([len(ids) for ids in accepted], np.int32)
         computed = np.where(logits > 1, counts, plan.query_len)
         return StepOutcome(
@@ -93,6 +112,13 @@ class HashRunner:
             status=np.array(status, np.int32),
             computed=np.where(np.array(status) == RowStatus.OK, computed, 0).astype(np.int32),
         )
+
+    def _begin_counts(self, plan: StepPlan) -> None:
+        if (penalties := plan.penalties) is None:
+            return
+        bounds = pairwise(penalties.begun_starts.tolist())
+        for slot, (start, end) in zip(penalties.begun.tolist(), bounds, strict=True):
+            self._counted[slot] = penalties.begun_ids[start:end].tolist()
 
     def _context(self, plan: StepPlan, row: int, group: int) -> Ints:
         """Write the row's tokens into one group's pages; return all that its last query sees."""
@@ -141,16 +167,21 @@ class HashRunner:
             assert context.tolist() == full[-len(context) :], f"{group.kind} pages disagree"
         ids: list[int] = []
         for known, logit in enumerate(logits, start=len(full) - len(logits) + 1):
-            ids.append(self._next(plan, row, logit, full[:known]))
+            ids.append(self._next(plan, row, logit, full[:known], logit - logits[0]))
             if known < len(full) and full[known] != ids[-1]:
                 break
         return ids
 
-    def _next(self, plan: StepPlan, row: int, logit: int, context: Sequence[int]) -> int:
-        """What follows a context of this row by these logits of the plan."""
+    def _next(
+        self, plan: StepPlan, row: int, logit: int, context: Sequence[int], drafts: int
+    ) -> int:
+        """What follows a context of this row, of which so many are drafts, by these logits."""
         windows = [group.window for group in self.groups]
         seed, choice = int(plan.sampling.seed[row]), int(plan.sampling.choice[row])
-        return next_token(context, windows, seed, choice, self.vocab_size)
+        counted: list[int] = []
+        if plan.penalties is not None and row in plan.penalties.rows:
+            counted = [*self._counted[int(plan.slot[row])], *context[len(context) - drafts :]]
+        return next_token(context, windows, seed, choice, self.vocab_size, counted)
 
 
 class Cursed(Exception):

@@ -101,8 +101,10 @@ def steered(drawn: int, words: Ints | None) -> int:
 class MaskedRunner(WorldRunner):
     """Draws what the masks of the plan leave."""
 
-    def _next(self, plan: StepPlan, row: int, logit: int, context: Sequence[int]) -> int:
-        drawn = super()._next(plan, row, logit, context)
+    def _next(
+        self, plan: StepPlan, row: int, logit: int, context: Sequence[int], drafts: int
+    ) -> int:
+        drawn = super()._next(plan, row, logit, context, drafts)
         if plan.token_masks is None or plan.token_mask_logits is None:
             return drawn
         index = np.flatnonzero(plan.token_mask_logits == logit)

@@ -92,7 +92,7 @@ def test_no_policy_starves_a_request_in_a_crowd(policy: Policy) -> None:
 def test_who_is_retracted_again_and_again_still_says_the_same(seed: int, overlap: bool) -> None:
     hopeful = {"conservativeness": 0.0, "exact_share": 0.0, "running_max": 16, "prompt_max": 8}
     busy = {"arrivals": [0, 2, 3], "step_tokens_max": 256, "chunk_tokens": 64, "fill_tokens": None}
-    world = live(World(seed, overlap=overlap, state="no", returned=0.0, **hopeful, **busy), 150)
+    world = live(World(seed, overlap=overlap, state="no", returned=0.0, **hopeful, **busy), 250)
     assert world.batching.planner.retractions > 1
 
 

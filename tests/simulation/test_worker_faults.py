@@ -145,6 +145,7 @@ def run_eight(stage: Stage) -> None:
         state.sampling, processors=everything, logit_bias=bias, frequency_penalty=0.1
     )
     runs[AT_FAULT] = msgspec.structs.replace(state, sampling=sampling)
+    stage.reported[AT_FAULT].penalised = True
     stage.turn(Mail(runs=runs))
 
 

@@ -48,6 +48,7 @@ class Reported:
     prompt: list[int]
     tokens_max: int
     seed: int
+    penalised: bool = False
     ids: list[int] = field(default_factory=list[int])
     cached_tokens: int = 0
     finish: Finish | None = None
@@ -152,7 +153,13 @@ class Stage:
             return [], FinishReason.ERROR
         longest = min(reported.tokens_max, self.limits.context_tokens - len(reported.prompt))
         ids, reason = answer_alone(
-            reported.prompt, longest, {EOS}, VOCAB_SIZE, windows=self.windows, seed=reported.seed
+            reported.prompt,
+            longest,
+            {EOS},
+            VOCAB_SIZE,
+            windows=self.windows,
+            seed=reported.seed,
+            counted=[] if reported.penalised else None,
         )
         cursed = ids.index(self.curse) + 1 if self.curse in ids else longest
         return (ids, reason) if cursed == longest else (ids[:cursed], FinishReason.ERROR)

@@ -1,0 +1,222 @@
+"""Named faults of the batching loop, one replaced function each, and the worlds that find them.
+
+A world that finds none of these would not find a fault of the same kind either.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from tests.simulation import test_guided_choices as guided
+from tests.simulation.batching_world import DRAFTS_MAX, World
+from tests.simulation.test_worker_batching import live
+
+from antiphon.model_worker.batching.logits import LogitsProcessors
+from antiphon.model_worker.batching.logprobs import LogprobsParams
+from antiphon.model_worker.batching.outcome import OutcomeProcessor
+from antiphon.model_worker.batching.rows import SlotSet
+from antiphon.model_worker.batching.running_batch import RunningBatch
+from antiphon.model_worker.cache.pages import StateChain
+from antiphon.model_worker.grammar.matcher import GrammarMatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+SEEDS = 50
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: `replace` makes the wrong function from the right one; `live` is a world's life."""
+
+    name: str
+    owner: type
+    function: str
+    replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+    live: Callable[[int], object]
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        right = getattr(self.owner, self.function)
+        setattr(self.owner, self.function, self.replace(right))
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.function, right)
+
+    def found_by(self) -> int | None:
+        """The first seed whose world goes wrong."""
+        with self.applied():
+            return next((seed for seed in range(SEEDS) if not self.lives(seed)), None)
+
+    def lives(self, seed: int) -> bool:
+        try:
+            self.live(seed)
+        except AssertionError:
+            return False
+        return True
+
+
+# Worlds.
+
+
+def drafting(seed: int) -> None:
+    """Steps overlap in every other world."""
+    live(World(seed, overlap=seed % 2 == 1, drafts=DRAFTS_MAX, costs=None), 60)
+
+
+def stumbling(seed: int) -> None:
+    """Plans fail often, and succeed when they are run again in halves."""
+    live(World(seed, drafts=DRAFTS_MAX, stumbles=0.2, penalised=0.5, running_max=16), 60)
+
+
+def keeping_states(seed: int) -> None:
+    live(World(seed, drafts=DRAFTS_MAX, costs=None, state="yes"), 60)
+
+
+def with_grammars(seed: int) -> None:
+    world = guided.World(seed, overlap=seed % 2 == 1, drafts_max=DRAFTS_MAX)
+    for _ in range(20):
+        world.send_some()
+    world.verify()
+
+
+def with_late_grammars(seed: int) -> None:
+    world = guided.World(seed, overlap=seed % 2 == 1, slow=True, drafts_max=DRAFTS_MAX)
+    for _ in range(20):
+        world.send_some()
+    world.verify()
+
+
+# Faults.
+
+
+def computed_off_by(error: int) -> Callable[..., Any]:
+    """Of rows that have rejected a draft, and accepted one."""
+
+    def replace(right: Callable[..., Any]) -> Callable[..., Any]:
+        def commit(self: OutcomeProcessor, rows: Any, outcome: Any) -> None:
+            accepted, lengths = np.diff(outcome.starts), rows.ends - rows.starts
+            wrong = (rows.logit_counts > 1) & (accepted > 1) & (accepted < lengths)
+            computed = outcome.computed + error * wrong
+            right(self, rows, msgspec.structs.replace(outcome, computed=computed))
+
+        return commit
+
+    return replace
+
+
+def mask_before(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, request, draft: right(self, request, max(0, draft - 1))
+
+
+def stale_length(right: Callable[..., Any]) -> Callable[..., Any]:
+    def extend(self: RunningBatch, request: Any, ids: Any, logprobs: Any) -> None:
+        scheduled = self.scheduled[request.slot]
+        right(self, request, ids, logprobs)
+        self.scheduled[request.slot] = scheduled
+
+    return extend
+
+
+def not_repeated(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, rows: None
+
+
+def early_pages(right: Callable[..., Any]) -> Callable[..., Any]:
+    def launch(self: RunningBatch, decodes: Any, drafted: Any, chunks: Any) -> Any:
+        rows = right(self, decodes, drafted, chunks)
+        for slot in drafted:
+            table = self.running[slot].table
+            assert table is not None
+            table.truncate(max(self.running[slot].length, table.committed))
+        return rows
+
+    return launch
+
+
+def never_verifying(right: Callable[..., Any]) -> Callable[..., Any]:
+    def launch(self: RunningBatch, decodes: Any, drafted: Any, chunks: Any) -> Any:
+        rows = right(self, decodes, drafted, chunks)
+        self.verifying[:] = False
+        return rows
+
+    return launch
+
+
+def first_state(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The state after the first token of a row is the next one, however many it accepted."""
+
+    def commit(self: StateChain, tokens: int) -> None:
+        if self._writes[0] > 1:
+            self.pages[1], self.pages[tokens - self.ends[0]] = (
+                self.pages[tokens - self.ends[0]],
+                self.pages[1],
+            )
+            right(self, tokens)
+        else:
+            right(self, tokens)
+
+    return commit
+
+
+def logprobs_of_the_row_before(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, request, outcome, row: right(self, request, outcome, max(0, row - 1))
+
+
+def never_rolled_back(_: Callable[..., Any]) -> Callable[..., Any]:
+    def propose(self: GrammarMatcher, drafts: Any) -> int:
+        del self.masks[1:]
+        for count, token in enumerate(drafts):
+            if not self._state.accept(token) or self._state.terminated:
+                return count
+            self.masks.append(self._next_mask())
+        return len(drafts)
+
+    return propose
+
+
+def late_as_a_decode(_: Callable[..., Any]) -> Callable[..., Any]:
+    """A late row that accepted one token is committed as if it had had no drafts."""
+
+    def commit_late(self: OutcomeProcessor, late: Any) -> None:
+        self.log.close_step()
+        finishes = late.task.result()
+        if len(late.task.tokens) > 1:
+            self._accept_several(late.request, late.outcome, late.index, finishes)
+            return
+        slots = SlotSet.of([late.request.slot])
+        self._accept(slots, late.outcome, np.array([late.index]), {0: finishes})
+
+    return commit_late
+
+
+MUTANTS = (
+    Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),
+    Mutant("computed - 1", OutcomeProcessor, "commit", computed_off_by(-1), drafting),
+    Mutant("mask of the token before", LogitsProcessors, "_mask", mask_before, with_grammars),
+    Mutant("stale length", RunningBatch, "extend", stale_length, drafting),
+    Mutant("counts not restored", RunningBatch, "repeat", not_repeated, stumbling),
+    Mutant("pages given back early", RunningBatch, "launch", early_pages, drafting),
+    Mutant("row after an open one", RunningBatch, "launch", never_verifying, drafting),
+    Mutant("state of the first token", StateChain, "commit", first_state, keeping_states),
+    Mutant(
+        "logprobs of the row before",
+        LogprobsParams,
+        "accepted",
+        logprobs_of_the_row_before,
+        drafting,
+    ),
+    Mutant("matcher left ahead", GrammarMatcher, "propose", never_rolled_back, with_grammars),
+    Mutant(
+        "late row as a decode",
+        OutcomeProcessor,
+        "_commit_late",
+        late_as_a_decode,
+        with_late_grammars,
+    ),
+)
