@@ -40,7 +40,7 @@ from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import Floats, Ints, StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import Floats, Indices, Ints, StepOutcome, StepPlan
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import Progress
 
@@ -52,7 +52,7 @@ TOP = TokenOutputParams(logprobs=True, top=1)
 DRAFTS_MAX = 4
 
 
-def logprobs_of(places: Ints, ids: Ints) -> Floats:
+def logprobs_of(places: Indices, ids: Indices) -> Floats:
     """The logprobs of tokens at these places of their sequence: of each pair another one."""
     return (-places - ids / 64).astype(np.float32)
 

@@ -208,6 +208,7 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
 
     if name == "_advance_matchers":  # it is called only where a request has a grammar
         stage.batching.batch.has_grammar[:] = True
+        stage.batching.batch.grammars = 1
     monkeypatch.setattr(owner, name, fail)
     for _ in range(3):
         stage.turn()

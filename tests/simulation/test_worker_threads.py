@@ -17,7 +17,7 @@ from tests.support import worker
 
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey, SampledTokens
+from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (
     ContinueWorker,
@@ -84,12 +84,7 @@ class BusSide:
         if sampled is not None:
             here = ~np.isin(sampled.keys, list(dropped))
             self.seen["crossed"] += len(here) - int(np.count_nonzero(here))
-            sampled = SampledTokens(
-                slots=sampled.slots[here],
-                keys=sampled.keys[here],
-                offsets=sampled.offsets[here],
-                ids=sampled.ids[here],
-            )
+            sampled = sampled.take(here)
         self.world.receive(
             msgspec.structs.replace(report, progress=kept, returned=returned, sampled=sampled)
         )

@@ -101,14 +101,12 @@ class LogprobsParams:
             prompt_targets=np.concatenate(prompt_targets).astype(np.int32, copy=False),
         )
 
-    def sampled(self, slots: SlotSet, outcome: StepOutcome, index: Indices) -> Floats | None:
+    def sampled(self, slots: SlotSet, details: LogprobsBatch, index: Indices) -> Floats:
         """The logprobs of the tokens that rows `index` have sampled, (R,); NaN if not requested."""
-        if outcome.details is None:
-            return None
         requested = self._logprobs[slots.at] & self.requested[slots.at]
         values = np.full(len(slots), np.nan, np.float32)
-        last = outcome.details.starts[1:][index][requested] - 1
-        values[requested] = outcome.details.logprobs[last]
+        last = details.starts[1:][index][requested] - 1
+        values[requested] = details.logprobs[last]
         return values
 
     def accepted(self, request: Request, outcome: StepOutcome, row: int) -> Floats | None:

@@ -252,7 +252,9 @@ class OutcomeProcessor:
         ends = batch.are_ends(slots, tokens)
         if finishes:
             ends[[row for row, brought in finishes.items() if brought[0] is not None]] = True
-        logprobs = batch.logprobs.sampled(slots, outcome, index)
+        logprobs = None
+        if outcome.details is not None:
+            logprobs = batch.logprobs.sampled(slots, outcome.details, index)
         if np.count_nonzero(ends):
             kept = ~ends
             some = None if logprobs is None else logprobs[kept]
