@@ -38,7 +38,7 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from antiphon.model_worker.batching.plan import Floats, Indices, Ints, StepOutcome, StepPlan
     from antiphon.model_worker.batching.request import Request
@@ -76,6 +76,10 @@ class WorldRunner(HashRunner):
     """The slots of all plans of a turn: several, if one has failed."""
     _drawn: dict[int, int]
 
+    def __init__(self, groups: Sequence[CacheGroup], vocab_size: int) -> None:
+        super().__init__(groups, vocab_size)
+        self.in_flight: dict[int, StepPlan] = {}
+
     def run(self, plan: StepPlan) -> StepOutcome:
         self.last, self.planned = plan, self.planned.union(plan.slot.tolist())
         outcome = super().run(self._known(plan))
@@ -92,7 +96,13 @@ class WorldRunner(HashRunner):
         return msgspec.structs.replace(outcome, details=self._details(plan, outcome))
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
-        return lambda: self.run(plan)
+        self.in_flight[plan.step] = plan
+
+        def outcome() -> StepOutcome:
+            del self.in_flight[plan.step]
+            return self.run(plan)
+
+        return outcome
 
     def _details(self, plan: StepPlan, outcome: StepOutcome) -> LogprobsBatch | None:
         """The logprobs of what was accepted, in the rows that ask for them."""
@@ -439,6 +449,10 @@ class World:
                 self.seen["read by several"] += max(listed.values(), default=1) > 1
             assert self.cached or cached == 0
         assert all(pool.free_count <= pool.total for pool in self.pools.pools)
+        for plan in self.runner.in_flight.values():
+            for pool, table in zip(self.pools.pools, plan.page_tables, strict=True):
+                used = set(table[table >= 0].tolist())
+                assert used.isdisjoint(pool._free), "a page is free that a plan may read"
 
     def check_salts(self) -> None:
         """No page is held by two that brought different salts, nor found under another one."""
@@ -479,6 +493,8 @@ class World:
                     assert len(pages) <= 2 + launched, "more states than rows need"
                     continue
                 entries = batch.entries[group][slot]
+                needed = max(request.length, batch.scheduled.item(slot)) + 1
+                assert entries <= self.groups[group].table_len(needed), "drafts keep their pages"
                 assert batch._tables[group][slot, :entries].tolist() == pages
                 assert batch.pages_held[group][slot] == len(pages) - pages.count(HOLE)
         empty = sorted(set(range(self.limits.running_max)) - set(running))
@@ -574,8 +590,8 @@ class World:
         ids, reason = self.alone(reported.state)
         if reported.state.sampling.details is not None:
             count = len(reported.ids)
-            places = np.arange(prompt_tokens, prompt_tokens + count)
-            expected = logprobs_of(places, np.array(ids[:count]))
+            places = np.arange(prompt_tokens, prompt_tokens + count, dtype=np.int32)
+            expected = logprobs_of(places, np.array(ids[:count], np.int32))
             assert reported.logprobs == expected.tolist()
             self.seen["logprobs"] += count
         if reported.dropped or (reported.finish and reported.finish.reason is FinishReason.ERROR):

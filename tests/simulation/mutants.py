@@ -20,7 +20,7 @@ from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.outcome import OutcomeProcessor
 from antiphon.model_worker.batching.rows import SlotSet
 from antiphon.model_worker.batching.running_batch import RunningBatch
-from antiphon.model_worker.cache.pages import StateChain
+from antiphon.model_worker.cache.pages import PagePool, PageTable, StateChain
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 if TYPE_CHECKING:
@@ -139,6 +139,21 @@ def early_pages(right: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
+def unfenced(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A released page is free at once, although a plan in flight may read or write it."""
+
+    def release(self: PagePool, pages: Any) -> None:
+        launched, self._step_launched = self._step_launched, self._step_finished
+        right(self, pages)
+        self._step_launched = launched
+
+    return release
+
+
+def never_given_back(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, tokens: None
+
+
 def never_verifying(right: Callable[..., Any]) -> Callable[..., Any]:
     def launch(self: RunningBatch, decodes: Any, drafted: Any, chunks: Any) -> Any:
         rows = right(self, decodes, drafted, chunks)
@@ -202,6 +217,8 @@ MUTANTS = (
     Mutant("stale length", RunningBatch, "extend", stale_length, drafting),
     Mutant("counts not restored", RunningBatch, "repeat", not_repeated, stumbling),
     Mutant("pages given back early", RunningBatch, "launch", early_pages, drafting),
+    Mutant("pages free in flight", PagePool, "release", unfenced, drafting),
+    Mutant("pages never given back", PageTable, "truncate", never_given_back, drafting),
     Mutant("row after an open one", RunningBatch, "launch", never_verifying, drafting),
     Mutant("state of the first token", StateChain, "commit", first_state, keeping_states),
     Mutant(
