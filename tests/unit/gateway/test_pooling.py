@@ -114,8 +114,9 @@ async def test_long_batch_is_submitted_a_few_at_a_time(at: House) -> None:
     texts = ["x" * (1 + n % 7) for n in range(OPEN_MAX + 9)]
     async with asyncio.TaskGroup() as group:
         task = group.create_task(ok(at, EMBED, {"input": texts}))
-        await until(lambda: len(at.cluster.open) == OPEN_MAX)
-        assert len(at.cluster.submits) == OPEN_MAX
+        # The list of open requests may overtake their submissions.
+        await until(lambda: min(len(at.cluster.open), len(at.cluster.submits)) >= OPEN_MAX)
+        assert len(at.cluster.submits) == len(at.cluster.open) == OPEN_MAX
         at.cluster.go.set()
     assert vectors(task.result()) == [[float(len(text)), 0.5] for text in texts]
 
