@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 ScheduledRow = tuple["Request", int]
 """A running request, and the end of its next row in tokens of the request."""
 
-_INT32_MAX = 2**31 - 1
 _TABLE_WIDTH = 64
 
 

@@ -52,11 +52,6 @@ class NgramDrafter:
         self._texts = self._index(config.ngram_capacity)
         self._corpora: Mapping[str, TextIndex] = {}
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of requests that are kept."""
-        return self._texts.tokens
-
     def begin(self, namespace: bytes) -> IndexedText:
         """Begin the text of a choice, which `end` must end."""
         return self._texts.begin(namespace)
@@ -66,12 +61,8 @@ class NgramDrafter:
         self._texts.extend(text, ids)
 
     def end(self, text: IndexedText) -> None:
-        """End a text. Its tokens stay until they are evicted or forgotten."""
+        """End a text. Its tokens stay until they are evicted."""
         self._texts.end(text)
-
-    def forget(self, namespace: bytes) -> None:
-        """Erase the tokens of a namespace, also those of texts that are not ended."""
-        self._texts.forget(namespace)
 
     def propose(self, namespace: bytes, ids_tail: bytes, drafts_max: int) -> list[int]:
         """Return up to `drafts_max` tokens that may come next; empty without a match.

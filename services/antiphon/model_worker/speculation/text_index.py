@@ -180,14 +180,6 @@ class TextIndex:
         if text.newest < self._oldest:
             self._release(text)
 
-    def forget(self, namespace: bytes) -> None:
-        """Erase the tokens of a namespace; its open texts continue after them."""
-        root = self._roots.get(namespace)
-        for text in root.texts if root is not None else ():
-            tokens = len(text.ids) // TOKEN_BYTES
-            text.drop(tokens)
-            self.tokens -= tokens
-
     def levels(self, namespace: bytes, context: bytes, tokens_max: int) -> Iterator[NgramLevel]:
         """Find the end of a context before at least one token, widest n-gram first.
 
@@ -255,9 +247,8 @@ class TextIndex:
         text = self._texts[self._owners[slot]]
         assert text is not None, "a text was released before its last token was evicted"
         position = self._positions[slot]
-        if text.first <= position:  # else it was forgotten
-            text.drop(1)
-            self.tokens -= 1
+        text.drop(1)
+        self.tokens -= 1
         if not text.open and position + 1 == text.end:
             self._release(text)
 

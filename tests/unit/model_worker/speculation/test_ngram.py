@@ -78,16 +78,12 @@ class World:
             self.open.append((self.drafter.begin(namespace), self.trie.begin(namespace)))
         elif choice < 0.2:
             self.drafter.end(self.open.pop(self.random.randrange(len(self.open)))[0])
-        elif choice < 0.22:
-            namespace = self.random.choice(NAMESPACES)
-            self.drafter.forget(namespace)
-            self.trie.forget(namespace)
         else:
             ids = [self.random.randrange(self.alphabet) for _ in range(self.random.choice([1, 9]))]
             text, reference = self.random.choice(self.open)
             self.drafter.extend(text, pack_ids(ids))
             self.trie.extend(reference, ids)
-        assert self.drafter.tokens == self.trie.tokens <= self.trie.config.ngram_capacity
+        assert self.drafter._texts.tokens == self.trie.tokens <= self.trie.config.ngram_capacity
 
     def check(self) -> None:
         namespace, tail = self.random.choice(NAMESPACES), list[int]()
@@ -200,20 +196,6 @@ def test_namespace_never_reads_another() -> None:
     assert proposed(made, [1], namespace=b"other") == proposed(made, [1]) == []
 
 
-def test_forgotten_namespace_is_erased_and_may_be_used_again() -> None:
-    made = drafter()
-    insert(made, b"tenant", [1, 2, 3])
-    insert(made, b"other", [1, 4])
-    running = made.begin(b"tenant")
-    made.extend(running, pack_ids([1, 5]))
-    made.forget(b"tenant")
-    assert made.tokens == 2
-    assert proposed(made, [1], namespace=b"tenant") == []
-    made.extend(running, pack_ids([1, 6]))
-    assert proposed(made, [1], namespace=b"tenant") == [6]
-    assert proposed(made, [1], namespace=b"other") == [4]
-
-
 def test_memory_is_bounded_by_the_capacity() -> None:
     capacity = 64
     made = drafter(config=with_(ngram_capacity=capacity))
@@ -224,7 +206,7 @@ def test_memory_is_bounded_by_the_capacity() -> None:
         made.extend(running, pack_ids([source.randrange(50)]))
         made.end(made.begin(b"empty"))
     index = made._texts
-    assert made.tokens == capacity
+    assert made._texts.tokens == capacity
     texts = [text for text in index._texts if text is not None]
     assert sum(len(text.ids) for text in texts) == 4 * capacity
     assert len(index._texts) <= capacity + 1
@@ -270,7 +252,7 @@ def test_corpus_is_read_by_all_namespaces_until_it_is_removed() -> None:
     for namespace in (b"", b"tenant"):
         assert proposed(made, [2], namespace=namespace) == [3]
         assert proposed(made, [3], namespace=namespace) == []  # the next document is another text
-    assert made.tokens == 0
+    assert made._texts.tokens == 0
     made.remove_corpus("code")
     assert made.list_corpora() == {}
     assert proposed(made, [2]) == []

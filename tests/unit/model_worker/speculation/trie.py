@@ -23,7 +23,6 @@ class Text:
     namespace: bytes
     tokens: list[int] = field(default_factory=list[int])
     numbers: list[int] = field(default_factory=list[int])
-    forgotten: int = 0
 
 
 @dataclass(eq=False)
@@ -51,19 +50,14 @@ class TrieDrafter:
         text.numbers += range(self.now, self.now + len(ids))
         self.now += len(ids)
 
-    def forget(self, namespace: bytes) -> None:
-        for text in self.texts:
-            if text.namespace == namespace:
-                text.forgotten = len(text.tokens)
-
     @property
     def tokens(self) -> int:
         return sum(len(list(self.left(text))) for text in self.texts)
 
     def left(self, text: Text) -> Iterator[tuple[int, int]]:
-        """The tokens of a text that are neither evicted nor forgotten, with their numbers."""
-        for position, pair in enumerate(zip(text.tokens, text.numbers, strict=True)):
-            if position >= text.forgotten and pair[1] >= self.now - self.config.ngram_capacity:
+        """The tokens of a text that are not evicted, with their numbers."""
+        for pair in zip(text.tokens, text.numbers, strict=True):
+            if pair[1] >= self.now - self.config.ngram_capacity:
                 yield pair
 
     def propose(self, namespace: bytes, context: list[int], drafts_max: int) -> list[int]:
