@@ -225,6 +225,17 @@ def test_several_culprits_in_one_step_are_all_found(stage: Stage) -> None:
     assert stage.cursed.raised > 1
 
 
+def test_a_culprit_that_is_dropped_in_flight_leaves_the_blame_to_no_other_request() -> None:
+    with staged() as stage:
+        stage.run_all([harmless(5, 1), [*harmless(4, 2), CURSE]])
+        culprit = ChoiceKey(1)
+        stage.reported[culprit].dropped = True
+        stage.turn(Mail(drops={culprit: None}))
+        stage.finish()
+        assert stage.cursed.raised == 1
+        assert stage.reported[ChoiceKey(0)].ids
+
+
 def test_when_every_request_fails_every_request_ends() -> None:
     with staged(overlap=False) as stage:
         stage.turn(Mail(runs=dict(stage.request([CURSE, i + 4]) for i in range(8))))

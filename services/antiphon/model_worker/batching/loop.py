@@ -341,16 +341,17 @@ class BatchingLoop:
     def _bisect(self, rows: StepRows) -> None:
         """Run the rows of a failed plan again, in halves, until the request at fault is alone."""
         error, batch = Internal("the step of this request failed"), self._core.batch
-        current = batch.is_current(rows)
+        # A row that is alone because the others have ended since has yet to fail by itself.
+        alone, current = len(rows) == 1, batch.is_current(rows)
         if not current.all():
             self._core.discard_launched(rows.take(np.flatnonzero(~current)))
             rows = rows.take(np.flatnonzero(current))
-        if len(rows) <= 1:
+        if alone or not len(rows):
             self._core.fail(rows, error)
             return
         batch.repeat(rows)
         index, middle = np.arange(len(rows)), len(rows) // 2
-        for half in (rows.take(index[:middle]), rows.take(index[middle:])):
+        for half in filter(len, (rows.take(index[:middle]), rows.take(index[middle:]))):
             launched = self._launch(half)
             if (outcome := self._read(launched)) is not None:
                 self._commit(half, outcome)
