@@ -69,8 +69,10 @@ def _check_bias(bias: LogitBias, limits: EngineLimits) -> None:
 
 
 def _check_ids(ids: Sequence[int] | Ints, limits: EngineLimits, param: str) -> None:
+    if not len(ids):
+        return
     array = np.asarray(ids, np.int64)
-    if len(array) and not 0 <= array.min() <= array.max() < limits.vocab_size:
+    if not 0 <= array.min() <= array.max() < limits.vocab_size:
         raise InvalidRequest(f"token ids must be from 0 to {limits.vocab_size - 1}", param=param)
 
 

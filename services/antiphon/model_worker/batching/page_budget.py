@@ -74,11 +74,11 @@ class PageBudget:
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
         """Evict what must be evicted; whether so many pages by group are free now."""
-        free = self._pools.free()
-        if self.has_free(needs):
+        short = [need - free for need, free in zip(needs, self._pools.free(), strict=True)]
+        if max(short) <= 0:
             return True
         self.before_eviction()
-        self._index.evict([max(0, need - have) for need, have in zip(needs, free, strict=True)])
+        self._index.evict([max(0, pages) for pages in short])
         return self.has_free(needs)
 
     def pending_free(self, needs: Sequence[int]) -> bool:
@@ -94,12 +94,14 @@ class PageBudget:
         left = np.minimum(batch.tokens_max - batch.length, ANSWER_TOKENS_MAX)
         share = np.where(batch.exact, 1.0, self.ratio.value)
         tokens = batch.length + np.ceil(left * share).astype(np.int64)
-        return [
-            np.clip(_table_len(group, tokens) - entries, 0, np.maximum(most - held, 0))
-            for group, entries, held, most in zip(
-                self._pools.groups, batch.entries, batch.pages_held, self._growth_max, strict=True
-            )
+        growths = [
+            np.maximum(_table_len(group, tokens) - entries, 0)
+            for group, entries in zip(self._pools.groups, batch.entries, strict=True)
         ]
+        for group in self._pools.windows:
+            most = self._growth_max[group] - batch.pages_held[group]
+            growths[group] = np.minimum(growths[group], np.maximum(most, 0))
+        return growths
 
     def reserved(self) -> list[int]:
         return [int(growth.sum()) for growth in self.growth()]
@@ -157,8 +159,7 @@ class PageBudget:
     def capacity(self) -> Capacity:
         """The capacity now. A few array operations over the slots, whatever the load."""
         pools, batch = self._pools, self._batch
-        left = batch.tokens_max - batch.length
-        ending = (batch.length > 0) & (left <= HORIZON_STEPS)
+        ending = batch.tokens_max - batch.length <= HORIZON_STEPS
         sequence_tokens = int(batch.length.sum())
         free, evictable, reserved = pools.free(), self._index.evictable(), self.reserved()
         window, states = self._scarcest(pools.windows), self._scarcest(pools.states)
@@ -168,7 +169,7 @@ class PageBudget:
                     pages_free=free[group],
                     pages_evictable=evictable[group],
                     pages_promised=reserved[group],
-                    pages_returning=int(np.sum(batch.pages_held[group], where=ending)),
+                    pages_returning=int(batch.pages_held[group][ending].sum()),
                     slots_free=batch.free_count,
                     sequence_tokens=sequence_tokens,
                     window=window,
@@ -298,4 +299,4 @@ def _table_len(group: CacheGroup, tokens: Longs) -> Longs:
     """`CacheGroup.table_len` for many lengths."""
     if group.kind is GroupKind.STATE:
         return np.minimum(tokens, 1) * STATES_RUNNING
-    return -(-tokens // group.page_tokens)
+    return (tokens + group.page_tokens - 1) // group.page_tokens

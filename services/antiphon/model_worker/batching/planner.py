@@ -263,12 +263,13 @@ class StepPlanner:
 
     def _admissible(self, request: Request, reserved: Sequence[int]) -> PageTable | None:
         """A table with the cached prefix of a waiting request, if all of the request fits."""
-        if not self._pages.fits(request, self._batch.shared_tokens(request), reserved):
+        shared = self._batch.shared_tokens(request)
+        if not self._pages.fits(request, shared, reserved):
             return None  # although its cached pages count as available and as not needed here
         # The table must hold the cached pages before the available ones are counted: else these
         # would count as evictable, and a request that cannot run would be admitted.
         table = self._batch.cached_table(request)
-        if self._pages.fits(request, table.committed, reserved):
+        if not shared or self._pages.fits(request, table.committed, reserved):
             return table
         table.release()
         return None

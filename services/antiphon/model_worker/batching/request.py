@@ -173,11 +173,15 @@ class Request:
         if end <= prompt_tokens:
             return self.prompt[start:end]
         outputs = self.outputs.read(max(0, start - prompt_tokens), end - prompt_tokens)
-        return outputs if start >= prompt_tokens else np.append(self.prompt[start:], outputs)
+        return outputs if start >= prompt_tokens else np.concatenate([self.prompt[start:], outputs])
 
     def token_bytes(self, tokens: int) -> bytes:
         """The first `tokens` token ids, as bytes of a cache key."""
-        return self.ids(0, tokens).astype(WIRE_IDS, copy=False).tobytes()
+        prompt = self.state.prompt_ids[: tokens * WIRE_IDS.itemsize]
+        if tokens <= self.prompt_tokens:
+            return prompt
+        outputs = self.outputs.read(0, tokens - self.prompt_tokens)
+        return prompt + outputs.astype(WIRE_IDS, copy=False).tobytes()
 
     def start(self, batch: SlotArrays, slot: int, table: PageTable, now: float) -> None:
         """Run it in a slot, with a page table that holds its cached prefix."""

@@ -40,7 +40,7 @@ class EvictionHeap:
 
     Ranks in the heap may be old: a node that was used since is put back when it comes up, so that
     marking a node as used costs nothing. A node without loose pages is not in the heap; its pages
-    are watched, and it is put back when one of them is loose.
+    are watched, and it is put in when one of them is loose.
     """
 
     def __init__(self, pool: PagePool, group: int, strategy: Strategy) -> None:
@@ -57,6 +57,14 @@ class EvictionHeap:
             self._nodes.add(node)
             self._push(node)
 
+    def put_leaf(self, node: RadixNode) -> None:
+        """Put a node of a group that loses pages from the end of a path, once its last is loose."""
+        last = node.pages[self.group][-1]
+        if self.pool.is_loose(last):
+            self.put(node)
+        else:
+            self.watch(node, (last,))
+
     def take(self) -> RadixNode | None:
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
@@ -69,7 +77,7 @@ class EvictionHeap:
         return None
 
     def watch(self, node: RadixNode, pages: Sequence[int]) -> None:
-        """Put a node back once one of these pages is loose; requests hold them now."""
+        """Put a node once one of these pages is loose; requests hold them now."""
         for page in pages:
             self.pool.watch(page)
             self._watched[page] = node
@@ -112,7 +120,7 @@ class Evictor:
         """Note a node that has new pages, or is new, maybe as the first part of a split node."""
         if not node.children:
             for heap in self._leaves:
-                heap.put(node)
+                heap.put_leaf(node)
         for heap in self._sparse:
             heap.put(node)
 
@@ -133,18 +141,11 @@ class Evictor:
             node = heap.take()
             assert node is not None, "loose pages were lost"
             if not node.children:
-                self._shorten(heap, node, excess)
-
-    def _shorten(self, heap: EvictionHeap, node: RadixNode, count: int) -> None:
-        pages = node.pages[heap.group]
-        loose = heap.pool.loose_end(pages, count)
-        self._trim(node, loose)
-        if not pages:
-            return
-        if loose == count:
-            heap.put(node)
-        else:
-            heap.watch(node, pages[-1:])
+                pages = node.pages[heap.group]
+                if loose := heap.pool.loose_end(pages, excess):
+                    self._trim(node, loose)
+                if pages:
+                    heap.put_leaf(node)
 
     def _evict_sparse(self, heap: EvictionHeap, goal: int) -> None:
         heap.refresh()
@@ -184,4 +185,4 @@ class Evictor:
             heap.remove(node)
         if parent is not None and parent.parent is not None and not parent.children:
             for heap in self._leaves:
-                heap.put(parent)
+                heap.put_leaf(parent)

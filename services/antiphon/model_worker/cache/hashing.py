@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 import msgspec
 
@@ -11,8 +10,7 @@ from antiphon.model_worker.cache.groups import Shard
 from antiphon.wire.digests import DIGEST_BYTES, namespace, salted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheKey:
+class CacheKey(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """All that determines the content of a page: the tokens up to it, and what computed them.
 
     Attributes:
@@ -74,6 +72,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
 def request_namespace(digest: bytes, salt: bytes) -> bytes:
     """The part of a namespace that requests of the same salt share; without a salt: all of it."""
+    if not salt:
+        return digest
     return salted(digest[:DIGEST_BYTES], salt) + salted(digest[DIGEST_BYTES:], salt)
 
 

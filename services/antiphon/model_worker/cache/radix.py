@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor, Strategy
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from antiphon.wire.kv_events import KvEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(msgspec.Struct, frozen=True, eq=False):
     """The cached prefix of a key. No page is referenced and none was touched.
 
     Attributes:

@@ -178,13 +178,14 @@ class RadixTree:
         keep = node.length - count
         first_page = node.tokens[: self._step]
         if self._tracker is not None:
-            self._retract(self._tracker, node, min(node.announced, node.start + keep))
+            end = node.start + keep
+            self._retract(self._tracker, node, min(node.announced, end))
+            del node.blocks[self._blocks_before(end) - self._blocks_before(node.start) :]
             self._moved[node] = None
         for group, pool in enumerate(self._pools.pools):
             pool.forget(_listed(node.pages[group][keep:]))
             del node.pages[group][keep:]
         node.tokens = node.tokens[: keep * self._step]
-        del node.blocks[self._blocks_before(node.end) - self._blocks_before(node.start) :]
         if not keep:
             self._cut_off(node, first_page)
 
