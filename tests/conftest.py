@@ -7,6 +7,7 @@ import os
 
 import hypothesis
 import pytest
+from tests.support import worlds
 from tests.support.skips import kernels_expected, unexpected
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,15 @@ hypothesis.settings.load_profile("antiphon")
 # As in a service: Python's own threshold spends a sixth of the fast tests' time on collections of
 # what importing has created.
 YOUNG_MAX = 10_000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    worlds.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.world_seed is None:  # here, so that all processes of a run have the same seed
+        config.option.world_seed = worlds.commit_seed()
 
 
 def pytest_collection_finish() -> None:
@@ -42,3 +52,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for line in unexpected(reasons, kernels=kernels_expected()):
         reporter.write_line(line, red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    worlds.write_summary(terminalreporter)

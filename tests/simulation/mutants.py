@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from tests.simulation import test_guided_choices as guided
-from tests.simulation.batching_world import DRAFTS_MAX, World
-from tests.simulation.test_worker_batching import live
+from tests.simulation.worker_worlds import (
+    drafting,
+    drafting_states,
+    stumbling,
+    with_grammars,
+    with_late_grammars,
+)
 
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
@@ -59,37 +63,6 @@ class Mutant:
         except AssertionError:
             return False
         return True
-
-
-# Worlds.
-
-
-def drafting(seed: int) -> None:
-    """Steps overlap in every other world."""
-    live(World(seed, overlap=seed % 2 == 1, drafts=DRAFTS_MAX, costs=None), 60)
-
-
-def stumbling(seed: int) -> None:
-    """Plans fail often, and succeed when they are run again in halves."""
-    live(World(seed, drafts=DRAFTS_MAX, stumbles=0.2, penalised=0.5, running_max=16), 60)
-
-
-def keeping_states(seed: int) -> None:
-    live(World(seed, drafts=DRAFTS_MAX, costs=None, state="yes"), 60)
-
-
-def with_grammars(seed: int) -> None:
-    world = guided.World(seed, overlap=seed % 2 == 1, drafts_max=DRAFTS_MAX)
-    for _ in range(20):
-        world.send_some()
-    world.verify()
-
-
-def with_late_grammars(seed: int) -> None:
-    world = guided.World(seed, overlap=seed % 2 == 1, slow=True, drafts_max=DRAFTS_MAX)
-    for _ in range(20):
-        world.send_some()
-    world.verify()
 
 
 # Faults.
@@ -220,7 +193,7 @@ MUTANTS = (
     Mutant("pages free in flight", PagePool, "release", unfenced, drafting),
     Mutant("pages never given back", PageTable, "truncate", never_given_back, drafting),
     Mutant("row after an open one", RunningBatch, "launch", never_verifying, drafting),
-    Mutant("state of the first token", StateChain, "commit", first_state, keeping_states),
+    Mutant("state of the first token", StateChain, "commit", first_state, drafting_states),
     Mutant(
         "logprobs of the row before",
         LogprobsParams,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -313,52 +312,6 @@ def test_an_end_that_is_found_late_costs_one_row_and_no_token() -> None:
 def _stops(seed: int) -> bool:
     ids, reason = answer_alone(harmless(6, 0), 20, {EOS}, VOCAB_SIZE, seed=seed)
     return reason is FinishReason.STOP and CURSE not in ids and len(ids) > 2
-
-
-@both
-@pytest.mark.parametrize("seed", range(12))
-def test_worlds_with_curses_drops_and_pauses_say_what_each_says_alone(
-    overlap: bool, seed: int
-) -> None:
-    chance = random.Random(seed)
-    window = chance.choice([None, None, 7])
-    pages = chance.choice([31, 40, 90])
-    with staged(overlap=overlap, pages=pages, window=window) as stage:
-        for _ in range(150):
-            runs = [
-                stage.request(_prompt(chance), chance.choice([1, 2, 12, 90]), chance.randint(0, 9))
-                for _ in range(chance.choice([0, 0, 1, 3]))
-            ]
-            drops = [
-                key
-                for key, reported in stage.reported.items()
-                if reported.finish is None and chance.random() < 0.01
-            ]
-            for key in drops:
-                stage.reported[key].dropped = True
-            orders = list(_orders(chance))
-            stage.turn(Mail(runs=dict(runs), drops=dict.fromkeys(drops), commands=orders))
-        stage.order(ContinueWorker())
-        stage.finish()
-        assert len(stage.reported) > 100
-
-
-def _prompt(chance: random.Random) -> list[int]:
-    start = harmless(chance.choice([1, 8, 24]), chance.randint(0, 2))
-    rest = [chance.randrange(4, VOCAB_SIZE - 1) for _ in range(chance.randint(0, 40))]
-    curse = [CURSE] if chance.random() < 0.1 else []
-    return start + rest + curse
-
-
-def _orders(chance: random.Random) -> Iterator[ControlCommand]:
-    if chance.random() < 0.02:
-        yield FlushCache()
-    if chance.random() < 0.03:
-        yield PauseWorker(mode=chance.choice(list(PauseMode)))
-    if chance.random() < 0.3:
-        yield ContinueWorker()
-    if chance.random() < 0.02:
-        yield SetWeightVersion(version=str(chance.random()), abort_all=chance.random() < 0.3)
 
 
 def test_the_worlds_reach_retraction_with_steps_in_flight() -> None:

@@ -182,29 +182,6 @@ def beside(world: World) -> Iterator[BusSide]:
     assert not side.failed
 
 
-@both
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_is_written_while_the_loop_runs_everybody_has_one_end(
-    seed: int, overlap: bool
-) -> None:
-    world = World(seed, overlap=overlap, queue_timeout_s=None, running_timeout_s=None)
-    with beside(world) as side:
-        for _ in range(250):
-            side.act()
-        side.drain()
-    for reported in world.reported.values():
-        assert reported.dropped or reported.returned or reported.finish is not None
-        side.verify(reported)
-    assert world.batching.idle
-    world.check_pages()
-    world.check_slots()
-    assert world.pools.used() == world.pools.loose()
-    world.batching.flush()
-    world.pools.finished(side.last.step if side.last else 0)
-    assert world.pools.free() == [pool.total for pool in world.pools.pools]
-    assert len(world.batching._timeouts) == 0
-
-
 def test_the_threads_cross_in_every_way() -> None:
     missing = {"refused", "crossed", "returned", "abort", "length", "stop", "internal"}
     for seed in range(40):  # a few are enough, unless one thread is much slower than the other
