@@ -52,7 +52,7 @@ def command(first: int, count: int = 1) -> str:
 @contextmanager
 def reported(seed: int, kind: str, record_property: Callable[[str, Any], None]) -> Iterator[None]:
     """Record a world for the run's report; a failure says how to run the world again."""
-    start, sound = time.perf_counter(), False
+    start, sound = time.process_time(), False
     try:
         yield
         sound = True
@@ -60,11 +60,11 @@ def reported(seed: int, kind: str, record_property: Callable[[str, Any], None]) 
         error.add_note(f"world {seed} ({kind}); run it again with:\n  {command(seed)}")
         raise
     finally:
-        record_property(PROPERTY, (seed, kind, time.perf_counter() - start, sound))
+        record_property(PROPERTY, (seed, kind, time.process_time() - start, sound))
 
 
 def write_summary(reporter: pytest.TerminalReporter) -> None:
-    """How many worlds of which kind have run, for how long, and which of them failed."""
+    """How many worlds of which kind have run, their processor time, and which of them failed."""
     worlds: list[tuple[int, str, float, bool]] = [
         value
         for category in ("passed", "failed")
@@ -79,7 +79,7 @@ def write_summary(reporter: pytest.TerminalReporter) -> None:
     for _, kind, world_s, _ in worlds:
         seconds[kind] += world_s
     total_s = sum(seconds.values())
-    reporter.section(f"{len(worlds)} simulated worlds, {total_s:.0f} s of one core", sep="-")
+    reporter.section(f"{len(worlds)} simulated worlds, {total_s:.0f} s of processor time", sep="-")
     for kind, count in counts.most_common():
         reporter.write_line(f"{count:6} {kind:32} {seconds[kind]:6.1f} s")
     first, last = min(worlds)[0], max(worlds)[0]
