@@ -59,8 +59,6 @@ THINKING = ThinkingBudget(tokens_max=1, begin_id=1, closing_ids=(1, VOCABULARY))
         ({"prompt_ids": pack_ids([VOCABULARY])}, InvalidRequest, "input_ids"),
         ({"prompt_ids": pack_ids([-1])}, InvalidRequest, "input_ids"),
         ({"prompt_ids": pack_ids([1] * 40)}, PromptTooLong, None),
-        ({"weights_digest": "other"}, Unsupported, None),
-        ({"adapter_digest": "a"}, Unsupported, None),
         ({"logit_bias": bias((VOCABULARY, 1.0))}, InvalidRequest, "logit_bias"),
         ({"logit_bias": bias((-1, 1.0))}, InvalidRequest, "logit_bias"),
         ({"logit_bias": bias((4, 1.0), (4, 2.0))}, InvalidRequest, "logit_bias"),

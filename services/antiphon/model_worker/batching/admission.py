@@ -23,8 +23,8 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     Raises:
         InvalidRequest: The prompt is empty, or a parameter does not fit the model.
         PromptTooLong: Prompt and one token do not fit in the context, or in the empty cache.
-        Unsupported: The request was started with other weights or an adapter, or asks for hidden
-            states; or it asks a pooling model for tokens, or a generative one for a vector.
+        Unsupported: It asks for hidden states that are disabled, a pooling model for tokens, or a
+            generative one for a vector.
     """
     if len(state.prompt_ids) % 4 or len(state.output_ids) % 4:
         raise InvalidRequest("token ids are not a multiple of 4 bytes", param="input_ids")
@@ -38,10 +38,6 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_sampling(state.sampling, limits)
     _check_logprobs(state.sampling, limits)
     _check_pooling(state.sampling, limits.pool_width)
-    if state.adapter_digest:
-        raise Unsupported("this worker does not support adapters")
-    if state.weights_digest not in {"", limits.weights_digest}:
-        raise Unsupported("the request was started with other weights")
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:

@@ -308,7 +308,7 @@ class EngineCore:
         self._arrivals += 1
         return Request(
             key,
-            msgspec.structs.replace(state, weights_digest=self.limits.weights_digest),
+            state,
             self.batch.store.open(np.frombuffer(state.output_ids, WIRE_IDS)),
             arrival=self._arrivals,
             queued_s=now - state.waited_ms / 1000,

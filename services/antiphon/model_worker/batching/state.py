@@ -79,8 +79,6 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     output_ids: bytes = b""
     emitted: int = 0  # output ids that were already sent, by this worker or another
     sampling: SamplingParams
-    weights_digest: str = ""  # of the weights that computed the outputs, if there are any
-    adapter_digest: str = ""
     priority: int = 0
     cache_salt: bytes = b""  # only requests of the same salt find the cached prefix
     tenant: TenantId = DEFAULT_TENANT
