@@ -92,8 +92,8 @@ class PageBudget:
         """Pages by group that the request in each slot is still expected to need."""
         batch = self._batch
         left = np.minimum(batch.tokens_max - batch.length, ANSWER_TOKENS_MAX)
-        share = np.where(batch.exact, 1.0, self.ratio.value)
-        tokens = batch.length + np.ceil(left * share).astype(np.int64)
+        expected = np.ceil(left * self.ratio.value).astype(np.int64)
+        tokens = batch.length + np.where(batch.exact, left, expected)
         growths = [
             np.maximum(_table_len(group, tokens) - entries, 0)
             for group, entries in zip(self._pools.groups, batch.entries, strict=True)
@@ -160,24 +160,17 @@ class PageBudget:
         """The capacity now. A few array operations over the slots, whatever the load."""
         pools, batch = self._pools, self._batch
         ending = batch.tokens_max - batch.length <= HORIZON_STEPS
-        sequence_tokens = int(batch.length.sum())
         free, evictable, reserved = pools.free(), self._index.evictable(), self.reserved()
-        window, states = self._scarcest(pools.windows), self._scarcest(pools.states)
-        return min(
-            (
-                Capacity(
-                    pages_free=free[group],
-                    pages_evictable=evictable[group],
-                    pages_promised=reserved[group],
-                    pages_returning=int(batch.pages_held[group][ending].sum()),
-                    slots_free=batch.free_count,
-                    sequence_tokens=sequence_tokens,
-                    window=window,
-                    states=states,
-                )
-                for group in pools.measured
-            ),
-            key=lambda one: one.pages_available,
+        group = min(pools.measured, key=lambda one: free[one] + evictable[one] - reserved[one])
+        return Capacity(
+            pages_free=free[group],
+            pages_evictable=evictable[group],
+            pages_promised=reserved[group],
+            pages_returning=int(batch.pages_held[group][ending].sum()),
+            slots_free=batch.free_count,
+            sequence_tokens=int(batch.length.sum()),
+            window=self._scarcest(pools.windows),
+            states=self._scarcest(pools.states),
         )
 
     def _scarcest(self, groups: Sequence[int]) -> PoolUse | None:

@@ -132,7 +132,8 @@ class RunningBatch(SlotArrays):
             computed = min(request.computed, request.length)
             tokens = request.token_bytes(min(computed, tokens_max or computed))
             self.index.insert(self._named(request, tokens), table)
-        self.update(request)
+        if table.revision != self._revisions[request.slot]:
+            self._rewrite(request, table)
 
     def _key(self, request: Request) -> CacheKey:
         """The cache key of a waiting request, made once for the current weights."""

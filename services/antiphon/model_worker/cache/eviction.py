@@ -124,28 +124,27 @@ class Evictor:
         for heap in self._sparse:
             heap.put(node)
 
-    def evict(self, needs: Sequence[int]) -> int:
-        """Evict so many pages by group, as far as that many are loose; return how many in all."""
-        before = self._pools.loose()
-        goals = [max(0, loose - need) for loose, need in zip(before, needs, strict=True)]
+    def evict(self, goals: Sequence[int]) -> None:
+        """Evict pages until at most so many are loose in each group."""
         for heap in self._leaves:
             self._evict_leaves(heap, goals)
         for heap in self._sparse:
             self._evict_sparse(heap, goals[heap.group])
-        return sum(before) - sum(self._pools.loose())
 
     def _evict_leaves(self, heap: EvictionHeap, goals: Sequence[int]) -> None:
         heap.refresh()
-        pools = self._pools.pools
-        while (excess := max(pools[i].loose_count - goals[i] for i in self._anchors)) > 0:
+        excess = max([self._pools.pools[i].loose_count - goals[i] for i in self._anchors])
+        while excess > 0:
             node = heap.take()
             assert node is not None, "loose pages were lost"
-            if not node.children:
-                pages = node.pages[heap.group]
-                if loose := heap.pool.loose_end(pages, excess):
-                    self._trim(node, loose)
-                if pages:
-                    heap.put_leaf(node)
+            if node.children:
+                continue
+            pages = node.pages[heap.group]
+            if loose := heap.pool.loose_end(pages, excess):
+                self._trim(node, loose)
+                excess -= loose
+            if pages:
+                heap.put_leaf(node)
 
     def _evict_sparse(self, heap: EvictionHeap, goal: int) -> None:
         heap.refresh()

@@ -151,12 +151,12 @@ class RadixIndex:
         Fewer only if fewer are evictable. More in other groups: a page evicted from a full group
         takes along the pages of the same tokens in window groups.
         """
-        pool = self._pools.pools[self._counted]
-        before = pool.loose_count
-        evicted = self._evictor.evict(pages)
-        self.generation += evicted > 0
-        self.evicted_tokens += (before - pool.loose_count) * self._page_tokens
-        return evicted
+        before = self._pools.loose()
+        self._evictor.evict([max(0, loose - n) for loose, n in zip(before, pages, strict=True)])
+        evicted = [was - now for was, now in zip(before, self._pools.loose(), strict=True)]
+        self.generation += any(evicted)
+        self.evicted_tokens += evicted[self._counted] * self._page_tokens
+        return sum(evicted)
 
     def clear(self) -> int:
         """Remove everything; return how many pages no request held.

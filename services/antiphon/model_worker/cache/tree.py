@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.hashing import CacheKey, announced_root
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.pages import CachePools, PageTable
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class RadixNode:
+class RadixNode(msgspec.Struct, eq=False, kw_only=True):
     """A run of whole pages. Its children continue it, each with another first page.
 
     Attributes:
@@ -40,10 +40,10 @@ class RadixNode:
     pages: list[list[int]]
     used: list[int]
     hits: int = 0
-    blocks: list[bytes] = field(default_factory=list[bytes])
+    blocks: list[bytes] = msgspec.field(default_factory=list[bytes])
     announced: int = 0
     announced_children: int = 0
-    children: dict[bytes, RadixNode] = field(default_factory=dict[bytes, "RadixNode"])
+    children: dict[bytes, RadixNode] = msgspec.field(default_factory=dict[bytes, "RadixNode"])
 
     @property
     def length(self) -> int:

@@ -116,12 +116,12 @@ class HeldChoice:
         The first row carries `stream`.
         """
         while self._has_unsent:
-            offset, end = self._sent, self._row_end()
-            self._sent = end
+            offset = self._sent
+            (weights, retractions), until = self._origin_at(offset)
+            self._sent = end = self._row_end(until)
             self._number_sent = self._number is not None
             self._end_sent = self.finish is not None and end == self._end
             finish = self.finish if self._end_sent else None
-            weights, retractions = self._origin_at(offset)
             yield TokenRow(
                 request_id=self._request_id,
                 choice=self.index,
@@ -153,13 +153,14 @@ class HeldChoice:
         whole_prompt = self._in_store and self._details.end >= 0
         return max(self.length, self._details.end) if whole_prompt else self._details.end
 
-    def _row_end(self) -> int:
+    def _row_end(self, until: int | None) -> int:
+        """Where the next row ends, at the latest where the origin of its tokens does."""
         offset, end = self._sent, self._end
-        # A row holds prompt tokens or output tokens: only the latter have ids.
-        border = 0 if offset < 0 <= end else end
-        # The first origin is no border: outputs before it came with the admit.
-        border = min([border, *(start for start in [*self._origins][1:] if start > offset)])
-        return min(border, offset + self._row_tokens_max())
+        if offset < 0 <= end:
+            end = 0  # a row holds prompt tokens or output tokens: only the latter have ids
+        elif until is not None:
+            end = min(end, until)
+        return min(end, offset + self._row_tokens_max())
 
     def _row_tokens_max(self) -> int:
         if self._details is None:
@@ -192,11 +193,17 @@ class HeldChoice:
         if next(reversed(self._origins.values()), None) != origin:
             self._origins[self.length] = origin
 
-    def _origin_at(self, offset: int) -> tuple[str | None, int]:
-        """The origin of the output at an offset; the first one before that."""
-        starts = [start for start in self._origins if start <= max(0, offset)]
-        starts = starts[-1:] or list(self._origins)[:1]
-        return self._origins[starts[0]] if starts else (None, 0)
+    def _origin_at(self, offset: int) -> tuple[tuple[str | None, int], int | None]:
+        """The origin of the output at an offset, and where the next origin begins.
+
+        The first one also counts for outputs before it, which came with the admit.
+        """
+        found: tuple[str | None, int] | None = None
+        for start, origin in self._origins.items():
+            if found is not None and start > max(0, offset):
+                return found, start
+            found = origin
+        return found or (None, 0), None
 
 
 class HeldRequest:

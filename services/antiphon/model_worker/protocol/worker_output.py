@@ -8,9 +8,10 @@ is sent from each choice's own outputs, and sent again as often as it is request
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
@@ -44,16 +45,14 @@ OPEN_GRACE_MS = 1_000
 """Two periods of the open list: a younger request may be missing because the list is older."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunChoice:
+class RunChoice(msgspec.Struct, frozen=True):
     key: ChoiceKey
     state: RequestState
     traceparent: str | None
     choice: HeldChoice
 
 
-@dataclass(frozen=True, slots=True)
-class DropChoice:
+class DropChoice(msgspec.Struct, frozen=True, gc=False):
     """Drop a choice from the batching loop.
 
     `kept` is the number of output ids in the response, where more were sampled and it is known:
