@@ -171,7 +171,7 @@ def test_tokens_are_drawn_as_often_as_they_should_be(case: str) -> None:
 
 def test_neighbouring_positions_and_choices_draw_independently() -> None:
     positions = np.arange(DRAWS)
-    same_seed = replace(columns(DRAWS, 1.7), seed=np.full(DRAWS, 5, np.int64))
+    same_seed = msgspec.structs.replace(columns(DRAWS, 1.7), seed=np.full(DRAWS, 5, np.int64))
     tokens = drawn(plan_of(same_seed), positions)
     counts = np.bincount(tokens, minlength=VOCABULARY)
     chi_square = ((counts - WARM * DRAWS) ** 2 / (WARM * DRAWS)).sum()

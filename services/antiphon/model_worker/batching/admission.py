@@ -65,10 +65,8 @@ def _check_bias(bias: LogitBias, limits: EngineLimits) -> None:
 
 
 def _check_ids(ids: Sequence[int] | Ints, limits: EngineLimits, param: str) -> None:
-    if not len(ids):
-        return
-    array = np.asarray(ids, np.int64)
-    if not 0 <= array.min() <= array.max() < limits.vocab_size:
+    # As unsigned numbers, of which negative ones are the largest.
+    if len(ids) and np.asarray(ids, np.int64).view(np.uint64).max() >= limits.vocab_size:
         raise InvalidRequest(f"token ids must be from 0 to {limits.vocab_size - 1}", param=param)
 
 

@@ -133,9 +133,9 @@ class PageBudget:
 
     def needed(self, request: Request, cached_tokens: int) -> list[int]:
         """Pages by group that a request needs, expected growth included, if it starts now."""
-        left = min(request.tokens_max - request.length, ANSWER_TOKENS_MAX)
-        share = 1.0 if request.exact else self.ratio.value
-        tokens = request.length + math.ceil(left * share)
+        length = request.length
+        left = min(request.tokens_max - length, ANSWER_TOKENS_MAX)
+        tokens = length + math.ceil(left * (1.0 if request.exact else self.ratio.value))
         return [
             min(max(0, group.table_len(tokens) - group.shared_len(cached_tokens)), most)
             for group, most in zip(self._pools.groups, self._growth_max, strict=True)
@@ -292,4 +292,4 @@ def _table_len(group: CacheGroup, tokens: Longs) -> Longs:
     """`CacheGroup.table_len` for many lengths."""
     if group.kind is GroupKind.STATE:
         return np.minimum(tokens, 1) * STATES_RUNNING
-    return (tokens + group.page_tokens - 1) // group.page_tokens
+    return (tokens + (group.page_tokens - 1)) // group.page_tokens

@@ -41,8 +41,7 @@ def future(slot: Whole) -> Whole:
     return -1 - slot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingColumns:
+class SamplingColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """Sampling parameters of each row; entry r belongs to row r.
 
     `top_k` 0 keeps the whole vocabulary; `temperature` 0 is greedy.

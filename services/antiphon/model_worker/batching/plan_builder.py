@@ -82,5 +82,7 @@ def _tokens(rows: StepRows, batch: RunningBatch) -> tuple[Ints, Ints]:
 
 def _last_each(ends: Ints, counts: Longs) -> Ints:
     """The last `counts` (R,) indices before each of `ends` (R,)."""
+    if not np.count_nonzero(counts > 1):  # no drafts
+        return ends[counts > 0] - 1
     first = ends - np.cumsum(counts)
     return np.array(np.repeat(first, counts) + np.arange(counts.sum()), np.int32)

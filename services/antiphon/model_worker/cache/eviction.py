@@ -55,7 +55,7 @@ class EvictionHeap:
     def put(self, node: RadixNode) -> None:
         if node not in self._nodes:
             self._nodes.add(node)
-            self._push(node)
+            heapq.heappush(self._heap, self._entry(node))
 
     def put_leaf(self, node: RadixNode) -> None:
         """Put a node of a group that loses pages from the end of a path, once its last is loose."""
@@ -65,16 +65,23 @@ class EvictionHeap:
         else:
             self.watch(node, (last,))
 
-    def take(self) -> RadixNode | None:
-        while self._heap:
-            rank, _, node = heapq.heappop(self._heap)
+    def first(self) -> RadixNode:
+        """The node of the lowest rank."""
+        while True:
+            assert self._heap, "loose pages were lost"
+            rank, _, node = self._heap[0]
             if node not in self._nodes:
-                continue
-            if rank == self._strategy(node, self.group):
-                self._nodes.remove(node)
+                heapq.heappop(self._heap)
+            elif rank == self._strategy(node, self.group):
                 return node
-            self._push(node)
-        return None
+            else:
+                heapq.heapreplace(self._heap, self._entry(node))
+
+    def drop_first(self, node: RadixNode, pages: Sequence[int]) -> None:
+        """Remove the `first` node, and watch these pages of it."""
+        heapq.heappop(self._heap)
+        self._nodes.remove(node)
+        self.watch(node, pages)
 
     def watch(self, node: RadixNode, pages: Sequence[int]) -> None:
         """Put a node once one of these pages is loose; requests hold them now."""
@@ -95,9 +102,8 @@ class EvictionHeap:
             self._heap = [entry for entry in self._heap if entry[2] in self._nodes]
             heapq.heapify(self._heap)
 
-    def _push(self, node: RadixNode) -> None:
-        rank = self._strategy(node, self.group)
-        heapq.heappush(self._heap, (rank, next(self._serial), node))
+    def _entry(self, node: RadixNode) -> tuple[Rank, int, RadixNode]:
+        return self._strategy(node, self.group), next(self._serial), node
 
 
 class Evictor:
@@ -135,31 +141,25 @@ class Evictor:
         heap.refresh()
         excess = max([self._pools.pools[i].loose_count - goals[i] for i in self._anchors])
         while excess > 0:
-            node = heap.take()
-            assert node is not None, "loose pages were lost"
-            if node.children:
-                continue
-            pages = node.pages[heap.group]
+            node = heap.first()
+            pages = () if node.children else node.pages[heap.group]
             if loose := heap.pool.loose_end(pages, excess):
                 self._trim(node, loose)
                 excess -= loose
-            if pages:
-                heap.put_leaf(node)
+            else:
+                heap.drop_first(node, pages[-1:])
 
     def _evict_sparse(self, heap: EvictionHeap, goal: int) -> None:
         heap.refresh()
         while (excess := heap.pool.loose_count - goal) > 0:
-            node = heap.take()
-            assert node is not None, "loose pages were lost"
+            node = heap.first()
             pages = node.pages[heap.group]
             # From the first on: more requests continue from the end of a run than from within.
             listed = [index for index, page in enumerate(pages) if page != HOLE]
             loose = [index for index in listed if heap.pool.is_loose(pages[index])][:excess]
             self._tree.punch(node, heap.group, loose)
-            if len(loose) == excess:
-                heap.put(node)
-            else:
-                heap.watch(node, [page for page in pages if page != HOLE])
+            if len(loose) < excess:
+                heap.drop_first(node, [page for page in pages if page != HOLE])
             if not self._anchors:
                 self._prune(node)
 

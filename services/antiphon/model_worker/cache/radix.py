@@ -13,7 +13,7 @@ from antiphon.model_worker.cache.tree import RadixNode, RadixTree
 from antiphon.wire.digests import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
     from antiphon.model_worker.cache.hashing import CacheKey
@@ -126,8 +126,9 @@ class RadixIndex:
             return  # without a checkpoint at its end the run of pages would never match
         path, length = self._tree.find(key, end)
         path = self._settle(path, length)
-        if not all(self._reconcile(node, table) for node in path):
-            return
+        for node in path:
+            if not self._reconcile(node, table):
+                return
         if length < end:
             path = self._grow(path, key, table, end)
         self._touch(path)
@@ -209,7 +210,7 @@ class RadixIndex:
         fork is gone. Otherwise the fork would hold pages of the tree without the pages before
         them, which would block eviction.
         """
-        differences = list(_differences(node, table))
+        differences = _differences(node, table)
         pools = self._pools.pools
         for group, _, own, page in differences:
             if page != HOLE and pools[group].holders(own) > 1:
@@ -244,15 +245,16 @@ def _joined(path: Sequence[RadixNode], group: int) -> list[int]:
     return pages
 
 
-def _differences(node: RadixNode, table: PageTable) -> Iterator[tuple[int, int, int, int]]:
+def _differences(node: RadixNode, table: PageTable) -> list[tuple[int, int, int, int]]:
     """Group, entry, and both pages, where table and node have different ones."""
+    differences: list[tuple[int, int, int, int]] = []
     for group, pages in enumerate(node.pages):
         begin = max(node.start, table.dead(group))
         own, theirs = table.entries(group, begin, node.end), pages[begin - node.start :]
         if own != theirs:
-            for offset, (mine, page) in enumerate(zip(own, theirs, strict=True)):
-                if mine != page:
-                    yield group, begin + offset, mine, page
+            pairs = enumerate(zip(own, theirs, strict=True), start=begin)
+            differences += [(group, at, mine, page) for at, (mine, page) in pairs if mine != page]
+    return differences
 
 
 def _last_whole_end(pages: Sequence[int], end: int, group: CacheGroup) -> int:
