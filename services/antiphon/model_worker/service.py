@@ -25,8 +25,7 @@ from antiphon.model_worker.protocol.peers import (
     longest_elsewhere,
     other_workers,
 )
-from antiphon.model_worker.protocol.reports import ReportQueue
-from antiphon.model_worker.protocol.token_sender import TokenSender
+from antiphon.model_worker.protocol.token_sender import ReportQueue, TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.model_worker.speculation.corpora import ExternalCorpora
 from antiphon.model_worker.startup.engine import Engine, open_engine, warm_up

@@ -24,10 +24,8 @@ from tests.support.worker import (
 from antiphon.bus.bus import Bus
 from antiphon.bus.transport import BusDown
 from antiphon.model_worker.batching.state import ChoiceKey, Finish
-from antiphon.model_worker.protocol.outbox import TokenOutbox
-from antiphon.model_worker.protocol.plain_streams import PlainStreams
-from antiphon.model_worker.protocol.reports import REPORTS_MAX, ReportQueue
-from antiphon.model_worker.protocol.token_sender import TokenSender
+from antiphon.model_worker.protocol.outbox import PlainStreams, TokenOutbox
+from antiphon.model_worker.protocol.token_sender import REPORTS_MAX, ReportQueue, TokenSender
 from antiphon.model_worker.protocol.worker_output import DropChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import FinishReason

@@ -35,23 +35,20 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_ids(ids, limits, "input_ids")
     if len(ids) + min(state.sampling.max_new_tokens, 1) > limits.context_tokens:
         raise PromptTooLong.of(prompt_tokens=prompt_tokens, tokens_max=limits.context_tokens)
-    _check_sampling(state.sampling, limits)
-    _check_logprobs(state.sampling, limits)
-    _check_pooling(state.sampling, limits.pool_width)
+    sampling = state.sampling
+    if sampling.logit_bias is not None:
+        _check_bias(sampling.logit_bias, limits)
+    for processor in sampling.processors:
+        _check_ids(named_ids(processor), limits, "processors")
+    _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
+    _check_logprobs(sampling, limits)
+    _check_pooling(sampling, limits.pool_width)
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:
     """Maximum number of output tokens: `max_new_tokens`, limited by the context."""
     prompt_tokens = len(state.prompt_ids) // 4
     return min(state.sampling.max_new_tokens, limits.context_tokens - prompt_tokens)
-
-
-def _check_sampling(sampling: SamplingParams, limits: EngineLimits) -> None:
-    if sampling.logit_bias is not None:
-        _check_bias(sampling.logit_bias, limits)
-    for processor in sampling.processors:
-        _check_ids(named_ids(processor), limits, "processors")
-    _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
 
 
 def _check_bias(bias: LogitBias, limits: EngineLimits) -> None:

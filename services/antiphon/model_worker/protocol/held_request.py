@@ -115,7 +115,9 @@ class HeldChoice:
 
         The first row carries `stream`.
         """
-        while self._has_unsent:
+        while not self._stopped and (
+            self._sent < self._end or (self.finish is not None and not self._end_sent)
+        ):
             offset = self._sent
             (weights, retractions), until = self._origin_at(offset)
             self._sent = end = self._row_end(until)
@@ -140,12 +142,6 @@ class HeldChoice:
             stream = None
 
     @property
-    def _has_unsent(self) -> bool:
-        if self._stopped:
-            return False
-        return self._sent < self._end or (self.finish is not None and not self._end_sent)
-
-    @property
     def _end(self) -> int:
         """The offset up to which there are tokens to send, of the prompt or the output."""
         if self._details is None:
@@ -160,13 +156,10 @@ class HeldChoice:
             end = 0  # a row holds prompt tokens or output tokens: only the latter have ids
         elif until is not None:
             end = min(end, until)
-        return min(end, offset + self._row_tokens_max())
-
-    def _row_tokens_max(self) -> int:
-        if self._details is None:
-            return ROW_IDS_MAX
-        token_bytes = max(self._details.token_bytes, 2 * ID_BYTES)
-        return min(ROW_IDS_MAX, max(1, ROW_DETAILS_BYTES_MAX // token_bytes))
+        if self._details is not None:
+            token_bytes = max(self._details.token_bytes, 2 * ID_BYTES)
+            end = min(end, offset + max(1, ROW_DETAILS_BYTES_MAX // token_bytes))
+        return min(end, offset + ROW_IDS_MAX)
 
     def _ids(self, start: int, end: int) -> bytes:
         if self._outputs is None:

@@ -1,10 +1,12 @@
-"""Sends tokens to the detokenizers, from both threads of the worker."""
+"""Sends what a step did: tokens to the detokenizers, and its report to the event loop's thread."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 OUTLETS_MAX = 64
 """Detokenizers whose publishers are cached."""
+REPORTS_MAX = 64
+"""Reports that may be queued before the batching loop waits."""
 
 
 class TokenSender:
@@ -101,3 +105,40 @@ class TokenSender:
 
     def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenBatch], None]:
         return self._bus.publisher(TOKENS, detokenizer=detokenizer)
+
+
+@dataclass(kw_only=True)
+class ReportQueue:
+    """A bounded queue between two threads.
+
+    `take` processes each report in the event loop's thread; `failed` ends with its exception. The
+    batching loop waits at most `wait_s` for an event loop that is far behind.
+    """
+
+    take: Callable[[StepReport], None]
+    wait_s: float
+
+    def __post_init__(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._free = threading.Semaphore(REPORTS_MAX)
+        self.failed: asyncio.Future[None] = self._event_loop.create_future()
+
+    def put(self, report: StepReport) -> None:
+        """Queue a report, in the batching loop's thread; wait if the event loop is far behind.
+
+        A `TimeoutError` ends the process, so that its supervisor starts another: the event loop
+        hangs, and heartbeats with it, so that peers have considered it dead long before.
+        """
+        if not self._free.acquire(timeout=self.wait_s):
+            raise TimeoutError(
+                f"the event loop processed none of {REPORTS_MAX} step reports in {self.wait_s:g} s"
+            )
+        self._event_loop.call_soon_threadsafe(self._turn, report)
+
+    def _turn(self, report: StepReport) -> None:
+        self._free.release()
+        try:
+            self.take(report)
+        except Exception as error:  # noqa: BLE001  # raised where `failed` is awaited
+            if not self.failed.done():
+                self.failed.set_exception(error)

@@ -16,8 +16,7 @@ import msgspec
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
-from antiphon.model_worker.protocol.outbox import TokenOutbox
-from antiphon.model_worker.protocol.plain_streams import PlainStreams
+from antiphon.model_worker.protocol.outbox import PlainStreams, TokenOutbox
 from antiphon.wire.codec import id_count
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
