@@ -93,7 +93,9 @@ class PageBudget:
         batch = self._batch
         left = np.minimum(batch.tokens_max - batch.length, ANSWER_TOKENS_MAX)
         expected = np.ceil(left * self.ratio.value).astype(np.int64)
-        tokens = batch.length + np.where(batch.exact, left, expected)
+        if np.count_nonzero(batch.exact):
+            expected = np.where(batch.exact, left, expected)
+        tokens = batch.length + expected
         growths = [
             np.maximum(_table_len(group, tokens) - entries, 0)
             for group, entries in zip(self._pools.groups, batch.entries, strict=True)

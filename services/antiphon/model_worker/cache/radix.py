@@ -185,7 +185,8 @@ class RadixIndex:
 
     def _settle(self, path: list[RadixNode], length: int) -> list[RadixNode]:
         """Split the last node so that a path ends with page `length`."""
-        path = [node for node in path if node.start < length]
+        while path and path[-1].start >= length:
+            path.pop()
         if path and path[-1].end > length:
             path[-1] = self._tree.split(path[-1], length)
             self._evictor.grown(path[-1])
