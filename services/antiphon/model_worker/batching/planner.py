@@ -18,7 +18,6 @@ from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import NO_SLOTS, SlotSet
 from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow, pages_needed
 from antiphon.model_worker.batching.state import EngineLimits, Phase, QueueKey, RequestState
-from antiphon.model_worker.cache.pages import PageTable
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
     from antiphon.model_worker.batching.timeouts import Timeouts
+    from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.cache.radix import Prefix
     from antiphon.model_worker.cache.tree import RadixNode
     from antiphon.model_worker.speculation.policy import Speculation
@@ -268,10 +268,8 @@ class StepPlanner:
             return None  # although its cached pages count as available and as not needed here
         # The table must hold the cached pages before the available ones are counted: else these
         # would count as evictable, and a request that cannot run would be admitted.
-        if not shared:
-            return PageTable(self._batch.pools)
         table = self._batch.cached_table(request)
-        if self._pages.fits(request, table.committed, reserved):
+        if not shared or self._pages.fits(request, table.committed, reserved):
             return table
         table.release()
         return None
