@@ -206,7 +206,8 @@ class StepWorker:
 
     def _launch(self) -> LaunchedPlan:
         rows = self.core.next_rows(self.steps * STEP_S)
-        plan = build_plan(self.steps, rows, self.core.batch)
+        batch = self.core.batch
+        plan = build_plan(self.steps, rows, batch, batch.part(rows))
         self.core.pools.launched(plan.step)
         return LaunchedPlan(plan, rows)
 

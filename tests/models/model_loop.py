@@ -14,6 +14,7 @@ from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import PoolMode, read_pooling
 from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
@@ -116,9 +117,10 @@ class ModelLoop:
         if drafter is not None:
             self.speculation = Speculation(drafter, drafts_max, sizes.running_max)
         self.core = EngineCore(sizes, self.pools, index, speculation=self.speculation)
-        self.loop = BatchingLoop(
-            self.core, runner or model.runner, Mailbox(1), self._read, overlap=overlap
-        )
+        runner = runner or model.runner
+        self._forward = ForwardThread(runner) if overlap else None
+        launcher = self._forward or InTurn(runner)
+        self.loop = BatchingLoop(self.core, launcher, Mailbox(1), self._read, ahead=int(overlap))
         self.outputs: list[Output] = []
         self.reports: list[StepReport] = []
         self._reader = ProgressReader()
@@ -150,7 +152,15 @@ class ModelLoop:
         self._turn(Mail())  # reads what is still in flight
         held = [u - c for u, c in zip(self.pools.used(), self.pools.loose(), strict=True)]
         assert not any(held), f"pages that no request has are held: {held}"
+        if self._forward is not None:
+            self._forward.close()
         return [self.outputs[key] for key in runs]
+
+    @property
+    def futures(self) -> int:
+        """Tokens that were not known when their plan was made."""
+        records = self.loop.recorder.records()
+        return sum(int(np.count_nonzero(record.plan.tokens < 0)) for record in records)
 
     def _turn(self, mail: Mail) -> None:
         self._read(self.loop.turn(mail))

@@ -17,6 +17,7 @@ from antiphon import embedded
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish
@@ -76,7 +77,7 @@ class Worker:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine = engine
         self.settings = settings
-        self.loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
+        self.loop = BatchingLoop(engine.core, InTurn(engine.runner), Mailbox(1), lambda _: None)
 
     def guides(self, states: Sequence[RequestState]) -> list[GrammarMatcher | None]:
         async def make() -> list[GrammarMatcher | None]:

@@ -35,11 +35,12 @@ from torch import Tensor
 
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
-from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
+from antiphon.model_worker.batching.plan import SamplingPart, StepOutcome, StepPlan
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.input_batch import PlanRefused, build_input_batch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from antiphon.model_worker.runner.model_runner import OpenModel
@@ -53,8 +54,9 @@ class Reader:
         self.kept: dict[int, list[Tensor]] = {}
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         """Compute a plan; types of tokens are those of `typed`."""
+        assert part is None, "nothing is sampled"
         runner, rows = self._runner, len(plan.slot)
         if self._types:
             types = (plan.tokens % self._types).astype(np.int32)

@@ -7,7 +7,6 @@ wrong from somewhere on, or always wrong.
 from __future__ import annotations
 
 import random
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from tests.models.test_grammars import SETTINGS, Worker, regex, schema
 from tests.models.test_grammars import state as guided
 from tests.models.test_states_with_model import write_row
 from tests.models.tiny import VOCABULARY, write_llama
-from tests.simulation.hash_runner import ApartRunner
 from tests.support.models import load, open_model, with_spec
 from tests.support.worker import state
 
@@ -259,22 +257,19 @@ class Bench:
     def run(
         self, states: Sequence[RequestState], mode: Mode, drafter: Drafter | None = None
     ) -> list[Output]:
-        apart = ApartRunner(self.opened.runner, resolves=False)
         self.opened.runner._step = None
-        with closing(apart):
-            loop = ModelLoop(
-                self.opened,
-                apart if mode.overlap else None,
-                tree=mode.tree,
-                overlap=mode.overlap,
-                drafter=drafter,
-                queue_max=10_000,
-                checkpoint_tokens=16,
-                hidden_states=True,
-                conservativeness=0.0,
-                **mode.limits,
-            )
-            outputs = loop.run(states, one_a_turn=mode.one_a_turn, retract_at=mode.retract_at)
+        loop = ModelLoop(
+            self.opened,
+            tree=mode.tree,
+            overlap=mode.overlap,
+            drafter=drafter,
+            queue_max=10_000,
+            checkpoint_tokens=16,
+            hidden_states=True,
+            conservativeness=0.0,
+            **mode.limits,
+        )
+        outputs = loop.run(states, one_a_turn=mode.one_a_turn, retract_at=mode.retract_at)
         assert not loop.reports[-1].failures
         self.loop = loop
         return outputs

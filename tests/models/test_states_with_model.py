@@ -27,6 +27,7 @@ from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_card.card import read_card
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey
@@ -131,7 +132,7 @@ def test_a_worker_opens_a_hybrid_by_its_settings_and_replays_its_plans(folder: P
     engine = open_engine(settings)
     assert engine.resolved is not None
     assert engine.resolved.running_max.value == 12
-    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
+    loop = BatchingLoop(engine.core, InTurn(engine.runner), Mailbox(1), lambda _: None)
     names = [RequestId(str(number)) for number in range(20)]
     states = [state(PROMPTS[i], request_id=names[i], sampling=GREEDY) for i in range(20)]
     loop.turn(Mail(runs={ChoiceKey(i): state for i, state in enumerate(states)}))

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from tests.simulation.hash_runner import HashRunner, answer_alone
+from tests.simulation.hash_runner import Eager, EagerFlight, HashRunner, answer_alone
 from tests.support.worker import page_group
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.plan import LogprobsBatch
@@ -38,9 +39,17 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import Floats, Indices, Ints, StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import (
+        Floats,
+        Indices,
+        Ints,
+        Launcher,
+        SamplingPart,
+        StepOutcome,
+        StepPlan,
+    )
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import Progress
 
@@ -62,11 +71,7 @@ class RunFailed(Exception):
 
 
 class WorldRunner(HashRunner):
-    """Fails a plan, or poisons a row, where the world says so; and computes late if it may.
-
-    A plan that is launched is computed only when its outcome is asked for: whatever was given back
-    too early has been written to by others by then.
-    """
+    """Fails a plan, or poisons a row, where the world says so."""
 
     fail = False
     stumble = False  # fails once
@@ -74,35 +79,15 @@ class WorldRunner(HashRunner):
     last: StepPlan | None = None
     planned: frozenset[int] = frozenset()
     """The slots of all plans of a turn: several, if one has failed."""
-    _drawn: dict[int, int]
 
-    def __init__(self, groups: Sequence[CacheGroup], vocab_size: int) -> None:
-        super().__init__(groups, vocab_size)
-        self.in_flight: dict[int, StepPlan] = {}
-
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         self.last, self.planned = plan, self.planned.union(plan.slot.tolist())
-        outcome = super().run(self._known(plan))
-        self._drawn |= {
-            slot: int(outcome.token_ids[end - 1]) if end > start else 0
-            for slot, start, end in zip(
-                plan.slot.tolist(), outcome.starts[:-1], outcome.starts[1:], strict=True
-            )
-        }
+        outcome = super().run(plan, part)
         if self.fail or self.stumble:
             self.stumble = False
             self.raised += 1
             raise RunFailed
         return msgspec.structs.replace(outcome, details=self._details(plan, outcome))
-
-    def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
-        self.in_flight[plan.step] = plan
-
-        def outcome() -> StepOutcome:
-            del self.in_flight[plan.step]
-            return self.run(plan)
-
-        return outcome
 
     def _details(self, plan: StepPlan, outcome: StepOutcome) -> LogprobsBatch | None:
         """The logprobs of what was accepted, in the rows that ask for them."""
@@ -127,14 +112,6 @@ class WorldRunner(HashRunner):
             top_logprobs=values[:, np.newaxis][:, :top],
             named_logprobs=np.zeros((len(ids), 0), np.float32),
         )
-
-    def _known(self, plan: StepPlan) -> StepPlan:
-        """With each `future` replaced by what its slot drew last."""
-        self._drawn = getattr(self, "_drawn", {})
-        tokens = plan.tokens.copy()
-        for index in (tokens < 0).nonzero()[0].tolist():
-            tokens[index] = self._drawn[-1 - int(tokens[index])]
-        return msgspec.structs.replace(plan, tokens=tokens)
 
 
 @dataclass
@@ -214,7 +191,10 @@ class World:
         self.pools = CachePools(groups)
         self.limits = self._limits()
         self.rules = self._rules()
-        self.overlap = overlap
+        # A chance of its own, so that other worlds are those that they were.
+        flights = random.Random(f"flights {seed}")
+        self.ahead = flights.choice([1, 1, 2, 3]) if overlap else 0
+        self._eager = flights.random() < 0.5
         self.cached = self.pick("cached", True, True, False)
         index: RadixIndex | None = None
         if self.cached:
@@ -233,9 +213,9 @@ class World:
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
         self.loop = BatchingLoop(
-            *(self.batching, self.runner, Mailbox(1), self.receive),
+            *(self.batching, self._launcher(), Mailbox(1), self.receive),
             clock=lambda: self.now,
-            overlap=overlap,
+            ahead=self.ahead,
         )
         self.reported: dict[ChoiceKey, Reported] = {}
         self.extras = random.Random(f"extras {seed}")
@@ -249,6 +229,10 @@ class World:
         self._overtaken: dict[ChoiceKey, float] = {}
         self._overtaken_before: Counter[ChoiceKey] = Counter()
         self._idle_turns: dict[ChoiceKey, int] = {}
+
+    def _launcher(self) -> Launcher:
+        """Whatever is given back or written too early is read by a plan that is computed late."""
+        return Eager(self.runner) if self._eager else InTurn(self.runner)
 
     def pick(self, name: str, *options: Any) -> Any:
         """One of the options, or what the test says of it."""
@@ -332,7 +316,11 @@ class World:
         self.now += 1.0
         report = self.loop.turn(mail or Mail())
         self.receive(report)
-        assert report.failures == self.runner.raised, "something failed beside the runner"
+        unread = sum(
+            isinstance(launched.flight, EagerFlight) and launched.flight.failed
+            for launched in self.loop._flights
+        )
+        assert report.failures == self.runner.raised - unread, "something failed beside the runner"
         self.check_pages()
         self.check_salts()
         self.check_slots()
@@ -449,7 +437,9 @@ class World:
                 self.seen["read by several"] += max(listed.values(), default=1) > 1
             assert self.cached or cached == 0
         assert all(pool.free_count <= pool.total for pool in self.pools.pools)
-        for plan in self.runner.in_flight.values():
+        for launched in self.loop._flights:
+            assert launched.record is not None
+            plan = launched.record.plan
             for pool, table in zip(self.pools.pools, plan.page_tables, strict=True):
                 used = set(table[table >= 0].tolist())
                 assert used.isdisjoint(pool._free), "a page is free that a plan may read"
@@ -550,7 +540,7 @@ class World:
     def check_decodes(self) -> None:
         """Whoever has begun to answer has a row in every plan, or in every other."""
         plan, running = self.runner.last, self.batching.running
-        if self.overlap or plan is None:
+        if self.ahead or plan is None:
             return
         idle = {
             request.key: self._idle_turns.get(request.key, 0) + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -11,7 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from antiphon.model_worker.batching.plan import Ints, PlanRunner, RowStatus, StepOutcome, StepPlan
+from antiphon.model_worker.batching.plan import (
+    Ints,
+    PlanRunner,
+    RowStatus,
+    SamplingPart,
+    StepOutcome,
+    StepPlan,
+    future,
+)
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.wire.base import FinishReason
 
@@ -83,26 +90,37 @@ class HashRunner:
         self._pages = [np.full((g.pages_total, g.page_tokens), -1, np.int32) for g in groups]
         self._states: dict[tuple[int, int], Ints] = {}
         self._counted: dict[int, list[int]] = {}  # the tokens that penalties count, by slot
+        self._last: dict[int, int] = {}  # the last token that each slot drew
+        self.rows = self.tokens = 0  # of all plans
+        self.futures = 0  # tokens that were not known when their plan was made
 
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         """Write the plan's tokens into their pages and draw from what the pages hold then."""
         assert plan.step == self.plans + 1, "a step is missing"
         self.plans += 1
+        self.rows += len(plan.slot)
+        self.tokens += len(plan.tokens)
+        plan = self._known(plan)
         ends = np.cumsum(plan.query_len)
         rows = np.searchsorted(ends, plan.logit_tokens, side="right")
         logits = np.bincount(rows, minlength=len(ends))
         first = np.cumsum(logits) - logits
-        self._begin_counts(plan)
+        count, kinds = len(plan.slot), range(len(self.groups))
+        written = [[self._context(plan, row, group) for group in kinds] for row in range(count)]
+        if plan.part is None:
+            assert part is not None, "a plan without a sampling part"
+            plan = msgspec.structs.replace(plan, part=part())
+        penalised = self._begin_counts(plan)
         accepted: list[list[int]] = []
         status: list[RowStatus] = []
-        for row in range(len(plan.slot)):
-            contexts = [self._context(plan, row, group) for group in range(len(self.groups))]
+        for row, contexts in enumerate(written):
             status.append(RowStatus.NON_FINITE if self.poisoned(plan, row) else RowStatus.OK)
             draws = int(logits[row]) if status[-1] is RowStatus.OK else 0
             wanted = range(int(first[row]), int(first[row]) + draws)
             accepted.append(self._draw(plan, row, contexts, wanted) if draws else [])
-            if plan.penalties is not None and row in plan.penalties.rows:
+            if row in penalised:
                 self._counted[int(plan.slot[row])] += accepted[-1]
+            self._last[int(plan.slot[row])] = accepted[-1][-1] if accepted[-1] else 0
         counts = np.array([len(ids) for ids in accepted], np.int32)
         computed = np.where(logits > 1, counts, plan.query_len)
         return StepOutcome(
@@ -113,12 +131,25 @@ class HashRunner:
             computed=np.where(np.array(status) == RowStatus.OK, computed, 0).astype(np.int32),
         )
 
-    def _begin_counts(self, plan: StepPlan) -> None:
-        if (penalties := plan.penalties) is None:
-            return
+    def _known(self, plan: StepPlan) -> StepPlan:
+        """With each `future` replaced by what its slot drew last."""
+        unknown = (plan.tokens < 0).nonzero()[0].tolist()
+        self.futures += len(unknown)
+        tokens = plan.tokens.copy()
+        for index in unknown:
+            # A slot whose step failed has drawn nothing: this plan will count for nothing.
+            tokens[index] = self._last.get(-1 - int(tokens[index]), 0)
+        return msgspec.structs.replace(plan, tokens=tokens)
+
+    def _begin_counts(self, plan: StepPlan) -> Ints:
+        """Reset what penalties count, where a plan says so; the rows with penalties."""
+        assert plan.part is not None, "a plan samples without its sampling part"
+        if (penalties := plan.part.penalties) is None:
+            return np.zeros(0, np.int32)
         bounds = pairwise(penalties.begun_starts.tolist())
         for slot, (start, end) in zip(penalties.begun.tolist(), bounds, strict=True):
             self._counted[slot] = penalties.begun_ids[start:end].tolist()
+        return penalties.rows
 
     def _context(self, plan: StepPlan, row: int, group: int) -> Ints:
         """Write the row's tokens into one group's pages; return all that its last query sees."""
@@ -179,9 +210,57 @@ class HashRunner:
         windows = [group.window for group in self.groups]
         seed, choice = int(plan.sampling.seed[row]), int(plan.sampling.choice[row])
         counted: list[int] = []
-        if plan.penalties is not None and row in plan.penalties.rows:
+        assert plan.part is not None, "a plan samples without its sampling part"
+        if plan.part.penalties is not None and row in plan.part.penalties.rows:
             counted = [*self._counted[int(plan.slot[row])], *context[len(context) - drafts :]]
         return next_token(context, windows, seed, choice, self.vocab_size, counted)
+
+
+class Eager:
+    """Computes plans as soon as all before them have their sampling parts."""
+
+    native_thread: int | None = None
+
+    def __init__(self, runner: PlanRunner) -> None:
+        self._runner = runner
+        self._waiting: list[EagerFlight] = []
+
+    def launch(self, plan: StepPlan) -> EagerFlight:
+        flight = EagerFlight(plan, self._compute)
+        self._waiting.append(flight)
+        self._compute()
+        return flight
+
+    def _compute(self) -> None:
+        while self._waiting and self._waiting[0].plan.part is not None:
+            self._waiting.pop(0).compute(self._runner)
+
+
+class EagerFlight:
+    def __init__(self, plan: StepPlan, completed: Callable[[], None]) -> None:
+        self.plan = plan
+        self._completed = completed
+        self._outcome: StepOutcome | Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        return isinstance(self._outcome, Exception)
+
+    def compute(self, runner: PlanRunner) -> None:
+        try:
+            self._outcome = runner.run(self.plan)
+        except Exception as error:  # noqa: BLE001  # raised where the outcome is read
+            self._outcome = error
+
+    def sample(self, part: SamplingPart) -> None:
+        self.plan = msgspec.structs.replace(self.plan, part=part)
+        self._completed()
+
+    def outcome(self) -> StepOutcome:
+        assert self._outcome is not None, "a plan without its sampling part is read"
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
 
 
 class Cursed(Exception):
@@ -195,66 +274,15 @@ class CursedRunner:
         self.runner = runner
         self.token = token
         self.raised = 0
+        self._last: dict[int, int] = {}  # what each slot drew last, by its placeholder
 
-    def run(self, plan: StepPlan) -> StepOutcome:
-        outcome = self.runner.run(plan)
-        if self.token in plan.tokens:
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        outcome = self.runner.run(plan, part)
+        tokens = [t if t >= 0 else self._last.get(t) for t in plan.tokens.tolist()]
+        for row, slot in enumerate(plan.slot.tolist()):
+            if outcome.starts[row] < outcome.starts[row + 1]:
+                self._last[future(slot)] = int(outcome.token_ids[outcome.starts[row + 1] - 1])
+        if self.token in tokens:
             self.raised += 1
             raise Cursed(f"step {plan.step}")
-        return outcome
-
-
-class ApartRunner:
-    """Computes in a thread of its own, in order.
-
-    `resolves` futures from its own last results, for a runner that does not do so itself.
-
-    Attributes:
-        held_max: Most plans that were launched and not read at once.
-        rows: Rows of all plans.
-        tokens: Tokens of all plans.
-        futures: Tokens that were not known when their plan was made.
-    """
-
-    def __init__(self, runner: PlanRunner, *, resolves: bool = True) -> None:
-        self._runner = runner
-        self._resolves = resolves
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._last: dict[int, int] = {}
-        self._held = 0
-        self.held_max = self.rows = self.tokens = self.futures = 0
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        return self.launch(plan)()
-
-    def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
-        self._held += 1
-        self.held_max = max(self.held_max, self._held)
-        self.rows += len(plan.slot)
-        self.tokens += len(plan.tokens)
-        computed = self._thread.submit(self._compute, plan)
-
-        def outcome() -> StepOutcome:
-            self._held -= 1
-            return computed.result(timeout=10)
-
-        return outcome
-
-    def _compute(self, plan: StepPlan) -> StepOutcome:
-        futures = np.flatnonzero(plan.tokens < 0).tolist()
-        self.futures += len(futures)
-        if not self._resolves:
-            return self._runner.run(plan)
-        tokens = plan.tokens.copy()
-        for index in futures:
-            # A slot whose step failed has drawn nothing: this plan will count for nothing.
-            tokens[index] = self._last.get(-1 - int(tokens[index]), 0)
-        outcome = self._runner.run(msgspec.structs.replace(plan, tokens=tokens))
-        for row, slot in enumerate(plan.slot.tolist()):
-            accepted = outcome.token_ids[outcome.starts[row] : outcome.starts[row + 1]]
-            if len(accepted):
-                self._last[slot] = int(accepted[-1])
         return outcome

@@ -16,13 +16,11 @@ from tests.simulation.worker_worlds import (
     drafting_states,
     stumbling,
     with_grammars,
-    with_late_grammars,
 )
 
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.outcome import OutcomeProcessor
-from antiphon.model_worker.batching.rows import SlotSet
 from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.cache.pages import PagePool, PageTable, StateChain
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
@@ -127,10 +125,10 @@ def never_given_back(_: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, tokens: None
 
 
-def never_verifying(right: Callable[..., Any]) -> Callable[..., Any]:
+def never_blocked(right: Callable[..., Any]) -> Callable[..., Any]:
     def launch(self: RunningBatch, decodes: Any, drafted: Any, chunks: Any) -> Any:
         rows = right(self, decodes, drafted, chunks)
-        self.verifying[:] = False
+        self.blocked[:] = False
         return rows
 
     return launch
@@ -168,21 +166,6 @@ def never_rolled_back(_: Callable[..., Any]) -> Callable[..., Any]:
     return propose
 
 
-def late_as_a_decode(_: Callable[..., Any]) -> Callable[..., Any]:
-    """A late row that accepted one token is committed as if it had had no drafts."""
-
-    def commit_late(self: OutcomeProcessor, late: Any) -> None:
-        self.log.close_step()
-        finishes = late.task.result()
-        if len(late.task.tokens) > 1:
-            self._accept_several(late.request, late.outcome, late.index, finishes)
-            return
-        slots = SlotSet.of([late.request.slot])
-        self._accept(slots, late.outcome, np.array([late.index]), {0: finishes})
-
-    return commit_late
-
-
 MUTANTS = (
     Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),
     Mutant("computed - 1", OutcomeProcessor, "commit", computed_off_by(-1), drafting),
@@ -192,7 +175,7 @@ MUTANTS = (
     Mutant("pages given back early", RunningBatch, "launch", early_pages, drafting),
     Mutant("pages free in flight", PagePool, "release", unfenced, drafting),
     Mutant("pages never given back", PageTable, "truncate", never_given_back, drafting),
-    Mutant("row after an open one", RunningBatch, "launch", never_verifying, drafting),
+    Mutant("row after an open one", RunningBatch, "launch", never_blocked, drafting),
     Mutant("state of the first token", StateChain, "commit", first_state, drafting_states),
     Mutant(
         "logprobs of the row before",
@@ -202,11 +185,4 @@ MUTANTS = (
         drafting,
     ),
     Mutant("matcher left ahead", GrammarMatcher, "propose", never_rolled_back, with_grammars),
-    Mutant(
-        "late row as a decode",
-        OutcomeProcessor,
-        "_commit_late",
-        late_as_a_decode,
-        with_late_grammars,
-    ),
 )

@@ -15,6 +15,7 @@ from tests.support.reports import ProgressReader
 from tests.support.worker import limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
@@ -105,10 +106,11 @@ class MaskedRunner(WorldRunner):
         self, plan: StepPlan, row: int, logit: int, context: Sequence[int], drafts: int
     ) -> int:
         drawn = super()._next(plan, row, logit, context, drafts)
-        if plan.token_masks is None or plan.token_mask_logits is None:
+        part = plan.part
+        if part is None or part.token_masks is None or part.token_mask_logits is None:
             return drawn
-        index = np.flatnonzero(plan.token_mask_logits == logit)
-        return steered(drawn, plan.token_masks[index[0]] if len(index) else None)
+        index = np.flatnonzero(part.token_mask_logits == logit)
+        return steered(drawn, part.token_masks[index[0]] if len(index) else None)
 
 
 def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
@@ -201,9 +203,9 @@ class World:
         )
         self.runner = MaskedRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(
-            *(self.batching, self.runner, Mailbox(1), self.receive),
+            *(self.batching, InTurn(self.runner), Mailbox(1), self.receive),
             clock=lambda: self.now,
-            overlap=overlap,
+            ahead=int(overlap),
         )
         self.now = 0.0
         self.states: dict[ChoiceKey, RequestState] = {}
@@ -384,20 +386,16 @@ def test_a_choice_that_is_moved_at_any_token_goes_on_as_if_it_had_stayed() -> No
             assert (world.ids[key], world.ends[key].reason) == (whole, reason)
 
 
-def test_a_mask_is_never_older_than_its_row() -> None:
-    """Steps overlap; a guided row waits for its own last token, and no other row waits for it."""
-    world = World(4, overlap=True)
-    plans: list[StepPlan] = []
-    run = world.runner.run
-    world.runner.run = lambda plan: (plans.append(plan), run(plan))[1]  # type: ignore[method-assign]
-    for _ in range(30):
-        world.send([world.new_state() for _ in range(2)])
-    world.drain()
-    ahead = sum(int((plan.tokens < 0).sum()) for plan in plans)
-    assert ahead > 100
-    for plan in plans:
-        for logit in [] if plan.token_mask_logits is None else plan.token_mask_logits.tolist():
-            token = plan.logit_tokens[logit]
-            row = np.searchsorted(plan.query_start, token, side="right") - 1
-            start = plan.query_start[row]
-            assert (plan.tokens[start : start + plan.query_len[row]] >= 0).all()
+def test_guided_rows_are_launched_ahead_and_make_a_token_a_step() -> None:
+    """A mask follows its plan: what it depends on is in flight when the plan is launched."""
+    steps: list[int] = []
+    for overlap in (False, True):
+        world = World(4, overlap=overlap)
+        states = [world.new_state() for _ in range(20)]
+        guided = next(state for state in states if state.sampling.grammar is not None)
+        sampling = msgspec.structs.replace(guided.sampling, max_new_tokens=60)
+        (key,) = world.send([msgspec.structs.replace(guided, sampling=sampling)])
+        world.drain()
+        steps.append(world.runner.plans)
+        assert world.runner.futures >= (len(world.ids[key]) - 1 if overlap else 0)
+    assert steps[1] <= steps[0] + 1

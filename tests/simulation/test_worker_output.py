@@ -22,6 +22,7 @@ from tests.support.worker import (
 )
 
 from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.cache.pages import CachePools
@@ -108,7 +109,7 @@ class World:
         self.batching = EngineCore(sizes, self.pools)
         self.mailbox = Mailbox(64)
         runner = HashRunner([group], VOCAB_SIZE)
-        self.loop = BatchingLoop(self.batching, runner, self.mailbox, self.report)
+        self.loop = BatchingLoop(self.batching, InTurn(runner), self.mailbox, self.report)
         self.stories: dict[RequestId, Story] = {}
         self.reader = ColumnReader()
         self.commands = self.versions = self.seen_seq = 0

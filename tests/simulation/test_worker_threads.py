@@ -15,6 +15,7 @@ from tests.simulation.batching_world import Reported, World
 from tests.simulation.hash_runner import both
 from tests.support import worker
 
+from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey
@@ -33,7 +34,7 @@ from antiphon.wire.ids import RequestId
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import SamplingPart, StepOutcome, StepPlan
 
 WAIT_S = 20.0
 """How long a test waits for a report that never comes."""
@@ -54,8 +55,9 @@ class BusSide:
         self._ordered = 0
         world.poison = 0.0  # drawing from the world's seed belongs to this thread
         world.runner.poisoned = lambda _plan, _row: False
+        launcher = ForwardThread(world.runner) if world.ahead else InTurn(world.runner)
         self.loop = BatchingLoop(
-            world.batching, world.runner, self.box, self.reports.put, overlap=world.overlap
+            *(world.batching, launcher, self.box, self.reports.put), ahead=world.ahead
         )
         self.thread = threading.Thread(target=self._run)
 
@@ -200,9 +202,9 @@ def test_a_report_is_delivered_before_the_next_step_is_computed() -> None:
     received, delivered = 0, {}
     compute = world.runner.run
 
-    def run(plan: StepPlan) -> StepOutcome:
+    def run(plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         delivered[plan.step] = received
-        return compute(plan)
+        return compute(plan, part)
 
     def deliver(report: StepReport) -> None:
         nonlocal received
@@ -240,10 +242,10 @@ def test_who_runs_for_too_long_ends_though_the_loop_is_paused(
     begun, goes_on = threading.Event(), threading.Event()
     compute = world.runner.run
 
-    def run(plan: StepPlan) -> StepOutcome:
+    def run(plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         begun.set()
         assert goes_on.wait(WAIT_S)
-        return compute(plan)
+        return compute(plan, part)
 
     world.runner.run = run  # type: ignore[method-assign]
     with beside(world) as side:

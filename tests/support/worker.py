@@ -11,7 +11,13 @@ from tests.support.services import process
 
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.page_budget import Capacity
-from antiphon.model_worker.batching.plan import Penalties, SamplingColumns, StepPlan
+from antiphon.model_worker.batching.plan import (
+    PLAIN,
+    Penalties,
+    SamplingColumns,
+    SamplingPart,
+    StepPlan,
+)
 from antiphon.model_worker.batching.state import (
     ChoiceKey,
     EngineLimits,
@@ -274,7 +280,10 @@ def ints(*values: int) -> Ints:
 
 
 def step_plan(query_len: Sequence[int], **fields: Any) -> StepPlan:
-    """A greedy plan of whole prompts of so many tokens, all zero and without pages."""
+    """A greedy plan of whole prompts of so many tokens, all zero and without pages.
+
+    Fields of the sampling part are given like those of the plan.
+    """
     rows, lengths = len(query_len), np.array(query_len, np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     whole: dict[str, Any] = {
@@ -289,7 +298,8 @@ def step_plan(query_len: Sequence[int], **fields: Any) -> StepPlan:
         "sampling": sampling_columns(rows),
         "page_tables": (),
     }
-    return StepPlan(**whole | fields)
+    part = {name: fields.pop(name) for name in SamplingPart.__struct_fields__ if name in fields}
+    return StepPlan(**whole | fields, part=SamplingPart(**part) if part else PLAIN)
 
 
 def sampling_columns(rows: int, **values: Any) -> SamplingColumns:

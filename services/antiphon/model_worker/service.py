@@ -6,10 +6,12 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, ParamSpec
 
+import msgspec
+
 from antiphon.model_card.served_model import served_name
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.control import ControlEndpoint, ControlMessage
@@ -28,7 +30,8 @@ from antiphon.model_worker.protocol.peers import (
 from antiphon.model_worker.protocol.token_sender import ReportQueue, TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.model_worker.speculation.corpora import ExternalCorpora
-from antiphon.model_worker.startup.engine import Engine, open_engine, warm_up
+from antiphon.model_worker.startup.engine import Engine, open_engine
+from antiphon.model_worker.startup.warm_up import choose_overlap, warm_up
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.sequence import SeqSender
@@ -99,11 +102,7 @@ class ModelWorker:
         self._mailbox = Mailbox(live_max)
         self._reports = ReportQueue(take=self._on_queued_report, wait_s=wait_s)
         self._loop = BatchingLoop(
-            engine.core,
-            engine.runner,
-            self._mailbox,
-            self._on_report,
-            overlap=engine.resolved is not None and engine.resolved.overlap.value,
+            engine.core, InTurn(engine.runner), self._mailbox, self._on_report
         )
         batching = settings.batching
         self._dumps = PlanDumps(
@@ -138,7 +137,7 @@ class ModelWorker:
             runtime.metrics, size, engine.resolved, batching.decode_log_interval
         )
         runtime.metrics.registry.register(
-            CpuTime(lambda: self._loop.native_thread, lambda: self._sender.sending_s)
+            CpuTime(lambda: self._loop.native_threads, lambda: self._sender.sending_s)
         )
 
     @staticmethod
@@ -161,9 +160,7 @@ class ModelWorker:
                 counts,
             )
             service = ModelWorker(runtime, engine, grammars, counts)
-            pools = limits.pool_width is not None
-            warm = partial(warm_up, service._loop, engine.core, pools=pools)
-            service._on_report(await event_loop.run_in_executor(thread, warm))
+            service._on_report(await event_loop.run_in_executor(thread, service._warm_up))
             warmed = runtime.clock.now()
             service._accounting.metrics.started(load_s=loaded - began, warm_up_s=warmed - loaded)
             ended = event_loop.run_in_executor(thread, service._loop.run)
@@ -178,6 +175,17 @@ class ModelWorker:
                     log.error("a step does not end")
         finally:
             thread.shutdown(wait=False)
+
+    def _warm_up(self) -> StepReport:
+        """Run the first steps, and decide what their durations decide."""
+        engine = self._engine
+        core, resolved = engine.core, engine.resolved
+        report = warm_up(self._loop, core, pools=core.limits.pool_width is not None)
+        if resolved is not None and resolved.overlap.value:
+            overlap = choose_overlap(self._loop, core, engine.runner, report.seconds)
+            engine.resolved = msgspec.structs.replace(resolved, overlap=overlap)
+            log.info("overlap", extra={"value": overlap.value, "reason": overlap.reason})
+        return report
 
     def _start(self, ended: asyncio.Future[None]) -> None:
         for work, name in (

@@ -125,7 +125,7 @@ def resolve(
     token_bytes = card.kv_bytes(cache_dtype.value)
     pages = cache_pages(settings, memory, token_bytes, context.value, held)
     cache_bytes = pages.value * page_tokens * token_bytes
-    overlap = _overlap(settings, device)
+    overlap = _overlap(settings, pooling)
     return ResolvedConfig(
         device=_device(settings, device),
         dtype=dtype,
@@ -419,12 +419,12 @@ def _grammar(settings: Settings, card: ModelCard, pooling: Pooling | None) -> Re
     return ResolvedValue(settings.grammar.backend, "grammar.backend")
 
 
-def _overlap(settings: Settings, device: HostDevice) -> ResolvedValue[bool]:
+def _overlap(settings: Settings, pooling: Pooling | None) -> ResolvedValue[bool]:
     if not settings.batching.overlap:
         return ResolvedValue(value=False, reason="batching.overlap")
-    if device.kind == "cpu":
-        return ResolvedValue(value=False, reason="a CPU does not compute asynchronously")
-    return ResolvedValue(value=True, reason="batching.overlap")
+    if pooling is not None:
+        return ResolvedValue(value=False, reason="nothing is generated")
+    return ResolvedValue(value=True, reason="batching.overlap, if the warm-up finds it faster")
 
 
 def _running(

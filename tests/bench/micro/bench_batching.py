@@ -144,7 +144,8 @@ class FullWorker:
     def plan(self) -> StepPlan:
         self.step += 1
         self.rows = self.batching.next_rows(self.step / 100)
-        return build_plan(self.step, self.rows, self.batching.batch)
+        batch = self.batching.batch
+        return build_plan(self.step, self.rows, batch, batch.part(self.rows))
 
     def commit(self, outcome: StepOutcome) -> None:
         self.batching.commit(self.rows, outcome)

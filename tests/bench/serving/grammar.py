@@ -192,7 +192,8 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int = CLIENTS) -> di
         for state, row in zip(bare, words, strict=True):
             state.fill(row)
         began_s = note("of_walks_fill_us", began_s)
-        masks, masked = steering.masks(drawing)
+        part = steering.part(drawing, np.ones(rows, np.bool_), none)
+        masks, masked = part.token_masks, part.token_mask_logits
         assert masks is not None
         assert masked is not None
         began_s = note("into_the_plan_us", began_s)

@@ -37,6 +37,7 @@ from antiphon.config.cluster import ClusterConfig
 from antiphon.config.errors import ConfigError
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.kernels.latent import LatentMetadata, LatentPart
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
@@ -333,7 +334,7 @@ def test_idle_worker_sleeps_until_a_command_arrives() -> None:
                 idle.set()
 
         thread = threading.Thread(
-            target=BatchingLoop(engine.core, engine.runner, mailbox, deliver).run
+            target=BatchingLoop(engine.core, InTurn(engine.runner), mailbox, deliver).run
         )
         thread.start()
         mailbox.run(ChoiceKey(0), request([5, 6, 7]))

@@ -301,7 +301,7 @@ def test_cpu_time_is_reported_by_thread_while_it_lives(
 ) -> None:
     monkeypatch.setattr(extension, "kernel_cpu_s", lambda: 0.02)
     registry, batching = CollectorRegistry(), [0]
-    registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.15))
+    registry.register(CpuTime(lambda: filter(None, batching), lambda: 0.15))
     assert cpu_s(registry).keys() == {"bus"}
     burnt: Future[float] = Future()
     go = threading.Event()

@@ -15,7 +15,7 @@ from tests.unit.model_worker.steps import LIMITS, Steps, spans
 
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.page_budget import NewTokenRatio, fits_exactly
-from antiphon.model_worker.batching.plan import future
+from antiphon.model_worker.batching.plan import PLAIN, future
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.state import Finish
 from antiphon.wire.base import FinishReason
@@ -190,7 +190,7 @@ def test_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
     steps.run([5], [])
     rows = steps.next()
     assert spans(rows) == [(4, 5, True), (8, 16, False)]
-    plan = build_plan(1, rows, steps.batching.batch)
+    plan = build_plan(1, rows, steps.batching.batch, PLAIN)
     assert plan.positions.tolist() == [[4, *range(8, 16)]]
     assert plan.kv_len.tolist() == [5, 16]
     assert plan.logit_tokens.tolist() == [0]
@@ -360,7 +360,7 @@ def test_next_step_may_be_planned_before_the_last_outcome() -> None:
     first = steps.next()
     second = steps.next()
     assert (steps.lengths(second), spans(second)) == ([(1, 1)], [(3, 4, True)])
-    plan = build_plan(2, second, steps.batching.batch)
+    plan = build_plan(2, second, steps.batching.batch, PLAIN)
     assert plan.tokens.tolist() == [future(first.slots.slots.item(0))]
     steps.commit(first, [5], [6])
     third = steps.next()

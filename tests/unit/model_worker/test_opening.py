@@ -24,14 +24,15 @@ from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig, Policy
 from antiphon.model_card.files import find_files
 from antiphon.model_card.hub import PublishedFile
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.startup import checksums
+from antiphon.model_worker.startup import checksums, warm_up
 from antiphon.model_worker.startup.checksums import HUB, content_digest, verify
-from antiphon.model_worker.startup.engine import Engine, open_engine, open_engine_core, warm_up
+from antiphon.model_worker.startup.engine import Engine, open_engine, open_engine_core
 from antiphon.resolve.resolved_config import resolve
 from antiphon.service.startup import CannotStart
 from antiphon.wire.codec import unpack_ids
@@ -48,7 +49,8 @@ SMALL = Settings(cache=CacheConfig(tokens_max=512))
 
 
 def loop_of(engine: Engine) -> BatchingLoop:
-    return BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None, clock=lambda: 7.0)
+    launcher = InTurn(engine.runner)
+    return BatchingLoop(engine.core, launcher, Mailbox(1), lambda _: None, clock=lambda: 7.0)
 
 
 def greedy(prompt: list[int], number: int, max_new_tokens: int) -> RequestState:
@@ -56,17 +58,22 @@ def greedy(prompt: list[int], number: int, max_new_tokens: int) -> RequestState:
     return worker.state(prompt, request_id=RequestId(f"r{number}"), **sampling)
 
 
-def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+def answers(
+    engine: Engine, prompts: list[list[int]], loop: BatchingLoop | None = None
+) -> list[list[int]]:
     """12 greedy tokens to each prompt, all at once."""
     found: list[list[int]] = [[] for _ in prompts]
-    for news in progress_of(engine, *(greedy(p, n, 12) for n, p in enumerate(prompts))):
+    requests = [greedy(p, n, 12) for n, p in enumerate(prompts)]
+    for news in progress_of(engine, *requests, loop=loop):
         found[news.key] += unpack_ids(news.ids)
     return found
 
 
-def progress_of(engine: Engine, *requests: RequestState) -> list[Progress]:
+def progress_of(
+    engine: Engine, *requests: RequestState, loop: BatchingLoop | None = None
+) -> list[Progress]:
     """Run requests, whose keys are their numbers, until the engine is idle."""
-    loop, reader = loop_of(engine), ProgressReader()
+    loop, reader = loop or loop_of(engine), ProgressReader()
     mail = Mail(runs={ChoiceKey(n): state for n, state in enumerate(requests)})
     found: list[Progress] = []
     while mail.runs or not engine.core.idle:
@@ -98,13 +105,13 @@ def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
     model = msgspec.structs.replace(SMALL.model, embedding=True)
     engine = open_engine(msgspec.structs.replace(SMALL, model=model))
     loop = loop_of(engine)
-    assert warm_up(loop, pools=True).step == 1
+    assert warm_up.warm_up(loop, pools=True).step == 1
     limits = engine.core.limits
     assert engine.resolved is not None
     assert engine.resolved.pooling.value is not None
     assert limits.pool_width == engine.resolved.pooling.value.card.width
     with pytest.raises(CannotStart, match="does not generate"):
-        warm_up(loop)
+        warm_up.warm_up(loop)
 
 
 def test_the_pool_is_as_large_as_its_setting_and_bounds_the_context() -> None:
@@ -159,9 +166,39 @@ def test_pages_in_eight_bits_are_others_and_twice_as_many() -> None:
 
 def test_a_warmed_up_engine_is_empty_again() -> None:
     engine = open_engine(SMALL)
-    report = warm_up(loop_of(engine))
+    report = warm_up.warm_up(loop_of(engine))
     assert (report.step, report.progress) == (2, ())
     assert engine.core.pools.used() == [0]
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_overlap_is_chosen_where_it_is_faster(
+    faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = warm_up._decode_seconds
+
+    def seconds(loop: BatchingLoop, rows: int) -> float:
+        assert real(loop, rows) > 0
+        return 1.0 if (loop._ahead > 0) == faster else 1.5
+
+    monkeypatch.setattr(warm_up, "_decode_seconds", seconds)
+    engine = open_engine(SMALL)
+    loop = loop_of(engine)
+    chosen = warm_up.choose_overlap(loop, engine.core, engine.runner, 0.001)
+    speed = "1.50" if faster else "0.67"
+    reason = f"its measured speed: {speed} with 1 rows, {speed} with 16 rows"
+    assert (chosen.value, chosen.reason) == (faster, reason)
+    assert (loop._ahead, len(loop.native_threads)) == (int(faster), int(faster))
+    expected = answers(open_engine(SMALL), [[5, 6, 7]])
+    assert answers(engine, [[5, 6, 7]], loop) == expected
+
+
+def test_long_steps_are_run_in_turn() -> None:
+    engine = open_engine(SMALL)
+    loop = loop_of(engine)
+    chosen = warm_up.choose_overlap(loop, engine.core, engine.runner, 2 * warm_up.STEP_S_MAX)
+    assert (chosen.value, chosen.reason) == (False, "a step takes 40 ms")
+    assert (loop._ahead, loop._step) == (0, 0)
 
 
 def test_a_model_of_another_digest_is_not_opened() -> None:

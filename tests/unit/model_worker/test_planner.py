@@ -16,7 +16,7 @@ from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching import prefix_sharing
-from antiphon.model_worker.batching.plan import LogprobsBatch
+from antiphon.model_worker.batching.plan import PLAIN, LogprobsBatch
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import QueueRules, TokenBudget
 from antiphon.wire.codec import unpack_ids
@@ -374,7 +374,7 @@ def output_logprobs(news: Progress) -> list[float]:
 def run_with_logprobs(steps: Steps, logprob: float) -> tuple[Progress, ...]:
     """A step in which all rows that draw draw 1, and every log-probability is the same."""
     rows = steps.next()
-    plan = build_plan(1, rows, steps.batching.batch)
+    plan = build_plan(1, rows, steps.batching.batch, PLAIN)
     assert plan.details is not None
     drawn = [1] * len(plan.logit_tokens)
     ids = np.array([*plan.details.prompt_targets, *drawn], np.int32)

@@ -15,9 +15,10 @@ from tests.support.worker import penalties
 from tests.unit.model_worker.test_opening import SMALL
 
 from antiphon.cli.commands import replay as replay_command
+from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mailbox
-from antiphon.model_worker.batching.plan import Biases, StepOutcome, StepPlan
+from antiphon.model_worker.batching.plan import Biases, SamplingPart, StepOutcome, StepPlan
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord, summary
 from antiphon.model_worker.observability.recording import (
     FILES_MAX,
@@ -35,7 +36,8 @@ from antiphon.model_worker.observability.replay import (
     main,
     replay,
 )
-from antiphon.model_worker.startup.engine import open_engine, warm_up
+from antiphon.model_worker.startup.engine import open_engine
+from antiphon.model_worker.startup.warm_up import warm_up
 from antiphon.service.clock import SystemClock
 from antiphon.wire.ids import InstanceId
 
@@ -108,7 +110,7 @@ def test_what_a_client_sizes_counts() -> None:
         values=np.zeros(count, np.float32),
     )
     recorder = FlightRecorder(bytes_max=10 * count)
-    recorder.begin(msgspec.structs.replace(plan, biases=biases))
+    recorder.begin(msgspec.structs.replace(plan, part=SamplingPart(biases=biases)))
     assert recorder.records() == ()
 
 
@@ -122,7 +124,8 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     stage, records = recorded(cursed=1)
     lowered = penalties(3, {0: [1], 2: [3, 4]}, frequency=1.0, presence=1.0, repetition=1.0)
     masks = np.arange(3, dtype=np.int32)
-    plan = msgspec.structs.replace(records[0].plan, penalties=lowered, token_masks=masks)
+    part = SamplingPart(penalties=lowered, token_masks=masks)
+    plan = msgspec.structs.replace(records[0].plan, part=part)
     records[0] = StepRecord(plan)
     file = write(tmp_path / "new", header(stage), records)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -211,8 +214,10 @@ def test_a_plan_that_failed_is_expected_to_fail_again(overlap: bool) -> None:
     assert "the failure Cursed" in result.difference.recorded
 
     class Again(HashRunner):
-        def run(self, plan: StepPlan) -> StepOutcome:
-            outcome = super().run(plan)
+        def run(
+            self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None
+        ) -> StepOutcome:
+            outcome = super().run(plan, part)
             assert CURSE not in plan.tokens
             return outcome
 
@@ -234,7 +239,7 @@ def test_a_plan_without_an_end_is_run_and_not_compared() -> None:
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a worker wrote that has just warmed up."""
     engine = open_engine(SMALL)
-    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
+    loop = BatchingLoop(engine.core, InTurn(engine.runner), Mailbox(1), lambda _: None)
     warm_up(loop)
     folder = tmp_path_factory.mktemp("dumps")
     dumps = PlanDumps(str(folder), InstanceId("worker-0"), engine, loop.recorder, SystemClock())

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.plan import PlanRunner, StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import PlanRunner, SamplingPart, StepOutcome, StepPlan
     from antiphon.model_worker.control import ControlMessage
     from antiphon.service.service import Runtime, Service
     from antiphon.wire.tokens import TokenRow
@@ -623,9 +623,9 @@ class SlowRunner:
         self._runner = runner
         self._never = threading.Event()
 
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         self._never.wait(0.002)
-        return self._runner.run(plan)
+        return self._runner.run(plan, part)
 
 
 class HeldRunner:
@@ -641,9 +641,9 @@ class HeldRunner:
         self.runner = runner
         return self
 
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         assert self.go.wait(10)
-        return self.runner.run(plan)
+        return self.runner.run(plan, part)
 
 
 class WrongStep:
@@ -652,6 +652,6 @@ class WrongStep:
     def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
 
-    def run(self, plan: StepPlan) -> StepOutcome:
-        outcome = self._runner.run(plan)
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        outcome = self._runner.run(plan, part)
         return outcome if plan.step <= 2 else msgspec.structs.replace(outcome, step=0)

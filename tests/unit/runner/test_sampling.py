@@ -17,7 +17,13 @@ from tests.support.worker import ints, penalties, sampling_columns, step_plan
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.model_worker.batching.plan import Biases, Penalties, SamplingColumns, StepPlan
+from antiphon.model_worker.batching.plan import (
+    Biases,
+    Penalties,
+    SamplingColumns,
+    SamplingPart,
+    StepPlan,
+)
 from antiphon.model_worker.batching.token_masks import pack
 from antiphon.model_worker.runner.sampling import Sampler, TokenCounts, accept
 
@@ -227,9 +233,10 @@ def test_what_is_accepted_is_penalised_from_the_next_step_on() -> None:
         expected = -2.0 * (SEEN[9] + count - 1) - 2.0 * (count > 1)
         assert logits[0, 9] == expected
         sampler.count(plan, ints(0, 1), ints(9))
-        assert plan.penalties is not None
-        counted = replace(plan.penalties, begun=ints(), begun_starts=ints(0))
-        plan = msgspec.structs.replace(plan, penalties=counted)
+        assert plan.part is not None
+        assert plan.part.penalties is not None
+        counted = replace(plan.part.penalties, begun=ints(), begun_starts=ints(0))
+        plan = msgspec.structs.replace(plan, part=SamplingPart(penalties=counted))
 
 
 def test_rows_left_without_a_token_are_named() -> None:
@@ -367,8 +374,8 @@ def test_each_slot_counts_what_it_has_drawn_since_it_began(steps) -> None:
         slots = np.array(list(naive), np.int32)
         logits = torch.zeros(len(slots), TOKENS)
         count = len(slots)
-        plan = plan_of(columns(count), slot=slots, penalties=by_count({}, count))
-        drawn.apply(OPS, logits, np.arange(count), plan.tokens, plan)
+        plan = plan_of(columns(count), slot=slots)
+        drawn.apply(OPS, logits, np.arange(count), plan.tokens, plan, by_count({}, count))
         expected = [[-naive[slot][token] for token in range(TOKENS)] for slot in naive]
         assert logits.tolist() == [[0.0 + count for count in row] for row in expected]
 
@@ -380,6 +387,6 @@ def test_many_different_tokens_find_room() -> None:
     for token in ids[70:]:
         drawn.count(np.array([3], np.int32), np.array([token], np.int32))
     logits = torch.zeros(1, 600)
-    plan = plan_of(columns(1), slot=ints(3), penalties=by_count({}, 1))
-    drawn.apply(OPS, logits, np.arange(1), plan.tokens, plan)
+    plan = plan_of(columns(1), slot=ints(3))
+    drawn.apply(OPS, logits, np.arange(1), plan.tokens, plan, by_count({}, 1))
     assert logits[0].tolist() == [-1.0] * 500 + [0.0] * 100

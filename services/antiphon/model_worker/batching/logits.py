@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.plan import Biases, Floats, Ints, Penalties
+from antiphon.model_worker.batching.plan import (
+    PLAIN,
+    Biases,
+    Floats,
+    Ints,
+    Penalties,
+    SamplingPart,
+)
 from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.model_worker.batching.token_masks import TokenFilter, words_count
 
@@ -63,14 +70,29 @@ class LogitsProcessors:
     def idle(self) -> bool:
         return not self._processed
 
-    def penalties(self, rows: StepRows, base: Longs) -> Penalties | None:
+    def part(self, rows: StepRows, current: Flags, base: Longs) -> SamplingPart:
+        """The sampling part of a plan of these rows; those that are not `current` (R,) have none.
+
+        `base` (S,) is where the first row of a slot begins.
+        """
+        if self.idle:
+            return PLAIN
+        masks, masked = self._masks(rows, current)
+        return SamplingPart(
+            penalties=self._penalties(rows, current, base),
+            token_masks=masks,
+            token_mask_logits=masked,
+            biases=self._all_biases(rows, current),
+        )
+
+    def _penalties(self, rows: StepRows, current: Flags, base: Longs) -> Penalties | None:
         """The penalties of the rows that sample, and the counts that are reset by this plan.
 
-        A count is reset with the row at the `base` (S,) of its slot, so that a plan built again
-        from the same rows resets it again.
+        A count is reset with the row at the `base` of its slot, so that a plan built again from
+        the same rows resets it again.
         """
         at, slots = rows.slots.at, rows.slots.slots
-        penalised = self._penalised[at]
+        penalised = self._penalised[at] & current
         if not penalised.any():
             return None
         sampling = np.flatnonzero(penalised & rows.draws)
@@ -90,11 +112,11 @@ class LogitsProcessors:
             begun_ids=np.concatenate([_NO_IDS, *outputs]),
         )
 
-    def masks(self, rows: StepRows) -> tuple[Ints | None, Ints | None]:
+    def _masks(self, rows: StepRows, current: Flags) -> tuple[Ints | None, Ints | None]:
         """The token masks of restricted rows, one for each of their logits, and whose they are."""
         masks: list[Ints] = []
         masked: list[int] = []
-        for row, logits in self._logits_of(rows, self._restricted):
+        for row, logits in self._logits_of(rows, self._restricted[rows.slots.at] & current):
             request = self._request(rows, row)
             for draft, at in enumerate(logits):
                 if (mask := self._mask(request, draft)) is not None:
@@ -113,10 +135,10 @@ class LogitsProcessors:
         request.filter.restrict(words, request.ids)
         return words
 
-    def biases(self, rows: StepRows) -> Biases | None:
+    def _all_biases(self, rows: StepRows, current: Flags) -> Biases | None:
         """The logit biases of the rows; EOS ids are forbidden until `min_new_tokens`."""
         parts: list[tuple[int, Ints, Floats]] = []
-        for row, logits in self._logits_of(rows, self._biased):
+        for row, logits in self._logits_of(rows, self._biased[rows.slots.at] & current):
             request = self._request(rows, row)
             known = rows.ends.item(row) - len(logits) + 1 - request.prompt_tokens
             for draft, at in enumerate(logits):
@@ -132,8 +154,8 @@ class LogitsProcessors:
         )
 
     def _logits_of(self, rows: StepRows, chosen: Flags) -> Iterator[tuple[int, range]]:
-        """The rows that sample and whose slots are `chosen` (S,), and the logits of each."""
-        found = np.flatnonzero(chosen[rows.slots.at] & rows.draws)
+        """The `chosen` rows (R,) that sample, and the logits of each."""
+        found = np.flatnonzero(chosen & rows.draws)
         if not len(found):
             return
         counts = rows.logit_counts

@@ -6,9 +6,9 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
 from antiphon.model_worker.batching.mailbox import NOTHING, ControlCommand, Mail, Mailbox
 from antiphon.model_worker.batching.page_budget import Capacity
-from antiphon.model_worker.batching.plan import OverlapRunner, PlanRunner, StepOutcome, StepPlan
+from antiphon.model_worker.batching.plan import PLAIN, DeviceLost, Flight, Launcher, StepOutcome
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
@@ -85,24 +85,43 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     drafts_accepted: int = 0
 
 
-class LaunchedStep(msgspec.Struct, frozen=True):
-    """A plan that was launched and whose outcome was not read yet."""
+class LaunchedStep(msgspec.Struct):
+    """A plan that was launched and whose outcome was not read yet.
+
+    Attributes:
+        record: None if the plan could not be built.
+        follows: Whether its sampling part is to follow.
+        error: Why it counts as failed, whatever its outcome.
+    """
 
     step: int
     rows: StepRows
-    record: StepRecord | None  # None if it could not be built, which `outcome` raises
-    outcome: Callable[[], StepOutcome]
+    record: StepRecord | None = None
+    flight: Flight | None = None
+    follows: bool = False
+    error: Exception | None = None
+
+    def outcome(self) -> StepOutcome:
+        """Wait for the outcome; raises why the plan failed."""
+        outcome = None if self.flight is None else self.flight.outcome()
+        if self.error is not None:
+            raise self.error
+        assert outcome is not None, "a plan that was not launched has failed"
+        return outcome
 
 
 class BatchingLoop:
     """Turns mail into steps and steps into reports, until the mailbox is closed.
 
-    With `overlap` a step is launched before the outcome of the one before it is read. `deliver`
-    receives every report, in order, in the loop's thread. A plan that cannot be built or raises is
-    run again in halves until the request at fault is alone. A request that cannot be added, planned
-    or committed ends alone; where the fault cannot be attributed, the requests of the step end.
-    Only broken pages or a broken radix tree, which all requests share, leave `run` and end the
-    process.
+    So many steps are launched `ahead`, before the outcomes of those before them are read. What a
+    row may sample can depend on tokens in flight: the sampling part of such a plan follows when all
+    plans before it are committed, while its forward pass is computed. `deliver` receives every
+    report, in order, in the loop's thread.
+
+    A plan that cannot be built or raises is run again in halves until the request at fault is
+    alone. A request that cannot be added, planned or committed ends alone; where the fault cannot
+    be attributed, the requests of the step end. Only a lost device, and broken pages or a broken
+    radix tree, which all requests share, leave `run` and end the process.
 
     The report of a step is delivered when the next plan is about to be computed, or at once if one
     is in flight already or none follows. The event loop then wakes up while kernels run, which do
@@ -113,25 +132,25 @@ class BatchingLoop:
     def __init__(
         self,
         core: EngineCore,
-        runner: PlanRunner,
+        launcher: Launcher,
         mailbox: Mailbox,
         deliver: Callable[[StepReport], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        overlap: bool = False,
+        ahead: int = 0,
     ) -> None:
         self.recorder = FlightRecorder()
         self.progress_count = 0  # of what the loop begins; 0 while it is idle. For a watchdog
-        self.thread: int | None = None  # identifiers, once it runs: Python's, and the system's
-        self.native_thread: int | None = None
+        self.thread: int | None = None  # its identifier, once it runs
+        self._native_thread: int | None = None
         self.paused = False
         self._core = core
-        self._launch_plan = _launcher(runner, overlap=overlap)
+        self._launcher = launcher
         self._mailbox = mailbox
         self._deliver = deliver
         self._clock = clock
-        self._overlap = overlap
-        self._launched: LaunchedStep | None = None
+        self._ahead = ahead
+        self._flights = deque[LaunchedStep]()
         self._undelivered: StepReport | None = None
         self._capacity = core.capacity()
         self._backlog = core.waiting.backlog()
@@ -140,21 +159,32 @@ class BatchingLoop:
         self._beats = 0
         self._failures = 0
 
+    def use(self, launcher: Launcher, *, ahead: int) -> None:
+        """Launch by another launcher from here on, so many steps ahead. Only before `run`."""
+        self._finish_steps()
+        self._launcher, self._ahead = launcher, ahead
+
+    @property
+    def native_threads(self) -> tuple[int, ...]:
+        """The system's identifiers of the loop's thread and that of its forward passes."""
+        return tuple(each for each in (self._native_thread, self._launcher.native_thread) if each)
+
     def run(self) -> None:
         """Run until the mailbox is closed. The body of the loop's thread."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.thread, self.native_thread = threading.get_ident(), threading.get_native_id()
+        self.thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         while (mail := self._take()) is not None:
             report = self.turn(mail)
             self._deliver_report()  # of the turn before, if this one has computed nothing
             self._undelivered = report
-            if self._launched is not None or self.paused or not self._core.can_plan:
+            if self._flights or self.paused or not self._core.can_plan:
                 self._deliver_report()
+        self._finish_steps()
         self._deliver_report()
         self.progress_count = 0
 
     def turn(self, mail: Mail) -> StepReport:
-        """Apply mail, then launch one step and read one, if there are any."""
+        """Apply mail, then launch a step and read the oldest, if there are any."""
         core, planner, now = self._core, self._core.planner, self._clock()
         returned = self._apply(mail, now) if mail is not NOTHING else ()
         done = self._apply_commands(mail.commands) if mail.commands else ()
@@ -258,7 +288,7 @@ class BatchingLoop:
         return self._capacity
 
     def _take(self) -> Mail | None:
-        idle = self._launched is None and (self.paused or self._core.idle)
+        idle = not self._flights and (self.paused or self._core.idle)
         if idle:
             self.progress_count = 0
         # Requests may time out during a pause.
@@ -274,9 +304,7 @@ class BatchingLoop:
 
     def _apply_commands(self, commands: Sequence[ControlCommand]) -> tuple[ControlDone, ...]:
         """Apply commands while nothing is in flight, so that they mean the same with overlap."""
-        previous, self._launched = self._launched, None
-        if previous is not None:
-            self._finish_step(previous)
+        self._finish_steps()
         return tuple(map(self._apply_command, commands))
 
     def _apply_command(self, command: ControlCommand) -> ControlDone:
@@ -298,45 +326,75 @@ class BatchingLoop:
                 )
 
     def _run_step(self, rows: StepRows) -> int:
-        """Launch these rows, then read the step before them, or theirs without overlap.
+        """Launch these rows, then read the oldest step, unless more may be launched ahead of it.
 
         Returns the number of tokens of the rows.
         """
-        previous, self._launched = self._launched, self._launch(rows) if len(rows) else None
-        record = None if self._launched is None else self._launched.record
-        tokens = 0 if record is None else len(record.plan.tokens)
-        if not self._overlap:
-            previous, self._launched = self._launched, None
-        if previous is not None:
-            self._finish_step(previous)
+        tokens = 0
+        if len(rows):
+            launched = self._launch(rows)
+            self._flights.append(launched)
+            tokens = 0 if launched.record is None else len(launched.record.plan.tokens)
+        if len(self._flights) > (self._ahead if len(rows) else 0):
+            self._finish_step(self._flights.popleft())
+        if self._flights:
+            self._sample(self._flights[0])
         return tokens
+
+    def _finish_steps(self) -> None:
+        while self._flights:
+            self._finish_step(self._flights.popleft())
 
     def _launch(self, rows: StepRows) -> LaunchedStep:
         self._step += 1
         self._beat()
+        batch = self._core.batch
+        launched = LaunchedStep(self._step, rows)
         try:
-            plan = build_plan(self._step, rows, self._core.batch)
-        except Exception as error:  # noqa: BLE001  # shown where the outcome is read
+            launched.follows = bool(self._flights) and batch.part_follows(rows)
+            part = None if launched.follows else batch.part(rows)
+            plan = build_plan(self._step, rows, batch, part)
+        except Exception as error:  # noqa: BLE001  # logged where the outcome is read
             raise_if_shared(error)
             self._step -= 1  # no runner is ever given this step
-            return LaunchedStep(self._step, rows, None, partial(_raise, error))
-        record = self.recorder.begin(plan)
+            launched.error = error
+            return launched
+        launched.record = self.recorder.begin(plan)
         self._core.pools.launched(plan.step)
-        return LaunchedStep(self._step, rows, record, self._launch_plan(plan))
+        try:
+            launched.flight = self._launcher.launch(plan)
+        except Exception as error:  # noqa: BLE001  # logged where the outcome is read
+            launched.error = error
+        return launched
+
+    def _sample(self, launched: LaunchedStep) -> None:
+        """Give the oldest step its sampling part, if that is to follow."""
+        record, flight = launched.record, launched.flight
+        if not launched.follows or record is None or flight is None:
+            return
+        launched.follows, part = False, PLAIN
+        try:
+            part = self._core.batch.part(launched.rows)
+        except Exception as error:  # noqa: BLE001  # logged where the outcome is read
+            raise_if_shared(error)
+            launched.error = error
+        self.recorder.complete(record, part)
+        flight.sample(part)
 
     def _finish_step(self, launched: LaunchedStep) -> None:
         """Wait for a plan and commit it; if it failed, find the request at fault."""
         if (outcome := self._read(launched)) is not None:
             self._commit(launched.rows, outcome)
             return
-        invalid, self._launched = self._launched, None
-        if invalid is not None:
-            self._read(invalid)
-            if invalid.record is not None:
-                invalid.record.invalidate()
+        invalid = list(self._flights)
+        self._flights.clear()
+        for later in invalid:
+            self._read(later)
+            if later.record is not None:
+                later.record.invalidate()
         self._bisect(launched.rows)
-        if invalid is not None:
-            self._core.discard_launched(invalid.rows)
+        for later in invalid:
+            self._core.discard_launched(later.rows)
 
     def _bisect(self, rows: StepRows) -> None:
         """Run the rows of a failed plan again, in halves, until the request at fault is alone."""
@@ -369,12 +427,15 @@ class BatchingLoop:
             self._core.fail_committed(rows, Internal("internal error"))
 
     def _read(self, launched: LaunchedStep) -> StepOutcome | None:
-        """Wait for a plan; None if it raised."""
+        """Wait for a plan; None if it failed."""
         self._deliver_report()
         step, record = launched.step, launched.record
         try:
+            self._sample(launched)
             outcome = launched.outcome()
             assert outcome.step == step, "the outcome belongs to another plan"
+        except DeviceLost:
+            raise
         except Exception as error:
             # An outermost boundary of the process: whatever a kernel raises ends the request at
             # fault, with the traceback here, and not the service.
@@ -388,24 +449,3 @@ class BatchingLoop:
         record.end(outcome)
         self._core.pools.finished(step)
         return outcome
-
-
-def _launcher(
-    runner: PlanRunner, *, overlap: bool
-) -> Callable[[StepPlan], Callable[[], StepOutcome]]:
-    """A function that starts a plan and returns a function that waits for its outcome."""
-    if not overlap:
-        return lambda plan: partial(runner.run, plan)
-    assert isinstance(runner, OverlapRunner), "this runner does not compute asynchronously"
-    return partial(_launch_overlapped, runner)
-
-
-def _launch_overlapped(runner: OverlapRunner, plan: StepPlan) -> Callable[[], StepOutcome]:
-    try:
-        return runner.launch(plan)
-    except Exception as error:  # noqa: BLE001  # raised where the outcome is read
-        return partial(_raise, error)
-
-
-def _raise(error: Exception) -> StepOutcome:
-    raise error

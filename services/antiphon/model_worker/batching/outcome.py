@@ -165,10 +165,11 @@ class OutcomeProcessor:
     def _commit_late(self, late: PendingGrammarRow) -> None:
         self.log.close_step()
         finishes = late.task.result()
-        if self.batch.verifying[late.request.slot]:  # even where it accepted one token only
+        if len(late.task.tokens) > 1:
             self._accept_several(late.request, late.outcome, late.index, finishes)
         else:
             slots, index = SlotSet.of([late.request.slot]), np.array([late.index])
+            self.batch.blocked[late.request.slot] = False
             self._accept(slots, late.outcome, index, {0: finishes})
 
     def _generation(self, request: Request) -> int:
@@ -230,6 +231,7 @@ class OutcomeProcessor:
         return rows.take(kept), index[kept], _of(finishes, kept)
 
     def _defer(self, request: Request, outcome: StepOutcome, index: int, task: MatcherTask) -> None:
+        self.batch.defer(request)
         generation = self._generation(request)
         self.pending.put(PendingGrammarRow(request, generation, outcome, index, task))
         if request.prefilling:  # its prefix is computed, whatever its grammar does

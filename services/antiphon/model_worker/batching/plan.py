@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -148,6 +148,27 @@ class PoolingRequest:
     dimensions: Ints  # (R,) length to which the vector is truncated; 0 returns all of it
 
 
+class SamplingPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What changes the logits of a plan before a token is sampled; None where no row needs it.
+
+    May depend on tokens that are in flight when the plan is launched, and follow it then: see
+    `Flight.sample`.
+    """
+
+    penalties: Penalties | None = None
+    token_masks: Ints | None = None  # (G, ceil(V / 32)) bit i % 32 of word i // 32: i is allowed
+    token_mask_logits: Ints | None = None  # (G,) the row of logits of each mask, rising
+    biases: Biases | None = None  # added after the masks
+
+    @property
+    def changes_logits(self) -> bool:
+        return not (self.penalties is None and self.token_masks is None and self.biases is None)
+
+
+PLAIN = SamplingPart()
+"""Of a plan whose logits are sampled as they are."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One forward pass: decode rows first, then verify rows, then prefill chunks.
 
@@ -178,11 +199,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logit_tokens: Ints  # (L,)
     sampling: SamplingColumns
     page_tables: tuple[Ints, ...]
+    part: SamplingPart | None = PLAIN  # None: it follows before the plan samples
     # The following are None where no row needs them.
-    penalties: Penalties | None = None
-    token_masks: Ints | None = None  # (G, ceil(V / 32)) bit i % 32 of word i // 32: i is allowed
-    token_mask_logits: Ints | None = None  # (G,) the row of logits of each mask, rising
-    biases: Biases | None = None  # added after the masks
     details: LogprobsRequest | None = None
     pooling: PoolingRequest | None = None  # no row samples then
     token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
@@ -241,33 +259,54 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     vectors: PooledVectors | None = None
 
 
+class DeviceLost(Exception):
+    """The device computes nothing any more: the process ends, and is started anew."""
+
+
 class PlanRunner(Protocol):
-    """Computes plans, one at a time, in the loop's thread.
+    """Computes plans, one at a time and in order.
 
     It never reads beyond a row's `kv_len`, zeroes the pages of a row that it reports as not finite,
     and samples the same token for the same row whatever else is in the plan. The writes of a plan
-    depend on the plan alone, so that a failed plan can be run again in parts.
+    depend on the plan alone, so that a failed plan can be run again in parts. A plan may hold
+    tokens that the one before it has yet to sample (`future`).
     """
 
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         """Compute a plan and return its outcome.
 
+        `part` waits for the sampling part of a plan without one; it is called once, when the
+        logits are computed.
+
         An exception is attributed to one request of the plan: the others are run again without it.
+
+        Raises:
+            DeviceLost: No plan can be computed any more.
         """
         ...
 
 
-@runtime_checkable
-class OverlapRunner(PlanRunner, Protocol):
-    """A runner that computes asynchronously to the calling thread.
+class Flight(Protocol):
+    """A launched plan. Belongs to the thread that launched it."""
 
-    Plans are computed in the order in which they are launched, and a plan may hold tokens that the
-    one before it has yet to sample (`future`).
+    def sample(self, part: SamplingPart) -> None:
+        """Give the sampling part of a plan without one, once."""
+        ...
+
+    def outcome(self) -> StepOutcome:
+        """Wait for the outcome, once; raises what the plan raised."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts plans, which are computed in the order in which they are launched.
+
+    Attributes:
+        native_thread: The system's identifier of a thread of its own, while there is one.
     """
 
-    def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
-        """Start computing a plan, and return at once.
+    native_thread: int | None
 
-        The returned function waits for the outcome, once, and raises what the plan raised.
-        """
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a plan, and return at once."""
         ...

@@ -11,13 +11,15 @@ from antiphon.model_worker.batching.logprobs import pooling_request, token_types
 from antiphon.model_worker.batching.plan import StepPlan
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.plan import Ints, Longs
+    from antiphon.model_worker.batching.plan import Ints, Longs, SamplingPart
     from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.running_batch import RunningBatch
 
 
-def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
-    """The plan of these rows, in their order."""
+def build_plan(
+    step: int, rows: StepRows, batch: RunningBatch, part: SamplingPart | None
+) -> StepPlan:
+    """The plan of these rows, in their order; `part` is None if it follows."""
     slots, count = rows.slots.slots, len(rows)
     kv_len = rows.ends.astype(np.int32)
     if rows.decodes == count:
@@ -29,12 +31,6 @@ def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
         query_len = kv_len - rows.starts.astype(np.int32)
         query_end = np.cumsum(query_len, dtype=np.int32)
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
-    logits = batch.logits
-    masks = masked = penalties = biases = None
-    if not logits.idle:
-        masks, masked = logits.masks(rows)
-        penalties = logits.penalties(rows, batch.base)
-        biases = logits.biases(rows)
     chunks = [batch.running[slot] for slot in slots[rows.verified :].tolist()]
     pooling = pooling_request(chunks, rows) if chunks else None
     return StepPlan(
@@ -48,10 +44,7 @@ def build_plan(step: int, rows: StepRows, batch: RunningBatch) -> StepPlan:
         logit_tokens=logit_tokens,
         sampling=batch.sampling(rows.slots),
         page_tables=batch.page_tables(rows),
-        penalties=penalties,
-        token_masks=masks,
-        token_mask_logits=masked,
-        biases=biases,
+        part=part,
         details=batch.logprobs.request(rows, query_start),
         pooling=pooling,
         token_types=None if pooling is None else token_types(chunks, rows),

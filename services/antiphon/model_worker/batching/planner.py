@@ -106,11 +106,11 @@ class StepPlanner:
         if self._pages_short:  # some of these may have been retracted for others
             decodes = batch.still_running(decodes)
             chunks = [(request, end) for request, end in chunks if request.table is not None]
-        drafted = dict[int, Ints]()
+        drafted, waiting = dict[int, Ints](), list[int]()
         if self._speculation is not None and len(decodes):
-            drafted = self._speculation.draft(batch, decodes, budget.tokens)
-        if drafted:
-            decodes = decodes.take(~np.isin(decodes.slots, list(drafted)))
+            drafted, waiting = self._speculation.draft(batch, decodes, budget.tokens)
+        if drafted or waiting:
+            decodes = decodes.take(~np.isin(decodes.slots, [*drafted, *waiting]))
         return decodes, drafted, chunks
 
     def take_started(self) -> Sequence[Request]:

@@ -11,7 +11,14 @@ import numpy as np
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.page_budget import PageBudget
-from antiphon.model_worker.batching.plan import Flags, Ints, Longs, SamplingColumns, future
+from antiphon.model_worker.batching.plan import (
+    Flags,
+    Ints,
+    Longs,
+    SamplingColumns,
+    SamplingPart,
+    future,
+)
 from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
 from antiphon.model_worker.batching.rows import SlotSet, StepRows
 from antiphon.model_worker.batching.slot_arrays import SlotArrays
@@ -161,7 +168,7 @@ class RunningBatch(SlotArrays):
         self.length[slot] = length
         self.computed[slot] = self.scheduled[slot] = self.base[slot] = table.committed
         self.in_flight[slot] = 0
-        self.verifying[slot] = False
+        self.blocked[slot] = False
         self.generation[slot] += 1
         self.prompt[slot] = request.prompt_tokens
         self.tokens_max[slot] = request.tokens_max
@@ -216,16 +223,14 @@ class RunningBatch(SlotArrays):
     def next_decodes(self) -> SlotSet:
         """The slots whose next token can be computed now.
 
-        A token in flight counts as known, unless it will be the last one, or the tokens allowed
-        after it depend on it, or it is not known how many there are.
+        A token in flight counts as known, unless it will be the last one, or the slot is blocked.
         """
         slots = self.decoding
         in_flight = self.in_flight[slots.at]
         if not np.count_nonzero(in_flight):
             return slots
         ends = self.length[slots.at] + in_flight
-        goes_on = (ends < self.tokens_max[slots.at]) & ~self.stepwise[slots.at]
-        goes_on &= ~self.verifying[slots.at]
+        goes_on = (ends < self.tokens_max[slots.at]) & ~self.blocked[slots.at]
         ready = (in_flight == 0) | goes_on
         return slots if np.count_nonzero(ready) == len(slots) else slots.take(ready)
 
@@ -301,7 +306,7 @@ class RunningBatch(SlotArrays):
         self.scheduled[slots.at] = ends
         self.in_flight[slots.at] += draws
         if drafted:
-            self.verifying[list(drafted)] = True
+            self.blocked[list(drafted)] = True
         for request, end in chunks:
             if end == request.length and not request.scores:
                 self._decodes[request.slot] = self.prefills.pop(request.slot)
@@ -316,21 +321,45 @@ class RunningBatch(SlotArrays):
         """Note that the rows run once more: what the runner keeps by slot is written again."""
         self.base[rows.slots.at] = rows.starts
 
+    def part(self, rows: StepRows) -> SamplingPart:
+        """The sampling part of a plan of these rows: of those that are current."""
+        return self.logits.part(rows, self.is_current(rows), self.base)
+
+    def part_follows(self, rows: StepRows) -> bool:
+        """Whether what these rows may sample depends on tokens in flight."""
+        if self.logits.idle:
+            return False
+        waiting = self.stepwise[rows.slots.at] & (rows.starts >= self.length[rows.slots.at])
+        return bool(np.count_nonzero(waiting))
+
+    def defer(self, request: Request) -> None:
+        """Block a request until its last tokens are accepted. Rows launched after them are stale.
+
+        These tokens stay in flight.
+        """
+        self._recall(request, request.computed)
+        self.in_flight[request.slot] = 1
+        self.blocked[request.slot] = True
+
     def resume(self, request: Request, computed: int) -> None:
         """Continue from `computed`: later launched rows rest on a wrong assumption."""
+        slot = request.slot
+        self._recall(request, computed)
+        self.in_flight[slot] = 0
+        self.blocked[slot] = False
+        if request.prefilling and slot in self._decodes:
+            self.prefills[slot] = self._decodes.pop(slot)
+            self._decoding = None
+
+    def _recall(self, request: Request, computed: int) -> None:
         slot, table = request.slot, request.table
         assert table is not None, "a running request has no pages"
         for chain in table.chains.values():
             chain.recall()
-        table.truncate(max(request.length, table.committed))
-        self.update(request)
         self.computed[slot] = self.scheduled[slot] = self.base[slot] = computed
-        self.in_flight[slot] = 0
-        self.verifying[slot] = False
+        table.truncate(max(request.length, computed, table.committed))
+        self.update(request)
         self.generation[slot] += 1
-        if request.prefilling and slot in self._decodes:
-            self.prefills[slot] = self._decodes.pop(slot)
-            self._decoding = None
 
     def unlaunch(self, rows: StepRows) -> None:
         """Undo `launch` for rows that are not launched after all, or not committed."""
@@ -354,7 +383,7 @@ class RunningBatch(SlotArrays):
         request.outputs.write(request.outputs_count, ids, logprobs)
         self.length[slot] += len(ids)
         self.scheduled[slot] = self.computed[slot]
-        self.verifying[slot] = False
+        self.blocked[slot] = False
         if len(ids):
             self.last_token[slot] = ids[-1]
             self._chunk[slot] = request.outputs.last_chunk

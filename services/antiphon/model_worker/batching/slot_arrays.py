@@ -26,7 +26,8 @@ class SlotArrays:
         exact: (S,) whether that will surely be reached.
         prefilling: (S,) whether no token was sampled since the start.
         stepwise: (S,) whether the allowed tokens depend on the token before.
-        verifying: (S,) whether drafts are in flight, so that the next length is not known.
+        blocked: (S,) whether nothing can be launched before the tokens in flight are known: drafts
+            are among them, or a grammar matcher has not accepted the last one yet.
         has_grammar: (S,)
         last_token: (S,) the last known token.
         reported: (S,) output tokens that were reported.
@@ -43,7 +44,7 @@ class SlotArrays:
         self.prompt, self.tokens_max, self.covered = _longs(3, slots)
         self.last_token = np.zeros(slots, np.int32)
         self.exact, self.prefilling, self.stepwise = _flags(3, slots)
-        self.has_grammar, self.rowwise, self.verifying = _flags(3, slots)
+        self.has_grammar, self.rowwise, self.blocked = _flags(3, slots)
         self.entries, self.pages_held = _longs(groups, slots), _longs(groups, slots)
         self.free = list(range(slots))
 

@@ -7,7 +7,15 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
+from antiphon.model_worker.batching.plan import (
+    PLAIN,
+    Biases,
+    LogprobsRequest,
+    Penalties,
+    SamplingPart,
+    StepOutcome,
+    StepPlan,
+)
 
 PLANS_MAX = 1_000
 BYTES_MAX = 64 * 1024**2
@@ -59,6 +67,16 @@ class FlightRecorder:
             self._bytes -= self._records.popleft()[1]
         return record
 
+    def complete(self, record: StepRecord, part: SamplingPart) -> None:
+        """Add the sampling part that has followed a recorded plan."""
+        record.plan = msgspec.structs.replace(record.plan, part=part)
+        for index in range(len(self._records) - 1, -1, -1):
+            found, size = self._records[index]
+            if found is record:  # one of the last, unless it is too large to be kept
+                self._records[index] = record, size + _part_bytes(part)
+                self._bytes += _part_bytes(part)
+                break
+
     def records(self) -> tuple[StepRecord, ...]:
         # One call into C: no other thread runs in between.
         return tuple(record for record, _ in self._records.copy())
@@ -79,10 +97,18 @@ def _size_bytes(plan: StepPlan) -> int:
     size = _PLAN_BYTES + _ROW_BYTES * len(plan.slot) + _TOKEN_BYTES * len(plan.tokens)
     for table in plan.page_tables:
         size += table.nbytes
-    if plan.token_masks is not None:
-        size += plan.token_masks.nbytes
-    for part in (plan.penalties, plan.biases, plan.details):
-        if part is not None:
-            # Their sizes are chosen by clients, so they are counted exactly.
-            size += sum(getattr(part, name).nbytes for name in part.__slots__)
-    return size
+    if plan.details is not None:
+        size += _array_bytes(plan.details)
+    return size + _part_bytes(plan.part)
+
+
+def _part_bytes(part: SamplingPart | None) -> int:
+    if part is None or part is PLAIN:
+        return 0
+    size = 0 if part.token_masks is None else part.token_masks.nbytes
+    return size + sum(_array_bytes(each) for each in (part.penalties, part.biases) if each)
+
+
+def _array_bytes(part: Penalties | Biases | LogprobsRequest) -> int:
+    """Counted exactly, since the sizes are chosen by clients."""
+    return sum(getattr(part, name).nbytes for name in part.__slots__)

@@ -15,7 +15,7 @@ from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics, RunningTotal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client import Gauge
 
@@ -202,16 +202,19 @@ def _share(part: float, whole: float) -> float:
 
 
 class CpuTime(Collector):
-    """Reads the CPU time of the worker's two threads when it is scraped; free of cost otherwise.
+    """Reads the CPU time of the worker's threads when it is scraped; free of cost otherwise.
 
     `bus` is the thread that creates this, which handles the bus: heartbeats, commands, and all
     results of steps but tokens. `sending` is the time that the batching loop's thread spends on
     sending tokens (`sending_s`), `kernels` the time in kernels, and `python` the rest of the
-    batching loop's thread, which alone calls kernels once the model is loaded. The other threads of
-    torch's pool compute beside it, each about as long as `kernels`.
+    `batching` threads: the loop's, and that of the forward passes if they have one. These alone
+    call kernels once the model is loaded. The other threads of torch's pool compute beside them,
+    each about as long as `kernels`.
     """
 
-    def __init__(self, batching: Callable[[], int | None], sending_s: Callable[[], float]) -> None:
+    def __init__(
+        self, batching: Callable[[], Iterable[int]], sending_s: Callable[[], float]
+    ) -> None:
         self._bus = threading.get_native_id()
         self._batching = batching
         self._sending_s = sending_s
@@ -219,14 +222,15 @@ class CpuTime(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(
             "antiphon_worker_cpu_seconds",
-            "Processor time by part: bus; and of the batching thread kernels, python and sending.",
+            "Processor time by part: bus; and of the batching threads kernels, python and sending.",
             labels=["part"],
         )
         sending = self._sending_s()
-        bus, batching = _thread_s(self._bus), _thread_s(self._batching())
+        bus, threads = _thread_s(self._bus), map(_thread_s, self._batching())
+        batching = sum(seconds for seconds in threads if seconds is not None)
         if bus is not None:
             family.add_metric(["bus"], bus)
-        if batching is not None:
+        if batching:
             kernels = min(extension.kernel_cpu_s(), batching)
             family.add_metric(["kernels"], kernels)
             family.add_metric(["sending"], sending)
@@ -234,7 +238,7 @@ class CpuTime(Collector):
         yield family
 
 
-def _thread_s(thread: int | None) -> float | None:
+def _thread_s(thread: int) -> float | None:
     """A thread's CPU time by Linux's schedstat; None if it has ended, or on other systems.
 
     Reading the thread's clock instead is undefined for a thread that has just ended.

@@ -141,8 +141,9 @@ class ReplayState:
                 if group.kind is not GroupKind.STATE:
                     places = self._places(plan, row, index, begin, end)
                 self._known[index][places] = sound[row]
-        if plan.penalties is not None:
-            self._counted.update(plan.penalties.begun.tolist())
+        penalties = None if plan.part is None else plan.part.penalties
+        if penalties is not None:
+            self._counted.update(penalties.begun.tolist())
         if outcome is not None:
             accepted = np.flatnonzero(np.diff(outcome.starts))
             last = outcome.token_ids[outcome.starts[1:][accepted] - 1]
@@ -151,9 +152,10 @@ class ReplayState:
     def _reproducible(self, plan: StepPlan, row: int) -> bool:
         """Whether the whole context of a row was computed in this replay."""
         begin = int(plan.kv_len[row] - plan.query_len[row])
-        if plan.penalties is not None and row in plan.penalties.rows:
+        penalties = None if plan.part is None else plan.part.penalties
+        if penalties is not None and row in penalties.rows:
             slot = int(plan.slot[row])
-            if slot not in self._counted and slot not in plan.penalties.begun:
+            if slot not in self._counted and slot not in penalties.begun:
                 return False
         for index, group in enumerate(self._groups):
             if group.kind is GroupKind.STATE:

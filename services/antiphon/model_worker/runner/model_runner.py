@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
@@ -26,6 +27,7 @@ from antiphon.model_worker.batching.plan import (
     Ints,
     RowStatus,
     SamplingColumns,
+    SamplingPart,
     StepOutcome,
     StepPlan,
 )
@@ -41,10 +43,10 @@ from antiphon.model_worker.runner.input_batch import (
 from antiphon.model_worker.runner.logprobs import LogprobsComputer
 from antiphon.model_worker.runner.pooling import Pooler
 from antiphon.model_worker.runner.pools import KvPool, StatePool, cache_groups
-from antiphon.model_worker.runner.sampling import Sampler, accept, changes_logits, greedy
+from antiphon.model_worker.runner.sampling import Sampler, accept, greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -125,8 +127,10 @@ class ModelRunner:
         self._columns: SamplingColumns | None = None
         self._greedy = False
 
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         """Run the forward pass of a plan and sample its tokens.
+
+        `part` waits for the sampling part of a plan without one.
 
         A row whose hidden state or logits are not finite is reported as failed and its tokens are
         zeroed in the KV cache; the other rows are unaffected.
@@ -139,7 +143,7 @@ class ModelRunner:
         self._step = plan.step
         batch = build_input_batch(plan, self._shapes, self._states_count)
         try:
-            return self._compute(plan, batch)
+            return self._compute(plan, batch, part)
         except Exception:
             self._contexts.forget()
             # The next owner of these pages masks what lies beyond its own tokens, but a NaN left
@@ -147,7 +151,9 @@ class ModelRunner:
             self._wipe(batch, np.ones(len(plan.slot), np.bool_))
             raise
 
-    def _compute(self, plan: StepPlan, batch: InputBatch) -> StepOutcome:
+    def _compute(
+        self, plan: StepPlan, batch: InputBatch, wait: Callable[[], SamplingPart] | None
+    ) -> StepOutcome:
         tokens = self._futures.resolve(plan.tokens)
         bare = self._takes_argmax(plan)
         scored = self._contexts.score(plan, batch, tokens, bare=bare)
@@ -162,8 +168,13 @@ class ModelRunner:
                 return self._pool(plan, batch, tokens)
             if scored is None:
                 scored = self._score(plan, batch, tokens)
+            if plan.part is None:
+                assert wait is not None, "a plan without a sampling part"
+                plan = msgspec.structs.replace(plan, part=wait())
+            part = plan.part
+            assert part is not None, "a sampling part was given"
             blocked = self._sampler.process_logits(plan, batch.logit_row, tokens, scored.logits)
-            argmax = None if changes_logits(plan) else scored.argmax
+            argmax = None if part.changes_logits else scored.argmax
             sampled = self._sampler.sample(
                 plan.sampling, scored.logits, batch.logit_row, batch.logit_position, argmax
             )
@@ -171,7 +182,7 @@ class ModelRunner:
 
     def _takes_argmax(self, plan: StepPlan) -> bool:
         """Whether the argmax is all a plan needs of its logits; cached by the plan's layout."""
-        if plan.details is not None or changes_logits(plan):
+        if plan.details is not None or plan.part is None or plan.part.changes_logits:
             return False
         if plan.sampling is not self._columns:
             self._columns, self._greedy = plan.sampling, greedy(plan.sampling)

@@ -43,18 +43,20 @@ class Sampler:
         logit_row (L,) the plan's row of each, ascending; tokens (T,) with futures resolved;
         logits (L, V) float32, finite  ->  (L,) which have no token left; None if certainly none
         """
-        if plan.penalties is not None:
-            self._counts_by_slot.begin(plan.penalties)
-            self._counts_by_slot.apply(self._ops, logits, logit_row, tokens, plan)
-        if plan.token_masks is not None:
-            assert plan.token_mask_logits is not None, "masks of no logits"
-            masked = torch.as_tensor(plan.token_mask_logits.astype(np.int64))
-            self._ops.mask(logits, masked, torch.as_tensor(plan.token_masks))
-        if plan.biases is not None:
-            biased = torch.as_tensor(plan.biases.logits.astype(np.int64))
-            ids = torch.as_tensor(plan.biases.token_ids.astype(np.int64))
-            self._ops.bias(logits, biased, ids, torch.as_tensor(plan.biases.values))
-        if plan.token_masks is None and plan.biases is None:
+        part = plan.part
+        assert part is not None, "a plan without a sampling part"
+        if part.penalties is not None:
+            self._counts_by_slot.begin(part.penalties)
+            self._counts_by_slot.apply(self._ops, logits, logit_row, tokens, plan, part.penalties)
+        if part.token_masks is not None:
+            assert part.token_mask_logits is not None, "masks of no logits"
+            masked = torch.as_tensor(part.token_mask_logits.astype(np.int64))
+            self._ops.mask(logits, masked, torch.as_tensor(part.token_masks))
+        if part.biases is not None:
+            biased = torch.as_tensor(part.biases.logits.astype(np.int64))
+            ids = torch.as_tensor(part.biases.token_ids.astype(np.int64))
+            self._ops.bias(logits, biased, ids, torch.as_tensor(part.biases.values))
+        if part.token_masks is None and part.biases is None:
             return None
         blocked = torch.isneginf(logits.amax(dim=-1)).cpu().numpy()
         return blocked if blocked.any() else None
@@ -89,9 +91,9 @@ class Sampler:
 
     def count(self, plan: StepPlan, starts: Ints, token_ids: Ints) -> None:
         """Count the accepted tokens of rows with penalties, row r `[starts[r], starts[r + 1])`."""
-        if plan.penalties is None:
+        if plan.part is None or plan.part.penalties is None:
             return
-        rows = plan.penalties.rows
+        rows = plan.part.penalties.rows
         accepted = starts[rows + 1] - starts[rows]
         for number in range(int(accepted.max(initial=0))):
             more = rows[accepted > number]
@@ -108,10 +110,6 @@ class Sampler:
 def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:
     """Which rows are sampled at random, (R,); the others take the argmax."""
     return (columns.temperature >= TEMPERATURE_MIN) & (columns.top_k != 1)
-
-
-def changes_logits(plan: StepPlan) -> bool:
-    return not (plan.penalties is None and plan.token_masks is None and plan.biases is None)
 
 
 def greedy(columns: SamplingColumns) -> bool:
@@ -190,11 +188,15 @@ class TokenCounts:
             self._distinct[slot] = len(ids)
 
     def apply(
-        self, ops: Ops, logits: Tensor, logit_row: Longs, tokens: Ints, plan: StepPlan
+        self,
+        ops: Ops,
+        logits: Tensor,
+        logit_row: Longs,
+        tokens: Ints,
+        plan: StepPlan,
+        penalties: Penalties,
     ) -> None:
         """Penalise sampled tokens, and drafts before the logits of a verify row, in place."""
-        penalties = plan.penalties
-        assert penalties is not None, "no row has penalties"
         factor = np.full(len(plan.slot), _NONE, np.int64)
         factor[penalties.rows] = np.arange(len(penalties.rows))
         places = np.flatnonzero(factor[logit_row] >= 0)  # (G,) rows of logits

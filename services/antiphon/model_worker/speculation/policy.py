@@ -84,7 +84,8 @@ class Speculation:
     """Chooses drafts for the decodes of a step.
 
     A request gets drafts if all its tokens are known: its row is verified as a whole, and the
-    tokens that it accepts are those that it would have sampled one by one.
+    tokens that it accepts are those that it would have sampled one by one. Where steps are launched
+    ahead, a request for which there will probably be drafts waits for its tokens in flight.
 
     How many follows what a step costs and how many drafts were right: one more as long as the step
     is expected to yield more tokens a second with it. Without `costs`, as many as there are.
@@ -118,22 +119,37 @@ class Speculation:
         found = right / tried
         self._acceptance[slot] = kept * self._acceptance[slot] + (1 - kept) * found
 
-    def draft(self, batch: RunningBatch, slots: SlotSet, tokens_max: int) -> dict[int, Ints]:
-        """Drafts by slot, of at most so many tokens in all. Their rows have pages for them."""
-        known = slots.slots[batch.in_flight[slots.at] == 0].tolist()
-        lengths = self._lengths(known, len(slots), tokens_max)
+    def draft(
+        self, batch: RunningBatch, slots: SlotSet, tokens_max: int
+    ) -> tuple[dict[int, Ints], list[int]]:
+        """Drafts by slot, of at most so many tokens in all, and the slots that wait for drafts.
+
+        The rows with drafts have pages for them.
+        """
+        decoding = slots.slots.tolist()
+        lengths = self._lengths(decoding, len(slots), tokens_max)
         drafted: dict[int, Ints] = {}
-        for slot, length in zip(known, lengths, strict=True):
-            request = batch.running[slot]
+        waiting: list[int] = []
+        for slot, length in zip(decoding, lengths, strict=True):
+            request, in_flight = batch.running[slot], batch.in_flight.item(slot)
             try:
-                drafts = self._drafts(batch, request, length)
+                if in_flight and self._foresees(request, in_flight, length):
+                    waiting.append(slot)
+                    continue
+                drafts = _NONE if in_flight else self._drafts(batch, request, length)
             except Exception as error:
                 raise RequestFault(request) from error
             if len(drafts):
                 drafted[slot] = drafts
             else:
                 self._acceptance[slot] += _RECOVERY * (ACCEPTANCE_START - self._acceptance[slot])
-        return drafted
+        return drafted, waiting
+
+    def _foresees(self, request: Request, in_flight: int, count: int) -> bool:
+        """Whether there are drafts after those that stand for the tokens in flight."""
+        if count <= 0 or looks_back(request.state.sampling.processors):
+            return False
+        return len(self.drafter.propose(request, in_flight + count)) > in_flight
 
     def _lengths(self, slots: Sequence[int], rows: int, tokens_max: int) -> list[int]:
         """How many drafts pay for each of these slots, in a step of so many rows.

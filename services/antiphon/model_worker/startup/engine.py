@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.worker import Policy, QueueConfig
@@ -17,9 +16,8 @@ from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import model_files, tokenizer_path
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.planner import QueueRules
-from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits, RequestState
+from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.hashing import Namespace
@@ -28,22 +26,18 @@ from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.backend import GrammarCompiler, no_compiler, open_compiler
 from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
 from antiphon.model_worker.speculation.ngram import open_drafter
-from antiphon.model_worker.speculation.policy import FixedDrafts, Speculation, StepCosts
+from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup.checksums import verify, verify_digest
 from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.startup import CannotStart
-from antiphon.wire.codec import pack_ids
-from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import PoolParams, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.config.settings import Settings
     from antiphon.model_card.files import ModelFiles, ModelLocation
-    from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.runner.model_runner import OpenModel
     from antiphon.model_worker.speculation.ngram import NgramDrafter
@@ -52,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Engine:
     """The engine core and the runner of the batching loop."""
 
@@ -220,87 +214,3 @@ def _rules(queue: QueueConfig) -> QueueRules:
         refuse_priority=queue.refuse_priority,
         max_overtake_s=queue.max_overtake_s,
     )
-
-
-def warm_up(
-    loop: BatchingLoop, core: EngineCore | None = None, *, pools: bool = False
-) -> StepReport:
-    """Run a prefill and a decode step before the first request: the first of each kind is slow.
-
-    A model that `pools` has prefill steps only. If the `core` drafts tokens, what steps cost is
-    measured, too.
-
-    Raises:
-        CannotStart: The model does not run.
-    """
-    sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
-    if pools:
-        sampling = SamplingParams(max_new_tokens=0, pool=PoolParams())
-    report, _ = _run(loop, 1, sampling)
-    if core is not None and core.speculation is not None:
-        core.speculation.costs = costs = measure_steps(
-            loop, core.speculation, core.limits.running_max
-        )
-        log.info("step costs", extra={"tokens": costs.tokens, "seconds": costs.seconds})
-    return msgspec.structs.replace(report, progress=(), sampled=None)
-
-
-def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -> StepCosts:
-    """Measure what decode steps cost: of one row with drafts, and of many rows without.
-
-    Raises:
-        CannotStart: The model does not run.
-    """
-    drafter, costs = speculation.drafter, dict[int, float]()
-    for drafts in range(speculation.drafts_max + 1):
-        speculation.drafter = FixedDrafts(drafts)
-        costs[1 + drafts] = _step_seconds(loop, rows=1, tokens=1 + drafts)
-    speculation.drafter = FixedDrafts(0)
-    rows = 2 * (1 + speculation.drafts_max)
-    while rows <= rows_max:
-        costs[rows] = _step_seconds(loop, rows=rows, tokens=rows)
-        rows *= 2
-    speculation.drafter = drafter
-    speculation.reset()
-    # A longer step does not take less time: what says so is noise.
-    seconds = np.maximum.accumulate(list(costs.values())).tolist()
-    return StepCosts(tuple(costs), tuple(seconds))
-
-
-MEASURED_STEPS = 5
-
-
-def _step_seconds(loop: BatchingLoop, *, rows: int, tokens: int) -> float:
-    """The shortest of some decode steps of so many rows and tokens."""
-    outputs = (1 + MEASURED_STEPS) * (1 + tokens - rows) + 1
-    sampling = SamplingParams(max_new_tokens=outputs, ignore_eos=True)
-    _, reports = _run(loop, rows, sampling)
-    steps = [r.seconds for r in reports if (r.rows, r.tokens, r.prefill_rows) == (rows, tokens, 0)]
-    if not steps:
-        raise CannotStart(f"no step of {rows} rows and {tokens} tokens ran")
-    return min(steps)
-
-
-def _run(
-    loop: BatchingLoop, requests: int, sampling: SamplingParams
-) -> tuple[StepReport, list[StepReport]]:
-    """Run requests of two tokens to their ends: the last report, and all."""
-    state = RequestState(
-        request_id=RequestId("warm-up"),
-        choice=0,
-        prompt_ids=pack_ids([0, 0]),
-        sampling=sampling,
-        deadline_unix_ms=0,
-    )
-    # `WorkerOutput` counts its keys from 1.
-    mail = Mail(runs={ChoiceKey(-key): state for key in range(requests)})
-    reports: list[StepReport] = []
-    ended = 0
-    while ended < requests:
-        reports.append(loop.turn(mail))
-        for news in reports[-1].progress:
-            if news.finish is not None and news.finish.error is not None:
-                raise CannotStart(f"warmup failed: {news.finish.error.message}")
-            ended += news.finish is not None
-        mail = Mail()
-    return reports[-1], reports

@@ -312,17 +312,24 @@ def test_only_requests_whose_tokens_are_known_get_drafts() -> None:
     steps, speculation = drafting()
     steps.add(0, max_new_tokens=20, ignore_eos=True)
     first = steps.next()
-    second = steps.next()  # before the first token is known
-    assert len(second) == 1
-    assert not second.drafts
+    assert len(steps.next()) == 0, "drafts are likely, but the first token is not known"
     steps.commit(first, [1])
-    steps.commit(second, [1])
     rows = steps.next()
     assert rows.drafts
     assert len(steps.next()) == 0, "what a row accepts was taken for known"
     steps.commit(rows, [1, 1])
     assert speculation.counts.accepted == 1
     assert steps.next().drafts
+
+
+def test_requests_without_likely_drafts_are_launched_ahead() -> None:
+    steps, speculation = drafting()
+    speculation.drafter = FixedDrafts(1)  # which stands for the token in flight
+    steps.add(0, max_new_tokens=20, ignore_eos=True)
+    steps.next()
+    second = steps.next()
+    assert len(second) == 1
+    assert not second.drafts
 
 
 def test_a_request_with_a_thinking_budget_gets_none() -> None:
