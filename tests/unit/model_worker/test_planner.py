@@ -67,6 +67,14 @@ def test_plan_takes_prefills_in_order_until_it_is_full(
         assert piece == length or piece % PAGE_TOKENS == 0
 
 
+def test_a_prefill_that_does_not_reach_a_page_border_waits_behind_another() -> None:
+    limits = msgspec.structs.replace(LIMITS, step_tokens_max=3, chunk_tokens=64)
+    budget = TokenBudget(limits, PAGE_TOKENS)
+    budget.spend_prefill(budget.prefill_chunk(0, 2))
+    assert budget.tokens == 1
+    assert budget.prefill_chunk(1, 6) == 0
+
+
 def burst(step_s: Any, **limits: Any) -> list[float]:
     """When each of 16 prompts of 128 tokens has its first token, all coming at once."""
     steps = Steps(

@@ -340,9 +340,9 @@ class TokenBudget:
         if self._checkpoints is not None:
             length = min(length, self._checkpoints.stop(start, start + pending) - start)
         if length < pending:
-            to_border = length - (start + length) % self._page_tokens
+            to_border = max(0, length - (start + length) % self._page_tokens)
             # The first prefill advances even if a page does not fit in a plan.
-            return to_border if to_border > 0 or self._prefills else length
+            return to_border if to_border or self._prefills else length
         return length
 
     def spend_prefill(self, tokens: int) -> None:
