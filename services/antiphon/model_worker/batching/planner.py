@@ -186,8 +186,9 @@ class StepPlanner:
 
         The oldest requests are served first, and others retracted if pages run out. A request that
         runs alone always fits, because `admission.check` saw to that, so at least one row remains.
-        Where enough pages are pending free, because a launched plan may still read them, no request
-        is retracted: the row that needs them is left out of this plan.
+        Where enough pages are pending free, because a launched plan may still read them, or the
+        request's own launched rows hold states, no request is retracted: the row is left out of
+        this plan.
         """
         short = [row for row in scheduled if not _covered(*row)]
         if not short:
@@ -200,6 +201,8 @@ class StepPlanner:
             # The request may have been retracted itself, for an earlier row: then it has no table.
             while request.table is not None and not self._pages.allocate(request.table, end):
                 if self._pages.pending_free(request.table.need(end)):
+                    break
+                if self._batch.pools.states and self._batch.has_launched(request):
                     break
                 self._retract_for_pages(choose_victim(self._batch.running.values()))
             if _covered(request, end):

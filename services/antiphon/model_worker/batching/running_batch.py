@@ -313,6 +313,10 @@ class RunningBatch(SlotArrays):
                 self._decoding = None
         return rows
 
+    def has_launched(self, request: Request) -> bool:
+        """Whether rows of a running request are launched that are not committed."""
+        return self.scheduled.item(request.slot) > self.computed.item(request.slot)
+
     def is_current(self, rows: StepRows) -> Flags:
         """(R,) whether the requests still wait for the outcome of these rows."""
         return self.generation[rows.slots.at] == rows.generations
