@@ -131,7 +131,7 @@ def test_a_worker_opens_a_hybrid_by_its_settings_and_replays_its_plans(folder: P
     )
     engine = open_engine(settings)
     assert engine.resolved is not None
-    assert engine.resolved.running_max.value == 6
+    assert engine.resolved.running_max.value == 8
     loop = BatchingLoop(engine.core, InTurn(engine.runner), Mailbox(1), lambda _: None)
     names = [RequestId(str(number)) for number in range(20)]
     states = [state(PROMPTS[i], request_id=names[i], sampling=GREEDY) for i in range(20)]

@@ -129,9 +129,9 @@ def prompt_logits_rows(vocabulary_size: int, bytes_max: int = PROMPT_LOGITS_BYTE
 BIDIRECTIONAL = "attention is bidirectional"
 RUNNING = 2
 """States of a running request: the one that its next step reads, and the one that it writes."""
-OVERLAPPED = 4
+OVERLAPPED = 3
 """The same with overlapped steps, where a step is launched before the result of the one before is
-read: one more state, and one that a launched plan may still read after it was freed."""
+read: it writes one more."""
 
 
 class WeightStorage(msgspec.Struct, frozen=True):

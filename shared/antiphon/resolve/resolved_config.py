@@ -432,7 +432,7 @@ def _running(
 ) -> ResolvedValue[int]:
     """The running requests: each takes at least a page and its states, and a token per step."""
     each, running_max = OVERLAPPED if overlap else RUNNING, settings.batching.running_max
-    fit = states.value // each
+    fit = max(1, states.value // each)
     if states.value and running_max > fit:
         return ResolvedValue(min(pages, step_tokens, fit), f"{each} states per request")
     if running_max > step_tokens:

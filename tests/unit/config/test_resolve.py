@@ -315,7 +315,7 @@ def test_states_share_the_pool_with_pages_unless_the_operator_says_how_many() ->
     assert (plan.cache_states.value, plan.state_bytes.value) == (90, 90 * STATE_BYTES)
     pages = 100 * STATE_BYTES // (PAGE_BYTES // 2)  # one layer of the two that CARD has
     assert plan.cache_pages.value == pages
-    assert plan.running_max == ResolvedValue(45, "2 states per request")
+    assert plan.running_max == ResolvedValue(30, "3 states per request")
     plan = decide(DEVICE, HYBRID, cache__states_max="9")
     assert plan.cache_states == ResolvedValue(9, "cache.states_max = 9")
     assert plan.running_max.value == 4
