@@ -141,7 +141,7 @@ def test_a_worker_opens_a_hybrid_by_its_settings_and_replays_its_plans(folder: P
     again = replay(loop.recorder.records(), engine.core.pools.groups, open_engine(settings).runner)
     assert again.difference is None
     assert again.passed == 0
-    assert again.rows > 20 * ANSWER_TOKENS
+    assert again.rows >= 20 * ANSWER_TOKENS
 
 
 def test_deterministic_inference_is_refused_by_name(folder: Path) -> None:

@@ -318,7 +318,10 @@ def test_states_share_the_pool_with_pages_unless_the_operator_says_how_many() ->
     assert plan.running_max == ResolvedValue(30, "3 states per request")
     plan = decide(DEVICE, HYBRID, cache__states_max="9")
     assert plan.cache_states == ResolvedValue(9, "cache.states_max = 9")
-    assert plan.running_max.value == 4
+    assert plan.running_max.value == 3
+    assert decide(DEVICE, HYBRID, cache__states_max="2").running_max.value == 1
+    in_turn = decide(DEVICE, HYBRID, cache__states_max="9", batching__overlap="false")
+    assert in_turn.running_max == ResolvedValue(4, "2 states per request")
 
 
 @pytest.mark.parametrize(
