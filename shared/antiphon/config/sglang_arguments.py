@@ -223,6 +223,8 @@ TRANSLATIONS: Mapping[str, Translation] = {
         lambda text: TranslatedValue(f"{_TORCHAO}{text}" if text else None),
         lambda value: str(value).removeprefix(_TORCHAO) if str(value).startswith(_TORCHAO) else "",
     ),
+    # The draft model's quantization is never the served model's, which this value switches off.
+    "unquant": Translation(lambda text: TranslatedValue(None if text == "unquant" else text)),
     "whitespace": Translation(_whitespace, lambda _: None),  # expressed by the limit
 }
 """Translations of SGLang values, by the word after the path in `sglang_flags.tsv`."""

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from antiphon.config.model import LoadFormat
+from antiphon.config.quantization import QuantizationMethod
 from antiphon.config.schema import Config, Tokens
 
 TokensToVerify = Annotated[int, Meta(ge=2, extra={"unit": "tokens"})]
@@ -27,12 +29,26 @@ class MatchType(StrEnum):
 class SpeculationConfig(Config):
     """Speculative decoding: tokens are drafted, and a decode step verifies several of a request."""
 
-    algorithm: Literal["none", "ngram"] = "none"
+    algorithm: Literal["none", "ngram", "standalone"] = "none"
     """Source of draft tokens: none disables speculative decoding; ngram drafts what followed the
-    same tokens in earlier prompts and outputs of the same tenant and cache salt."""
+    same tokens in earlier prompts and outputs of the same tenant and cache salt; standalone drafts
+    with the small model draft_model."""
     verify_tokens: TokensToVerify = 8
     """Maximum number of tokens of a request in one decode step: its last token and the draft tokens
     after it."""
+    draft_model: str = ""
+    """Path or name of the draft model, as in model.path: a small model with the vocabulary of the
+    served one, whose layers all attend to the whole context. Required by standalone."""
+    draft_steps: Tokens | None = None
+    """Maximum number of tokens that the draft model drafts for a request in one step; a decode step
+    then verifies one more, whatever verify_tokens is. Unset: verify_tokens - 1."""
+    draft_revision: str = ""
+    """Branch, tag or commit of a draft model of the Hugging Face hub; empty: main."""
+    draft_format: LoadFormat | None = None
+    """Format of the draft model's weights, as in load.format; unset: load.format."""
+    draft_quantization: QuantizationMethod | None = None
+    """Quantization method of the draft model, as in model.quantization; unset: from its
+    checkpoint."""
     ngram_match: MatchType = MatchType.BFS
     """Order in which continuations of a match are tried: the most recent first (BFS), or the most
     frequent first (PROB)."""
@@ -56,6 +72,11 @@ class SpeculationConfig(Config):
     """Maximum number of tokens of all external corpora, about 70 bytes each."""
 
     def __post_init__(self) -> None:
+        if self.algorithm == "standalone" and not self.draft_model:
+            raise ValueError(
+                "algorithm = standalone drafts with a model: set draft_model "
+                "(--speculative-draft-model-path)"
+            )
         window_max = min(self.ngram_window_max, self.ngram_depth - 1)
         if self.ngram_window_min > window_max:
             raise ValueError(

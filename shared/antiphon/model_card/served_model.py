@@ -1,4 +1,4 @@
-"""Location of the served model on this machine, and its served names."""
+"""Location of the served model and its draft model on this machine, and the served names."""
 
 from __future__ import annotations
 
@@ -26,24 +26,57 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
 
 EMBEDDED = "embedded"
+_MODEL = "model.path"
 
 
-def model_files(settings: Settings, *, weights: bool = True) -> ModelFiles:
-    """Return the model's files, downloaded first if it is a hub model. May block for long."""
+def model_files(settings: Settings, *, weights: bool = True, named: str = _MODEL) -> ModelFiles:
+    """Return the model's files, downloaded first if it is a hub model. May block for long.
+
+    Errors name the setting `named`.
+    """
     load = settings.load
-    path = _model_path(settings, weights=weights)
+    path = _model_path(settings, weights=weights, named=named)
     return find_files(
         path,
         load.format,
-        described_in=_config_folder(settings, path),
+        described_in=_config_folder(settings, path, named),
         overrides=load.config_overrides,
         mapped=load.mmap,
         context_tokens=settings.model.context_tokens,
     )
 
 
+def draft_files(settings: Settings) -> ModelFiles | None:
+    """Return the files of the draft model, as `model_files`; None without a draft model."""
+    if (draft := draft_settings(settings)) is None:
+        return None
+    return model_files(draft, named="speculation.draft_model")
+
+
+def draft_settings(settings: Settings) -> Settings | None:
+    """Return the settings as if the draft model was the served one; None without a draft model."""
+    speculation = settings.speculation
+    if speculation.algorithm != "standalone":
+        return None
+    model = replace(
+        settings.model,
+        path=speculation.draft_model,
+        tokenizer_path="",
+        quantization=speculation.draft_quantization,
+        implementation="auto",
+    )
+    load = replace(
+        settings.load,
+        format=speculation.draft_format or settings.load.format,
+        revision=speculation.draft_revision,
+        config_overrides="{}",
+    )
+    cache = replace(settings.cache, scales="")
+    return replace(settings, model=model, load=load, cache=cache)
+
+
 def tokenizer_folder(settings: Settings) -> Path:
-    named = "model.tokenizer_path" if settings.model.tokenizer_path else "model.path"
+    named = "model.tokenizer_path" if settings.model.tokenizer_path else _MODEL
     return _holding(tokenizer_path(settings), TOKENIZER, named)
 
 
@@ -55,8 +88,8 @@ def tokenizer_path(settings: Settings) -> Path:
     """
     path = settings.model.tokenizer_path
     if not path:
-        model_path = _model_path(settings, weights=False)
-        folder = _config_folder(settings, model_path)
+        model_path = _model_path(settings, weights=False, named=_MODEL)
+        folder = _config_folder(settings, model_path, _MODEL)
         names = (TOKENIZER, PIECES, TEKKEN)
         if is_gguf(model_path) and not any((folder / name).is_file() for name in names):
             return _from_gguf(settings, model_path)
@@ -107,39 +140,41 @@ def check_template(settings: Settings) -> None:
 
 
 def hub_models(settings: Settings) -> tuple[str, ...]:
-    model = settings.model
-    named = {path for path in (model.path, model.tokenizer_path) if path not in ("", EMBEDDED)}
-    return tuple(sorted(path for path in named if is_hub_id(path)))
+    """The hub IDs of model, tokenizer and draft model, each once."""
+    model, draft = settings.model, draft_settings(settings)
+    drafting = "" if draft is None else draft.model.path
+    paths = {model.path, model.tokenizer_path, drafting} - {"", EMBEDDED}
+    return tuple(sorted(path for path in paths if is_hub_id(path)))
 
 
-def _model_path(settings: Settings, *, weights: bool) -> Path:
+def _model_path(settings: Settings, *, weights: bool, named: str) -> Path:
     path = settings.model.path
     if path == EMBEDDED:
         return embedded.path()
     if is_packaged(path):
-        return _packaged(settings, path)
+        return _packaged(settings, path, named)
     if is_hub_id(path):
         return fetch(path, settings.load, weights=weights)
     expanded = Path(path).expanduser()
     if weights and is_gguf(expanded) and not expanded.is_file():
-        raise ConfigError(f"model.path: {expanded}: no such file")
+        raise ConfigError(f"{named}: {expanded}: no such file")
     return expanded
 
 
-def _packaged(settings: Settings, name: str) -> Path:
+def _packaged(settings: Settings, name: str, named: str) -> Path:
     wheel, cache = packaged(name), cache_folder(settings)
     assert wheel is not None, "asked before"
     if not is_cached(wheel, cache):
         raise ConfigError(
-            f"model.path: {name} is missing from {cache}, or was modified there; "
+            f"{named}: {name} is missing from {cache}, or was modified there; "
             f"`antiphon serve --model-path {name}` downloads it"
         )
     return cached_path(wheel, cache)
 
 
-def _config_folder(settings: Settings, model_path: Path) -> Path:
+def _config_folder(settings: Settings, model_path: Path, named: str) -> Path:
     if not is_gguf(model_path):
-        return _holding(model_path, "config.json", "model.path")
+        return _holding(model_path, "config.json", named)
     if (model_path.parent / "config.json").is_file():
         return model_path.parent
     if settings.model.tokenizer_path:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.config.settings import Settings
+    from antiphon.resolve.draft import ResolvedDraft
 
 
 INT8_FORMATS = (LinearFormat.INT8, LinearFormat.INT8_DYNAMIC)
@@ -213,12 +214,26 @@ def _quantized(
 
 
 def memory_budget(
-    settings: Settings, card: ModelCard, free: int, dtype: Dtype, weights: int, step_tokens: int
+    settings: Settings,
+    card: ModelCard,
+    free: int,
+    dtype: Dtype,
+    weights: int,
+    step_tokens: int,
+    draft: ResolvedDraft | None = None,
 ) -> MemoryBudget:
+    """Divide the free memory; a draft model has weights and activations of its own.
+
+    Its logits fit in the memory of the model's, which are as many rows and copied more often.
+    """
+    activations = activation_bytes(card, dtype, step_tokens)
+    if draft is not None:
+        weights += draft.weight_bytes.value
+        activations += draft.activation_bytes.value
     memory = MemoryBudget(
         free=free,
         weights=weights,
-        activations=activation_bytes(card, dtype, step_tokens),
+        activations=activations,
         logits=logits_bytes(card, min(settings.batching.running_max, step_tokens)),
         scored=logits_bytes(card, min(step_tokens, prompt_logits_rows(card.vocabulary_size))),
     )

@@ -11,11 +11,14 @@ from antiphon.config.model import CacheDtype, Dtype, LinearFormat
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
 from antiphon.model_card.pooling import Pooling, PoolMode
+from antiphon.model_card.served_model import draft_settings
+from antiphon.resolve.draft import ResolvedDraft, check_draft, check_draft_context
 from antiphon.resolve.memory import (
     BIDIRECTIONAL,
     OVERLAPPED,
     RUNNING,
     WeightStorage,
+    activation_bytes,
     cache_pages,
     memory_budget,
     pool_bytes,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
     from antiphon.model_card.card import ModelCard
     from antiphon.resolve.device import HostDevice
+    from antiphon.resolve.draft import DraftCard
 
 _VALUE_WIDTH = 16
 """A longer value shifts only its own reason."""
@@ -48,6 +52,7 @@ with the same model and prompts of 128 tokens, 1 prompt reaches 67 %, 2 reach 80
 8 reach 88 % of the rate of 16. With 16 prompts, passes of 8 instead of 4 finish the last one 42 ms
 earlier and delay the mean by 17 ms (ADR 19)."""
 TILES_ISA = "amx"
+NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
 
 
 class ResolvedConfig(msgspec.Struct, frozen=True):
@@ -86,10 +91,29 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     running_max: ResolvedValue[int]
     overlap: ResolvedValue[bool]
     grammar: ResolvedValue[str]
+    draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
 
     @property
     def cache_tokens(self) -> int:
         return self.cache_pages.value * self.page_tokens.value
+
+    def of_draft(self) -> ResolvedConfig:
+        """The plan by which the draft model is loaded, which there must be."""
+        draft = self.draft.value
+        assert draft is not None, "speculative decoding has a draft model"
+        unscaled = ResolvedValue("", "cache.scales are those of the served model")
+        return msgspec.structs.replace(
+            self,
+            dtype=draft.dtype,
+            quantization=draft.quantization,
+            linear=draft.linear,
+            quantized=draft.quantized,
+            implementation=draft.implementation,
+            cache_dtype=draft.cache_dtype,
+            cache_scales=unscaled,
+            weight_bytes=draft.weight_bytes,
+            draft=NO_DRAFT,
+        )
 
 
 def resolve(
@@ -98,10 +122,12 @@ def resolve(
     device: HostDevice,
     pooling: Pooling | None = None,
     implementation: ResolvedValue[str] | None = None,
+    draft: DraftCard | None = None,
 ) -> ResolvedConfig:
     """Decide everything that the settings leave open. Pure; `device` was read before loading.
 
-    `pooling` is None for a generative model; `implementation` None leaves it to the settings.
+    `pooling` is None for a generative model; `implementation` None leaves it to the settings;
+    `draft` is the draft model of speculative decoding, if the settings name one.
     """
     layers = implementation or ResolvedValue(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":
@@ -116,16 +142,24 @@ def resolve(
     whole = _whole(settings, card)
     step = _step(settings, context.value, whole=whole.value)
     drawing = min(settings.batching.running_max, step.value)
+    beside = _draft(settings, card, device, draft, step.value)
     memory = memory_budget(
-        settings, card, device.memory_bytes, dtype.value, kept.bytes.value, step.value
+        settings, card, device.memory_bytes, dtype.value, kept.bytes.value, step.value, beside.value
     )
     state_bytes = card.state_bytes(dtype.value)
     states = state_count(settings, state_bytes, memory, pool_bytes(settings, memory))
     held = states.value * state_bytes
     token_bytes = card.kv_bytes(cache_dtype.value)
+    each = f"{token_bytes} bytes per token"
+    if beside.value is not None:
+        each += f", and {beside.value.token_bytes.value} of the draft model"
+        token_bytes += beside.value.token_bytes.value
     pages = cache_pages(settings, memory, token_bytes, context.value, held)
     cache_bytes = pages.value * page_tokens * token_bytes
     overlap = _overlap(settings, pooling)
+    served = _fit(context, pages.value * page_tokens)
+    if draft is not None:
+        check_draft_context(settings, draft.card, served.value)
     return ResolvedConfig(
         device=_device(settings, device),
         dtype=dtype,
@@ -137,7 +171,7 @@ def resolve(
         implementation=layers,
         pooling=_pooling(settings, pooling),
         threads=_threads(settings, device, linear.value, memory.weights),
-        context_tokens=_fit(context, pages.value * page_tokens),
+        context_tokens=served,
         eos_ids=ResolvedValue(
             card.eos_ids, "config.json, generation_config.json and the tokenizer"
         ),
@@ -150,7 +184,7 @@ def resolve(
         logit_bytes=ResolvedValue(memory.logits, f"{drawing} rows of logits"),
         scored_bytes=ResolvedValue(memory.scored, "prompt logprobs, computed in chunks"),
         cache_pages=pages,
-        cache_bytes=ResolvedValue(cache_bytes, f"{token_bytes} bytes per token"),
+        cache_bytes=ResolvedValue(cache_bytes, each),
         cache_states=states,
         state_bytes=ResolvedValue(held, f"{state_bytes} bytes per state"),
         step_tokens=step,
@@ -162,6 +196,7 @@ def resolve(
         running_max=_running(settings, pages.value, step.value, states, overlap=overlap.value),
         overlap=overlap,
         grammar=_grammar(settings, card, pooling),
+        draft=beside,
     )
 
 
@@ -173,12 +208,15 @@ def table(plan: ResolvedConfig) -> str:
     return "\n".join(lines)
 
 
-def _rows(plan: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
+def _rows(plan: ResolvedConfig | ResolvedDraft, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     for name in plan.__struct_fields__:
         decided: ResolvedValue[object] = getattr(plan, name)
         value = decided.value
+        if isinstance(value, ResolvedDraft):
+            yield from _rows(value, f"{name}_")
+            continue
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        yield name, shown or "none", decided.reason
+        yield f"{prefix}{name}", shown or "none", decided.reason
 
 
 def _within(settings: Settings, device: HostDevice) -> HostDevice:
@@ -187,6 +225,41 @@ def _within(settings: Settings, device: HostDevice) -> HostDevice:
         device,
         cores=min(model.cores or device.cores, device.cores),
         memory_bytes=min(model.memory_bytes or device.memory_bytes, device.memory_bytes),
+    )
+
+
+def _draft(
+    settings: Settings,
+    card: ModelCard,
+    device: HostDevice,
+    draft: DraftCard | None,
+    step_tokens: int,
+) -> ResolvedValue[ResolvedDraft | None]:
+    """The plan for the draft model, by the settings for the served one where it has none."""
+    own = draft_settings(settings)
+    if own is None or draft is None:
+        return NO_DRAFT
+    check_draft(settings, card, draft.card)
+    dtype = _dtype(own, draft.card)
+    linear = _linear(own, device, dtype.value)
+    cache_dtype = _cache_dtype(own, draft.card, device, dtype.value)
+    kept = resolve_weight_storage(own, draft.card, dtype.value, linear)
+    active = activation_bytes(draft.card, dtype.value, step_tokens)
+    token_bytes = draft.card.kv_bytes(cache_dtype.value)
+    return ResolvedValue(
+        ResolvedDraft(
+            model=ResolvedValue(own.model.path, "speculation.draft_model"),
+            dtype=dtype,
+            quantization=kept.quantization,
+            linear=linear,
+            quantized=kept.quantized,
+            implementation=draft.implementation,
+            cache_dtype=cache_dtype,
+            weight_bytes=kept.bytes,
+            activation_bytes=ResolvedValue(active, f"{step_tokens} tokens per step"),
+            token_bytes=ResolvedValue(token_bytes, "in the KV cache, beside the served model's"),
+        ),
+        "speculation.draft_model",
     )
 
 

@@ -29,8 +29,14 @@ from antiphon.config.fields import fields
 from antiphon.config.load import child_environment, nats_server
 from antiphon.config.tenants import read_tenants
 from antiphon.model_card.card import read_card
-from antiphon.model_card.served_model import check_template, model_files, tokenizer_folder
+from antiphon.model_card.served_model import (
+    check_template,
+    draft_files,
+    model_files,
+    tokenizer_folder,
+)
 from antiphon.resolve.device import HostDevice, detect_device
+from antiphon.resolve.draft import check_draft
 from antiphon.resolve.resolved_config import check_context
 from antiphon.service.tasks import gather
 from antiphon.service.web import server_context
@@ -150,7 +156,10 @@ class ServiceStack:
         read_tenants(self._settings.access.keys_file)
         server_context(gateway)
         check_template(self._settings)
-        check_context(self._settings, read_card(model_files(self._settings)))
+        card = read_card(model_files(self._settings))
+        check_context(self._settings, card)
+        if (draft := draft_files(self._settings)) is not None:
+            check_draft(self._settings, card, read_card(draft))
         tokenizer_folder(self._settings)
 
     async def _start_broker(self) -> str:

@@ -98,6 +98,10 @@ def test_null_unsets_in_every_source(file: Path) -> None:
             "speculation: {verify_tokens: 4, corpus_draft_tokens: 4}",
             "speculation: corpus_draft_tokens = 4 exceeds the longest draft, verify_tokens - 1 = 3",
         ),
+        (
+            "speculation: {algorithm: standalone}",
+            "speculation: algorithm = standalone drafts with a model: set draft_model",
+        ),
         ("bus: {url: 'nats://a:b@c:1'}", "bus: url must not contain a user; set bus.user"),
         ("bus: {url: 'nats://a:1, wss://b:2'}", "bus: url: WebSocket is not supported"),
         (
@@ -424,6 +428,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "request_log.level": st.integers(0, 3),
     "request_log.target": st.sampled_from(["stdout", "/var/log/antiphon stdout"]),
     "request_log.export_metrics": st.just(value=False),  # else it needs a folder
+    "speculation.algorithm": st.sampled_from(["none", "ngram"]),  # standalone needs a draft model
     "speculation.verify_tokens": st.integers(2, 64),
     "speculation.corpus_draft_tokens": st.integers(0, 1),
     "speculation.ngram_window_min": st.integers(1, 12),

@@ -53,6 +53,8 @@ SETTABLE = {
     "model.implementation": "sglang",
     "queue.policy": "lpm",
     "speculation.algorithm": "NGRAM",
+    "speculation.draft_format": "pt",
+    "speculation.draft_quantization": "fp8",
     "speculation.ngram_depth": "2",
     "speculation.ngram_match": "PROB",
     "speculation.verify_tokens": "4",
@@ -234,6 +236,19 @@ def test_parser_that_is_not_built_is_refused_by_name() -> None:
         assert f"{line}: refused: This format" in refused(line)
     said = refused("--tool-call-parser x")
     assert "gateway.tool_call_parser = 'x': must be one of auto, none" in said
+
+
+def test_drafts_are_one_chain_of_a_model_that_is_named() -> None:
+    line = "--speculative-algorithm STANDALONE --speculative-draft-model-path /models/draft "
+    chain = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+    speculation = serve(line + chain).settings.speculation
+    assert (speculation.algorithm, speculation.draft_model) == ("standalone", "/models/draft")
+    assert (speculation.draft_steps, speculation.verify_tokens) == (3, 4)
+    said = refused(f"{line} --speculative-eagle-topk 4")
+    assert "--speculative-eagle-topk 4: refused: It would set the branches of a draft tree." in said
+    assert "verified as one chain" in said
+    unquantized = serve(f"{line} --speculative-draft-model-quantization unquant --quantization fp8")
+    assert unquantized.settings.speculation.draft_quantization is None
 
 
 def test_tracing_is_switched_on_by_its_own_flag_only() -> None:

@@ -124,6 +124,10 @@ async def test_nats_port_that_is_taken_is_refused_before_anything_starts(tmp_pat
             ("--chat-template", "/none.jinja"),
             "model.chat_template (--chat-template): /none.jinja: no such file",
         ),
+        (
+            ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "/none"),
+            "speculation.draft_model: /none: no such folder",
+        ),
     ],
 )
 async def test_files_of_the_settings_are_read_before_anything_starts(
@@ -252,6 +256,14 @@ def test_processes_only_look_up_what_the_supervisor_has_fetched(tmp_path: Path) 
     found = fetch_models(settings(tmp_path, "--load-offline"), console)
     assert found == settings(tmp_path, "--load-offline")
     assert "looking for owner/small" in console.export_text()
+
+
+def test_draft_model_is_fetched_with_the_model(tmp_path: Path) -> None:
+    line = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path")
+    for name, reason in ((REPO, "not completely in the cache"), ("smollm2", "missing from")):
+        drafting = settings(tmp_path, "--load-offline", *line, name, model="embedded")
+        with pytest.raises(ConfigError, match=f"{name}: {reason}"):
+            fetch_models(drafting, Console(quiet=True))
 
 
 def test_model_that_cannot_be_had_offline_is_refused(tmp_path: Path) -> None:
