@@ -25,15 +25,23 @@ from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.requests.generation_request import SamplingOptions, Seeds
 from antiphon.model_card.card import RecurrentStates, read_card
 from antiphon.model_card.pooling import read_pooling
-from antiphon.model_card.served_model import model_files, served_name, tokenizer_path
+from antiphon.model_card.served_model import (
+    draft_files,
+    draft_settings,
+    model_files,
+    served_name,
+    tokenizer_path,
+)
 from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.model_worker.speculation.ngram import open_drafter
 from antiphon.model_worker.startup import checksums
-from antiphon.model_worker.startup.engine import open_engine_core
+from antiphon.model_worker.startup.engine import drafts_max, open_engine_core
+from antiphon.resolve.draft import DraftCard, ResolvedDraft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
+from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
@@ -314,6 +322,73 @@ def test_argument_changes_a_draft(
 ) -> None:
     observe = partial(drafted, texts=texts, context=context)
     assert compare(flag, value, observe=observe, base=base) == pair
+
+
+STANDALONE = (
+    *("--speculative-algorithm", "STANDALONE"),
+    *("--speculative-draft-model-path", str(embedded.path())),
+)
+
+
+def drafting(settings: Settings) -> ResolvedDraft:
+    card = DraftCard(CARD, ResolvedValue("antiphon", "a test"))
+    draft = resolve(settings, CARD, DEVICE, draft=card).draft.value
+    assert draft is not None
+    return draft
+
+
+def draft_format(settings: Settings) -> object:
+    files = draft_files(settings)
+    return None if files is None else files.format
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "observe", "pair"),
+    [
+        shows(
+            "--speculative-draft-model-path",
+            "elsewhere",
+            lambda settings: drafting(settings).model.value,
+            ("elsewhere", str(embedded.path())),
+        ),
+        shows("--speculative-draft-load-format", "dummy", draft_format, ("dummy", "safetensors")),
+        shows("--load-format", "dummy", draft_format, ("dummy", "safetensors")),
+        shows(
+            "--speculative-draft-model-quantization",
+            "fp8",
+            lambda settings: drafting(settings).quantization.value,
+            ("fp8", "none"),
+        ),
+        shows(
+            "--speculative-num-steps",
+            "3",
+            lambda settings: drafts_max(settings.speculation),
+            (3, 7),
+        ),
+        shows(
+            "--speculative-num-draft-tokens",
+            "3",
+            lambda settings: drafts_max(settings.speculation),
+            (2, 7),
+        ),
+    ],
+)
+def test_argument_changes_the_draft_model(
+    flag: str, value: str, observe: Observe, pair: tuple[object, object]
+) -> None:
+    assert compare(flag, value, observe=observe, base=STANDALONE) == pair
+
+
+@pytest.mark.argument("--speculative-draft-model-revision")
+def test_revision_of_the_draft_model_is_its_own() -> None:
+    def revisions(settings: Settings) -> tuple[str, str]:
+        draft = draft_settings(settings)
+        assert draft is not None
+        return settings.load.revision, draft.load.revision
+
+    base = (*STANDALONE, "--revision", "v1")
+    flag = "--speculative-draft-model-revision"
+    assert compare(flag, "v2", observe=revisions, base=base) == (("v1", "v2"), ("v1", ""))
 
 
 CORPORA = (*NGRAM, "--speculative-ngram-external-sam-budget", "2")

@@ -26,6 +26,8 @@ class GroupKind(StrEnum):
     """A recurrent state, of fixed size: a page is one whole state."""
     PASS = "pass"  # noqa: S105 (no password)
     """Nothing: a whole text is computed at once. Its pages have no bytes, and only count tokens."""
+    DRAFT = "draft"
+    """Keys and values of every token in all layers of the draft model; the last of the groups."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,7 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One pool of pages and how many of them a request needs.
 
     Attributes:
+        layers: By index in their model: the draft model's for its group.
         page_bytes: Bytes of a page, all layers together, this rank's shard.
         page_tokens: Tokens of a page; equal in all groups. States are cached at the end of a page.
         window: Tokens that a query attends to, itself included; only for a window group.

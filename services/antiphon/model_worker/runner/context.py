@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
 from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.attention import AttentionMetadata
-    from antiphon.kernels.cpu.fused_decoder import FusedDecoder, FusedDecoderOutput
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoder
     from antiphon.kernels.ops import Ops
     from antiphon.model_worker.batching.plan import Ints, StepPlan
     from antiphon.model_worker.model.load import LoadedModel
@@ -65,6 +66,7 @@ class ForwardContexts:
         deterministic: bool = False,
     ) -> None:
         placement = model.build
+        self._decoder = model.decoder
         self._ops = ops
         self._tp = placement.tp
         self._caches = {
@@ -129,6 +131,23 @@ class ForwardContexts:
     def forget(self) -> None:
         """After a failed pass: the next one does not continue from it."""
         self._kv_len = None
+
+    def run_layers(
+        self, plan: StepPlan, batch: InputBatch, tokens: Ints
+    ) -> tuple[ForwardContext, Tensor, Tensor | None]:
+        """The context of a forward pass, its hidden states (T, hidden) and which are finite."""
+        ctx = self.of(plan, batch)
+        token_ids = torch.as_tensor(tokens.astype(np.int64))
+        return ctx, *self._decoder.forward(ctx, token_ids)
+
+    def score_by_layer(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
+        """`score` in several calls. Only requested rows get logits, since the head is wide."""
+        ctx, hidden, finite = self.run_layers(plan, batch, tokens)
+        wanted = hidden
+        if len(plan.logit_tokens) < len(hidden):
+            wanted = hidden.index_select(0, torch.as_tensor(plan.logit_tokens))
+        logits = self._decoder.logits(ctx, wanted)
+        return FusedDecoderOutput(hidden, finite, logits, self._ops.finite_rows(logits), None)
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
         positions = plan.positions[0]

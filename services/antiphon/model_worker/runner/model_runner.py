@@ -14,14 +14,9 @@ import msgspec
 import numpy as np
 import torch
 
-from antiphon.kernels.attention import KvShape, NoCache
-from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
-from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.op import REFERENCE, BackendChoice, DeviceCapability, KernelUnavailable, table
 from antiphon.kernels.ops import select
 from antiphon.kernels.recurrent import StateSpec
-from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.mla import LatentSpec
 from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_worker.batching.plan import (
     Ints,
@@ -34,6 +29,7 @@ from antiphon.model_worker.batching.plan import (
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import ForwardContexts
+from antiphon.model_worker.runner.draft_model import DraftModel
 from antiphon.model_worker.runner.input_batch import (
     FutureTokens,
     InputBatch,
@@ -42,7 +38,13 @@ from antiphon.model_worker.runner.input_batch import (
 )
 from antiphon.model_worker.runner.logprobs import LogprobsComputer
 from antiphon.model_worker.runner.pooling import Pooler
-from antiphon.model_worker.runner.pools import KvPool, StatePool, cache_groups
+from antiphon.model_worker.runner.pools import (
+    KvPool,
+    StatePool,
+    attention_of,
+    cache_groups,
+    kv_shape,
+)
 from antiphon.model_worker.runner.sampling import Sampler, accept, greedy
 
 if TYPE_CHECKING:
@@ -51,8 +53,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from antiphon.kernels.latent import LatentSizes
-    from antiphon.layers.context import ForwardContext
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.layers.weights import Tp
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.resolve.resolved_config import ResolvedConfig
@@ -79,7 +80,7 @@ class ModelRunner:
     `fused=False` runs the decoder layer by layer where one call could run it, with the same bits.
     With a `pooler`, plans produce embedding vectors and sample nothing. A `deterministic` runner
     computes the same bits for a sequence whatever else is in the batch, and however its prefill was
-    chunked.
+    chunked. With a `draft` model, the last of the groups is that model's.
 
     Raises:
         KernelUnavailable: This build does not support the device or a forced backend, or a chosen
@@ -95,15 +96,16 @@ class ModelRunner:
         fused: bool = True,
         pooler: Pooler | None = None,
         deterministic: bool = False,
+        draft: DraftModel | None = None,
     ) -> None:
         spec, placement = model.spec, model.build
         if placement.device.type != "cpu":
             raise KernelUnavailable(f"this runner computes on cpu, not on {placement.device}")
         self.ops = select(DeviceCapability(placement.device.type, placement.dtype), forced)
         attending = [
-            (group, *_attention_of(spec, group))
+            (group, *attention_of(spec, group))
             for group in groups
-            if group.kind not in (GroupKind.STATE, GroupKind.PASS)
+            if group.kind not in (GroupKind.STATE, GroupKind.PASS, GroupKind.DRAFT)
         ]
         self.pools = tuple(KvPool(group, cache, placement) for group, _, cache in attending)
         states = tuple(
@@ -113,7 +115,7 @@ class ModelRunner:
         )
         self._states_count = len(states)
         self._model = model
-        self._shapes = tuple(_shape(model, *attends) for attends in attending)
+        self._shapes = tuple(kv_shape(model, *attends) for attends in attending)
         if deterministic:
             require_invariant(model, self.ops.choices)
         self._contexts = ForwardContexts(
@@ -123,6 +125,7 @@ class ModelRunner:
         self._sampler = Sampler(self.ops)
         self._logprobs = LogprobsComputer(self.ops)
         self._pooler = pooler
+        self.draft = draft
         self._step: int | None = None
         self._columns: SamplingColumns | None = None
         self._greedy = False
@@ -249,7 +252,7 @@ class ModelRunner:
         """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
         if self._pooler is None:
             raise PlanRefused(f"step {plan.step}: this runner has no pooler")
-        ctx, hidden, finite = self._layers(plan, batch, tokens)
+        ctx, hidden, finite = self._contexts.run_layers(plan, batch, tokens)
         rows = len(plan.slot)
         failed = batch.failed_rows(finite, None)
         failed = np.zeros(rows, np.bool_) if failed is None else failed
@@ -276,22 +279,8 @@ class ModelRunner:
         """The backend that each operation uses here, and why."""
         return (self._contexts.choice, *self.ops.choices)
 
-    def _layers(
-        self, plan: StepPlan, batch: InputBatch, tokens: Ints
-    ) -> tuple[ForwardContext, Tensor, Tensor | None]:
-        """The context of a forward pass, its hidden states (T, hidden) and which are finite."""
-        ctx = self._contexts.of(plan, batch)
-        token_ids = torch.as_tensor(tokens.astype(np.int64))
-        return ctx, *self._model.decoder.forward(ctx, token_ids)
-
     def _score(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
-        """A forward pass layer by layer. Only requested rows get logits, since the head is wide."""
-        ctx, hidden, finite = self._layers(plan, batch, tokens)
-        wanted = hidden
-        if len(plan.logit_tokens) < len(hidden):
-            wanted = hidden.index_select(0, torch.as_tensor(plan.logit_tokens))
-        logits = self._model.decoder.logits(ctx, wanted)
-        return FusedDecoderOutput(hidden, finite, logits, self.ops.finite_rows(logits), None)
+        return self._contexts.score_by_layer(plan, batch, tokens)
 
     def _head(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> Tensor:
         """Logits of further hidden states of the pass: (rows, hidden)  ->  (rows, V) float32."""
@@ -330,40 +319,10 @@ def _either(
     return one | other
 
 
-def _attention_of(
-    spec: ModelSpec, group: CacheGroup
-) -> tuple[AttentionSpec | LatentSpec, KvSpec | LatentSizes]:
-    """An attention layer of the group and its cache spec, which all layers of the group share."""
-    mixers = spec.layers[group.layers[0]].mixers
-    mixer = next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
-    assert not isinstance(mixer.cache, NoCache), "a group of pages"
-    return mixer, mixer.cache
-
-
 def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
     """The state spec that all layers of a group of recurrent states share."""
     caches = [mixer.cache for mixer in spec.layers[group.layers[0]].mixers]
     return next(cache for cache in caches if isinstance(cache, StateSpec))
-
-
-def _shape(
-    model: LoadedModel,
-    group: CacheGroup,
-    mixer: AttentionSpec | LatentSpec,
-    cache: KvSpec | LatentSizes,
-) -> KvShape:
-    ranks = model.build.tp.ranks
-    heads = cache.heads_of(ranks)
-    chunked = isinstance(cache, KvSpec) and cache.chunked
-    return KvShape(
-        page_tokens=group.page_tokens,
-        heads=heads,
-        queries_per_head=mixer.query_heads // ranks // heads,
-        head_size=cache.head_size,
-        dtype=model.build.dtype,
-        window=None if chunked else group.window,
-        chunk=group.window if chunked else None,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +330,7 @@ class OpenModel:
     """A loaded model, ready to run plans whose page tables are in the order of `groups`.
 
     Attributes:
+        groups: Those of the model, and last that of its draft model.
         kv_scales: Digest of the scales of an 8-bit KV cache; empty without scales.
     """
 
@@ -378,16 +338,27 @@ class OpenModel:
     groups: tuple[CacheGroup, ...]
     spec: ModelSpec
     kv_scales: str = ""
+    draft: DraftModel | None = None
 
 
-def open_model(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) -> OpenModel:
+def open_model(
+    place: ModelLocation,
+    plan: ResolvedConfig,
+    *,
+    draft: ModelLocation | None = None,
+    tp: Tp | None = None,
+) -> OpenModel:
     """Load a model as planned and allocate the pages and states of its cache groups.
+
+    `draft` is the location of its draft model, which the plan must have.
 
     Raises:
         ModelLoadError: The folder cannot be served; raised before anything runs.
         KernelUnavailable: This build does not support the device, deterministic mode or an 8-bit
             KV cache there.
     """
+    # First, since it loads faster: what is wrong with it is found before the wait for the model.
+    drafting = None if draft is None else open_draft_model(draft, plan)
     model = load(place, plan, tp=tp)
     groups = cache_groups(
         model.spec,
@@ -396,12 +367,34 @@ def open_model(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = No
         pages=plan.cache_pages.value,
         states=plan.cache_states.value,
     )
+    if drafting is not None:
+        groups = (*groups, drafting.group)
     pooling = plan.pooling.value
     pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
-    runner = ModelRunner(model, groups, pooler=pooler, deterministic=plan.deterministic.value)
+    runner = ModelRunner(
+        model,
+        groups,
+        pooler=pooler,
+        deterministic=plan.deterministic.value,
+        draft=drafting,
+    )
     require_native_reads(model, runner.choices)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})
-    return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales))
+    return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales), drafting)
+
+
+def open_draft_model(place: ModelLocation, plan: ResolvedConfig) -> DraftModel:
+    """Load the draft model as planned and allocate its pages, as many as the served model's.
+
+    Raises:
+        ModelLoadError: It cannot be served, or cannot draft.
+        KernelUnavailable: This build does not support the device or an 8-bit KV cache there.
+    """
+    model = load(place, plan.of_draft())
+    draft = DraftModel(model, page_tokens=plan.page_tokens.value, pages=plan.cache_pages.value)
+    require_native_reads(model, draft.choices)
+    log.info("kernels of the draft model", extra={"table": "\n" + table(draft.choices)})
+    return draft
 
 
 def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:

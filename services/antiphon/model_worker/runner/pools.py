@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
-from antiphon.kernels.attention import NoCache
+from antiphon.kernels.attention import KvShape, NoCache
 from antiphon.kernels.cpu.extension import pool_zeros
 from antiphon.kernels.kv import KvSpec, is_fp8
 from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.recurrent import StateSpec
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 from antiphon.model_worker.model.errors import ModelLoadError
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.weights import BuildContext
+    from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import CacheSpec, ModelSpec
 
 
@@ -37,6 +41,56 @@ def cache_groups(
     return tuple(
         _group(cache, layers, build, page_tokens, states if isinstance(cache, StateSpec) else pages)
         for cache, layers in spec.cache_groups()
+    )
+
+
+def draft_group(
+    spec: ModelSpec, build: BuildContext, *, page_tokens: int, pages: int
+) -> CacheGroup:
+    """The cache group of a draft model.
+
+    Raises:
+        ModelLoadError: Its layers do not all cache the same keys and values of every token.
+    """
+    groups = cache_groups(spec, build, page_tokens=page_tokens, pages=pages)
+    if kinds := {group.kind for group in groups} - {GroupKind.FULL}:
+        raise ModelLoadError(
+            f"a draft model must attend to the whole context in every layer, without {min(kinds)} "
+            "layers"
+        )
+    if len(groups) != 1:
+        raise ModelLoadError("a draft model must have keys and values of one size in all layers")
+    return msgspec.structs.replace(groups[0], kind=GroupKind.DRAFT)
+
+
+def attention_of(
+    spec: ModelSpec, group: CacheGroup
+) -> tuple[AttentionSpec | LatentSpec, KvSpec | LatentSizes]:
+    """An attention layer of the group and its cache spec, which all layers of the group share."""
+    mixers = spec.layers[group.layers[0]].mixers
+    mixer = next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
+    assert not isinstance(mixer.cache, NoCache), "a group of pages"
+    return mixer, mixer.cache
+
+
+def kv_shape(
+    model: LoadedModel,
+    group: CacheGroup,
+    mixer: AttentionSpec | LatentSpec,
+    cache: KvSpec | LatentSizes,
+) -> KvShape:
+    """What attention needs to know of a group, whose layers have this mixer and cache."""
+    ranks = model.build.tp.ranks
+    heads = cache.heads_of(ranks)
+    chunked = isinstance(cache, KvSpec) and cache.chunked
+    return KvShape(
+        page_tokens=group.page_tokens,
+        heads=heads,
+        queries_per_head=mixer.query_heads // ranks // heads,
+        head_size=cache.head_size,
+        dtype=model.build.dtype,
+        window=None if chunked else group.window,
+        chunk=group.window if chunked else None,
     )
 
 

@@ -13,7 +13,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.worker import Policy, QueueConfig
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
-from antiphon.model_card.served_model import model_files, tokenizer_path
+from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.planner import QueueRules
@@ -30,6 +30,7 @@ from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup.checksums import verify, verify_digest
 from antiphon.resolve.device import HostDevice, detect_device
+from antiphon.resolve.draft import DraftCard
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.startup import CannotStart
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.config.settings import Settings
+    from antiphon.config.speculation import SpeculationConfig
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.runner.model_runner import OpenModel
@@ -82,11 +84,13 @@ def open_engine(settings: Settings) -> Engine:
         card = msgspec.structs.replace(card, eos_ids=tuple(sorted(eos_ids)))
         pooling = read_pooling(files, card, embedding=settings.model.embedding)
         implementation = _implementation(files, settings.model.implementation)
-        resolved = resolve(settings, card, _device(), pooling, implementation)
+        draft_place = draft_files(settings)
+        draft = None if draft_place is None else _draft_card(draft_place)
+        resolved = resolve(settings, card, _device(), pooling, implementation, draft)
     except ConfigError as error:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
-    model = load_resolved(files, resolved)
+    model = load_resolved(files, resolved, draft_place)
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales)
     return Engine(core, model.runner, resolved, _compiler(settings, resolved, core.limits))
@@ -121,8 +125,14 @@ def _implementation(files: ModelFiles, configured: str) -> ResolvedValue[str]:
         raise CannotStart(str(error)) from error
 
 
-def load_resolved(place: ModelLocation, resolved: ResolvedConfig) -> OpenModel:
-    """Load a model by the resolved configuration. Blocks for seconds."""
+def _draft_card(files: ModelFiles) -> DraftCard:
+    return DraftCard(read_card(files), _implementation(files, "auto"))
+
+
+def load_resolved(
+    place: ModelLocation, resolved: ResolvedConfig, draft: ModelLocation | None = None
+) -> OpenModel:
+    """Load a model and its draft model by the resolved configuration. Blocks for seconds."""
     import torch  # noqa: PLC0415 (it takes seconds, see `_device`)
 
     from antiphon.kernels.op import KernelUnavailable  # noqa: PLC0415
@@ -131,7 +141,7 @@ def load_resolved(place: ModelLocation, resolved: ResolvedConfig) -> OpenModel:
 
     torch.set_num_threads(resolved.threads.value)
     try:
-        return open_model(place, resolved)
+        return open_model(place, resolved, draft=draft)
     except (ModelLoadError, KernelUnavailable) as error:
         raise CannotStart(str(error)) from error
 
@@ -172,8 +182,14 @@ def _speculation(settings: Settings, resolved: ResolvedConfig) -> Speculation | 
     config = settings.speculation
     if (ngrams := open_drafter(config)) is None:
         return None
-    texts, drafts_max = RequestTexts(ngrams), config.verify_tokens - 1
-    return Speculation(texts, drafts_max, resolved.running_max.value)
+    return Speculation(RequestTexts(ngrams), drafts_max(config), resolved.running_max.value)
+
+
+def drafts_max(config: SpeculationConfig) -> int:
+    """Maximum number of draft tokens of a request in one step."""
+    if config.algorithm == "standalone" and config.draft_steps is not None:
+        return config.draft_steps
+    return config.verify_tokens - 1
 
 
 def _limits(
