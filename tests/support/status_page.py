@@ -103,7 +103,11 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     ),
     ("Context parallelism", "Long prompts are prefilled in chunks.", "context_parallel"),
     ("LoRA adapters", "Merge the adapter into the model and serve the result.", "lora"),
-    ("Speculative decoding with a draft model", "Drafts come from n-grams.", "speculative"),
+    (
+        "Speculative decoding with trees of drafts, or with layers that draft (EAGLE, MTP)",
+        "Drafts are one chain, of n-grams or of a small model.",
+        "speculative draft_model",
+    ),
     (
         "Prefill-decode disaggregation",
         "Prefill and decode run in the same worker.",
