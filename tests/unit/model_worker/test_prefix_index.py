@@ -315,8 +315,9 @@ def test_whatever_holes_there_are_every_window_is_whole_where_a_match_ends(
     assert bench.found(text + "!") == max(whole)
 
 
-def test_groups_that_keep_every_token_are_all_alike() -> None:
-    bench = Bench(FULL, group(GroupKind.LATENT))
+@pytest.mark.parametrize("kind", [GroupKind.LATENT, GroupKind.DRAFT])
+def test_groups_that_keep_every_token_are_all_alike(kind: GroupKind) -> None:
+    bench = Bench(FULL, group(kind))
     bench.serve("abc", "abd")
     assert bench.index.evictable() == [4, 4]
     assert bench.index.evict([1, 0]) == 2
