@@ -90,7 +90,8 @@ class Output:
 class ModelLoop:
     """Requests in, outputs out. `runner` replaces the model's own; `changes` are limits.
 
-    With a `drafter` decodes verify up to `drafts_max` drafts each, whatever a step costs.
+    With a `drafter`, or the draft model of the runner, decodes verify up to `drafts_max` drafts
+    each, whatever a step costs. So many steps are launched `ahead`, by default one with `overlap`.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class ModelLoop:
         *,
         tree: bool = False,
         overlap: bool = False,
+        ahead: int = 1,
         drafter: Drafter | None = None,
         drafts_max: int = 4,
         **changes: Any,
@@ -114,13 +116,15 @@ class ModelLoop:
         index = RadixIndex(self.pools) if tree else None
         sizes = limits(**whole)
         self.speculation: Speculation | None = None
-        if drafter is not None:
+        if drafter is not None or model.draft is not None:
             self.speculation = Speculation(drafter, drafts_max, sizes.running_max)
         self.core = EngineCore(sizes, self.pools, index, speculation=self.speculation)
         runner = runner or model.runner
         self._forward = ForwardThread(runner) if overlap else None
         launcher = self._forward or InTurn(runner)
-        self.loop = BatchingLoop(self.core, launcher, Mailbox(1), self._read, ahead=int(overlap))
+        self.loop = BatchingLoop(
+            self.core, launcher, Mailbox(1), self._read, ahead=ahead if overlap else 0
+        )
         self.outputs: list[Output] = []
         self.reports: list[StepReport] = []
         self._reader = ProgressReader()

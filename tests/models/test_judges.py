@@ -35,7 +35,7 @@ from torch import Tensor
 
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
-from antiphon.model_worker.batching.plan import SamplingPart, StepOutcome, StepPlan
+from antiphon.model_worker.batching.plan import Ints, SamplingPart, StepOutcome, StepPlan
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.input_batch import PlanRefused, build_input_batch
 
@@ -77,6 +77,9 @@ class Reader:
             status=status,
             computed=plan.query_len,
         )
+
+    def make_drafts(self) -> Ints:
+        raise AssertionError("there is no draft model")
 
 
 def typed(ids: list[int], types: int) -> Tensor:

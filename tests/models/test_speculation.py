@@ -230,6 +230,7 @@ class Mode:
     overlap: bool = False
     retract_at: Sequence[int] = ()
     one_a_turn: bool = False
+    ahead: int = 1
 
 
 MODES: Mapping[str, Mode] = {
@@ -243,6 +244,7 @@ MODES: Mapping[str, Mode] = {
     "overlapped": Mode(
         {**ROOMY, "chunk_tokens": 24, "mixed": False}, tree=True, overlap=True, one_a_turn=True
     ),
+    "three ahead": Mode(TIGHT, tree=True, overlap=True, ahead=3),
     "held back": Mode({**ROOMY, "stream_interval": 5}),
 }
 
@@ -262,6 +264,7 @@ class Bench:
             self.opened,
             tree=mode.tree,
             overlap=mode.overlap,
+            ahead=mode.ahead,
             drafter=drafter,
             queue_max=10_000,
             checkpoint_tokens=16,

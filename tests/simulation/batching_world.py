@@ -87,7 +87,9 @@ class WorldRunner(HashRunner):
             self.stumble = False
             self.raised += 1
             raise RunFailed
-        return msgspec.structs.replace(outcome, details=self._details(plan, outcome))
+        return msgspec.structs.replace(
+            outcome, details=self._details(outcome.plan or plan, outcome)
+        )
 
     def _details(self, plan: StepPlan, outcome: StepOutcome) -> LogprobsBatch | None:
         """The logprobs of what was accepted, in the rows that ask for them."""
@@ -187,14 +189,18 @@ class World:
         if state != "no":
             groups = [] if state == "only" else groups
             groups.append(self._group(GroupKind.STATE, page_tokens, None))
+        flights = random.Random(f"flights {seed}")
+        self.ahead = flights.choice([1, 1, 2, 3]) if overlap else 0
+        self._eager = flights.random() < 0.5
+        self.draft_model = state != "only" and said.get("draft_model", flights.random() < 0.4)
+        if self.draft_model:
+            groups.append(
+                page_group(groups[0].pages_total, GroupKind.DRAFT, page_tokens=page_tokens)
+            )
         self.groups = groups
         self.pools = CachePools(groups)
         self.limits = self._limits()
         self.rules = self._rules()
-        # A chance of its own, so that other worlds are those that they were.
-        flights = random.Random(f"flights {seed}")
-        self.ahead = flights.choice([1, 1, 2, 3]) if overlap else 0
-        self._eager = flights.random() < 0.5
         self.cached = self.pick("cached", True, True, False)
         index: RadixIndex | None = None
         if self.cached:
@@ -204,8 +210,9 @@ class World:
         drafts = self.pick("drafts", 0, 1, DRAFTS_MAX)
         costs = self.pick("costs", None, StepCosts((1, 2, 9), (1.0, 1.1, 3.0)))
         speculation: Speculation | None = None
-        if drafts:
-            speculation = Speculation(self.drafter, drafts, self.limits.running_max, costs)
+        if drafts or self.draft_model:
+            drafter = None if self.draft_model else self.drafter
+            speculation = Speculation(drafter, drafts, self.limits.running_max, costs)
         self.batching = EngineCore(
             self.limits, self.pools, index, self.rules, speculation=speculation
         )
@@ -483,7 +490,8 @@ class World:
                     assert len(pages) <= 2 + launched, "more states than rows need"
                     continue
                 entries = batch.entries[group][slot]
-                needed = max(request.length, batch.scheduled.item(slot)) + 1
+                ahead = batch.scheduled.item(slot) + batch.drafted.item(slot)
+                needed = max(request.length, ahead) + 1
                 assert entries <= self.groups[group].table_len(needed), "drafts keep their pages"
                 assert batch._tables[group][slot, :entries].tolist() == pages
                 assert batch.pages_held[group][slot] == len(pages) - pages.count(HOLE)
@@ -561,7 +569,7 @@ class World:
             min(sampling.max_new_tokens, self.limits.context_tokens - len(prompt)),
             () if sampling.ignore_eos else {EOS, *sampling.stop_token_ids},
             VOCAB_SIZE,
-            windows=[group.window for group in self.groups],
+            windows=[g.window for g in self.groups if g.kind is not GroupKind.DRAFT],
             seed=sampling.seed,
             choice=state.choice,
             counted=[] if sampling.penalised else None,

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 from antiphon.model_worker.batching.plan import (
+    Flags,
     Ints,
     PlanRunner,
     RowStatus,
     SamplingPart,
     StepOutcome,
     StepPlan,
+    draft,
     future,
 )
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.groups import UNKNOWN_STATE, CacheGroup, GroupKind
 from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
@@ -91,6 +93,10 @@ class HashRunner:
         self._states: dict[tuple[int, int], Ints] = {}
         self._counted: dict[int, list[int]] = {}  # the tokens that penalties count, by slot
         self._last: dict[int, int] = {}  # the last token that each slot drew
+        self._ends: dict[int, int] = {}  # where the last row of each slot has ended
+        self._current: dict[tuple[int, int], int] = {}  # state after it, by group and slot
+        self._drafts: dict[int, list[int]] = {}
+        self.followed = self.drafted = 0  # rows whose places were not known, and drafts made
         self.rows = self.tokens = 0  # of all plans
         self.futures = 0  # tokens that were not known when their plan was made
 
@@ -123,23 +129,106 @@ class HashRunner:
             self._last[int(plan.slot[row])] = accepted[-1][-1] if accepted[-1] else 0
         counts = np.array([len(ids) for ids in accepted], np.int32)
         computed = np.where(logits > 1, counts, plan.query_len)
+        computed = np.where(np.array(status) == RowStatus.OK, computed, 0).astype(np.int32)
+        self._note(plan, accepted, computed)
         return StepOutcome(
             step=plan.step,
             starts=np.cumsum([0, *counts], dtype=np.int32),
             token_ids=np.array([token for ids in accepted for token in ids], np.int32),
             status=np.array(status, np.int32),
-            computed=np.where(np.array(status) == RowStatus.OK, computed, 0).astype(np.int32),
+            computed=computed,
+            plan=None if plan.draft_counts is None else plan,
         )
 
     def _known(self, plan: StepPlan) -> StepPlan:
-        """With each `future` replaced by what its slot drew last."""
-        unknown = (plan.tokens < 0).nonzero()[0].tolist()
-        self.futures += len(unknown)
+        """With the places of rows that follow, and the tokens that were not known."""
+        if plan.follows is not None:
+            plan = self._placed(plan, plan.follows)
         tokens = plan.tokens.copy()
-        for index in unknown:
-            # A slot whose step failed has drawn nothing: this plan will count for nothing.
-            tokens[index] = self._last.get(-1 - int(tokens[index]), 0)
+        for row, slot in enumerate(plan.slot.tolist()):
+            for number in range(int(plan.query_len[row])):
+                index = int(plan.query_start[row]) + number
+                if plan.tokens[index] == draft(slot):
+                    drafts = self._drafts.get(slot, [])
+                    tokens[index] = drafts[number - 1] if number <= len(drafts) else 0
+                elif plan.tokens[index] < 0:
+                    # A slot whose step failed has drawn nothing: this plan will count for nothing.
+                    tokens[index] = self._last.get(-1 - int(plan.tokens[index]), 0)
+                    self.futures += 1
         return msgspec.structs.replace(plan, tokens=tokens)
+
+    def _note(self, plan: StepPlan, accepted: list[list[int]], computed: Ints) -> None:
+        """Note where each row has ended, and in which states."""
+        self._read = plan, accepted, computed
+        for row, slot in enumerate(plan.slot.tolist()):
+            # Of a row that fails nothing counts, nor what follows it.
+            end = int(plan.kv_len[row] - plan.query_len[row] + max(1, computed[row]))
+            self._ends[slot] = end
+            for group, table in enumerate(plan.page_tables):
+                writes = table[row, 1:][table[row, 1:] >= 0]
+                if self.groups[group].kind is GroupKind.STATE:
+                    several = len(writes) > 1
+                    self._current[group, slot] = int(writes[max(0, computed[row] - 1) * several])
+
+    def _placed(self, plan: StepPlan, follows: Flags) -> StepPlan:
+        """With each row that follows where the row before it in its slot has ended."""
+        kv_len, positions = plan.kv_len.copy(), plan.positions.copy()
+        tables = [table.copy() for table in plan.page_tables]
+        for row in np.flatnonzero(follows).tolist():
+            slot, begin, length = (
+                int(x[row]) for x in (plan.slot, plan.query_start, plan.query_len)
+            )
+            end = self._ends[slot] + length
+            assert end <= kv_len[row], "a row is longer than the most that it can be"
+            self.followed += 1
+            kv_len[row] = end
+            positions[0, begin : begin + length] = np.arange(end - length, end)
+            for group, table in enumerate(tables):
+                if table[row, 0] == UNKNOWN_STATE:
+                    table[row, 0] = self._current[group, slot]
+        return msgspec.structs.replace(
+            plan, kv_len=kv_len, positions=positions, page_tables=tuple(tables), follows=None
+        )
+
+    def make_drafts(self) -> Ints:
+        """Read what the last plan computed into the draft pages, and draft what follows."""
+        plan, accepted, computed = self._read
+        counts = plan.draft_counts
+        assert counts is not None, "the last plan asks for no drafts"
+        drafts = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
+        for row, slot in enumerate(plan.slot.tolist()):
+            if not computed[row]:
+                continue
+            start = int(plan.kv_len[row] - plan.query_len[row])
+            begin = int(plan.query_start[row])
+            ids = plan.tokens[begin : begin + computed[row]].tolist()
+            count = int(counts[row]) if accepted[row] else 0
+            if count:
+                ids.append(accepted[row][-1])
+            for number in range(max(1, count)):
+                context = self._write_draft(plan, row, start, ids)
+                if not count:
+                    break
+                seed = (int(plan.sampling.seed[row]), int(plan.sampling.choice[row]))
+                windows = [g.window for g in self.groups if g.kind is not GroupKind.DRAFT]
+                guess = next_token(context, windows, *seed, self.vocab_size)
+                wrong = (guess + len(context)) % 3 == 0  # so that one in three is not right
+                drafts[row, number] = (guess + wrong) % self.vocab_size
+                ids.append(int(drafts[row, number]))
+            self._drafts[slot] = drafts[row].tolist()
+            self.drafted += count
+        return drafts
+
+    def _write_draft(self, plan: StepPlan, row: int, start: int, ids: list[int]) -> list[int]:
+        """Write ids from `start` on into the draft pages; all that the pages hold up to there."""
+        group = len(self.groups) - 1
+        page_tokens, table = self.groups[group].page_tokens, plan.page_tables[group][row]
+        places = np.arange(start + len(ids))
+        pages = table[places // page_tokens]
+        assert (pages >= 0).all(), "a draft has no page"
+        fresh = slice(start, None)
+        self._pages[group][pages[fresh], places[fresh] % page_tokens] = ids
+        return self._pages[group][pages, places % page_tokens].tolist()
 
     def _begin_counts(self, plan: StepPlan) -> Ints:
         """Reset what penalties count, where a plan says so; the rows with penalties."""
@@ -155,6 +244,8 @@ class HashRunner:
         """Write the row's tokens into one group's pages; return all that its last query sees."""
         if self.groups[group].kind is GroupKind.STATE:
             return self._advance(plan, row, group)
+        if self.groups[group].kind is GroupKind.DRAFT:
+            return self._context(plan, row, 0)  # they are written after it
         page_tokens, window = self.groups[group].page_tokens, self.groups[group].window
         table, kv_len = plan.page_tables[group][row], int(plan.kv_len[row])
         begin = int(plan.query_start[row])
@@ -188,10 +279,10 @@ class HashRunner:
 
     def _draw(self, plan: StepPlan, row: int, contexts: list[Ints], logits: range) -> list[int]:
         """What the row draws from each of its `logits`, while its drafts foresaw it."""
-        windows = [group.window for group in self.groups]
+        windows = [group.window for group in self.groups if group.kind is not GroupKind.DRAFT]
         full = next(
             context.tolist()
-            for context, window in zip(contexts, windows, strict=True)
+            for context, window in zip(contexts, windows, strict=False)
             if window is None
         )
         for context, group in zip(contexts, self.groups, strict=True):
@@ -207,7 +298,7 @@ class HashRunner:
         self, plan: StepPlan, row: int, logit: int, context: Sequence[int], drafts: int
     ) -> int:
         """What follows a context of this row, of which so many are drafts, by these logits."""
-        windows = [group.window for group in self.groups]
+        windows = [group.window for group in self.groups if group.kind is not GroupKind.DRAFT]
         seed, choice = int(plan.sampling.seed[row]), int(plan.sampling.choice[row])
         counted: list[int] = []
         assert plan.part is not None, "a plan samples without its sampling part"
@@ -231,6 +322,9 @@ class Eager:
         self._compute()
         return flight
 
+    def settle(self) -> None:
+        pass
+
     def _compute(self) -> None:
         while self._waiting and self._waiting[0].plan.part is not None:
             self._waiting.pop(0).compute(self._runner)
@@ -249,6 +343,8 @@ class EagerFlight:
     def compute(self, runner: PlanRunner) -> None:
         try:
             self._outcome = runner.run(self.plan)
+            if self.plan.draft_counts is not None:
+                self._drafts = runner.make_drafts()
         except Exception as error:  # noqa: BLE001  # raised where the outcome is read
             self._outcome = error
 
@@ -261,6 +357,9 @@ class EagerFlight:
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
+
+    def drafts(self) -> Ints:
+        return self._drafts
 
 
 class Cursed(Exception):
@@ -286,3 +385,6 @@ class CursedRunner:
             self.raised += 1
             raise Cursed(f"step {plan.step}")
         return outcome
+
+    def make_drafts(self) -> Ints:
+        return self.runner.make_drafts()

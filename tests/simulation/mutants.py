@@ -86,21 +86,42 @@ def mask_before(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stale_length(right: Callable[..., Any]) -> Callable[..., Any]:
-    def extend(self: RunningBatch, request: Any, ids: Any, logprobs: Any) -> None:
-        scheduled = self.scheduled[request.slot]
-        right(self, request, ids, logprobs)
-        self.scheduled[request.slot] = scheduled
-
-    return extend
+    return lambda self, request, launched, computed: right(self, request, launched, launched)
 
 
-def not_repeated(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, rows: None
+def bound_for_a_length(_: Callable[..., Any]) -> Callable[..., Any]:
+    """A row after drafts in flight is told the most that they can become."""
+    return lambda self, slots: None
+
+
+def not_repeated(right: Callable[..., Any]) -> Callable[..., Any]:
+    """What the runner keeps by slot is not written again for a row that runs once more."""
+
+    def repeat(self: RunningBatch, rows: Any) -> Any:
+        base = self.base.copy()
+        again = right(self, rows)
+        self.base[:] = base
+        return again
+
+    return repeat
+
+
+def reused_tables(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A plan is given the page tables themselves, where their slots are neighbours."""
+
+    def page_tables(self: RunningBatch, rows: Any) -> Any:
+        copies = right(self, rows)
+        return tuple(
+            copy if group in self.pools.states else table[rows.slots.at, : copy.shape[1]]
+            for group, (copy, table) in enumerate(zip(copies, self._tables, strict=True))
+        )
+
+    return page_tables
 
 
 def early_pages(right: Callable[..., Any]) -> Callable[..., Any]:
-    def launch(self: RunningBatch, decodes: Any, drafted: Any, chunks: Any) -> Any:
-        rows = right(self, decodes, drafted, chunks)
+    def launch(self: RunningBatch, decodes: Any, drafted: Any, *others: Any) -> Any:
+        rows = right(self, decodes, drafted, *others)
         for slot in drafted:
             table = self.running[slot].table
             assert table is not None
@@ -126,8 +147,8 @@ def never_given_back(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def never_blocked(right: Callable[..., Any]) -> Callable[..., Any]:
-    def launch(self: RunningBatch, decodes: Any, drafted: Any, chunks: Any) -> Any:
-        rows = right(self, decodes, drafted, chunks)
+    def launch(self: RunningBatch, *scheduled: Any) -> Any:
+        rows = right(self, *scheduled)
         self.blocked[:] = False
         return rows
 
@@ -151,7 +172,9 @@ def first_state(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def logprobs_of_the_row_before(right: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, request, outcome, row: right(self, request, outcome, max(0, row - 1))
+    return lambda self, request, outcome, row, count: right(
+        self, request, outcome, max(0, row - 1), count
+    )
 
 
 def never_rolled_back(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,7 +193,9 @@ MUTANTS = (
     Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),
     Mutant("computed - 1", OutcomeProcessor, "commit", computed_off_by(-1), drafting),
     Mutant("mask of the token before", LogitsProcessors, "_mask", mask_before, with_grammars),
-    Mutant("stale length", RunningBatch, "extend", stale_length, drafting),
+    Mutant("stale length", RunningBatch, "land", stale_length, drafting),
+    Mutant("bound for a length", RunningBatch, "_follows", bound_for_a_length, drafting),
+    Mutant("buffer reused in flight", RunningBatch, "page_tables", reused_tables, drafting),
     Mutant("counts not restored", RunningBatch, "repeat", not_repeated, stumbling),
     Mutant("pages given back early", RunningBatch, "launch", early_pages, drafting),
     Mutant("pages free in flight", PagePool, "release", unfenced, drafting),

@@ -20,6 +20,7 @@ from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, RequestState
 from antiphon.model_worker.batching.token_masks import pack
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.grammar.executor import MatcherExecutor, MatcherTask
 from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
@@ -178,11 +179,17 @@ class Oracle:
 
 class World:
     def __init__(
-        self, seed: int, *, overlap: bool, slow: bool = False, drafts_max: int = 0
+        self,
+        seed: int,
+        *,
+        overlap: bool,
+        slow: bool = False,
+        drafts_max: int = 0,
+        draft_model: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.slow = SlowMatcherExecutor(random.Random(seed)) if slow else None
-        group = page_group(32)
+        groups = [page_group(32), *([page_group(32, GroupKind.DRAFT)] if draft_model else [])]
         sizes = limits(
             step_tokens_max=48,
             chunk_tokens=16,
@@ -194,14 +201,15 @@ class World:
         )
         self.oracle, self.speculation = Oracle(random.Random(seed)), None
         if drafts_max:
-            self.speculation = Speculation(self.oracle, drafts_max, sizes.running_max)
+            drafter = None if draft_model else self.oracle
+            self.speculation = Speculation(drafter, drafts_max, sizes.running_max)
         self.batching = EngineCore(
             sizes,
-            CachePools([group]),
+            CachePools(groups),
             matcher_executor=self.slow,
             speculation=self.speculation,
         )
-        self.runner = MaskedRunner([group], VOCAB_SIZE)
+        self.runner = MaskedRunner(groups, VOCAB_SIZE)
         self.loop = BatchingLoop(
             *(self.batching, InTurn(self.runner), Mailbox(1), self.receive),
             clock=lambda: self.now,
@@ -271,7 +279,7 @@ class World:
         self.drain()
         for key, state in self.states.items():
             assert (self.ids[key], self.ends[key].reason, self.code(key)) == alone(state)
-        assert self.batching.pools.used() == [0]
+        assert not any(self.batching.pools.used())
         assert not self.oracle.texts
 
 

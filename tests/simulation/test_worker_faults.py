@@ -22,6 +22,7 @@ from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
 from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
+from antiphon.model_worker.batching.plan import DeviceLost
 from antiphon.model_worker.batching.planner import StepPlanner
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import SlotSet, StepRows
@@ -360,3 +361,18 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
     stage.turn(Mail(runs=dict(requests)))
     stage.drain()
     verify_others(stage)
+
+
+@both
+def test_a_lost_device_ends_the_process_and_no_request(overlap: bool) -> None:
+    with staged(overlap=overlap, curse=-1) as stage:
+        lost = [stage.run(harmless(5, salt), tokens_max=30, seed=salt) for salt in range(3)]
+
+        def lose(*_: object) -> NoReturn:
+            raise DeviceLost("the driver has gone")
+
+        stage.cursed.run = lose  # type: ignore[method-assign]
+        with pytest.raises(DeviceLost):  # noqa: PT012  # in the turn that reads the step
+            for _ in range(3):
+                stage.turn()
+        assert all(reported.finish is None for reported in lost)

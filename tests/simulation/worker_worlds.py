@@ -57,6 +57,10 @@ def overlaps(seed: int) -> bool:
     return seed % 2 == 1
 
 
+def has_draft_model(seed: int) -> bool:
+    return seed // 2 % 5 < 2
+
+
 def live(world: World, turns: int) -> World:
     """Let a world live; nothing is left of it but what is cached, and a flush takes that, too."""
     for _ in range(turns):
@@ -83,7 +87,8 @@ def of_any_kind(seed: int) -> None:
 
 
 def drafting(seed: int) -> None:
-    live(World(seed, overlap=overlaps(seed), drafts=DRAFTS_MAX, costs=None), 100)
+    said = {"drafts": DRAFTS_MAX, "costs": None, "draft_model": has_draft_model(seed)}
+    live(World(seed, overlap=overlaps(seed), **said), 100)
 
 
 def keeping_states(seed: int) -> None:
@@ -115,7 +120,8 @@ def long_life(seed: int) -> None:
 
 
 def with_grammars(seed: int) -> None:
-    world = guided.World(seed, overlap=overlaps(seed), drafts_max=GRAMMAR_DRAFTS[seed % 3])
+    how = {"drafts_max": GRAMMAR_DRAFTS[seed % 3], "draft_model": has_draft_model(seed)}
+    world = guided.World(seed, overlap=overlaps(seed), **how)
     for _ in range(30):
         world.send_some()
     world.verify()
@@ -124,7 +130,8 @@ def with_grammars(seed: int) -> None:
 def with_late_grammars(seed: int) -> None:
     """Matchers advance steps later; pauses in between."""
     drafts_max = GRAMMAR_DRAFTS[seed % 3]
-    guided.live_late(guided.World(seed, overlap=overlaps(seed), slow=True, drafts_max=drafts_max))
+    how = {"slow": True, "drafts_max": drafts_max, "draft_model": has_draft_model(seed)}
+    guided.live_late(guided.World(seed, overlap=overlaps(seed), **how))
 
 
 def with_culprits(seed: int) -> None:

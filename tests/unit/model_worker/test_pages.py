@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.worker import compute, page_group
 
-from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
+from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.pages import CachePools, PagePool, PageTable
 
 PAGE_TOKENS = 4
@@ -313,16 +313,18 @@ def test_a_number_of_tokens_that_no_row_has_computed_is_a_bug() -> None:
             table.chains[1].commit(5 + accepted)
 
 
-def test_no_row_can_follow_one_whose_length_is_not_known() -> None:
+def test_a_row_that_follows_drafts_goes_on_from_whichever_state_is_current_then() -> None:
     table = PageTable(full_and_states(8))
     compute(table, 5)
     chain = table.chains[1]
     for end, writes in ((8, 3), (9, 1)):
         table.allocate(end, writes)
         chain.launch(end, writes)
-    assert len(chain.states(5)) == 4
-    with pytest.raises(AssertionError, match="not known"):
-        chain.states(8)
+    first, written = chain.states(5)[1], chain.states(8)[1]
+    assert chain.states(8) == [UNKNOWN_STATE, written]
+    table.commit(6)  # two of three tokens were wrong
+    assert chain.ends == [6, 7]
+    assert chain.states(6) == [first, written]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=20))

@@ -65,7 +65,13 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.plan import PlanRunner, SamplingPart, StepOutcome, StepPlan
+    from antiphon.model_worker.batching.plan import (
+        Ints,
+        PlanRunner,
+        SamplingPart,
+        StepOutcome,
+        StepPlan,
+    )
     from antiphon.model_worker.control import ControlMessage
     from antiphon.service.service import Runtime, Service
     from antiphon.wire.tokens import TokenRow
@@ -627,6 +633,9 @@ class SlowRunner:
         self._never.wait(0.002)
         return self._runner.run(plan, part)
 
+    def make_drafts(self) -> Ints:
+        return self._runner.make_drafts()
+
 
 class HeldRunner:
     """A runner whose steps begin when the test says so."""
@@ -645,6 +654,9 @@ class HeldRunner:
         assert self.go.wait(10)
         return self.runner.run(plan, part)
 
+    def make_drafts(self) -> Ints:
+        return self.runner.make_drafts()
+
 
 class WrongStep:
     """Answers for a plan that it was not given, once the warm-up is over."""
@@ -655,3 +667,6 @@ class WrongStep:
     def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         outcome = self._runner.run(plan, part)
         return outcome if plan.step <= 2 else msgspec.structs.replace(outcome, step=0)
+
+    def make_drafts(self) -> Ints:
+        return self._runner.make_drafts()

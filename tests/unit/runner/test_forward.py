@@ -8,10 +8,11 @@ import torch
 from tests.models.stepper import Line, spy_on_logits, stepper
 from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
-from tests.support.worker import ints
+from tests.support.worker import ints, step_plan
 
-from antiphon.model_worker.batching.plan import RowStatus, future
-from antiphon.model_worker.runner.input_batch import FutureTokens
+from antiphon.model_worker.batching.plan import RowStatus, draft, future
+from antiphon.model_worker.cache.groups import UNKNOWN_STATE
+from antiphon.model_worker.runner.input_batch import SlotState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,46 +148,85 @@ def test_logits_are_computed_for_wanted_tokens_only(llama: Path) -> None:
     assert [len(logits) for logits in seen] == [2]
 
 
-def recorded(futures: FutureTokens, slots: np.ndarray, rows: list[list[int]], failed=()) -> None:
+NO_STATES = slice(0, 0)
+
+
+def resolved(state: SlotState, tokens: np.ndarray) -> list[int]:
+    """The tokens of a plan of one row."""
+    return state.resolve(step_plan([len(tokens)], tokens=tokens), NO_STATES).tokens.tolist()
+
+
+def recorded(state: SlotState, slots: np.ndarray, rows: list[list[int]], failed=()) -> None:
     starts = np.cumsum([0, *map(len, rows)]).astype(np.int32)
     ids = ints(*(token for row in rows for token in row))
     missing = np.isin(np.arange(len(rows)), failed) if failed else None
-    futures.record(slots, starts, ids, missing)
+    state.record(slots, starts, ids, missing)
 
 
 def test_a_future_is_the_last_token_that_its_slot_accepted() -> None:
-    futures = FutureTokens()
+    futures = SlotState()
     recorded(futures, ints(4, 200, 1), [[7], [8, 9], []])
     tokens = ints(1, future(200), 2, future(4))
-    assert futures.resolve(tokens).tolist() == [1, 9, 2, 7]
+    assert resolved(futures, tokens) == [1, 9, 2, 7]
     assert tokens.tolist() == [1, -201, 2, -5]
 
 
 def test_a_slot_that_accepts_nothing_keeps_its_token() -> None:
-    futures = FutureTokens()
+    futures = SlotState()
     recorded(futures, ints(3), [[7]])
     recorded(futures, ints(3), [[]])
-    assert futures.resolve(ints(future(3))).tolist() == [7]
+    assert resolved(futures, ints(future(3))) == [7]
 
 
 def test_a_future_of_a_failed_row_is_some_valid_token() -> None:
-    futures = FutureTokens()
+    futures = SlotState()
     recorded(futures, ints(3), [[]], failed=(0,))
-    assert futures.resolve(ints(future(3))).tolist() == [0]
+    assert resolved(futures, ints(future(3))) == [0]
 
 
 @pytest.mark.parametrize("slot", [5, 63])
 def test_a_future_of_a_slot_that_never_sampled_is_our_bug(slot: int) -> None:
     with pytest.raises(AssertionError, match="sampled nothing"):
-        FutureTokens().resolve(ints(future(slot)))
+        resolved(SlotState(), ints(future(slot)))
 
 
 def test_futures_of_slots_beyond_all_before_keep_the_earlier_ones() -> None:
-    futures = FutureTokens()
+    futures = SlotState()
     recorded(futures, ints(3, 4), [[7], [8]])
     recorded(futures, ints(4, 1000), [[9], [10]])
     tokens = ints(future(3), future(4), future(1000))
-    assert [futures.resolve(tokens).tolist() for _ in range(2)] == [[7, 9, 10]] * 2
+    assert [resolved(futures, tokens) for _ in range(2)] == [[7, 9, 10]] * 2
+
+
+def test_rows_that_follow_are_placed_where_the_row_before_has_ended() -> None:
+    state, states = SlotState(), slice(1, 2)
+    tables = (
+        ints(1, 2)[np.newaxis].repeat(2, 0),
+        np.array([[4, 5, 6, 7], [8, 9, -1, -1]], np.int32),
+    )
+    first = step_plan(
+        [3, 1], slot=ints(2, 5), kv_len=ints(9, 4), page_tables=tables, tokens=ints(1, 2, 3, 4)
+    )
+    state.record(first.slot, ints(0, 2, 3), ints(6, 7, 8), None)
+    state.record_places(first, ints(2, 1), states)
+    state.record_drafts(first.slot, np.array([[11, 12], [13, -1]], np.int32))
+    unknown = np.array([[UNKNOWN_STATE, 3], [UNKNOWN_STATE, 1]], np.int32)
+    tokens = ints(future(2), draft(2), draft(2), future(5))
+    plan = step_plan(
+        [3, 1],
+        slot=ints(2, 5),
+        kv_len=ints(12, 5),
+        positions=ints(9, 10, 11, 4)[np.newaxis],
+        tokens=tokens,
+        page_tables=(tables[0], unknown),
+        follows=np.array([True, False]),
+    )
+    placed = state.resolve(plan, states)
+    assert placed.tokens.tolist() == [7, 11, 12, 8]
+    assert placed.kv_len.tolist() == [11, 5]  # of the three tokens before one was wrong
+    assert placed.positions.tolist() == [[8, 9, 10, 4]]
+    assert placed.page_tables[1].tolist() == [[6, 3], [9, 1]]
+    assert (placed.follows, unknown[0, 0]) == (None, UNKNOWN_STATE)
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

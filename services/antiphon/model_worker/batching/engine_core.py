@@ -172,10 +172,9 @@ class EngineCore:
         """
         self.expire(now)
         self._log.close_step()  # whose requests may lose their slots
-        decodes, drafted, chunks = self.planner.schedule(now)
-        rows = NO_ROWS
-        if len(decodes) or drafted or chunks:
-            rows = self.batch.launch(decodes, drafted, chunks)
+        scheduled, rows = self.planner.schedule(now), NO_ROWS
+        if len(scheduled.decodes) or scheduled.drafted or scheduled.chunks:
+            rows = self.batch.launch(*scheduled)
         self._rows_launched += len(rows)
         stalled = not len(rows) and not self._rows_launched
         if stalled and self._pending_grammar:
@@ -365,7 +364,7 @@ class EngineCore:
             self.waiting.discard(request)
         self._timeouts.ended(request)
         if self.speculation is not None:
-            self.speculation.drafter.ended(request)
+            self.speculation.ended(request)
         request.end()
         del self._requests[request.key]
 

@@ -126,7 +126,11 @@ class LogitsProcessors:
 
     def _mask(self, request: Request, draft: int) -> Ints | None:
         """What may follow the known tokens and so many drafts, (W,); None: anything."""
-        words = None if request.matcher is None else request.matcher.masks[draft]
+        words = None
+        if request.matcher is not None:
+            if draft >= len(request.matcher.masks):
+                return None  # the grammar forbids a draft before it
+            words = request.matcher.masks[draft]
         if request.filter is None:
             return words
         if words is None:
@@ -174,7 +178,7 @@ class LogitsProcessors:
             return ids, values
         matcher, eos_ids = request.matcher, request.end_ids
         if matcher is not None:
-            if matcher.must_end(draft):
+            if draft < len(matcher.masks) and matcher.must_end(draft):
                 return ids, values  # otherwise no token would be left
             eos_ids |= matcher.end_ids
         eos = np.array(sorted(eos_ids), np.int32)

@@ -109,12 +109,15 @@ class LogprobsParams:
         values[requested] = details.logprobs[last]
         return values
 
-    def accepted(self, request: Request, outcome: StepOutcome, row: int) -> Floats | None:
-        """The logprobs of the tokens that a row accepted, (N,); None if not requested."""
+    def accepted(
+        self, request: Request, outcome: StepOutcome, row: int, count: int
+    ) -> Floats | None:
+        """The logprobs of the `count` tokens that a row accepted, (N,); None if not requested."""
         slot, details = request.slot, outcome.details
         if details is None or not (self.requested[slot] and self._logprobs[slot]):
             return None
-        return details.logprobs[details.starts[row] : details.starts[row + 1]]
+        end = details.starts.item(row + 1)
+        return details.logprobs[end - count : end]
 
 
 def pooling_request(requests: Sequence[Request], rows: StepRows) -> PoolingRequest | None:

@@ -162,6 +162,7 @@ class BatchingLoop:
     def use(self, launcher: Launcher, *, ahead: int) -> None:
         """Launch by another launcher from here on, so many steps ahead. Only before `run`."""
         self._finish_steps()
+        self._launcher.settle()
         self._launcher, self._ahead = launcher, ahead
 
     @property
@@ -385,6 +386,7 @@ class BatchingLoop:
         """Wait for a plan and commit it; if it failed, find the request at fault."""
         if (outcome := self._read(launched)) is not None:
             self._commit(launched.rows, outcome)
+            self._note_drafts(launched)
             return
         invalid = list(self._flights)
         self._flights.clear()
@@ -395,6 +397,14 @@ class BatchingLoop:
         self._bisect(launched.rows)
         for later in invalid:
             self._core.discard_launched(later.rows)
+
+    def _note_drafts(self, launched: LaunchedStep) -> None:
+        """Note what a draft model has made for rows with a grammar: their masks depend on it."""
+        rows, batch = launched.rows, self._core.batch
+        if rows.draft_counts is None or not batch.grammars or launched.flight is None:
+            return
+        if np.count_nonzero(rows.draft_counts[batch.has_grammar[rows.slots.at]]):
+            batch.note_drafts(rows, launched.flight.drafts())
 
     def _bisect(self, rows: StepRows) -> None:
         """Run the rows of a failed plan again, in halves, until the request at fault is alone."""
@@ -407,7 +417,7 @@ class BatchingLoop:
         if alone or not len(rows):
             self._core.fail(rows, error)
             return
-        batch.repeat(rows)
+        rows = batch.repeat(rows)
         index, middle = np.arange(len(rows)), len(rows) // 2
         for half in filter(len, (rows.take(index[:middle]), rows.take(index[middle:]))):
             launched = self._launch(half)

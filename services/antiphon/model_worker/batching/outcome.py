@@ -11,7 +11,6 @@ import numpy as np
 
 from antiphon.model_worker.batching.logprobs import write_outputs
 from antiphon.model_worker.batching.plan import RowStatus
-from antiphon.model_worker.batching.rows import SlotSet
 from antiphon.model_worker.batching.state import Finish, Progress, SampledTokens
 from antiphon.model_worker.grammar.executor import MatcherTask, PendingGrammarRow
 from antiphon.wire.base import FinishReason
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Floats, Indices, Ints, StepOutcome
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.rows import StepRows
+    from antiphon.model_worker.batching.rows import SlotSet, StepRows
     from antiphon.model_worker.batching.running_batch import RunningBatch
     from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.grammar.executor import PendingGrammarRows
@@ -120,6 +119,7 @@ class OutcomeProcessor:
     def commit(self, rows: StepRows, outcome: StepOutcome) -> None:
         """Commit the rows that are still current."""
         self.log.close_step()
+        rows = self.batch.placed(rows)
         sampled = outcome.starts[1:] > outcome.starts[:-1]
         sound = self.batch.is_current(rows) & (outcome.computed > 0)
         sound &= outcome.status == _OK
@@ -142,8 +142,10 @@ class OutcomeProcessor:
         if rows.drafts:
             for row in range(rows.decodes, rows.verified):
                 with self._alone(rows.slots, row) as request:
-                    self._note_drafts(request, rows.drafts[row - rows.decodes], outcome, index[row])
-                    self._accept_several(request, outcome, index.item(row), finishes.get(row, ()))
+                    drafts, place = rows.drafts[row - rows.decodes], index.item(row)
+                    self._note_drafts(request, drafts, outcome, place)
+                    self.batch.land(request, 1 + len(drafts), outcome.computed.item(place))
+                    self._accept_several(request, outcome, place, finishes.get(row, ()))
             others = np.delete(np.arange(len(rows)), slice(rows.decodes, rows.verified))
             finishes = _of(finishes, others)
             rows, index = rows.take(others), index[others]
@@ -165,12 +167,8 @@ class OutcomeProcessor:
     def _commit_late(self, late: PendingGrammarRow) -> None:
         self.log.close_step()
         finishes = late.task.result()
-        if len(late.task.tokens) > 1:
-            self._accept_several(late.request, late.outcome, late.index, finishes)
-        else:
-            slots, index = SlotSet.of([late.request.slot]), np.array([late.index])
-            self.batch.blocked[late.request.slot] = False
-            self._accept(slots, late.outcome, index, {0: finishes})
+        self.batch.land(late.request, 1, 1)
+        self._accept_several(late.request, late.outcome, late.index, finishes)
 
     def _generation(self, request: Request) -> int:
         return self.batch.generation.item(request.slot)
@@ -300,7 +298,7 @@ class OutcomeProcessor:
         index: int,
         finishes: Sequence[Finish | None],
     ) -> None:
-        """Append the tokens that a verify row accepted, up to one that ends the output."""
+        """Append the tokens that a row accepted, up to one that ends the output."""
         batch, tokens = self.batch, _tokens(outcome, index)
         length, finish, kept = request.length, None, 0
         for token, brought in zip_longest(tokens.tolist(), finishes):
@@ -313,9 +311,8 @@ class OutcomeProcessor:
             if length + kept == request.tokens_max:
                 finish = Finish.at_length()
                 break
-        logprobs = batch.logprobs.accepted(request, outcome, index)
+        logprobs = batch.logprobs.accepted(request, outcome, index, len(tokens))
         batch.extend(request, tokens[:kept], None if logprobs is None else logprobs[:kept])
-        batch.in_flight[request.slot] -= 1
         rowwise = batch.logprobs.rowwise[request.slot]
         write_outputs(request, outcome, index, accepted=len(tokens), kept=kept if rowwise else 0)
         request.finish = finish

@@ -33,6 +33,23 @@ Whole = TypeVar("Whole", int, Ints)
 _INT32_MAX = 2**31 - 1
 
 
+_FIRST_DRAFT = -(2**30)
+
+
+def draft(slot: int) -> int:
+    """Placeholder of the drafts that the runner itself has made for a slot.
+
+    The n-th token of a row after its first one stands for the n-th draft of the last plan that
+    asked for drafts. See `future`, whose numbers are higher.
+    """
+    return _FIRST_DRAFT - slot
+
+
+def are_drafts(tokens: Ints) -> Flags:
+    """Which tokens are placeholders of drafts."""
+    return tokens <= _FIRST_DRAFT
+
+
 def future(slot: Whole) -> Whole:
     """Placeholder of a token not yet known on the host: the one `slot` sampled a step before.
 
@@ -180,6 +197,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         query_len: Tokens of a row in this step: decode 1, verify k + 1, a prefill chunk n.
         kv_len: Tokens that the row's last query attends to, itself included.
+        follows: Rows that begin where the row before them in their slot has ended, which the host
+            does not know: drafts were in flight. Their `kv_len` and `positions` are upper bounds,
+            and the state that they start from is `UNKNOWN_STATE`.
         logit_tokens: Indices into `tokens` after which a token is sampled: all of a decode or
             verify row, and the last one of a prefill chunk if the prompt ends there.
         page_tables: (R, N) for each cache group, -1 beyond a row's pages. Token p of a row lies in
@@ -204,6 +224,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     details: LogprobsRequest | None = None
     pooling: PoolingRequest | None = None  # no row samples then
     token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
+    follows: Flags | None = None  # (R,) see above
+    draft_counts: Ints | None = None  # (R,) drafts to make after each row, by a draft model
 
 
 class RowStatus(IntEnum):
@@ -248,6 +270,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         computed: Leading tokens of a row whose keys and values are valid now: of a verify row as
             many as it accepted. 0 for a row that failed, or is to run again.
+        plan: The plan as it was computed, if it had placeholders of drafts, or rows that follow.
     """
 
     step: int
@@ -257,6 +280,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     computed: Ints  # (R,)
     details: LogprobsBatch | None = None
     vectors: PooledVectors | None = None
+    plan: StepPlan | None = None
 
 
 class DeviceLost(Exception):
@@ -285,6 +309,13 @@ class PlanRunner(Protocol):
         """
         ...
 
+    def make_drafts(self) -> Ints:
+        """Make the drafts that the last plan asks for, and keep them for the next ones.
+
+        Called after each plan with `draft_counts`  ->  (R, K), of each row as many as it gets
+        """
+        ...
+
 
 class Flight(Protocol):
     """A launched plan. Belongs to the thread that launched it."""
@@ -295,6 +326,10 @@ class Flight(Protocol):
 
     def outcome(self) -> StepOutcome:
         """Wait for the outcome, once; raises what the plan raised."""
+        ...
+
+    def drafts(self) -> Ints:
+        """Wait for the drafts that were made after the outcome, (R, K)."""
         ...
 
 
@@ -309,4 +344,8 @@ class Launcher(Protocol):
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a plan, and return at once."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the drafts after the last plan, whose outcome was read."""
         ...

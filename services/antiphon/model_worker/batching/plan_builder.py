@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.logprobs import pooling_request, token_types
-from antiphon.model_worker.batching.plan import StepPlan
+from antiphon.model_worker.batching.plan import StepPlan, future
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints, Longs, SamplingPart
@@ -48,6 +48,8 @@ def build_plan(
         details=batch.logprobs.request(rows, query_start),
         pooling=pooling,
         token_types=None if pooling is None else token_types(chunks, rows),
+        follows=rows.follows,
+        draft_counts=rows.draft_counts,
     )
 
 
@@ -65,7 +67,9 @@ def _tokens(rows: StepRows, batch: RunningBatch) -> tuple[Ints, Ints]:
     for row in range(rows.decodes, len(rows)):
         slot, start, end = rows.slots.slots.item(row), rows.starts.item(row), rows.ends.item(row)
         if row < rows.verified:
-            tokens += batch.last_token[slot : slot + 1], rows.drafts[row - rows.decodes]
+            known = start < batch.length.item(slot)
+            last = batch.last_token.item(slot) if known else future(slot)
+            tokens += np.array([last], np.int32), rows.drafts[row - rows.decodes]
         else:
             tokens.append(batch.running[slot].ids(start, end))
         positions.append(np.arange(start, end))

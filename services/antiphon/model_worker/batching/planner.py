@@ -13,7 +13,6 @@ import numpy as np
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.faults import RequestFault
-from antiphon.model_worker.batching.plan import Ints
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import NO_SLOTS, SlotSet
 from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow, pages_needed
@@ -21,8 +20,9 @@ from antiphon.model_worker.batching.state import EngineLimits, Phase, QueueKey, 
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
     from antiphon.model_worker.batching.timeouts import Timeouts
     from antiphon.model_worker.cache.pages import PageTable
@@ -50,6 +50,20 @@ Ticket = tuple[ReferenceType[Request], int]
 forgotten late: a reference would keep their prompts."""
 
 _place = attrgetter("place")
+
+
+class ScheduledRows(NamedTuple):
+    """The rows of a step, before they are launched.
+
+    Attributes:
+        drafted: The drafts that rows verify, by slot; the others of `decodes` have none.
+        counts: Drafts that a draft model is to make after rows, by slot; None: there is none.
+    """
+
+    decodes: SlotSet
+    drafted: Mapping[int, Ints]
+    chunks: list[ScheduledRow]
+    counts: Mapping[int, int] | None = None
 
 
 class StepPlanner:
@@ -84,8 +98,8 @@ class StepPlanner:
     def new_token_ratio(self) -> float:
         return self._pages.ratio.value
 
-    def schedule(self, now: float) -> tuple[SlotSet, dict[int, Ints], list[ScheduledRow]]:
-        """The slots that decode next, drafts by slot, and prefill chunks. All have their pages."""
+    def schedule(self, now: float) -> ScheduledRows:
+        """The rows of the next step. All have their pages."""
         batch = self._batch
         if not batch.running:
             self._pages.ratio.reset()
@@ -106,12 +120,13 @@ class StepPlanner:
         if self._pages_short:  # some of these may have been retracted for others
             decodes = batch.still_running(decodes)
             chunks = [(request, end) for request, end in chunks if request.table is not None]
-        drafted, waiting = dict[int, Ints](), list[int]()
-        if self._speculation is not None and len(decodes):
-            drafted, waiting = self._speculation.draft(batch, decodes, budget.tokens)
+        if self._speculation is None:
+            return ScheduledRows(decodes, {}, chunks)
+        drafted, waiting = self._speculation.draft(batch, decodes, budget.tokens)
         if drafted or waiting:
             decodes = decodes.take(~np.isin(decodes.slots, [*drafted, *waiting]))
-        return decodes, drafted, chunks
+        counts = self._speculation.draft_counts(batch, decodes, drafted, chunks)
+        return ScheduledRows(decodes, drafted, chunks, counts)
 
     def take_started(self) -> Sequence[Request]:
         """Requests that were started for the first time since the last call."""
@@ -147,7 +162,8 @@ class StepPlanner:
         slots = batch.next_decodes()
         if not len(slots):
             return slots
-        budget.tokens -= len(slots)  # it always has one for each
+        # It always has one for each, and for the drafts of a draft model.
+        budget.tokens -= len(slots) + int(batch.drafted[slots.at].sum())
         self._pages.ratio.decay()
         lacking = batch.short(slots)
         if not np.count_nonzero(lacking):

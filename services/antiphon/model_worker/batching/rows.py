@@ -46,6 +46,10 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     slot has another one by then is dropped. The first `decodes` rows have one token each and sample
     the next one; those after them, one for each of `drafts`, verify these; prefill chunks follow.
 
+    While drafts of its slot are in flight, a row `follows` from where these end: what is said of
+    its tokens are upper bounds. `draft_counts` are the drafts that a draft model makes after it;
+    None: there is no draft model.
+
     Axis: R rows.
     """
 
@@ -56,6 +60,8 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     generations: Longs  # (R,)
     decodes: int
     drafts: tuple[Ints, ...] = ()
+    follows: Flags | None = None  # (R,) None: no row
+    draft_counts: Ints | None = None  # (R,)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -90,6 +96,8 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
             generations=self.generations[index],
             decodes=first,
             drafts=tuple([self.drafts[int(row) - self.decodes] for row in index[first:last]]),
+            follows=None if self.follows is None else self.follows[index],
+            draft_counts=None if self.draft_counts is None else self.draft_counts[index],
         )
 
 

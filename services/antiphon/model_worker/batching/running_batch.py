@@ -12,6 +12,7 @@ from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.page_budget import PageBudget
 from antiphon.model_worker.batching.plan import (
+    PLAIN,
     Flags,
     Ints,
     Longs,
@@ -63,6 +64,7 @@ class RunningBatch(SlotArrays):
         self.pools = pools
         self.index = index
         self.store = TokenStore()
+        self.step_tokens_max = limits.step_tokens_max
         self.steps = 0
         self.grammars = 0
         self.running: dict[int, Request] = {}
@@ -81,6 +83,7 @@ class RunningBatch(SlotArrays):
         self._decoding: SlotSet | None = None
         self._gathered: tuple[SlotSet, SamplingColumns] | None = None
         self._copied: tuple[SlotSet, tuple[Ints, ...]] | None = None
+        self._drafts: dict[int, list[int]] = {}  # the runner's last ones, where there is a grammar
         self.page_budget = PageBudget(limits, pools, index, self, indexed=indexed)
         self._namespace = namespace
         self._namespace_digest = namespace.digest()
@@ -167,7 +170,7 @@ class RunningBatch(SlotArrays):
         self.keys[slot] = request.key
         self.length[slot] = length
         self.computed[slot] = self.scheduled[slot] = self.base[slot] = table.committed
-        self.in_flight[slot] = 0
+        self.in_flight[slot] = self.slack[slot] = self.drafted[slot] = 0
         self.blocked[slot] = False
         self.generation[slot] += 1
         self.prompt[slot] = request.prompt_tokens
@@ -269,9 +272,16 @@ class RunningBatch(SlotArrays):
         self._copied = None
 
     def launch(
-        self, decodes: SlotSet, drafted: Mapping[int, Ints], chunks: Sequence[ScheduledRow]
+        self,
+        decodes: SlotSet,
+        drafted: Mapping[int, Ints],
+        chunks: Sequence[ScheduledRow],
+        counts: Mapping[int, int] | None = None,
     ) -> StepRows:
-        """The rows of the next step, marked as launched; `drafted` are drafts by slot."""
+        """The rows of the next step, marked as launched.
+
+        `drafted` are drafts by slot, `counts` the drafts that a draft model makes after rows.
+        """
         starts = self.scheduled[decodes.at].copy()
         ends, draws, slots = starts + 1, np.ones(len(starts), np.bool_), decodes
         if drafted or chunks:
@@ -296,6 +306,8 @@ class RunningBatch(SlotArrays):
             generations=self.generation[slots.at].copy(),
             decodes=len(decodes),
             drafts=tuple(drafted.values()),
+            follows=self._follows(slots),
+            draft_counts=self._draft_counts(slots, counts),
         )
         if self.pools.states:
             for row, (slot, end) in enumerate(
@@ -305,8 +317,10 @@ class RunningBatch(SlotArrays):
                 self._launch_states(self.running[slot], end, writes)
         self.scheduled[slots.at] = ends
         self.in_flight[slots.at] += draws
-        if drafted:
-            self.blocked[list(drafted)] = True
+        for slot, drafts in drafted.items():
+            self.in_flight[slot] += len(drafts)
+            self.slack[slot] += len(drafts)
+            self.blocked[slot] = counts is None
         for request, end in chunks:
             if end == request.length and not request.scores:
                 self._decodes[request.slot] = self.prefills.pop(request.slot)
@@ -317,22 +331,85 @@ class RunningBatch(SlotArrays):
         """Whether rows of a running request are launched that are not committed."""
         return self.scheduled.item(request.slot) > self.computed.item(request.slot)
 
+    def _follows(self, slots: SlotSet) -> Flags | None:
+        follows = self.slack[slots.at] > 0
+        return follows if np.count_nonzero(follows) else None
+
+    def _draft_counts(self, slots: SlotSet, counts: Mapping[int, int] | None) -> Ints | None:
+        if counts is None:
+            return None
+        listed = [counts.get(slot, 0) for slot in slots.slots.tolist()]
+        self.drafted[slots.at] = listed
+        return np.array(listed, np.int32)
+
+    def placed(self, rows: StepRows) -> StepRows:
+        """The rows with what was not known of them, once all launched before are committed."""
+        if rows.follows is None:
+            return rows
+        starts = np.where(rows.follows, self.computed[rows.slots.at], rows.starts)
+        ends = rows.ends - rows.starts + starts
+        return msgspec.structs.replace(rows, starts=starts, ends=ends, follows=None)
+
     def is_current(self, rows: StepRows) -> Flags:
         """(R,) whether the requests still wait for the outcome of these rows."""
         return self.generation[rows.slots.at] == rows.generations
 
-    def repeat(self, rows: StepRows) -> None:
-        """Note that the rows run once more: what the runner keeps by slot is written again."""
+    def repeat(self, rows: StepRows) -> StepRows:
+        """The current `rows`, to run once more: what the runner keeps by slot is written again.
+
+        Drafts of the runner's own are dropped: later plans may have replaced them.
+        """
+        rows = self.placed(rows)
         self.base[rows.slots.at] = rows.starts
+        if rows.draft_counts is None:
+            return rows
+        verified = rows.slots.slots[rows.decodes : rows.verified]
+        self.drafted[rows.slots.at] = 0
+        self.slack[verified] = 0
+        ends = rows.ends.copy()
+        ends[rows.decodes : rows.verified] = rows.starts[rows.decodes : rows.verified] + 1
+        if self.pools.states:
+            for row, slot in enumerate(verified.tolist(), start=rows.decodes):
+                request = self.running[slot]
+                assert request.table is not None, "a running request has no pages"
+                for chain in request.table.chains.values():
+                    chain.recall()
+                self._launch_states(request, rows.starts.item(row) + 1, 1)
+        self.scheduled[verified] = ends[rows.decodes : rows.verified]
+        self.in_flight[verified] = 1
+        for slot in rows.slots.slots.tolist():
+            self.trim(self.running[slot])
+        return msgspec.structs.replace(
+            rows,
+            ends=ends,
+            decodes=rows.verified,
+            drafts=(),
+            draft_counts=np.zeros(len(rows), np.int32),
+        )
 
     def part(self, rows: StepRows) -> SamplingPart:
         """The sampling part of a plan of these rows: of those that are current."""
-        return self.logits.part(rows, self.is_current(rows), self.base)
+        if self.logits.idle:
+            return PLAIN
+        current = self.is_current(rows)
+        if rows.draft_counts is not None and self.grammars:
+            for row in range(rows.decodes, rows.verified):
+                slot = rows.slots.slots.item(row)
+                if current[row] and (matcher := self.running[slot].matcher) is not None:
+                    matcher.propose(self._drafts[slot][: len(rows.drafts[row - rows.decodes])])
+        return self.logits.part(self.placed(rows), current, self.base)
+
+    def note_drafts(self, rows: StepRows, drafts: Ints) -> None:
+        """Note what the runner has drafted after these rows, (R, K): masks are made along it."""
+        for row in np.flatnonzero(self.has_grammar[rows.slots.at]).tolist():
+            self._drafts[rows.slots.slots.item(row)] = drafts[row].tolist()
 
     def part_follows(self, rows: StepRows) -> bool:
         """Whether what these rows may sample depends on tokens in flight."""
         if self.logits.idle:
             return False
+        if rows.follows is not None:
+            return True
         waiting = self.stepwise[rows.slots.at] & (rows.starts >= self.length[rows.slots.at])
         return bool(np.count_nonzero(waiting))
 
@@ -361,6 +438,7 @@ class RunningBatch(SlotArrays):
         for chain in table.chains.values():
             chain.recall()
         self.computed[slot] = self.scheduled[slot] = self.base[slot] = computed
+        self.slack[slot] = self.drafted[slot] = 0
         table.truncate(max(request.length, computed, table.committed))
         self.update(request)
         self.generation[slot] += 1
@@ -381,19 +459,30 @@ class RunningBatch(SlotArrays):
         self.length[slots.at] += 1
         self.last_token[slots.at] = ids
 
-    def extend(self, request: Request, ids: Ints, logprobs: Floats | None) -> None:
-        """Append several sampled tokens (N,) to the outputs of one request, and drop its drafts."""
+    def land(self, request: Request, launched: int, computed: int) -> None:
+        """Note that of the launched tokens of a row so many were right."""
         slot = request.slot
-        request.outputs.write(request.outputs_count, ids, logprobs)
-        self.length[slot] += len(ids)
-        self.scheduled[slot] = self.computed[slot]
+        self.in_flight[slot] -= launched
+        self.slack[slot] -= launched - 1
+        self.scheduled[slot] -= launched - computed
         self.blocked[slot] = False
+
+    def extend(self, request: Request, ids: Ints, logprobs: Floats | None) -> None:
+        """Append several sampled tokens (N,) to the outputs of one request; free surplus pages."""
+        slot = request.slot
         if len(ids):
+            request.outputs.write(request.outputs_count, ids, logprobs)
+            self.length[slot] += len(ids)
             self.last_token[slot] = ids[-1]
             self._chunk[slot] = request.outputs.last_chunk
-        assert request.table is not None, "a running request has no pages"
-        # What follows a token that ends the output is computed, too.
-        request.table.truncate(max(request.length, request.computed))
+        self.trim(request)
+
+    def trim(self, request: Request) -> None:
+        """Release the pages that neither launched rows nor the next one can need."""
+        slot, table = request.slot, request.table
+        assert table is not None, "a running request has no pages"
+        ahead = self.scheduled.item(slot) + self.drafted.item(slot)
+        table.truncate(max(request.length, ahead + 1))
         self.update(request)
 
     def are_ends(self, slots: SlotSet, ids: Ints) -> Flags:

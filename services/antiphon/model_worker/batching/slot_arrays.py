@@ -17,8 +17,10 @@ class SlotArrays:
         keys: (S,) key of the choice.
         length: (S,) known tokens, prompt and outputs; 0 in a free slot.
         computed: (S,) tokens whose keys and values are in the KV cache.
-        scheduled: (S,) where the launched rows end.
-        in_flight: (S,) tokens that launched rows sample.
+        scheduled: (S,) where the launched rows end, at most.
+        in_flight: (S,) tokens that launched rows sample, at most.
+        slack: (S,) drafts in flight: by so many both may be too large.
+        drafted: (S,) drafts that the last launched row asks the runner for.
         base: (S,) where the first row since the last start or resumption begins.
         generation: (S,) grows when launched rows become stale.
         prompt: (S,) prompt tokens.
@@ -42,6 +44,7 @@ class SlotArrays:
         self.keys, self.length, self.computed, self.scheduled = _longs(4, slots)
         self.in_flight, self.base, self.generation, self.reported = _longs(4, slots)
         self.prompt, self.tokens_max, self.covered = _longs(3, slots)
+        self.slack, self.drafted = _longs(2, slots)
         self.last_token = np.zeros(slots, np.int32)
         self.exact, self.prefilling, self.stepwise = _flags(3, slots)
         self.has_grammar, self.rowwise, self.blocked = _flags(3, slots)

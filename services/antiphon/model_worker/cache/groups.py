@@ -9,6 +9,8 @@ import msgspec
 
 HOLE = -1
 """A table entry without a page: nothing reads it any more, or there never was one."""
+UNKNOWN_STATE = -2
+"""Stands for the state that a row starts from, where only the runner knows which that is."""
 STATES_RUNNING = 2
 """States of a running request: the one that its next row reads, and the one that it writes."""
 

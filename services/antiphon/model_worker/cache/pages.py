@@ -6,7 +6,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
+from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE, CacheGroup, GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -170,7 +170,7 @@ class StateChain:
 
     Attributes:
         pages: The states; the first is a hole while no token is committed, since it reads as zeros.
-        ends: The number of tokens of the first state, and after each launched row.
+        ends: The number of tokens of the first state, and, at most, after each launched row.
     """
 
     def __init__(self, pool: PagePool, tokens: int = 0, page: int = HOLE) -> None:
@@ -193,12 +193,16 @@ class StateChain:
         self._writes.append(writes)
 
     def states(self, start: int) -> list[int]:
-        """The states that the launched row from token `start` on reads, and then writes."""
+        """The states that the launched row from token `start` on reads, and then writes.
+
+        Which state a row reads after one that verifies drafts is not known yet: `UNKNOWN_STATE`.
+        """
         row = self.ends.index(start)
         first = sum(self._writes[:row])
-        # A row after one that verifies drafts would not know which state it reads.
-        assert all(writes == 1 for writes in self._writes[:row]), "a state is not known yet"
-        return self.pages[first : first + 1 + self._writes[row]]
+        states = self.pages[first : first + 1 + self._writes[row]]
+        if row and self._writes[row - 1] > 1:
+            states[0] = UNKNOWN_STATE
+        return states
 
     def commit(self, tokens: int) -> None:
         """Make the state after `tokens` tokens, which the first launched row wrote, the first one.
@@ -208,11 +212,11 @@ class StateChain:
         start, writes = self.ends[0], self._writes.pop(0)
         place = tokens - start if writes > 1 else 1
         assert 0 < place <= writes, "no state of these tokens was written"
-        assert writes > 1 or self.ends[1] == tokens, "a state does not match the committed tokens"
+        rejected = self.ends[1] - tokens
+        assert writes > 1 or not rejected, "a state does not match the committed tokens"
         old, written, rest = self.pages[0], self.pages[1 : 1 + writes], self.pages[1 + writes :]
         current = written.pop(place - 1)
-        del self.ends[0]
-        self.ends[0] = tokens
+        self.ends = [tokens, *(end - rejected for end in self.ends[2:])]
         if old != HOLE and self._pool.holders(old) == 1:
             written.append(old)
         elif old != HOLE:

@@ -39,6 +39,9 @@ class StepRecord(msgspec.Struct, gc=False):
     def end(self, outcome: StepOutcome) -> None:
         if outcome.details is not None or outcome.vectors is not None:
             outcome = msgspec.structs.replace(outcome, details=None, vectors=None)
+        if outcome.plan is not None:
+            self.plan = outcome.plan
+            outcome = msgspec.structs.replace(outcome, plan=None)
         self.outcome = outcome
 
     def invalidate(self) -> None:

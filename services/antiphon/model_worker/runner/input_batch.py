@@ -5,16 +5,19 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.recurrent import StateMetadata
+from antiphon.model_worker.batching.plan import are_drafts
+from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from antiphon.model_worker.batching.plan import Ints, Longs, StepPlan
+    from antiphon.model_worker.batching.plan import Flags, Ints, Longs, StepPlan
 
 
 class PlanRefused(Exception):
@@ -125,21 +128,53 @@ def build_input_batch(plan: StepPlan, shapes: tuple[KvShape, ...], states: int) 
     return InputBatch(plan, shapes, states)
 
 
-class FutureTokens:
-    """The last token sampled in each slot, for plans that were made before it was known."""
+class SlotState:
+    """What a runner knows of each slot before the host does, for plans that were made without it.
+
+    Axes: S slots, K drafts.
+    """
 
     def __init__(self) -> None:
-        self._last = np.full(_SLOTS, _UNKNOWN, np.int32)  # (S,)
+        self._last = np.full(_SLOTS, _UNKNOWN, np.int32)  # (S,) the last token sampled
+        self._length = np.zeros(_SLOTS, np.int32)  # (S,) computed tokens
+        self._states = np.full((_SLOTS, 0), HOLE, np.int32)  # (S, N) the current one, by group
+        self._drafts = np.zeros((_SLOTS, 0), np.int32)  # (S, K) 0 where there is none
 
-    def resolve(self, tokens: Ints) -> Ints:
-        """Replace each `future(slot)` by the slot's last token."""
-        unknown = tokens < 0
+    def resolve(self, plan: StepPlan, states: slice) -> StepPlan:
+        """The plan with what it leaves open filled in; `states` are the groups of states."""
+        if plan.follows is not None:
+            plan = self._place(plan, plan.follows, states)
+        unknown = plan.tokens < 0
         if not np.count_nonzero(unknown):
-            return tokens
-        resolved = tokens.copy()
-        resolved[unknown] = last = self._last[-1 - tokens[unknown]]
+            return plan
+        tokens = plan.tokens.copy()
+        drafts = are_drafts(tokens)
+        if np.count_nonzero(drafts):
+            at = np.flatnonzero(drafts)
+            row = np.searchsorted(plan.query_start, at, side="right") - 1
+            tokens[at] = self._drafts[plan.slot[row], at - plan.query_start[row] - 1]
+            unknown &= ~drafts
+        tokens[unknown] = last = self._last[-1 - plan.tokens[unknown]]
         assert (last != _UNKNOWN).all(), "a future of a slot that sampled nothing"
-        return resolved
+        return msgspec.structs.replace(plan, tokens=tokens)
+
+    def _place(self, plan: StepPlan, follows: Flags, states: slice) -> StepPlan:
+        """The plan with rows that follow at their places."""
+        ends = self._length[plan.slot] + plan.query_len
+        kv_len = np.where(follows, ends, plan.kv_len)
+        surplus = np.repeat(plan.kv_len - kv_len, plan.query_len)
+        tables = list(plan.page_tables)
+        for number, group in enumerate(range(*states.indices(len(tables)))):
+            tables[group] = tables[group].copy()
+            read = tables[group][:, 0]
+            read[:] = np.where(read == UNKNOWN_STATE, self._states[plan.slot, number], read)
+        return msgspec.structs.replace(
+            plan,
+            kv_len=kv_len,
+            positions=plan.positions - surplus,
+            page_tables=tuple(tables),
+            follows=None,
+        )
 
     def record(
         self, slots: Ints, starts: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None
@@ -150,12 +185,37 @@ class FutureTokens:
         of its other rows, and the failed row's own outcome is dropped.
         """
         if (more := max(slots.tolist()) + 1 - len(self._last)) > 0:
-            self._last = np.append(self._last, np.full(more + len(slots), _UNKNOWN, np.int32))
+            self._grow(more + len(slots))
         ends = starts[1:]
         accepted = ends > starts[:-1]
         self._last[slots[accepted]] = token_ids[ends[accepted] - 1]
         if failed is not None:
             self._last[slots[failed]] = 0
+
+    def record_places(self, plan: StepPlan, computed: Ints, states: slice) -> None:
+        """Record where each row of a resolved plan has ended, which the host cannot foresee."""
+        self._length[plan.slot] = plan.kv_len - plan.query_len + computed
+        groups = plan.page_tables[states]
+        if self._states.shape[1] != len(groups):
+            self._states = np.full((len(self._last), len(groups)), HOLE, np.int32)
+        for number, table in enumerate(groups):
+            several = np.count_nonzero(table[:, 1:] >= 0, axis=1) > 1
+            place = np.where(several, np.maximum(computed, 1), 1)
+            self._states[plan.slot, number] = table[np.arange(len(place)), place]
+
+    def record_drafts(self, slots: Ints, drafts: Ints) -> None:
+        """Record the drafts (R, K) of these slots; negative where there is none."""
+        if (width := drafts.shape[1]) > self._drafts.shape[1]:
+            wider = np.zeros((len(self._last), width), np.int32)
+            wider[:, : self._drafts.shape[1]] = self._drafts
+            self._drafts = wider
+        self._drafts[slots, :width] = np.maximum(drafts, 0)
+
+    def _grow(self, more: int) -> None:
+        self._last = np.append(self._last, np.full(more, _UNKNOWN, np.int32))
+        self._length = np.append(self._length, np.zeros(more, np.int32))
+        width = [(0, more), (0, 0)]
+        self._states, self._drafts = np.pad(self._states, width), np.pad(self._drafts, width)
 
 
 _SLOTS = 256

@@ -31,9 +31,9 @@ from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import ForwardContexts
 from antiphon.model_worker.runner.draft_model import DraftModel
 from antiphon.model_worker.runner.input_batch import (
-    FutureTokens,
     InputBatch,
     PlanRefused,
+    SlotState,
     build_input_batch,
 )
 from antiphon.model_worker.runner.logprobs import LogprobsComputer
@@ -121,11 +121,13 @@ class ModelRunner:
         self._contexts = ForwardContexts(
             model, self.ops, self.pools, states, fused=fused, deterministic=deterministic
         )
-        self._futures = FutureTokens()
+        self._slots = SlotState()
+        self._states = slice(len(self._shapes), len(self._shapes) + self._states_count)
         self._sampler = Sampler(self.ops)
         self._logprobs = LogprobsComputer(self.ops)
         self._pooler = pooler
         self.draft = draft
+        self._undrafted: StepOutcome | None = None
         self._step: int | None = None
         self._columns: SamplingColumns | None = None
         self._greedy = False
@@ -144,20 +146,47 @@ class ModelRunner:
         if self._step is not None and plan.step != self._step + 1:
             raise PlanRefused(f"step {plan.step} does not follow step {self._step}")
         self._step = plan.step
+        if plan.draft_counts is not None and self.draft is None:
+            raise PlanRefused(f"step {plan.step}: this runner has no draft model")
+        plan = self._slots.resolve(plan, self._states)
         batch = build_input_batch(plan, self._shapes, self._states_count)
         try:
-            return self._compute(plan, batch, part)
+            outcome = self._compute(plan, batch, part)
         except Exception:
             self._contexts.forget()
             # The next owner of these pages masks what lies beyond its own tokens, but a NaN left
             # there would get through the mask.
             self._wipe(batch, np.ones(len(plan.slot), np.bool_))
             raise
+        if plan.draft_counts is not None:
+            self._slots.record_places(plan, outcome.computed, self._states)
+            outcome = msgspec.structs.replace(outcome, plan=plan)
+            self._undrafted = outcome
+        return outcome
+
+    def make_drafts(self) -> Ints:
+        """Let the draft model read what the last plan computed, and make the drafts it asks for.
+
+        Drafts of a pass that fails are wrong, and cost only the time to verify them  ->  (R, K)
+        """
+        outcome, self._undrafted = self._undrafted, None
+        assert outcome is not None, "the last plan asks for no drafts"
+        assert self.draft is not None, "the plan was refused"
+        plan = outcome.plan
+        assert plan is not None, "plans with drafts are returned"
+        try:
+            drafts = _draft(self.draft, plan, outcome)
+        except Exception:
+            log.exception("drafting failed", extra={"step": plan.step})
+            assert plan.draft_counts is not None, "the plan asks for drafts"
+            drafts = np.zeros((len(plan.slot), plan.draft_counts.max(initial=0)), np.int32)
+        self._slots.record_drafts(plan.slot, drafts)
+        return drafts
 
     def _compute(
         self, plan: StepPlan, batch: InputBatch, wait: Callable[[], SamplingPart] | None
     ) -> StepOutcome:
-        tokens = self._futures.resolve(plan.tokens)
+        tokens = plan.tokens
         bare = self._takes_argmax(plan)
         scored = self._contexts.score(plan, batch, tokens, bare=bare)
         if bare and scored is not None and scored.argmax is not None:
@@ -198,7 +227,7 @@ class ModelRunner:
         """
         rows = len(plan.slot)
         starts = _one_each(rows)
-        self._futures.record(plan.slot, starts, sampled, None)
+        self._slots.record(plan.slot, starts, sampled, None)
         return StepOutcome(
             step=plan.step,
             starts=starts,
@@ -230,7 +259,7 @@ class ModelRunner:
         details = self._logprobs.compute(
             plan, scored.hidden, scored.logits, head, (starts, token_ids)
         )
-        self._futures.record(plan.slot, starts, token_ids, ended)
+        self._slots.record(plan.slot, starts, token_ids, ended)
         self._sampler.count(plan, starts, token_ids)
         status = _all_well(rows)
         if ended is not None:
@@ -317,6 +346,28 @@ def _either(
     if one is None or other is None:
         return other if one is None else one
     return one | other
+
+
+def _draft(draft: DraftModel, plan: StepPlan, outcome: StepOutcome) -> Ints:
+    """The drafts (R, K) after rows: after what of them was computed, and the last token sampled."""
+    counts = plan.draft_counts
+    assert counts is not None, "the plan asks for drafts"
+    counts = np.where(np.diff(outcome.starts) > 0, counts, np.int32(0))
+    drafts = np.zeros((len(counts), counts.max(initial=0)), np.int32)
+    read = np.flatnonzero(outcome.computed > 0)
+    if not len(read):
+        return drafts
+    pieces: list[Ints] = []
+    for row in read.tolist():
+        start, end = plan.query_start.item(row), outcome.starts.item(row + 1)
+        pieces.append(plan.tokens[start : start + outcome.computed.item(row)])
+        if counts[row]:
+            pieces.append(outcome.token_ids[end - 1 : end])
+    lengths = (outcome.computed + (counts > 0))[read].astype(np.int32)
+    ends = (plan.kv_len - plan.query_len)[read] + lengths
+    tokens = np.concatenate(pieces).astype(np.int32, copy=False)
+    drafts[read] = draft.draft(tokens, lengths, ends, plan.page_tables[-1][read], counts[read])
+    return drafts
 
 
 def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:

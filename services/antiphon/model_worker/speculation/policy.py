@@ -9,15 +9,16 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.faults import RequestFault
+from antiphon.model_worker.batching.plan import draft
 from antiphon.model_worker.batching.token_masks import looks_back
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import SlotSet
-    from antiphon.model_worker.batching.running_batch import RunningBatch
+    from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow
 
 ACCEPTANCE_START = 0.7
 """Assumed probability that a draft is right, before any of a request was verified."""
@@ -38,19 +39,6 @@ class Drafter(Protocol):
     def ended(self, request: Request) -> None:
         """Forget what is kept for a request."""
         ...
-
-
-class FixedDrafts:
-    """Drafts of the same length for every request, to measure steps with."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def propose(self, request: Request, drafts_max: int) -> Ints:
-        return np.zeros(min(self._length, drafts_max), np.int32)
-
-    def ended(self, request: Request) -> None:
-        pass
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -87,17 +75,26 @@ class Speculation:
     tokens that it accepts are those that it would have sampled one by one. Where steps are launched
     ahead, a request for which there will probably be drafts waits for its tokens in flight.
 
+    Without a `drafter` the runner makes the drafts, by a draft model. It knows what the host does
+    not know yet, so no request waits.
+
     How many follows what a step costs and how many drafts were right: one more as long as the step
-    is expected to yield more tokens a second with it. Without `costs`, as many as there are.
+    is expected to yield more tokens a second with it. Without `costs`, as many as there are. Every
+    row gets `fixed` ones, if that is set, to measure steps with.
     """
 
     def __init__(
-        self, drafter: Drafter, drafts_max: int, slots_max: int, costs: StepCosts | None = None
+        self,
+        drafter: Drafter | None,
+        drafts_max: int,
+        slots_max: int,
+        costs: StepCosts | None = None,
     ) -> None:
         self.drafter = drafter
         self.costs = costs
         self.counts = DraftCounts()
         self.drafts_max = drafts_max
+        self.fixed: int | None = None
         self._acceptance = np.full(slots_max, ACCEPTANCE_START)  # (S,)
 
     def reset(self) -> None:
@@ -108,6 +105,10 @@ class Speculation:
     def started(self, slot: int) -> None:
         """Note that another request has a slot."""
         self._acceptance[slot] = ACCEPTANCE_START
+
+    def ended(self, request: Request) -> None:
+        if self.drafter is not None:
+            self.drafter.ended(request)
 
     def verified(self, slot: int, drafted: int, right: int) -> None:
         """Note how many of the drafts of a request were right."""
@@ -126,6 +127,8 @@ class Speculation:
 
         The rows with drafts have pages for them.
         """
+        if self.drafter is None:
+            return self._drafted(batch, slots, tokens_max), []
         decoding = slots.slots.tolist()
         lengths = self._lengths(decoding, len(slots), tokens_max)
         drafted: dict[int, Ints] = {}
@@ -133,10 +136,10 @@ class Speculation:
         for slot, length in zip(decoding, lengths, strict=True):
             request, in_flight = batch.running[slot], batch.in_flight.item(slot)
             try:
-                if in_flight and self._foresees(request, in_flight, length):
+                if in_flight and self._foresees(self.drafter, request, in_flight, length):
                     waiting.append(slot)
                     continue
-                drafts = _NONE if in_flight else self._drafts(batch, request, length)
+                drafts = _NONE if in_flight else self._drafts(self.drafter, batch, request, length)
             except Exception as error:
                 raise RequestFault(request) from error
             if len(drafts):
@@ -145,17 +148,82 @@ class Speculation:
                 self._acceptance[slot] += _RECOVERY * (ACCEPTANCE_START - self._acceptance[slot])
         return drafted, waiting
 
-    def _foresees(self, request: Request, in_flight: int, count: int) -> bool:
+    def _foresees(self, drafter: Drafter, request: Request, in_flight: int, count: int) -> bool:
         """Whether there are drafts after those that stand for the tokens in flight."""
+        if self.fixed is not None:
+            return self.fixed > 0
         if count <= 0 or looks_back(request.state.sampling.processors):
             return False
-        return len(self.drafter.propose(request, in_flight + count)) > in_flight
+        return len(drafter.propose(request, in_flight + count)) > in_flight
+
+    def _drafted(self, batch: RunningBatch, slots: SlotSet, tokens_left: int) -> dict[int, Ints]:
+        """The drafts that the runner has made or will have made, as placeholders.
+
+        `tokens_left` of the step is negative if some must be dropped, for requests that came since.
+        """
+        drafted: dict[int, Ints] = {}
+        for slot in slots.slots[batch.drafted[slots.at] > 0].tolist():
+            count, end = batch.drafted.item(slot), batch.scheduled.item(slot) + 1
+            if tokens_left < 0:
+                tokens_left += count
+            elif self._fits(batch, batch.running[slot], end + count, 1 + count):
+                drafted[slot] = np.full(count, draft(slot), np.int32)
+                continue
+            batch.drafted[slot] = 0
+            batch.trim(batch.running[slot])
+        return drafted
+
+    def draft_counts(
+        self,
+        batch: RunningBatch,
+        decodes: SlotSet,
+        drafted: Mapping[int, Ints],
+        chunks: Sequence[ScheduledRow],
+    ) -> dict[int, int] | None:
+        """How many drafts a draft model is to make after each row that samples, by slot.
+
+        The next row of the slot has pages for them, whatever of this one is right.
+        """
+        if self.drafter is not None:
+            return None
+        ends = {slot: batch.scheduled.item(slot) + 1 for slot in decodes.slots.tolist()}
+        ends |= {slot: batch.scheduled.item(slot) + 1 + len(ids) for slot, ids in drafted.items()}
+        ends |= {
+            request.slot: end
+            for request, end in chunks
+            if end == request.length and not request.scores
+        }
+        decoding, again = batch.decoding, np.array(list(ends), np.int32)
+        others = int(batch.drafted[decoding.at].sum() - batch.drafted[again].sum())
+        left = batch.step_tokens_max - len(batch.running) - others
+        counts: dict[int, int] = {}
+        for (slot, end), length in zip(
+            ends.items(), self._lengths(list(ends), len(ends), left), strict=True
+        ):
+            request = batch.running[slot]
+            count = self._count(batch, request, end + 1, length)
+            if count > 0 and self._fits(batch, request, end + 1 + count, 1):
+                counts[slot] = count
+            else:
+                self._acceptance[slot] += _RECOVERY * (ACCEPTANCE_START - self._acceptance[slot])
+        return counts
+
+    def _count(self, batch: RunningBatch, request: Request, length: int, count: int) -> int:
+        """At most `count` drafts after so many tokens of a request."""
+        if looks_back(request.state.sampling.processors):
+            return 0  # a processor that counts tokens cannot look ahead
+        count = min(count, request.tokens_max - length - 1)
+        if batch.checkpoints is not None:  # a state is cached where it is due
+            count = min(count, -length % batch.checkpoints.every)
+        return count
 
     def _lengths(self, slots: Sequence[int], rows: int, tokens_max: int) -> list[int]:
         """How many drafts pay for each of these slots, in a step of so many rows.
 
         The likeliest draft is added first, while it raises the expected tokens a second.
         """
+        if self.fixed is not None:
+            return [self.fixed] * len(slots)
         if self.costs is None:
             return [min(self.drafts_max, tokens_max // max(1, len(slots)))] * len(slots)
         lengths = [0] * len(slots)
@@ -175,14 +243,14 @@ class Speculation:
                 heapq.heappush(heap, (likelihood * rates.item(index), index))
         return lengths
 
-    def _drafts(self, batch: RunningBatch, request: Request, count: int) -> Ints:
+    def _drafts(self, drafter: Drafter, batch: RunningBatch, request: Request, count: int) -> Ints:
         length = request.length
-        count = min(count, request.tokens_max - length - 1)
-        if batch.checkpoints is not None:  # a state is cached where it is due
-            count = min(count, -length % batch.checkpoints.every)
-        if count <= 0 or looks_back(request.state.sampling.processors):
-            return _NONE  # a processor that counts tokens cannot look ahead
-        drafts = self.drafter.propose(request, count)
+        count = self._count(batch, request, length, count)
+        if count <= 0:
+            return _NONE
+        drafts = (
+            drafter.propose(request, count) if self.fixed is None else np.zeros(count, np.int32)
+        )
         if len(drafts) and request.matcher is not None:
             drafts = drafts[: request.matcher.propose(drafts.tolist())]
         fits = self._fits(batch, request, length + len(drafts), 1 + len(drafts))

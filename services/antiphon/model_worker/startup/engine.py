@@ -180,9 +180,11 @@ def open_engine_core(
 
 def _speculation(settings: Settings, resolved: ResolvedConfig) -> Speculation | None:
     config = settings.speculation
-    if (ngrams := open_drafter(config)) is None:
+    if config.algorithm == "none":
         return None
-    return Speculation(RequestTexts(ngrams), drafts_max(config), resolved.running_max.value)
+    ngrams = open_drafter(config)
+    drafter = None if ngrams is None else RequestTexts(ngrams)  # else a draft model
+    return Speculation(drafter, drafts_max(config), resolved.running_max.value)
 
 
 def drafts_max(config: SpeculationConfig) -> int:

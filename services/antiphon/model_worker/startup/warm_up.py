@@ -14,7 +14,7 @@ import numpy as np
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
-from antiphon.model_worker.speculation.policy import FixedDrafts, Speculation, StepCosts
+from antiphon.model_worker.speculation.policy import Speculation, StepCosts
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.service.startup import CannotStart
 from antiphon.wire.codec import pack_ids
@@ -68,11 +68,11 @@ def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -
         CannotStart: The model does not run.
     """
     costs = dict[int, float]()
-    with _undrafted(speculation):
+    with _fixed_drafts(speculation):
         for drafts in range(speculation.drafts_max + 1):
-            speculation.drafter = FixedDrafts(drafts)
+            speculation.fixed = drafts
             costs[1 + drafts] = _step_seconds(loop, rows=1, tokens=1 + drafts)
-        speculation.drafter = FixedDrafts(0)
+        speculation.fixed = 0
         rows = 2 * (1 + speculation.drafts_max)
         while rows <= rows_max:
             costs[rows] = _step_seconds(loop, rows=rows, tokens=rows)
@@ -95,7 +95,7 @@ def choose_overlap(
     if step_s > STEP_S_MAX:
         return ResolvedValue(value=False, reason=f"a step takes {1e3 * step_s:.0f} ms")
     forward, in_turn, ratios = ForwardThread(runner), InTurn(runner), dict[int, float]()
-    with _undrafted(core.speculation):
+    with _fixed_drafts(core.speculation):
         for rows in sorted({min(rows, core.limits.running_max) for rows in OVERLAP_ROWS}):
             seconds: tuple[list[float], list[float]] = [], []
             for _ in range(OVERLAP_PAIRS):
@@ -113,14 +113,14 @@ def choose_overlap(
 
 
 @contextmanager
-def _undrafted(speculation: Speculation | None) -> Generator[None]:
-    """Verify nothing meanwhile, and forget what was verified."""
+def _fixed_drafts(speculation: Speculation | None) -> Generator[None]:
+    """No drafts meanwhile, or as many as are set; what was verified is forgotten."""
     if speculation is None:
         yield
         return
-    drafter, speculation.drafter = speculation.drafter, FixedDrafts(0)
+    speculation.fixed = 0
     yield
-    speculation.drafter = drafter
+    speculation.fixed = None
     speculation.reset()
 
 

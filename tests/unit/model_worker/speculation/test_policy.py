@@ -14,7 +14,6 @@ from tests.unit.model_worker.steps import Steps
 from antiphon.model_worker.batching.faults import RequestFault
 from antiphon.model_worker.speculation.policy import (
     ACCEPTANCE_START,
-    FixedDrafts,
     Speculation,
     StepCosts,
 )
@@ -32,6 +31,19 @@ FREE = StepCosts((1, 2), (1.0, 1.0))
 """A step takes as long, however many tokens it has."""
 FAIR = StepCosts((1, 2), (1.0, 2.0))
 """A token costs as much as the first one: a draft would have to be certain."""
+
+
+class FixedDrafts:
+    """Drafts of the same length for every request."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def propose(self, request: Request, drafts_max: int) -> Ints:
+        return np.zeros(min(self._length, drafts_max), np.int32)
+
+    def ended(self, request: Request) -> None:
+        pass
 
 
 class Endless(FixedDrafts):

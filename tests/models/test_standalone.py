@@ -1,0 +1,240 @@
+"""Drafts of a draft model change nothing, whatever the draft model is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.kernels.rows import ISAS
+from tests.models.test_grammars import SETTINGS, Worker
+from tests.models.test_speculation import (
+    EVERY,
+    MODELS,
+    MODES,
+    ROUNDING,
+    Bench,
+    Mode,
+    compare,
+    guided_states,
+    open_any,
+)
+from tests.models.tiny import VOCABULARY, write_llama
+from tests.support.models import load, open_model, take_tensors
+from tests.support.worker import state
+
+from antiphon import embedded
+from antiphon.config.speculation import SpeculationConfig
+from antiphon.model_worker.batching.flights import ForwardThread, InTurn
+from antiphon.model_worker.runner.draft_model import DraftModel
+from antiphon.model_worker.startup.engine import open_engine
+from antiphon.model_worker.startup.warm_up import warm_up
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import LogitBias
+from antiphon.wire.token_outputs import pack_floats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from tests.models.model_loop import Output
+    from torch import Tensor
+
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.state import RequestState
+    from antiphon.model_worker.runner.model_runner import OpenModel
+
+
+def noisy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same model with errors, so that some of its drafts are right."""
+    dice = torch.Generator().manual_seed(3)
+    return {
+        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=dice)
+        for name, tensor in tensors.items()
+    }
+
+
+def same(folder: Path) -> Path:
+    return write_llama(folder)
+
+
+def with_noise(folder: Path) -> Path:
+    tensors = take_tensors(write_llama(folder))
+    save_file(noisy(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def stubborn(folder: Path) -> Path:
+    """It drafts nothing but the first token."""
+    tensors = take_tensors(write_llama(folder))
+    tensors["model.norm.weight"] = torch.zeros_like(tensors["model.norm.weight"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def other(folder: Path) -> Path:
+    return write_llama(folder, seed=9)
+
+
+DRAFT_MODELS: Mapping[str, Callable[[Path], Path]] = {
+    "the model itself": same,
+    "with noise": with_noise,
+    "another": other,
+}
+
+
+def with_draft(opened: OpenModel, draft: DraftModel) -> OpenModel:
+    opened.runner.draft = draft
+    return replace(opened, groups=(*opened.groups, draft.group), draft=draft)
+
+
+def open_draft(
+    folder: Path, pages: int = 4096, dtype: str = "float32", linear: str = "plain"
+) -> DraftModel:
+    model = load(folder, dtype=dtype, linear=linear)
+    return DraftModel(model, page_tokens=4, pages=pages)
+
+
+def check(
+    bench: Bench,
+    states: Sequence[RequestState],
+    mode: Mode,
+    wanted: Sequence[Output],
+    rounding: float = ROUNDING,
+) -> float:
+    """Run with the draft model, and compare with a run without; the share of right drafts."""
+    for request, one, expected in zip(states, bench.run(states, mode), wanted, strict=True):
+        try:
+            compare(one, expected, rounding)
+        except AssertionError as error:
+            raise AssertionError(f"{request.request_id}: {error}") from error
+    counts = bench.counts
+    assert counts.rows >= 20
+    return counts.accepted / counts.proposed
+
+
+@pytest.fixture(scope="module", params=DRAFT_MODELS)
+def drafted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Bench, str]:
+    opened = open_any(write_llama(tmp_path_factory.mktemp("model")), pages=4096)
+    draft = open_draft(DRAFT_MODELS[request.param](tmp_path_factory.mktemp("draft")))
+    return Bench(with_draft(opened, draft)), request.param
+
+
+@pytest.fixture(scope="module")
+def wanted(llama: Path) -> list[Output]:
+    """What is said without drafts."""
+    return Bench(open_any(llama, pages=4096)).run(EVERY, MODES["all at once"])
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_drafts_of_a_model_change_nothing(
+    drafted: tuple[Bench, str], wanted: list[Output], mode: Mode
+) -> None:
+    bench, kind = drafted
+    right = check(bench, EVERY, mode, wanted)
+    # Most requests are sampled at random, biased or penalised, and the drafts are not.
+    assert right < 0.05 if kind == "another" else 0.02 < right < 0.5
+
+
+def test_the_model_itself_is_right_about_all_that_is_greedy(llama: Path) -> None:
+    states = [state(30, temperature=0.0, max_new_tokens=101)]
+    plain = Bench(open_any(llama, pages=4096)).run(states, MODES["all at once"])
+    for mode, steps in (("all at once", 20), ("overlapped", 20)):
+        bench = Bench(with_draft(open_any(llama, pages=4096), open_draft(llama)))
+        assert check(bench, states, MODES[mode], plain) == 1.0
+        assert bench.decode_steps == steps
+
+
+OFTEN_FIRST = {
+    "temperature": 0.9,
+    "logit_bias": LogitBias(token_ids=pack_ids([0]), values=pack_floats([6.0])),
+}
+
+
+@pytest.mark.parametrize("mode", ["all at once", "in chunks", "overlapped", "three ahead"])
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_of_a_model_change_nothing_whichever_way_a_model_caches(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    opened = MODELS[name](tmp_path / "model", pages=4096, states=512)
+    dice = np.random.default_rng(5)
+    states = [
+        state(
+            dice.integers(0, VOCABULARY, 9 + number).tolist(),
+            request_id=RequestId(str(number)),
+            seed=number,
+            max_new_tokens=40,
+            **OFTEN_FIRST,
+        )
+        for number in range(9)
+    ]
+    plain = Bench(opened).run(states, MODES["all at once"])
+    bench = Bench(with_draft(opened, open_draft(stubborn(tmp_path / "draft"))))
+    assert 0.05 < check(bench, states, MODES[mode], plain) < 0.95
+
+
+@pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
+@pytest.mark.parametrize("mode", ["in chunks", "few slots and pages", "overlapped"])
+def test_in_deterministic_mode_drafts_of_a_model_change_no_bit(
+    llama: Path, mode: str, tmp_path: Path
+) -> None:
+    opened = open_model(
+        llama, page_tokens=4, pages=1024, dtype="bfloat16", linear="packed", deterministic=True
+    )
+    plain = Bench(opened).run(EVERY, MODES["all at once"])
+    draft = open_draft(with_noise(tmp_path), pages=1024, dtype="bfloat16", linear="packed")
+    check(Bench(with_draft(opened, draft)), EVERY, MODES[mode], plain, rounding=0.0)
+
+
+def test_few_pages_leave_no_trace(llama: Path, wanted: list[Output], tmp_path: Path) -> None:
+    """Drafts take no page from whoever needs one, and give theirs back."""
+    draft = open_draft(with_noise(tmp_path), pages=48)
+    bench = Bench(with_draft(open_any(llama, pages=48), draft))
+    for mode in ("few slots and pages", "three ahead"):
+        check(bench, EVERY, MODES[mode], wanted)
+        assert bench.loop is not None
+        assert bench.loop.reports[-1].retractions > 0
+
+
+def test_a_draft_model_that_fails_costs_only_time(
+    llama: Path, wanted: list[Output], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(DraftModel):
+        def draft(self, *_: Any, **__: Any) -> Ints:
+            raise RuntimeError("out of memory, on purpose")
+
+    broken = Broken(load(llama, dtype="float32"), page_tokens=4, pages=4096)
+    bench = Bench(with_draft(open_any(llama, pages=4096), broken))
+    assert check(bench, EVERY, MODES["overlapped"], wanted) < 0.1
+    assert "drafting failed" in caplog.text
+
+
+def test_the_settings_open_a_draft_model_whose_drafts_change_nothing_under_a_grammar() -> None:
+    """The embedded model drafts for itself: what it would say without the grammar."""
+    speculation = SpeculationConfig(
+        algorithm="standalone", draft_model=str(embedded.path()), draft_steps=5
+    )
+    drafting = msgspec.structs.replace(SETTINGS, speculation=speculation)
+    states = guided_states()
+    plain = Worker(open_engine(SETTINGS), SETTINGS).run(*states)
+    worker = Worker(open_engine(drafting), drafting)
+    report = warm_up(worker.loop, worker.engine.core)
+    costs = worker.engine.core.speculation and worker.engine.core.speculation.costs
+    assert costs is not None
+    assert costs.tokens[:6] == (1, 2, 3, 4, 5, 6)
+    assert report.drafts_proposed == 0
+    for ahead in (0, 1):
+        forward = ForwardThread(worker.engine.runner)
+        worker.loop.use(forward if ahead else InTurn(worker.engine.runner), ahead=ahead)
+        drafted = worker.run(*states)
+        assert [one.ids for one in drafted] == [other.ids for other in plain]
+        assert [one.finish for one in drafted] == [other.finish for other in plain]
+        assert worker.engine.core.draft_counts.accepted > 50 * (1 + ahead)
+        forward.close()
