@@ -75,8 +75,8 @@ def run_on_one_rank(folder: Path, vocabulary: int) -> tuple[list[StepPlan], list
     tokens: list[list[int]] = []
     run = model.runner.run
 
-    def recording(plan):
-        outcome = run(plan)
+    def recording(plan, part=None):
+        outcome = run(plan, part)
         tokens.append(outcome.token_ids.tolist())
         return outcome
 

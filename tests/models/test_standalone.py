@@ -30,6 +30,7 @@ from tests.support.worker import state
 from antiphon import embedded
 from antiphon.config.speculation import SpeculationConfig
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
+from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.runner.draft_model import DraftModel
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.model_worker.startup.warm_up import warm_up
@@ -89,8 +90,10 @@ DRAFT_MODELS: Mapping[str, Callable[[Path], Path]] = {
 
 
 def with_draft(opened: OpenModel, draft: DraftModel) -> OpenModel:
+    groups = (*opened.groups, draft.group)
     opened.runner.draft = draft
-    return replace(opened, groups=(*opened.groups, draft.group), draft=draft)
+    opened.runner._tables = SlotTables(groups)
+    return replace(opened, groups=groups, draft=draft)
 
 
 def open_draft(

@@ -19,6 +19,7 @@ from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.plan import LogprobsBatch
 from antiphon.model_worker.batching.planner import QueueRules
+from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.batching.state import (
     ChoiceKey,
     EngineLimits,
@@ -39,9 +40,10 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from antiphon.model_worker.batching.plan import (
+        Flight,
         Floats,
         Indices,
         Ints,
@@ -135,6 +137,23 @@ class Reported:
     @property
     def live(self) -> bool:
         return self.finish is None and not self.dropped and not self.returned
+
+
+class Watched:
+    """A launcher that knows which pages the launched plans may read."""
+
+    def __init__(self, launcher: Launcher, groups: Sequence[CacheGroup]) -> None:
+        self._launcher = launcher
+        self._tables = SlotTables(groups)
+        self.native_thread: int | None = None
+        self.page_tables: dict[int, tuple[Ints, ...]] = {}
+
+    def launch(self, plan: StepPlan) -> Flight:
+        self.page_tables[plan.step] = self._tables.fill(plan).page_tables
+        return self._launcher.launch(plan)
+
+    def settle(self) -> None:
+        self._launcher.settle()
 
 
 class Oracle:
@@ -239,7 +258,9 @@ class World:
 
     def _launcher(self) -> Launcher:
         """Whatever is given back or written too early is read by a plan that is computed late."""
-        return Eager(self.runner) if self._eager else InTurn(self.runner)
+        launcher = Eager(self.runner) if self._eager else InTurn(self.runner)
+        self.watched = Watched(launcher, self.groups)
+        return self.watched
 
     def pick(self, name: str, *options: Any) -> Any:
         """One of the options, or what the test says of it."""
@@ -446,8 +467,8 @@ class World:
         assert all(pool.free_count <= pool.total for pool in self.pools.pools)
         for launched in self.loop._flights:
             assert launched.record is not None
-            plan = launched.record.plan
-            for pool, table in zip(self.pools.pools, plan.page_tables, strict=True):
+            tables = self.watched.page_tables[launched.record.plan.step]
+            for pool, table in zip(self.pools.pools, tables, strict=True):
                 used = set(table[table >= 0].tolist())
                 assert used.isdisjoint(pool._free), "a page is free that a plan may read"
 
@@ -493,7 +514,7 @@ class World:
                 ahead = batch.scheduled.item(slot) + batch.drafted.item(slot)
                 needed = max(request.length, ahead) + 1
                 assert entries <= self.groups[group].table_len(needed), "drafts keep their pages"
-                assert batch._tables[group][slot, :entries].tolist() == pages
+                assert entries == len(pages)
                 assert batch.pages_held[group][slot] == len(pages) - pages.count(HOLE)
         empty = sorted(set(range(self.limits.running_max)) - set(running))
         assert not batch.length[empty].any()
@@ -502,7 +523,7 @@ class World:
         plan, limits = self.runner.last, self.limits
         if plan is None:
             return
-        arrays = [plan.slot, plan.tokens, plan.positions, plan.logit_tokens, *plan.page_tables]
+        arrays = [plan.slot, plan.tokens, plan.positions, plan.logit_tokens, *plan.states]
         assert {str(array.dtype) for array in arrays} == {"int32"}
         assert len(set(plan.slot.tolist())) == len(plan.slot), "a slot has two rows"
         assert plan.query_len.min() > 0, "a row has no tokens"

@@ -21,6 +21,7 @@ from antiphon.model_worker.batching.plan import (
     draft,
     future,
 )
+from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.cache.groups import UNKNOWN_STATE, CacheGroup, GroupKind
 from antiphon.wire.base import FinishReason
 
@@ -88,6 +89,7 @@ class HashRunner:
         self.groups = groups
         self.vocab_size = vocab_size
         self.poisoned: Callable[[StepPlan, int], bool] = lambda _plan, _row: False
+        self.tables = SlotTables(groups)
         self.plans = 0
         self._pages = [np.full((g.pages_total, g.page_tokens), -1, np.int32) for g in groups]
         self._states: dict[tuple[int, int], Ints] = {}
@@ -106,7 +108,7 @@ class HashRunner:
         self.plans += 1
         self.rows += len(plan.slot)
         self.tokens += len(plan.tokens)
-        plan = self._known(plan)
+        plan = self._known(self.tables.fill(plan))
         ends = np.cumsum(plan.query_len)
         rows = np.searchsorted(ends, plan.logit_tokens, side="right")
         logits = np.bincount(rows, minlength=len(ends))

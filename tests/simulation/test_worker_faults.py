@@ -295,16 +295,16 @@ def test_plan_that_cannot_be_built_once_is_built_in_halves(
     for salt in range(3):
         stage.run(harmless(5, salt), tokens_max=60, seed=salt)
     calls = 0
-    real = RunningBatch.page_tables
+    real = RunningBatch.states
 
-    def page_tables(batch: RunningBatch, rows: StepRows) -> Any:
+    def states(batch: RunningBatch, rows: StepRows) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise AssertionError("a bug, on purpose")
         return real(batch, rows)
 
-    monkeypatch.setattr(RunningBatch, "page_tables", page_tables)
+    monkeypatch.setattr(RunningBatch, "states", states)
     stage.drain()
     assert calls > 3
     stage.verify()

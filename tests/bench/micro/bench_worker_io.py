@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.worker import LEADER, WORKER, FakeEngine, admit, decode_plan, report
+from tests.support.worker import LEADER, WORKER, FakeEngine, admit, decode_plan, page_group, report
 
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder
 from antiphon.model_worker.observability.metrics import WorkerSize
@@ -87,7 +87,7 @@ class ProtocolSide:
 
 @pytest.mark.benchmark(timer=time.thread_time)
 def test_keeping_a_plan(benchmark: BenchmarkFixture) -> None:
-    recorder, plan = FlightRecorder(), decode_plan(rows=64, new=1, kv=2000)
+    recorder, plan = FlightRecorder((page_group(4096),)), decode_plan(rows=64, new=1, kv=2000)
     benchmark.pedantic(recorder.begin, args=(plan,), rounds=ROUNDS)
     if benchmark.stats is not None:  # None where benchmarks are disabled
         assert benchmark.stats["median"] < SLACK * 5e-6

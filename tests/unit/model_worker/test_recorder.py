@@ -11,7 +11,7 @@ import pytest
 from tests.models.tiny import write_llama
 from tests.simulation.hash_runner import HashRunner
 from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, Stage, harmless, staged
-from tests.support.worker import penalties
+from tests.support.worker import page_group, penalties
 from tests.unit.model_worker.test_opening import SMALL
 
 from antiphon.cli.commands import replay as replay_command
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from antiphon.model_worker.cache.groups import CacheGroup
+
+
+GROUPS = (page_group(64),)
+
 
 def recorded(*, overlap: bool = False, cursed: int | None = None) -> tuple[Stage, list[StepRecord]]:
     """A few requests in a world of their own, and the plans that it took."""
@@ -54,6 +59,16 @@ def recorded(*, overlap: bool = False, cursed: int | None = None) -> tuple[Stage
             stage.run([*prompt, CURSE] if salt == cursed else prompt, tokens_max=12, seed=salt)
         stage.drain()
         return stage, list(stage.loop.recorder.records())
+
+
+def last_records(
+    records: Sequence[StepRecord], groups: Sequence[CacheGroup], count: int
+) -> list[StepRecord]:
+    """What a recorder keeps that has room for so many plans."""
+    recorder = FlightRecorder(groups, plans_max=count)
+    for record in records:
+        recorder.begin(record.plan).outcome = record.outcome
+    return list(recorder.records())
 
 
 def run_again(
@@ -86,7 +101,7 @@ def test_every_plan_is_kept_with_its_outcome() -> None:
 
 def test_the_oldest_plans_make_room() -> None:
     plan = recorded()[1][0].plan
-    few, small = FlightRecorder(plans_max=3), FlightRecorder(bytes_max=6_000)
+    few, small = FlightRecorder(GROUPS, plans_max=3), FlightRecorder(GROUPS, bytes_max=6_000)
     for step in range(10):
         for recorder in (few, small):
             recorder.begin(msgspec.structs.replace(plan, step=step))
@@ -96,7 +111,7 @@ def test_the_oldest_plans_make_room() -> None:
 
 
 def test_a_plan_larger_than_all_that_may_be_kept_is_not_kept() -> None:
-    recorder = FlightRecorder(bytes_max=10)
+    recorder = FlightRecorder(GROUPS, bytes_max=10)
     recorder.begin(recorded()[1][0].plan)
     assert recorder.records() == ()
 
@@ -109,7 +124,7 @@ def test_what_a_client_sizes_counts() -> None:
         token_ids=np.arange(count, dtype=np.int32),
         values=np.zeros(count, np.float32),
     )
-    recorder = FlightRecorder(bytes_max=10 * count)
+    recorder = FlightRecorder(GROUPS, bytes_max=10 * count)
     recorder.begin(msgspec.structs.replace(plan, part=SamplingPart(biases=biases)))
     assert recorder.records() == ()
 
@@ -196,9 +211,10 @@ def test_a_replay_that_draws_otherwise_names_the_first_row_that_does() -> None:
 
 def test_rows_that_build_on_what_was_not_recorded_are_passed_over() -> None:
     stage, records = recorded()
-    later = records[3:]
-    assert any((r.plan.kv_len > r.plan.query_len).any() for r in later[:1])
-    result = run_again(later, stage)
+    records = last_records(records, stage.pools.groups, len(records) - 3)
+    assert records[0].plan.step == 4
+    assert (records[0].plan.kv_len > records[0].plan.query_len).any()
+    result = run_again(records, stage)
     assert result.difference is None
     assert result.passed > 0
     assert result.rows > 0

@@ -139,7 +139,7 @@ class BatchingLoop:
         clock: Callable[[], float] = time.monotonic,
         ahead: int = 0,
     ) -> None:
-        self.recorder = FlightRecorder()
+        self.recorder = FlightRecorder(core.pools.groups)
         self.progress_count = 0  # of what the loop begins; 0 while it is idle. For a watchdog
         self.thread: int | None = None  # its identifier, once it runs
         self._native_thread: int | None = None

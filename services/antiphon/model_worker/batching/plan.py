@@ -102,6 +102,17 @@ class SamplingColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fa
             choice=self.choice[rows],
         )
 
+    def put(self, rows: Ints, columns: SamplingColumns) -> None:
+        """Replace these rows."""
+        for name in self.__struct_fields__:
+            getattr(self, name)[rows] = getattr(columns, name)
+
+    def grown(self, rows: int) -> SamplingColumns:
+        """Columns of so many rows, the first of which are these."""
+        columns = SamplingColumns.zeros(rows)
+        columns.put(np.arange(len(self.seed), dtype=np.int32), self)
+        return columns
+
     def filters(self, rows: Longs) -> tuple[Floats, Longs, Floats, Floats]:
         """Temperature, top-k, top-p and min-p of these rows, as the sampling kernel takes them."""
         top_k = self.top_k[rows].astype(np.int64)
@@ -186,6 +197,23 @@ PLAIN = SamplingPart()
 """Of a plan whose logits are sampled as they are."""
 
 
+class SlotChanges(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What has changed since the plan before of what a runner keeps by slot.
+
+    Page tables and sampling parameters hardly ever change, and are the largest part of a step. All
+    values are absolute, so that tables at any step are a change of empty ones.
+
+    Axes: C slots, E entries of page tables.
+    """
+
+    slots: Ints  # (C,) whose requests are new: their page tables have nothing but `entries`
+    sampling: SamplingColumns  # (C,) their sampling parameters
+    entries: tuple[Ints, ...]  # (3, E) for each cache group: slot, place in its table, page
+
+
+_NO_COLUMNS = SamplingColumns.zeros(0)
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One forward pass: decode rows first, then verify rows, then prefill chunks.
 
@@ -202,11 +230,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             and the state that they start from is `UNKNOWN_STATE`.
         logit_tokens: Indices into `tokens` after which a token is sampled: all of a decode or
             verify row, and the last one of a prefill chunk if the prompt ends there.
+        changes: Of page tables and sampling parameters, None if there are none.
+        states: (R, 1 + W) for each group of recurrent states: the state that a row starts from, -1
+            if it is zero, and different ones, to which the state after its last token is written,
+            or after each token of a verify row; -1 beyond these.
         page_tables: (R, N) for each cache group, -1 beyond a row's pages. Token p of a row lies in
             page `table[r, p // page_tokens]` at `p % page_tokens`; the step writes its own tokens
-            there first. For a state group (R, 1 + W): the state that a row starts from, -1 if it is
-            zero, and different ones, to which the state after its last token is written, or after
-            each token of a verify row; -1 beyond these.
+            there first. `states` for a state group. Like `sampling` it is empty until the runner
+            fills in what it keeps by slot.
     """
 
     step: int  # grows by one; a rank rejects a gap
@@ -217,8 +248,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: Ints  # (T,) ids, or `future(slot)`
     positions: Ints  # (A, T)
     logit_tokens: Ints  # (L,)
-    sampling: SamplingColumns
-    page_tables: tuple[Ints, ...]
+    changes: SlotChanges | None = None
+    states: tuple[Ints, ...] = ()
+    sampling: SamplingColumns = _NO_COLUMNS
+    page_tables: tuple[Ints, ...] = ()
     part: SamplingPart | None = PLAIN  # None: it follows before the plan samples
     # The following are None where no row needs them.
     details: LogprobsRequest | None = None

@@ -42,14 +42,14 @@ def build_plan(
         tokens=tokens,
         positions=positions[np.newaxis],
         logit_tokens=logit_tokens,
-        sampling=batch.sampling(rows.slots),
-        page_tables=batch.page_tables(rows),
+        states=batch.states(rows),
         part=part,
         details=batch.logprobs.request(rows, query_start),
         pooling=pooling,
         token_types=None if pooling is None else token_types(chunks, rows),
         follows=rows.follows,
         draft_counts=rows.draft_counts,
+        changes=batch.changes.take(),  # last, since nothing may fail after it
     )
 
 

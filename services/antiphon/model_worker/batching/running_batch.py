@@ -16,13 +16,13 @@ from antiphon.model_worker.batching.plan import (
     Flags,
     Ints,
     Longs,
-    SamplingColumns,
     SamplingPart,
     future,
 )
 from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
 from antiphon.model_worker.batching.rows import SlotSet, StepRows
 from antiphon.model_worker.batching.slot_arrays import SlotArrays
+from antiphon.model_worker.batching.slot_tables import ChangeLog
 from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
 from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.hashing import CacheKey, Namespace, request_namespace
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 ScheduledRow = tuple["Request", int]
 """A running request, and the end of its next row in tokens of the request."""
-
-_TABLE_WIDTH = 64
 
 
 class RunningBatch(SlotArrays):
@@ -74,15 +72,12 @@ class RunningBatch(SlotArrays):
         self._is_end = np.zeros(limits.vocab_size, np.bool_)
         self._is_end[[token for token in limits.end_ids if token < limits.vocab_size]] = True
         self._chunk = np.zeros(slots, np.int64)  # (S,) of the last output ids
-        self._tables = [np.full((slots, _TABLE_WIDTH), HOLE, np.int32) for _ in pools.groups]
+        self.changes = ChangeLog(len(pools.groups))
         self._revisions = [0] * slots
-        self._sampling = SamplingColumns.zeros(slots)
         self.logits = LogitsProcessors(slots, limits.vocab_size, self.running)
         self.logprobs = LogprobsParams(slots, self.running)
         self._decodes: dict[int, Request] = {}
         self._decoding: SlotSet | None = None
-        self._gathered: tuple[SlotSet, SamplingColumns] | None = None
-        self._copied: tuple[SlotSet, tuple[Ints, ...]] | None = None
         self._drafts: dict[int, list[int]] = {}  # the runner's last ones, where there is a grammar
         self.page_budget = PageBudget(limits, pools, index, self, indexed=indexed)
         self._namespace = namespace
@@ -186,7 +181,7 @@ class RunningBatch(SlotArrays):
             self._own_ends[slot] = request.end_ids
         if outputs % CHUNK_TOKENS:
             self._chunk[slot] = request.outputs.last_chunk
-        self._sampling.set(slot, sampling, request.state.choice)
+        self.changes.start(request)
         self.logits.fill(request)
         self.logprobs.fill(request)
         self._rewrite(request, table)
@@ -207,10 +202,10 @@ class RunningBatch(SlotArrays):
         self.generation[slot] += 1
         self.grammars -= request.matcher is not None
         self._own_ends.pop(slot, None)
+        self.changes.release(slot)
         self.logits.clear(slot)
         self.logprobs.clear(slot)
         for group, entries in enumerate(self.entries):
-            self._tables[group][slot, : entries[slot]] = HOLE
             entries[slot] = self.pages_held[group][slot] = 0
         heapq.heappush(self.free, slot)
 
@@ -259,9 +254,7 @@ class RunningBatch(SlotArrays):
         for group, pool in enumerate(self.pools.pools):
             entries, pages = self.entries[group], pool.allocate(len(slots))
             places = entries[slots]
-            if (count := int(places.max()) + 1) > self._tables[group].shape[1]:
-                self._widen(group, count)
-            self._tables[group][slots, places] = pages
+            self.changes.add(group, slots.tolist(), places.tolist(), pages)
             entries[slots] += 1
             self.pages_held[group][slots] += 1
             for slot, page in zip(slots.tolist(), pages, strict=True):
@@ -269,7 +262,6 @@ class RunningBatch(SlotArrays):
                 assert table is not None, "a running request has no pages"
                 table.append(group, page)
         self.covered[slots] += self.pools.page_tokens
-        self._copied = None
 
     def launch(
         self,
@@ -539,29 +531,9 @@ class RunningBatch(SlotArrays):
         for group, entries in enumerate(self.entries):
             self._write(group, slot, table, int(entries[slot]))
 
-    def page_tables(self, rows: StepRows) -> tuple[Ints, ...]:
-        """The page tables of these rows, (R, N) by group.
-
-        Of a state group the states that a row reads and writes, see `StepPlan`. Shared by the plans
-        of the same rows while none of the tables changes.
-        """
-        slots = rows.slots
-        if self._copied is None or self._copied[0] is not slots:
-            groups = zip(self._tables, self.entries, strict=True)
-            copies = [table[slots.slots, : entries[slots.at].max()] for table, entries in groups]
-            self._copied = slots, tuple(copies)
-        if not self.pools.states:
-            return self._copied[1]
-        tables = list(self._copied[1])
-        for group in self.pools.states:
-            tables[group] = self._states(group, rows)
-        return tuple(tables)
-
-    def sampling(self, slots: SlotSet) -> SamplingColumns:
-        """The sampling columns of these slots."""
-        if self._gathered is None or self._gathered[0] is not slots:
-            self._gathered = slots, self._sampling.of(slots.slots)
-        return self._gathered[1]
+    def states(self, rows: StepRows) -> tuple[Ints, ...]:
+        """The states that these rows read and write, by group; see `StepPlan`."""
+        return tuple([self._states(group, rows) for group in self.pools.states])
 
     def _states(self, group: int, rows: StepRows) -> Ints:
         """(R, 1 + W) the states that each row reads and writes, -1 beyond those of a row."""
@@ -582,27 +554,20 @@ class RunningBatch(SlotArrays):
     def _rewrite(self, request: Request, table: PageTable) -> None:
         slot = request.slot
         for group, entries in enumerate(self.entries):
-            self._tables[group][slot, len(table.pages(group)) : entries[slot]] = HOLE
+            surplus = entries.item(slot) - len(table.pages(group))
+            if surplus > 0:
+                self.changes.set(group, slot, len(table.pages(group)), [HOLE] * surplus)
             self._write(group, slot, table, 0)
         self._revisions[slot] = table.revision
 
     def _write(self, group: int, slot: int, table: PageTable, start: int) -> None:
-        """Write the entries of a page table from `start` on."""
-        self._copied = None
+        """Note the entries of a page table from `start` on. States are in each plan."""
         pages = table.pages(group)
-        count = len(pages)
-        if count > self._tables[group].shape[1]:
-            self._widen(group, count)
-        self._tables[group][slot, start:count] = pages[start:]
-        self.entries[group][slot] = count
+        if start < len(pages) and group not in self.pools.states:
+            self.changes.set(group, slot, start, pages[start:])
+        self.entries[group][slot] = len(pages)
         self.pages_held[group][slot] = table.held(group)
         self.covered[slot] = table.reserved
-
-    def _widen(self, group: int, count: int) -> None:
-        old = self._tables[group]
-        wide = np.full((len(old), max(count, 2 * old.shape[1])), HOLE, np.int32)
-        wide[:, : old.shape[1]] = old
-        self._tables[group] = wide
 
 
 def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from threading import Lock
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -16,10 +18,16 @@ from antiphon.model_worker.batching.plan import (
     StepOutcome,
     StepPlan,
 )
+from antiphon.model_worker.batching.slot_tables import SlotTables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.cache.groups import CacheGroup
 
 PLANS_MAX = 1_000
 BYTES_MAX = 64 * 1024**2
-"""Page tables make up nearly all of it: 64 rows of 2,000 tokens fill half of this."""
+"""Prompts and masks make up nearly all of it."""
 
 _PLAN_BYTES = 1_024  # objects and their headers, about
 _ROW_BYTES = 64  # a row's entries in every column, about
@@ -40,7 +48,9 @@ class StepRecord(msgspec.Struct, gc=False):
         if outcome.details is not None or outcome.vectors is not None:
             outcome = msgspec.structs.replace(outcome, details=None, vectors=None)
         if outcome.plan is not None:
-            self.plan = outcome.plan
+            self.plan = msgspec.structs.replace(
+                outcome.plan, page_tables=(), sampling=self.plan.sampling
+            )
             outcome = msgspec.structs.replace(outcome, plan=None)
         self.outcome = outcome
 
@@ -55,7 +65,15 @@ class FlightRecorder:
     Written in the loop's thread; `records` may be called from any other.
     """
 
-    def __init__(self, plans_max: int = PLANS_MAX, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        plans_max: int = PLANS_MAX,
+        bytes_max: int = BYTES_MAX,
+    ) -> None:
+        self._groups = groups
+        self._before = SlotTables(groups)  # what runners keep by slot before the first plan
+        self._lock = Lock()
         self._plans_max = plans_max
         self._bytes_max = bytes_max
         self._bytes = 0
@@ -66,8 +84,12 @@ class FlightRecorder:
         record, size = StepRecord(plan), _size_bytes(plan)
         self._records.append((record, size))
         self._bytes += size
-        while len(self._records) > self._plans_max or self._bytes > self._bytes_max:
-            self._bytes -= self._records.popleft()[1]
+        with self._lock:
+            while len(self._records) > self._plans_max or self._bytes > self._bytes_max:
+                first, size = self._records.popleft()
+                self._bytes -= size
+                if first.plan.changes is not None:
+                    self._before.apply(first.plan.changes)
         return record
 
     def complete(self, record: StepRecord, part: SamplingPart) -> None:
@@ -81,8 +103,17 @@ class FlightRecorder:
                 break
 
     def records(self) -> tuple[StepRecord, ...]:
-        # One call into C: no other thread runs in between.
-        return tuple(record for record, _ in self._records.copy())
+        """The plans, the first of which brings what runners keep by slot before it, too."""
+        with self._lock:
+            records = [record for record, _ in self._records.copy()]
+            before = SlotTables(self._groups)
+            before.apply(self._before.snapshot())
+        if not records:
+            return ()
+        if (changes := records[0].plan.changes) is not None:
+            before.apply(changes)
+        plan = msgspec.structs.replace(records[0].plan, changes=before.snapshot())
+        return msgspec.structs.replace(records[0], plan=plan), *records[1:]
 
 
 def summary(plan: StepPlan) -> dict[str, int]:
@@ -98,8 +129,8 @@ def summary(plan: StepPlan) -> dict[str, int]:
 
 def _size_bytes(plan: StepPlan) -> int:
     size = _PLAN_BYTES + _ROW_BYTES * len(plan.slot) + _TOKEN_BYTES * len(plan.tokens)
-    for table in plan.page_tables:
-        size += table.nbytes
+    if plan.changes is not None:
+        size += sum(entries.nbytes for entries in plan.changes.entries)
     if plan.details is not None:
         size += _array_bytes(plan.details)
     return size + _part_bytes(plan.part)

@@ -33,7 +33,7 @@ SUFFIX = ".plans"
 FILES_MAX = 16
 """Maximum files of one instance, so that a process that crashes repeatedly fills no disk."""
 
-_MAGIC = b"antiphon plans 1\n"
+_MAGIC = b"antiphon plans 2\n"
 _LENGTH_BYTES = 4
 
 

@@ -19,6 +19,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.model_card.served_model import model_files
+from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.observability.recording import Recording, RecordingBroken, read
 from antiphon.model_worker.startup.engine import load_resolved
@@ -98,7 +99,7 @@ def replay(
                 result.passed += int((~sound).sum())
         if result.difference is not None:
             return result
-        state.note(record, sound)
+        state.note(plan, record.outcome, sound)
     return result
 
 
@@ -107,17 +108,18 @@ class ReplayState:
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
+        self._tables = SlotTables(groups)
         self._known = [np.zeros(_places_total(group), np.bool_) for group in groups]
         self._counted: set[int] = set()
         self._last: dict[int, int] = {}
 
     def prepare(self, plan: StepPlan) -> tuple[StepPlan, Flags]:
-        """The plan with every token filled in, and which of its rows can be compared.
+        """The plan with all that it leaves open filled in, and which rows can be compared.
 
         A token that was unknown when the plan was made is taken from the recorded outcome, so that
         one difference does not become many.
         """
-        rows = len(plan.slot)
+        plan, rows = self._tables.fill(plan), len(plan.slot)
         sound = np.array([self._reproducible(plan, row) for row in range(rows)], np.bool_)
         futures = np.flatnonzero(plan.tokens < 0)
         if not len(futures):
@@ -130,9 +132,8 @@ class ReplayState:
                 sound[np.searchsorted(plan.query_start, index, side="right") - 1] = False
         return msgspec.structs.replace(plan, tokens=tokens), sound
 
-    def note(self, record: StepRecord, sound: Flags) -> None:
+    def note(self, plan: StepPlan, outcome: StepOutcome | None, sound: Flags) -> None:
         """Note that a plan was run; the entries written by rows that were not sound are unknown."""
-        plan, outcome = record.plan, record.outcome
         for row in range(len(plan.slot)):
             begin, end = int(plan.kv_len[row] - plan.query_len[row]), int(plan.kv_len[row])
             for index, group in enumerate(self._groups):

@@ -26,6 +26,7 @@ from antiphon.model_worker.batching.plan import (
     StepOutcome,
     StepPlan,
 )
+from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import ForwardContexts
@@ -121,6 +122,7 @@ class ModelRunner:
         self._contexts = ForwardContexts(
             model, self.ops, self.pools, states, fused=fused, deterministic=deterministic
         )
+        self._tables = SlotTables(groups)
         self._slots = SlotState()
         self._states = slice(len(self._shapes), len(self._shapes) + self._states_count)
         self._sampler = Sampler(self.ops)
@@ -148,7 +150,7 @@ class ModelRunner:
         self._step = plan.step
         if plan.draft_counts is not None and self.draft is None:
             raise PlanRefused(f"step {plan.step}: this runner has no draft model")
-        plan = self._slots.resolve(plan, self._states)
+        plan = self._slots.resolve(self._tables.fill(plan), self._states)
         batch = build_input_batch(plan, self._shapes, self._states_count)
         try:
             outcome = self._compute(plan, batch, part)

@@ -1,0 +1,185 @@
+"""What a runner keeps by slot: page tables and sampling parameters, as plans change them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from antiphon.model_worker.batching.plan import SamplingColumns, SlotChanges
+from antiphon.model_worker.cache.groups import HOLE, GroupKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.plan import Ints, StepPlan
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.cache.groups import CacheGroup
+
+_SLOTS = 64
+_ENTRIES = 64
+
+
+class ChangeLog:
+    """Gathers the changes of the next plan, on the host."""
+
+    def __init__(self, groups: int) -> None:
+        self._started: dict[int, Request] = {}
+        self._entries = [_NewEntries() for _ in range(groups)]
+
+    def start(self, request: Request) -> None:
+        """Note that a request has got its slot, whose page tables are empty again."""
+        self._started[request.slot] = request
+        for entries in self._entries:
+            entries.drop(request.slot)
+
+    def release(self, slot: int) -> None:
+        """Forget what the runner need not know of a slot that is free again."""
+        self._started.pop(slot, None)
+
+    def set(self, group: int, slot: int, place: int, pages: Sequence[int]) -> None:
+        """Note new entries of the page table of a slot, from `place` on."""
+        entries, count = self._entries[group], len(pages)
+        entries.slots += [slot] * count
+        entries.places += range(place, place + count)
+        entries.pages += pages
+
+    def add(
+        self, group: int, slots: Sequence[int], places: Sequence[int], pages: Sequence[int]
+    ) -> None:
+        """Note one new entry for each of the slots."""
+        entries = self._entries[group]
+        entries.slots += slots
+        entries.places += places
+        entries.pages += pages
+
+    def take(self) -> SlotChanges | None:
+        """All changes since the last call; None if there are none."""
+        if not self._started and not any(entries.slots for entries in self._entries):
+            return None
+        started, self._started = self._started, {}
+        entries, self._entries = self._entries, [_NewEntries() for _ in self._entries]
+        sampling = SamplingColumns.zeros(len(started))
+        for row, request in enumerate(started.values()):
+            sampling.set(row, request.state.sampling, request.state.choice)
+        return SlotChanges(
+            slots=np.array(list(started), np.int32),
+            sampling=sampling,
+            entries=tuple([each.array() for each in entries]),
+        )
+
+
+class _NewEntries:
+    """Entries of page tables of one group that are not in a plan yet, in the order of changes."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.places: list[int] = []
+        self.pages: list[int] = []
+
+    def drop(self, slot: int) -> None:
+        if slot not in self.slots:
+            return
+        kept = [index for index, other in enumerate(self.slots) if other != slot]
+        self.slots = [self.slots[index] for index in kept]
+        self.places = [self.places[index] for index in kept]
+        self.pages = [self.pages[index] for index in kept]
+
+    def array(self) -> Ints:
+        return np.array([self.slots, self.places, self.pages], np.int32)
+
+
+class SlotTables:
+    """The page tables and sampling parameters of all slots, after the changes of plans.
+
+    Axes: S slots, N entries of a table, R rows.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        states = [index for index, group in enumerate(groups) if group.kind is GroupKind.STATE]
+        self._states = {index: number for number, index in enumerate(states)}
+        self._tables = [np.full((_SLOTS, _ENTRIES), HOLE, np.int32) for _ in groups]
+        self._lengths = [np.zeros(_SLOTS, np.int64) for _ in groups]  # (S,) entries up to the last
+        self._sampling = SamplingColumns.zeros(_SLOTS)
+        self._slots: Ints | None = None  # of the rows of the last plan, and what was read of them
+        self._read: tuple[Ints, ...] = ()
+        self._columns = self._sampling
+
+    def apply(self, changes: SlotChanges) -> None:
+        """Apply the changes of a plan."""
+        self._slots = None
+        self._make_room(changes)
+        self._sampling.put(changes.slots, changes.sampling)
+        for group, (slots, places, pages) in enumerate(changes.entries):
+            table, lengths = self._tables[group], self._lengths[group]
+            table[changes.slots] = HOLE
+            lengths[changes.slots] = 0
+            table[slots, places] = pages
+            changed = np.unique(slots)
+            held = table[changed] != HOLE
+            lengths[changed] = np.where(
+                held.any(axis=1), table.shape[1] - held[:, ::-1].argmax(axis=1), 0
+            )
+
+    def fill(self, plan: StepPlan) -> StepPlan:
+        """A plan with the page tables and sampling parameters of its rows, after its changes."""
+        if plan.page_tables:
+            return plan
+        if plan.changes is not None:
+            self.apply(plan.changes)
+        tables, sampling = self._of(plan.slot)
+        if self._states:
+            tables = self._with_states(tables, plan.states)
+        return msgspec.structs.replace(plan, page_tables=tables, sampling=sampling)
+
+    def snapshot(self) -> SlotChanges:
+        """Changes that lead here from empty tables."""
+        slots = np.arange(len(self._tables[0]), dtype=np.int32)
+        entries: list[Ints] = []
+        for table in self._tables:
+            at, places = np.nonzero(table != HOLE)
+            entries.append(np.stack([at, places, table[at, places]]).astype(np.int32))
+        return SlotChanges(slots=slots, sampling=self._sampling.of(slots), entries=tuple(entries))
+
+    def _of(self, slots: Ints) -> tuple[tuple[Ints, ...], SamplingColumns]:
+        """What there is of the rows of a plan; read again only if something may have changed."""
+        if slots is not self._slots:
+            self._slots = slots
+            self._read = tuple(
+                [
+                    table[slots, : lengths[slots].max()]
+                    for table, lengths in zip(self._tables, self._lengths, strict=True)
+                ]
+            )
+            self._columns = self._sampling.of(slots)
+        return self._read, self._columns
+
+    def _with_states(self, tables: tuple[Ints, ...], states: tuple[Ints, ...]) -> tuple[Ints, ...]:
+        return tuple(
+            [
+                states[self._states[group]] if group in self._states else table
+                for group, table in enumerate(tables)
+            ]
+        )
+
+    def _make_room(self, changes: SlotChanges) -> None:
+        rows = 1 + max(_last(part) for part in (changes.slots, *(e[0] for e in changes.entries)))
+        width = 1 + max(_last(entries[1]) for entries in changes.entries)
+        if rows > len(self._sampling.seed):
+            self._sampling = self._sampling.grown(2 * rows)
+            self._tables = [_grown(table, 2 * rows, table.shape[1]) for table in self._tables]
+            more = np.zeros(2 * rows - len(self._lengths[0]), np.int64)
+            self._lengths = [np.append(lengths, more) for lengths in self._lengths]
+        if width > self._tables[0].shape[1]:
+            self._tables = [_grown(table, len(table), 2 * width) for table in self._tables]
+
+
+def _last(values: Ints) -> int:
+    return int(values.max(initial=-1))
+
+
+def _grown(table: Ints, rows: int, width: int) -> Ints:
+    grown = np.full((rows, width), HOLE, np.int32)
+    grown[: table.shape[0], : table.shape[1]] = table
+    return grown
