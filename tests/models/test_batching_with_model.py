@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from tests.models.draft_models import DRAFT_MODELS, by_ngrams, open_draft, with_draft
 from tests.models.model_loop import CONTEXT_TOKENS, LINEAR, ModelLoop
 from tests.models.tiny import VOCABULARY
 from tests.support import worker
@@ -19,7 +22,6 @@ from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from tests.models.conftest import Reference
 
@@ -31,9 +33,16 @@ PAGE_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """How an engine is run. None of this may show in what it says."""
+    """How an engine is run. None of this may show in what it says.
+
+    Attributes:
+        ahead: Steps that are launched before the outcomes of those before them are read.
+        drafts: By n-grams, or by one of `DRAFT_MODELS`; empty: there are none.
+    """
 
     batch: int
+    ahead: int = 0
+    drafts: str = ""
     chunk: int | None = None
     cached: bool = False
     pages: int = 64 * CONTEXT_TOKENS // PAGE_TOKENS
@@ -46,6 +55,8 @@ class Mode:
         parts += [f"chunks of {self.chunk}"] if self.chunk else []
         parts += [f"{self.pages} pages"] if self.pages < Mode.pages else []
         parts += [f"{self.states} states"] if self.states < Mode.states else []
+        parts += [f"{self.ahead} ahead"] if self.ahead else []
+        parts += [f"drafts: {self.drafts}"] if self.drafts else []
         return ", ".join(parts)
 
 
@@ -72,9 +83,17 @@ class Engine:
             linear=LINEAR,
             deterministic=mode.deterministic,
         )
+        if mode.drafts in DRAFT_MODELS:
+            with TemporaryDirectory() as beside:
+                written = DRAFT_MODELS[mode.drafts](Path(beside))
+                draft = open_draft(written, pages=mode.pages, dtype=mode.dtype, linear=LINEAR)
+            model = with_draft(model, draft)
         self._loop = ModelLoop(
             model,
             tree=mode.cached,
+            overlap=mode.ahead > 0,
+            ahead=mode.ahead,
+            drafter=by_ngrams() if mode.drafts == "n-grams" else None,
             step_tokens_max=2048,
             chunk_tokens=mode.chunk,
             running_max=mode.batch,
@@ -181,6 +200,21 @@ MODES = (
     Mode(batch=64, cached=True, pages=512),
 )
 
+DRAFTS = ("n-grams", *DRAFT_MODELS)
+LAUNCHED_AHEAD = (
+    Mode(batch=4, chunk=24, ahead=1),
+    Mode(batch=16, cached=True, chunk=24, pages=160, ahead=2),
+    *(Mode(batch=16, cached=True, chunk=24, drafts=drafts, ahead=1) for drafts in DRAFTS),
+    *(Mode(batch=16, chunk=17, pages=128, drafts=drafts) for drafts in DRAFTS),
+)
+"""A sample of what the long test runs."""
+EVERY_WAY = [
+    replace(mode, ahead=ahead, drafts=drafts)
+    for mode in MODES
+    for ahead in (0, 1, 3)
+    for drafts in ("", *DRAFTS)
+]
+
 MIXTURE = mixture(200, seed=11, longest=130, prefixes=(31, 64, 77, 100))
 
 
@@ -212,10 +246,24 @@ def judge(llama: Path, reference) -> Judge:
     return Judge(reference(llama))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("mode", [*MODES, *LAUNCHED_AHEAD], ids=str)
 def test_greedy_answers_to_a_mixture_are_those_of_transformers(
     llama: Path, judge: Judge, mode: Mode
 ) -> None:
+    check_greedy(llama, judge, mode)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_greedy_answers_are_the_same_in_every_way(llama: Path, judge: Judge) -> None:
+    for mode in EVERY_WAY:
+        try:
+            check_greedy(llama, judge, mode)
+        except AssertionError as error:
+            raise AssertionError(f"{mode}: {error}") from error
+
+
+def check_greedy(llama: Path, judge: Judge, mode: Mode) -> None:
     ran = Engine(llama, mode).run(MIXTURE, GREEDY)
     differing = sum(
         judge.near_ties(prompt, answer) > 0
@@ -232,6 +280,8 @@ def test_greedy_answers_to_a_mixture_are_those_of_transformers(
 def test_deterministic_answers_are_the_same_in_every_mode(llama: Path, dtype: str) -> None:
     """Drawn at random, so that a logit's last bit shows sooner or later."""
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=1.0, seed=5)
-    modes = [replace(mode, dtype=dtype, deterministic=True) for mode in MODES]
+    modes = [
+        replace(mode, dtype=dtype, deterministic=True) for mode in (*MODES, *LAUNCHED_AHEAD[:4])
+    ]
     answers = [Engine(llama, mode).run(MIXTURE, sampling).answers for mode in modes]
     assert all(answer == answers[0] for answer in answers)

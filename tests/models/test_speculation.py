@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.kernels.rows import ISAS
+from tests.models.draft_models import by_ngrams
 from tests.models.model_loop import LINEAR, ModelLoop, Output
 from tests.models.specs import BY_NAME, windowed
 from tests.models.test_grammars import SETTINGS, Worker, regex, schema
@@ -27,9 +28,7 @@ from antiphon.config.speculation import SpeculationConfig
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
-from antiphon.model_worker.speculation.ngram import NgramDrafter
 from antiphon.model_worker.speculation.policy import DraftCounts, Speculation
-from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
@@ -144,10 +143,6 @@ def often_wrong(texts: Mapping[ChoiceKey, Sequence[int]]) -> Drafter:
 
 def always_wrong(texts: Mapping[ChoiceKey, Sequence[int]]) -> Drafter:
     return Oracle(texts, lambda _: 0)
-
-
-def by_ngrams(_: Mapping[ChoiceKey, Sequence[int]]) -> Drafter:
-    return RequestTexts(NgramDrafter(SpeculationConfig(algorithm="ngram", verify_tokens=5)))
 
 
 DRAFTERS = (right, often_wrong, always_wrong)

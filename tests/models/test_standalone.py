@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 from tests.kernels.rows import ISAS
+from tests.models.draft_models import DRAFT_MODELS, open_draft, stubborn, with_draft, with_noise
 from tests.models.test_grammars import SETTINGS, Worker
 from tests.models.test_speculation import (
     EVERY,
@@ -24,13 +22,12 @@ from tests.models.test_speculation import (
     open_any,
 )
 from tests.models.tiny import VOCABULARY, write_llama
-from tests.support.models import load, open_model, take_tensors
+from tests.support.models import load, open_model
 from tests.support.worker import state
 
 from antiphon import embedded
 from antiphon.config.speculation import SpeculationConfig
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
-from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.runner.draft_model import DraftModel
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.model_worker.startup.warm_up import warm_up
@@ -40,67 +37,13 @@ from antiphon.wire.sampling import LogitBias
 from antiphon.wire.token_outputs import pack_floats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.models.model_loop import Output
-    from torch import Tensor
 
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.state import RequestState
-    from antiphon.model_worker.runner.model_runner import OpenModel
-
-
-def noisy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same model with errors, so that some of its drafts are right."""
-    dice = torch.Generator().manual_seed(3)
-    return {
-        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=dice)
-        for name, tensor in tensors.items()
-    }
-
-
-def same(folder: Path) -> Path:
-    return write_llama(folder)
-
-
-def with_noise(folder: Path) -> Path:
-    tensors = take_tensors(write_llama(folder))
-    save_file(noisy(tensors), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def stubborn(folder: Path) -> Path:
-    """It drafts nothing but the first token."""
-    tensors = take_tensors(write_llama(folder))
-    tensors["model.norm.weight"] = torch.zeros_like(tensors["model.norm.weight"])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def other(folder: Path) -> Path:
-    return write_llama(folder, seed=9)
-
-
-DRAFT_MODELS: Mapping[str, Callable[[Path], Path]] = {
-    "the model itself": same,
-    "with noise": with_noise,
-    "another": other,
-}
-
-
-def with_draft(opened: OpenModel, draft: DraftModel) -> OpenModel:
-    groups = (*opened.groups, draft.group)
-    opened.runner.draft = draft
-    opened.runner._tables = SlotTables(groups)
-    return replace(opened, groups=groups, draft=draft)
-
-
-def open_draft(
-    folder: Path, pages: int = 4096, dtype: str = "float32", linear: str = "plain"
-) -> DraftModel:
-    model = load(folder, dtype=dtype, linear=linear)
-    return DraftModel(model, page_tokens=4, pages=pages)
 
 
 def check(
