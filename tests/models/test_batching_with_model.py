@@ -270,7 +270,8 @@ def check_greedy(llama: Path, judge: Judge, mode: Mode) -> None:
         for prompt, answer in zip(MIXTURE, ran.answers, strict=True)
     )
     assert differing <= NEAR_TIES_MAX * len(MIXTURE)
-    assert ran.rows_max == mode.batch or mode.pages < Mode.pages
+    if mode.pages == Mode.pages and mode.drafts != "n-grams":  # some wait for their last token
+        assert ran.rows_max == mode.batch
     assert (ran.cached_tokens > 0) == mode.cached
     assert (ran.retractions > 0) == (mode.pages < Mode.pages)
 
