@@ -28,6 +28,8 @@ from tests.support.worker import state
 from antiphon import embedded
 from antiphon.config.speculation import SpeculationConfig
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
+from antiphon.model_worker.observability.flight_recorder import StepRecord
+from antiphon.model_worker.observability.replay import replay
 from antiphon.model_worker.runner.draft_model import DraftModel
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.model_worker.startup.warm_up import warm_up
@@ -124,6 +126,26 @@ def test_drafts_of_a_model_change_nothing_whichever_way_a_model_caches(
     plain = Bench(opened).run(states, MODES["all at once"])
     bench = Bench(with_draft(opened, open_draft(stubborn(tmp_path / "draft"))))
     assert 0.05 < check(bench, states, MODES[mode], plain) < 0.95
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon-h1"])
+def test_what_was_run_ahead_with_a_draft_model_is_replayed_without_it(
+    name: str, tmp_path: Path
+) -> None:
+    opened = MODELS[name](tmp_path / "model", pages=4096, states=512)
+    bench = Bench(with_draft(opened, open_draft(stubborn(tmp_path / "draft"))))
+    bench.run(EVERY, MODES["three ahead"])
+    assert bench.loop is not None
+    records = list(bench.loop.loop.recorder.records())
+    parts = [record.plan.part for record in records]
+    assert sum(part is not None and part.changes_logits for part in parts) > len(parts) // 2
+    # The last ones had not ended, and one of them was still to get its sampling part.
+    last = records[-1]
+    unknown = msgspec.structs.replace(last.plan, step=last.plan.step + 1, part=None)
+    records.append(StepRecord(unknown))
+    again = MODELS[name](tmp_path / "again", pages=4096, states=512)
+    result = replay(records, bench.opened.groups, again.runner)
+    assert (result.difference, result.passed, result.unended) == (None, 0, 1)
 
 
 @pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")

@@ -48,8 +48,9 @@ class StepRecord(msgspec.Struct, gc=False):
         if outcome.details is not None or outcome.vectors is not None:
             outcome = msgspec.structs.replace(outcome, details=None, vectors=None)
         if outcome.plan is not None:
+            # Without what the runner keeps by slot, and with the sampling part, which has followed.
             self.plan = msgspec.structs.replace(
-                outcome.plan, page_tables=(), sampling=self.plan.sampling
+                outcome.plan, page_tables=(), sampling=self.plan.sampling, part=self.plan.part
             )
             outcome = msgspec.structs.replace(outcome, plan=None)
         self.outcome = outcome

@@ -19,8 +19,9 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.model_card.served_model import model_files
+from antiphon.model_worker.batching.plan import PLAIN
 from antiphon.model_worker.batching.slot_tables import SlotTables
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE, CacheGroup, GroupKind
 from antiphon.model_worker.observability.recording import Recording, RecordingBroken, read
 from antiphon.model_worker.startup.engine import load_resolved
 from antiphon.service.startup import CannotStart
@@ -119,7 +120,7 @@ class ReplayState:
         A token that was unknown when the plan was made is taken from the recorded outcome, so that
         one difference does not become many.
         """
-        plan, rows = self._tables.fill(plan), len(plan.slot)
+        plan, rows = _closed(self._tables.fill(plan)), len(plan.slot)
         sound = np.array([self._reproducible(plan, row) for row in range(rows)], np.bool_)
         futures = np.flatnonzero(plan.tokens < 0)
         if not len(futures):
@@ -174,6 +175,18 @@ class ReplayState:
         positions = np.arange(begin, end)
         pages = plan.page_tables[index][row].astype(np.int64)[positions // page_tokens]
         return pages * page_tokens + positions % page_tokens
+
+
+def _closed(plan: StepPlan) -> StepPlan:
+    """A plan that asks for no drafts, and leaves nothing open but tokens.
+
+    One that was never computed may: its rows are run where they would be at most.
+    """
+    tables = [np.where(table == UNKNOWN_STATE, HOLE, table) for table in plan.page_tables]
+    part = PLAIN if plan.part is None else plan.part
+    return msgspec.structs.replace(
+        plan, page_tables=tuple(tables), part=part, follows=None, draft_counts=None
+    )
 
 
 def _places_total(group: CacheGroup) -> int:

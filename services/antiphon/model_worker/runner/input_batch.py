@@ -173,6 +173,7 @@ class SlotState:
             kv_len=kv_len,
             positions=plan.positions - surplus,
             page_tables=tuple(tables),
+            states=tuple(tables[states]),
             follows=None,
         )
 
@@ -184,8 +185,7 @@ class SlotState:
         A failed row gets token 0: a plan made before the failure was known still runs for the sake
         of its other rows, and the failed row's own outcome is dropped.
         """
-        if (more := max(slots.tolist()) + 1 - len(self._last)) > 0:
-            self._grow(more + len(slots))
+        self._reserve(slots)
         ends = starts[1:]
         accepted = ends > starts[:-1]
         self._last[slots[accepted]] = token_ids[ends[accepted] - 1]
@@ -211,7 +211,11 @@ class SlotState:
             self._drafts = wider
         self._drafts[slots, :width] = np.maximum(drafts, 0)
 
-    def _grow(self, more: int) -> None:
+    def _reserve(self, slots: Ints) -> None:
+        """Make the arrays long enough for these slots."""
+        if (more := max(slots.tolist()) + 1 - len(self._last)) <= 0:
+            return
+        more += len(slots)
         self._last = np.append(self._last, np.full(more, _UNKNOWN, np.int32))
         self._length = np.append(self._length, np.zeros(more, np.int32))
         width = [(0, more), (0, 0)]
