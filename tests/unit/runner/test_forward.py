@@ -229,6 +229,22 @@ def test_rows_that_follow_are_placed_where_the_row_before_has_ended() -> None:
     assert (placed.follows, unknown[0, 0]) == (None, UNKNOWN_STATE)
 
 
+def test_a_row_may_follow_beside_one_in_a_slot_beyond_all_before() -> None:
+    state = SlotState()
+    first = step_plan([1], slot=ints(2), kv_len=ints(4))
+    state.record(first.slot, ints(0, 1), ints(6), None)
+    state.record_places(first, ints(1), NO_STATES)
+    plan = step_plan(
+        [1, 3],
+        slot=ints(2, 1000),
+        kv_len=ints(9, 3),
+        tokens=ints(future(2), 7, 8, 9),
+        follows=np.array([True, False]),
+    )
+    placed = state.resolve(plan, NO_STATES)
+    assert (placed.tokens.tolist(), placed.kv_len.tolist()) == ([6, 7, 8, 9], [5, 3])
+
+
 @pytest.fixture(params=["float32", "bfloat16"])
 def pool(llama: Path, request: pytest.FixtureRequest) -> KvPool:
     model = open_model(llama, pages=6, dtype=request.param)

@@ -143,6 +143,7 @@ class SlotState:
     def resolve(self, plan: StepPlan, states: slice) -> StepPlan:
         """The plan with what it leaves open filled in; `states` are the groups of states."""
         if plan.follows is not None:
+            self._reserve(plan.slot)
             plan = self._place(plan, plan.follows, states)
         unknown = plan.tokens < 0
         if not np.count_nonzero(unknown):
