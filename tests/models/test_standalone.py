@@ -30,7 +30,7 @@ from antiphon.config.speculation import SpeculationConfig
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.observability.flight_recorder import StepRecord
 from antiphon.model_worker.observability.replay import replay
-from antiphon.model_worker.runner.draft_model import DraftModel
+from antiphon.model_worker.runner.draft_model import NO_DRAFT, DraftModel
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.model_worker.startup.warm_up import warm_up
 from antiphon.wire.codec import pack_ids
@@ -182,6 +182,29 @@ def test_a_draft_model_that_fails_costs_only_time(
     bench = Bench(with_draft(open_any(llama, pages=4096), broken))
     assert check(bench, EVERY, MODES["overlapped"], wanted) < 0.1
     assert "drafting failed" in caplog.text
+
+
+def test_where_a_draft_model_has_no_draft_the_host_knows_what_is_verified(
+    llama: Path, wanted: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask is made along the drafts: these are the ones that the runner has kept."""
+
+    class Blind(DraftModel):
+        def draft(self, *args: Any, **kwargs: Any) -> Ints:
+            return np.full_like(super().draft(*args, **kwargs), NO_DRAFT)
+
+    blind = Blind(load(llama, dtype="float32"), page_tokens=4, pages=4096)
+    bench = Bench(with_draft(open_any(llama, pages=4096), blind))
+    made: list[Ints] = []
+    make_drafts = bench.opened.runner.make_drafts
+
+    def kept() -> Ints:
+        made.append(make_drafts())
+        return made[-1]
+
+    monkeypatch.setattr(bench.opened.runner, "make_drafts", kept)
+    assert check(bench, EVERY, MODES["overlapped"], wanted) < 0.1
+    assert all((drafts == 0).all() for drafts in made)
 
 
 def test_the_settings_open_a_draft_model_whose_drafts_change_nothing_under_a_grammar() -> None:

@@ -182,6 +182,8 @@ class ModelRunner:
             log.exception("drafting failed", extra={"step": plan.step})
             assert plan.draft_counts is not None, "the plan asks for drafts"
             drafts = np.zeros((len(plan.slot), plan.draft_counts.max(initial=0)), np.int32)
+        # Where there is none it is token 0: the host makes its masks along what is verified.
+        drafts = np.maximum(drafts, 0)
         self._slots.record_drafts(plan.slot, drafts)
         return drafts
 
