@@ -186,7 +186,10 @@ class World:
         slow: bool = False,
         drafts_max: int = 0,
         draft_model: bool = False,
+        ahead: int = 1,
+        stumbles: float = 0.0,
     ) -> None:
+        self.stumbles, self.moods = stumbles, random.Random(f"stumbles {seed}")
         self.random = random.Random(seed)
         self.slow = SlowMatcherExecutor(random.Random(seed)) if slow else None
         groups = [page_group(32), *([page_group(32, GroupKind.DRAFT)] if draft_model else [])]
@@ -213,7 +216,7 @@ class World:
         self.loop = BatchingLoop(
             *(self.batching, InTurn(self.runner), Mailbox(1), self.receive),
             clock=lambda: self.now,
-            ahead=int(overlap),
+            ahead=ahead if overlap else 0,
         )
         self.now = 0.0
         self.states: dict[ChoiceKey, RequestState] = {}
@@ -261,6 +264,7 @@ class World:
         self.send([self.new_state() for _ in range(self.random.choice([0, 1, 4]))])
 
     def turn(self, mail: Mail | None = None) -> None:
+        self.runner.stumble = self.moods.random() < self.stumbles
         self.receive(self.loop.turn(mail or Mail()))
 
     def drain(self) -> None:
@@ -275,10 +279,19 @@ class World:
         return None if error is None else error.code
 
     def verify(self) -> None:
-        """Every choice has ended as it does when no other is there."""
+        """Every choice has ended as it does by itself, or failed alone in a plan."""
         self.drain()
+        self.turn()  # reads what is still in flight
+        blamed = 0
         for key, state in self.states.items():
-            assert (self.ids[key], self.ends[key].reason, self.code(key)) == alone(state)
+            ids, *end = alone(state)
+            if self.code(key) == "internal":
+                assert self.ids[key] == ids[: len(self.ids[key])]
+                blamed += 1
+                continue
+            assert (self.ids[key], self.ends[key].reason, self.code(key)) == (ids, *end)
+        assert blamed <= self.runner.raised
+        assert self.loop._failures == self.runner.raised, "something failed beside the runner"
         assert not any(self.batching.pools.used())
         assert not self.oracle.texts
 
@@ -318,6 +331,19 @@ def test_the_worlds_reach_matchers_that_are_late(seed: int, drafts_max: int, ove
     assert world.slow is not None
     assert world.slow.late > 20
     assert world.speculation is None or world.speculation.counts.accepted > 10
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_that_fails_is_all_that_fails(seed: int, ahead: int) -> None:
+    """Those launched after it rest on drafts that were never made."""
+    how = {"drafts_max": 5, "draft_model": True, "ahead": ahead, "slow": seed % 2 == 1}
+    world = World(seed, overlap=True, stumbles=0.2, **how)
+    for _ in range(30):
+        world.send_some()
+    world.verify()
+    assert world.runner.raised > 10
+    assert world.runner.followed > 50
 
 
 def test_who_waits_for_a_late_guide_holds_nobody_up_and_ends_as_an_overload() -> None:

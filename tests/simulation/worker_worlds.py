@@ -128,9 +128,10 @@ def with_grammars(seed: int) -> None:
 
 
 def with_late_grammars(seed: int) -> None:
-    """Matchers advance steps later; pauses in between."""
-    drafts_max = GRAMMAR_DRAFTS[seed % 3]
+    """Matchers advance steps later; pauses in between, and in some worlds plans that fail."""
+    drafts_max, flights = GRAMMAR_DRAFTS[seed % 3], random.Random(f"flights {seed}")
     how = {"slow": True, "drafts_max": drafts_max, "draft_model": has_draft_model(seed)}
+    how |= {"ahead": flights.choice([1, 1, 2, 3]), "stumbles": flights.choice([0.0, 0.0, 0.2])}
     guided.live_late(guided.World(seed, overlap=overlaps(seed), **how))
 
 

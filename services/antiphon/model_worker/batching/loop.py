@@ -17,7 +17,14 @@ import numpy as np
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
 from antiphon.model_worker.batching.mailbox import NOTHING, ControlCommand, Mail, Mailbox
 from antiphon.model_worker.batching.page_budget import Capacity
-from antiphon.model_worker.batching.plan import PLAIN, DeviceLost, Flight, Launcher, StepOutcome
+from antiphon.model_worker.batching.plan import (
+    PLAIN,
+    DeviceLost,
+    Flight,
+    Launcher,
+    SamplingPart,
+    StepOutcome,
+)
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
@@ -370,15 +377,22 @@ class BatchingLoop:
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Give the oldest step its sampling part, if that is to follow."""
-        record, flight = launched.record, launched.flight
-        if not launched.follows or record is None or flight is None:
+        if not launched.follows or launched.flight is None:
             return
-        launched.follows, part = False, PLAIN
+        part = PLAIN
         try:
             part = self._core.batch.part(launched.rows)
         except Exception as error:  # noqa: BLE001  # logged where the outcome is read
             raise_if_shared(error)
             launched.error = error
+        self._complete(launched, part)
+
+    def _complete(self, launched: LaunchedStep, part: SamplingPart) -> None:
+        """Give a step this sampling part, if it has none."""
+        record, flight = launched.record, launched.flight
+        if not launched.follows or record is None or flight is None:
+            return
+        launched.follows = False
         self.recorder.complete(record, part)
         flight.sample(part)
 
@@ -391,6 +405,8 @@ class BatchingLoop:
         invalid = list(self._flights)
         self._flights.clear()
         for later in invalid:
+            # Nothing that it samples counts, and its own part may rest on drafts never made.
+            self._complete(later, PLAIN)
             self._read(later)
             if later.record is not None:
                 later.record.invalidate()
