@@ -274,22 +274,17 @@ class RunningBatch(SlotArrays):
 
         `drafted` are drafts by slot, `counts` the drafts that a draft model makes after rows.
         """
-        starts = self.scheduled[decodes.at].copy()
-        ends, draws, slots = starts + 1, np.ones(len(starts), np.bool_), decodes
+        slots = decodes
         if drafted or chunks:
-            requests = [request for request, _ in chunks]
-            more = np.array([*drafted, *(request.slot for request in requests)], np.int32)
-            begin = self.scheduled[more]
-            lengths = np.ones(len(more), np.int64)
-            for index, drafts in enumerate(drafted.values()):
-                lengths[index] += len(drafts)
-            sampled = np.ones(len(more), np.bool_)
-            for index, (request, end) in enumerate(chunks, start=len(drafted)):
-                lengths[index] = end - begin[index]
-                sampled[index] = end == request.length and not request.scores
-            slots = SlotSet.of(np.concatenate([decodes.slots, more]))
-            starts, ends = np.concatenate([starts, begin]), np.concatenate([ends, begin + lengths])
-            draws = np.concatenate([draws, sampled])
+            more = [*drafted, *(request.slot for request, _ in chunks)]
+            slots = SlotSet.of(np.concatenate([decodes.slots, np.array(more, np.int32)]))
+        starts = self.scheduled[slots.at].copy()
+        ends, draws = starts + 1, np.ones(len(starts), np.bool_)
+        for row, drafts in enumerate(drafted.values(), start=len(decodes)):
+            ends[row] += len(drafts)
+        for row, (request, end) in enumerate(chunks, start=len(decodes) + len(drafted)):
+            ends[row] = end
+            draws[row] = end == request.length and not request.scores
         rows = StepRows(
             slots=slots,
             starts=starts,
