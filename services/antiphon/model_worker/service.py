@@ -182,7 +182,7 @@ class ModelWorker:
         core, resolved = engine.core, engine.resolved
         report = warm_up(self._loop, core, pools=core.limits.pool_width is not None)
         if resolved is not None and resolved.overlap.value:
-            overlap = choose_overlap(self._loop, core, engine.runner, report.seconds)
+            overlap = choose_overlap(self._loop, core, engine.runner)
             engine.resolved = msgspec.structs.replace(resolved, overlap=overlap)
             log.info("overlap", extra={"value": overlap.value, "reason": overlap.reason})
         return report

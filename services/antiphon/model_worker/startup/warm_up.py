@@ -38,7 +38,8 @@ OVERLAP_GAIN_MIN = 1.02
 its turns from both others: 135M models that gained up to a hundredth here lost three there."""
 STEP_S_MAX = 0.02
 """Steps that take longer are run in turn: what can be saved is less than a hundredth of them, and
-to measure that would take seconds."""
+to measure that would take seconds. The very first step does not count: it takes ten times as long
+as the others with a small model."""
 
 
 def warm_up(
@@ -85,20 +86,19 @@ def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -
     return StepCosts(tuple(costs), tuple(seconds))
 
 
-def choose_overlap(
-    loop: BatchingLoop, core: EngineCore, runner: PlanRunner, step_s: float
-) -> ResolvedValue[bool]:
+def choose_overlap(loop: BatchingLoop, core: EngineCore, runner: PlanRunner) -> ResolvedValue[bool]:
     """Let the loop launch steps ahead, in a thread for forward passes, if that proves faster.
 
-    Runs decode steps in both ways in turn. `step_s` is what a decode step takes about.
+    Runs decode steps in both ways in turn. The model has run before.
 
     Raises:
         CannotStart: The model does not run.
     """
-    if step_s > STEP_S_MAX:
-        return ResolvedValue(value=False, reason=f"a step takes {1e3 * step_s:.0f} ms")
     forward, in_turn, ratios = ForwardThread(runner), InTurn(runner), dict[int, float]()
     with _fixed_drafts(core.speculation):
+        report, _ = _run(loop, 1, SamplingParams(max_new_tokens=2, ignore_eos=True))
+        if report.seconds > STEP_S_MAX:
+            return ResolvedValue(value=False, reason=f"a step takes {1e3 * report.seconds:.0f} ms")
         for rows in sorted({min(rows, core.limits.running_max) for rows in OVERLAP_ROWS}):
             seconds: tuple[list[float], list[float]] = [], []
             for _ in range(OVERLAP_PAIRS):
