@@ -327,6 +327,9 @@ class Eager:
     def settle(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def _compute(self) -> None:
         while self._waiting and self._waiting[0].plan.part is not None:
             self._waiting.pop(0).compute(self._runner)

@@ -37,6 +37,9 @@ class InTurn:
         if self._undrafted is not None:
             self._undrafted.drafts()
 
+    def close(self) -> None:
+        pass
+
     def run(self, flight: InTurnFlight, plan: StepPlan) -> StepOutcome:
         self.settle()
         outcome = self._runner.run(plan)

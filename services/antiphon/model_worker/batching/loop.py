@@ -189,6 +189,7 @@ class BatchingLoop:
                 self._deliver_report()
         self._finish_steps()
         self._deliver_report()
+        self._launcher.close()  # else its thread holds the model, and may still draft at exit
         self.progress_count = 0
 
     def turn(self, mail: Mail) -> StepReport:

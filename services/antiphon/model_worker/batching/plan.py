@@ -382,3 +382,7 @@ class Launcher(Protocol):
     def settle(self) -> None:
         """Wait for the drafts after the last plan, whose outcome was read."""
         ...
+
+    def close(self) -> None:
+        """End a thread of its own after the launched plans, whose outcomes were read."""
+        ...
