@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.kernels.rows import ISAS
 from tests.models.draft_models import DRAFT_MODELS, open_draft, stubborn, with_draft, with_noise
+from tests.models.model_loop import ModelLoop, Output
 from tests.models.test_grammars import SETTINGS, Worker
 from tests.models.test_speculation import (
     EVERY,
@@ -42,9 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tests.models.model_loop import Output
-
-    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.plan import Ints, StepOutcome, StepPlan
     from antiphon.model_worker.batching.state import RequestState
 
 
@@ -182,6 +181,34 @@ def test_a_draft_model_that_fails_costs_only_time(
     bench = Bench(with_draft(open_any(llama, pages=4096), broken))
     assert check(bench, EVERY, MODES["overlapped"], wanted) < 0.1
     assert "drafting failed" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon-h1"])
+def test_plans_that_fail_leave_later_ones_to_read_and_write_what_is_theirs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in a row: the third may follow one that has never ended, in a slot of another request."""
+    opened = MODELS[name](tmp_path / "model", pages=4096, states=512)
+    states = [
+        state([*range(20), number], seed=number, max_new_tokens=9 + number % 5, **OFTEN_FIRST)
+        for number in range(40)
+    ]
+    plain = Bench(opened).run(states, MODES["all at once"])
+    opened = with_draft(opened, open_draft(stubborn(tmp_path / "draft")))
+    runner, compute, raised = opened.runner, opened.runner._compute, [0]
+
+    def fail_some(plan: StepPlan, *others: Any) -> StepOutcome:
+        if plan.step % 7 < 2 and len(plan.slot) > 1:
+            raised[0] += 1
+            raise RuntimeError("on purpose")
+        return compute(plan, *others)
+
+    monkeypatch.setattr(runner, "_compute", fail_some)
+    runner._step = None
+    loop = ModelLoop(opened, tree=True, overlap=True, ahead=3, running_max=6, queue_max=100)
+    outputs = loop.run(states, one_a_turn=True)
+    assert [one.ids for one in outputs] == [other.ids for other in plain]
+    assert loop.reports[-1].failures == raised[0] > 10
 
 
 def test_where_a_draft_model_has_no_draft_the_host_knows_what_is_verified(

@@ -204,6 +204,20 @@ class SlotState:
             place = np.where(several, np.maximum(computed, 1), 1)
             self._states[plan.slot, number] = table[np.arange(len(place)), place]
 
+    def record_failure(self, plan: StepPlan, states: slice) -> None:
+        """Record the rows of a resolved plan that failed as if none of their tokens counted.
+
+        Plans made before the failure was known still run, and are dropped. They must read and
+        write what belongs to their requests, not where an earlier request of the slot has ended.
+        """
+        rows = len(plan.slot)
+        self._reserve(plan.slot)
+        self._last[plan.slot] = 0
+        if plan.draft_counts is not None:
+            self.record_places(plan, np.zeros(rows, np.int32), states)
+            drafts = np.zeros((rows, plan.draft_counts.max(initial=0)), np.int32)
+            self.record_drafts(plan.slot, drafts)
+
     def record_drafts(self, slots: Ints, drafts: Ints) -> None:
         """Record the drafts (R, K) of these slots; negative where there is none."""
         if (width := drafts.shape[1]) > self._drafts.shape[1]:

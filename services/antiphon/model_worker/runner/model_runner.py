@@ -156,6 +156,7 @@ class ModelRunner:
             outcome = self._compute(plan, batch, part)
         except Exception:
             self._contexts.forget()
+            self._slots.record_failure(plan, self._states)
             # The next owner of these pages masks what lies beyond its own tokens, but a NaN left
             # there would get through the mask.
             self._wipe(batch, np.ones(len(plan.slot), np.bool_))
