@@ -155,6 +155,9 @@ class Watched:
     def settle(self) -> None:
         self._launcher.settle()
 
+    def close(self) -> None:
+        self._launcher.close()
+
 
 class Oracle:
     """Foresees what a choice answers, and is wrong from a random place on."""

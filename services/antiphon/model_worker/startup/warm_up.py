@@ -122,9 +122,11 @@ def _fixed_drafts(speculation: Speculation | None) -> Generator[None]:
         yield
         return
     speculation.fixed = 0
-    yield
-    speculation.fixed = None
-    speculation.reset()
+    try:
+        yield
+    finally:
+        speculation.fixed = None
+        speculation.reset()
 
 
 def _decode_seconds(loop: BatchingLoop, rows: int) -> float:
