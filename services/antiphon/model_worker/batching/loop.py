@@ -360,7 +360,10 @@ class BatchingLoop:
         batch = self._core.batch
         launched = LaunchedStep(self._step, rows)
         try:
-            launched.follows = bool(self._flights) and batch.part_follows(rows)
+            # Sampling parts are made in order: each reckons with the ones before it.
+            launched.follows = bool(self._flights) and (
+                self._flights[-1].follows or batch.part_follows(rows)
+            )
             part = None if launched.follows else batch.part(rows)
             plan = build_plan(self._step, rows, batch, part)
         except Exception as error:  # noqa: BLE001  # logged where the outcome is read
