@@ -9,21 +9,24 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.models.stepper import SAMPLING, Stepper
+from tests.models.stepper import Stepper
 from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
-from tests.support.worker import sampling_columns
 
 from antiphon.layers.weights import SingleRank
 from antiphon.model_worker.batching.plan import StepPlan
+from antiphon.model_worker.batching.plan_buffer import pack, unpack
 
-COLUMNS = ("slot", "query_start", "query_len", "kv_len", "tokens", "positions")
+
+class Plans(msgspec.Struct):
+    """The plans of a case, as one buffer."""
+
+    plans: list[StepPlan]
 
 
 class LoneRank(SingleRank):
@@ -56,7 +59,7 @@ def check_two_ranks(run: Path, vocabulary: int = VOCABULARY) -> dict[Path, list[
     expected: dict[Path, list[list[int]]] = {}
     for case in sorted(run.glob("case-*")):
         plans, expected[case] = run_on_one_rank(case / "model", vocabulary)
-        (case / "plans.json").write_bytes(msgspec.json.encode(list(map(recorded, plans))))
+        (case / "plans").write_bytes(pack(Plans(plans)))
     run_on(2, run)
     for case, tokens in expected.items():
         for rank in range(2):
@@ -102,26 +105,6 @@ def run_on(ranks: int, run: Path) -> None:
             process.wait()
 
 
-def recorded(plan: StepPlan) -> dict[str, Any]:
-    """A plan as lists, so that it can be written to a file."""
-    return {
-        "step": plan.step,
-        "page_tables": [table.tolist() for table in plan.page_tables],
-        "columns": {n: getattr(plan, n).tolist() for n in (*COLUMNS, "logit_tokens")},
-        "sampling": {name: getattr(plan.sampling, name).tolist() for name in SAMPLING},
-    }
-
-
-def replayed(plan: dict[str, Any]) -> StepPlan:
-    columns: dict[str, Any] = {n: np.array(v, np.int32) for n, v in plan["columns"].items()}
-    return StepPlan(
-        step=plan["step"],
-        page_tables=tuple(np.array(table, np.int32) for table in plan["page_tables"]),
-        sampling=sampling_columns(len(columns["slot"]), **plan["sampling"]),
-        **columns,
-    )
-
-
 def main(run: Path, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -136,8 +119,8 @@ def main(run: Path, rank: int, ranks: int) -> None:
     try:
         for case in sorted(run.glob("case-*")):
             model = open_model(case / "model", dtype="float32", tp=GroupRank(group))
-            plans = msgspec.json.decode((case / "plans.json").read_bytes())
-            tokens = [model.runner.run(replayed(plan)).token_ids.tolist() for plan in plans]
+            plans = unpack(bytearray((case / "plans").read_bytes()), Plans).plans
+            tokens = [model.runner.run(plan).token_ids.tolist() for plan in plans]
             (case / f"tokens.{rank}.json").write_bytes(msgspec.json.encode(tokens))
     finally:
         dist.destroy_process_group()

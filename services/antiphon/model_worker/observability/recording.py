@@ -6,11 +6,11 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
-import numpy as np
 
+from antiphon.model_worker.batching.plan_buffer import pack, unpack
 from antiphon.model_worker.cache.groups import CacheGroup
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
@@ -19,8 +19,6 @@ from antiphon.wire.routes import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from numpy.typing import NDArray
 
     from antiphon.model_worker.startup.engine import Engine
     from antiphon.service.clock import Clock
@@ -33,7 +31,7 @@ SUFFIX = ".plans"
 FILES_MAX = 16
 """Maximum files of one instance, so that a process that crashes repeatedly fills no disk."""
 
-_MAGIC = b"antiphon plans 2\n"
+_MAGIC = b"antiphon plans 3\n"
 _LENGTH_BYTES = 4
 
 
@@ -74,9 +72,9 @@ def write(folder: Path, header: RecordingHeader, records: Iterable[StepRecord]) 
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(_MAGIC)
-        _put(stream, header)
+        _put(stream, msgspec.msgpack.encode(header))
         for record in records:
-            _put(stream, record)
+            _put(stream, pack(record))
     partial.replace(file)
     for old in sorted(folder.glob(f"{name}-*{SUFFIX}"))[:-FILES_MAX]:
         old.unlink(missing_ok=True)
@@ -97,40 +95,23 @@ def read(file: Path) -> Recording:
             header = msgspec.msgpack.decode(_block(stream), type=RecordingHeader)
             records: list[StepRecord] = []
             while block := _block(stream):
-                records.append(_RECORDS.decode(block))
+                records.append(unpack(block, StepRecord))
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise RecordingBroken(f"{file} is damaged: {error}") from error
     return Recording(header, tuple(records))
 
 
-def _put(stream: BinaryIO, part: RecordingHeader | StepRecord) -> None:
-    encoded = _ENCODER.encode(part)
-    stream.write(len(encoded).to_bytes(_LENGTH_BYTES, "little"))
-    stream.write(encoded)
+def _put(stream: BinaryIO, block: bytes | bytearray) -> None:
+    stream.write(len(block).to_bytes(_LENGTH_BYTES, "little"))
+    stream.write(block)
 
 
-def _block(stream: BinaryIO) -> bytes:
+def _block(stream: BinaryIO) -> bytearray:
     length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-    block = stream.read(length)
+    block = bytearray(stream.read(length))  # writable, since torch has no read-only tensors
     if len(block) != length:
         raise ValueError("it ends too early")
     return block
-
-
-def _from_array(value: object) -> object:
-    assert isinstance(value, np.ndarray), f"{type(value)} is no part of a plan"
-    array = cast("NDArray[np.generic]", value)
-    return array.dtype.str, array.shape, array.tobytes()
-
-
-def _to_array(_: type, value: object) -> object:
-    dtype, shape, data = msgspec.convert(value, tuple[str, tuple[int, ...], bytes])
-    # A copy, since torch has no read-only tensors.
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_array)
-_RECORDS = msgspec.msgpack.Decoder(StepRecord, dec_hook=_to_array)
 
 
 @dataclass(frozen=True, slots=True)
