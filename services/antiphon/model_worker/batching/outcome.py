@@ -19,7 +19,7 @@ from antiphon.wire.errors import EngineError, Internal, InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from antiphon.model_worker.batching.plan import Floats, Indices, Ints, StepOutcome
+    from antiphon.model_worker.batching.plan import Floats, Indices, Ints, Longs, StepOutcome
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import SlotSet, StepRows
     from antiphon.model_worker.batching.running_batch import RunningBatch
@@ -69,15 +69,19 @@ class ProgressLog:
         if request.batch is not None:
             self._batch.rowwise[request.slot] = self._batch.logprobs.rowwise[request.slot]
 
-    def add_sampled(self, slots: SlotSet, ids: Ints, logprobs: Floats | None) -> None:
-        """Report the newest token of each of these, (R,): all that happened to them in a step."""
+    def add_sampled(
+        self, slots: SlotSet, outputs: Longs, ids: Ints, logprobs: Floats | None
+    ) -> None:
+        """Report the token that each of these has sampled after so many outputs, all (R,).
+
+        It is all that happened to them in a step.
+        """
         batch = self._batch
-        ends = batch.length[slots.at] - batch.prompt[slots.at]
-        batch.reported[slots.at] = ends
+        batch.reported[slots.at] = outputs + 1
         self._sampled = SampledTokens(
             slots=slots.slots,
             keys=batch.keys[slots.at].copy(),
-            offsets=(ends - 1).astype(np.int32),
+            offsets=outputs.astype(np.int32),
             ids=ids,
             logprobs=logprobs,
         )
@@ -120,17 +124,15 @@ class OutcomeProcessor:
         """Commit the rows that are still current."""
         self.log.close_step()
         rows = self.batch.placed(rows)
-        sampled = outcome.starts[1:] > outcome.starts[:-1]
         sound = self.batch.is_current(rows) & (outcome.computed > 0)
-        sound &= outcome.status == _OK
         index = sound.nonzero()[0]
         if len(index) < len(rows):
             self._settle_unsound(rows, outcome, (~sound).nonzero()[0])
             rows = rows.take(index)
-        drawing = np.count_nonzero(rows.draws)
-        assert drawing == np.count_nonzero(sampled[index]), "tokens are missing, or of no row's"
-        self.batch.commit_computed(rows.slots, rows.starts + outcome.computed[index])
-        if drawing < len(rows):
+        plain = rows.decodes == len(rows)  # of one token each
+        ends = rows.ends if plain else rows.starts + outcome.computed[index]
+        self.batch.commit_computed(rows.slots, ends)
+        if np.count_nonzero(rows.draws) < len(rows):
             for row in (~rows.draws).nonzero()[0].tolist():
                 with self._alone(rows.slots, row) as request:
                     self._commit_chunk(request, outcome, index.item(row))
@@ -248,7 +250,7 @@ class OutcomeProcessor:
         index (R,) rows of the outcome; finishes by grammar, of those that have one
         """
         batch = self.batch
-        tokens = outcome.token_ids[outcome.starts[index]]
+        tokens, outputs = _one_token_each(outcome, index), batch.output_counts(slots)
         ends = batch.are_ends(slots, tokens)
         if finishes:
             ends[[row for row, brought in finishes.items() if brought[0] is not None]] = True
@@ -258,9 +260,9 @@ class OutcomeProcessor:
         if np.count_nonzero(ends):
             kept = ~ends
             some = None if logprobs is None else logprobs[kept]
-            batch.append(slots.take(kept), tokens[kept], some)
+            batch.append(slots.take(kept), outputs[kept], tokens[kept], some)
         else:
-            batch.append(slots, tokens, logprobs)
+            batch.append(slots, outputs, tokens, logprobs)
         batch.in_flight[slots.at] -= 1
         full = batch.length[slots.at] >= batch.tokens_max[slots.at]
         singly = ends | full | batch.rowwise[slots.at]
@@ -270,7 +272,7 @@ class OutcomeProcessor:
             singly[:] = True
         alone = np.count_nonzero(singly)
         if not alone:
-            self.log.add_sampled(slots, tokens, logprobs)
+            self.log.add_sampled(slots, outputs, tokens, logprobs)
             return
         for row in singly.nonzero()[0].tolist():
             finish = finishes.get(row, _NO_FINISH)[0]
@@ -284,7 +286,7 @@ class OutcomeProcessor:
         if alone < len(slots):
             rest = ~singly
             some = None if logprobs is None else logprobs[rest]
-            self.log.add_sampled(slots.take(rest), tokens[rest], some)
+            self.log.add_sampled(slots.take(rest), outputs[rest], tokens[rest], some)
 
     def _note_drafts(self, request: Request, drafts: Ints, outcome: StepOutcome, row: int) -> None:
         if self.speculation is not None:
@@ -349,7 +351,6 @@ class OutcomeProcessor:
         self.log.report(request)
 
 
-_OK = int(RowStatus.OK)  # an IntEnum is slow to compare with arrays
 _NO_FINISH: Sequence[Finish | None] = (None,)
 
 
@@ -358,6 +359,15 @@ def _of(
 ) -> dict[int, Sequence[Finish | None]]:
     """The finishes of some of the rows, by their new index."""
     return {new: finishes[old] for new, old in enumerate(rows.tolist()) if old in finishes}
+
+
+def _one_token_each(outcome: StepOutcome, rows: Indices) -> Ints:
+    """(R,) the token that each of these rows has sampled."""
+    if len(rows) == len(outcome.status) == len(outcome.token_ids):
+        return outcome.token_ids
+    starts = outcome.starts
+    assert (starts[1:] > starts[:-1])[rows].all(), "tokens are missing, or of no row's"
+    return outcome.token_ids[starts[rows]]
 
 
 def _tokens(outcome: StepOutcome, row: int) -> Ints:

@@ -31,8 +31,11 @@ def build_plan(
         query_len = kv_len - rows.starts.astype(np.int32)
         query_end = np.cumsum(query_len, dtype=np.int32)
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
-    chunks = [batch.running[slot] for slot in slots[rows.verified :].tolist()]
-    pooling = pooling_request(chunks, rows) if chunks else None
+    pooling, types = None, None
+    if rows.verified < count:
+        chunks = [batch.running[slot] for slot in slots[rows.verified :].tolist()]
+        if (pooling := pooling_request(chunks, rows)) is not None:
+            types = token_types(chunks, rows)
     return StepPlan(
         step=step,
         slot=slots,
@@ -46,7 +49,7 @@ def build_plan(
         part=part,
         details=batch.logprobs.request(rows, query_start),
         pooling=pooling,
-        token_types=None if pooling is None else token_types(chunks, rows),
+        token_types=types,
         follows=rows.follows,
         draft_counts=rows.draft_counts,
         changes=batch.changes.take(),  # last, since nothing may fail after it

@@ -163,7 +163,9 @@ class StepPlanner:
         if not len(slots):
             return slots
         # It always has one for each, and for the drafts of a draft model.
-        budget.tokens -= len(slots) + int(batch.drafted[slots.at].sum())
+        budget.tokens -= len(slots)
+        if self._speculation is not None:
+            budget.tokens -= int(batch.drafted[slots.at].sum())
         self._pages.ratio.decay()
         lacking = batch.short(slots)
         if not np.count_nonzero(lacking):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -99,6 +100,14 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
             follows=None if self.follows is None else self.follows[index],
             draft_counts=None if self.draft_counts is None else self.draft_counts[index],
         )
+
+
+@cache
+def all_draw(rows: int) -> Flags:
+    """That every row draws, (R,): most steps have decodes alone. Shared by them."""
+    draws = np.ones(rows, np.bool_)
+    draws.flags.writeable = False
+    return draws
 
 
 NO_SLOTS = SlotSet.of(())

@@ -20,7 +20,7 @@ from antiphon.model_worker.batching.plan import (
     future,
 )
 from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
-from antiphon.model_worker.batching.rows import SlotSet, StepRows
+from antiphon.model_worker.batching.rows import SlotSet, StepRows, all_draw
 from antiphon.model_worker.batching.slot_arrays import SlotArrays
 from antiphon.model_worker.batching.slot_tables import ChangeLog
 from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
@@ -279,7 +279,9 @@ class RunningBatch(SlotArrays):
             more = [*drafted, *(request.slot for request, _ in chunks)]
             slots = SlotSet.of(np.concatenate([decodes.slots, np.array(more, np.int32)]))
         starts = self.scheduled[slots.at].copy()
-        ends, draws = starts + 1, np.ones(len(starts), np.bool_)
+        ends, draws = starts + 1, all_draw(len(starts))
+        if chunks:
+            draws = draws.copy()
         for row, drafts in enumerate(drafted.values(), start=len(decodes)):
             ends[row] += len(drafts)
         for row, (request, end) in enumerate(chunks, start=len(decodes) + len(drafted)):
@@ -293,7 +295,7 @@ class RunningBatch(SlotArrays):
             generations=self.generation[slots.at].copy(),
             decodes=len(decodes),
             drafts=tuple(drafted.values()),
-            follows=self._follows(slots),
+            follows=None if counts is None else self._follows(slots),
             draft_counts=self._draft_counts(slots, counts),
         )
         if self.pools.states:
@@ -435,9 +437,12 @@ class RunningBatch(SlotArrays):
         for slot in rows.slots.slots[self.is_current(rows)].tolist():
             self.resume(self.running[slot], self.computed.item(slot))
 
-    def append(self, slots: SlotSet, ids: Ints, logprobs: Floats | None) -> None:
-        """Append a sampled token to the outputs of each of these; all (R,)."""
-        outputs = self.length[slots.at] - self.prompt[slots.at]
+    def output_counts(self, slots: SlotSet) -> Longs:
+        """(R,) output tokens of each of these so far."""
+        return self.length[slots.at] - self.prompt[slots.at]
+
+    def append(self, slots: SlotSet, outputs: Longs, ids: Ints, logprobs: Floats | None) -> None:
+        """Append a sampled token to the `outputs` tokens of each of these; all (R,)."""
         offsets = outputs % CHUNK_TOKENS
         if np.count_nonzero(offsets) < len(offsets):
             for slot in slots.slots[offsets == 0].tolist():

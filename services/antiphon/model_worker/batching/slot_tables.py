@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.cache.groups import CacheGroup
 
+_NO_COLUMNS = SamplingColumns.zeros(0)
 _SLOTS = 64
 _ENTRIES = 64
 
@@ -27,9 +28,11 @@ class ChangeLog:
     def __init__(self, groups: int) -> None:
         self._started: dict[int, Request] = {}
         self._entries = [_NewEntries() for _ in range(groups)]
+        self._changed = False
 
     def start(self, request: Request) -> None:
         """Note that a request has got its slot, whose page tables are empty again."""
+        self._changed = True
         self._started[request.slot] = request
         for entries in self._entries:
             entries.drop(request.slot)
@@ -40,6 +43,7 @@ class ChangeLog:
 
     def set(self, group: int, slot: int, place: int, pages: Sequence[int]) -> None:
         """Note new entries of the page table of a slot, from `place` on."""
+        self._changed = True
         entries, count = self._entries[group], len(pages)
         entries.slots += [slot] * count
         entries.places += range(place, place + count)
@@ -49,6 +53,7 @@ class ChangeLog:
         self, group: int, slots: Sequence[int], places: Sequence[int], pages: Sequence[int]
     ) -> None:
         """Note one new entry for each of the slots."""
+        self._changed = True
         entries = self._entries[group]
         entries.slots += slots
         entries.places += places
@@ -56,11 +61,12 @@ class ChangeLog:
 
     def take(self) -> SlotChanges | None:
         """All changes since the last call; None if there are none."""
-        if not self._started and not any(entries.slots for entries in self._entries):
+        if not self._changed:
             return None
+        self._changed = False
         started, self._started = self._started, {}
         entries, self._entries = self._entries, [_NewEntries() for _ in self._entries]
-        sampling = SamplingColumns.zeros(len(started))
+        sampling = SamplingColumns.zeros(len(started)) if started else _NO_COLUMNS
         for row, request in enumerate(started.values()):
             sampling.set(row, request.state.sampling, request.state.choice)
         return SlotChanges(
@@ -100,7 +106,7 @@ class SlotTables:
         states = [index for index, group in enumerate(groups) if group.kind is GroupKind.STATE]
         self._states = {index: number for number, index in enumerate(states)}
         self._tables = [np.full((_SLOTS, _ENTRIES), HOLE, np.int32) for _ in groups]
-        self._lengths = [np.zeros(_SLOTS, np.int64) for _ in groups]  # (S,) entries up to the last
+        self._lengths = [np.zeros(_SLOTS, np.int64) for _ in groups]  # (S,) places written
         self._sampling = SamplingColumns.zeros(_SLOTS)
         self._slots: Ints | None = None  # of the rows of the last plan, and what was read of them
         self._read: tuple[Ints, ...] = ()
@@ -108,19 +114,17 @@ class SlotTables:
 
     def apply(self, changes: SlotChanges) -> None:
         """Apply the changes of a plan."""
-        self._slots = None
         self._make_room(changes)
-        self._sampling.put(changes.slots, changes.sampling)
+        self._read = ()
+        if len(changes.slots):
+            self._slots = None
+            self._sampling.put(changes.slots, changes.sampling)
+            for table, lengths in zip(self._tables, self._lengths, strict=True):
+                table[changes.slots] = HOLE
+                lengths[changes.slots] = 0
         for group, (slots, places, pages) in enumerate(changes.entries):
-            table, lengths = self._tables[group], self._lengths[group]
-            table[changes.slots] = HOLE
-            lengths[changes.slots] = 0
-            table[slots, places] = pages
-            changed = np.unique(slots)
-            held = table[changed] != HOLE
-            lengths[changed] = np.where(
-                held.any(axis=1), table.shape[1] - held[:, ::-1].argmax(axis=1), 0
-            )
+            self._tables[group][slots, places] = pages
+            np.maximum.at(self._lengths[group], slots, places + 1)
 
     def fill(self, plan: StepPlan) -> StepPlan:
         """A plan with the page tables and sampling parameters of its rows, after its changes."""
@@ -145,14 +149,14 @@ class SlotTables:
     def _of(self, slots: Ints) -> tuple[tuple[Ints, ...], SamplingColumns]:
         """What there is of the rows of a plan; read again only if something may have changed."""
         if slots is not self._slots:
-            self._slots = slots
+            self._slots, self._columns, self._read = slots, self._sampling.of(slots), ()
+        if not self._read:
             self._read = tuple(
                 [
                     table[slots, : lengths[slots].max()]
                     for table, lengths in zip(self._tables, self._lengths, strict=True)
                 ]
             )
-            self._columns = self._sampling.of(slots)
         return self._read, self._columns
 
     def _with_states(self, tables: tuple[Ints, ...], states: tuple[Ints, ...]) -> tuple[Ints, ...]:
