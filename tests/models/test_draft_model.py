@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from tests.models.test_states_with_model import write_row
 from tests.models.tiny import QWEN2, VOCABULARY, write_llama, write_qwen2
 from tests.support.models import load, open_model, with_spec
 
+from antiphon import embedded
 from antiphon.config.settings import Settings
 from antiphon.config.speculation import SpeculationConfig
 from antiphon.config.worker import CacheConfig
@@ -24,6 +27,7 @@ from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.runner.context import ForwardContexts
 from antiphon.model_worker.runner.draft_model import DraftModel
 from antiphon.model_worker.startup.engine import open_engine
+from antiphon.service.startup import CannotStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -280,6 +284,37 @@ def test_a_model_with_windows_in_some_layers_cannot_draft(llama: Path) -> None:
     model = with_spec(llama, model, windowed(model.spec, (None, 20, None, 20)))
     with pytest.raises(ModelLoadError, match="without window layers"):
         DraftModel(model, page_tokens=PAGE_TOKENS, pages=PAGES)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "reason"),
+    [
+        (
+            "config.json",
+            lambda old: old.replace(b'"num_hidden_layers"', b'"gone"'),
+            "num_hidden_layers missing",
+        ),
+        ("config.json", lambda old: old.replace(b"LlamaForCausalLM", b"NoForCausalLM"), "NoFor"),
+        ("model.safetensors", lambda old: old.replace(b"layers.0.mlp", b"layers.0.mlq"), "mlq"),
+        ("tokenizer.json", lambda old: old.replace(b'"a":', b'"zz_":'), "b'zz_'"),
+    ],
+    ids=["config", "architecture", "tensors", "tokenizer"],
+)
+def test_error_of_the_draft_model_names_its_setting(
+    tmp_path: Path, file: str, change: Callable[[bytes], bytes], reason: str
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(embedded.path(), folder)
+    changed = change((folder / file).read_bytes())
+    assert changed != (folder / file).read_bytes()
+    (folder / file).write_bytes(changed)
+    settings = Settings(
+        cache=CacheConfig(tokens_max=512),
+        speculation=SpeculationConfig(algorithm="standalone", draft_model=str(folder)),
+    )
+    named = re.escape(f"speculation.draft_model = {folder}: ")
+    with pytest.raises(CannotStart, match=f"^{named}.*{reason}"):
+        open_engine(settings)
 
 
 def test_the_engine_opens_both_models_with_pages_of_both() -> None:

@@ -38,7 +38,8 @@ class SpeculationConfig(Config):
     after it."""
     draft_model: str = ""
     """Path or name of the draft model, as in model.path: a small model with the vocabulary of the
-    served one, whose layers all attend to the whole context. Required by standalone."""
+    served one, whose layers all attend to the whole context. Required by standalone, and refused
+    with any other algorithm."""
     draft_steps: Tokens | None = None
     """Maximum number of tokens that the draft model drafts for a request in one step; a decode step
     then verifies one more, whatever verify_tokens is. Unset: verify_tokens - 1."""
@@ -76,6 +77,12 @@ class SpeculationConfig(Config):
             raise ValueError(
                 "algorithm = standalone drafts with a model: set draft_model "
                 "(--speculative-draft-model-path)"
+            )
+        if self.draft_model and self.algorithm != "standalone":
+            raise ValueError(
+                f"draft_model (--speculative-draft-model-path) is not used by algorithm = "
+                f"{self.algorithm}: set algorithm = standalone (--speculative-algorithm STANDALONE)"
+                ", or leave draft_model unset"
             )
         window_max = min(self.ngram_window_max, self.ngram_depth - 1)
         if self.ngram_window_min > window_max:

@@ -181,7 +181,7 @@ def _refuse_several(folder: Path, names: Iterable[str]) -> None:
     first, *others = sorted(names) or [""]
     if any(not _of_one(name, first) for name in others):
         listed = ", ".join([first, *others])
-        raise ConfigError(f"{folder}: several GGUF models; set model.path to one of {listed}")
+        raise ConfigError(f"{folder}: several GGUF models; use the path of one of {listed}")
 
 
 def _of_one(name: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,9 +11,14 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
 from antiphon.model_card.card import ModelCard
 from antiphon.model_card.config_json import Task
+from antiphon.model_card.served_model import draft_settings, tokenizer_path
+from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.resolve.resolved_value import ResolvedValue
+from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from antiphon.config.settings import Settings
 
 
@@ -37,6 +43,15 @@ class ResolvedDraft(msgspec.Struct, frozen=True):
     activation_bytes: ResolvedValue[int]
     token_bytes: ResolvedValue[int]
     """Bytes of a token in its KV cache, which has as many pages as that of the served model."""
+
+
+@contextmanager
+def naming_draft(model: str) -> Generator[None]:
+    """Let config errors name the draft model: they name a file, or a setting of both models."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"speculation.draft_model = {model}: {error}") from error
 
 
 def check_draft(settings: Settings, card: ModelCard, draft: ModelCard) -> None:
@@ -68,6 +83,31 @@ def check_draft(settings: Settings, card: ModelCard, draft: ModelCard) -> None:
             f"{named}: a draft model with latent attention (MLA) is not supported; use one that "
             "caches keys and values"
         )
+
+
+def check_draft_tokenizer(settings: Settings) -> None:
+    """Check that the tokens of the draft model are those of the served one, by their tokenizers.
+
+    Special tokens may differ, and one may have more tokens: drafts of these are only wrong. Nothing
+    is checked without a tokenizer.json of both.
+
+    Raises:
+        ConfigError: They differ in a token.
+    """
+    if (own := draft_settings(settings)) is None:
+        return
+    with naming_draft(own.model.path):
+        try:
+            ours = read_vocabulary(tokenizer_path(settings)).tokens
+            theirs = read_vocabulary(tokenizer_path(own)).tokens
+        except Unsupported:
+            return
+        for token, (our, its) in enumerate(zip(ours, theirs, strict=False)):
+            if our and its and our != its:
+                raise ConfigError(
+                    f"token {token} of its tokenizer is {its!r} and that of the served model "
+                    f"{our!r}; draft tokens must mean the same to both"
+                )
 
 
 def check_draft_context(settings: Settings, draft: ModelCard, context_tokens: int) -> None:

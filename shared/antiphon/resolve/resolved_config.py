@@ -12,7 +12,12 @@ from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
 from antiphon.model_card.pooling import Pooling, PoolMode
 from antiphon.model_card.served_model import draft_settings
-from antiphon.resolve.draft import ResolvedDraft, check_draft, check_draft_context
+from antiphon.resolve.draft import (
+    ResolvedDraft,
+    check_draft,
+    check_draft_context,
+    naming_draft,
+)
 from antiphon.resolve.memory import (
     BIDIRECTIONAL,
     OVERLAPPED,
@@ -240,10 +245,11 @@ def _draft(
     if own is None or draft is None:
         return NO_DRAFT
     check_draft(settings, card, draft.card)
-    dtype = _dtype(own, draft.card)
-    linear = _linear(own, device, dtype.value)
-    cache_dtype = _cache_dtype(own, draft.card, device, dtype.value)
-    kept = resolve_weight_storage(own, draft.card, dtype.value, linear)
+    with naming_draft(own.model.path):
+        dtype = _dtype(own, draft.card)
+        linear = _linear(own, device, dtype.value)
+        cache_dtype = _cache_dtype(own, draft.card, device, dtype.value)
+        kept = resolve_weight_storage(own, draft.card, dtype.value, linear)
     active = activation_bytes(draft.card, dtype.value, step_tokens)
     token_bytes = draft.card.kv_bytes(cache_dtype.value)
     return ResolvedValue(

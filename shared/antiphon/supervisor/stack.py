@@ -36,7 +36,7 @@ from antiphon.model_card.served_model import (
     tokenizer_folder,
 )
 from antiphon.resolve.device import HostDevice, detect_device
-from antiphon.resolve.draft import check_draft
+from antiphon.resolve.draft import check_draft, check_draft_tokenizer, naming_draft
 from antiphon.resolve.resolved_config import check_context
 from antiphon.service.tasks import gather
 from antiphon.service.web import server_context
@@ -159,7 +159,10 @@ class ServiceStack:
         card = read_card(model_files(self._settings))
         check_context(self._settings, card)
         if (draft := draft_files(self._settings)) is not None:
-            check_draft(self._settings, card, read_card(draft))
+            with naming_draft(self._settings.speculation.draft_model):
+                draft_card = read_card(draft)
+            check_draft(self._settings, card, draft_card)
+            check_draft_tokenizer(self._settings)
         tokenizer_folder(self._settings)
 
     async def _start_broker(self) -> str:

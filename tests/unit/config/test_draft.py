@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import TYPE_CHECKING
+import shutil
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -17,11 +19,12 @@ from antiphon.config.model import CacheDtype, Dtype
 from antiphon.model_card.card import LatentCard, ModelCard, RecurrentStates, Weights
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.served_model import draft_files, hub_models
-from antiphon.resolve.draft import DraftCard
+from antiphon.resolve.draft import DraftCard, check_draft_tokenizer
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MIB = 1024**2
@@ -130,6 +133,65 @@ def test_draft_model_that_cannot_draft_is_refused(draft: ModelCard, reason: str)
         decide(draft=draft)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "draft", "reason"),
+    [
+        (("--model-linear", "packed"), replace(DRAFT, dtype=Dtype.FLOAT16), "float16"),
+        (("--speculative-draft-model-quantization", "awq"), DRAFT, "awq"),
+    ],
+)
+def test_format_that_only_the_draft_model_cannot_have_is_refused_by_its_name(
+    arguments: tuple[str, ...], draft: ModelCard, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^speculation.draft_model = small: .*{reason}"):
+        decide(*arguments, draft=draft)
+
+
+def with_tokenizer(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    """The embedded model with another tokenizer."""
+    shutil.copytree(embedded.path(), folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_bytes())
+    change(tokenizer)
+    file.write_text(json.dumps(tokenizer))
+    return str(folder)
+
+
+def check_tokenizer(draft: str) -> None:
+    line = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft)
+    check_draft_tokenizer(settings_of(*line))
+
+
+def test_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    def swap(tokenizer: dict[str, Any]) -> None:
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    draft = with_tokenizer(tmp_path / "swapped", swap)
+    said = re.escape(f"speculation.draft_model = {draft}: ")
+    with pytest.raises(ConfigError, match=f"{said}token .* of its tokenizer is b'b' and .* b'a'"):
+        check_tokenizer(draft)
+
+
+def test_tokenizer_of_the_draft_model_may_have_other_special_tokens(tmp_path: Path) -> None:
+    def rename(tokenizer: dict[str, Any]) -> None:
+        tokenizer["added_tokens"][0] |= {"content": "<|reserved|>", "special": True}
+
+    def append(tokenizer: dict[str, Any]) -> None:
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["one more"] = max(vocabulary.values()) + 1_000
+
+    check_tokenizer("embedded")
+    check_tokenizer(with_tokenizer(tmp_path / "renamed", rename))
+    check_tokenizer(with_tokenizer(tmp_path / "longer", append))
+
+
+def test_draft_model_without_a_tokenizer_is_taken_by_its_vocabulary_size(tmp_path: Path) -> None:
+    draft = with_tokenizer(tmp_path / "bare", lambda _: None)
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    check_tokenizer(draft)
+
+
 def test_draft_model_may_be_as_short_as_what_is_served() -> None:
     short = replace(DRAFT, context_tokens=300)
     assert decide("--context-length", "300", draft=short).context_tokens.value == 300
@@ -149,7 +211,6 @@ def test_nothing_is_drafted_for_a_model_that_pools(
 def test_files_of_the_draft_model_are_found_as_those_of_the_model(tmp_path: Path) -> None:
     line = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path")
     assert draft_files(settings_of()) is None
-    assert draft_files(settings_of("--speculative-draft-model-path", "small")) is None
     overrides = ("--json-model-override-args", '{"rope_theta": 5}')
     files = draft_files(settings_of(*line, "embedded", *overrides))
     assert files is not None

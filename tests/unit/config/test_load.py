@@ -102,6 +102,15 @@ def test_null_unsets_in_every_source(file: Path) -> None:
             "speculation: {algorithm: standalone}",
             "speculation: algorithm = standalone drafts with a model: set draft_model",
         ),
+        (
+            "speculation: {draft_model: small}",
+            "speculation: draft_model (--speculative-draft-model-path) is not used by algorithm = "
+            "none: set algorithm = standalone",
+        ),
+        (
+            "speculation: {algorithm: ngram, draft_model: small}",
+            "is not used by algorithm = ngram",
+        ),
         ("bus: {url: 'nats://a:b@c:1'}", "bus: url must not contain a user; set bus.user"),
         ("bus: {url: 'nats://a:1, wss://b:2'}", "bus: url: WebSocket is not supported"),
         (
@@ -468,6 +477,13 @@ def typed_flag(field: SettingField, value: Value) -> str:
     return f"{field.flag}={text(value)}"
 
 
+def needed(given: dict[str, Value]) -> dict[str, str]:
+    """Variables without which these values are refused: only standalone has a draft model."""
+    if not given.get("speculation.draft_model"):
+        return {}
+    return {fields()["speculation.algorithm"].variable: "standalone"}
+
+
 OPEN_FIELDS = [field for field in fields().values() if not field.secret]
 
 
@@ -476,9 +492,10 @@ OPEN_FIELDS = [field for field in fields().values() if not field.secret]
 @given(data=st.data())
 def test_flag_and_variable_set_what_they_say(field: SettingField, data: st.DataObject) -> None:
     value = data.draw(values(field))
+    environ = needed({field.path: value})
     typed = PARSER.parse([typed_flag(field, value)])
-    by_flag = load(flags=typed.settings, environ={}).settings
-    by_variable = load(environ={field.variable: text(value)}).settings
+    by_flag = load(flags=typed.settings, environ=environ).settings
+    by_variable = load(environ={**environ, field.variable: text(value)}).settings
     assert (value_at(by_flag, field), by_flag) == (value, by_variable)
 
 
@@ -489,6 +506,7 @@ def test_flag_and_variable_set_what_they_say(field: SettingField, data: st.DataO
 def test_any_settings_survive_a_file(tmp_path: Path, drawn: dict[str, Value]) -> None:
     drawn["batching.tokens_max"] = 4096  # no less than any chunk that is drawn
     environ = {fields()[path].variable: text(value) for path, value in drawn.items()}
+    environ |= needed(drawn)
     said = load(environ=environ).settings
     write_yaml(said, tmp_path / "settings.yaml")
     assert load(tmp_path / "settings.yaml", environ={}).settings == said

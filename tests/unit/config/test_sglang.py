@@ -133,7 +133,13 @@ def test_flag_that_is_also_ours_means_the_same() -> None:
     assert "--model-path" in shared
 
 
-NEEDED = {"--export-metrics-to-file": ("--export-metrics-to-file-dir", "folder")}
+NEEDED = {
+    "--export-metrics-to-file": ("--export-metrics-to-file-dir", "folder"),
+    **dict.fromkeys(
+        ("--speculative-draft-model-path", "--speculative-draft-model"),
+        ("--speculative-algorithm", "STANDALONE"),
+    ),
+}
 """What must be typed beside an argument."""
 
 

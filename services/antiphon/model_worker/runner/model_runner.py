@@ -28,6 +28,7 @@ from antiphon.model_worker.batching.plan import (
 )
 from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import ForwardContexts
 from antiphon.model_worker.runner.draft_model import DraftModel
@@ -446,9 +447,16 @@ def open_draft_model(place: ModelLocation, plan: ResolvedConfig) -> DraftModel:
         ModelLoadError: It cannot be served, or cannot draft.
         KernelUnavailable: This build does not support the device or an 8-bit KV cache there.
     """
-    model = load(place, plan.of_draft())
-    draft = DraftModel(model, page_tokens=plan.page_tokens.value, pages=plan.cache_pages.value)
-    require_native_reads(model, draft.choices)
+    own = plan.draft.value
+    assert own is not None, "a plan without a draft model"
+    try:
+        model = load(place, plan.of_draft())
+        draft = DraftModel(model, page_tokens=plan.page_tokens.value, pages=plan.cache_pages.value)
+        require_native_reads(model, draft.choices)
+    except (ModelLoadError, KernelUnavailable) as error:
+        # The served model's errors do not say of which model they are, nor whose settings.
+        named = f"speculation.draft_model = {own.model.value}"
+        raise type(error)(f"{named}: {error}") from error
     log.info("kernels of the draft model", extra={"table": "\n" + table(draft.choices)})
     return draft
 

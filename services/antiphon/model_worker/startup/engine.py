@@ -30,7 +30,7 @@ from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup.checksums import verify, verify_digest
 from antiphon.resolve.device import HostDevice, detect_device
-from antiphon.resolve.draft import DraftCard
+from antiphon.resolve.draft import DraftCard, check_draft_tokenizer, naming_draft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.startup import CannotStart
 
@@ -85,7 +85,7 @@ def open_engine(settings: Settings) -> Engine:
         pooling = read_pooling(files, card, embedding=settings.model.embedding)
         implementation = _implementation(files, settings.model.implementation)
         draft_place = draft_files(settings)
-        draft = None if draft_place is None else _draft_card(draft_place)
+        draft = None if draft_place is None else _draft_card(draft_place, settings)
         resolved = resolve(settings, card, _device(), pooling, implementation, draft)
     except ConfigError as error:
         raise CannotStart(str(error)) from error
@@ -122,11 +122,14 @@ def _implementation(files: ModelFiles, configured: str) -> ResolvedValue[str]:
     try:
         return implementation_of(files, configured)
     except ModelLoadError as error:
-        raise CannotStart(str(error)) from error
+        raise ConfigError(str(error)) from error
 
 
-def _draft_card(files: ModelFiles) -> DraftCard:
-    return DraftCard(read_card(files), _implementation(files, "auto"))
+def _draft_card(files: ModelFiles, settings: Settings) -> DraftCard:
+    with naming_draft(settings.speculation.draft_model):
+        card = DraftCard(read_card(files), _implementation(files, "auto"))
+    check_draft_tokenizer(settings)
+    return card
 
 
 def load_resolved(
