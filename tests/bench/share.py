@@ -38,6 +38,8 @@ WINDOW_S = 5.0
 thread some milliseconds."""
 PARTS = ("kernels", "python", "sending", "bus")
 WORKER = "worker-0"
+ARGUMENT = "--disable-overlap-schedule"
+"""Beside kernels, Python would count less and take longer."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -92,7 +94,8 @@ def _rows(case: str, windows: Sequence[Window]) -> Iterable[Measurement]:
 
 def _measure(case: Case, rounds: int) -> list[Window]:
     model = made(case.shape)
-    with serving(*Antiphon(CACHE, os.cpu_count() or 1).arguments(model)) as stack:
+    server = Antiphon(CACHE, os.cpu_count() or 1, (ARGUMENT,))
+    with serving(*server.arguments(model)) as stack:
         return asyncio.run(_windows(case, model, stack, rounds))
 
 

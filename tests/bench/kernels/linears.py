@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.bench.kernels.rounds import Rounds, arguments, read_gb_s, run, setup
-from tests.bench.models import SHAPES, Shape
+from tests.bench.models import PLAIN, Shape
 from tests.bench.summary import Measurement, Summary, here, measured, single
 
 from antiphon.kernels.cpu.linear import Format, PackedWeight
@@ -97,11 +97,14 @@ def measure(shape: Shape, rows: Sequence[int]) -> Summary:
     return here("linears", {"shape": shape.name, **setup()}, measurements)
 
 
+_SHAPES = {shape.name: shape for shape in PLAIN}
+
+
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-135m")
+    parser.add_argument("--shape", choices=sorted(_SHAPES), default="llama-135m")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    run(parser, lambda given: measure(SHAPES[given.shape], given.rows))
+    run(parser, lambda given: measure(_SHAPES[given.shape], given.rows))
 
 
 if __name__ == "__main__":

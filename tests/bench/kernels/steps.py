@@ -120,7 +120,7 @@ def _rows(shape: Shape, case: Case, found: dict[str, Way], rounds: Rounds) -> It
         way.layers_ms.clear()
         way.beside_ms.clear()
     times = rounds.alternate({name: partial(way.step, plan) for name, way in found.items()}, CASE_S)
-    read_bytes = 2 * shape.weights_count + case.rows * case.kv * shape.kv_bytes
+    read_bytes = 2 * shape.read_count(case.rows * case.new) + case.rows * case.kv * shape.kv_bytes
     limit_ms = round(read_bytes / read_gb_s(times) / 1e6, 2)
     title = f"{case.rows} x {case.new} of {case.kv}"
     for name, way in found.items():

@@ -2,14 +2,25 @@
 
 A step reads all weights once and the keys and values of every request, and multiplies every token
 with every weight: it takes as long as the longer of the two, by the machine's measured rates.
-Attention's own products, which no case makes large, are left out; so are sampling and HTTP."""
+Attention's own products are left out, which only the long prompts make large; so are sampling and
+HTTP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.bench.models import LLAMA_135M, QWEN_05B, SMOLLM2, Shape
+from tests.bench.models import (
+    EXPERTS,
+    HYBRID,
+    LATENT,
+    LLAMA_135M,
+    LLAMA_135M_CROWD,
+    LLAMA_135M_LONG,
+    QWEN_05B,
+    SMOLLM2,
+    Shape,
+)
 from tests.bench.serving.load import RandomLengths, SharedPrefix
 
 if TYPE_CHECKING:
@@ -34,7 +45,7 @@ def step_s(
     weight_bytes: int = BF16_BYTES,
 ) -> float:
     """Time of one decode step of so many requests with so many tokens behind each."""
-    read = weight_bytes * shape.weights_count + rows * context_tokens * shape.kv_bytes
+    read = weight_bytes * shape.read_count(rows) + rows * context_tokens * shape.kv_bytes
     return max(read / (device.read_gb_s * 1e9), prefill_s(shape, device, rows))
 
 
@@ -107,16 +118,69 @@ def _output(shape: Shape, must: float, aim: float, **load: int) -> Figure:
     )
 
 
-def _decode(shape: Shape, clients: int, requests: int, must: float, aim: float) -> Case:
-    load = {"rows": clients, "new_tokens": 128, "prompt_tokens": 128, "output": 128}
+def _decode(
+    shape: Shape,
+    clients: int,
+    requests: int,
+    must: float,
+    aim: float,
+    *,
+    prompt: int = 128,
+    output: int = 128,
+) -> Case:
+    load = {"rows": clients, "new_tokens": prompt, "prompt_tokens": prompt, "output": output}
     return Case(
         f"{shape.name}-{clients}",
-        f"{shape.name}, 128 in / 128 out, concurrency {clients}",
+        f"{shape.name}, {prompt:,} in / {output} out, concurrency {clients}",
         shape,
-        RandomLengths(128, 128),
+        RandomLengths(prompt, output),
         clients,
         requests,
         (_output(shape, must, aim, **load),),
+    )
+
+
+def _prefill(name: str, shape: Shape, tokens: int, requests: int, must: float, aim: float) -> Case:
+    return Case(
+        name,
+        f"{shape.name}, prefill of {tokens:,} tokens, one at a time",
+        shape,
+        RandomLengths(tokens, 1),
+        1,
+        requests,
+        (
+            Figure(
+                "prefill",
+                "tok/s",
+                lambda metrics: tokens * 1000 / metrics.e2e_ms.p50,
+                lambda device: tokens / prefill_s(shape, device, tokens),
+                must=must,
+                aim=aim,
+            ),
+        ),
+    )
+
+
+def _token_ms(shape: Shape, prompt: int, must: float, aim: float) -> Case:
+    """Time a token behind a long prompt, which a request is sent for without its first token."""
+    return Case(
+        f"decode-{prompt}",
+        f"{shape.name}, {prompt:,} in / 64 out, one client",
+        shape,
+        RandomLengths(prompt, 64),
+        1,
+        3,
+        (
+            Figure(
+                "time per output token",
+                "ms",
+                lambda metrics: metrics.tpot_ms.p50,
+                lambda device: 1000 * step_s(shape, device, 1, prompt + 32),
+                higher_wins=False,
+                must=must,
+                aim=aim,
+            ),
+        ),
     )
 
 
@@ -153,31 +217,26 @@ _BURST = Case(
     ),
 )
 """It has 8 output tokens, so that no first token waits for another request's last one."""
-_PREFILL = Case(
-    "prefill",
-    f"{LLAMA_135M.name}, prefill of 1,024 tokens, one at a time",
-    LLAMA_135M,
-    RandomLengths(1024, 1),
-    1,
-    5,
-    (
-        Figure(
-            "prefill",
-            "tok/s",
-            lambda metrics: 1024 * 1000 / metrics.e2e_ms.p50,
-            lambda device: 1024 / prefill_s(LLAMA_135M, device, 1024),
-            must=0.95,
-            aim=1.05,
-        ),
-    ),
-)
 CASES = (
     _decode(LLAMA_135M, 1, 4, 1.0, 1.2),
     _decode(LLAMA_135M, 16, 48, 1.1, 1.5),
     _decode(LLAMA_135M, 64, 128, 1.1, 1.5),
-    *(_SHARED_PREFIX, _BURST, _PREFILL),
+    *(_SHARED_PREFIX, _BURST),
+    _prefill("prefill", LLAMA_135M, 1024, 5, 0.95, 1.05),
     _decode(QWEN_05B, 1, 2, 1.0, 1.2),
     _decode(QWEN_05B, 16, 32, 1.1, 1.5),
     _decode(SMOLLM2, 1, 4, 1.0, 1.2),
     _decode(SMOLLM2, 16, 48, 1.1, 1.5),
+    _prefill("prefill-4000", LLAMA_135M_LONG, 4000, 3, 1.15, 1.4),
+    _prefill("prefill-7000", LLAMA_135M_LONG, 7000, 2, 1.15, 1.4),
+    _token_ms(LLAMA_135M_LONG, 7000, 0.74, 0.67),
+    _decode(LLAMA_135M_LONG, 4, 8, 1.2, 1.4, prompt=3000, output=64),
+    _decode(LLAMA_135M_CROWD, 200, 400, 1.3, 1.5, prompt=64, output=48),
+    _decode(EXPERTS, 1, 4, 1.2, 1.5),
+    _decode(EXPERTS, 16, 48, 1.2, 1.5),
+    _prefill("experts-prefill", EXPERTS, 1000, 5, 1.1, 1.4),
+    _decode(LATENT, 1, 4, 1.0, 1.2),
+    _decode(LATENT, 16, 48, 1.1, 1.5),
+    _decode(HYBRID, 1, 4, 1.0, 1.2),
+    _decode(HYBRID, 16, 48, 1.1, 1.5),
 )

@@ -14,7 +14,7 @@ import tarfile
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.bench.models import CONTEXT_TOKENS, Model
+from tests.bench.models import CLIENTS_MAX, Model
 from tests.bench.peers.peer import OURS, TORCH, NotHere, Peer
 
 
@@ -47,15 +47,16 @@ class Antiphon(Peer):
         """Return what it is served with, the port left out."""
         return [
             *("--model-path", str(model.folder), "--served-model-name", model.name),
-            *("--model-threads", str(self.cores), "--dtype", "bfloat16", *self._settings),
+            *("--model-threads", str(self.cores), "--dtype", "bfloat16"),
+            *("--max-running-requests", str(model.shape.clients_max), *self._settings),
         ]
 
 
 LLAMA_SOURCE = "llama-cpp-python"
 LLAMA_VERSION = "0.3.36"
 LLAMA_NUMPY = "numpy==2.4.6"
-SLOTS = 64
 SLOT_TOKENS = 1280
+"""Of a server with many slots: as many as the longest prompt and answer that they are asked."""
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -102,11 +103,14 @@ class LlamaCpp(Peer):
             part.rename(file)
 
     def command(self, model: Model, port: int) -> list[str]:
-        threads = str(self.cores)
+        threads, slots = str(self.cores), model.shape.clients_max
+        tokens = model.shape.context_tokens
+        if slots >= CLIENTS_MAX:
+            tokens = min(tokens, SLOT_TOKENS)
         return [
             *(str(self._server), "-m", str(self._file(model)), "--alias", model.name),
             *("--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads),
-            *("-c", str(SLOTS * SLOT_TOKENS), "-np", str(SLOTS), "-b", "2048", "-ub", "512"),
+            *("-c", str(slots * tokens), "-np", str(slots), "-b", "2048", "-ub", "512"),
             # Its fused attention was the slower one in a trial of 16 clients.
             *("-fa", "off"),
         ]
@@ -246,8 +250,8 @@ class Vllm(Peer):
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model.folder), "--served-model-name", model.name),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--dtype", "bfloat16", "--max-model-len", str(CONTEXT_TOKENS)),
-            *("--max-num-seqs", "64", "--enable-prompt-tokens-details"),
+            *("--dtype", "bfloat16", "--max-model-len", str(model.shape.context_tokens)),
+            *("--max-num-seqs", str(model.shape.clients_max), "--enable-prompt-tokens-details"),
         ]
 
     @property
