@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
     from antiphon.model_worker.batching.rows import StepRows
-    from antiphon.model_worker.batching.state import Progress, SampledTokens
+    from antiphon.model_worker.batching.state import AnyProgress
     from antiphon.wire.command import Admit
     from antiphon.wire.ids import RequestId
 
@@ -187,9 +187,9 @@ class StepWorker:
         resumed = clock()
         if previous is not None and outcome is not None:
             self._commit(previous, outcome)
-        progress, sampled = self.core.take_progress()
+        progress = self.core.take_progress()
         committed = clock()
-        self._send(progress, sampled)
+        self._send(progress)
         sent = clock()
         self._forget_ended()
         plan_ns = planned - began
@@ -219,8 +219,8 @@ class StepWorker:
             self._capacity_due_s = now + CAPACITY_PERIOD_S
             core.capacity()
 
-    def _send(self, progress: Sequence[Progress], sampled: SampledTokens | None) -> None:
-        self.output.step(self.steps, progress, sampled)
+    def _send(self, progress: Sequence[AnyProgress]) -> None:
+        self.output.step(self.steps, progress)
         self.messages = [encode(message) for _, message in self.output.take()]
 
     def _commands(self) -> CommandBatch | None:

@@ -171,7 +171,7 @@ class ModelLoop:
 
     def _read(self, report: StepReport) -> None:
         self.reports.append(report)
-        for news in self._reader.read(report.progress, report.sampled):
+        for news in self._reader.read(report.progress):
             self.outputs[news.key].progress.append(news)
 
 

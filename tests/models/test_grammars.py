@@ -111,7 +111,7 @@ class Worker:
         reader = ProgressReader()
         while not self.engine.core.idle or mail.runs:
             report = self.loop.turn(mail)
-            for news in reader.read(report.progress, report.sampled):
+            for news in reader.read(report.progress):
                 said[news.key].ids += unpack_ids(news.ids)
                 said[news.key].finish = news.finish
             mail = Mail()

@@ -25,7 +25,9 @@ from antiphon.model_worker.batching.state import (
     EngineLimits,
     Finish,
     Phase,
+    Progress,
     RequestState,
+    SampledTokens,
 )
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
         StepPlan,
     )
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.state import Progress
 
 VOCAB_SIZE = 40
 SALT = b"s" * 32
@@ -401,34 +402,41 @@ class World:
             assert not reported.ids
             reported.returned = True
             self.seen["returned"] += 1
-        for progress in report.progress:
-            reported = self.reported[progress.key]
-            if reported.dropped and progress.finish and progress.finish.error:
-                # A request of the same mail took its place in the queue, just before the drop.
-                assert progress.finish.error.code == "overloaded"
-                continue
-            assert not reported.dropped, "a dropped choice was reported"
-            assert not reported.returned, "what was given back was reported"
-            assert reported.finish is None, "a choice ended twice, or went on after its end"
-            assert progress.start == len(reported.ids), "ids are missing or were reported before"
-            reported.ids += unpack_ids(progress.ids)
-            reported.logprobs += self._logprobs(reported, progress)
-            reported.finish = progress.finish
-            if progress.finish is not None:
-                error = progress.finish.error
-                self.seen[error.code if error else str(progress.finish.reason)] += 1
-            self.seen["cached"] += progress.cached_tokens > 0
-        if (sampled := report.sampled) is not None:
-            values = np.full(len(sampled), np.nan)
-            values = values if sampled.logprobs is None else sampled.logprobs
-            columns = sampled.keys, sampled.offsets, sampled.ids, values
-            for key, offset, token, logprob in zip(*(c.tolist() for c in columns), strict=True):
-                reported = self.reported[ChoiceKey(key)]
-                assert reported.live, "a token of a choice that has ended"
-                assert offset == len(reported.ids), "a token is missing or was reported before"
-                reported.ids.append(token)
-                reported.logprobs += [logprob] if reported.sampled_only else []
-                self.seen["sampled"] += 1
+        for news in report.progress:
+            if isinstance(news, Progress):
+                self._receive_progress(news)
+            else:
+                self._receive_sampled(news)
+
+    def _receive_progress(self, progress: Progress) -> None:
+        reported = self.reported[progress.key]
+        if reported.dropped and progress.finish and progress.finish.error:
+            # A request of the same mail took its place in the queue, just before the drop.
+            assert progress.finish.error.code == "overloaded"
+            return
+        assert not reported.dropped, "a dropped choice was reported"
+        assert not reported.returned, "what was given back was reported"
+        assert reported.finish is None, "a choice ended twice, or went on after its end"
+        assert progress.start == len(reported.ids), "ids are missing or were reported before"
+        reported.ids += unpack_ids(progress.ids)
+        reported.logprobs += self._logprobs(reported, progress)
+        reported.finish = progress.finish
+        if progress.finish is not None:
+            error = progress.finish.error
+            self.seen[error.code if error else str(progress.finish.reason)] += 1
+        self.seen["cached"] += progress.cached_tokens > 0
+
+    def _receive_sampled(self, sampled: SampledTokens) -> None:
+        values = np.full(len(sampled), np.nan)
+        values = values if sampled.logprobs is None else sampled.logprobs
+        columns = sampled.keys, sampled.offsets, sampled.ids, values
+        for key, offset, token, logprob in zip(*(c.tolist() for c in columns), strict=True):
+            reported = self.reported[ChoiceKey(key)]
+            assert reported.live, "a token of a choice that has ended"
+            assert offset == len(reported.ids), "a token is missing or was reported before"
+            reported.ids.append(token)
+            reported.logprobs += [logprob] if reported.sampled_only else []
+            self.seen["sampled"] += 1
 
     def _logprobs(self, reported: Reported, progress: Progress) -> list[float]:
         """The logprobs that come with new tokens, from the token store or beside them."""

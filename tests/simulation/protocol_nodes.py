@@ -16,7 +16,13 @@ from antiphon.detokenizer.machine import READS, Action, Detokenizer, SendStop
 from antiphon.gateway.owner.actions import Action as OwnerAction
 from antiphon.gateway.owner.actions import Deliver, StreamEvent, TextDelta
 from antiphon.gateway.owner.machine import Owner
-from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
+from antiphon.model_worker.batching.state import (
+    AnyProgress,
+    ChoiceKey,
+    Finish,
+    Progress,
+    RequestState,
+)
 from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.core import SchedulerCore
@@ -508,12 +514,14 @@ class WorkerNode(Node):
         plain = self._random.random() < 0.5
         sampled = {int(one.key): self._sample(one) for one in running if plain and one.plain}
         others = [one for one in running if one.key not in sampled]
-        progress = [self._advance(one, self._random.randint(1, 3)) for one in others]
+        progress: list[AnyProgress] = []
+        progress += [self._advance(one, self._random.randint(1, 3)) for one in others]
         if running:
             self.step += 1
             self.running = deque(one for one in self.running if one.said < len(one.answer))
-            tokens = self.engine.sampled(sampled) if sampled else None
-            self.output.step(self.step, progress, tokens, link_up=self.network.up)
+            if sampled:
+                progress.append(self.engine.sampled(sampled))
+            self.output.step(self.step, progress, link_up=self.network.up)
         self._publish()
 
     def _give_back(self) -> None:

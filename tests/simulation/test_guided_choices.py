@@ -225,7 +225,7 @@ class World:
         self._reader = ProgressReader()
 
     def receive(self, report: StepReport) -> None:
-        for news in self._reader.read(report.progress, report.sampled):
+        for news in self._reader.read(report.progress):
             self.ids[news.key] += unpack_ids(news.ids)
             if news.finish is not None:
                 self.ends[news.key] = news.finish

@@ -130,7 +130,7 @@ class World:
                     self.mailbox.drop(key)
 
     def report(self, report: StepReport) -> None:
-        self.output.step(report.step, report.progress, report.sampled)
+        self.output.step(report.step, report.progress)
 
     def work(self) -> None:
         mail = self.mailbox.take(wait=False)

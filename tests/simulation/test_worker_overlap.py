@@ -128,7 +128,7 @@ class Stage:
     def receive(self, report: StepReport) -> None:
         self.reports.append(report)
         self.done += report.done
-        for progress in self._reader.read(report.progress, report.sampled):
+        for progress in self._reader.read(report.progress):
             self.progress.append(progress)
             reported = self.reported[progress.key]
             assert not reported.dropped, "a dropped choice was reported"

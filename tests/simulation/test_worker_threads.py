@@ -18,7 +18,7 @@ from tests.support import worker
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
-from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, Progress
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (
     ContinueWorker,
@@ -78,18 +78,17 @@ class BusSide:
         self.done += report.done
         # What was on its way when a choice was dropped is not received.
         dropped = {key for key, reported in self.world.reported.items() if reported.dropped}
-        gone = [progress for progress in report.progress if progress.key in dropped]
-        self.seen["crossed"] += len(gone)
-        kept = tuple(progress for progress in report.progress if progress.key not in dropped)
+        kept: list[AnyProgress] = []
+        for news in report.progress:
+            if isinstance(news, Progress):
+                here = np.array([news.key not in dropped])
+                kept += [news] if here.all() else []
+            else:
+                here = ~np.isin(news.keys, list(dropped))
+                kept.append(news.take(here))
+            self.seen["crossed"] += int(np.count_nonzero(~here))
         returned = tuple(key for key in report.returned if key not in dropped)
-        sampled = report.sampled
-        if sampled is not None:
-            here = ~np.isin(sampled.keys, list(dropped))
-            self.seen["crossed"] += len(here) - int(np.count_nonzero(here))
-            sampled = sampled.take(here)
-        self.world.receive(
-            msgspec.structs.replace(report, progress=kept, returned=returned, sampled=sampled)
-        )
+        self.world.receive(msgspec.structs.replace(report, progress=kept, returned=returned))
         return True
 
     def receive_until(self, holds: Callable[[], bool]) -> None:

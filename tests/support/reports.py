@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.batching.state import ChoiceKey, Progress, SampledTokens
+from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, Progress, SampledTokens
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.token_outputs import TokenOutputs
 
@@ -24,13 +24,16 @@ class ProgressReader:
     def __init__(self) -> None:
         self._last: dict[ChoiceKey, Progress] = {}
 
-    def read(
-        self, progress: Sequence[Progress], sampled: SampledTokens | None
-    ) -> tuple[Progress, ...]:
+    def read(self, progress: Sequence[AnyProgress]) -> tuple[Progress, ...]:
         """What one report or one `EngineCore.take_progress` says, in its order."""
-        self._last |= {news.key: news for news in progress}
-        tokens = () if sampled is None else tuple(self._tokens(sampled))
-        return (*progress, *tokens)
+        found: list[Progress] = []
+        for news in progress:
+            if isinstance(news, Progress):
+                self._last[news.key] = news
+                found.append(news)
+            else:
+                found += self._tokens(news)
+        return tuple(found)
 
     def _tokens(self, sampled: SampledTokens) -> Iterator[Progress]:
         columns = sampled.slots, sampled.keys, sampled.offsets, sampled.ids

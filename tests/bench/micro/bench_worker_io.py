@@ -73,11 +73,11 @@ class ProtocolSide:
         count = len(self.tokens)
         sampled = self.engine.sampled(self.tokens, self.logprobs)
         sizes = {"seconds": 0.01, "tokens": count, "rows": count, "running": count}
-        return report(self.steps, pages_free=1, pages_evictable=1, sampled=sampled, **sizes)
+        return report(self.steps, pages_free=1, pages_evictable=1, progress=[sampled], **sizes)
 
     def take_in(self, report: StepReport) -> list[bytes]:
         """All that is done of a step until its messages are bytes."""
-        self.output.step(report.step, report.progress, report.sampled)
+        self.output.step(report.step, report.progress)
         messages = [encode(batch) for _, batch in self.output.take()]
         self.accounting.record(report, 1.0)
         if self.accounting.full:

@@ -111,7 +111,7 @@ class Steps:
 
     def progress(self) -> tuple[Progress, ...]:
         """What happened since the last call, choice by choice."""
-        return self._reader.read(*self.batching.take_progress())
+        return self._reader.read(self.batching.take_progress())
 
     def lengths(self, rows: StepRows) -> list[tuple[int, int]]:
         """The key and length of each row."""

@@ -73,10 +73,10 @@ class Desk:
     def sample(self, step: int, token: int) -> None:
         """A step of which only a token is reported."""
         sampled = self.engine.sampled({KEY: token})
-        self._take_in(worker.report(step, sampled=sampled, **SIZES))
+        self._take_in(worker.report(step, progress=[sampled], **SIZES))
 
     def _take_in(self, report: StepReport) -> None:
-        self.output.step(report.step, report.progress, report.sampled)
+        self.output.step(report.step, report.progress)
         self.output.take()
         self.accounts.record(report, 10.0 + report.step)
 

@@ -11,6 +11,7 @@ import msgspec
 from tests.support.worker import WORKER, FakeEngine, admit, process
 from tests.unit.model_worker.test_output import LENGTH, Bench
 
+from antiphon.model_worker.batching.state import Progress
 from antiphon.model_worker.protocol.worker_output import Action, RunChoice, WorkerOutput
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import Abort, Admit, ResendTokens, StopChoice, TokenCursor
@@ -22,7 +23,7 @@ from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs, pack_f
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.model_worker.batching.state import Progress, SampledTokens
+    from antiphon.model_worker.batching.state import AnyProgress, SampledTokens
     from antiphon.wire.base import Process
     from antiphon.wire.tokens import TokenRow
 
@@ -133,7 +134,7 @@ class World:
     def step(self, link_up: bool) -> None:
         self._steps += 1
         self.seen["down"] += not link_up
-        progress: list[Progress] = []
+        progress: list[AnyProgress] = []
         sampled: list[RunningChoice] = []
         for one in list(self.running.values()):
             if one.slot is None or one.params.top or self.chance(0.1):
@@ -141,13 +142,14 @@ class World:
                     progress.append(self.extend(one))
             elif self.chance(0.9):
                 sampled.append(one)
-        tokens = self.sample(sampled) if sampled else None
+        if sampled:
+            progress.insert(self.random.randint(0, len(progress)), self.sample(sampled))
         for key in self.dropped:
             self.running.pop(key, None)
             self.engine.retract(key)
         self.dropped.clear()
-        ended = self.both(lambda out: out.step(self._steps, progress, tokens, link_up=link_up))
-        assert not ended or any(news.finish for news in progress)
+        ended = self.both(lambda out: out.step(self._steps, progress, link_up=link_up))
+        assert not ended or any(isinstance(news, Progress) and news.finish for news in progress)
 
     def extend(self, one: RunningChoice) -> Progress:
         start = len(one.ids)

@@ -20,6 +20,7 @@ from tests.unit.model_worker.test_service import (
 )
 
 from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.state import Progress
 from antiphon.model_worker.observability.recording import read
 from antiphon.model_worker.observability.watchdog import LoopHung
 from antiphon.model_worker.startup.engine import Engine
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.state import Progress, SampledTokens
+    from antiphon.model_worker.batching.state import AnyProgress
 
 
 def dumping_to(folder: Path) -> Settings:
@@ -177,11 +178,14 @@ async def test_hung_step_ends_the_process_and_leaves_its_plans(tmp_path: Path) -
 class BrokenProgress(EngineCore):
     """Reports progress that cannot be added, once the warm-up is over."""
 
-    def take_progress(self) -> tuple[Sequence[Progress], SampledTokens | None]:
-        progress, sampled = super().take_progress()
-        if self.limits.weight_version == "broken":
-            progress = tuple(msgspec.structs.replace(news, start=-1) for news in progress)
-        return progress, sampled
+    def take_progress(self) -> Sequence[AnyProgress]:
+        progress = super().take_progress()
+        if self.limits.weight_version != "broken":
+            return progress
+        return [
+            msgspec.structs.replace(news, start=-1) if isinstance(news, Progress) else news
+            for news in progress
+        ]
 
 
 async def test_progress_that_cannot_be_added_ends_its_request_alone(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def progress_of(
     found: list[Progress] = []
     while mail.runs or not engine.core.idle:
         report, mail = loop.turn(mail), Mail()
-        found += reader.read(report.progress, report.sampled)
+        found += reader.read(report.progress)
     return found
 
 

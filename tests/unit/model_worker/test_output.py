@@ -91,7 +91,7 @@ class Bench:
 
     def sample(self, tokens: Mapping[int, int], **fields: bool) -> None:
         """A step that adds one token to each of these choices."""
-        self.output.step(1, (), self.engine.sampled(tokens), **fields)
+        self.output.step(1, [self.engine.sampled(tokens)], **fields)
 
     def rows(self) -> list[TokenRow]:
         """What is to be sent, with columns expanded."""

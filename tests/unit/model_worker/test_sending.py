@@ -88,7 +88,7 @@ class Stage:
     def sample(self, token: int) -> bool:
         """A step that adds this token to each request."""
         tokens = self.engine.sampled(dict.fromkeys(KEYS, token))
-        return self.sender.take_in(report(token, sampled=tokens, running=3))
+        return self.sender.take_in(report(token, progress=[tokens], running=3))
 
     def resend(self) -> None:
         self.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))

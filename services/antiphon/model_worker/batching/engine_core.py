@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.page_budget import Capacity
     from antiphon.model_worker.batching.plan import StepOutcome
-    from antiphon.model_worker.batching.state import Progress, SampledTokens
+    from antiphon.model_worker.batching.state import AnyProgress
     from antiphon.model_worker.cache.pages import CachePools
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.model_worker.speculation.policy import Speculation
@@ -87,9 +87,7 @@ class EngineCore:
         self._requests: dict[ChoiceKey, Request] = {}
         self._arrivals = 0
         self._rows_launched = 0
-        self._log = ProgressLog(
-            self.batch, limits.weight_version, limits.stream_interval, self._fail_alone
-        )
+        self._log = ProgressLog(self.batch, limits.weight_version, limits.stream_interval)
         self._outcomes = OutcomeProcessor(
             batch=self.batch,
             pending=self._pending_grammar,
@@ -151,7 +149,6 @@ class EngineCore:
         """
         if (request := self._requests.get(key)) is None:
             return
-        self._log.close_step()
         if kept is not None and request.phase is Phase.RUNNING:
             self.batch.cache_prefix(request, request.prompt_tokens + kept)
         self._free(request)
@@ -171,7 +168,6 @@ class EngineCore:
         Empty only if nothing is left to do, or nothing before launched rows are committed.
         """
         self.expire(now)
-        self._log.close_step()  # whose requests may lose their slots
         scheduled, rows = self.planner.schedule(now), NO_ROWS
         if len(scheduled.decodes) or scheduled.drafted or scheduled.chunks:
             rows = self.batch.launch(*scheduled)
@@ -231,7 +227,6 @@ class EngineCore:
         if request.phase is Phase.ENDED:
             return
         request.finish = Finish.failed(error)
-        self._log.close_step()
         self._log.refuse(request.key, request.finish)
         try:
             self._free(request)
@@ -256,7 +251,6 @@ class EngineCore:
 
         Only while no step is in flight.
         """
-        self._log.close_step()
         running = list(self.running.values())
         match mode:
             case PauseMode.ABORT:
@@ -276,7 +270,6 @@ class EngineCore:
         shared any more; prefilling requests start again, and prompt logprobs that were not sent are
         discarded, since the output will be that of other weights.
         """
-        self._log.close_step()
         prefilling = [request for request in self.running.values() if request.prefilling]
         self._do_each(prefilling, self.planner.retract)
         self._do_each(list(self._requests.values()), self._reset_prefill)
@@ -294,8 +287,8 @@ class EngineCore:
         """Evict every cached page that no request holds; return how many."""
         return self.index.clear()
 
-    def take_progress(self) -> tuple[Sequence[Progress], SampledTokens | None]:
-        """What happened to each choice since the last call."""
+    def take_progress(self) -> Sequence[AnyProgress]:
+        """What happened to the choices since the last call, in its order."""
         return self._log.take()
 
     def capacity(self) -> Capacity:
@@ -352,7 +345,6 @@ class EngineCore:
                 self._fail_alone(request, error)
 
     def _end(self, request: Request, finish: Finish | None = None) -> None:
-        self._log.close_step()  # else its last token would be reported with the finish, and again
         request.finish = request.finish or finish
         self._log.report(request)
         self._free(request)

@@ -28,7 +28,7 @@ from antiphon.model_worker.batching.plan import (
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
-from antiphon.model_worker.batching.state import ChoiceKey, Progress, SampledTokens
+from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
     ContinueWorker,
@@ -65,8 +65,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     seconds: float = 0.0  # duration of the step; 0 in a turn that launched none
     tokens: int = 0  # in the launched plan
     rows: int = 0
-    progress: Sequence[Progress]
-    sampled: SampledTokens | None = None  # of choices that are not in `progress`
+    progress: Sequence[AnyProgress]  # in its order
     credit: Capacity
     running: int
     waiting: int
@@ -205,15 +204,13 @@ class BatchingLoop:
         # May end a request, whose finish is part of the progress.
         credit = self._measure_capacity(now, anew=bool(started))
         prefill_rows, prefill_tokens = len(rows) - rows.verified, rows.prefill_tokens
-        progress, sampled = core.take_progress()
         drafts = core.draft_counts
         return StepReport(
             step=self._step,
             seconds=seconds,
             tokens=tokens,
             rows=len(rows),
-            progress=progress,
-            sampled=sampled,
+            progress=core.take_progress(),
             credit=credit,
             running=len(core.running),
             waiting=len(core.waiting),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import SlotSet, StepRows
     from antiphon.model_worker.batching.running_batch import RunningBatch
-    from antiphon.model_worker.batching.state import ChoiceKey
+    from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey
     from antiphon.model_worker.grammar.executor import PendingGrammarRows
     from antiphon.model_worker.speculation.policy import Speculation
 
@@ -32,22 +32,14 @@ class ProgressLog:
     """What happened to each choice since the last report.
 
     `interval` is the minimum number of output tokens to report; the first ones and the last ones
-    are reported at once. `fail` ends a request whose progress cannot be made.
+    are reported at once.
     """
 
-    def __init__(
-        self,
-        batch: RunningBatch,
-        weights: str,
-        interval: int,
-        fail: Callable[[Request, Exception], None],
-    ) -> None:
+    def __init__(self, batch: RunningBatch, weights: str, interval: int) -> None:
         self.weights = weights  # name of those that sample the tokens
         self.interval = interval
         self._batch = batch
-        self._fail = fail
-        self._progress: list[Progress] = []
-        self._sampled: SampledTokens | None = None
+        self._progress: list[AnyProgress] = []
 
     def refuse(self, key: ChoiceKey, finish: Finish) -> None:
         """Report a choice that ended before it had any outputs here, or whose state is broken."""
@@ -55,14 +47,12 @@ class ProgressLog:
 
     def report(self, request: Request) -> None:
         """Report what is new of one request, if that is enough or the last."""
-        self.close_step()
         new = request.outputs_count - request.reported
         if request.finish is not None or new >= self.interval or (new and not request.reported):
             self.report_all(request)
 
     def report_all(self, request: Request) -> None:
         """Report what is new of one request, however little."""
-        self.close_step()
         if request.finish is None and request.outputs_count == request.reported:
             return
         self._progress.append(request.progress(self.weights))
@@ -72,37 +62,22 @@ class ProgressLog:
     def add_sampled(
         self, slots: SlotSet, outputs: Longs, ids: Ints, logprobs: Floats | None
     ) -> None:
-        """Report the token that each of these has sampled after so many outputs, all (R,).
-
-        It is all that happened to them in a step.
-        """
+        """Report the token that each of these has sampled after so many outputs, all (R,)."""
         batch = self._batch
         batch.reported[slots.at] = outputs + 1
-        self._sampled = SampledTokens(
+        sampled = SampledTokens(
             slots=slots.slots,
             keys=batch.keys[slots.at].copy(),
             offsets=outputs.astype(np.int32),
             ids=ids,
             logprobs=logprobs,
         )
+        self._progress.append(sampled)
 
-    def close_step(self) -> None:
-        """Let more follow the tokens of a step: they are reported one by one."""
-        sampled, self._sampled = self._sampled, None
-        if sampled is not None:
-            self._batch.reported[sampled.slots] = sampled.offsets
-            for slot in sampled.slots.tolist():
-                request = self._batch.running[slot]
-                try:
-                    self.report(request)
-                except Exception as error:  # noqa: BLE001  # logged there
-                    self._fail(request, error)
-
-    def take(self) -> tuple[Sequence[Progress], SampledTokens | None]:
-        """All since the last call. Of a choice that is in both, `Progress` comes first."""
-        sampled, self._sampled = self._sampled, None
+    def take(self) -> Sequence[AnyProgress]:
+        """All since the last call, in its order."""
         progress, self._progress = self._progress, []
-        return progress, sampled
+        return progress
 
 
 @dataclass(kw_only=True)
@@ -122,7 +97,6 @@ class OutcomeProcessor:
 
     def commit(self, rows: StepRows, outcome: StepOutcome) -> None:
         """Commit the rows that are still current."""
-        self.log.close_step()
         rows = self.batch.placed(rows)
         sound = self.batch.is_current(rows) & (outcome.computed > 0)
         index = sound.nonzero()[0]
@@ -167,7 +141,6 @@ class OutcomeProcessor:
                 self.fail(request, error)
 
     def _commit_late(self, late: PendingGrammarRow) -> None:
-        self.log.close_step()
         finishes = late.task.result()
         self.batch.land(late.request, 1, 1)
         self._accept_several(late.request, late.outcome, late.index, finishes)

@@ -162,6 +162,9 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
+AnyProgress = Progress | SampledTokens
+
+
 class Phase(Enum):
     """Phase of a choice. It may alternate between the first two until it ends."""
 

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.model_worker.batching.state import Progress
 from antiphon.model_worker.observability.metrics import WorkerMetrics, WorkerSize
 from antiphon.telemetry.tracing import Span, span
 from antiphon.wire.codec import id_count
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from antiphon.model_worker.batching.loop import StepReport
-    from antiphon.model_worker.batching.state import ChoiceKey, Progress
+    from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey
     from antiphon.model_worker.protocol.worker_output import RunChoice
     from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
     from antiphon.telemetry.metrics import Metrics
@@ -99,8 +100,10 @@ class StepAccounting:
 
 
 def _output_tokens(report: StepReport) -> int:
-    sampled = 0 if report.sampled is None else len(report.sampled)
-    return sampled + sum(news.end - news.start for news in report.progress)
+    return sum(
+        news.end - news.start if isinstance(news, Progress) else len(news)
+        for news in report.progress
+    )
 
 
 class SlidingSum:
@@ -257,10 +260,10 @@ class WorkerRequestLog:
         here = span("worker.generate", run.traceparent, request_id=run.state.request_id).start()
         self._entries[run.key] = _LoggedChoice(run, here, now)
 
-    def step(self, progress: Iterable[Progress], now: float) -> None:
+    def step(self, progress: Iterable[AnyProgress], now: float) -> None:
         """Note first tokens and ends. Neither is among the sampled tokens of a report."""
         for news in progress:
-            if (entry := self._entries.get(news.key)) is None:
+            if not isinstance(news, Progress) or (entry := self._entries.get(news.key)) is None:
                 continue
             if entry.first_s is None and news.end > news.start:
                 entry.first_s = now - entry.began

@@ -75,7 +75,7 @@ class TokenSender:
         except Exception:
             # It may be half taken in, so it is not taken in again: its requests end.
             log.exception("report failed", extra={"step": report.step})
-            self._output.fail_step(report.progress, report.sampled)
+            self._output.fail_step(report.progress)
             return True
         finally:
             self.lock.release()
@@ -85,7 +85,7 @@ class TokenSender:
         output, link_up = self._output, self._bus.link.up
         if report.started:
             output.started(report.started)
-        ended = output.step(report.step, report.progress, report.sampled, link_up=link_up)
+        ended = output.step(report.step, report.progress, link_up=link_up)
         if link_up and self._bus.transport.any_thread:
             self._publish()
         return ended or output.has_failed or (link_up and output.has_unsent)

@@ -25,7 +25,7 @@ from antiphon.wire.heartbeat import RunningRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from antiphon.model_worker.batching.state import SampledTokens
+    from antiphon.model_worker.batching.state import AnyProgress, SampledTokens
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import InstanceId, RequestId
@@ -194,14 +194,7 @@ class WorkerOutput:
         orphans = [held for held in self._held.values() if held.owner == owner]
         return [action for held in orphans for action in self._forget(held)]
 
-    def step(
-        self,
-        step: int,
-        progress: Iterable[Progress],
-        sampled: SampledTokens | None = None,
-        *,
-        link_up: bool = True,
-    ) -> bool:
+    def step(self, step: int, progress: Iterable[AnyProgress], *, link_up: bool = True) -> bool:
         """Take in what a step did; return whether a choice has ended.
 
         Choices that were dropped meanwhile are skipped. While the link is down no stream is plain:
@@ -210,13 +203,13 @@ class WorkerOutput:
         self._outbox.step = max(self._outbox.step, step)
         if not link_up:
             self._plain.close_all()
-        ended = [self._extend(news) for news in progress]
-        if sampled is not None:
-            columns, others = self._plain.take(sampled)
-            self._outbox.put_columns(columns)
-            if others is not None:
-                self._add_sampled(others)
-        return any(ended)
+        ended = False
+        for news in progress:
+            if isinstance(news, Progress):
+                ended |= self._extend(news)
+            else:
+                self._add_sampled(news)
+        return ended
 
     def _extend(self, news: Progress) -> bool:
         """Add the progress of a choice; return whether it has ended."""
@@ -238,19 +231,22 @@ class WorkerOutput:
         return True
 
     def _add_sampled(self, sampled: SampledTokens) -> None:
-        """Add a token to each choice whose stream is not plain."""
-        for key, offset in zip(sampled.keys.tolist(), sampled.offsets.tolist(), strict=True):
+        """Add a token to each of these choices; those of plain streams go into columns."""
+        columns, others = self._plain.take(sampled)
+        self._outbox.put_columns(columns)
+        if others is None:
+            return
+        for key, offset in zip(others.keys.tolist(), others.offsets.tolist(), strict=True):
             if (known := self._choices.get(key)) is not None:
                 held, choice = known
                 choice.length = offset + 1
                 self._outbox.put(held)
 
-    def fail_step(self, progress: Iterable[Progress], sampled: SampledTokens | None) -> None:
+    def fail_step(self, progress: Iterable[AnyProgress]) -> None:
         """End all requests of a step that could not be taken in."""
-        keys = [news.key for news in progress]
-        if sampled is not None:
-            keys += map(ChoiceKey, sampled.keys.tolist())
-        self._fail(keys)
+        for news in progress:
+            one = isinstance(news, Progress)
+            self._fail([news.key] if one else map(ChoiceKey, news.keys.tolist()))
 
     @property
     def has_failed(self) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.mailbox import Mail
-from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, Progress, RequestState
 from antiphon.model_worker.speculation.policy import Speculation, StepCosts
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.service.startup import CannotStart
@@ -62,7 +62,7 @@ def warm_up(
             loop, core.speculation, core.limits.running_max
         )
         log.info("step costs", extra={"tokens": costs.tokens, "seconds": costs.seconds})
-    return msgspec.structs.replace(report, progress=(), sampled=None)
+    return msgspec.structs.replace(report, progress=())
 
 
 def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -> StepCosts:
@@ -169,8 +169,9 @@ def _run(
     while ended < requests:
         reports.append(loop.turn(mail))
         for news in reports[-1].progress:
-            if news.finish is not None and news.finish.error is not None:
-                raise CannotStart(f"warmup failed: {news.finish.error.message}")
-            ended += news.finish is not None
+            finish = news.finish if isinstance(news, Progress) else None
+            if finish is not None and finish.error is not None:
+                raise CannotStart(f"warmup failed: {finish.error.message}")
+            ended += finish is not None
         mail = Mail()
     return reports[-1], reports
