@@ -151,7 +151,7 @@ def test_what_is_moved_at_any_token_goes_on_as_if_it_had_stayed(worker: Worker) 
     whole_state = state(schema(), 3)
     (whole,) = worker.run(whole_state)
     moved = [
-        msgspec.structs.replace(whole_state, output_ids=pack_ids(whole.ids[:cut]), emitted=cut)
+        msgspec.structs.replace(whole_state, output_ids=pack_ids(whole.ids[:cut]))
         for cut in range(0, len(whole.ids) + 1, 3)
     ]
     assert {tuple(said.ids) for said in worker.run(*moved)} == {tuple(whole.ids)}

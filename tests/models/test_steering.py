@@ -317,5 +317,5 @@ def test_an_answer_that_moves_to_another_worker_is_penalised_as_before(llama: Pa
     sampling = {"frequency_penalty": 0.6, "repetition_penalty": 1.3, "temperature": 0.8}
     whole = run(llama, state(2, **sampling))[0].ids
     for cut in (1, 7, 23):
-        moved = state(2, output_ids=pack_ids(whole[:cut]), emitted=cut, **sampling)
+        moved = state(2, output_ids=pack_ids(whole[:cut]), **sampling)
         assert run(llama, moved)[0].ids == whole[cut:]

@@ -24,7 +24,6 @@ from antiphon.model_worker.batching.state import (
     ChoiceKey,
     EngineLimits,
     Finish,
-    Phase,
     Progress,
     RequestState,
     SampledTokens,
@@ -506,7 +505,7 @@ class World:
     def check_slots(self) -> None:
         """The arrays by slot say what the requests there say."""
         running, batch = self.batching.running, self.batching.batch
-        assert all(request.phase is Phase.RUNNING for request in running.values())
+        assert all(request.running for request in running.values())
         assert len(running) + batch.free_count == self.limits.running_max
         live = [reported for reported in self.reported.values() if reported.live]
         assert len(live) == len(running) + len(self.batching.waiting)
@@ -557,7 +556,7 @@ class World:
             for key, reported in self.reported.items()
             if reported.live
         }
-        waiting = {key: r for key, r in waiting.items() if r.phase is Phase.WAITING}
+        waiting = {key: r for key, r in waiting.items() if not (r.running or r.ended)}
         overdue = [
             key
             for key, since in self._overtaken.items()

@@ -413,7 +413,7 @@ def test_a_choice_that_is_moved_at_any_token_goes_on_as_if_it_had_stayed() -> No
         whole, reason, _ = alone(state)
         for cut in range(len(whole)):
             outputs = pack_ids(whole[:cut])
-            moved = msgspec.structs.replace(state, output_ids=outputs, emitted=cut)
+            moved = msgspec.structs.replace(state, output_ids=outputs)
             moved = msgspec.msgpack.decode(msgspec.msgpack.encode(moved), type=RequestState)
             (key,) = world.send([moved])
             world.drain()

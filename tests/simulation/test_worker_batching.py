@@ -81,7 +81,7 @@ def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
     whole, _ = world.alone(state)
     for moved_at in range(1, 30):
         outputs = pack_ids(whole[:moved_at])
-        moved = msgspec.structs.replace(state, output_ids=outputs, emitted=moved_at)
+        moved = msgspec.structs.replace(state, output_ids=outputs)
         moved = msgspec.msgpack.decode(msgspec.msgpack.encode(moved), type=RequestState)
         world.reported[key] = Reported(moved, ids=whole[:moved_at])
         world.turn(Mail(runs={key: moved}))

@@ -20,7 +20,6 @@ from antiphon.model_worker.batching.state import (
     ChoiceKey,
     EngineLimits,
     Finish,
-    Phase,
     RequestState,
 )
 from antiphon.model_worker.batching.timeouts import Timeouts
@@ -149,7 +148,7 @@ class EngineCore:
         """
         if (request := self._requests.get(key)) is None:
             return
-        if kept is not None and request.phase is Phase.RUNNING:
+        if kept is not None and request.running:
             self.batch.cache_prefix(request, request.prompt_tokens + kept)
         self._free(request)
 
@@ -224,7 +223,7 @@ class EngineCore:
 
     def _end_failed(self, request: Request, error: EngineError) -> None:
         """End a request whose own state may be broken; nothing more is reported of it."""
-        if request.phase is Phase.ENDED:
+        if request.ended:
             return
         request.finish = Finish.failed(error)
         self._log.refuse(request.key, request.finish)
@@ -330,7 +329,7 @@ class EngineCore:
 
     def _end_overdue(self, overdue: Iterable[tuple[Request, EngineError]]) -> None:
         for request, error in list(overdue):
-            if request.phase is not Phase.ENDED:
+            if not request.ended:
                 self._end_each([request], Finish.failed(error))
 
     def _end_each(self, requests: Iterable[Request], finish: Finish) -> None:
@@ -350,7 +349,7 @@ class EngineCore:
         self._free(request)
 
     def _free(self, request: Request) -> None:
-        if request.phase is Phase.RUNNING:
+        if request.running:
             self.batch.release(request)
         else:
             self.waiting.discard(request)

@@ -16,7 +16,6 @@ from antiphon.model_worker.batching.faults import RequestFault
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import NO_SLOTS, SlotSet
 from antiphon.model_worker.batching.running_batch import RunningBatch, ScheduledRow, pages_needed
-from antiphon.model_worker.batching.state import EngineLimits, Phase, QueueKey, RequestState
 from antiphon.service.priority import OvertakeTracker, PriorityPolicy
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
+    from antiphon.model_worker.batching.state import EngineLimits, QueueKey, RequestState
     from antiphon.model_worker.batching.timeouts import Timeouts
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.cache.radix import Prefix
@@ -519,7 +519,7 @@ class WaitingQueue:
 def _waiting(ticket: Ticket) -> Request | None:
     """The request, if it still waits and has not left and come back."""
     request, retractions = ticket[0](), ticket[1]
-    if request is None or request.phase is not Phase.WAITING or request.retractions != retractions:
+    if request is None or request.running or request.ended or request.retractions != retractions:
         return None
     return request
 

@@ -14,7 +14,6 @@ from antiphon.model_worker.batching.request import PendingPrefix, Request
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.cache.pages import PageTable
 
 WORTH_TOKENS = 32
@@ -39,23 +38,21 @@ class PrefixSharing:
     checkpoints: StateCheckpoints | None
 
     def __post_init__(self) -> None:
-        self._leaders: dict[bytes, list[tuple[int, Request]]] = {}
-        self._led: dict[ChoiceKey, tuple[bytes, int]] = {}
+        self._leaders: dict[bytes, list[Request]] = {}
         self._numbers = count(1)
 
     def register(self, request: Request) -> None:
         """Let other requests wait for the prefix of one that has started."""
         if request.length > self.page_tokens:
-            first_page, number = self._first_page(request), next(self._numbers)
-            self._led[request.key] = first_page, number
-            self._leaders.setdefault(first_page, []).append((number, request))
+            request.leader_number = next(self._numbers)
+            self._leaders.setdefault(self._first_page(request), []).append(request)
 
     def unregister(self, request: Request) -> None:
-        if (led := self._led.pop(request.key, None)) is not None:
-            first_page, number = led
-            leaders = self._leaders[first_page]
-            leaders.remove((number, request))
-            if not leaders:
+        if request.leader_number:
+            request.leader_number = 0
+            first_page = self._first_page(request)
+            self._leaders[first_page].remove(request)
+            if not self._leaders[first_page]:
                 del self._leaders[first_page]
 
     def should_wait(self, request: Request, cached_tokens: Callable[[Request], int]) -> bool:
@@ -69,13 +66,13 @@ class PrefixSharing:
         # prompt is compared with each leader once, not in each step in which it is next.
         passed, least = request.passed_leaders
         passed = passed if cached >= least else 0
-        for number, leader in leaders:
-            if number <= passed:
+        for leader in leaders:
+            if leader.leader_number <= passed:
                 continue
             if (following := self._follow(request, leader, cached)) is not None:
                 request.following = following
                 return True
-        request.passed_leaders = leaders[-1][0], cached
+        request.passed_leaders = leaders[-1].leader_number, cached
         return False
 
     def shared_tokens(self, request: Request) -> int:

@@ -12,7 +12,6 @@ from antiphon.model_worker.batching.state import (
     WIRE_IDS,
     ChoiceKey,
     Finish,
-    Phase,
     Progress,
     QueueKey,
     RequestState,
@@ -56,8 +55,10 @@ class Request:
         touched: The step in which that match was last protected from eviction.
         cache_key: Its key in the prefix cache while it waits, and the namespace.
         following: The request that prefills its prefix now.
-        passed_leaders: The last prefilling request that shares no prefix with it, and its cached
-            tokens then; see `PrefixSharing`.
+        leader_number: Its number among the prefilling requests, whose prefixes others may share;
+            0 if it is none. See `PrefixSharing`.
+        passed_leaders: That of the last one that shares no prefix with it, and its cached tokens
+            then.
         namespace: Digest of the weights that computed its pages.
         matcher: Its grammar matcher, if it has a grammar.
         filter: The tokens that its logits processors allow; made when it first gets a slot.
@@ -67,9 +68,9 @@ class Request:
 
     __slots__ = (
         "__weakref__", "_details", "_length", "_reported", "arrival", "batch", "cache_key",
-        "cached_tokens", "end_ids", "filter", "finish", "following", "found_tokens", "key",
-        "matcher", "namespace", "outputs", "overtaken_before_s", "overtaken_s", "passed_leaders",
-        "phase", "place", "prefix", "prompt", "prompt_logprob_cursor",
+        "cached_tokens", "end_ids", "ended", "filter", "finish", "following", "found_tokens", "key",
+        "leader_number", "matcher", "namespace", "outputs", "overtaken_before_s", "overtaken_s",
+        "passed_leaders", "place", "prefix", "prompt", "prompt_logprob_cursor",
         "prompt_tokens", "queued_s", "rank", "retractions", "scores", "slot", "stalled",
         "started_s", "state", "stepwise", "table", "tokens_max", "touched", "urgent",
     )  # fmt: skip
@@ -94,7 +95,7 @@ class Request:
         self.queued_s = queued_s
         self.place = place
         self.rank = place[0]
-        self.phase = Phase.WAITING
+        self.ended = False
         self.prompt: Ints = np.frombuffer(state.prompt_ids, WIRE_IDS)
         self.outputs = outputs
         self.prompt_tokens = len(self.prompt)
@@ -108,7 +109,7 @@ class Request:
         self.slot = -1
         self.table: PageTable | None = None
         self._length = self.prompt_tokens + before
-        self._reported = state.emitted
+        self._reported = before
         self.retractions = 0
         self.prompt_logprob_cursor = _prompt_cursor(state.sampling, self.prompt_tokens, before)
         self._details: list[TokenOutputs] = []
@@ -120,6 +121,7 @@ class Request:
         self.prefix: tuple[int, Prefix] | None = None
         self.touched: int | None = None
         self.following: PendingPrefix | None = None
+        self.leader_number = 0
         self.passed_leaders: tuple[int, int] = (0, 0)
         self.cache_key: tuple[bytes, CacheKey] | None = None
         self.namespace = b""
@@ -127,6 +129,11 @@ class Request:
         self.scores = outputs_max == 0 and not before
         if outputs_max <= before and not self.scores:
             self.finish = Finish.at_length()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has a slot. It waits otherwise, or has `ended`."""
+        return self.batch is not None
 
     @property
     def length(self) -> int:
@@ -185,8 +192,8 @@ class Request:
 
     def start(self, batch: SlotArrays, slot: int, table: PageTable, now: float) -> None:
         """Run it in a slot, with a page table that holds its cached prefix."""
-        assert self.phase is Phase.WAITING, "a request was started twice"
-        self.phase = Phase.RUNNING
+        assert not self.running, "a request was started twice"
+        assert not self.ended, "a request was started after its end"
         self.batch, self.slot, self.table = batch, slot, table
         self.found_tokens = table.committed
         if self.started_s is None:
@@ -196,16 +203,15 @@ class Request:
 
     def leave(self) -> None:
         """Give up its slot and its table; its numbers are its own again."""
-        assert self.phase is Phase.RUNNING, "only a running request has a slot"
+        assert self.running, "only a running request has a slot"
         self._length, self._reported = self.length, self.reported
-        self.phase = Phase.WAITING
         self.batch, self.slot, self.table = None, -1, None
         self.prefix = self.following = self.cache_key = None
         self.passed_leaders = (0, 0)
 
     def end(self) -> None:
         """Mark it as ended. It has no slot any more."""
-        self.phase = Phase.ENDED
+        self.ended = True
         self.following = None
 
     def promote(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NewType
 
 import msgspec
@@ -76,8 +75,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
     choice: int
     prompt_ids: bytes  # int32, little-endian, as are `output_ids`
-    output_ids: bytes = b""
-    emitted: int = 0  # output ids that were already sent, by this worker or another
+    output_ids: bytes = b""  # that were sent before, by this worker or another
     sampling: SamplingParams
     priority: int = 0
     cache_salt: bytes = b""  # only requests of the same salt find the cached prefix
@@ -163,11 +161,3 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 AnyProgress = Progress | SampledTokens
-
-
-class Phase(Enum):
-    """Phase of a choice. It may alternate between the first two until it ends."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    ENDED = "ended"

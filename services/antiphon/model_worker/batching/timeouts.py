@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Overloaded
@@ -21,22 +20,17 @@ class Timeouts:
 
     A request has one of them. Once it was started it is no longer subject to the queue timeout:
     should it be retracted, only the running timeout counts. A request that has ended is forgotten
-    at once: its prompt may be long, and its timeout hours away. Few wait or run at once, so a
-    sorted list serves.
+    at once: its prompt may be long, and its timeout hours away.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
+        self.next_due: float | None = None
         self._queue_s = limits.queue_timeout_s
         self._running_s = limits.running_timeout_s
-        self._order: list[tuple[float, int]] = []  # due time and arrival
-        self._requests: dict[int, tuple[float, Request]] = {}
+        self._due_s: dict[Request, float] = {}
 
     def __len__(self) -> int:
-        return len(self._requests)
-
-    @property
-    def next_due(self) -> float | None:
-        return self._order[0][0] if self._order else None
+        return len(self._due_s)
 
     def arrived(self, request: Request) -> None:
         """Start the queue timeout, counted from when the request was first queued anywhere."""
@@ -50,16 +44,16 @@ class Timeouts:
             self._put(request, now + self._running_s)
 
     def ended(self, request: Request) -> None:
-        if (found := self._requests.pop(request.arrival, None)) is not None:
-            del self._order[bisect_left(self._order, (found[0], request.arrival))]
+        if self._due_s.pop(request, None) == self.next_due:
+            self.next_due = min(self._due_s.values(), default=None)
 
     def any_due(self, now: float) -> bool:
-        return bool(self._order) and now >= self._order[0][0]
+        return self.next_due is not None and now >= self.next_due
 
     def take_due(self, now: float) -> Iterator[tuple[Request, EngineError]]:
         while self.any_due(now):
-            _, arrival = self._order.pop(0)
-            _, request = self._requests.pop(arrival)
+            request = min(self._due_s, key=self._due_s.__getitem__)
+            self.ended(request)
             if request.started_s is not None:
                 yield request, DeadlineExceeded(f"running timeout: {self._running_s:g} s")
             else:
@@ -68,5 +62,5 @@ class Timeouts:
                 yield request, error
 
     def _put(self, request: Request, due_s: float) -> None:
-        insort(self._order, (due_s, request.arrival))
-        self._requests[request.arrival] = (due_s, request)
+        self._due_s[request] = due_s
+        self.next_due = due_s if self.next_due is None else min(self.next_due, due_s)

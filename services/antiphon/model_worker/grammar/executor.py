@@ -14,7 +14,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.state import Finish, Phase
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import StepOutcome
     from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.state import Finish
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 PATIENCE_S = 0.005
@@ -207,7 +207,7 @@ class PendingGrammarRows:
         rows, self._rows = self._rows, []
         for late in rows:
             request = late.request
-            if request.phase is Phase.ENDED:
+            if request.ended:
                 self.executor.cancel(late.task)
             elif late.task.done:
                 request.stalled = False

@@ -17,7 +17,6 @@ from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, Re
 from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import PlainStreams, TokenOutbox
-from antiphon.wire.codec import id_count
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
 from antiphon.wire.heartbeat import RunningRequest
@@ -437,7 +436,6 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 choice=output.choice,
                 prompt_ids=admit.prompt_ids,
                 output_ids=output.output_ids,
-                emitted=id_count(output.output_ids),
                 sampling=admit.sampling,
                 priority=admit.priority,
                 cache_salt=admit.cache_salt,
