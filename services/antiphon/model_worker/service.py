@@ -386,7 +386,7 @@ class ModelWorker:
     def _on_queued_report(self, report: StepReport) -> None:
         """Do the rest in the event loop's thread: end, requeue, reply, publish."""
         self._attempt(self._accounting.process_pending)
-        self._attempt(self._apply, self._output.take_failed)
+        self._attempt(self._apply, self._output.take_actions)
         if report.returned:
             self._attempt(self._apply, self._output.requeued, report.returned)
             self._runtime.health.changed()  # so that the leader is informed now
@@ -428,7 +428,7 @@ class ModelWorker:
 
     def _on_tick(self, now_ms: int) -> None:
         self._apply(self._output.tick, now_ms)
-        self._apply(self._output.take_failed)
+        self._apply(self._output.take_actions)
         self._publish_kv_events()
         self._requeue_waiting(now_ms)
         held, overrun_tokens = self._output.held_count, self._output.overrun_tokens

@@ -495,10 +495,10 @@ def test_what_cannot_be_given_back_ends_and_what_is_beside_it_is_given_back(
     bench = Bench(admit("a"), admit("b"))
     real = WorkerOutput._requeue
 
-    def give_back(output: WorkerOutput, held: HeldRequest) -> list[Action]:
+    def give_back(output: WorkerOutput, held: HeldRequest) -> None:
         if held.request_id == "a":
             raise AssertionError("a bug, on purpose")
-        return real(output, held)
+        real(output, held)
 
     monkeypatch.setattr(WorkerOutput, "_requeue", give_back)
     actions = bench.output.requeued([ChoiceKey(1), ChoiceKey(2)])

@@ -182,7 +182,7 @@ def test_requests_of_a_step_that_cannot_be_taken_in_end(
         broken.setattr(owner, name, fail)
         assert stage.sample(2)
     assert stage.output.live_count == 0
-    assert stage.output.take_failed() == [DropChoice(ChoiceKey(key)) for key in KEYS]
+    assert stage.output.take_actions() == [DropChoice(ChoiceKey(key)) for key in KEYS]
     stage.sender.publish()
     reader = ColumnReader()
     ends = [row for batch in stage.wire.sent for row in reader.rows(batch) if row.finish_reason]

@@ -88,7 +88,7 @@ class TokenSender:
         ended = output.step(report.step, report.progress, link_up=link_up)
         if link_up and self._bus.transport.any_thread:
             self._publish()
-        return ended or output.has_failed or (link_up and output.has_unsent)
+        return ended or output.has_actions or (link_up and output.has_unsent)
 
     def _publish(self) -> None:
         for detokenizer, batch in self._output.take():

@@ -94,7 +94,7 @@ class WorkerOutput:
         self._tombstones = AttemptTombstones(TOMBSTONE_MS)
         self._lists: dict[Process, tuple[int, int]] = {}  # version, received at
         self._keys = count(1)
-        self._failed: list[Action] = []  # drops that follow from errors here
+        self._actions: list[Action] = []  # that the loop was not given yet
 
     @property
     def live_count(self) -> int:
@@ -127,17 +127,16 @@ class WorkerOutput:
         # Another worker's are those for a previous process of this one.
         if batch.worker != self.process or not self.commands.accepts(batch, now_ms, offset_ms):
             return []
-        actions: list[Action] = []
         for command in batch.commands:
             try:
                 if isinstance(command, Admit):
-                    self._admit(command, now_ms, actions)
+                    self._admit(command, now_ms)
                 else:
-                    self._abort(command, actions)
+                    self._abort(command)
             except Exception:
                 log.exception("command failed", extra={"request_id": command.request_id})
                 self._fail_request(command.request_id)
-        return [*actions, *self.take_failed()]
+        return self.take_actions()
 
     def stop(self, message: StopChoice) -> list[Action]:
         """End a choice, or all of a request, for its detokenizer; ignore other detokenizers."""
@@ -149,9 +148,11 @@ class WorkerOutput:
         ):
             return []
         if message.choice is None:
-            return self._stop(held, held.choices)
-        chosen = [choice for choice in held.choices if choice.index == message.choice]
-        return self._stop(held, chosen, message.offset)
+            self._stop(held, held.choices)
+        else:
+            chosen = [choice for choice in held.choices if choice.index == message.choice]
+            self._stop(held, chosen, message.offset)
+        return self.take_actions()
 
     def resend(self, message: ResendTokens) -> list[Action]:
         """Send a detokenizer all of its requests again, from the offsets that it expects."""
@@ -181,17 +182,16 @@ class WorkerOutput:
                 listed = {line.request_id for line in message.opened}
                 gone |= self._unlisted(message.owner, listed, now_ms)
                 self._repeat_ends(message.owner, listed)
-        return [
-            action
-            for request_id in gone
-            if (held := self._held.get(request_id)) is not None and held.owner == message.owner
-            for action in self._forget(held)
-        ]
+        for request_id in gone:
+            if (held := self._held.get(request_id)) is not None and held.owner == message.owner:
+                self._forget(held)
+        return self.take_actions()
 
     def owner_died(self, owner: Process) -> list[Action]:
         self._lists.pop(owner, None)
-        orphans = [held for held in self._held.values() if held.owner == owner]
-        return [action for held in orphans for action in self._forget(held)]
+        for held in [held for held in self._held.values() if held.owner == owner]:
+            self._forget(held)
+        return self.take_actions()
 
     def step(self, step: int, progress: Iterable[AnyProgress], *, link_up: bool = True) -> bool:
         """Take in what a step did; return whether a choice has ended.
@@ -248,14 +248,14 @@ class WorkerOutput:
             self._fail([news.key] if one else map(ChoiceKey, news.keys.tolist()))
 
     @property
-    def has_failed(self) -> bool:
-        """Whether `take_failed` would return anything."""
-        return bool(self._failed)
+    def has_actions(self) -> bool:
+        """Whether `take_actions` would return anything."""
+        return bool(self._actions)
 
-    def take_failed(self) -> list[Action]:
-        """Choices that the loop has to drop, because their progress could not be added or sent."""
-        failed, self._failed = self._failed, []
-        return failed
+    def take_actions(self) -> list[Action]:
+        """What the loop has to do: also for choices whose progress could not be added or sent."""
+        actions, self._actions = self._actions, []
+        return actions
 
     def _fail_request(self, request_id: RequestId) -> None:
         if (held := self._held.get(request_id)) is not None:
@@ -268,7 +268,7 @@ class WorkerOutput:
                 self._plain.close(choice)
                 choice.fail(Finish.failed(Internal("internal error")))
                 self._outbox.put(held)
-                self._failed.append(DropChoice(key))
+                self._actions.append(DropChoice(key))
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
         """Note that the batching loop has started these choices: they are not requeued any more."""
@@ -292,18 +292,17 @@ class WorkerOutput:
         ]
 
     def requeued(self, keys: Iterable[ChoiceKey]) -> list[Action]:
-        drops: list[Action] = []
         for key in keys:
             if key in self._choices:
                 held, _ = self._choices[key]
                 try:
-                    drops += self._requeue(held)
+                    self._requeue(held)
                 except Exception:
                     # The loop has dropped it: without an end or a requeue it would hang.
                     log.exception("requeue failed", extra={"request_id": held.request_id})
                     held.requeued = False
                     self._fail_request(held.request_id)
-        return [*drops, *self.take_failed()]
+        return self.take_actions()
 
     def refuse(self, key: ChoiceKey, error: EngineError) -> None:
         self.step(self._outbox.step, [Progress(key=key, finish=Finish.failed(error))])
@@ -311,26 +310,24 @@ class WorkerOutput:
     def tick(self, now_ms: int) -> list[Action]:
         """Free, and later forget, requests past their deadline; called several times a second."""
         self.commands.tick(now_ms)
-        actions: list[Action] = []
         for held in list(self._held.values()):
             if now_ms >= held.due_ms + FORGOTTEN_AFTER_MS:
-                actions += self._forget(held)
+                self._forget(held)
             elif now_ms >= held.due_ms + FREED_AFTER_MS:
-                actions += self._stop(held, [choice for choice in held.choices if choice.live])
+                self._stop(held, [choice for choice in held.choices if choice.live])
         self._tombstones.expire(now_ms)
         self._lists = {
             owner: (version, received_ms)
             for owner, (version, received_ms) in self._lists.items()
             if received_ms + FORGOTTEN_AFTER_MS > now_ms
         }
-        return actions
+        return self.take_actions()
 
     def take(self) -> list[tuple[InstanceId, TokenBatch]]:
         """All unsent tokens, as numbered messages, ready to be published in this order."""
         return self._outbox.take()
 
-    def _admit(self, admit: Admit, now_ms: int, actions: list[Action]) -> None:
-        """Hold a request. Its actions are appended at once, whatever fails after it."""
+    def _admit(self, admit: Admit, now_ms: int) -> None:
         due_ms = self._our_time_ms(admit.deadline_unix_ms, admit.owner)
         if now_ms >= due_ms + FREED_AFTER_MS:
             return
@@ -343,7 +340,7 @@ class WorkerOutput:
         held = HeldRequest(admit, keys, now_ms, due_ms)
         runs = _runs(admit, held)
         if known is not None:
-            actions += self._stop(known, known.choices)
+            self._stop(known, known.choices)
         self._held[held.request_id] = held
         for choice in held.choices:
             self._choices[choice.key] = (held, choice)
@@ -354,16 +351,16 @@ class WorkerOutput:
         elif self.draining or self.live_count > self.live_max:
             self._requeue(held)
         else:
-            actions += runs
+            self._actions += runs
 
-    def _requeue(self, held: HeldRequest) -> list[Action]:
+    def _requeue(self, held: HeldRequest) -> None:
         """Requeue a request for another attempt. Heartbeats list it until the leader aborts it."""
         assert not held.started, "a request that was started cannot be requeued"
         held.requeued = True
         self.requeued_count += 1
-        return self._stop(held, held.choices)
+        self._stop(held, held.choices)
 
-    def _abort(self, abort: Abort, actions: list[Action]) -> None:
+    def _abort(self, abort: Abort) -> None:
         if (held := self._held.get(abort.request_id)) is None:
             self._tombstones.add(abort.request_id, abort.attempt)  # the admit may still arrive
             return
@@ -371,12 +368,12 @@ class WorkerOutput:
             return
         if abort.error is None:
             self._tombstones.add(abort.request_id, abort.attempt)
-            actions += self._forget(held)
+            self._forget(held)
             return
         error = decode_error(abort.error)
         for choice in held.choices:
             if choice.live:
-                actions.append(DropChoice(choice.key))
+                self._actions.append(DropChoice(choice.key))
                 self.refuse(choice.key, error)
 
     def _unlisted(self, owner: Process, listed: set[RequestId], now_ms: int) -> set[RequestId]:
@@ -405,26 +402,24 @@ class WorkerOutput:
 
     def _stop(
         self, held: HeldRequest, choices: Iterable[HeldChoice], offset: int | None = None
-    ) -> list[Action]:
-        drops: list[Action] = []
+    ) -> None:
+        kept = None if offset is None else max(0, offset)
         for choice in choices:
             self._plain.close(choice)
             if self._choices.pop(choice.key, None) is not None:
-                drops.append(DropChoice(choice.key, None if offset is None else max(0, offset)))
+                self._actions.append(DropChoice(choice.key, kept))
             try:
                 self.overrun_tokens += choice.stop(offset)
             except Exception:
                 # The loop has to drop it, and the other choices, all the same.
                 log.exception("stop failed", extra={"request_id": held.request_id})
                 choice.silence()
-        return drops
 
-    def _forget(self, held: HeldRequest) -> list[Action]:
-        drops = self._stop(held, held.choices)
+    def _forget(self, held: HeldRequest) -> None:
+        self._stop(held, held.choices)
         del self._held[held.request_id]
         self._outbox.remove(held)
         self._tombstones.add(held.request_id, held.attempt)
-        return drops
 
 
 def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
