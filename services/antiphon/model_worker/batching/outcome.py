@@ -118,9 +118,11 @@ class OutcomeProcessor:
         if rows.drafts:
             for row in range(rows.decodes, rows.verified):
                 with self._alone(rows.slots, row) as request:
-                    drafts, place = rows.drafts[row - rows.decodes], index.item(row)
-                    self._note_drafts(request, drafts, outcome, place)
-                    self.batch.land(request, 1 + len(drafts), outcome.computed.item(place))
+                    drafts, place = len(rows.drafts[row - rows.decodes]), index.item(row)
+                    accepted = outcome.computed.item(place)
+                    if self.speculation is not None:
+                        self.speculation.verified(request.slot, drafts, accepted - 1)
+                    self.batch.land(request, 1 + drafts, accepted)
                     self._accept_several(request, outcome, place, finishes.get(row, ()))
             others = np.delete(np.arange(len(rows)), slice(rows.decodes, rows.verified))
             finishes = _of(finishes, others)
@@ -133,17 +135,14 @@ class OutcomeProcessor:
         for late in self.pending.take_done():
             request = late.request
             try:
-                if request.batch is self.batch and late.generation == self._generation(request):
-                    self._commit_late(late)
+                if request.running and late.generation == self._generation(request):
+                    finishes = late.task.result()
+                    self.batch.land(request, 1, 1)
+                    self._accept_several(request, late.outcome, late.index, finishes)
                 elif request.matcher is not None:  # retracted: it samples them again
                     request.matcher.rollback()
             except Exception as error:  # noqa: BLE001  # logged there
                 self.fail(request, error)
-
-    def _commit_late(self, late: PendingGrammarRow) -> None:
-        finishes = late.task.result()
-        self.batch.land(late.request, 1, 1)
-        self._accept_several(late.request, late.outcome, late.index, finishes)
 
     def _generation(self, request: Request) -> int:
         return self.batch.generation.item(request.slot)
@@ -255,16 +254,12 @@ class OutcomeProcessor:
             elif full[row]:
                 finish = Finish.at_length()
             with self._alone(slots, row) as request:
-                self._finish_row(request, outcome, index.item(row), finish, kept=not ends[row])
+                place, kept = index.item(row), int(not ends[row])
+                self._finish_row(request, outcome, place, finish, accepted=1, kept=kept)
         if alone < len(slots):
             rest = ~singly
             some = None if logprobs is None else logprobs[rest]
             self.log.add_sampled(slots.take(rest), outputs[rest], tokens[rest], some)
-
-    def _note_drafts(self, request: Request, drafts: Ints, outcome: StepOutcome, row: int) -> None:
-        if self.speculation is not None:
-            right = outcome.computed.item(row) - 1
-            self.speculation.verified(request.slot, len(drafts), right)
 
     def _accept_several(
         self,
@@ -288,10 +283,7 @@ class OutcomeProcessor:
                 break
         logprobs = batch.logprobs.accepted(request, outcome, index, len(tokens))
         batch.extend(request, tokens[:kept], None if logprobs is None else logprobs[:kept])
-        rowwise = batch.logprobs.rowwise[request.slot]
-        write_outputs(request, outcome, index, accepted=len(tokens), kept=kept if rowwise else 0)
-        request.finish = finish
-        self._settle(request, sampled=True)
+        self._finish_row(request, outcome, index, finish, accepted=len(tokens), kept=kept)
 
     def _finish_row(
         self,
@@ -300,11 +292,12 @@ class OutcomeProcessor:
         index: int,
         finish: Finish | None,
         *,
-        kept: bool,
+        accepted: int,
+        kept: int,
     ) -> None:
-        """Finish, cache or report one request after a token of its was sampled."""
-        rowwise = self.batch.logprobs.rowwise[request.slot]
-        write_outputs(request, outcome, index, accepted=1, kept=int(kept and rowwise))
+        """Finish, cache or report one request, after `kept` of `accepted` tokens were appended."""
+        kept = kept if self.batch.logprobs.rowwise[request.slot] else 0
+        write_outputs(request, outcome, index, accepted=accepted, kept=kept)
         request.finish = finish
         self._settle(request, sampled=True)
 

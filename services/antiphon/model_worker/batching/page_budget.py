@@ -110,26 +110,18 @@ class PageBudget:
 
     def reclaimable(self) -> Callable[[Request], list[int]]:
         """A function: pages by group that retracting a request frees, reserved ones included."""
-        batch = self._batch
-        left = [
-            (growth + held).tolist()
-            for growth, held in zip(self.growth(), batch.pages_held, strict=True)
-        ]
-        holes = [
-            (entries - held).tolist()
-            for entries, held in zip(batch.entries, batch.pages_held, strict=True)
-        ]
+        batch, growths = self._batch, self.growth()
 
         def of(request: Request) -> list[int]:
-            # What was cached when the request started may be shared with others, but for what a
-            # window has left behind, and a state from its first row on.
-            cached, slot = request.found_tokens, request.slot
-            return [
-                left[index][slot] - max(0, group.table_len(cached) - holes[index][slot])
-                if index not in self._pools.states
-                else left[index][slot]
-                for index, group in enumerate(self._pools.groups)
-            ]
+            gains: list[int] = []
+            for index, group in enumerate(self._pools.groups):
+                held = batch.pages_held[index].item(request.slot)
+                gains.append(growths[index].item(request.slot) + held)
+                if index not in self._pools.states:  # a state is its own from its first row on
+                    # What was cached when it started may be shared, but for a window's holes.
+                    holes = batch.entries[index].item(request.slot) - held
+                    gains[-1] -= max(0, group.table_len(request.found_tokens) - holes)
+            return gains
 
         return of
 

@@ -136,6 +136,12 @@ class Request:
         return self.batch is not None
 
     @property
+    def running_table(self) -> PageTable:
+        """Its page table, while it runs."""
+        assert self.table is not None, "a running request has no pages"
+        return self.table
+
+    @property
     def length(self) -> int:
         """Number of known tokens: prompt and outputs."""
         return self._length if self.batch is None else self.batch.length.item(self.slot)

@@ -189,8 +189,7 @@ class RunningBatch(SlotArrays):
 
     def release(self, request: Request) -> None:
         """Release the slot and the pages of a request. It waits then, or is about to end."""
-        slot, table = request.slot, request.table
-        assert table is not None, "a running request has no pages"
+        slot, table = request.slot, request.running_table
         self.prefix_sharing.unregister(request)
         table.release()
         request.leave()
@@ -240,14 +239,10 @@ class RunningBatch(SlotArrays):
     def short(self, slots: SlotSet) -> Flags:
         """(R,) which of these have no page for their next token."""
         if self.pools.states:
-            return np.array(
-                [not self._covers_next(slot) for slot in slots.slots.tolist()], np.bool_
-            )
+            ends = zip(slots.slots.tolist(), self.scheduled[slots.at].tolist(), strict=True)
+            tables = [(self.running[slot].running_table, end) for slot, end in ends]
+            return np.array([not table.covers(end + 1) for table, end in tables], np.bool_)
         return self.scheduled[slots.at] >= self.covered[slots.at]
-
-    def _covers_next(self, slot: int) -> bool:
-        table = self.running[slot].table
-        return table is not None and table.covers(self.scheduled.item(slot) + 1)
 
     def add_pages(self, slots: Ints) -> None:
         """Add a page in each group to the tables of these slots. They are free."""
@@ -258,9 +253,7 @@ class RunningBatch(SlotArrays):
             entries[slots] += 1
             self.pages_held[group][slots] += 1
             for slot, page in zip(slots.tolist(), pages, strict=True):
-                table = self.running[slot].table
-                assert table is not None, "a running request has no pages"
-                table.append(group, page)
+                self.running[slot].running_table.append(group, page)
         self.covered[slots] += self.pools.page_tokens
 
     def launch(
@@ -360,8 +353,7 @@ class RunningBatch(SlotArrays):
         if self.pools.states:
             for row, slot in enumerate(verified.tolist(), start=rows.decodes):
                 request = self.running[slot]
-                assert request.table is not None, "a running request has no pages"
-                for chain in request.table.chains.values():
+                for chain in request.running_table.chains.values():
                     chain.recall()
                 self._launch_states(request, rows.starts.item(row) + 1, 1)
         self.scheduled[verified] = ends[rows.decodes : rows.verified]
@@ -422,8 +414,7 @@ class RunningBatch(SlotArrays):
             self._decoding = None
 
     def _recall(self, request: Request, computed: int) -> None:
-        slot, table = request.slot, request.table
-        assert table is not None, "a running request has no pages"
+        slot, table = request.slot, request.running_table
         for chain in table.chains.values():
             chain.recall()
         self.computed[slot] = self.scheduled[slot] = self.base[slot] = computed
@@ -471,8 +462,7 @@ class RunningBatch(SlotArrays):
 
     def trim(self, request: Request) -> None:
         """Release the pages that neither launched rows nor the next one can need."""
-        slot, table = request.slot, request.table
-        assert table is not None, "a running request has no pages"
+        slot, table = request.slot, request.running_table
         ahead = self.scheduled.item(slot) + self.drafted.item(slot)
         table.truncate(max(request.length, ahead + 1))
         self.update(request)
@@ -501,8 +491,7 @@ class RunningBatch(SlotArrays):
 
     def settle(self, request: Request) -> PageTable:
         """The table of a running request, with all of its computed tokens committed."""
-        table = request.table
-        assert table is not None, "a running request has no pages"
+        table = request.running_table
         computed = request.computed
         if table.committed != computed:
             table.commit(computed)
@@ -523,8 +512,7 @@ class RunningBatch(SlotArrays):
 
     def update(self, request: Request) -> None:
         """Copy what has changed of the page table of a running request."""
-        slot, table = request.slot, request.table
-        assert table is not None, "a running request has no pages"
+        slot, table = request.slot, request.running_table
         if table.revision != self._revisions[slot]:
             self._rewrite(request, table)
             return
@@ -539,16 +527,13 @@ class RunningBatch(SlotArrays):
         """(R, 1 + W) the states that each row reads and writes, -1 beyond those of a row."""
         listed: list[list[int]] = []
         for slot, start in zip(rows.slots.slots.tolist(), rows.starts.tolist(), strict=True):
-            table = self.running[slot].table
-            assert table is not None, "a running request has no pages"
-            listed.append(table.chains[group].states(start))
+            listed.append(self.running[slot].running_table.chains[group].states(start))
         widest = max(map(len, listed))
         padded = [states + [HOLE] * (widest - len(states)) for states in listed]
         return np.array(padded, np.int32)
 
     def _launch_states(self, request: Request, end: int, writes: int) -> None:
-        assert request.table is not None, "a running request has no pages"
-        for chain in request.table.chains.values():
+        for chain in request.running_table.chains.values():
             chain.launch(end, writes)
 
     def _rewrite(self, request: Request, table: PageTable) -> None:
