@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.plan import (
-    PLAIN,
     Biases,
     Floats,
     Ints,
@@ -75,8 +74,6 @@ class LogitsProcessors:
 
         `base` (S,) is where the first row of a slot begins.
         """
-        if self.idle:
-            return PLAIN
         masks, masked = self._masks(rows, current)
         return SamplingPart(
             penalties=self._penalties(rows, current, base),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import msgspec
+
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseWorker, SetWeightVersion
 from antiphon.wire.errors import Overloaded
-
-if TYPE_CHECKING:
-    from antiphon.model_worker.batching.state import ChoiceKey, RequestState
-    from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 ControlCommand = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
 """Operator commands to the loop. They are applied between two steps, in the order given."""
@@ -20,23 +18,18 @@ COMMANDS_MAX = 64
 """Maximum number of pending commands: the loop takes all of them before each step."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Mail:
+class Mail(msgspec.Struct, kw_only=True):
     """Everything that was posted since the loop last looked.
 
     `drops` have the number of outputs that are part of the response, or None where it is unknown.
     `requeues` are the choices of requests that go to another worker if none of them was started.
     """
 
-    runs: dict[ChoiceKey, RequestState] = field(default_factory=dict["ChoiceKey", "RequestState"])
-    matchers: dict[ChoiceKey, GrammarMatcher] = field(
-        default_factory=dict["ChoiceKey", "GrammarMatcher"]
-    )
-    drops: dict[ChoiceKey, int | None] = field(default_factory=dict["ChoiceKey", "int | None"])
-    requeues: dict[tuple[ChoiceKey, ...], None] = field(
-        default_factory=dict["tuple[ChoiceKey, ...]", None]
-    )
-    commands: list[ControlCommand] = field(default_factory=list["ControlCommand"])
+    runs: dict[ChoiceKey, RequestState] = {}
+    matchers: dict[ChoiceKey, GrammarMatcher] = {}
+    drops: dict[ChoiceKey, int | None] = {}
+    requeues: dict[tuple[ChoiceKey, ...], None] = {}
+    commands: list[ControlCommand] = []
 
     def __bool__(self) -> bool:
         return bool(self.runs or self.drops or self.requeues or self.commands)

@@ -222,7 +222,8 @@ class OutcomeProcessor:
         index (R,) rows of the outcome; finishes by grammar, of those that have one
         """
         batch = self.batch
-        tokens, outputs = _one_token_each(outcome, index), batch.output_counts(slots)
+        tokens = _one_token_each(outcome, index)
+        outputs = batch.length[slots.at] - batch.prompt[slots.at]
         ends = batch.are_ends(slots, tokens)
         if finishes:
             ends[[row for row, brought in finishes.items() if brought[0] is not None]] = True

@@ -428,10 +428,6 @@ class RunningBatch(SlotArrays):
         for slot in rows.slots.slots[self.is_current(rows)].tolist():
             self.resume(self.running[slot], self.computed.item(slot))
 
-    def output_counts(self, slots: SlotSet) -> Longs:
-        """(R,) output tokens of each of these so far."""
-        return self.length[slots.at] - self.prompt[slots.at]
-
     def append(self, slots: SlotSet, outputs: Longs, ids: Ints, logprobs: Floats | None) -> None:
         """Append a sampled token to the `outputs` tokens of each of these; all (R,)."""
         offsets = outputs % CHUNK_TOKENS

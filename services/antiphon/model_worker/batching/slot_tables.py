@@ -103,8 +103,7 @@ class SlotTables:
     """
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        states = [index for index, group in enumerate(groups) if group.kind is GroupKind.STATE]
-        self._states = {index: number for number, index in enumerate(states)}
+        self._are_states = [group.kind is GroupKind.STATE for group in groups]
         self._tables = [np.full((_SLOTS, _ENTRIES), HOLE, np.int32) for _ in groups]
         self._lengths = [np.zeros(_SLOTS, np.int64) for _ in groups]  # (S,) places written
         self._sampling = SamplingColumns.zeros(_SLOTS)
@@ -133,8 +132,10 @@ class SlotTables:
         if plan.changes is not None:
             self.apply(plan.changes)
         tables, sampling = self._of(plan.slot)
-        if self._states:
-            tables = self._with_states(tables, plan.states)
+        if plan.states:
+            states = iter(plan.states)
+            pairs = zip(tables, self._are_states, strict=True)
+            tables = tuple([next(states) if is_state else table for table, is_state in pairs])
         return msgspec.structs.replace(plan, page_tables=tables, sampling=sampling)
 
     def snapshot(self) -> SlotChanges:
@@ -158,14 +159,6 @@ class SlotTables:
                 ]
             )
         return self._read, self._columns
-
-    def _with_states(self, tables: tuple[Ints, ...], states: tuple[Ints, ...]) -> tuple[Ints, ...]:
-        return tuple(
-            [
-                states[self._states[group]] if group in self._states else table
-                for group, table in enumerate(tables)
-            ]
-        )
 
     def _make_room(self, changes: SlotChanges) -> None:
         rows = 1 + max(_last(part) for part in (changes.slots, *(e[0] for e in changes.entries)))
