@@ -39,6 +39,7 @@ def rows(*lengths: int, page: int = 0, **sizes: int) -> Any:
 def a_stack(
     *,
     norm: torch.Tensor | None = None,
+    plain: bool = True,
     keys: torch.dtype = torch.float32,
     values: torch.dtype = torch.float32,
 ) -> Any:
@@ -55,8 +56,9 @@ def a_stack(
     stack.add(
         qkv=linear(16, 24),
         out=linear(8, 16),
-        gate_up=linear(16, 64, halves=True),
+        gate_up=linear(16, 64, halves=True) if plain else None,
         down=linear(32, 16),
+        experts=None,
         attention_norm=ones,
         mlp_norm=ones,
         query_norm=None,
@@ -92,6 +94,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "a stack without rows": lambda: run(a_stack(), 1, [None]),
     "a norm in pieces": lambda: a_stack(norm=torch.ones(16, 2)[:, 0]),
     "a cache of another dtype": lambda: a_stack(keys=torch.bfloat16, values=torch.bfloat16),
+    "half a block": lambda: a_stack(plain=False),
     "values of another dtype": lambda: a_stack(values=torch.bfloat16),
     "norms of nothing": lambda: library().rmsnorm(torch.ones(3, 0), torch.ones(0), 1e-5),
     "gates of nothing": lambda: library().silu_mul(torch.ones(3, 0)),

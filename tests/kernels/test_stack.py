@@ -12,6 +12,7 @@ from tests.kernels.rows import ISAS, threads, using
 from torch import Tensor
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.cpu.experts import PackedExperts
 from antiphon.kernels.cpu.fused_decoder import (
     EmbeddingAndHead,
     FusedDecoder,
@@ -23,13 +24,18 @@ from antiphon.kernels.kv import LayerKvCache, as_bytes
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
 from antiphon.kernels.rotary import CosSinCache, QkNormWeights, RotarySpec, TokenCosSin
+from antiphon.kernels.routing import RoutingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.kernels.cpu.experts import CompiledExperts
+    from antiphon.kernels.cpu.linear import CompiledLinear
+
 pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 
 HIDDEN, HEADS, GROUP, SIZE, WIDTH = 40, 2, 3, 16, 56
+EXPERTS, CHOSEN, EXPERT_WIDTH = 6, 3, 24
 PAGES_EACH, PAGE_TOKENS = 50, 4
 EPS, SCALE = 1e-3, SIZE**-0.5
 LAYERS = 3
@@ -67,20 +73,38 @@ class World:
 
 
 def a_world(
-    dtype: torch.dtype, query_len: list[int], prefix: list[int], *, head_norms: bool
+    dtype: torch.dtype,
+    query_len: list[int],
+    prefix: list[int],
+    *,
+    head_norms: bool,
+    experts: bool = False,
 ) -> World:
+    """With `experts` all layers but the second have them, each layer more than the one before."""
     generator = torch.Generator().manual_seed(sum(query_len) + sum(prefix))
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
-    def linear(inputs: int, outputs: int, *, halves: bool = False):
-        packed = PackedWeight(
-            inputs, outputs, bias=True, dtype=dtype, format_="packed", halves=halves
-        )
-        packed.write(0, random(outputs, inputs) * inputs**-0.5)
+    def linear(
+        inputs: int, outputs: int, *, halves: bool = False, of: torch.dtype = dtype
+    ) -> CompiledLinear:
+        packed = PackedWeight(inputs, outputs, bias=True, dtype=of, format_="packed", halves=halves)
+        packed.write(0, random(outputs, inputs).to(of) * inputs**-0.5)
         packed.write_bias(0, random(outputs))
         return packed.linear
+
+    def mixture(count: int) -> CompiledExperts:
+        return PackedExperts(
+            routing=RoutingSpec(top_k=CHOSEN, renormalised=True),
+            router=linear(HIDDEN, count, of=torch.float32),
+            correction=None,
+            gate_up=[linear(HIDDEN, 2 * EXPERT_WIDTH, halves=True) for _ in range(count)],
+            down=[linear(EXPERT_WIDTH, HIDDEN) for _ in range(count)],
+            activation="silu",
+            shared=(linear(HIDDEN, 2 * WIDTH, halves=True), linear(WIDTH, HIDDEN)),
+            shared_gate=linear(HIDDEN, 1) if count % 2 else None,
+        ).compile()
 
     layers = [
         FusedDecoderLayer(
@@ -94,6 +118,13 @@ def a_world(
         )
         for _ in range(LAYERS)
     ]
+    if experts:
+        layers = [
+            layer
+            if index == 1
+            else replace(layer, gate_up=None, down=None, experts=mixture(EXPERTS + index))
+            for index, layer in enumerate(layers)
+        ]
     query, kv = np.array(query_len, np.int32), np.add(query_len, prefix).astype(np.int32)
     pages = len(query) * PAGES_EACH
     table = np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(len(query), -1)
@@ -139,9 +170,17 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerKvCache]) -> Tensor:
         mixed = ops.paged_attention(q, cache.keys, cache.values, rows, SCALE, cache.scales)
         attended = layer.out.multiply(mixed.flatten(1))
         normed, residual = ops.add_rmsnorm(attended, residual, layer.mlp_norm, EPS)
-        pending = layer.down.multiply(ops.silu_mul(layer.gate_up.multiply(normed)))
+        pending = fed_forward(layer, ops, normed)
     assert pending is not None
     return ops.add_rmsnorm(pending, residual, world.final_norm, EPS)[0]
+
+
+def fed_forward(layer: FusedDecoderLayer, ops: Ops, normed: Tensor) -> Tensor:
+    if layer.experts is not None:
+        return layer.experts.forward(normed)
+    assert layer.gate_up is not None
+    assert layer.down is not None
+    return layer.down.multiply(ops.silu_mul(layer.gate_up.multiply(normed)))
 
 
 def fused(world: World, caches: list[LayerKvCache]) -> tuple[Tensor, Tensor | None]:
@@ -158,6 +197,16 @@ def test_a_stack_has_the_bits_of_its_operations(
     isa: str, dtype: torch.dtype, query_len: list[int], prefix: list[int], head_norms: bool
 ) -> None:
     world = a_world(dtype, query_len, prefix, head_norms=head_norms)
+    assert_has_the_bits_of_its_operations(world, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("query_len", "prefix"), PASSES.values(), ids=PASSES.keys())
+def test_a_stack_with_experts_has_the_bits_of_its_operations(
+    isa: str, dtype: torch.dtype, query_len: list[int], prefix: list[int]
+) -> None:
+    world = a_world(dtype, query_len, prefix, head_norms=False, experts=True)
     assert_has_the_bits_of_its_operations(world, isa)
 
 
@@ -296,7 +345,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(token: int, tied: bool) -> Non
 def test_more_threads_than_cores_change_nothing(
     number: int, query_len: list[int], prefix: list[int]
 ) -> None:
-    world = a_world(torch.bfloat16, query_len, prefix, head_norms=False)
+    world = a_world(torch.bfloat16, query_len, prefix, head_norms=False, experts=True)
     expected, _ = fused(world, world.copied_caches())
     with threads(number):
         for _ in range(20):

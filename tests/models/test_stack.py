@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.rows import ISAS
+from tests.models.parity import save
+from tests.models.specs import BY_NAME
 from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
 from tests.support.models import load
@@ -55,7 +57,7 @@ def written(runner: ModelRunner) -> tuple[list[list[int]], list[Tensor]]:
     seen = spy_on_logits(runner)
     batch = stepper_of(runner)
     for ids in PROMPTS:
-        batch.add(ids)
+        batch.add([token % runner._model.spec.vocabulary for token in ids])
     batch.prefill(20)
     batch.decode(12)
     return [line.ids for line in batch.lines.values()], seen
@@ -73,6 +75,36 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
     assert ids == expected_ids
     assert len(logits) == len(expected)
     assert all(map(torch.equal, logits, expected))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe"])
+def test_a_stack_with_experts_has_the_bits_of_its_layers(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    folder = save(BY_NAME[name], tmp_path).folder
+    together = runner_of(folder, dtype=dtype)
+    apart = runner_of(folder, dtype=dtype, fused=False)
+    assert [runner.choices[0].backend for runner in (together, apart)] == ["cpu", "by layer"]
+    ids, logits = written(together)
+    expected_ids, expected = written(apart)
+    assert ids == expected_ids
+    assert all(map(torch.equal, logits, expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt-oss", "the mixers differ"),
+        ("deepseek-v3", "the mixers differ"),
+        ("llama4", "the mixers differ"),
+    ],
+)
+def test_the_table_says_which_families_with_experts_run_layer_by_layer(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    runner = runner_of(save(BY_NAME[name], tmp_path).folder)
+    assert f"not cpu: {reason}" in table(runner.choices).splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.kernels.activation import ActivationKind, sigmoid
+from antiphon.kernels.cpu.experts import CompiledExperts, PackedExperts
 from antiphon.kernels.routing import RoutingSpec, sort_by_expert
 from antiphon.layers.linear import LinearPart, weight_sources
 from antiphon.layers.methods import WHOLE_SLICE, LinearShape, LinearWeights, RankSlice
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
 
     Take = Callable[["_Expert", Tensor], None]
@@ -67,6 +69,14 @@ class Router(Module):
         logits = self._weights.apply(x.float())
         return ctx.ops.route(logits, self._correction, self._spec.routing)
 
+    @property
+    def packed(self) -> CompiledLinear | None:
+        return self._weights.packed
+
+    @property
+    def correction(self) -> Tensor | None:
+        return self._correction
+
     def sources(self) -> Iterator[WeightSource]:
         yield self._source("weight", self._size)
         if self._spec.router_bias:
@@ -84,7 +94,10 @@ class Router(Module):
 
 
 class MixtureOfExperts(Sublayer):
+    """Experts and the shared expert: one call of the CPU kernels where all linears are packed."""
+
     def __init__(self, site: LayerBuildContext, spec: MoeSpec) -> None:
+        self._spec = spec
         self._router = Router(site, spec)
         self._experts = Experts(site, spec.experts)
         self._shared = None if spec.shared is None else GatedMlp(site, spec.shared)
@@ -94,16 +107,62 @@ class MixtureOfExperts(Sublayer):
                 spec.shared_gate, 1, bias=False, method=site.method.exact()
             )
         self.children = (self._router, self._experts, self._shared, self._gate)
+        # Ranks sum what their parts of the experts made; the shared expert does that by itself.
+        self._whole = site.build.tp.ranks == 1 and (self._shared is None or self._shared.fusable)
+        self._compiled = self._compile()
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        chosen, shares = self._router(ctx, x)
-        routed = ctx.tp.all_reduce(self._experts(ctx, x, chosen, shares))
+        if self.packed is not None:
+            return self.packed.forward(x)
+        if self._compiled is not None:
+            routed = ctx.tp.all_reduce(self._compiled.forward(x))
+        else:
+            chosen, shares = self._router(ctx, x)
+            routed = ctx.tp.all_reduce(self._experts(ctx, x, chosen, shares))
         if self._shared is None:
             return routed
         shared = self._shared(ctx, x)
         if self._gate is not None:
             shared = shared * sigmoid(self._gate(ctx, x))
         return routed + shared
+
+    @property
+    def packed(self) -> CompiledExperts | None:
+        """All of it as one call, if it can be."""
+        return self._compiled if self._whole else None
+
+    @property
+    def operations(self) -> frozenset[str]:
+        if self._compiled is None:
+            return super().operations
+        return frozenset() if self._whole or self._shared is None else self._shared.operations
+
+    def _compile(self) -> CompiledExperts | None:
+        """The experts as one call, with the shared one if that is `whole`."""
+        router, experts = self._router.packed, self._experts.packed
+        if router is None or experts is None:
+            return None
+        shared = gate = None
+        if self._whole and self._shared is not None:
+            shared = self._shared.packed
+            gate = None if self._gate is None else self._gate.packed
+            if shared is None or (gate is None and self._gate is not None):
+                return None
+        spec, activation = self._spec.experts, self._spec.experts.activation
+        if isinstance(activation, ClampedSwish):
+            activation = (activation.alpha, activation.limit)
+        gate_up, down = experts
+        return PackedExperts(
+            routing=self._spec.routing,
+            router=router,
+            correction=self._router.correction,
+            gate_up=gate_up,
+            down=down,
+            activation=activation,
+            apply_router_weight_on_input=spec.apply_router_weight_on_input,
+            shared=shared,
+            shared_gate=gate,
+        ).compile()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +241,15 @@ class Experts(Module):
             if begin < end
         ]
         return ctx.ops.combine(torch.cat(made) if made else rows, pair, shares)
+
+    @property
+    def packed(self) -> tuple[list[CompiledLinear], list[CompiledLinear]] | None:
+        """Gate and up of each expert, and down; None unless all are packed."""
+        gate_up = [expert.gate_up.packed for expert in self._experts]
+        down = [expert.down.packed for expert in self._experts]
+        if None in gate_up or None in down:
+            return None
+        return [each for each in gate_up if each], [each for each in down if each]
 
     def sources(self) -> Iterator[WeightSource]:
         names = self._spec.names

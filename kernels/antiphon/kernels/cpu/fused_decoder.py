@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from antiphon.kernels.attention import AttentionMetadata
+    from antiphon.kernels.cpu.experts import CompiledExperts
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.rotary import QkNormWeights, TokenCosSin
@@ -26,15 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FusedDecoderLayer:
-    """The weights of one layer: packed linears, `gate_up` in halves, and norms (hidden,)."""
+    """The weights of one layer: packed linears, `gate_up` in halves, and norms (hidden,).
+
+    In place of `gate_up` and `down` there may be experts.
+    """
 
     qkv: CompiledLinear
     out: CompiledLinear
-    gate_up: CompiledLinear
-    down: CompiledLinear
+    gate_up: CompiledLinear | None
+    down: CompiledLinear | None
     attention_norm: Tensor
     mlp_norm: Tensor
     head_norms: QkNormWeights | None
+    experts: CompiledExperts | None = None
 
 
 class EmbeddingAndHead(NamedTuple):
@@ -83,6 +88,7 @@ class FusedDecoder:
                 out=layer.out,
                 gate_up=layer.gate_up,
                 down=layer.down,
+                experts=layer.experts,
                 attention_norm=layer.attention_norm,
                 mlp_norm=layer.mlp_norm,
                 query_norm=query_norm,

@@ -211,12 +211,17 @@ class DecoderLayer(Module):
             raise NotStackable("the residual connections differ from Llama's")
         if not isinstance(mixer, Attention) or not mixer.fusable:
             raise NotStackable("the mixers differ from Llama's attention")
-        if not isinstance(feed_forward, GatedMlp) or not feed_forward.fusable:
+        gate_up = down = experts = None
+        if isinstance(feed_forward, MixtureOfExperts):
+            experts = feed_forward.packed
+        elif isinstance(feed_forward, GatedMlp) and feed_forward.fusable:
+            gate_up, down = feed_forward.packed or (None, None)
+        else:
             raise NotStackable("the feed-forward blocks differ from Llama's")
-        if mixer.packed is None or feed_forward.packed is None:
+        if mixer.packed is None or (experts is None and down is None):
             raise NotStackable("the linears are not packed on a single rank")
         norms = (before.weight, between.weight, mixer.params.norms)
-        return FusedDecoderLayer(*mixer.packed, *feed_forward.packed, *norms)
+        return FusedDecoderLayer(*mixer.packed, gate_up, down, *norms, experts)
 
     def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
         """The output of a block as it is added to the stream: normalised and multiplied."""

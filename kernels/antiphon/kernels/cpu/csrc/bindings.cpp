@@ -83,5 +83,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     bind_linear(module);
     bind_memory(module);
     bind_attention(module);
+    bind_experts(module);
     bind_stack(module);
 }

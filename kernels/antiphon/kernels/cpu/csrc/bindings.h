@@ -48,4 +48,5 @@ class KernelTimer {
 void bind_linear(py::module_ &module);
 void bind_memory(py::module_ &module);
 void bind_attention(py::module_ &module);
+void bind_experts(py::module_ &module);
 void bind_stack(py::module_ &module);

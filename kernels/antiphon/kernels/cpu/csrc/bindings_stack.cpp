@@ -13,6 +13,7 @@
 
 #include "bindings.h"
 #include "linear.h"
+#include "mixture.h"
 #include "rows.h"
 #include "tensors.h"
 
@@ -77,20 +78,19 @@ class Stack {
             hidden_ > 0 && final_norm_.is_contiguous(), "the final norm is (hidden,) in one piece");
     }
 
-    // The linears must live as long as the stack.
+    // The linears and experts must live as long as the stack; there are gate_up and down, or experts.
     void add(
-        const Linear &qkv, const Linear &out, const Linear &gate_up, const Linear &down,
-        const at::Tensor &attention_norm, const at::Tensor &mlp_norm, const Optional &query_norm,
-        const Optional &key_norm, int64_t group, const at::Tensor &keys, const at::Tensor &values,
+        const Linear &qkv, const Linear &out, const Linear *gate_up, const Linear *down,
+        const MixtureOfExperts *experts, const at::Tensor &attention_norm,
+        const at::Tensor &mlp_norm, const Optional &query_norm, const Optional &key_norm,
+        int64_t group, const at::Tensor &keys, const at::Tensor &values,
         const std::pair<double, double> &scales) {
         const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
         const int64_t heads = keys.size(2), size = keys.size(3);
-        const PackedLinear &first = qkv.packed(), &last = down.packed();
+        const PackedLinear &first = qkv.packed();
         check_linear(first, hidden_, first.outputs);
         check_linear(out.packed(), first.outputs - 2 * heads * size, hidden_);
-        check_linear(gate_up.packed(), hidden_, 2 * last.inputs);
-        check_linear(last, last.inputs, hidden_);
-        TORCH_CHECK(gate_up.packed().halves, "gate and up are packed in halves");
+        check_feed_forward(gate_up, down, experts);
         TORCH_CHECK(group >= 0, "a layer is of a cache group");
         TORCH_CHECK(
             layers_.empty() || layers_.front().qkv.outputs == first.outputs,
@@ -107,14 +107,15 @@ class Stack {
         };
         note_shape(group, shape);
         mixed_ = std::max(mixed_, out.packed().inputs);
-        width_ = std::max(width_, last.inputs);
+        if (down != nullptr) width_ = std::max(width_, down->packed().inputs);
         can_decode_next_ = false;
         TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
         layers_.push_back({
             .qkv = first,
             .out = out.packed(),
-            .gate_up = gate_up.packed(),
-            .down = last,
+            .gate_up = gate_up != nullptr ? gate_up->packed() : PackedLinear{},
+            .down = down != nullptr ? down->packed() : PackedLinear{},
+            .experts = experts != nullptr ? &experts->packed() : nullptr,
             .attention_norm = vector_of(attention_norm, final_norm_, hidden_),
             .mlp_norm = vector_of(mlp_norm, final_norm_, hidden_),
             .query_norm = query_norm ? vector_of(*query_norm, final_norm_, size) : nullptr,
@@ -122,6 +123,7 @@ class Stack {
             .group = group,
             .cache = cache,
         });
+        mixtures_.push_back(experts);
         for (const auto &tensor : {attention_norm, mlp_norm, keys, values}) kept_.push_back(tensor);
         for (const auto &norm : {query_norm, key_norm})
             if (norm) kept_.push_back(*norm);
@@ -296,6 +298,8 @@ class Stack {
             .heads = nullptr,
             .mixed = nullptr,
             .gated = nullptr,
+            .experts_rooms = nullptr,
+            .experts_plans = nullptr,
         };
     }
 
@@ -343,6 +347,23 @@ class Stack {
             outputs, " belongs");
     }
 
+    void check_feed_forward(
+        const Linear *gate_up, const Linear *down, const MixtureOfExperts *experts) const {
+        TORCH_CHECK(
+            (gate_up != nullptr) == (down != nullptr) && (down != nullptr) != (experts != nullptr),
+            "a layer has gate_up and down, or experts");
+        if (experts != nullptr) {
+            TORCH_CHECK(
+                experts->packed().hidden == hidden_ && experts->packed().dtype == dtype_,
+                "experts of ", experts->packed().hidden, " where ", hidden_, " belong");
+            return;
+        }
+        const PackedLinear &last = down->packed();
+        check_linear(gate_up->packed(), hidden_, 2 * last.inputs);
+        check_linear(last, last.inputs, hidden_);
+        TORCH_CHECK(gate_up->packed().halves, "gate and up are packed in halves");
+    }
+
     void set_groups(const GroupMetadata &rows, int64_t tokens) {
         TORCH_CHECK(!rows.empty() && !layers_.empty(), "a stack has layers, and rows of groups");
         TORCH_CHECK(
@@ -382,11 +403,15 @@ class Stack {
     void make_room(StackEnds *ends) {
         const int64_t heads = layers_.front().qkv.outputs;
         const int64_t row = call_.tokens * final_norm_.element_size();
-        void *finite = nullptr, *logits_finite = nullptr, *scans = nullptr;
+        void *finite = nullptr, *logits_finite = nullptr, *scans = nullptr, *experts = nullptr;
+        int64_t experts_bytes = 0;  // one layer after the other has the same
+        for (const MixtureOfExperts *each : mixtures_)
+            if (each) experts_bytes = std::max(experts_bytes, each->room_bytes(call_.tokens));
         std::vector<std::pair<void **, int64_t>> parts = {
             {&call_.normed, row * hidden_}, {&call_.added, row * hidden_},
             {&call_.heads, row * heads},    {&call_.mixed, row * mixed_},
             {&call_.gated, row * width_},   {&finite, call_.tokens},
+            {&experts, experts_bytes},
         };
         if (ends != nullptr) {
             const int64_t size = scan_parts(ends->head->outputs) * sizeof(PartScan);
@@ -405,6 +430,14 @@ class Stack {
             at += padded(bytes);
         }
         call_.finite = static_cast<bool *>(finite);
+        experts_rooms_.clear();
+        for (const MixtureOfExperts *each : mixtures_)
+            experts_rooms_.push_back(
+                each != nullptr ? each->room_at(static_cast<char *>(experts), call_.tokens)
+                                : ExpertsRoom{});
+        experts_plans_.resize(mixtures_.size());
+        call_.experts_rooms = experts_rooms_.data();
+        call_.experts_plans = experts_plans_.data();
         call_.ends = ends;
         if (ends == nullptr) return;
         ends->finite = static_cast<bool *>(logits_finite);
@@ -418,9 +451,12 @@ class Stack {
     Dtype dtype_;
     float eps_, scale_;
     std::vector<StackLayer> layers_;
-    std::vector<std::optional<CacheShape>> shapes_;  // of each cache group's layers
-    int64_t head_size_ = 0;                          // the least
-    int64_t mixed_ = 0, width_ = 0;                  // the most that goes into out, and into down
+    std::vector<std::optional<CacheShape>> shapes_;   // of each cache group's layers
+    int64_t head_size_ = 0;                           // the least
+    int64_t mixed_ = 0, width_ = 0;                   // the most that goes into out, and into down
+    std::vector<const MixtureOfExperts *> mixtures_;  // of each layer, or null
+    std::vector<ExpertsRoom> experts_rooms_;          // likewise
+    std::vector<ExpertsPlan> experts_plans_;
     std::vector<at::Tensor> kept_;
     int64_t vocabulary_ = 0;  // tokens that have an embedding
 
@@ -448,10 +484,10 @@ void bind_stack(py::module_ &module) {
             py::arg("eps"), py::arg("scale"))
         .def(
             "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gate_up"),
-            py::arg("down"), py::arg("attention_norm"), py::arg("mlp_norm"), py::arg("query_norm"),
-            py::arg("key_norm"), py::arg("group"), py::arg("keys"), py::arg("values"),
-            py::arg("scales"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-            py::keep_alive<1, 4>(), py::keep_alive<1, 5>())
+            py::arg("down"), py::arg("experts"), py::arg("attention_norm"), py::arg("mlp_norm"),
+            py::arg("query_norm"), py::arg("key_norm"), py::arg("group"), py::arg("keys"),
+            py::arg("values"), py::arg("scales"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
         .def(
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
             py::arg("head"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())

@@ -61,6 +61,48 @@ static ChunkPlan cut(const PackedLinear &linear, int64_t rows) {
     return {block, ceil_div(rows, block), group, ceil_div(panels, group), in_planes(linear)};
 }
 
+INLINE const char *panel_at(const PackedLinear &linear, int64_t panel) {
+    return static_cast<const char *>(linear.panels) + panel * panel_bytes(linear);
+}
+
+// A block of rows by panels [panel, last), while the memory is asked for what is read after; x
+// begins with the block, y with the row that it is `first` rows after.
+template <class T>
+static void linear_block(
+    const PackedLinear &linear, int64_t panel, int64_t last, const T *x, int64_t first,
+    int64_t rows, void *y, Epilogue epilogue, const PrefetchRange &prefetch) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        if (in_planes(linear)) {
+            const BytePlanes planes = split_rows_to_bytes(x, linear.inputs, rows);
+            int8_linear_amx(linear, panel, last, planes, first, rows, y, epilogue, prefetch);
+            return;
+        }
+        if (uses_amx(linear)) {
+            linear_amx(linear, panel, last, x, first, rows, y, epilogue, prefetch);
+            return;
+        }
+    }
+    PrefetchRange following;
+    Block<T> block{linear, 0, first, nullptr, x, {}, &following};
+    if (linear.weights == Weights::int8_dynamic)
+        block.bytes = quantize_rows(x, linear.inputs, rows);
+    const int64_t tiles = ceil_div(rows, TILE_ROWS);
+    // A panel stays in the first-level cache, and rows come by.
+    for (block.panel = panel; block.panel < last; ++block.panel) {
+        block.weights = panel_at(linear, block.panel);
+        const int64_t bytes = panel_bytes(linear);
+        following = block.panel + 1 < last ? PrefetchRange(panel_at(linear, block.panel + 1), bytes)
+                                           : prefetch.first(bytes);
+        following.share(tiles * ceil_div(linear.inputs, PREFETCH_INPUTS));
+        // Tiles of like height: 16 rows are 8 and 8.
+        for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
+            const int64_t height = (rows - row) / (tiles - tile);
+            tile_for<T>(linear.weights, height)(block, row, y, epilogue);
+            row += height;
+        }
+    }
+}
+
 // One call of a linear as one thread sees it, in chunks that may be computed in any order, by any
 // thread; a thread that has begun another call does not come back to this one, whose planes are
 // gone. Contiguous are x (rows, inputs) and y (rows, outputs), of half as many columns with
@@ -107,14 +149,11 @@ class LinearCall {
         const int64_t end = (group + 1) * cut_.panels, panels = panels_of(linear_);
         return end < panels ? end : panels;
     }
-    const char *panel_at(int64_t panel) const {
-        return static_cast<const char *>(linear_.panels) + panel * panel_bytes(linear_);
-    }
 
     // What a chunk reads of the linear.
     PrefetchRange weights(int64_t i) const {
         const int64_t first = first_panel(group_of(i)), last = last_panel(group_of(i));
-        return {panel_at(first), (last - first) * panel_bytes(linear_)};
+        return {panel_at(linear_, first), (last - first) * panel_bytes(linear_)};
     }
 
     template <class T> void compute(int64_t i, const PrefetchRange &prefetch) {
@@ -131,30 +170,8 @@ class LinearCall {
                     linear_, panel, last, planes_, first, rows, y_, epilogue_, prefetch);
                 return;
             }
-            if (uses_amx(linear_)) {
-                linear_amx(linear_, panel, last, x, first, rows, y_, epilogue_, prefetch);
-                return;
-            }
         }
-        PrefetchRange following;
-        Block<T> block{linear_, 0, first, nullptr, x, {}, &following};
-        if (linear_.weights == Weights::int8_dynamic)
-            block.bytes = quantize_rows(x, linear_.inputs, rows);
-        const int64_t tiles = ceil_div(rows, TILE_ROWS);
-        // A panel stays in the first-level cache, and rows come by.
-        for (block.panel = panel; block.panel < last; ++block.panel) {
-            block.weights = panel_at(block.panel);
-            const int64_t bytes = panel_bytes(linear_);
-            following = block.panel + 1 < last ? PrefetchRange(panel_at(block.panel + 1), bytes)
-                                               : prefetch.first(bytes);
-            following.share(tiles * ceil_div(linear_.inputs, PREFETCH_INPUTS));
-            // Tiles of like height: 16 rows are 8 and 8.
-            for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
-                const int64_t height = (rows - row) / (tiles - tile);
-                tile_for<T>(linear_.weights, height)(block, row, y_, epilogue_);
-                row += height;
-            }
-        }
+        linear_block(linear_, panel, last, x, first, rows, y_, epilogue_, prefetch);
     }
 
     const PackedLinear &linear_;

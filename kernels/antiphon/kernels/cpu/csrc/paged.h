@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "packed.h"
+#include "packed_experts.h"
 
 // What keys and values are kept as: as the model computes, or in eight bits (fp8.h).
 enum class CacheFormat : int { model, e4m3, e5m2 };
@@ -84,7 +85,9 @@ struct NormCall {
 
 // What a layer computes with; linears may have biases.
 struct StackLayer {
-    PackedLinear qkv, out, gate_up, down;   // gate_up in halves
+    PackedLinear qkv, out;
+    PackedLinear gate_up, down;             // gate_up in halves; or
+    const PackedExperts *experts;           // in their place; or null
     const void *attention_norm, *mlp_norm;  // (hidden,)
     const void *query_norm, *key_norm;      // (D,) both, or null both
     int64_t group;                          // which rows and shape it sees
@@ -145,4 +148,7 @@ struct StackCall {
     // Room: normed and added (T, hidden), heads (T, G * H + 2 H, D), mixed (T, G * H, D),
     // gated (T, width).
     void *normed, *added, *heads, *mixed, *gated;
+    // Of each layer; those without experts have no room.
+    const ExpertsRoom *experts_rooms;
+    ExpertsPlan *experts_plans;
 };

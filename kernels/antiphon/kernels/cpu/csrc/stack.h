@@ -8,6 +8,7 @@
 #include "attention_call.h"
 #include "chunks.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "scan.h"
 #include "simd.h"
 #include "team.h"
@@ -17,9 +18,9 @@ namespace ISA_NS {
 // So few rows are normalised by the thread that finishes the linear before; more are shared out.
 static constexpr int64_t ROWS_IN_PASSING = 4;
 
-// Phases of a stack of so many layers, at most: eight a layer, the first norm, and for logits the
-// choice of hidden states, the head and a look at what it gave.
-static constexpr int64_t stack_phases(int64_t layers) { return 8 * layers + 4; }
+// Phases of a stack of so many layers, at most: six a layer and its experts', the first norm, and
+// for logits the choice of hidden states, the head and a look at what it gave.
+static constexpr int64_t stack_phases(int64_t layers) { return (6 + EXPERTS_PHASES) * layers + 4; }
 
 class StackRun {
   public:
@@ -32,8 +33,12 @@ class StackRun {
             const PackedLinear *next = i + 1 < call_.count ? &call_.layers[i + 1].qkv : head();
             linear(product(layer.qkv, call_.normed, call_.heads), &layer.out);
             attention(layer);
-            linear_and_norm(
-                product(layer.out, call_.mixed, call_.added), mlp_norm(layer), &layer.gate_up);
+            const PackedLinear *after = layer.experts ? nullptr : &layer.gate_up;
+            linear_and_norm(product(layer.out, call_.mixed, call_.added), mlp_norm(layer), after);
+            if (layer.experts != nullptr) {
+                experts(layer, i);
+                continue;
+            }
             linear(
                 product(layer.gate_up, call_.normed, call_.gated, Epilogue::silu_mul), &layer.down);
             linear_and_norm(
@@ -175,6 +180,35 @@ class StackRun {
             team_.run(
                 call.chunks(), [&](int64_t i) { chunk(call, i, next); },
                 [&] { norm_rows(norm, 0, call_.tokens); });
+        }
+    }
+
+    // The experts of layer `i`, and the norm after it.
+    void experts(const StackLayer &layer, int64_t i) {
+        if (call_.dtype == Dtype::bf16) experts_as<bf16>(layer, i);
+        else experts_as<float>(layer, i);
+    }
+
+    template <class T> void experts_as(const StackLayer &layer, int64_t i) {
+        const NormCall norm = attention_norm(i + 1);
+        const ExpertsCall call = {
+            .experts = layer.experts,
+            .tokens = call_.tokens,
+            .x = call_.normed,
+            .out = call_.added,
+            .room = call_.experts_rooms[i],
+            .plan = call_.experts_plans + i,
+        };
+        ExpertsRun<T> run(call, team_);
+        const auto sum_and_norm = [&](int64_t first, int64_t last) {
+            for (int64_t token = first; token < last; ++token) run.sum_token(token);
+            norm_rows(norm, first, last);
+        };
+        if (call_.tokens <= ROWS_IN_PASSING) {
+            run.run([&] { sum_and_norm(0, call_.tokens); });
+        } else {
+            run.run();
+            in_blocks(norm_block(), sum_and_norm);
         }
     }
 

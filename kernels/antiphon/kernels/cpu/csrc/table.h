@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "packed.h"
+#include "packed_experts.h"
 #include "paged.h"
 
 struct Table {
@@ -34,6 +35,9 @@ struct Table {
     // attention.h
     void (*attention)(
         const AttentionCall &call, const AttentionTask *tasks, int64_t count, int threads);
+
+    // experts.h
+    void (*experts)(const ExpertsCall &call, int threads);
 
     // stack.h
     void (*stack)(const StackCall &call, int threads);
