@@ -27,10 +27,11 @@ from tests.bench.micro.bench_batching import (
     fake_outcome,
 )
 from tests.bench.summary import Measurement, arguments, here, measured, report, single
-from tests.support.worker import GATEWAY, LEADER, WORKER, admit
+from tests.support.worker import GATEWAY, LEADER, WORKER, admit, page_group
 
 from antiphon.model_worker.batching.loop import CAPACITY_PERIOD_S
 from antiphon.model_worker.batching.plan_builder import build_plan
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.service.main import tune_gc
 from antiphon.service.sequence import SeqSender
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
     from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.state import AnyProgress
+    from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.wire.command import Admit
     from antiphon.wire.ids import RequestId
 
@@ -57,6 +59,7 @@ STEP_S = 0.01
 PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 2 * (WARM_UP_STEPS + STEPS)
 """Of a request that does not end within the measurement."""
+WINDOW_TOKENS = 64
 FAR_MS = 2**52
 LOADS_MEASURE = (
     "running, queued: to plan (plan_us), and to commit and measure the capacity (step_us), while a"
@@ -82,6 +85,7 @@ class Case:
     Attributes:
         turnover: Whether one more request comes and one ends in each step.
         ahead: Whether a plan is launched before the outcome of the one before is committed.
+        other: What some layers cache, where not all have full attention.
     """
 
     measures: str
@@ -89,6 +93,7 @@ class Case:
     turnover: bool = False
     ahead: bool = False
     sampling: SamplingParams = GREEDY
+    other: GroupKind | None = None
 
 
 CASES = {
@@ -103,6 +108,24 @@ CASES = {
         256,
         ahead=True,
         sampling=PENALISED,
+    ),
+    "256 decodes, states": Case(
+        "256 greedy decodes of a model with recurrent states, of which one is cached every 256"
+        " tokens; each step committed before the next is planned",
+        256,
+        other=GroupKind.STATE,
+    ),
+    "256 decodes, states, ahead": Case(
+        "the same, each step planned before the one before is committed",
+        256,
+        ahead=True,
+        other=GroupKind.STATE,
+    ),
+    "256 decodes, window": Case(
+        "256 greedy decodes of a model with a window of 64 tokens in some layers; each step"
+        " committed before the next is planned",
+        256,
+        other=GroupKind.WINDOW,
     ),
     "64 decodes, one comes, one ends": Case(
         "64 greedy decodes and a prompt of 16 tokens; in each step a request is admitted, and one"
@@ -154,7 +177,7 @@ class StepWorker:
         self.sampling = sampling
         context_tokens = 2 * PROMPT_TOKENS + sampling.max_new_tokens
         pages = running * (context_tokens // PAGE_TOKENS + 1)
-        self.core = engine_core(running, pages, context_tokens)
+        self.core = engine_core(running, pages, context_tokens, others=_others(case, pages))
         self.output = WorkerOutput(WORKER, SeqSender(), live_max=running)
         self.random = np.random.default_rng(0)
         self.steps = 0
@@ -262,6 +285,17 @@ class StepWorker:
             not_after_unix_ms=FAR_MS,
         )
         assert not self.output.open_list(closed, now_ms=1), "it had not ended"
+
+
+def _others(case: Case, pages: int) -> Sequence[CacheGroup]:
+    """The groups of the layers without full attention."""
+    match case.other:
+        case None:
+            return ()
+        case GroupKind.STATE:
+            return (page_group(4 * case.decodes, GroupKind.STATE, page_tokens=PAGE_TOKENS),)
+        case kind:
+            return (page_group(pages, kind, WINDOW_TOKENS, PAGE_TOKENS),)
 
 
 def measure(name: str, rounds: int, steps: int) -> list[Measurement]:

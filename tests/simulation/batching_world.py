@@ -516,16 +516,16 @@ class World:
             assert request.computed == table.committed
             for group in range(len(self.groups)):
                 pages = table.pages(group)
-                if group in self.pools.states:
-                    launched = sum(table.chains[group]._writes)
-                    assert len(pages) <= 2 + launched, "more states than rows need"
-                    continue
                 entries = batch.entries[group][slot]
+                assert entries == len(pages)
+                assert batch.pages_held[group][slot] == len(pages) - pages.count(HOLE)
+                if group in self.pools.states:
+                    launched = batch.chains[group].used[slot]
+                    assert entries <= 2 + launched, "more states than rows need"
+                    continue
                 ahead = batch.scheduled.item(slot) + batch.drafted.item(slot)
                 needed = max(request.length, ahead) + 1
                 assert entries <= self.groups[group].table_len(needed), "drafts keep their pages"
-                assert entries == len(pages)
-                assert batch.pages_held[group][slot] == len(pages) - pages.count(HOLE)
         empty = sorted(set(range(self.limits.running_max)) - set(running))
         assert not batch.length[empty].any()
 

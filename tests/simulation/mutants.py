@@ -24,7 +24,9 @@ from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.outcome import OutcomeProcessor
 from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.slot_tables import ChangeLog
-from antiphon.model_worker.cache.pages import PagePool, PageTable, StateChain
+from antiphon.model_worker.cache.pages import PageTable
+from antiphon.model_worker.cache.pool import PagePool
+from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 if TYPE_CHECKING:
@@ -165,15 +167,17 @@ def never_blocked(right: Callable[..., Any]) -> Callable[..., Any]:
 def first_state(right: Callable[..., Any]) -> Callable[..., Any]:
     """The state after the first token of a row is the next one, however many it accepted."""
 
-    def commit(self: StateChain, tokens: int) -> None:
-        if self._writes[0] > 1:
-            self.pages[1], self.pages[tokens - self.ends[0]] = (
-                self.pages[tokens - self.ends[0]],
-                self.pages[1],
-            )
-            right(self, tokens)
-        else:
-            right(self, tokens)
+    return lambda self, slot, writes, place: right(self, slot, writes, 1)
+
+
+def reused_checkpoint(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A state that the prefix cache or another request holds is written by the next row."""
+
+    def commit(self: StateChains, at: Any) -> None:
+        counts = self._pool.holder_counts
+        self._pool.holder_counts = np.minimum(counts, 1)
+        right(self, at)
+        self._pool.holder_counts = counts
 
     return commit
 
@@ -208,7 +212,8 @@ MUTANTS = (
     Mutant("pages free in flight", PagePool, "release", unfenced, drafting),
     Mutant("pages never given back", PageTable, "truncate", never_given_back, drafting),
     Mutant("row after an open one", RunningBatch, "launch", never_blocked, drafting),
-    Mutant("state of the first token", StateChain, "commit", first_state, drafting_states),
+    Mutant("state of the first token", StateChains, "accept", first_state, drafting_states),
+    Mutant("checkpoint written over", StateChains, "commit", reused_checkpoint, keeping_states),
     Mutant(
         "logprobs of the row before",
         LogprobsParams,

@@ -30,7 +30,7 @@ from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.batching.token_masks import TokenFilter
 from antiphon.model_worker.cache import tree
-from antiphon.model_worker.cache.pages import PagePool
+from antiphon.model_worker.cache.pool import PagePool
 from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
@@ -295,16 +295,16 @@ def test_plan_that_cannot_be_built_once_is_built_in_halves(
     for salt in range(3):
         stage.run(harmless(5, salt), tokens_max=60, seed=salt)
     calls = 0
-    real = RunningBatch.states
+    real = RunningBatch.next_tokens
 
-    def states(batch: RunningBatch, rows: StepRows) -> Any:
+    def next_tokens(batch: RunningBatch, rows: StepRows) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise AssertionError("a bug, on purpose")
         return real(batch, rows)
 
-    monkeypatch.setattr(RunningBatch, "states", states)
+    monkeypatch.setattr(RunningBatch, "next_tokens", next_tokens)
     stage.drain()
     assert calls > 3
     stage.verify()

@@ -108,8 +108,21 @@ def page_group(
 def compute(table: PageTable, end: int) -> None:
     """A row up to token `end` is launched and committed."""
     table.allocate(end)
-    for chain in table.chains.values():
-        chain.launch(end)
+    for group in table.chains:
+        launch(table, group)
+    commit(table, end)
+
+
+def launch(table: PageTable, group: int, writes: int = 1) -> list[int]:
+    """A row that writes so many states is launched; the one that it reads, and these."""
+    (states,) = table.chains[group].launch(np.array([table.slot], np.int32), np.array([writes]))
+    return states.tolist()
+
+
+def commit(table: PageTable, end: int) -> None:
+    """The first launched row is committed: it was computed up to token `end`."""
+    for chains in table.chains.values():
+        chains.commit(np.array([table.slot], np.int32))
     table.commit(end)
 
 

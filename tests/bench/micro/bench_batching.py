@@ -44,11 +44,12 @@ from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_benchmark.fixture import BenchmarkFixture
 
     from antiphon.model_worker.batching.plan import StepPlan
+    from antiphon.model_worker.cache.groups import CacheGroup
 
 ROUNDS = 10_000
 SLACK = 2.5
@@ -60,10 +61,17 @@ END_ID = 2
 
 
 def engine_core(
-    running: int, pages: int, context_tokens: int, policy: Policy = Policy.FCFS
+    running: int,
+    pages: int,
+    context_tokens: int,
+    policy: Policy = Policy.FCFS,
+    others: Sequence[CacheGroup] = (),
 ) -> EngineCore:
-    """An engine core of so many slots and pages, with a prefix cache."""
-    pools = CachePools([page_group(pages, page_tokens=PAGE_TOKENS)])
+    """An engine core of so many slots and pages, with a prefix cache.
+
+    `others` are groups of layers without full attention.
+    """
+    pools = CachePools([page_group(pages, page_tokens=PAGE_TOKENS), *others])
     bounds = limits(
         step_tokens_max=2048,
         chunk_tokens=512,

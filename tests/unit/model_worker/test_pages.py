@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.support.worker import compute, page_group
+from tests.support.worker import commit, compute, launch, page_group
 
-from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE, CacheGroup, GroupKind
-from antiphon.model_worker.cache.pages import CachePools, PagePool, PageTable
+from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
+from antiphon.model_worker.cache.pages import CachePools, PageTable
+from antiphon.model_worker.cache.pool import PagePool
+from antiphon.model_worker.cache.states import StateChains
 
 PAGE_TOKENS = 4
 
@@ -180,12 +183,11 @@ def test_request_reads_one_state_and_writes_another_at_any_length() -> None:
     pools = full_and_states(2)
     table = PageTable(pools)
     pairs: list[tuple[int, int]] = []
-    for start, end in ((0, 7), (7, 8), (8, 17)):
+    for end in (7, 8, 17):
         table.allocate(end)
-        table.chains[1].launch(end)
-        read, write = table.chains[1].states(start)
+        read, write = launch(table, 1)
         pairs.append((read, write))
-        table.commit(end)
+        commit(table, end)
     (first, a), (b, c), (d, e) = pairs
     assert first == HOLE
     assert (a, c) == (b, d)
@@ -201,18 +203,14 @@ def test_row_that_is_run_again_reads_the_same_state() -> None:
     pools = full_and_states(3)
     table = PageTable(pools)
     compute(table, 5)
-    chain = table.chains[1]
+    rows: list[list[int]] = []
     for end in (6, 7):
         table.allocate(end)
-        chain.launch(end)
-    assert chain.states(5)[1] == chain.states(6)[0]
-    before = chain.states(5)
-    chain.recall()
+        rows.append(launch(table, 1))
+    assert rows[0][1] == rows[1][0]
+    table.chains[1].recall(table.slot)
     table.allocate(6)
-    chain.launch(6)
-    assert chain.states(5) == before
-    table.commit(5)
-    assert table.committed == 5
+    assert launch(table, 1) == rows[0]
 
 
 def test_state_with_another_holder_is_never_written() -> None:
@@ -229,12 +227,11 @@ def test_state_with_another_holder_is_never_written() -> None:
 
 def verify(table: PageTable, drafts: int, accepted: int) -> tuple[int, list[int]]:
     """A row with drafts is launched and committed; the state that it read, and those it wrote."""
-    start, end = table.committed, table.committed + 1 + drafts
-    table.allocate(end, 1 + drafts)
-    chain = table.chains[1]
-    chain.launch(end, 1 + drafts)
-    read, *written = chain.states(start)
-    table.commit(start + accepted)
+    start, writes = table.committed, 1 + drafts
+    table.allocate(start + writes, writes)
+    read, *written = launch(table, 1, writes)
+    table.chains[1].accept(table.slot, writes, accepted)
+    commit(table, start + accepted)
     return read, written
 
 
@@ -252,7 +249,7 @@ def test_state_after_the_last_accepted_token_is_the_next_one(accepted: int) -> N
     assert pools.used() == [3, 2], "more states than a row needs"
     read, written = verify(table, 0, 1)
     assert read == table.pages(1)[1]
-    assert table.chains[1].ends == [6 + accepted]
+    assert table.pages(1)[0] == written[0]
 
 
 def test_a_verify_row_needs_a_state_after_each_of_its_tokens() -> None:
@@ -268,7 +265,7 @@ def test_a_verify_row_needs_a_state_after_each_of_its_tokens() -> None:
     assert not table.covers(8, 4)
     assert pools.free() == [6, 0]
     with pytest.raises(AssertionError, match="nowhere to write"):
-        table.chains[1].launch(9, 4)
+        launch(table, 1, 4)
     table.release()
     assert pools.free() == [8, 4]
 
@@ -277,16 +274,13 @@ def test_verify_row_that_is_run_again_reads_the_same_state() -> None:
     pools = full_and_states(6)
     table = PageTable(pools)
     compute(table, 5)
-    chain = table.chains[1]
     table.allocate(8, 3)
-    chain.launch(8, 3)
-    (read, *_) = chain.states(5)
-    chain.recall()
-    assert len(chain.pages) <= 2, "states of a dropped row are kept"
+    read, first, *_ = launch(table, 1, 3)
+    table.chains[1].recall(table.slot)
+    assert len(table.pages(1)) <= 2, "states of a dropped row are kept"
     table.allocate(6)
-    chain.launch(6)
-    assert chain.states(5)[0] == read
-    table.commit(6)
+    assert launch(table, 1) == [read, first]
+    commit(table, 6)
     assert pools.used()[1] == len(table.pages(1))
 
 
@@ -308,23 +302,28 @@ def test_a_number_of_tokens_that_no_row_has_computed_is_a_bug() -> None:
         table = PageTable(full_and_states(6))
         compute(table, 5)
         table.allocate(8, 3)
-        table.chains[1].launch(8, 3)
+        launch(table, 1, 3)
         with pytest.raises(AssertionError, match="no state"):
-            table.chains[1].commit(5 + accepted)
+            table.chains[1].accept(table.slot, 3, accepted)
+    table = PageTable(full_and_states(6))
+    compute(table, 5)
+    with pytest.raises(AssertionError, match="no state"):
+        commit(table, 6)  # no row was launched
 
 
-def test_a_row_that_follows_drafts_goes_on_from_whichever_state_is_current_then() -> None:
+def test_a_row_that_follows_drafts_writes_where_it_was_launched_to() -> None:
     table = PageTable(full_and_states(8))
     compute(table, 5)
-    chain = table.chains[1]
+    rows: list[list[int]] = []
     for end, writes in ((8, 3), (9, 1)):
         table.allocate(end, writes)
-        chain.launch(end, writes)
-    first, written = chain.states(5)[1], chain.states(8)[1]
-    assert chain.states(8) == [UNKNOWN_STATE, written]
-    table.commit(6)  # two of three tokens were wrong
-    assert chain.ends == [6, 7]
-    assert chain.states(6) == [first, written]
+        rows.append(launch(table, 1, writes))
+    (_, first, *_), (_, written) = rows
+    table.chains[1].accept(table.slot, 3, 1)  # two of three tokens were wrong
+    commit(table, 6)
+    assert table.pages(1)[:2] == [first, written]
+    commit(table, 7)
+    assert table.pages(1)[0] == written
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=20))
@@ -335,17 +334,16 @@ def test_states_follow_each_other_and_none_is_lost(rows: list[tuple[int, int, bo
     for drafts, accepted, dropped in rows:
         start, writes = table.committed, 1 + drafts
         table.allocate(start + writes, writes)
-        chain = table.chains[1]
-        chain.launch(start + writes, writes)
-        read, *written = chain.states(start)
+        read, *written = launch(table, 1, writes)
         assert made[read] == start
         assert read not in written
         made |= {state: start + number for number, state in enumerate(written, start=1)}
         if dropped:
-            chain.recall()
+            table.chains[1].recall(table.slot)
             table.truncate(start)
         else:
-            table.commit(start + (min(accepted, writes)))
+            table.chains[1].accept(table.slot, writes, min(accepted, writes))
+            commit(table, start + min(accepted, writes))
             table.truncate(table.committed)
         current = table.pages(1)[0]
         assert made[current] == table.committed
@@ -353,6 +351,34 @@ def test_states_follow_each_other_and_none_is_lost(rows: list[tuple[int, int, bo
         assert pools.used()[0] == -(-table.committed // PAGE_TOKENS)
     table.release()
     assert pools.free() == [40, 40]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=6), max_size=20))
+def test_states_of_many_requests_follow_each_other(steps: list[list[tuple[int, bool]]]) -> None:
+    """Steps with a row of some of six requests, of which a state is sometimes cached."""
+    pool = PagePool(200)
+    chains, tokens, made = StateChains(pool, 6), [0] * 6, {HOLE: (0, 0)}
+    for step in steps:
+        rows = dict(step)
+        slots = np.array(list(rows), np.int32)
+        chains.add(slots[chains.short(slots)])
+        states = chains.launch(slots)
+        assert len({*states[:, 1].tolist()}) == len(slots)
+        for slot, (read, write) in zip(rows, states.tolist(), strict=True):
+            assert made[read] == (slot if tokens[slot] else 0, tokens[slot])
+            assert pool.holders(write) == 1
+            tokens[slot] += 1
+            made[write] = slot, tokens[slot]
+        chains.commit(slots)
+        for slot, cached in rows.items():
+            current = chains.states(slot)[0]
+            assert made[current] == (slot, tokens[slot])
+            if cached:
+                pool.cache([current])
+    for slot in range(6):
+        assert len(chains.states(slot)) <= 2
+        chains.release(slot)
+    assert pool.used_count == pool.loose_count == sum(sum(dict(step).values()) for step in steps)
 
 
 def test_pages_of_drafts_are_released_and_those_of_tokens_are_not() -> None:

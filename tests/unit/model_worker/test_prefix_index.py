@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.worker import compute, page_group
+from tests.support.worker import commit, compute, launch, page_group
 
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
@@ -348,11 +348,10 @@ def test_a_checkpoint_serves_many_and_is_never_written() -> None:
     for table in tables:
         assert table.committed == 2 * PAGE_TOKENS
         assert table.pages(1)[0] == kept
-        table.chains[1].launch(3 * PAGE_TOKENS)
-        assert table.chains[1].states(2 * PAGE_TOKENS)[1] != kept
+        assert launch(table, 1)[1] != kept
     assert bench.pools.pools[1].holders(kept) == 5
     for table in tables:
-        table.commit(3 * PAGE_TOKENS)
+        commit(table, 3 * PAGE_TOKENS)
     assert bench.pools.pools[1].is_loose(kept)
 
 
@@ -380,8 +379,8 @@ def test_a_checkpoint_goes_with_the_page_that_it_stands_at() -> None:
 def test_a_state_within_a_page_is_no_checkpoint() -> None:
     bench = with_states()
     table = bench.begin("abc")
-    table.chains[1].launch(2 * PAGE_TOKENS + 1)
-    table.commit(2 * PAGE_TOKENS + 1)
+    launch(table, 1)
+    commit(table, 2 * PAGE_TOKENS + 1)
     bench.index.insert(bench.key("abc"), table)
     table.release()
     assert bench.found("abc!") == 0

@@ -18,7 +18,8 @@ from antiphon.config.cluster import digest
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.cache.events import BlockTracker
-from antiphon.model_worker.cache.pages import CachePools, PagePool
+from antiphon.model_worker.cache.pages import CachePools
+from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.model_worker.protocol.held_request import HeldChoice

@@ -105,7 +105,7 @@ class OutcomeProcessor:
             rows = rows.take(index)
         plain = rows.decodes == len(rows)  # of one token each
         ends = rows.ends if plain else rows.starts + outcome.computed[index]
-        self.batch.commit_computed(rows.slots, ends)
+        self.batch.commit_computed(rows, ends)
         if np.count_nonzero(rows.draws) < len(rows):
             for row in (~rows.draws).nonzero()[0].tolist():
                 with self._alone(rows.slots, row) as request:

@@ -45,7 +45,7 @@ def build_plan(
         tokens=tokens,
         positions=positions[np.newaxis],
         logit_tokens=logit_tokens,
-        states=batch.states(rows),
+        states=rows.states,
         part=part,
         details=batch.logprobs.request(rows, query_start),
         pooling=pooling,

@@ -171,8 +171,7 @@ class StepPlanner:
         if not np.count_nonzero(lacking):
             return slots
         short = slots.slots[lacking]
-        needed = [len(short)] * len(batch.pools.groups)
-        if not batch.pools.states and self._pages.ensure_free(needed):
+        if self._pages.ensure_free(batch.lacking(short)):
             batch.add_pages(short)
             return slots
         rows = [(slot, batch.scheduled.item(slot) + 1) for slot in short.tolist()]

@@ -49,7 +49,7 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     While drafts of its slot are in flight, a row `follows` from where these end: what is said of
     its tokens are upper bounds. `draft_counts` are the drafts that a draft model makes after it;
-    None: there is no draft model.
+    None: there is no draft model. `states` are those of the plan.
 
     Axis: R rows.
     """
@@ -63,6 +63,7 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     drafts: tuple[Ints, ...] = ()
     follows: Flags | None = None  # (R,) None: no row
     draft_counts: Ints | None = None  # (R,)
+    states: tuple[Ints, ...] = ()  # (R, 1 + W) by group of recurrent states
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -99,6 +100,7 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
             drafts=tuple([self.drafts[int(row) - self.decodes] for row in index[first:last]]),
             follows=None if self.follows is None else self.follows[index],
             draft_counts=None if self.draft_counts is None else self.draft_counts[index],
+            states=tuple([states[index] for states in self.states]),
         )
 
 

@@ -24,9 +24,10 @@ from antiphon.model_worker.batching.rows import SlotSet, StepRows, all_draw
 from antiphon.model_worker.batching.slot_arrays import SlotArrays
 from antiphon.model_worker.batching.slot_tables import ChangeLog
 from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
-from antiphon.model_worker.cache.groups import HOLE
+from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE
 from antiphon.model_worker.cache.hashing import CacheKey, Namespace, request_namespace
 from antiphon.model_worker.cache.pages import CachePools, PageTable
+from antiphon.model_worker.cache.states import StateChains
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,6 +52,7 @@ class RunningBatch(SlotArrays):
         prefills: Those of which a token of the prompt is not launched yet.
         steps: Scheduled since start.
         grammars: Number of running requests with a grammar.
+        chains: Their recurrent states, by group of these.
         checkpoints: None without recurrent states or a prefix cache.
     """
 
@@ -72,6 +74,9 @@ class RunningBatch(SlotArrays):
         self._is_end = np.zeros(limits.vocab_size, np.bool_)
         self._is_end[[token for token in limits.end_ids if token < limits.vocab_size]] = True
         self._chunk = np.zeros(slots, np.int64)  # (S,) of the last output ids
+        self.chains = {group: StateChains(pools.pools[group], slots) for group in pools.states}
+        for group, chains in self.chains.items():
+            self.entries[group], self.pages_held[group] = chains.entries, chains.held
         self.changes = ChangeLog(len(pools.groups))
         self._revisions = [0] * slots
         self.logits = LogitsProcessors(slots, limits.vocab_size, self.running)
@@ -160,6 +165,7 @@ class RunningBatch(SlotArrays):
         slot, sampling = heapq.heappop(self.free), request.state.sampling
         length, outputs, reported = request.length, request.outputs_count, request.reported
         request.start(self, slot, table, now)
+        table.run(self.chains, slot)
         request.namespace = self._namespace_digest
         self.running[slot] = self.prefills[slot] = request
         self.keys[slot] = request.key
@@ -204,8 +210,8 @@ class RunningBatch(SlotArrays):
         self.changes.release(slot)
         self.logits.clear(slot)
         self.logprobs.clear(slot)
-        for group, entries in enumerate(self.entries):
-            entries[slot] = self.pages_held[group][slot] = 0
+        for group in self.pools.paged:
+            self.entries[group][slot] = self.pages_held[group][slot] = 0
         heapq.heappush(self.free, slot)
 
     # Rows.
@@ -237,24 +243,41 @@ class RunningBatch(SlotArrays):
         return slots if np.count_nonzero(taken) == len(slots) else slots.take(taken)
 
     def short(self, slots: SlotSet) -> Flags:
-        """(R,) which of these have no page for their next token."""
-        if self.pools.states:
-            ends = zip(slots.slots.tolist(), self.scheduled[slots.at].tolist(), strict=True)
-            tables = [(self.running[slot].running_table, end) for slot, end in ends]
-            return np.array([not table.covers(end + 1) for table, end in tables], np.bool_)
-        return self.scheduled[slots.at] >= self.covered[slots.at]
+        """(R,) which of these have no page, or no state, for their next token."""
+        short = self.scheduled[slots.at] >= self.covered[slots.at]
+        for chains in self.chains.values():
+            short |= chains.short(slots.at)
+        return short
+
+    def lacking(self, slots: Ints) -> list[int]:
+        """Pages by group that these, which are short, need for their next tokens."""
+        lacking = [len(self._without_page(slots))] * len(self.pools.groups)
+        for group, chains in self.chains.items():
+            lacking[group] = int(np.count_nonzero(chains.short(slots)))
+        return lacking
 
     def add_pages(self, slots: Ints) -> None:
-        """Add a page in each group to the tables of these slots. They are free."""
-        for group, pool in enumerate(self.pools.pools):
-            entries, pages = self.entries[group], pool.allocate(len(slots))
-            places = entries[slots]
-            self.changes.add(group, slots.tolist(), places.tolist(), pages)
+        """Add the pages that these, which are short, need for their next tokens. They are free."""
+        for chains in self.chains.values():
+            if len(lacking := slots[chains.short(slots)]):
+                chains.add(lacking)
+        slots = self._without_page(slots)
+        tables = [self.running[slot].running_table for slot in slots.tolist()]
+        for group in self.pools.paged:
+            entries, pages = self.entries[group], self.pools.pools[group].allocate(len(slots))
+            self.changes.add(group, slots.tolist(), entries[slots].tolist(), pages)
             entries[slots] += 1
             self.pages_held[group][slots] += 1
-            for slot, page in zip(slots.tolist(), pages, strict=True):
-                self.running[slot].running_table.append(group, page)
+            for table, page in zip(tables, pages, strict=True):
+                table.append(group, page)
+        if not self.pools.paged:
+            for table in tables:
+                table.reserved += self.pools.page_tokens
         self.covered[slots] += self.pools.page_tokens
+
+    def _without_page(self, slots: Ints) -> Ints:
+        """Those of these, which are short, that lack a page; others lack a state."""
+        return slots[self.scheduled[slots] >= self.covered[slots]] if self.chains else slots
 
     def launch(
         self,
@@ -280,6 +303,7 @@ class RunningBatch(SlotArrays):
         for row, (request, end) in enumerate(chunks, start=len(decodes) + len(drafted)):
             ends[row] = end
             draws[row] = end == request.length and not request.scores
+        follows = None if counts is None else self._follows(slots)
         rows = StepRows(
             slots=slots,
             starts=starts,
@@ -288,15 +312,10 @@ class RunningBatch(SlotArrays):
             generations=self.generation[slots.at].copy(),
             decodes=len(decodes),
             drafts=tuple(drafted.values()),
-            follows=None if counts is None else self._follows(slots),
+            follows=follows,
             draft_counts=self._draft_counts(slots, counts),
+            states=self._launch_states(slots, len(decodes), drafted, follows),
         )
-        if self.pools.states:
-            for row, (slot, end) in enumerate(
-                zip(slots.slots.tolist(), ends.tolist(), strict=True)
-            ):
-                writes = end - starts.item(row) if slot in drafted else 1
-                self._launch_states(self.running[slot], end, writes)
         self.scheduled[slots.at] = ends
         self.in_flight[slots.at] += draws
         for slot, drafts in drafted.items():
@@ -312,6 +331,20 @@ class RunningBatch(SlotArrays):
     def has_launched(self, request: Request) -> bool:
         """Whether rows of a running request are launched that are not committed."""
         return self.scheduled.item(request.slot) > self.computed.item(request.slot)
+
+    def _launch_states(
+        self, slots: SlotSet, decodes: int, drafted: Mapping[int, Ints], follows: Flags | None
+    ) -> tuple[Ints, ...]:
+        """The states that these rows read and write, by group; see `StepPlan`."""
+        writes = None
+        if self.chains and drafted:
+            writes = np.ones(len(slots), np.int64)
+            writes[decodes : decodes + len(drafted)] += [len(ids) for ids in drafted.values()]
+        states = tuple([chains.launch(slots.at, writes) for chains in self.chains.values()])
+        if follows is not None:
+            for each in states:
+                each[follows, 0] = UNKNOWN_STATE
+        return states
 
     def _follows(self, slots: SlotSet) -> Flags | None:
         follows = self.slack[slots.at] > 0
@@ -343,19 +376,20 @@ class RunningBatch(SlotArrays):
         """
         rows = self.placed(rows)
         self.base[rows.slots.at] = rows.starts
+        states = tuple([each.copy() for each in rows.states])
+        for each, chains in zip(states, self.chains.values(), strict=True):
+            each[:, 0] = chains.current(rows.slots.at)
         if rows.draft_counts is None:
-            return rows
+            return msgspec.structs.replace(rows, states=states)
         verified = rows.slots.slots[rows.decodes : rows.verified]
         self.drafted[rows.slots.at] = 0
         self.slack[verified] = 0
         ends = rows.ends.copy()
         ends[rows.decodes : rows.verified] = rows.starts[rows.decodes : rows.verified] + 1
-        if self.pools.states:
-            for row, slot in enumerate(verified.tolist(), start=rows.decodes):
-                request = self.running[slot]
-                for chain in request.running_table.chains.values():
-                    chain.recall()
-                self._launch_states(request, rows.starts.item(row) + 1, 1)
+        for chains in self.chains.values():
+            for slot in verified.tolist():
+                chains.recall(slot)
+            chains.launch(verified)
         self.scheduled[verified] = ends[rows.decodes : rows.verified]
         self.in_flight[verified] = 1
         for slot in rows.slots.slots.tolist():
@@ -366,6 +400,7 @@ class RunningBatch(SlotArrays):
             decodes=rows.verified,
             drafts=(),
             draft_counts=np.zeros(len(rows), np.int32),
+            states=tuple([each[:, :2] for each in states]),
         )
 
     def part(self, rows: StepRows) -> SamplingPart:
@@ -415,8 +450,8 @@ class RunningBatch(SlotArrays):
 
     def _recall(self, request: Request, computed: int) -> None:
         slot, table = request.slot, request.running_table
-        for chain in table.chains.values():
-            chain.recall()
+        for chains in self.chains.values():
+            chains.recall(slot)
         self.computed[slot] = self.scheduled[slot] = self.base[slot] = computed
         self.slack[slot] = self.drafted[slot] = 0
         table.truncate(max(request.length, computed, table.committed))
@@ -493,12 +528,15 @@ class RunningBatch(SlotArrays):
             table.commit(computed)
         return table
 
-    def commit_computed(self, slots: SlotSet, ends: Longs) -> None:
-        """Note that the launched rows up to `ends` (R,) are computed."""
-        pools, moved = self.pools, ()
-        if pools.states:
-            moved = slots.slots.tolist()
-        elif pools.windows:  # they move on from page to page
+    def commit_computed(self, rows: StepRows, ends: Longs) -> None:
+        """Note that these launched rows, the first ones of their slots, are computed to `ends`."""
+        slots, pools, moved = rows.slots, self.pools, ()
+        for chains in self.chains.values():
+            for row, drafts in enumerate(rows.drafts, start=rows.decodes):
+                place = ends.item(row) - rows.starts.item(row)
+                chains.accept(slots.slots.item(row), 1 + len(drafts), place)
+            chains.commit(slots.at)
+        if pools.windows:  # they move on from page to page
             before = self.computed[slots.at] // pools.page_tokens
             moved = slots.slots[before != ends // pools.page_tokens].tolist()
         self.computed[slots.at] = ends
@@ -512,43 +550,27 @@ class RunningBatch(SlotArrays):
         if table.revision != self._revisions[slot]:
             self._rewrite(request, table)
             return
-        for group, entries in enumerate(self.entries):
-            self._write(group, slot, table, int(entries[slot]))
-
-    def states(self, rows: StepRows) -> tuple[Ints, ...]:
-        """The states that these rows read and write, by group; see `StepPlan`."""
-        return tuple([self._states(group, rows) for group in self.pools.states])
-
-    def _states(self, group: int, rows: StepRows) -> Ints:
-        """(R, 1 + W) the states that each row reads and writes, -1 beyond those of a row."""
-        listed: list[list[int]] = []
-        for slot, start in zip(rows.slots.slots.tolist(), rows.starts.tolist(), strict=True):
-            listed.append(self.running[slot].running_table.chains[group].states(start))
-        widest = max(map(len, listed))
-        padded = [states + [HOLE] * (widest - len(states)) for states in listed]
-        return np.array(padded, np.int32)
-
-    def _launch_states(self, request: Request, end: int, writes: int) -> None:
-        for chain in request.running_table.chains.values():
-            chain.launch(end, writes)
+        for group in self.pools.paged:
+            self._write(group, slot, table, self.entries[group].item(slot))
+        self.covered[slot] = table.reserved
 
     def _rewrite(self, request: Request, table: PageTable) -> None:
         slot = request.slot
-        for group, entries in enumerate(self.entries):
-            surplus = entries.item(slot) - len(table.pages(group))
+        for group in self.pools.paged:
+            surplus = self.entries[group].item(slot) - len(table.pages(group))
             if surplus > 0:
                 self.changes.set(group, slot, len(table.pages(group)), [HOLE] * surplus)
             self._write(group, slot, table, 0)
+        self.covered[slot] = table.reserved
         self._revisions[slot] = table.revision
 
     def _write(self, group: int, slot: int, table: PageTable, start: int) -> None:
         """Note the entries of a page table from `start` on. States are in each plan."""
         pages = table.pages(group)
-        if start < len(pages) and group not in self.pools.states:
+        if start < len(pages):
             self.changes.set(group, slot, start, pages[start:])
         self.entries[group][slot] = len(pages)
         self.pages_held[group][slot] = table.held(group)
-        self.covered[slot] = table.reserved
 
 
 def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
