@@ -522,10 +522,11 @@ class RunningBatch(SlotArrays):
 
     def settle(self, request: Request) -> PageTable:
         """The table of a running request, with all of its computed tokens committed."""
-        table = request.running_table
-        computed = request.computed
+        slot, table, computed = request.slot, request.running_table, request.computed
         if table.committed != computed:
-            table.commit(computed)
+            for group, begin, end in table.commit(computed):
+                self.changes.set(group, slot, begin, [HOLE] * (end - begin))
+                self.pages_held[group][slot] -= end - begin
         return table
 
     def commit_computed(self, rows: StepRows, ends: Longs) -> None:
@@ -542,7 +543,6 @@ class RunningBatch(SlotArrays):
         self.computed[slots.at] = ends
         for slot in moved:
             self.settle(self.running[slot])
-            self.update(self.running[slot])
 
     def update(self, request: Request) -> None:
         """Copy what has changed of the page table of a running request."""

@@ -85,7 +85,7 @@ class PageTable:
         self.committed = 0
         self.reserved = 0
         self.revision = 0
-        """Grows when existing entries change or are removed; not when some are added."""
+        """Grows when existing entries change or are removed, but for what `commit` returns."""
 
     @classmethod
     def sharing(cls, pools: CachePools, tokens: int, pages: Sequence[list[int]]) -> PageTable:
@@ -187,20 +187,26 @@ class PageTable:
         self._pages[group].append(page)
         self.reserved = len(self._pages[group]) * self._pools.page_tokens
 
-    def commit(self, tokens: int) -> None:
+    def commit(self, tokens: int) -> Sequence[tuple[int, int, int]]:
         """Mark the first `tokens` tokens as computed. Window groups release what they leave behind.
 
-        States are committed by themselves, see `StateChains.commit`.
+        Returns which entries are holes from here on: group, begin and end. States are committed by
+        themselves, see `StateChains.commit`.
         """
         assert self.committed <= tokens <= self.reserved, "committed tokens have no pages"
         self.committed = tokens
+        if not self._pools.windows:
+            return ()
+        left: list[tuple[int, int, int]] = []
         for index in self._pools.windows:
-            pages, dead = self._pages[index], self._pools.groups[index].dead_len(tokens)
-            if gone := pages[self._dead[index] : dead]:
-                self._pools.pools[index].release(gone)
-                pages[self._dead[index] : dead] = [HOLE] * len(gone)
-                self._dead[index] = dead
-                self.revision += 1
+            begin, end = self._dead[index], self._pools.groups[index].dead_len(tokens)
+            if begin < end:
+                pages = self._pages[index]
+                self._pools.pools[index].release(pages[begin:end])
+                pages[begin:end] = [HOLE] * (end - begin)
+                self._dead[index] = end
+                left.append((index, begin, end))
+        return left
 
     def truncate(self, tokens: int) -> None:
         """Release the pages beyond `tokens` tokens, which are those of rejected drafts."""
