@@ -27,7 +27,7 @@ from antiphon.model_worker.batching.planner import StepPlanner
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import SlotSet, StepRows
 from antiphon.model_worker.batching.running_batch import RunningBatch
-from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, RequestState, SampledTokens
 from antiphon.model_worker.batching.token_masks import TokenFilter
 from antiphon.model_worker.cache import tree
 from antiphon.model_worker.cache.pool import PagePool
@@ -308,6 +308,23 @@ def test_plan_that_cannot_be_built_once_is_built_in_halves(
     stage.drain()
     assert calls > 3
     stage.verify()
+
+
+@both
+def test_checkpoint_that_cannot_be_cached_ends_its_request_alone(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with staged(overlap=overlap, states=64, curse=-1, checkpoint_tokens=8) as stage:
+        runs = dict(stage.request(harmless(5, salt), seed=salt) for salt in range(8))
+        stage.turn(Mail(runs=runs))
+        stage.turn()
+        fault = Fault(monkeypatch, stage, RunningBatch, "cache_prefix")
+        while not fault.raised:
+            stage.turn()
+        rows = [len(p.slots) for p in stage.reports[-1].progress if isinstance(p, SampledTokens)]
+        assert rows == [7], "the others are reported together"
+        stage.drain()
+        verify_others(stage)
 
 
 def test_broken_page_pool_ends_the_loop(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

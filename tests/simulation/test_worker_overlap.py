@@ -59,12 +59,21 @@ class Stage:
     """One loop, and a sender of what comes in."""
 
     def __init__(
-        self, *, overlap: bool, pages: int, window: int | None, curse: int, **changes: Any
+        self,
+        *,
+        overlap: bool,
+        pages: int,
+        window: int | None,
+        states: int,
+        curse: int,
+        **changes: Any,
     ) -> None:
         self.overlap, self.curse = overlap, curse
         groups = [page_group(pages)]
         if window is not None:
             groups.append(page_group(pages, GroupKind.WINDOW, window))
+        if states:
+            groups.append(page_group(states, GroupKind.STATE))
         self.windows = [group.window for group in groups]
         self.pools = CachePools(groups)
         self.limits = limits(
@@ -187,10 +196,13 @@ def staged(
     overlap: bool = True,
     pages: int = 64,
     window: int | None = None,
+    states: int = 0,
     curse: int = CURSE,
     **changes: Any,
 ) -> Iterator[Stage]:
-    stage = Stage(overlap=overlap, pages=pages, window=window, curse=curse, **changes)
+    stage = Stage(
+        overlap=overlap, pages=pages, window=window, states=states, curse=curse, **changes
+    )
     try:
         yield stage
     finally:

@@ -19,7 +19,7 @@ from antiphon.wire.errors import EngineError, Internal, InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from antiphon.model_worker.batching.plan import Floats, Indices, Ints, Longs, StepOutcome
+    from antiphon.model_worker.batching.plan import Flags, Floats, Indices, Ints, Longs, StepOutcome
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import SlotSet, StepRows
     from antiphon.model_worker.batching.running_batch import RunningBatch
@@ -239,14 +239,14 @@ class OutcomeProcessor:
         batch.in_flight[slots.at] -= 1
         full = batch.length[slots.at] >= batch.tokens_max[slots.at]
         singly = ends | full | batch.rowwise[slots.at]
-        if batch.checkpoints is not None:
-            singly |= batch.computed[slots.at] % batch.checkpoints.every == 0
         if self.log.interval > 1:
             singly[:] = True
-        alone = np.count_nonzero(singly)
-        if not alone:
+        if batch.checkpoints is None and not np.count_nonzero(singly):
             self.log.add_sampled(slots, outputs, tokens, logprobs)
             return
+        together = ~singly
+        if batch.checkpoints is not None:
+            together = self._cache_checkpoints(slots, together, batch.checkpoints.every)
         for row in singly.nonzero()[0].tolist():
             finish = finishes.get(row, _NO_FINISH)[0]
             if ends[row]:
@@ -257,10 +257,23 @@ class OutcomeProcessor:
             with self._alone(slots, row) as request:
                 place, kept = index.item(row), int(not ends[row])
                 self._finish_row(request, outcome, place, finish, accepted=1, kept=kept)
-        if alone < len(slots):
-            rest = ~singly
-            some = None if logprobs is None else logprobs[rest]
-            self.log.add_sampled(slots.take(rest), outputs[rest], tokens[rest], some)
+        count = np.count_nonzero(together)
+        if count == len(slots):
+            self.log.add_sampled(slots, outputs, tokens, logprobs)
+        elif count:
+            some = None if logprobs is None else logprobs[together]
+            at = slots.take(together)
+            self.log.add_sampled(at, outputs[together], tokens[together], some)
+
+    def _cache_checkpoints(self, slots: SlotSet, rows: Flags, every: int) -> Flags:
+        """Cache the states that are due of these rows (R,); those that are left if some fail."""
+        due = rows & (self.batch.computed[slots.at] % every == 0)
+        if not np.count_nonzero(due):
+            return rows
+        for row in due.nonzero()[0].tolist():
+            with self._alone(slots, row) as request:
+                self.batch.cache_prefix(request)
+        return rows & (self.batch.length[slots.at] > 0)
 
     def _accept_several(
         self,
