@@ -29,6 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", seeds, ids=[f"{seed} {name_of(seed)}" for seed in seeds])
 
 
+@pytest.mark.timeout(120)  # a long life takes 6 s of a core, which others may use, too
 def test_a_world_is_sound(world: int, record_property: Record) -> None:
     with reported(world, name_of(world), record_property):
         kind_of(world).live(world)
