@@ -17,6 +17,7 @@ from tests.models.test_llama_parity import mutated
 from tests.models.tiny import VOCABULARY
 from tests.support.models import change_config, load, open_model
 
+from antiphon.model_worker.batching.plan import SamplingColumns, SlotChanges
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.input_batch import PlanRefused
 
@@ -117,6 +118,19 @@ def test_a_plan_that_the_runner_cannot_follow_is_refused(llama, change, message)
     runner, plan = a_plan(llama)
     with pytest.raises(PlanRefused, match=message):
         runner.run(msgspec.structs.replace(plan, **change))
+
+
+def test_a_refused_plan_has_changed_what_later_plans_rely_on(llama: Path) -> None:
+    runner, plan = opened(llama).runner, a_plan(llama)[1]
+    pages = plan.page_tables[0][0]
+    entries = np.array([np.zeros_like(pages), np.arange(len(pages)), pages], np.int32)
+    changes = SlotChanges(slots=plan.slot, sampling=plan.sampling, entries=(entries,))
+    bare = msgspec.structs.replace(plan, page_tables=(), sampling=SamplingColumns.zeros(0))
+    asking = {"changes": changes, "draft_counts": np.ones(1, np.int32)}
+    with pytest.raises(PlanRefused, match="no draft model"):
+        runner.run(msgspec.structs.replace(bare, **asking))
+    found = runner.run(msgspec.structs.replace(bare, step=plan.step + 1))
+    assert found.token_ids == opened(llama).runner.run(plan).token_ids
 
 
 def test_page_bytes_are_those_of_the_pool(llama: Path, tmp_path: Path) -> None:

@@ -247,8 +247,9 @@ MODES: Mapping[str, Mode] = {
 class Bench:
     """A model, and its loops with and without drafts."""
 
-    def __init__(self, opened: OpenModel) -> None:
+    def __init__(self, opened: OpenModel, *, drafting_fails: bool = False) -> None:
         self.opened = opened
+        self.drafting_fails = drafting_fails
         self.loop: ModelLoop | None = None
 
     def run(
@@ -268,7 +269,7 @@ class Bench:
             **mode.limits,
         )
         outputs = loop.run(states, one_a_turn=mode.one_a_turn, retract_at=mode.retract_at)
-        assert not loop.reports[-1].failures
+        assert bool(loop.reports[-1].failures) == self.drafting_fails
         self.loop = loop
         return outputs
 

@@ -178,7 +178,7 @@ def test_a_draft_model_that_fails_costs_only_time(
             raise RuntimeError("out of memory, on purpose")
 
     broken = Broken(load(llama, dtype="float32"), page_tokens=4, pages=4096)
-    bench = Bench(with_draft(open_any(llama, pages=4096), broken))
+    bench = Bench(with_draft(open_any(llama, pages=4096), broken), drafting_fails=True)
     assert check(bench, EVERY, MODES["overlapped"], wanted) < 0.1
     assert "drafting failed" in caplog.text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -42,6 +42,7 @@ from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from threading import Thread
 
     from antiphon.model_worker.batching.plan import (
         Flight,
@@ -77,21 +78,41 @@ class WorldRunner(HashRunner):
 
     fail = False
     stumble = False  # fails once
+    draft_stumbles = 0.0  # share of the drafts that fail
     raised = 0
     last: StepPlan | None = None
     planned: frozenset[int] = frozenset()
     """The slots of all plans of a turn: several, if one has failed."""
 
+    def __init__(self, groups: Sequence[CacheGroup], vocab_size: int, seed: int = 0) -> None:
+        super().__init__(groups, vocab_size)
+        self._faults = random.Random(f"faults {seed}")
+
     def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         self.last, self.planned = plan, self.planned.union(plan.slot.tolist())
         outcome = super().run(plan, part)
         if self.fail or self.stumble:
-            self.stumble = False
-            self.raised += 1
-            raise RunFailed
+            self._raise()
         return msgspec.structs.replace(
             outcome, details=self._details(outcome.plan or plan, outcome)
         )
+
+    def before_sampling(self) -> None:
+        """Half of the plans that fail do so before they know where their rows are."""
+        if (self.fail or self.stumble) and self._faults.random() < 0.5:
+            self._raise()
+
+    def make_drafts(self) -> Ints:
+        drafts = super().make_drafts()
+        if self._faults.random() < self.draft_stumbles:
+            self.drop_drafts()
+            self._raise()
+        return drafts
+
+    def _raise(self) -> NoReturn:
+        self.stumble = False
+        self.raised += 1
+        raise RunFailed
 
     def _details(self, plan: StepPlan, outcome: StepOutcome) -> LogprobsBatch | None:
         """The logprobs of what was accepted, in the rows that ask for them."""
@@ -145,15 +166,25 @@ class Watched:
     def __init__(self, launcher: Launcher, groups: Sequence[CacheGroup]) -> None:
         self._launcher = launcher
         self._tables = SlotTables(groups)
-        self.native_thread: int | None = None
+        self.thread: Thread | None = None
+        self.fail = False
+        self.failed = 0
         self.page_tables: dict[int, tuple[Ints, ...]] = {}
 
     def launch(self, plan: StepPlan) -> Flight:
+        if self.fail:
+            self.fail = False
+            self.failed += 1
+            raise RunFailed
         self.page_tables[plan.step] = self._tables.fill(plan).page_tables
         return self._launcher.launch(plan)
 
-    def settle(self) -> None:
-        self._launcher.settle()
+    @property
+    def draft_failures(self) -> int:
+        return self._launcher.draft_failures
+
+    def wait(self) -> None:
+        self._launcher.wait()
 
     def close(self) -> None:
         self._launcher.close()
@@ -238,7 +269,7 @@ class World:
         self.batching = EngineCore(
             self.limits, self.pools, index, self.rules, speculation=speculation
         )
-        self.runner = WorldRunner(groups, VOCAB_SIZE)
+        self.runner = WorldRunner(groups, VOCAB_SIZE, seed)
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
         self.loop = BatchingLoop(
@@ -249,6 +280,8 @@ class World:
         self.reported: dict[ChoiceKey, Reported] = {}
         self.extras = random.Random(f"extras {seed}")
         self.stumbles = said.get("stumbles", 0.01)
+        self.runner.draft_stumbles = self.stumbles / 2
+        self._faults = random.Random(f"launches {seed}")
         self.penalised = said.get("penalised", 0.3)
         self.exact_share = self.pick("exact_share", 0.0, 0.5, 1.0)
         self.prompt_max = self.pick("prompt_max", 20, 70, 100)
@@ -334,6 +367,7 @@ class World:
         self.poison = 0.2 if self.random.random() < 0.01 else 0.0
         self.runner.fail = self.random.random() < 0.003
         self.runner.stumble = self.extras.random() < self.stumbles
+        self.watched.fail = self._faults.random() < self.stumbles / 2
         orders = (FlushCache(),) if self.random.random() < 0.01 else ()
         if self.random.random() < 0.005:
             orders = (PauseWorker(mode=PauseMode.RETRACT), ContinueWorker())
@@ -351,7 +385,8 @@ class World:
             isinstance(launched.flight, EagerFlight) and launched.flight.failed
             for launched in self.loop._flights
         )
-        assert report.failures == self.runner.raised - unread, "something failed beside the runner"
+        raised = self.runner.raised + self.watched.failed
+        assert report.failures == raised - unread, "something failed beside the runner"
         self.check_pages()
         self.check_salts()
         self.check_slots()
@@ -449,6 +484,7 @@ class World:
 
     def drain(self) -> None:
         self.poison, self.runner.fail, self.runner.stumble = 0.0, False, False
+        self.watched.fail = False
         for _ in range(100_000):
             idle = self.batching.idle
             self.turn()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from antiphon.model_worker.batching.flights import Drafting
 from antiphon.model_worker.batching.plan import (
     Flags,
     Ints,
@@ -27,6 +29,7 @@ from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
+    from threading import Thread
 
 
 both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
@@ -93,7 +96,8 @@ class HashRunner:
         self.plans = 0
         self._pages = [np.full((g.pages_total, g.page_tokens), -1, np.int32) for g in groups]
         self._states: dict[tuple[int, int], Ints] = {}
-        self._counted: dict[int, list[int]] = {}  # the tokens that penalties count, by slot
+        # The tokens that penalties count, by slot; none before a plan that failed has begun to.
+        self._counted = defaultdict[int, list[int]](list)
         self._last: dict[int, int] = {}  # the last token that each slot drew
         self._ends: dict[int, int] = {}  # where the last row of each slot has ended
         self._current: dict[tuple[int, int], int] = {}  # state after it, by group and slot
@@ -115,6 +119,11 @@ class HashRunner:
         first = np.cumsum(logits) - logits
         count, kinds = len(plan.slot), range(len(self.groups))
         written = [[self._context(plan, row, group) for group in kinds] for row in range(count)]
+        try:
+            self.before_sampling()
+        except Exception:
+            self._note_failure(plan, np.where(logits > 1, 1, plan.query_len))
+            raise
         if plan.part is None:
             assert part is not None, "a plan without a sampling part"
             plan = msgspec.structs.replace(plan, part=part())
@@ -141,6 +150,21 @@ class HashRunner:
             computed=computed,
             plan=None if plan.draft_counts is None else plan,
         )
+
+    def before_sampling(self) -> None:
+        """May raise: nothing is known then of where the rows of a plan have ended."""
+
+    def _note_failure(self, plan: StepPlan, computed: Ints) -> None:
+        """Note where rows end that count for nothing: plans that rest on them are computed, too."""
+        for slot in plan.slot.tolist():
+            self._last[slot] = 0
+        self._note(plan, [[] for _ in plan.slot], computed)
+        self.drop_drafts()
+
+    def drop_drafts(self) -> None:
+        """Forget the drafts of the last plan."""
+        for slot in self._read[0].slot.tolist():
+            self._drafts[slot] = []
 
     def _known(self, plan: StepPlan) -> StepPlan:
         """With the places of rows that follow, and the tokens that were not known."""
@@ -312,10 +336,11 @@ class HashRunner:
 class Eager:
     """Computes plans as soon as all before them have their sampling parts."""
 
-    native_thread: int | None = None
+    thread: Thread | None = None
 
     def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
+        self._drafting = Drafting(runner)
         self._waiting: list[EagerFlight] = []
 
     def launch(self, plan: StepPlan) -> EagerFlight:
@@ -324,7 +349,11 @@ class Eager:
         self._compute()
         return flight
 
-    def settle(self) -> None:
+    @property
+    def draft_failures(self) -> int:
+        return self._drafting.failures
+
+    def wait(self) -> None:
         pass
 
     def close(self) -> None:
@@ -332,7 +361,7 @@ class Eager:
 
     def _compute(self) -> None:
         while self._waiting and self._waiting[0].plan.part is not None:
-            self._waiting.pop(0).compute(self._runner)
+            self._waiting.pop(0).compute(self._runner, self._drafting)
 
 
 class EagerFlight:
@@ -345,11 +374,11 @@ class EagerFlight:
     def failed(self) -> bool:
         return isinstance(self._outcome, Exception)
 
-    def compute(self, runner: PlanRunner) -> None:
+    def compute(self, runner: PlanRunner, drafting: Drafting) -> None:
         try:
             self._outcome = runner.run(self.plan)
             if self.plan.draft_counts is not None:
-                self._drafts = runner.make_drafts()
+                self._drafts = drafting.make(self.plan)
         except Exception as error:  # noqa: BLE001  # raised where the outcome is read
             self._outcome = error
 

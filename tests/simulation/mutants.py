@@ -114,7 +114,7 @@ def reused_changes(right: Callable[..., Any]) -> Callable[..., Any]:
     """The changes of a plan are written over those of the plan before, if these are as many."""
     last: dict[object, Any] = {}
 
-    def take(self: ChangeLog) -> Any:
+    def read(self: ChangeLog) -> Any:
         changes, before = right(self), last.get(self)
         if changes is not None and before is not None:
             pairs = list(zip(before.entries, changes.entries, strict=True))
@@ -125,7 +125,7 @@ def reused_changes(right: Callable[..., Any]) -> Callable[..., Any]:
         last[self] = changes
         return changes
 
-    return take
+    return read
 
 
 def early_pages(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant("mask of the token before", LogitsProcessors, "_mask", mask_before, with_grammars),
     Mutant("stale length", RunningBatch, "land", stale_length, drafting),
     Mutant("bound for a length", RunningBatch, "_follows", bound_for_a_length, drafting),
-    Mutant("buffer reused in flight", ChangeLog, "take", reused_changes, keeping_states),
+    Mutant("buffer reused in flight", ChangeLog, "read", reused_changes, keeping_states),
     Mutant("counts not restored", RunningBatch, "repeat", not_repeated, stumbling),
     Mutant("pages given back early", RunningBatch, "launch", early_pages, drafting),
     Mutant("pages free in flight", PagePool, "release", unfenced, drafting),

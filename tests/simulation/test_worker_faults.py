@@ -22,7 +22,7 @@ from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
 from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
-from antiphon.model_worker.batching.plan import DeviceLost
+from antiphon.model_worker.batching.plan import DeviceLost, Flight, StepPlan
 from antiphon.model_worker.batching.planner import StepPlanner
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import SlotSet, StepRows
@@ -325,6 +325,27 @@ def test_checkpoint_that_cannot_be_cached_ends_its_request_alone(
         assert rows == [7], "the others are reported together"
         stage.drain()
         verify_others(stage)
+
+
+@both
+def test_plan_that_cannot_be_launched_loses_nothing(overlap: bool) -> None:
+    """The next plan has its number and its changes, and nothing is launched meanwhile."""
+    with staged(overlap=overlap, curse=-1) as stage:
+        launch, calls = stage.loop._launcher.launch, 0
+
+        def fail_some(plan: StepPlan) -> Flight:
+            nonlocal calls
+            calls += 1
+            if calls in {1, 6, 11}:
+                fail()
+            return launch(plan)
+
+        stage.loop._launcher.launch = fail_some  # type: ignore[method-assign]
+        stage.run_all(eight_prompts())
+        stage.drain()
+        assert calls > 20
+        assert stage.reports[-1].failures == 3
+        stage.verify()
 
 
 def test_broken_page_pool_ends_the_loop(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

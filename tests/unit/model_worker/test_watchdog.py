@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-from antiphon.model_worker.observability.watchdog import StallDetector, StallVerdict, stack_of
+from tests.simulation.batching_world import World
+from tests.support.worker import state
+
+from antiphon.config.worker import BatchingConfig
+from antiphon.model_worker.batching.flights import ForwardThread
+from antiphon.model_worker.batching.mailbox import Mail
+from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.observability.watchdog import (
+    LoopWatchdog,
+    StallDetector,
+    StallVerdict,
+    stack_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+    from antiphon.model_worker.batching.plan import SamplingPart, StepOutcome, StepPlan
 
 
 def test_loop_with_progress_is_not_reported() -> None:
@@ -51,3 +71,40 @@ def test_stack_of_a_thread_names_its_function() -> None:
     thread.join()
     assert stack_of(thread.ident) == ""
     assert stack_of(None) == ""
+
+
+def test_stall_names_the_forward_pass_that_hangs_and_its_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not the plan that was launched after it."""
+    world = World(1, overlap=True, running_max=3, queue_timeout_s=None, running_timeout_s=None)
+    held, there, compute = threading.Event(), threading.Event(), world.runner.run
+
+    def hang_about(plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        there.set()
+        assert held.wait(10)
+        return compute(plan, part)
+
+    world.runner.run = hang_about  # type: ignore[method-assign]
+    forward = ForwardThread(world.runner)
+    world.loop.use(forward, ahead=1)
+    runs = {ChoiceKey(0): state([5, 6, 7], max_new_tokens=9, ignore_eos=True)}
+    loop = threading.Thread(
+        target=lambda: [world.loop.turn(Mail(runs=runs)), world.loop.turn(Mail())]
+    )
+    loop.start()
+    assert there.wait(10)
+    while world.loop.reading is None:
+        pass
+    stalls: list[None] = []
+    config = BatchingConfig(stall_s=1.0, stall_limit_s=100.0)
+    watchdog = LoopWatchdog(world.loop, config, lambda: stalls.append(None))
+    watchdog.check(0.0)
+    watchdog.check(2.0)
+    held.set()
+    loop.join()
+    forward.close()
+    (record,) = caplog.records
+    assert "hang_about" in vars(record)["forward_stack"]
+    assert vars(record)["step"] == 1
+    assert len(stalls) == 1

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import numpy as np
+
+from antiphon.model_worker.batching.plan import DeviceLost
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import (
@@ -18,22 +22,54 @@ if TYPE_CHECKING:
     )
 
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+
+class Drafting:
+    """Makes the drafts after plans. A failure costs these drafts, which are token 0 then."""
+
+    def __init__(self, runner: PlanRunner) -> None:
+        self._runner = runner
+        self.failures = 0
+
+    def make(self, plan: StepPlan) -> Ints:
+        """Make the drafts after a plan, which asks for some  ->  (R, K).
+
+        Raises:
+            DeviceLost: No plan can be computed any more.
+        """
+        counts = plan.draft_counts
+        assert counts is not None, "the plan asks for no drafts"
+        try:
+            return self._runner.make_drafts()
+        except DeviceLost:
+            raise
+        except Exception:
+            self.failures += 1
+            log.exception("drafting failed", extra={"step": plan.step})
+            return np.zeros((len(counts), counts.max(initial=0)), np.int32)
 
 
 class InTurn:
     """Computes a plan when its outcome is read, and its drafts when the next one is computed."""
 
-    native_thread: int | None = None
+    thread: Thread | None = None
 
     def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
+        self._drafting = Drafting(runner)
         self._undrafted: InTurnFlight | None = None
 
     def launch(self, plan: StepPlan) -> InTurnFlight:
         return InTurnFlight(self, plan)
 
-    def settle(self) -> None:
+    @property
+    def draft_failures(self) -> int:
+        return self._drafting.failures
+
+    def wait(self) -> None:
         if self._undrafted is not None:
             self._undrafted.drafts()
 
@@ -41,15 +77,15 @@ class InTurn:
         pass
 
     def run(self, flight: InTurnFlight, plan: StepPlan) -> StepOutcome:
-        self.settle()
+        self.wait()
         outcome = self._runner.run(plan)
         if plan.draft_counts is not None:
             self._undrafted = flight
         return outcome
 
-    def make_drafts(self) -> Ints:
+    def make_drafts(self, plan: StepPlan) -> Ints:
         self._undrafted = None
-        return self._runner.make_drafts()
+        return self._drafting.make(plan)
 
 
 class InTurnFlight:
@@ -66,7 +102,7 @@ class InTurnFlight:
 
     def drafts(self) -> Ints:
         if self._drafts is None:
-            self._drafts = self._launcher.make_drafts()
+            self._drafts = self._launcher.make_drafts(self._plan)
         return self._drafts
 
 
@@ -75,34 +111,39 @@ class ForwardThread:
 
     def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
+        self._drafting = Drafting(runner)
         self._flights = SimpleQueue[ThreadFlight | None]()
-        self._thread: Thread | None = None
         self._last: ThreadFlight | None = None
-        self.native_thread: int | None = None
+        self.thread: Thread | None = None
+
+    @property
+    def draft_failures(self) -> int:
+        return self._drafting.failures
 
     def launch(self, plan: StepPlan) -> ThreadFlight:
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="forward", daemon=True)
-            self._thread.start()
-            self.native_thread = self._thread.native_id
+        if self.thread is None:
+            # Of a process that ends by an error it may still compute, or wait for a sampling part.
+            thread = Thread(target=self._run, name="forward", daemon=True)
+            thread.start()
+            self.thread = thread
         self._last = ThreadFlight(plan)
         self._flights.put(self._last)
         return self._last
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if self._last is not None:
             self._last.wait()
 
     def close(self) -> None:
         """End the thread after the launched plans, each of which must have its sampling part."""
-        if self._thread is not None:
+        if self.thread is not None:
             self._flights.put(None)
-            self._thread.join()
-            self._thread = self.native_thread = None
+            self.thread.join()
+            self.thread = None
 
     def _run(self) -> None:
         while (flight := self._flights.get()) is not None:
-            flight.compute(self._runner)
+            flight.compute(self._runner, self._drafting)
 
 
 class ThreadFlight:
@@ -116,7 +157,7 @@ class ThreadFlight:
         for lock in (self._sampling, self._landed, self._drafted):
             lock.acquire()
 
-    def compute(self, runner: PlanRunner) -> None:
+    def compute(self, runner: PlanRunner, drafting: Drafting) -> None:
         """Compute the plan and its drafts, in the forward thread."""
         try:
             part = None if self._plan.part is not None else self._given
@@ -126,7 +167,7 @@ class ThreadFlight:
         self._landed.release()
         if self._drafts is None and self._plan.draft_counts is not None:
             try:
-                self._drafts = runner.make_drafts()
+                self._drafts = drafting.make(self._plan)
             except BaseException as error:  # noqa: BLE001  # raised where the drafts are read
                 self._drafts = error
         self._drafted.release()

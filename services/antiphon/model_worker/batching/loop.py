@@ -76,7 +76,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     retracted_prompt_tokens: int = 0
     new_token_ratio: float = 0.0
     preemptions: int = 0
-    failures: int = 0  # plans that raised
+    failures: int = 0  # plans and drafts that raised
     paused: bool = False
     done: tuple[ControlDone, ...] = ()  # replies to the applied commands, in their order
     events: tuple[KvEvent, ...] = ()
@@ -95,8 +95,8 @@ class LaunchedStep(msgspec.Struct):
     """A plan that was launched and whose outcome was not read yet.
 
     Attributes:
-        record: None if the plan could not be built.
-        follows: Whether its sampling part is to follow.
+        record: None if the plan could not be built or launched.
+        awaits_part: Whether its sampling part is to follow.
         error: Why it counts as failed, whatever its outcome.
     """
 
@@ -104,7 +104,7 @@ class LaunchedStep(msgspec.Struct):
     rows: StepRows
     record: StepRecord | None = None
     flight: Flight | None = None
-    follows: bool = False
+    awaits_part: bool = False
     error: Exception | None = None
 
     def outcome(self) -> StepOutcome:
@@ -148,6 +148,7 @@ class BatchingLoop:
         self.recorder = FlightRecorder(core.pools.groups)
         self.progress_count = 0  # of what the loop begins; 0 while it is idle. For a watchdog
         self.thread: int | None = None  # its identifier, once it runs
+        self.reading: StepRecord | None = None  # the plan whose outcome is read, or was last
         self._native_thread: int | None = None
         self.paused = False
         self._core = core
@@ -168,13 +169,20 @@ class BatchingLoop:
     def use(self, launcher: Launcher, *, ahead: int) -> None:
         """Launch by another launcher from here on, so many steps ahead. Only before `run`."""
         self._finish_steps()
-        self._launcher.settle()
+        self._launcher.wait()
         self._launcher, self._ahead = launcher, ahead
 
     @property
     def native_threads(self) -> tuple[int, ...]:
         """The system's identifiers of the loop's thread and that of its forward passes."""
-        return tuple(each for each in (self._native_thread, self._launcher.native_thread) if each)
+        forward = self._launcher.thread
+        both = (self._native_thread, None if forward is None else forward.native_id)
+        return tuple(each for each in both if each)
+
+    @property
+    def forward_thread(self) -> int | None:
+        """The identifier of the thread of the forward passes, if it is not the loop's."""
+        return None if self._launcher.thread is None else self._launcher.thread.ident
 
     def run(self) -> None:
         """Run until the mailbox is closed. The body of the loop's thread."""
@@ -221,7 +229,7 @@ class BatchingLoop:
             retracted_prompt_tokens=planner.retracted_prompt_tokens,
             new_token_ratio=planner.new_token_ratio,
             preemptions=planner.preemptions,
-            failures=self._failures,
+            failures=self._failures + self._launcher.draft_failures,
             paused=self.paused,
             done=done,
             events=core.index.take_events(),
@@ -340,7 +348,10 @@ class BatchingLoop:
         if len(rows):
             launched = self._launch(rows)
             self._flights.append(launched)
-            tokens = 0 if launched.record is None else len(launched.record.plan.tokens)
+            if launched.record is None:
+                self._finish_steps()  # the next rows would rest on what is never computed
+                return 0
+            tokens = len(launched.record.plan.tokens)
         if len(self._flights) > (self._ahead if len(rows) else 0):
             self._finish_step(self._flights.popleft())
         if self._flights:
@@ -358,27 +369,25 @@ class BatchingLoop:
         launched = LaunchedStep(self._step, rows)
         try:
             # Sampling parts are made in order: each reckons with the ones before it.
-            launched.follows = bool(self._flights) and (
-                self._flights[-1].follows or batch.part_follows(rows)
+            launched.awaits_part = bool(self._flights) and (
+                self._flights[-1].awaits_part or batch.part_follows(rows)
             )
-            part = None if launched.follows else batch.part(rows)
+            part = None if launched.awaits_part else batch.part(rows)
             plan = build_plan(self._step, rows, batch, part)
-        except Exception as error:  # noqa: BLE001  # logged where the outcome is read
-            raise_if_shared(error)
-            self._step -= 1  # no runner is ever given this step
-            launched.error = error
-            return launched
-        launched.record = self.recorder.begin(plan)
-        self._core.pools.launched(plan.step)
-        try:
             launched.flight = self._launcher.launch(plan)
         except Exception as error:  # noqa: BLE001  # logged where the outcome is read
+            raise_if_shared(error)
+            self._step -= 1  # no runner is ever given this step: the next plan has its changes
             launched.error = error
+            return launched
+        batch.changes.clear()
+        launched.record = self.recorder.begin(plan)
+        self._core.pools.launched(plan.step)
         return launched
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Give the oldest step its sampling part, if that is to follow."""
-        if not launched.follows or launched.flight is None:
+        if not launched.awaits_part or launched.flight is None:
             return
         part = PLAIN
         try:
@@ -391,9 +400,9 @@ class BatchingLoop:
     def _complete(self, launched: LaunchedStep, part: SamplingPart) -> None:
         """Give a step this sampling part, if it has none."""
         record, flight = launched.record, launched.flight
-        if not launched.follows or record is None or flight is None:
+        if not launched.awaits_part or record is None or flight is None:
             return
-        launched.follows = False
+        launched.awaits_part = False
         self.recorder.complete(record, part)
         flight.sample(part)
 
@@ -457,6 +466,7 @@ class BatchingLoop:
         """Wait for a plan; None if it failed."""
         self._deliver_report()
         step, record = launched.step, launched.record
+        self.reading = record
         try:
             self._sample(launched)
             outcome = launched.outcome()

@@ -112,6 +112,11 @@ class OutcomeProcessor:
                     self._commit_chunk(request, outcome, index.item(row))
             which = rows.draws.nonzero()[0]
             rows, index = rows.take(which), index[which]
+        if self.speculation is not None:  # before any of them waits for its grammar
+            for row in range(rows.decodes, rows.verified):
+                slot, drafts = rows.slots.slots.item(row), rows.drafts[row - rows.decodes]
+                right = outcome.computed.item(index.item(row)) - 1
+                self.speculation.verified(slot, len(drafts), right)
         finishes: dict[int, Sequence[Finish | None]] = {}
         if self.batch.grammars and np.count_nonzero(self.batch.has_grammar[rows.slots.at]):
             rows, index, finishes = self._advance_matchers(rows, index, outcome)
@@ -119,10 +124,7 @@ class OutcomeProcessor:
             for row in range(rows.decodes, rows.verified):
                 with self._alone(rows.slots, row) as request:
                     drafts, place = len(rows.drafts[row - rows.decodes]), index.item(row)
-                    accepted = outcome.computed.item(place)
-                    if self.speculation is not None:
-                        self.speculation.verified(request.slot, drafts, accepted - 1)
-                    self.batch.land(request, 1 + drafts, accepted)
+                    self.batch.land(request, 1 + drafts, outcome.computed.item(place))
                     self._accept_several(request, outcome, place, finishes.get(row, ()))
             others = np.delete(np.arange(len(rows)), slice(rows.decodes, rows.verified))
             finishes = _of(finishes, others)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from threading import Thread
 
     from antiphon.wire.sampling import SamplingParams
 
@@ -346,6 +347,8 @@ class PlanRunner(Protocol):
         """Make the drafts that the last plan asks for, and keep them for the next ones.
 
         Called after each plan with `draft_counts`  ->  (R, K), of each row as many as it gets
+
+        If it fails, the drafts kept for the next plans are token 0.
         """
         ...
 
@@ -362,7 +365,11 @@ class Flight(Protocol):
         ...
 
     def drafts(self) -> Ints:
-        """Wait for the drafts that were made after the outcome, (R, K)."""
+        """Wait for the drafts that were made after the outcome, (R, K); token 0 if that failed.
+
+        Raises:
+            DeviceLost: No plan can be computed any more.
+        """
         ...
 
 
@@ -370,16 +377,21 @@ class Launcher(Protocol):
     """Starts plans, which are computed in the order in which they are launched.
 
     Attributes:
-        native_thread: The system's identifier of a thread of its own, while there is one.
+        thread: A thread of its own, in which plans are computed, while there is one.
     """
 
-    native_thread: int | None
+    thread: Thread | None
+
+    @property
+    def draft_failures(self) -> int:
+        """How often drafting has failed."""
+        ...
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a plan, and return at once."""
         ...
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the drafts after the last plan, whose outcome was read."""
         ...
 

@@ -52,7 +52,7 @@ def build_plan(
         token_types=types,
         follows=rows.follows,
         draft_counts=rows.draft_counts,
-        changes=batch.changes.take(),  # last, since nothing may fail after it
+        changes=batch.changes.read(),
     )
 
 

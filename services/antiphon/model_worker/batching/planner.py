@@ -122,9 +122,9 @@ class StepPlanner:
             chunks = [(request, end) for request, end in chunks if request.table is not None]
         if self._speculation is None:
             return ScheduledRows(decodes, {}, chunks)
-        drafted, waiting = self._speculation.draft(batch, decodes, budget.tokens)
-        if drafted or waiting:
-            decodes = decodes.take(~np.isin(decodes.slots, [*drafted, *waiting]))
+        drafted = self._speculation.draft(batch, decodes, budget.tokens)
+        if drafted:
+            decodes = decodes.take(~np.isin(decodes.slots, [*drafted]))
         counts = self._speculation.draft_counts(batch, decodes, drafted, chunks)
         return ScheduledRows(decodes, drafted, chunks, counts)
 
@@ -160,6 +160,8 @@ class StepPlanner:
         """All requests whose next token can be computed: none is left out, unless pages are."""
         batch = self._batch
         slots = batch.next_decodes()
+        if self._speculation is not None:
+            slots = self._speculation.ready(batch, slots, budget.tokens - len(slots))
         if not len(slots):
             return slots
         # It always has one for each, and for the drafts of a draft model.

@@ -59,21 +59,26 @@ class ChangeLog:
         entries.places += places
         entries.pages += pages
 
-    def take(self) -> SlotChanges | None:
-        """All changes since the last call; None if there are none."""
+    def read(self) -> SlotChanges | None:
+        """All changes that no launched plan has; None if there are none."""
         if not self._changed:
             return None
-        self._changed = False
-        started, self._started = self._started, {}
-        entries, self._entries = self._entries, [_NewEntries() for _ in self._entries]
+        started = self._started
         sampling = SamplingColumns.zeros(len(started)) if started else _NO_COLUMNS
         for row, request in enumerate(started.values()):
             sampling.set(row, request.state.sampling, request.state.choice)
         return SlotChanges(
             slots=np.array(list(started), np.int32),
             sampling=sampling,
-            entries=tuple([each.array() for each in entries]),
+            entries=tuple([each.array() for each in self._entries]),
         )
+
+    def clear(self) -> None:
+        """Forget the changes, since the plan that has them is launched."""
+        if self._changed:
+            self._changed = False
+            self._started = {}
+            self._entries = [_NewEntries() for _ in self._entries]
 
 
 class _NewEntries:

@@ -77,7 +77,7 @@ class LoopWatchdog:
         self._stalled = stalled
 
     def check(self, now: float) -> None:
-        """Log the stack and the plan of a loop that stalls.
+        """Log the stacks of a loop that stalls and of its forward pass, and the plan it waits for.
 
         Raises:
             LoopHung: It has stalled for so long that it will not recover.
@@ -85,13 +85,14 @@ class LoopWatchdog:
         if (verdict := self._detector.observe(self._loop.progress_count, now)) is None:
             return
         stalled_s = self._detector.stalled_s(now)
-        records = self._loop.recorder.records()
+        reading = self._loop.reading
         log.error(
             "batching loop stalled",
             extra={
                 "seconds": round(stalled_s, 1),
                 "stack": "\n" + stack_of(self._loop.thread),
-                **(summary(records[-1].plan) if records else {}),
+                "forward_stack": "\n" + stack_of(self._loop.forward_thread),
+                **({} if reading is None else summary(reading.plan)),
             },
         )
         if verdict is StallVerdict.HUNG:

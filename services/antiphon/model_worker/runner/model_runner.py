@@ -149,18 +149,21 @@ class ModelRunner:
         if self._step is not None and plan.step != self._step + 1:
             raise PlanRefused(f"step {plan.step} does not follow step {self._step}")
         self._step = plan.step
+        # Later plans rely on its changes and places, even if it fails or is refused.
+        plan, batch = self._tables.fill(plan), None
         if plan.draft_counts is not None and self.draft is None:
             raise PlanRefused(f"step {plan.step}: this runner has no draft model")
-        plan = self._slots.resolve(self._tables.fill(plan), self._states)
-        batch = build_input_batch(plan, self._shapes, self._states_count)
         try:
+            plan = self._slots.resolve(plan, self._states)
+            batch = build_input_batch(plan, self._shapes, self._states_count)
             outcome = self._compute(plan, batch, part)
         except Exception:
             self._contexts.forget()
             self._slots.record_failure(plan, self._states)
-            # The next owner of these pages masks what lies beyond its own tokens, but a NaN left
-            # there would get through the mask.
-            self._wipe(batch, np.ones(len(plan.slot), np.bool_))
+            if batch is not None:
+                # The next owner of these pages masks what lies beyond its own tokens, but a NaN
+                # left there would get through the mask.
+                self._wipe(batch, np.ones(len(plan.slot), np.bool_))
             raise
         if plan.draft_counts is not None:
             self._slots.record_places(plan, outcome.computed, self._states)
@@ -171,22 +174,20 @@ class ModelRunner:
     def make_drafts(self) -> Ints:
         """Let the draft model read what the last plan computed, and make the drafts it asks for.
 
-        Drafts of a pass that fails are wrong, and cost only the time to verify them  ->  (R, K)
+        Drafts of a pass that fails are token 0, and cost only the time to verify them  ->  (R, K)
         """
         outcome, self._undrafted = self._undrafted, None
         assert outcome is not None, "the last plan asks for no drafts"
         assert self.draft is not None, "the plan was refused"
         plan = outcome.plan
         assert plan is not None, "plans with drafts are returned"
+        assert plan.draft_counts is not None, "plans with drafts are returned"
+        drafts = np.zeros((len(plan.slot), plan.draft_counts.max(initial=0)), np.int32)
         try:
-            drafts = _draft(self.draft, plan, outcome)
-        except Exception:
-            log.exception("drafting failed", extra={"step": plan.step})
-            assert plan.draft_counts is not None, "the plan asks for drafts"
-            drafts = np.zeros((len(plan.slot), plan.draft_counts.max(initial=0)), np.int32)
-        # Where there is none it is token 0: the host makes its masks along what is verified.
-        drafts = np.maximum(drafts, 0)
-        self._slots.record_drafts(plan.slot, drafts)
+            # Where there is none it is token 0: the host makes its masks along what is verified.
+            drafts = np.maximum(_draft(self.draft, plan, outcome), 0)
+        finally:
+            self._slots.record_drafts(plan.slot, drafts)
         return drafts
 
     def _compute(

@@ -120,33 +120,46 @@ class Speculation:
         found = right / tried
         self._acceptance[slot] = kept * self._acceptance[slot] + (1 - kept) * found
 
-    def draft(
-        self, batch: RunningBatch, slots: SlotSet, tokens_max: int
-    ) -> tuple[dict[int, Ints], list[int]]:
-        """Drafts by slot, of at most so many tokens in all, and the slots that wait for drafts.
+    def ready(self, batch: RunningBatch, slots: SlotSet, tokens_max: int) -> SlotSet:
+        """The slots without those that wait for their tokens in flight, to get drafts after them.
 
-        The rows with drafts have pages for them.
+        `tokens_max` is the maximum number of drafts in all.
         """
+        in_flight = batch.in_flight[slots.at]
+        if self.drafter is None or not np.count_nonzero(in_flight):
+            return slots
+        ready = np.ones(len(slots), np.bool_)
+        decoding = slots.slots.tolist()
+        lengths = self._lengths(decoding, len(slots), tokens_max)
+        for row in np.flatnonzero(in_flight).tolist():
+            request = batch.running[decoding[row]]
+            try:
+                ready[row] = not self._foresees(
+                    self.drafter, request, in_flight.item(row), lengths[row]
+                )
+            except Exception as error:
+                raise RequestFault(request) from error
+        return slots.take(ready)
+
+    def draft(self, batch: RunningBatch, slots: SlotSet, tokens_max: int) -> dict[int, Ints]:
+        """Drafts by slot, of at most so many tokens in all; their rows have pages for them."""
         if self.drafter is None:
-            return self._drafted(batch, slots, tokens_max), []
+            return self._drafted(batch, slots, tokens_max)
         decoding = slots.slots.tolist()
         lengths = self._lengths(decoding, len(slots), tokens_max)
         drafted: dict[int, Ints] = {}
-        waiting: list[int] = []
         for slot, length in zip(decoding, lengths, strict=True):
-            request, in_flight = batch.running[slot], batch.in_flight.item(slot)
+            request, drafts = batch.running[slot], _NONE
             try:
-                if in_flight and self._foresees(self.drafter, request, in_flight, length):
-                    waiting.append(slot)
-                    continue
-                drafts = _NONE if in_flight else self._drafts(self.drafter, batch, request, length)
+                if not batch.in_flight[slot]:
+                    drafts = self._drafts(self.drafter, batch, request, length)
             except Exception as error:
                 raise RequestFault(request) from error
             if len(drafts):
                 drafted[slot] = drafts
             else:
                 self._acceptance[slot] += _RECOVERY * (ACCEPTANCE_START - self._acceptance[slot])
-        return drafted, waiting
+        return drafted
 
     def _foresees(self, drafter: Drafter, request: Request, in_flight: int, count: int) -> bool:
         """Whether there are drafts after those that stand for the tokens in flight."""

@@ -334,6 +334,16 @@ def test_only_requests_whose_tokens_are_known_get_drafts() -> None:
     assert steps.next().drafts
 
 
+def test_prompts_get_the_tokens_of_requests_that_wait_for_drafts() -> None:
+    steps, _ = drafting(step_tokens_max=4, running_max=2)
+    steps.add(0, prompt=3, max_new_tokens=20, ignore_eos=True)
+    first = steps.next()
+    steps.add(1, prompt=20)
+    assert steps.lengths(steps.next()) == [(1, 4)], "the request in flight takes a token"
+    steps.commit(first, [1])
+    assert steps.lengths(steps.next())[-1] == (1, 3)
+
+
 def test_requests_without_likely_drafts_are_launched_ahead() -> None:
     steps, speculation = drafting()
     speculation.drafter = FixedDrafts(1)  # which stands for the token in flight
