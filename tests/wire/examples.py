@@ -524,6 +524,9 @@ EVERY: tuple[Message, ...] = (
                 pages_cached=40,
                 grammars=1,
                 retracted=2,
+                verify_rows=90,
+                drafts_proposed=270,
+                drafts_accepted=180,
             ),
             refused=heartbeat.RefusedCommands(
                 leader=TERM, seq=5, reason=heartbeat.RefusalReason.LATE

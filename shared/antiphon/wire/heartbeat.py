@@ -58,6 +58,9 @@ class WorkerStats(Value):
         pages_cached: Pages held only by the prefix cache.
         grammars: Choices that wait for their grammar to compile.
         retracted: Choices that were retracted and wait to resume.
+        verify_rows: Rows that have verified draft tokens in the last minute.
+        drafts_proposed: Draft tokens of these.
+        drafts_accepted: How many of those were right.
     """
 
     device: ShortText = ""
@@ -70,6 +73,9 @@ class WorkerStats(Value):
     pages_cached: Count = 0
     grammars: Count = 0
     retracted: Count = 0
+    verify_rows: Count = 0
+    drafts_proposed: Count = 0
+    drafts_accepted: Count = 0
 
 
 class RefusalReason(StrEnum):

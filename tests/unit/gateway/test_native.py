@@ -641,6 +641,9 @@ async def test_loads_have_the_statistics_of_workers(at: House) -> None:
         pages_cached=1,
         grammars=2,
         retracted=1,
+        verify_rows=10,
+        drafts_proposed=40,
+        drafts_accepted=20,
     )
     at.cluster.waiting = 3
     await until(lambda: [load.waiting for load in at.worker_loads] == [3])
@@ -655,7 +658,8 @@ async def test_loads_have_the_statistics_of_workers(at: House) -> None:
         "num_cached_tokens": 16,
         "memory": {"weight_gb": 2.0, "kv_cache_gb": 1.0, "graph_gb": 0.0, "token_capacity": 16},
         "queues": {"waiting": 3, "grammar": 2, "paused": 0, "retracted": 1},
-        **dict.fromkeys(("speculative", "lora", "disaggregation")),
+        "speculative": {"accept_length": 3.0, "accept_rate": 0.5},
+        **dict.fromkeys(("lora", "disaggregation")),
     }
     (load,) = reply["loads"]
     assert {name: load[name] for name in expected} == expected

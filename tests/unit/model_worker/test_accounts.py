@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from tests.support import worker
 from tests.system.stack import wait_until
+from tests.unit.config.test_draft import decide
 
 from antiphon.kernels.cpu import extension
 from antiphon.model_worker.batching.page_budget import PoolUse
@@ -23,6 +24,7 @@ from antiphon.model_worker.batching.state import ChoiceKey, Finish
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
 from antiphon.model_worker.observability.step_accounting import (
     REPORTS_MAX,
+    LoadStats,
     SlidingSum,
     StepAccounting,
     StepLog,
@@ -324,3 +326,21 @@ def test_cpu_time_is_reported_by_thread_while_it_lives(
     assert (parts["kernels"], parts["sending"]) == (0.02, 0.15)
     assert parts["python"] == pytest.approx(used - 0.02 - 0.15, abs=0.01)
     assert before - 0.01 <= parts["bus"] <= after + 0.01
+
+
+def test_drafts_of_the_last_minute_are_in_the_load(desk: Desk) -> None:
+    desk.record(verify_rows=10, drafts_proposed=30, drafts_accepted=20)
+    desk.record(verify_rows=14, drafts_proposed=42, drafts_accepted=21)
+    found = desk.figures()
+    counts = found.verify_rows, found.drafts_proposed, found.drafts_accepted
+    assert counts == (14, 42, 21)
+    later = desk.accounts.load_stats(worker.report(9, **SIZES), grammars=0, now=90.0)
+    assert (later.verify_rows, later.drafts_proposed) == (0, 0)
+
+
+def test_weights_are_those_of_both_models() -> None:
+    plan = decide()
+    draft = plan.draft.value
+    assert draft is not None
+    found = LoadStats(plan).snapshot(worker.report(1, **SIZES), grammars=0, now=1.0)
+    assert found.weight_bytes == plan.weight_bytes.value + draft.weight_bytes.value

@@ -33,6 +33,8 @@ OUTPUT_S = 10
 """Window of the throughput."""
 PROMPTS_S = 60
 """Window of the prefix cache hit rate."""
+DRAFTS_S = 60
+"""Window of the rate of accepted drafts."""
 
 
 class StepAccounting:
@@ -138,9 +140,13 @@ class LoadStats:
         self._device = "" if resolved is None else str(resolved.device.value)
         self._weight_bytes = 0 if resolved is None else resolved.weight_bytes.value
         self._cache_bytes = 0 if resolved is None else resolved.cache_bytes.value
+        if resolved is not None and (draft := resolved.draft.value) is not None:
+            self._weight_bytes += draft.weight_bytes.value
         self._output = SlidingSum(OUTPUT_S)
         self._prompts = SlidingSum(PROMPTS_S)
         self._cached = SlidingSum(PROMPTS_S)
+        self._drafts = SlidingSum(DRAFTS_S), SlidingSum(DRAFTS_S), SlidingSum(DRAFTS_S)
+        self._drafts_counted = (0, 0, 0)
 
     def observe(self, report: StepReport, output_tokens: int, now: float) -> None:
         if output_tokens:
@@ -148,8 +154,16 @@ class LoadStats:
         if report.started:
             self._prompts.add(report.prompt_tokens, now)
             self._cached.add(report.cached_tokens, now)
+        drafts = report.verify_rows, report.drafts_proposed, report.drafts_accepted
+        if drafts != self._drafts_counted:
+            for recent, count, before in zip(
+                self._drafts, drafts, self._drafts_counted, strict=True
+            ):
+                recent.add(count - before, now)
+            self._drafts_counted = drafts
 
     def snapshot(self, last: StepReport, *, grammars: int, now: float) -> WorkerStats:
+        rows, proposed, accepted = (recent.total(now) for recent in self._drafts)
         return WorkerStats(
             device=self._device,
             weight_bytes=self._weight_bytes,
@@ -161,6 +175,9 @@ class LoadStats:
             retracted=last.backlog.retracted,
             grammars=grammars,
             pages_cached=last.credit.pages_evictable,
+            verify_rows=rows,
+            drafts_proposed=proposed,
+            drafts_accepted=accepted,
         )
 
 

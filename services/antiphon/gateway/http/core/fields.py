@@ -74,7 +74,7 @@ COMMON: Mapping[str, UnsupportedField] = {
     "watermark": UnsupportedField("watermarks are not supported", (*NOTHING, {"enabled": False})),
     "return_routed_experts": UnsupportedField("expert routing is not recorded", (False,)),
     "return_spec_tokens_details": UnsupportedField(
-        "speculative decoding is not supported", (False,)
+        "draft tokens are counted by worker, not by request", (False,)
     ),
     "lora_path": UnsupportedField("LoRA adapters are not supported", NOTHING),
     "custom_labels": UnsupportedField("metric labels cannot be set by a request body", NOTHING),

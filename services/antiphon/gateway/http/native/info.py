@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.peers import WorkerControl
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.service.peers import Peer
-    from antiphon.wire.heartbeat import WorkerLoad
+    from antiphon.wire.heartbeat import WorkerLoad, WorkerStats
 
 _SECTIONS = {
     "memory": "memory",
@@ -64,6 +64,15 @@ class Queues(msgspec.Struct, frozen=True, kw_only=True):
     retracted: int
 
 
+class SpeculativeLoad(msgspec.Struct, frozen=True):
+    """Speculative decoding in the last minute."""
+
+    accept_length: float
+    """Output tokens of a request in one verify step, on average."""
+    accept_rate: float
+    """Share of the draft tokens that were right."""
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Load of one worker. Cached tokens are counted in whole pages."""
 
@@ -94,9 +103,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str
     memory: WorkerMemory | UnsetType = UNSET
     queues: Queues | UnsetType = UNSET
-    speculative: UnsetType | None = UNSET
-    """Always null, as are `lora` and `disaggregation`."""
+    speculative: SpeculativeLoad | UnsetType | None = UNSET
+    """Null if no draft token was verified in the last minute."""
     lora: UnsetType | None = UNSET
+    """Always null, as is `disaggregation`."""
     disaggregation: UnsetType | None = UNSET
 
 
@@ -379,9 +389,18 @@ def load_of(rank: int, peer: Peer, load: WorkerLoad) -> Load:
             paused=load.waiting if load.paused else 0,
             retracted=figures.retracted,
         ),
-        speculative=None,
+        speculative=_speculative(figures),
         lora=None,
         disaggregation=None,
+    )
+
+
+def _speculative(figures: WorkerStats) -> SpeculativeLoad | None:
+    if not figures.verify_rows:
+        return None
+    return SpeculativeLoad(
+        accept_length=1 + figures.drafts_accepted / figures.verify_rows,
+        accept_rate=_share(figures.drafts_accepted, figures.drafts_proposed),
     )
 
 
