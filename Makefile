@@ -90,6 +90,7 @@ bench-micro: setup  ## What planning, the prefix tree and the worker's messages 
 bench-kernels: setup  ## CPU kernels against memory, arithmetic and torch; what rounding weights costs
 	$(BIN)/python -m tests.bench.kernels.linears $(ARGS)
 	$(BIN)/python -m tests.bench.kernels.attention
+	$(BIN)/python -m tests.bench.kernels.experts
 	$(BIN)/python -m tests.bench.perplexity
 
 bench-loading: setup  ## Rate and memory of loading a model, against the disk and its weights

@@ -122,8 +122,11 @@ class ExpertsShape(Shape, frozen=True, kw_only=True):
         return self._count(self.chosen)
 
     def read_count(self, rows: int) -> float:
-        """Experts are chosen evenly, as random weights do."""
-        return self._count(self.experts * (1 - (1 - self.chosen / self.experts) ** rows))
+        return self._count(self.experts_read(rows))
+
+    def experts_read(self, rows: int) -> float:
+        """How many of a layer's; they are chosen evenly, as random weights do."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
     def _count(self, experts: float) -> int:
         feed_forward = self.hidden * (self.experts + 3 * self.intermediate * experts)
@@ -171,6 +174,7 @@ class LatentShape(Shape, frozen=True, kw_only=True):
         return DeepseekV2Config(
             **self._settings(),
             first_k_dense_replace=self.layers,
+            num_experts_per_tok=1,  # of those that no layer has
             q_lora_rank=None,
             kv_lora_rank=self.latent,
             qk_nope_head_dim=head,
