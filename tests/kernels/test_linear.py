@@ -16,7 +16,7 @@ from tests.kernels.rows import ISAS, threads, using
 
 from antiphon.kernels.activation import silu_mul
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.linear import Format, PackedWeight, quantize
+from antiphon.kernels.cpu.linear import Format, PackedWeight, head_linears, quantize
 from antiphon.kernels.op import DeviceCapability
 
 if TYPE_CHECKING:
@@ -306,3 +306,29 @@ def test_rows_that_are_not_contiguous_are_read_as_they_are() -> None:
     wide = drawn(5, 64, dtype=torch.float32)
     linear = packed(drawn(40, 32, dtype=torch.float32, seed=3), None).linear
     assert torch.equal(linear.multiply(wide[:, ::2]), linear.multiply(wide[:, ::2].contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 50, 130])
+def test_heads_in_one_call_have_the_bits_of_each(dtype: torch.dtype, rows: int) -> None:
+    heads = [packed(drawn(35, 20, dtype=dtype, seed=head), None).linear for head in range(5)]
+    wide = drawn(rows, 5, 29, dtype=dtype, seed=9)
+    for x in (
+        wide[..., :20],
+        wide[..., 9:].contiguous(),
+        wide[..., 9:].transpose(1, 2).clone().transpose(1, 2),
+    ):
+        want = [head.multiply(x[:, index].contiguous()) for index, head in enumerate(heads)]
+        assert torch.equal(head_linears(heads).multiply(x), torch.stack(want, dim=1))
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    heads = [
+        packed(drawn(35, 20, dtype=torch.float32, seed=head), None).linear for head in range(3)
+    ]
+    with pytest.raises(RuntimeError, match="x must be"):
+        head_linears(heads).multiply(torch.zeros(2, 4, 20))
+    with pytest.raises(RuntimeError, match="there are heads"):
+        head_linears([])
+    with pytest.raises(RuntimeError, match="one shape"):
+        head_linears([heads[0], packed(torch.zeros(35, 21), None).linear])

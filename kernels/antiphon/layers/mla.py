@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from antiphon.kernels.cpu.linear import head_linears
 from antiphon.layers.context import ForwardContext, LatentAttentionParams
 from antiphon.layers.linear import ColumnLinear, LinearPart, weight_sources
 from antiphon.layers.methods import WHOLE_SLICE, LinearShape, LinearWeights, RankSlice
@@ -91,7 +92,9 @@ class LatentUpProjection(Module):
         absorb = LinearShape(sizes.content, sizes.latent, bias=False)
         restore = LinearShape(sizes.latent, sizes.value, bias=False)
         self._absorb, self._restore = (
-            [exact.create(shape, build.dtype, build.device) for _ in range(self._heads)]
+            HeadLinears(
+                [exact.create(shape, build.dtype, build.device) for _ in range(self._heads)]
+            )
             for shape in (absorb, restore)
         )
 
@@ -99,10 +102,10 @@ class LatentUpProjection(Module):
         return self._weights.apply(latents).view(len(latents), self._heads, -1)
 
     def absorb(self, content: Tensor) -> Tensor:
-        return _by_head(self._absorb, content)
+        return self._absorb(content)
 
     def restore(self, mixed: Tensor) -> Tensor:
-        return _by_head(self._restore, mixed)
+        return self._restore(mixed)
 
     def sources(self) -> Iterator[WeightSource]:
         outputs = self._heads * self._per_head
@@ -116,13 +119,24 @@ class LatentUpProjection(Module):
         for head in range(self._heads):
             weight = self._weights.rows(outputs + head * self._per_head)
             content, value = weight[: self._sizes.content], weight[self._sizes.content :]
-            self._absorb[head].load("weight", content.T.contiguous(), WHOLE_SLICE)
-            self._restore[head].load("weight", value.contiguous(), WHOLE_SLICE)
+            self._absorb.heads[head].load("weight", content.T.contiguous(), WHOLE_SLICE)
+            self._restore.heads[head].load("weight", value.contiguous(), WHOLE_SLICE)
 
 
-def _by_head(linears: list[LinearWeights], x: Tensor) -> Tensor:
-    made = [linear.apply(x[:, head].contiguous()) for head, linear in enumerate(linears)]
-    return torch.stack(made, dim=1)
+class HeadLinears:
+    """A linear of its own for each head: one call of the CPU kernels where they are packed."""
+
+    def __init__(self, heads: list[LinearWeights]) -> None:
+        self.heads = heads
+        packed = [linear.packed for linear in heads if linear.packed is not None]
+        self._compiled = head_linears(packed) if len(packed) == len(heads) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply: x (T, Q, I)  ->  (T, Q, O)."""
+        if self._compiled is not None:
+            return self._compiled.multiply(x)
+        made = [linear.apply(x[:, head].contiguous()) for head, linear in enumerate(self.heads)]
+        return torch.stack(made, dim=1)
 
 
 class LatentAttention(Sublayer):

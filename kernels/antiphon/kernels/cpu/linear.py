@@ -54,6 +54,19 @@ class CompiledLinear(Protocol):
         ...
 
 
+class CompiledHeadLinears(Protocol):
+    """Linears of the CPU extension, one for each of H heads."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """(T, H, I)  ->  (T, H, O), the bits of each head's own `multiply`."""
+        ...
+
+
+def head_linears(linears: list[CompiledLinear]) -> CompiledHeadLinears:
+    """Make one call of the linears of all heads, which have one shape."""
+    return cast("CompiledHeadLinears", extension.load().HeadLinears(linears))
+
+
 class PackedWeight:
     """The packed copy of a weight (O, I) and its bias (O,), zero until written.
 

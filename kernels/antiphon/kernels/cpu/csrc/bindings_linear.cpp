@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "linear.h"
@@ -27,6 +28,54 @@ Shape shape_of(Weights weights) {
         default: return {4, at::kByte};
     }
 }
+
+// The linears of heads, which must live as long as this.
+class HeadLinears {
+  public:
+    explicit HeadLinears(const std::vector<const Linear *> &linears) {
+        TORCH_CHECK(!linears.empty(), "there are heads");
+        for (const Linear *linear : linears) {
+            TORCH_CHECK(linear != nullptr, "None is no linear");
+            linears_.push_back(&linear->packed());
+            const PackedLinear &one = *linears_.back(), &first = *linears_.front();
+            TORCH_CHECK(
+                one.inputs == first.inputs && one.outputs == first.outputs &&
+                    one.dtype == first.dtype,
+                "linears of heads have one shape");
+        }
+    }
+
+    // x (rows, heads, inputs) -> (rows, heads, outputs).
+    at::Tensor multiply(const at::Tensor &x) const {
+        const PackedLinear &linear = *linears_.front();
+        const auto heads = static_cast<int64_t>(linears_.size());
+        const auto type = linear.dtype == Dtype::bf16 ? at::kBFloat16 : at::kFloat;
+        TORCH_CHECK(
+            x.is_cpu() && x.dim() == 3 && x.size(1) == heads && x.size(2) == linear.inputs &&
+                x.scalar_type() == type,
+            "x must be (rows, ", heads, ", ", linear.inputs, ") in ", type, ", got ", x.sizes(),
+            " in ", x.scalar_type());
+        const at::Tensor rows = x.stride(2) == 1 ? x : x.contiguous();
+        at::Tensor y = at::empty({rows.size(0), heads, linear.outputs}, x.options());
+        if (rows.size(0) == 0) return y;
+        const HeadLinearsCall call = {
+            .linears = linears_.data(),
+            .heads = heads,
+            .rows = rows.size(0),
+            .x = rows.const_data_ptr(),
+            .x_stride = rows.stride(0),
+            .x_head_stride = rows.stride(1),
+            .y = y.mutable_data_ptr(),
+        };
+        const int team = threads();
+        const KernelTimer computing;
+        kernels().head_linears(call, team);
+        return y;
+    }
+
+  private:
+    std::vector<const PackedLinear *> linears_;
+};
 
 }  // namespace
 
@@ -179,4 +228,9 @@ void bind_linear(py::module_ &module) {
         .def(
             "write", &Linear::write, py::arg("rows"), py::kw_only(), py::arg("panel"),
             py::arg("lane"), py::arg("lanes"));
+    py::class_<HeadLinears>(module, "HeadLinears")
+        .def(
+            py::init<const std::vector<const Linear *> &>(), py::arg("linears"),
+            py::keep_alive<1, 2>())
+        .def("multiply", &HeadLinears::multiply);
 }

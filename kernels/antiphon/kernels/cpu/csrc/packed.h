@@ -34,6 +34,15 @@ struct PackedLinear {
     const float *bias;    // likewise; or null
 };
 
+// y (rows, heads, outputs), each head by a linear of its own; all have the same shape.
+struct HeadLinearsCall {
+    const PackedLinear *const *linears;  // (heads,)
+    int64_t heads, rows;
+    const void *x;                    // (rows, heads, inputs), inputs side by side
+    int64_t x_stride, x_head_stride;  // of a row and of a head, in numbers
+    void *y;
+};
+
 // Rows of numbers that become lanes of panels of a linear, so many lanes of each.
 struct PackCall {
     const PackedLinear &linear;

@@ -18,6 +18,9 @@ struct Table {
     void (*linear_rows)(
         const PackedLinear &linear, const int64_t *outputs, int64_t count, void *y, int threads);
 
+    // head_linears.h
+    void (*head_linears)(const HeadLinearsCall &call, int threads);
+
     // pack.h
     void (*pack)(const PackCall &call, int threads);
 
