@@ -1,6 +1,6 @@
 """A plan as one contiguous buffer: what a rank receives, a device copies, a recording keeps.
 
-A plan is built of arrays of its own, since it shares most of them with the plan before it; whoever
+A plan is built of arrays of its own, since it shares most of them with the plan before it; what
 sends it elsewhere packs it, beside the loop and not in it. Layout: the length of the header, the
 header in MessagePack, in which an array is its type, shape and offset, then all arrays, each
 aligned.
