@@ -158,9 +158,9 @@ class ModelRunner:
             batch = build_input_batch(plan, self._shapes, self._states_count)
             outcome = self._compute(plan, batch, part)
         except Exception:
-            self._contexts.forget()
             self._slots.record_failure(plan, self._states)
             if batch is not None:
+                self._contexts.forget()
                 # The next owner of these pages masks what lies beyond its own tokens, but a NaN
                 # left there would get through the mask.
                 self._wipe(batch, np.ones(len(plan.slot), np.bool_))
