@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test-tools run chat fmt lint lint-cpp types arch tidy check test test-unit test-kernels test-faults test-long eval train \
-  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose docs site wheel up down image
+  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose bench-embeddings docs site wheel up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,9 @@ bench-engine: setup  ## Shared prefixes with the cache and without; 2,000 that w
 bench-prose: setup  ## Perplexity of SmolLM2 over our own prose: ours, transformers' and llama.cpp's
 	$(BIN)/python -m tests.bench.prose $(ARGS)
 	$(BIN)/python -m tests.bench.peers --page-only
+
+bench-embeddings: setup  ## Vectors over HTTP against transformers' sorted batches; ARGS='--rounds 1'
+	$(BIN)/python -m tests.bench.embeddings $(ARGS)
 
 bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle machine; ARGS='--rounds 5'
 	$(BIN)/python -m tests.bench.peers $(ARGS)

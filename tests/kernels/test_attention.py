@@ -333,21 +333,36 @@ def defined(
     return torch.cat(rows)
 
 
+@each_row(bidirectional_attention)
 @pytest.mark.parametrize("window", [None, 1, 9, QUERIES_MAX + 40])
 @pytest.mark.parametrize("shared", [1, 3])
-def test_every_token_sees_its_row_and_no_other(shared: int, window: int | None) -> None:
+def test_every_token_sees_its_row_and_no_other(row: Row, shared: int, window: int | None) -> None:
     lengths = [1, 30, 2 * QUERIES_MAX + 7, 8]
     torch.manual_seed(0)
     q = torch.randn(sum(lengths), shared * HEADS, SIZE)
     k, v = torch.randn(2, sum(lengths), HEADS, SIZE)
     expected = defined(q, k, v, lengths, 0.3, window)
-    found = bidirectional_attention.reference(q, k, v, lengths, 0.3, window)
+    found = row(q, k, v, lengths, 0.3, window)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_has_its_bits_whatever_is_beside_it() -> None:
+@each_row(bidirectional_attention)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_its_bits_whatever_is_beside_it(row: Row, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 60, HEADS, SIZE)
-    together = bidirectional_attention.reference(q, k, v, [20, 40], 0.3, 5)
-    alone = bidirectional_attention.reference(q[20:], k[20:], v[20:], [40], 0.3, 5)
+    q, k, v = torch.randn(3, 60, HEADS, SIZE).to(dtype)
+    together = row(q, k, v, [20, 40], 0.3, 5)
+    alone = row(q[20:], k[20:], v[20:], [40], 0.3, 5)
     assert torch.equal(together[20:], alone)
+
+
+@each_row(bidirectional_attention)
+@pytest.mark.parametrize("size", [6, 32, 64, 256])
+def test_rows_that_see_both_ways_agree_with_float64_in_bfloat16(row: Row, size: int) -> None:
+    lengths = [1, 5, 63, 64, 65, 130]
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, sum(lengths), HEADS, size).bfloat16()
+    for window in (None, 20):
+        expected = defined(q, k, v, lengths, size**-0.5, window)
+        found = row(q, k, v, lengths, size**-0.5, window)
+        torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.02)

@@ -26,9 +26,10 @@ def library() -> Any:
     return extension.load()
 
 
-def rows(*lengths: int, page: int = 0, **sizes: int) -> Any:
+def rows(*lengths: int, page: int = 0, **sizes: int | bool) -> Any:
     """Rows of so many tokens, each on one page of its own number."""
     shape = {"page_tokens": 4, "heads": 1, "queries_per_head": 1, "head_size": 8, "window": 0}
+    shape |= {"bidirectional": False}
     count = np.array(lengths, np.int32)
     tables = np.full((len(lengths), 1), page, np.int32)
     return library().AttentionMetadata(
@@ -52,21 +53,28 @@ def a_stack(
         return packed.linear
 
     ones = torch.ones(16)
-    stack = library().Stack(final_norm=ones if norm is None else norm, eps=1e-5, scale=1.0)
+    last = ones if norm is None else norm
+    stack = library().Stack(
+        norm=library().NormKind.rms,
+        post_norms=False,
+        final_norm=(last, None),
+        eps=1e-5,
+        scale=1.0,
+    )
+    cache = (torch.zeros(2, 4, 1, 8, dtype=keys), torch.zeros(2, 4, 1, 8, dtype=values))
     stack.add(
         qkv=linear(16, 24),
         out=linear(8, 16),
         gate_up=linear(16, 64, halves=True) if plain else None,
         down=linear(32, 16),
         experts=None,
-        attention_norm=ones,
-        mlp_norm=ones,
+        activation=None,
+        attention_norm=(ones, None),
+        mlp_norm=(ones, None),
         query_norm=None,
         key_norm=None,
         group=0,
-        keys=torch.zeros(2, 4, 1, 8, dtype=keys),
-        values=torch.zeros(2, 4, 1, 8, dtype=values),
-        scales=(1.0, 1.0),
+        cache=(*cache, 1.0, 1.0),
     )
     return stack
 
@@ -91,6 +99,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "a window beyond counting": lambda: rows(1, window=2**63 - 1),
     "a page that no cache has": lambda: run(a_stack(), 1, [rows(1, page=INT32_MAX)]),
     "a stack of no tokens": lambda: run(a_stack(), 0, [rows()]),
+    "a cached layer of rows that see both ways": lambda: run(
+        a_stack(), 1, [rows(1, bidirectional=True)]
+    ),
     "a stack without rows": lambda: run(a_stack(), 1, [None]),
     "a norm in pieces": lambda: a_stack(norm=torch.ones(16, 2)[:, 0]),
     "a cache of another dtype": lambda: a_stack(keys=torch.bfloat16, values=torch.bfloat16),
@@ -127,7 +138,7 @@ def test_a_team_whose_threads_find_no_memory_raises_and_works_on() -> None:
             count, table = np.ones(4, np.int32), np.zeros((4, 1), np.int32)
             rows = library.AttentionMetadata(
                 page_tokens=1, heads=1, queries_per_head=1, head_size=head_size, window=0,
-                tables=table, query_len=count, kv_len=count,
+                bidirectional=False, tables=table, query_len=count, kv_len=count,
             )
             q, cache = torch.ones(4, 1, head_size), torch.ones(1, 1, 1, head_size)
             return library.paged_attention(q, cache, cache, rows, 1.0, (1.0, 1.0))

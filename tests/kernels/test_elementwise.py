@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.kernels.rows import Row, each_row
 
-from antiphon.kernels.activation import silu_mul
+from antiphon.kernels.activation import ActivationKind, activate, silu_mul
 from antiphon.kernels.kv import store_kv
-from antiphon.kernels.norm import add_rmsnorm, rmsnorm
+from antiphon.kernels.norm import add_rmsnorm, layernorm, rmsnorm
 from antiphon.kernels.rotary import (
     CosSinCache,
     DynamicScaling,
@@ -47,6 +47,59 @@ def test_add_rmsnorm_returns_the_new_residual(row: Row) -> None:
     normed, total = row(x, residual, weight, 1e-3)
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(normed, rmsnorm.reference(total, weight, 1e-3))
+
+
+@each_row(layernorm)
+@pytest.mark.parametrize("size", [1, 8, 31, 384])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layernorm_gives_rows_zero_mean_and_unit_variance(
+    row: Row, dtype: torch.dtype, size: int
+) -> None:
+    # A mean far from zero: what is left of a number without it has few digits.
+    x = (random(2, 3, size) + 50).to(dtype)
+    weight, bias = random(size).to(dtype), random(size).to(dtype)
+    for parameters in ((weight, bias), (weight, None), (None, None)):
+        want = x.double() - x.double().mean(dim=-1, keepdim=True)
+        want /= (want.square().mean(dim=-1, keepdim=True) + 0.1).sqrt()
+        for factor, operation in zip(parameters, (torch.mul, torch.add), strict=True):
+            want = want if factor is None else operation(want, factor.double())
+        bits = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(
+            row(x, *parameters, 0.1).double(), want, rtol=bits, atol=4 * bits
+        )
+
+
+ACTIVATIONS: tuple[ActivationKind, ...] = (
+    *("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"),
+)
+
+
+@each_row(activate)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_agree_with_float64(row: Row, dtype: torch.dtype, kind: ActivationKind) -> None:
+    x = torch.cat((random(3000) * 3, torch.linspace(-30, 30, 1111), random(100) * 1e-3)).to(dtype)
+    want = activate.reference(x.double(), kind)
+    bits = 2**-8 if dtype == torch.bfloat16 else 3e-6
+    torch.testing.assert_close(row(x, kind).double(), want, rtol=bits, atol=1e-6)
+
+
+@each_row(activate, invariant=True)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_an_activation_has_its_bits_wherever_a_number_lies(row: Row, kind: ActivationKind) -> None:
+    x = random(5000)
+    assert torch.equal(row(x, kind)[4999:], row(x[4999:], kind))
+    assert row(torch.tensor([torch.nan]), kind).isnan().all()
+
+
+@each_row(layernorm, invariant=True)
+def test_a_layernorm_shows_what_is_not_finite_in_its_own_row_only(row: Row) -> None:
+    x, weight, bias = random(4, 20), random(20), random(20)
+    alone = row(x, weight, bias, 1e-5)
+    x[2, 7] = torch.inf
+    spoiled = row(x, weight, bias, 1e-5)
+    assert not spoiled[2].isfinite().any()
+    assert torch.equal(spoiled[[0, 1, 3]], alone[[0, 1, 3]])
 
 
 @each_row(silu_mul)

@@ -21,6 +21,7 @@ from antiphon.kernels.cpu.fused_decoder import (
 )
 from antiphon.kernels.cpu.linear import PackedWeight
 from antiphon.kernels.kv import LayerKvCache, as_bytes
+from antiphon.kernels.norm import NormWeights
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
 from antiphon.kernels.rotary import CosSinCache, QkNormWeights, RotarySpec, TokenCosSin
@@ -112,8 +113,9 @@ def a_world(
             out=linear(HEADS * GROUP * SIZE, HIDDEN),
             gate_up=linear(HIDDEN, 2 * WIDTH, halves=True),
             down=linear(WIDTH, HIDDEN),
-            attention_norm=random(HIDDEN),
-            mlp_norm=random(HIDDEN),
+            activation=None,
+            attention_norm=NormWeights(random(HIDDEN)),
+            mlp_norm=NormWeights(random(HIDDEN)),
             head_norms=QkNormWeights(random(SIZE), random(SIZE), EPS) if head_norms else None,
         )
         for _ in range(LAYERS)
@@ -153,9 +155,9 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerKvCache]) -> Tensor:
     residual, pending = world.residual, None
     for layer, cache in zip(world.layers, caches, strict=True):
         if pending is None:
-            normed = ops.rmsnorm(residual, layer.attention_norm, EPS)
+            normed = ops.rmsnorm(residual, layer.attention_norm.weight, EPS)
         else:
-            normed, residual = ops.add_rmsnorm(pending, residual, layer.attention_norm, EPS)
+            normed, residual = ops.add_rmsnorm(pending, residual, layer.attention_norm.weight, EPS)
         heads = layer.qkv.multiply(normed).view(len(normed), -1, SIZE)
         rows = world.rows[cache.group]
         q = ops.qk_norm_rope_store(
@@ -169,7 +171,7 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerKvCache]) -> Tensor:
         )
         mixed = ops.paged_attention(q, cache.keys, cache.values, rows, SCALE, cache.scales)
         attended = layer.out.multiply(mixed.flatten(1))
-        normed, residual = ops.add_rmsnorm(attended, residual, layer.mlp_norm, EPS)
+        normed, residual = ops.add_rmsnorm(attended, residual, layer.mlp_norm.weight, EPS)
         pending = fed_forward(layer, ops, normed)
     assert pending is not None
     return ops.add_rmsnorm(pending, residual, world.final_norm, EPS)[0]
@@ -185,7 +187,7 @@ def fed_forward(layer: FusedDecoderLayer, ops: Ops, normed: Tensor) -> Tensor:
 
 def fused(world: World, caches: list[LayerKvCache]) -> tuple[Tensor, Tensor | None]:
     layers = zip(world.layers, caches, strict=True)
-    stack = FusedDecoder(layers, final_norm=world.final_norm, eps=EPS, scale=SCALE)
+    stack = FusedDecoder(layers, final_norm=NormWeights(world.final_norm), eps=EPS, scale=SCALE)
     return stack(world.residual.clone(), world.turns, world.rows)
 
 
@@ -247,7 +249,7 @@ class Spoken:
         world, head = self.world, self.head.linear
         return FusedDecoder(
             zip(world.layers, caches, strict=True),
-            final_norm=world.final_norm,
+            final_norm=NormWeights(world.final_norm),
             eps=EPS,
             scale=SCALE,
             ends=EmbeddingAndHead(embedding=head if tied else self.table, head=head),
@@ -588,7 +590,7 @@ def test_a_pass_that_goes_on_refuses_tokens_beyond_the_vocabulary(token: int) ->
 def test_what_does_not_fit_together_is_refused() -> None:
     world = a_world(torch.bfloat16, *PASSES["a prompt"], head_norms=False)
     layers = zip(world.layers, world.caches, strict=True)
-    stack = FusedDecoder(layers, final_norm=world.final_norm, eps=EPS, scale=SCALE)
+    stack = FusedDecoder(layers, final_norm=NormWeights(world.final_norm), eps=EPS, scale=SCALE)
     with pytest.raises(RuntimeError, match="residual stream"):
         stack(world.residual.float(), world.turns, world.rows)
     with pytest.raises(RuntimeError, match="a position a token"):

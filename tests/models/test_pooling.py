@@ -143,6 +143,15 @@ def test_a_deterministic_vector_has_its_bits_however_it_was_computed(
     assert all(map(np.array_equal, alone, together))
 
 
+@pytest.mark.skipif(LINEAR == "plain", reason="the CPU's own kernels are not built")
+def test_a_deterministic_encoder_has_its_bits_whatever_is_beside_a_text(tmp_path: Path) -> None:
+    folder = sentence(save(BY_NAME["BertModel"], tmp_path).folder, "mean")
+    some = prompts(families.VOCABULARY, LENGTHS)
+    alone = [PoolingEngine(folder, deterministic=True).vectors_of([ids])[0] for ids in some]
+    together = PoolingEngine(folder, batch=4, deterministic=True).vectors_of(some)
+    assert all(map(np.array_equal, alone, together))
+
+
 @pytest.mark.parametrize(
     ("sampling", "complaint"),
     [

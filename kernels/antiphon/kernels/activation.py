@@ -56,7 +56,7 @@ def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
     return _FUNCTIONS[activation](first) * up
 
 
-@kernel("activation.plain")
+@kernel("activation.plain", cpu("activate"))
 def activate(x: Tensor, activation: ActivationKind) -> Tensor:
     """Apply the activation elementwise; shape as x."""
     return _FUNCTIONS[activation](x)

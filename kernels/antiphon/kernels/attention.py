@@ -54,6 +54,8 @@ class KvShape:
     # Chunked attention: texts are split into chunks of so many tokens, whole pages, and a query
     # attends only within its chunk; None: no chunks.
     chunk: int | None = None
+    # A query also attends to the tokens after it, window - 1 or all; all of a row are in the pass.
+    bidirectional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,15 @@ class AttentionMetadata:
         lengths = (end - begin, end - run * chunk)
         return cls(shape, *(part.astype(np.int32) for part in (table, *lengths)))
 
+    @classmethod
+    def of_texts(cls, shape: KvShape, lengths: Ints) -> AttentionMetadata:
+        """Rows (R,) that are whole texts, in pages of their own: what a pass alone needs."""
+        pages = -(-lengths // shape.page_tokens)
+        index = np.arange(pages.max(initial=0), dtype=np.int32)
+        first = (np.cumsum(pages) - pages)[:, None]
+        table = np.where(index < pages[:, None], first + index, -1).astype(np.int32)
+        return cls(shape, table, lengths, lengths)
+
     @cached_property
     def compiled(self) -> CompiledMetadata:
         return self.compile()
@@ -123,6 +134,7 @@ class AttentionMetadata:
             queries_per_head=self.shape.queries_per_head,
             head_size=self.shape.head_size,
             window=self.shape.window or 0,
+            bidirectional=self.shape.bidirectional,
             tables=self.page_table,
             query_len=self.query_len,
             kv_len=self.kv_len,
@@ -343,7 +355,7 @@ class NoCache:
     """The cache spec of a layer with bidirectional attention, which caches nothing."""
 
 
-@kernel("attention.whole")
+@kernel("attention.whole", cpu("bidirectional_attention"))
 def bidirectional_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None
 ) -> Tensor:

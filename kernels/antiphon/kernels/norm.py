@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
@@ -10,6 +11,13 @@ from torch import Tensor
 
 from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.op import kernel
+
+
+class NormWeights(NamedTuple):
+    """Weight and bias of a norm, (hidden,) both; only a layer norm may have a bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 def _scale_to_unit(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,7 +61,7 @@ def rmsnorm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(mean_square + eps) * weight).to(x.dtype)
 
 
-@kernel("norm.layernorm")
+@kernel("norm.layernorm", cpu("layernorm"))
 def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Scale each row to zero mean and unit variance.
 

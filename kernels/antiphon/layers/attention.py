@@ -180,7 +180,7 @@ class Attention(Sublayer):
         own_norms = self._norms is not None and self._norms.weights is None
         shaped = params.softcap is not None or params.sinks is not None
         other = self._gated or self._chunked or self._temperature is not None
-        return self._causal and not (shaped or own_norms or other)
+        return not (shaped or own_norms or other)
 
     def sources(self) -> Iterator[WeightSource]:
         yield from super().sources()

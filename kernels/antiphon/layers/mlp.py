@@ -94,11 +94,16 @@ class PlainMlp(Sublayer):
         stored = CheckpointLayout(transposed=spec.transposed)
         ranks = site.build.tp.ranks
         site.build.share(spec.width, f"{site.name}.mlp")
-        self._activation: ActivationKind = spec.activation
+        self.activation: ActivationKind = spec.activation
         part = LinearPart(site.tensor_name(spec.up), spec.width, ranks, stored)
         self._up = site.column("mlp.up", (part,), bias=spec.bias)
         self._down = site.row(spec.down, spec.width, bias=spec.bias, stored=stored)
         self.children = (self._up, self._down)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        return self._down(ctx, ctx.ops.activate(self._up(ctx, x), self._activation))
+        return self._down(ctx, ctx.ops.activate(self._up(ctx, x), self.activation))
+
+    @property
+    def packed(self) -> tuple[CompiledLinear, CompiledLinear] | None:
+        up, down = self._up.packed, self._down.packed
+        return None if up is None or down is None else (up, down)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from antiphon.kernels.norm import NormWeights
 from antiphon.layers.weights import BuildContext, Module, WeightSource, replicated_source
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class NormSpec:
 
 
 class Norm(Module):
+    # For the fused decoder; None: it has no such norm.
+    weights: NormWeights | None = None
+
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Normalise the last dimension of x."""
         raise NotImplementedError
@@ -59,6 +63,7 @@ class RmsNorm(Norm):
         self.eps = spec.eps
         self._affine = spec.affine
         self.weight = build.empty(size).fill_(1.0)
+        self.weights = NormWeights(self.weight)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         return ctx.ops.rmsnorm(x, self.weight, self.eps)
@@ -103,6 +108,8 @@ class LayerNorm(Norm):
         self._eps = spec.eps
         self._weight = build.empty(size) if spec.affine else None
         self._bias = build.empty(size) if spec.bias else None
+        if self._weight is not None:
+            self.weights = NormWeights(self._weight, self._bias)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         return ctx.ops.layernorm(x, self._weight, self._bias, self._eps)

@@ -56,6 +56,9 @@ TILES_FILL_TOKENS = 1024
 with the same model and prompts of 128 tokens, 1 prompt reaches 67 %, 2 reach 80 %, 4 reach 87 % and
 8 reach 88 % of the rate of 16. With 16 prompts, passes of 8 instead of 4 finish the last one 42 ms
 earlier and delay the mean by 17 ms (ADR 19)."""
+POOLING_FILL_TOKENS = 1024
+"""The same for a model that generates nothing: no decode waits, and what a step costs beside its
+layers (its plan, and the messages with its results) is shared by four times as many texts."""
 TILES_ISA = "amx"
 NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
 
@@ -195,7 +198,7 @@ def resolve(
         step_tokens=step,
         whole_prompts=whole,
         chunk_tokens=_chunk(settings, device, context.value, whole=whole.value),
-        fill_tokens=_fill(settings, device, step.value),
+        fill_tokens=_fill(settings, device, step.value, pooling),
         mixed=_mixed(settings),
         prefix=_prefix(settings, card, pooling),
         running_max=_running(settings, pages.value, step.value, states, overlap=overlap.value),
@@ -344,11 +347,6 @@ def _deterministic(
             "model.deterministic: recurrent layers of this model run in torch, whose results "
             "depend on batch composition"
         )
-    if not card.causal:
-        raise ConfigError(
-            "model.deterministic: attention of this model runs in torch, whose results depend on "
-            "batch composition"
-        )
     if linear.value is LinearFormat.PLAIN:
         raise ConfigError(
             "model.deterministic: results of torch's matmul depend on batch composition, and "
@@ -460,7 +458,9 @@ def _chunk(
     return ResolvedValue(batching.tokens_max, "batching.tokens_max")
 
 
-def _fill(settings: Settings, device: HostDevice, step_tokens: int) -> ResolvedValue[int]:
+def _fill(
+    settings: Settings, device: HostDevice, step_tokens: int, pooling: Pooling | None
+) -> ResolvedValue[int]:
     batching = settings.batching
     if batching.fill_tokens is not None:
         return ResolvedValue(batching.fill_tokens, "batching.fill_tokens")
@@ -468,6 +468,8 @@ def _fill(settings: Settings, device: HostDevice, step_tokens: int) -> ResolvedV
         enough, reason = CPU_FILL_TOKENS, "saturates a CPU; more would delay the first requests"
         if device.arithmetic.get("isa") == TILES_ISA:
             enough, reason = TILES_FILL_TOKENS, "saturates AMX tiles; the last requests wait less"
+        if pooling is not None:
+            enough, reason = POOLING_FILL_TOKENS, "no decode waits, and steps are shared by more"
         if step_tokens > enough:
             return ResolvedValue(enough, reason)
     return ResolvedValue(step_tokens, "as many as fit into a step")

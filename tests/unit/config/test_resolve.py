@@ -353,8 +353,7 @@ def test_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
     assert plan.cache_tokens == 4096 * load(environ={}).settings.batching.running_max
     assert "only count tokens" in plan.cache_pages.reason
     assert (plan.logit_bytes.value, plan.scored_bytes.value) == (0, 0)
-    with pytest.raises(ConfigError, match=r"model\.deterministic: attention of this model"):
-        decide(DEVICE, encoder, model__deterministic="1")
+    assert decide(DEVICE, encoder, model__deterministic="1").deterministic.value
 
 
 @pytest.mark.parametrize(("mode", "cached"), [("last", True), ("cls", False), ("mean", False)])
@@ -365,6 +364,7 @@ def test_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cache
     plan = resolve(load(environ={}).settings, CARD, DEVICE, pooling)
     assert plan.prefix.value is cached
     assert plan.pooling.value == pooling
+    assert plan.fill_tokens.value == 1024  # no decode waits for its steps
     assert plan.grammar == ResolvedValue("none", "nothing is generated")
     assert f"{mode}, normalised" in table(plan)
 

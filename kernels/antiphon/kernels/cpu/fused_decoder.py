@@ -6,7 +6,7 @@ Axes: T tokens, L tokens whose logits are requested, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -18,28 +18,40 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.cpu.experts import CompiledExperts
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.kernels.kv import LayerKvCache
+    from antiphon.kernels.norm import NormWeights
     from antiphon.kernels.rotary import QkNormWeights, TokenCosSin
 
 
 @dataclass(frozen=True, slots=True)
 class FusedDecoderLayer:
-    """The weights of one layer: packed linears, `gate_up` in halves, and norms (hidden,).
+    """The weights of one layer: packed linears, and the norms before, or after, its blocks.
 
     In place of `gate_up` and `down` there may be experts.
     """
 
     qkv: CompiledLinear
     out: CompiledLinear
+    # Gate and up in halves, which become silu(gate) * up; or up alone, with an `activation`.
     gate_up: CompiledLinear | None
     down: CompiledLinear | None
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    activation: ActivationKind | None
+    attention_norm: NormWeights
+    mlp_norm: NormWeights
     head_norms: QkNormWeights | None
     experts: CompiledExperts | None = None
+
+
+class UncachedHeads(NamedTuple):
+    """What a bidirectional layer has in place of a KV cache: its group of rows, and its heads."""
+
+    group: int
+    heads: int  # H, kv heads
+    head_size: int
 
 
 class EmbeddingAndHead(NamedTuple):
@@ -72,31 +84,46 @@ class FusedDecoder:
 
     def __init__(
         self,
-        layers: Iterable[tuple[FusedDecoderLayer, LayerKvCache]],
+        layers: Iterable[tuple[FusedDecoderLayer, LayerKvCache | UncachedHeads]],
         *,
-        final_norm: Tensor,
+        final_norm: NormWeights,
         eps: float,
         scale: float,
+        norm: Literal["rms", "layer"] = "rms",
+        post_norms: bool = False,
         ends: EmbeddingAndHead | None = None,
     ) -> None:
+        """With `post_norms` blocks read the residual stream, which is normalised after each.
+
+        The last of these is the final norm.
+        """
         self.scores = ends is not None
-        self._compiled = extension.load().Stack(final_norm=final_norm, eps=eps, scale=scale)
+        library = extension.load()
+        self._compiled = library.Stack(
+            norm=getattr(library.NormKind, norm),
+            post_norms=post_norms,
+            final_norm=final_norm,
+            eps=eps,
+            scale=scale,
+        )
         for layer, cache in layers:
             query_norm, key_norm, _ = layer.head_norms or (None, None, None)
+            kind = layer.activation
             self._compiled.add(
                 qkv=layer.qkv,
                 out=layer.out,
                 gate_up=layer.gate_up,
                 down=layer.down,
                 experts=layer.experts,
+                activation=None if kind is None else getattr(library.Activation, kind),
                 attention_norm=layer.attention_norm,
                 mlp_norm=layer.mlp_norm,
                 query_norm=query_norm,
                 key_norm=key_norm,
                 group=cache.group,
-                keys=cache.keys,
-                values=cache.values,
-                scales=cache.scales,
+                cache=cache[1:]
+                if isinstance(cache, UncachedHeads)
+                else (cache.keys, cache.values, *cache.scales),
             )
         if ends is not None:
             looked_up = isinstance(ends.embedding, Tensor)

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.kv import UNSCALED, KvScales
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.rotary import QkNormWeights
+
+
+PASS_PAGE_TOKENS = 16
+"""Tokens in a page of keys and values that are kept for one pass only."""
 
 
 def __getattr__(name: str) -> object:
@@ -36,6 +45,31 @@ def qk_norm_rope_store(
     query, key, eps = norms if norms is not None else (None, None, 0.0)
     return extension.load().qk_norm_rope_store(
         heads, cos, sin, keys, values, places, query, key, eps, scales
+    )
+
+
+def activate(x: Tensor, activation: ActivationKind) -> Tensor:
+    library = extension.load()
+    return library.activate(x, getattr(library.Activation, activation))
+
+
+def bidirectional_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None
+) -> Tensor:
+    # Only here: that module names the functions of this one.
+    from antiphon.kernels.attention import AttentionMetadata, KvShape  # noqa: PLC0415
+
+    heads, size = k.shape[1:]
+    shape = KvShape(
+        PASS_PAGE_TOKENS, heads, q.shape[1] // heads, size, q.dtype, window, bidirectional=True
+    )
+    rows = AttentionMetadata.of_texts(shape, np.array(lengths, np.int32))
+    pages = 1 + int(rows.page_table.max())
+    keys, values = (part.new_empty(pages, PASS_PAGE_TOKENS, heads, size) for part in (k, v))
+    for room, part in ((keys, k), (values, v)):
+        room.flatten(0, 1).index_copy_(0, rows.slot_mapping, part)
+    return extension.load().paged_attention(
+        q, keys, values, rows.compiled, scale, (UNSCALED.key, UNSCALED.value)
     )
 
 

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from antiphon.kernels.cpu.fused_decoder import EmbeddingAndHead, FusedDecoder, FusedDecoderLayer
+from antiphon.kernels.cpu.fused_decoder import (
+    EmbeddingAndHead,
+    FusedDecoder,
+    FusedDecoderLayer,
+    UncachedHeads,
+)
 from antiphon.layers.attention import Attention, AttentionSpec
 from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
 from antiphon.layers.embedding import AddedEmbedding, VocabParallelEmbedding
@@ -18,7 +23,7 @@ from antiphon.layers.methods import LinearMethod
 from antiphon.layers.mla import LatentAttention, LatentSpec
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec, PlainMlp, PlainMlpSpec
 from antiphon.layers.moe import MixtureOfExperts, MoeSpec
-from antiphon.layers.norm import Norm, RmsNorm, build_norm
+from antiphon.layers.norm import Norm, build_norm
 from antiphon.layers.parallel_mixers import ParallelMixers, ParallelMixersSpec
 from antiphon.layers.recurrent import GatedDelta, GatedDeltaSpec, Mamba2, Mamba2Spec
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
@@ -105,14 +110,21 @@ class Decoder(Module):
         hidden, _ = _enter(ctx, self._norm, pending, residual)
         return hidden, ctx.ops.finite_rows(hidden)
 
-    def stack(self, caches: Mapping[int, LayerKvCache]) -> tuple[FusedDecoder, RotarySpec | None]:
+    def stack(
+        self, caches: Mapping[int, LayerKvCache | UncachedHeads]
+    ) -> tuple[FusedDecoder, RotarySpec | None]:
         """Fuse the layers and the final norm, or the whole model, into one call of the kernels.
 
         Also returns the RoPE that all layers share; None without RoPE.
         """
-        if not isinstance(self._norm, RmsNorm):
-            raise NotStackable("the final norm differs from Llama's")
-        layers = [(layer.stacked(), caches[index]) for index, layer in enumerate(self.layers)]
+        post_norms = self._norm is None
+        layers = [
+            (layer.stacked(post_norms=post_norms), caches[index])
+            for index, layer in enumerate(self.layers)
+        ]
+        final_norm = layers[-1][0].mlp_norm if self._norm is None else self._norm.weights
+        if final_norm is None or (kind := self._spec.norm.kind) not in ("rms", "layer"):
+            raise NotStackable("the final norm has no kernel")
         norms = {self._spec.norm, *(layer.norm for layer in self._spec.layers)}
         mixers: list[object] = [layer.mixer for layer in self._spec.layers]
         ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
@@ -121,8 +133,16 @@ class Decoder(Module):
         if len(norms) > 1:
             raise NotStackable("the norms differ between layers")
         scale, rotary = ways.pop()
-        weight, eps, ends = self._norm.weight, self._norm.eps, self._ends()
-        return FusedDecoder(layers, final_norm=weight, eps=eps, scale=scale, ends=ends), rotary
+        fused = FusedDecoder(
+            layers,
+            final_norm=final_norm,
+            eps=self._spec.norm.eps,
+            scale=scale,
+            norm=kind,
+            post_norms=post_norms,
+            ends=self._ends(),
+        )
+        return fused, rotary
 
     def _ends(self) -> EmbeddingAndHead | None:
         """Embedding and head for the fused decoder, if nothing else transforms ids or logits."""
@@ -202,26 +222,40 @@ class DecoderLayer(Module):
         transformed = self._leave(ctx, norm("after_feed_forward"), self._feed_forward(ctx, entered))
         return _join(ctx, norm("with_feed_forward"), transformed, residual)
 
-    def stacked(self) -> FusedDecoderLayer:
+    def stacked(self, *, post_norms: bool) -> FusedDecoderLayer:
         """This layer in the form that the fused decoder takes."""
         mixer, feed_forward = self._mixer, self._feed_forward
-        before, between = map(self._norms.get, ("before_mixer", "before_feed_forward"))
+        place = "with" if post_norms else "before"
+        norms = [self._norms.get(f"{place}_{block}") for block in ("mixer", "feed_forward")]
+        weights = [None if norm is None else norm.weights for norm in norms]
+        attention_norm, mlp_norm = weights
         other = self._parallel or self._multiplier != 1.0 or len(self._norms) != 2
-        if other or not isinstance(before, RmsNorm) or not isinstance(between, RmsNorm):
+        if other or attention_norm is None or mlp_norm is None:
             raise NotStackable("the residual connections differ from Llama's")
         if not isinstance(mixer, Attention) or not mixer.fusable:
             raise NotStackable("the mixers differ from Llama's attention")
-        gate_up = down = experts = None
+        gate_up = down = experts = activation = None
         if isinstance(feed_forward, MixtureOfExperts):
             experts = feed_forward.packed
+        elif isinstance(feed_forward, PlainMlp):
+            gate_up, down = feed_forward.packed or (None, None)
+            activation = feed_forward.activation
         elif isinstance(feed_forward, GatedMlp) and feed_forward.fusable:
             gate_up, down = feed_forward.packed or (None, None)
         else:
             raise NotStackable("the feed-forward blocks differ from Llama's")
         if mixer.packed is None or (experts is None and down is None):
             raise NotStackable("the linears are not packed on a single rank")
-        norms = (before.weight, between.weight, mixer.params.norms)
-        return FusedDecoderLayer(*mixer.packed, gate_up, down, *norms, experts)
+        return FusedDecoderLayer(
+            *mixer.packed,
+            gate_up,
+            down,
+            activation,
+            attention_norm,
+            mlp_norm,
+            mixer.params.norms,
+            experts,
+        )
 
     def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
         """The output of a block as it is added to the stream: normalised and multiplied."""

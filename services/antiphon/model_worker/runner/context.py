@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
+from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput, UncachedHeads
+from antiphon.kernels.cpu.ops import PASS_PAGE_TOKENS
 from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
 from antiphon.kernels.recurrent import LayerStates, StateMetadata
 from antiphon.kernels.rotary import CosSinCache, RotarySpec, TokenCosSin, apply_rotary
+from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.context import (
     AttentionBackend,
     AttentionParams,
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder
     from antiphon.kernels.ops import Ops
     from antiphon.model_worker.batching.plan import Ints, StepPlan
@@ -42,10 +44,14 @@ if TYPE_CHECKING:
 STACK = "decoder.stack"
 """The name under which the kernel table lists the fused decoder or the layer-by-layer one."""
 BY_LAYER = "by layer"
-_STACKED = (
-    *("norm.rmsnorm", "norm.add_rmsnorm", "activation.silu_mul"),
-    *("attention.heads", "attention.paged"),
+_STACKED = frozenset(
+    {
+        *("norm.rmsnorm", "norm.add_rmsnorm", "norm.layernorm"),
+        *("activation.silu_mul", "activation.plain"),
+        *("attention.heads", "attention.paged", "attention.whole"),
+    }
 )
+"""Operations whose bits the fused decoder has."""
 
 
 class ForwardContexts:
@@ -82,6 +88,7 @@ class ForwardContexts:
         kinds = [cache for cache, _ in model.spec.cache_groups()]
         self._latent = {i: kind for i, kind in enumerate(kinds) if isinstance(kind, LatentSizes)}
         self._causal = model.spec.causal
+        self._texts, self._uncached = _whole_texts(model)
         self._deterministic = deterministic
         self._angles = cache(partial(CosSinCache, dtype=placement.dtype, device=placement.device))
         self._stack: FusedDecoder | None = None
@@ -96,8 +103,8 @@ class ForwardContexts:
     def _choose(self, model: LoadedModel, *, fused: bool) -> BackendChoice[..., object]:
         decoder = model.decoder
         try:
-            _refuse_apart(self._ops, fused=fused)
-            self._stack, rotary = decoder.stack(self._caches)
+            _refuse_apart(self._ops, decoder.operations, fused=fused)
+            self._stack, rotary = decoder.stack({**self._caches, **self._uncached})
             self._stack_angles = self._angles(rotary)
         except NotStackable as error:
             refused = (("cpu", str(error)),)
@@ -159,7 +166,8 @@ class ForwardContexts:
         fused = None
         if self._stack is not None:
             cos_sin = self._stack_angles.at_positions(positions)
-            fused = partial(self._stack, turns=cos_sin, groups=batch.groups)
+            groups = batch.groups if self._causal else self._whole_rows(plan)
+            fused = partial(self._stack, turns=cos_sin, groups=groups)
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
@@ -170,6 +178,10 @@ class ForwardContexts:
             token_types=None if plan.token_types is None else torch.as_tensor(plan.token_types),
             fused=fused,
         )
+
+    def _whole_rows(self, plan: StepPlan) -> tuple[AttentionMetadata, ...]:
+        """The rows as each kind of bidirectional layers sees them."""
+        return tuple(AttentionMetadata.of_texts(shape, plan.query_len) for shape in self._texts)
 
     def _attend(self, plan: StepPlan, batch: InputBatch, angles: Angles) -> AttentionBackend:
         if self._causal:
@@ -262,9 +274,32 @@ def _rotated(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((heads[..., :first], apply_rotary(heads[..., first:], cos, sin)), dim=-1)
 
 
-def _refuse_apart(ops: Ops, *, fused: bool) -> None:
+def _whole_texts(model: LoadedModel) -> tuple[tuple[KvShape, ...], dict[int, UncachedHeads]]:
+    """The shapes of bidirectional layers, and of each layer which one it has, and its heads."""
+    ranks, shapes, layers = model.build.tp.ranks, list[KvShape](), dict[int, UncachedHeads]()
+    for index, layer in enumerate(model.spec.layers):
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionSpec) or mixer.causal:
+            continue
+        heads = max(1, mixer.kv_heads // ranks)
+        shape = KvShape(
+            page_tokens=PASS_PAGE_TOKENS,
+            heads=heads,
+            queries_per_head=mixer.query_heads // ranks // heads,
+            head_size=mixer.head_size,
+            dtype=model.build.dtype,
+            window=mixer.window,
+            bidirectional=True,
+        )
+        if shape not in shapes:
+            shapes.append(shape)
+        layers[index] = UncachedHeads(shapes.index(shape), heads, mixer.head_size)
+    return tuple(shapes), layers
+
+
+def _refuse_apart(ops: Ops, called: frozenset[str], *, fused: bool) -> None:
     if not fused:
         raise NotStackable("the fused decoder is disabled")
     for choice in ops.choices:
-        if choice.op in _STACKED and choice.backend != "cpu":
+        if choice.op in _STACKED & called and choice.backend != "cpu":
             raise NotStackable(f"{choice.op} runs on {choice.backend}")

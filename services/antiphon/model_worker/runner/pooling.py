@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
     Score = Callable[[Tensor], Tensor]
 
-_BLOCK_TOKENS = 128
-"""Tokens that are summed at once: their running sums take memory."""
-
 _ACTIVATIONS: dict[PoolingActivation, Callable[[Tensor], Tensor]] = {
     PoolingActivation.IDENTITY: lambda x: x,
     PoolingActivation.TANH: torch.tanh,
@@ -134,11 +131,11 @@ class PoolingLinear:
 
 
 def _added(piece: Tensor, before: Tensor | None) -> Tensor:
-    """The sum of a chunk's vectors (n, D) and `before`, added one by one: (D,)."""
-    total = torch.zeros(piece.shape[1], dtype=torch.float64) if before is None else before
-    for block in torch.split(piece, _BLOCK_TOKENS):
-        total = torch.cat([total.unsqueeze(0), block.double()]).cumsum(dim=0)[-1]
-    return total
+    """The sum of a chunk's vectors (n, D) and `before`, added one by one: (D,) float64."""
+    vectors = piece.double() if before is None else torch.cat([before.unsqueeze(0), piece.double()])
+    # Along the first of two axes numpy adds row after row, where torch adds in some order of its
+    # own; torch's cumulative sum has the same order and takes eight times as long.
+    return torch.as_tensor(np.add.reduce(vectors.numpy(), axis=0))
 
 
 def _read(dense: Dense, folder: Path) -> PoolingLinear:

@@ -22,7 +22,7 @@ namespace ISA_NS {
 
 // Queries of a head are the columns of one tile.
 INLINE bool is_small_m(const AttentionCall &call, const AttentionTask &task) {
-    return call.shape.dtype == Dtype::bf16 &&
+    return call.shape.dtype == Dtype::bf16 && !call.shape.bidirectional &&
         task.queries * call.shape.queries_per_head <= AMX_ROWS;
 }
 

@@ -62,9 +62,8 @@ INLINE void write_out(
 // The block of a task's keys that begins at `begin`; nothing of it is read beyond the task's end.
 template <class T>
 INLINE KeyBlock block_at(const AttentionCall &call, const AttentionTask &task, int64_t begin) {
-    const int64_t window = call.shape.window;
-    const int64_t from = (window ? task.position + 1 - window : 0) - begin;
-    const int64_t until = task.position + task.queries - begin;
+    const int64_t from = seen_from(call, task, task.position).from - begin;
+    const int64_t until = seen_from(call, task, task.position + task.queries - 1).until - begin;
     return {
         begin, static_cast<int>(from > 0 ? from : 0),
         static_cast<int>(until < BLOCK_KEYS<T> ? until : BLOCK_KEYS<T>)};
@@ -72,8 +71,8 @@ INLINE KeyBlock block_at(const AttentionCall &call, const AttentionTask &task, i
 
 template <class T>
 INLINE KeyBlock first_block(const AttentionCall &call, const AttentionTask &task) {
-    const int64_t unseen = call.shape.window ? task.position + 1 - call.shape.window : 0;
-    return block_at<T>(call, task, unseen > 0 ? unseen / BLOCK_KEYS<T> * BLOCK_KEYS<T> : 0);
+    const int64_t unseen = seen_from(call, task, task.position).from;
+    return block_at<T>(call, task, unseen / BLOCK_KEYS<T> * BLOCK_KEYS<T>);
 }
 
 // Where the tokens of the next block lie; after the last one, those of the first block of the task
@@ -145,8 +144,10 @@ static void attend(
     if constexpr (USES_AMX<T>) gather_queries(call, task, room);
     const auto meet = [&](const KeyBlock &block, const int64_t *offsets, const int64_t *coming) {
         room.ahead.begin({bases.keys, coming, KEYS}, {bases.values, coming, KEYS}, {});
-        // Queries before the block see nothing of it, nor do those whose window lies behind it.
-        const int64_t first = block.begin > task.position ? block.begin - task.position : 0;
+        // Queries that see only what is before the block are left out, and those whose window lies
+        // behind it.
+        const int64_t unseen = block.begin + 1 - seen_from(call, task, task.position).until;
+        const int64_t first = unseen > 0 ? unseen : 0;
         const int64_t seeing = block.begin + block.until + window - 1 - task.position;
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
         for (int64_t head = 0; head < task.heads; ++head) {

@@ -37,6 +37,21 @@ static constexpr int AHEAD_STEPS = 2 * KEY_VECTORS + 2;
 static constexpr float LOWEST = -1e30f;
 static constexpr float LOG2_E = 1.44269504088896341f;
 
+// Positions of a row, [from, until).
+struct PositionRange {
+    int64_t from, until;
+};
+
+// What the query at a position sees of its row.
+INLINE PositionRange
+seen_from(const AttentionCall &call, const AttentionTask &task, int64_t position) {
+    const int64_t window = call.shape.window;
+    const int64_t from = window && position >= window ? position + 1 - window : 0;
+    if (!call.shape.bidirectional) return {from, position + 1};
+    const int64_t end = call.rows.kv_len[task.row];
+    return {from, window && position + window < end ? position + window : end};
+}
+
 // The keys of a block that any query may attend to, [begin + from, begin + until).
 struct KeyBlock {
     int64_t begin;
@@ -304,10 +319,10 @@ template <class T>
 INLINE void softmax_weights_all(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int queries,
     const KeyBlock &block, const float *scores, float *top, float *mass, T *shares, float *kept) {
-    const int64_t group = call.shape.queries_per_head, window = call.shape.window;
+    const int64_t group = call.shape.queries_per_head;
     for (int r = 0; r < queries; ++r, scores += KEYS, shares += KEYS) {
-        const int64_t position = task.position + (first + r) / group;
-        const int64_t seen = position + 1 - block.begin, unseen = window ? seen - window : 0;
+        const PositionRange all = seen_from(call, task, task.position + (first + r) / group);
+        const int64_t seen = all.until - block.begin, unseen = all.from - block.begin;
         const int until = static_cast<int>(seen < KEYS ? seen : KEYS);
         const int from = static_cast<int>(unseen > KEYS ? KEYS : unseen < 0 ? 0 : unseen);
         const float scale = call.scale * call.cache.key_scale * LOG2_E;

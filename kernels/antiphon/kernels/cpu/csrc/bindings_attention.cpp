@@ -26,12 +26,14 @@ at::Tensor rmsnorm(const at::Tensor &x, const at::Tensor &weight, double eps) {
     check_rows(rows);
     at::Tensor out = at::empty_like(rows);
     const NormCall call = {
+        .kind = NormKind::rms,
         .dtype = dtype_of(rows),
         .rows = rows.size(0),
         .size = rows.size(1),
         .x = rows.const_data_ptr(),
         .residual = nullptr,
         .weight = vector_of(weight, rows, rows.size(1)),
+        .bias = nullptr,
         .eps = static_cast<float>(eps),
         .total = nullptr,
         .out = out.mutable_data_ptr(),
@@ -52,12 +54,14 @@ std::pair<at::Tensor, at::Tensor> add_rmsnorm(
     TORCH_CHECK(stream.scalar_type() == rows.scalar_type(), "x and residual have one dtype");
     at::Tensor out = at::empty_like(rows), total = at::empty_like(rows);
     const NormCall call = {
+        .kind = NormKind::rms,
         .dtype = dtype_of(rows),
         .rows = rows.size(0),
         .size = rows.size(1),
         .x = rows.const_data_ptr(),
         .residual = stream.const_data_ptr(),
         .weight = vector_of(weight, rows, rows.size(1)),
+        .bias = nullptr,
         .eps = static_cast<float>(eps),
         .total = total.mutable_data_ptr(),
         .out = out.mutable_data_ptr(),
@@ -69,6 +73,46 @@ std::pair<at::Tensor, at::Tensor> add_rmsnorm(
         kernels().norm(call, team);
     }
     return {out, total};
+}
+
+// x (..., size) of any shape; weight and bias (size,), or none.
+at::Tensor layernorm(
+    const at::Tensor &x, const Optional &weight, const Optional &bias, double eps) {
+    const at::Tensor rows = x.contiguous();
+    const Dtype dtype = dtype_of(rows);
+    TORCH_CHECK(rows.dim() > 0 && rows.size(-1) > 0, "x is (..., size), of at least a number");
+    const int64_t size = rows.size(-1);
+    at::Tensor out = at::empty_like(rows);
+    const NormCall call = {
+        .kind = NormKind::layer,
+        .dtype = dtype,
+        .rows = rows.numel() / size,
+        .size = size,
+        .x = rows.const_data_ptr(),
+        .residual = nullptr,
+        .weight = weight ? vector_of(*weight, rows, size) : nullptr,
+        .bias = bias ? vector_of(*bias, rows, size) : nullptr,
+        .eps = static_cast<float>(eps),
+        .total = nullptr,
+        .out = out.mutable_data_ptr(),
+        .finite = nullptr,
+    };
+    const int team = threads();
+    const KernelTimer computing;
+    kernels().norm(call, team);
+    return out;
+}
+
+at::Tensor activate(const at::Tensor &x, Activation activation) {
+    TORCH_CHECK(activation != Activation::clamped_swish, "a clamped swish needs gate and up");
+    const at::Tensor all = x.contiguous();
+    const Dtype dtype = dtype_of(all);
+    at::Tensor out = at::empty_like(all);
+    const int team = threads();
+    const KernelTimer computing;
+    kernels().activate(
+        dtype, activation, all.const_data_ptr(), all.numel(), out.mutable_data_ptr(), team);
+    return out;
 }
 
 at::Tensor silu_mul(const at::Tensor &gate_up) {
@@ -214,13 +258,23 @@ void bind_attention(py::module_ &module) {
     py::class_<AttentionMetadata, std::shared_ptr<AttentionMetadata>>(module, "AttentionMetadata")
         .def(
             py::init<
-                int64_t, int64_t, int64_t, int64_t, int64_t, AttentionMetadata::Ints,
+                int64_t, int64_t, int64_t, int64_t, int64_t, bool, AttentionMetadata::Ints,
                 AttentionMetadata::Ints, const AttentionMetadata::Ints &>(),
             py::kw_only(), py::arg("page_tokens"), py::arg("heads"), py::arg("queries_per_head"),
-            py::arg("head_size"), py::arg("window"), py::arg("tables"), py::arg("query_len"),
-            py::arg("kv_len"));
+            py::arg("head_size"), py::arg("window"), py::arg("bidirectional"), py::arg("tables"),
+            py::arg("query_len"), py::arg("kv_len"));
     module.def("rmsnorm", rmsnorm);
     module.def("add_rmsnorm", add_rmsnorm);
+    module.def("layernorm", layernorm);
+    py::enum_<Activation>(module, "Activation")
+        .value("silu", Activation::silu)
+        .value("gelu", Activation::gelu)
+        .value("gelu_tanh", Activation::gelu_tanh)
+        .value("relu", Activation::relu)
+        .value("relu_squared", Activation::relu_squared)
+        .value("tanh", Activation::tanh)
+        .value("clamped_swish", Activation::clamped_swish);
+    module.def("activate", activate);
     module.def("silu_mul", silu_mul);
     module.def("finite_rows", finite_rows);
     module.def("argmax", argmax);

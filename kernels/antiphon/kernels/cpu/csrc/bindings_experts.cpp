@@ -189,14 +189,6 @@ std::unique_ptr<MixtureOfExperts> made(
 }  // namespace
 
 void bind_experts(py::module_ &module) {
-    py::enum_<Activation>(module, "Activation")
-        .value("silu", Activation::silu)
-        .value("gelu", Activation::gelu)
-        .value("gelu_tanh", Activation::gelu_tanh)
-        .value("relu", Activation::relu)
-        .value("relu_squared", Activation::relu_squared)
-        .value("tanh", Activation::tanh)
-        .value("clamped_swish", Activation::clamped_swish);
     py::class_<MixtureOfExperts>(module, "MixtureOfExperts")
         .def(
             py::init(&made), py::kw_only(), py::arg("router"), py::arg("gate_up"), py::arg("down"),

@@ -9,6 +9,7 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bindings.h"
@@ -68,43 +69,69 @@ Ints ints_of(py::handle array) {
 
 class Stack {
   public:
-    Stack(at::Tensor final_norm, double eps, double scale)
-        : final_norm_(std::move(final_norm)),
+    // A norm has a weight (hidden,), and a layer norm may have a bias.
+    using Norm = std::pair<at::Tensor, Optional>;
+
+    Stack(NormKind norm, bool post_norms, const Norm &final_norm, double eps, double scale)
+        : norm_(norm),
+          post_norms_(post_norms),
+          final_norm_(final_norm.first),
           hidden_(final_norm_.numel()),
           dtype_(dtype_of(final_norm_)),
           eps_(static_cast<float>(eps)),
           scale_(static_cast<float>(scale)) {
         TORCH_CHECK(
             hidden_ > 0 && final_norm_.is_contiguous(), "the final norm is (hidden,) in one piece");
+        final_ = keep(final_norm);
     }
 
+    // Keys and values (P, S, H, D) of a layer, and their scales; or of a bidirectional one, which
+    // keeps none, H and D.
+    using Cache = std::tuple<at::Tensor, at::Tensor, double, double>;
+    using Heads = std::pair<int64_t, int64_t>;
+
     // The linears and experts must live as long as the stack; there are gate_up and down, or experts.
+    // Without `activation`, gate_up are both, and become silu(gate) * up.
     void add(
         const Linear &qkv, const Linear &out, const Linear *gate_up, const Linear *down,
-        const MixtureOfExperts *experts, const at::Tensor &attention_norm,
-        const at::Tensor &mlp_norm, const Optional &query_norm, const Optional &key_norm,
-        int64_t group, const at::Tensor &keys, const at::Tensor &values,
-        const std::pair<double, double> &scales) {
-        const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
-        const int64_t heads = keys.size(2), size = keys.size(3);
+        const MixtureOfExperts *experts, const std::optional<Activation> &activation,
+        const Norm &attention_norm, const Norm &mlp_norm, const Optional &query_norm,
+        const Optional &key_norm, int64_t group, const std::variant<Cache, Heads> &cached) {
+        LayerCache cache = {nullptr, nullptr, 1.0f, 1.0f};
+        CacheShape shape = {
+            .dtype = dtype_,
+            .format = CacheFormat::model,
+            .pages = 0,
+            .page_tokens = 0,
+            .heads = 0,
+            .queries_per_head = 0,  // rows say this, and the window
+            .head_size = 0,
+            .window = 0,
+        };
+        if (const auto *kept = std::get_if<Cache>(&cached)) {
+            const auto &[keys, values, key_scale, value_scale] = *kept;
+            cache = layer_of(keys, values, key_scale, value_scale);
+            shape.format = cache_format_of(keys, final_norm_);
+            shape.pages = keys.size(0), shape.page_tokens = keys.size(1);
+            shape.heads = keys.size(2), shape.head_size = keys.size(3);
+            kept_.push_back(keys);
+            kept_.push_back(values);
+        } else {
+            std::tie(shape.heads, shape.head_size) = std::get<Heads>(cached);
+        }
+        const int64_t heads = shape.heads, size = shape.head_size;
         const PackedLinear &first = qkv.packed();
         check_linear(first, hidden_, first.outputs);
         check_linear(out.packed(), first.outputs - 2 * heads * size, hidden_);
-        check_feed_forward(gate_up, down, experts);
+        check_feed_forward(gate_up, down, experts, activation.has_value());
+        PackedLinear up = gate_up != nullptr ? gate_up->packed() : PackedLinear{};
+        TORCH_CHECK(
+            activation != Activation::clamped_swish, "a clamped swish is between gate and up");
+        if (activation) up.activation = *activation;
         TORCH_CHECK(group >= 0, "a layer is of a cache group");
         TORCH_CHECK(
             layers_.empty() || layers_.front().qkv.outputs == first.outputs,
             "all layers have the same heads");
-        const CacheShape shape = {
-            .dtype = dtype_,
-            .format = cache_format_of(keys, final_norm_),
-            .pages = keys.size(0),
-            .page_tokens = keys.size(1),
-            .heads = heads,
-            .queries_per_head = 0,  // rows say this, and the window
-            .head_size = size,
-            .window = 0,
-        };
         note_shape(group, shape);
         mixed_ = std::max(mixed_, out.packed().inputs);
         if (down != nullptr) width_ = std::max(width_, down->packed().inputs);
@@ -113,18 +140,17 @@ class Stack {
         layers_.push_back({
             .qkv = first,
             .out = out.packed(),
-            .gate_up = gate_up != nullptr ? gate_up->packed() : PackedLinear{},
+            .gate_up = up,
             .down = down != nullptr ? down->packed() : PackedLinear{},
             .experts = experts != nullptr ? &experts->packed() : nullptr,
-            .attention_norm = vector_of(attention_norm, final_norm_, hidden_),
-            .mlp_norm = vector_of(mlp_norm, final_norm_, hidden_),
+            .attention_norm = keep(attention_norm),
+            .mlp_norm = keep(mlp_norm),
             .query_norm = query_norm ? vector_of(*query_norm, final_norm_, size) : nullptr,
             .key_norm = key_norm ? vector_of(*key_norm, final_norm_, size) : nullptr,
             .group = group,
             .cache = cache,
         });
         mixtures_.push_back(experts);
-        for (const auto &tensor : {attention_norm, mlp_norm, keys, values}) kept_.push_back(tensor);
         for (const auto &norm : {query_norm, key_norm})
             if (norm) kept_.push_back(*norm);
     }
@@ -231,6 +257,16 @@ class Stack {
     }
 
   private:
+    StackNorm keep(const Norm &norm) {
+        const auto &[weight, bias] = norm;
+        TORCH_CHECK(!bias || norm_ == NormKind::layer, "a norm by root-mean-square has no bias");
+        kept_.push_back(weight);
+        if (bias) kept_.push_back(*bias);
+        return {
+            vector_of(weight, final_norm_, hidden_),
+            bias ? vector_of(*bias, final_norm_, hidden_) : nullptr};
+    }
+
     // Note what the layers of a cache group have in common.
     void note_shape(int64_t group, const CacheShape &shape) {
         const auto index = static_cast<size_t>(group);
@@ -280,6 +316,8 @@ class Stack {
             .count = static_cast<int64_t>(layers_.size()),
             .hidden = hidden_,
             .tokens = tokens,
+            .norm = norm_,
+            .post_norms = post_norms_,
             .eps = eps_,
             .scale = scale_,
             .groups = groups_.data(),
@@ -288,7 +326,8 @@ class Stack {
             .sin = vector_of(sin, final_norm_, known_positions_ * rotated),
             .rotated = rotated,
             .positions = positions_.data(),
-            .final_norm = final_norm_.const_data_ptr(),
+            .final_norm = final_,
+            .pass_cache = pass_cache(),
             .residual = nullptr,
             .out = nullptr,
             .finite = nullptr,
@@ -348,7 +387,8 @@ class Stack {
     }
 
     void check_feed_forward(
-        const Linear *gate_up, const Linear *down, const MixtureOfExperts *experts) const {
+        const Linear *gate_up, const Linear *down, const MixtureOfExperts *experts,
+        bool plain) const {
         TORCH_CHECK(
             (gate_up != nullptr) == (down != nullptr) && (down != nullptr) != (experts != nullptr),
             "a layer has gate_up and down, or experts");
@@ -359,9 +399,11 @@ class Stack {
             return;
         }
         const PackedLinear &last = down->packed();
-        check_linear(gate_up->packed(), hidden_, 2 * last.inputs);
+        check_linear(gate_up->packed(), hidden_, plain ? last.inputs : 2 * last.inputs);
         check_linear(last, last.inputs, hidden_);
-        TORCH_CHECK(gate_up->packed().halves, "gate and up are packed in halves");
+        TORCH_CHECK(
+            gate_up->packed().halves == !plain,
+            "gate and up are packed in halves, up alone is not");
     }
 
     void set_groups(const GroupMetadata &rows, int64_t tokens) {
@@ -388,14 +430,31 @@ class Stack {
     CacheShape shape_of(size_t group, const AttentionMetadata &rows) const {
         if (group >= shapes_.size() || !shapes_[group]) return {};
         const CacheShape &kept = *shapes_[group];
-        const CacheShape shape = rows.shape_in(dtype_, kept.format, kept.pages);
+        const bool cached = kept.pages > 0;
+        const CacheShape shape =
+            rows.shape_in(dtype_, kept.format, cached ? kept.pages : rows.pages_needed());
+        TORCH_CHECK(cached != shape.bidirectional, "rows that see both ways are not cached");
         TORCH_CHECK(
-            kept.page_tokens == shape.page_tokens && kept.heads == shape.heads &&
+            (!cached || kept.page_tokens == shape.page_tokens) && kept.heads == shape.heads &&
                 kept.head_size == shape.head_size &&
                 layers_.front().qkv.outputs ==
                     shape.heads * (shape.queries_per_head + 2) * shape.head_size,
             "the cache has another shape than the rows");
         return shape;
+    }
+
+    // Keys and values of one layer of the pass that is laid out, where none are kept.
+    LayerCache pass_cache() {
+        int64_t most = 0;
+        for (const StackGroup &group : groups_)
+            if (const CacheShape &shape = group.shape; shape.bidirectional)
+                most =
+                    std::max(most, shape.pages * shape.page_tokens * shape.heads * shape.head_size);
+        if (most == 0) return {nullptr, nullptr, 1.0f, 1.0f};
+        if (!whole_.defined() || whole_.numel() < 2 * most)
+            whole_ = at::empty({2 * most}, final_norm_.options());
+        auto *keys = static_cast<char *>(whole_.mutable_data_ptr());
+        return {keys, keys + most * whole_.element_size(), 1.0f, 1.0f};
     }
 
     // What the pass that is laid out writes beside its results, in one piece that is kept and
@@ -446,7 +505,10 @@ class Stack {
 
     static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+    NormKind norm_;
+    bool post_norms_;
     at::Tensor final_norm_;
+    StackNorm final_ = {};
     int64_t hidden_;
     Dtype dtype_;
     float eps_, scale_;
@@ -471,22 +533,26 @@ class Stack {
             position_max_ = 0;      // positions of cos and sin, and the greatest of the pass
     bool can_decode_next_ = false;  // whether `again` may follow
 
-    at::Tensor room_;
+    at::Tensor room_, whole_;
     ReusableTensor states_, logits_;
 };
 
 }  // namespace
 
 void bind_stack(py::module_ &module) {
+    py::enum_<NormKind>(module, "NormKind")
+        .value("rms", NormKind::rms)
+        .value("layer", NormKind::layer);
     py::class_<Stack>(module, "Stack")
         .def(
-            py::init<at::Tensor, double, double>(), py::kw_only(), py::arg("final_norm"),
-            py::arg("eps"), py::arg("scale"))
+            py::init<NormKind, bool, const Stack::Norm &, double, double>(), py::kw_only(),
+            py::arg("norm"), py::arg("post_norms"), py::arg("final_norm"), py::arg("eps"),
+            py::arg("scale"))
         .def(
             "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gate_up"),
-            py::arg("down"), py::arg("experts"), py::arg("attention_norm"), py::arg("mlp_norm"),
-            py::arg("query_norm"), py::arg("key_norm"), py::arg("group"), py::arg("keys"),
-            py::arg("values"), py::arg("scales"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+            py::arg("down"), py::arg("experts"), py::arg("activation"), py::arg("attention_norm"),
+            py::arg("mlp_norm"), py::arg("query_norm"), py::arg("key_norm"), py::arg("group"),
+            py::arg("cache"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
             py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
         .def(
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),

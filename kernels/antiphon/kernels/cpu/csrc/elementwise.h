@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "activation.h"
 #include "fp8.h"
 #include "gemm.h"
 #include "layout.h"
@@ -80,15 +81,57 @@ INLINE float normalise_sum(
     return whole;
 }
 
+// x with zero mean and unit variance, times the weight and plus the bias, if there are any. Returns
+// the sum of the squares of what is left of x without its mean.
+template <class T>
+INLINE float layer_normalise(
+    const T *x, const T *weight, const T *bias, int64_t size, float eps, T *out) {
+    F32 total = zeros(), squares = zeros();
+    by_vectors(size, [&](int64_t i, auto part) { total = add(total, load_part(x + i, part)); });
+    const F32 mean = splat(sum(total) / static_cast<float>(size));
+    by_vectors(size, [&](int64_t i, auto part) {
+        F32 left = sub(load_part(x + i, part), mean);
+        if constexpr (std::is_same_v<decltype(part), Part>) {
+            alignas(64) float lanes[LANES];
+            store(lanes, left);
+            left = load(lanes, part.count);
+        }
+        squares = fma(left, left, squares);
+    });
+    const float whole = sum(squares);
+    const F32 inverse = splat(1.0f / __builtin_sqrtf(whole / static_cast<float>(size) + eps));
+    by_vectors(size, [&](int64_t i, auto part) {
+        F32 y = mul(sub(load_part(x + i, part), mean), inverse);
+        if (weight) y = mul(y, load_part(weight + i, part));
+        if (bias) y = add(y, load_part(bias + i, part));
+        store_part(out + i, y, part);
+    });
+    return whole;
+}
+
+// The sum of x and the residual, rounded, becomes `total`, which may be either.
+template <class T> INLINE void add_rows(const T *x, const T *residual, int64_t size, T *total) {
+    by_vectors(size, [&](int64_t i, auto part) {
+        store_part(total + i, add(load_part(x + i, part), load_part(residual + i, part)), part);
+    });
+}
+
 template <class T> INLINE void norm_row(const NormCall &call, int64_t row) {
     const int64_t at = row * call.size;
     const T *x = static_cast<const T *>(call.x) + at;
     const T *weight = static_cast<const T *>(call.weight);
+    const T *residual = static_cast<const T *>(call.residual) + (call.residual ? at : 0);
+    T *total = static_cast<T *>(call.total) + (call.residual ? at : 0);
     T *out = static_cast<T *>(call.out) + at;
     float squares;
-    if (call.residual) {
-        const T *residual = static_cast<const T *>(call.residual) + at;
-        T *total = static_cast<T *>(call.total) + at;
+    if (call.kind == NormKind::layer) {
+        if (residual) {
+            add_rows(x, residual, call.size, total);
+            x = total;
+        }
+        const T *bias = static_cast<const T *>(call.bias);
+        squares = layer_normalise(x, weight, bias, call.size, call.eps, out);
+    } else if (residual) {
         squares = normalise_sum(x, residual, weight, call.size, call.eps, total, out);
     } else {
         squares = normalise(x, weight, call.size, call.eps, out);
@@ -197,6 +240,31 @@ INLINE void qk_norm_rope_store_token(
 
 static void norm_call(const NormCall &call, int threads) {
     by_rows(call.rows, call.size, threads, [&](int64_t row) { norm_one(call, row); });
+}
+
+template <class T>
+static void activate_rows(Activation activation, const T *x, int64_t size, T *out, int threads) {
+    // In rows of one size: where a vector ends is no part of a number's result.
+    constexpr int64_t ROW = 4096;
+    by_activation(activation, [&](auto kind) {
+        by_rows(ceil_div(size, ROW), ROW, threads, [&](int64_t row) {
+            const int64_t at = row * ROW;
+            by_vectors(size - at < ROW ? size - at : ROW, [&](int64_t i, auto part) {
+                store_part(out + at + i, activated<kind()>(load_part(x + at + i, part)), part);
+            });
+        });
+    });
+}
+
+static void activate_call(
+    Dtype dtype, Activation activation, const void *x, int64_t size, void *out, int threads) {
+    if (dtype == Dtype::bf16) {
+        const auto *in = static_cast<const bf16 *>(x);
+        activate_rows(activation, in, size, static_cast<bf16 *>(out), threads);
+    } else {
+        const auto *in = static_cast<const float *>(x);
+        activate_rows(activation, in, size, static_cast<float *>(out), threads);
+    }
 }
 
 template <class T>

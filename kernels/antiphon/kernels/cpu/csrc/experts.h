@@ -107,31 +107,6 @@ prefetch_of(const ExpertJobs &phase, const ExpertJob &job, int64_t chunk, int th
     return {panel_at(linear, then.panel), (then.last - then.panel) * panel_bytes(linear)};
 }
 
-template <class T> INLINE F32 activated(Activation activation, F32 gate) {
-    const F32 one = splat(1.0f);
-    switch (activation) {
-        case Activation::silu: return div(gate, add(one, exponential(sub(zeros(), gate))));
-        case Activation::relu: return max(zeros(), gate);
-        case Activation::relu_squared: {
-            const F32 kept = max(zeros(), gate);
-            return mul(kept, kept);
-        }
-        default: break;
-    }
-    // No model that is served has these beside experts: they need not be fast.
-    alignas(64) float lanes[LANES];
-    store(lanes, gate);
-    for (float &x : lanes) {
-        if (activation == Activation::gelu)
-            x = 0.5f * x * (1.0f + __builtin_erff(x * 0.70710678118654752f));
-        else if (activation == Activation::tanh) x = __builtin_tanhf(x);
-        else
-            x = 0.5f * x *
-                (1.0f + __builtin_tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-    }
-    return load(lanes);
-}
-
 // activation(gate) * up of some columns, with the roundings of separate operations on T.
 template <class T>
 INLINE void gate_columns(
@@ -146,8 +121,9 @@ INLINE void gate_columns(
             const F32 swish = mul(a, div(one, add(one, power)));
             store_part(out + i, mul(swish, add(b, one)), part);
         } else {
-            const F32 opened = rounded<T>(activated<T>(experts.activation, a));
-            store_part(out + i, mul(opened, b), part);
+            const F32 opened =
+                by_activation(experts.activation, [&](auto kind) { return activated<kind()>(a); });
+            store_part(out + i, mul(rounded<T>(opened), b), part);
         }
     });
 }

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "activation.h"
 #include "fp8.h"
 #include "simd.h"
 #include "team.h"
@@ -241,7 +242,7 @@ INLINE void sum_bytes(F32 (&acc)[R][2], const Block<T> &block, int64_t row) {
 
 // Scale the sums of some rows, add the bias, and put them where they belong. WHOLE: all outputs of
 // the panel are there.
-template <class T, Epilogue E, bool WHOLE>
+template <class T, Epilogue E, bool WHOLE, Activation A = Activation::silu>
 static __attribute__((noinline)) void finish_rows(
     const PackedLinear &linear, int64_t panel, int64_t row, int64_t rows, const float *sums,
     void *y) {
@@ -271,6 +272,9 @@ static __attribute__((noinline)) void finish_rows(
         }
         if constexpr (E == Epilogue::silu_mul) {
             put(to + at, silu_mul<T>(rounded<T>(a), rounded<T>(b)), left);
+        } else if constexpr (E == Epilogue::activate) {
+            put(to + at, activated<A>(rounded<T>(a)), left);
+            put(to + at_b, activated<A>(rounded<T>(b)), left_b);
         } else {
             put(to + at, a, left);
             put(to + at_b, b, left_b);
@@ -292,6 +296,11 @@ INLINE Finish finish_of(const PackedLinear &linear, int64_t panel, Epilogue epil
     switch (epilogue) {
         case Epilogue::store: return of(std::integral_constant<Epilogue, Epilogue::store>());
         case Epilogue::widen: return of(std::integral_constant<Epilogue, Epilogue::widen>());
+        case Epilogue::activate:
+            return by_activation(linear.activation, [&](auto kind) {
+                return whole ? finish_rows<T, Epilogue::activate, true, kind()>
+                             : finish_rows<T, Epilogue::activate, false, kind()>;
+            });
         default: return of(std::integral_constant<Epilogue, Epilogue::silu_mul>());
     }
 }

@@ -18,10 +18,15 @@ enum class Weights : int {
 
 // What becomes of the products.
 enum class Epilogue : int {
-    store,    // y in the number format of the model
-    widen,    // y in float32, not rounded
-    silu_mul  // y[:, i] = silu(gate[i]) * up[i]; of a linear whose `halves` is set
+    store,     // y in the number format of the model
+    widen,     // y in float32, not rounded
+    silu_mul,  // y[:, i] = silu(gate[i]) * up[i]; of a linear whose `halves` is set
+    activate   // y is an activation of the products, rounded before
 };
+
+// Functions of single numbers (activation.h); or, between gate and up of experts alone, the clamped
+// swish of gpt-oss.
+enum class Activation : int { silu, gelu, gelu_tanh, relu, relu_squared, tanh, clamped_swish };
 
 // y (rows, outputs) = x (rows, inputs) W^T + bias. Plain data; its creator owns the memory.
 struct PackedLinear {
@@ -32,6 +37,7 @@ struct PackedLinear {
     const void *panels;
     const float *scales;  // int8: of each output, in panel order, padded to whole panels
     const float *bias;    // likewise; or null
+    Activation activation = Activation::silu;  // of the epilogue that activates
 };
 
 // y (rows, heads, outputs), each head by a linear of its own; all have the same shape.

@@ -18,9 +18,6 @@ struct Routing {
     int64_t groups, groups_kept, group_best;
 };
 
-// What stands between gate and up: activation(gate) * up, or the clamped swish of gpt-oss.
-enum class Activation : int { silu, gelu, gelu_tanh, relu, relu_squared, tanh, clamped_swish };
-
 struct PackedExpert {
     PackedLinear gate_up, down;  // gate_up in halves
 };
@@ -30,10 +27,10 @@ struct PackedExperts {
     Dtype dtype;
     int64_t hidden, width, count;
     Routing routing;
-    PackedLinear router;          // (E, hidden) float32, of whatever dtype the rest is
-    const float *correction;      // (E,) added to scores where experts are chosen; or null
-    const PackedExpert *experts;  // (E,)
-    Activation activation;
+    PackedLinear router;              // (E, hidden) float32, of whatever dtype the rest is
+    const float *correction;          // (E,) added to scores where experts are chosen; or null
+    const PackedExpert *experts;      // (E,)
+    Activation activation;            // activation(gate) * up, or the clamped swish
     float alpha, limit;               // of the clamped swish
     bool share_on_input;              // shares multiply what goes in, not what comes out
     const PackedExpert *shared;       // takes every token, with silu; or null

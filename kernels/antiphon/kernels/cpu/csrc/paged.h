@@ -20,6 +20,8 @@ struct CacheShape {
     CacheFormat format;
     int64_t pages, page_tokens, heads, queries_per_head, head_size;
     int64_t window;  // tokens that a query sees, itself included; 0: all
+    // A query also sees what comes after it, as far as before; all tokens of a row are in the pass.
+    bool bidirectional = false;
 };
 
 // One layer's cache, (P, S, H, D) both, and the multiples of what is kept there that keys and values
@@ -45,7 +47,8 @@ struct AttentionTask {
     int64_t position;  // of the first query in its row
 };
 
-// Softmax attention of each query over its row's keys, causal and within the window.
+// Softmax attention of each query over its row's keys, within the window, and causal unless the
+// shape says otherwise.
 struct AttentionCall {
     CacheShape shape;
     PagedRows rows;
@@ -71,27 +74,36 @@ struct QkNormRopeCall {
     int64_t q_stride;
 };
 
-// Rows scaled to unit root-mean-square; with a residual, its sum with x is.
+// Rows are scaled to unit root-mean-square, or to zero mean and unit variance.
+enum class NormKind : int { rms, layer };
+
+// Rows normalised; with a residual, their sum with x is.
 struct NormCall {
+    NormKind kind;
     Dtype dtype;
     int64_t rows, size;
-    const void *x, *residual;  // (rows, size) both; residual null: x alone is normalised
-    const void *weight;        // (size,)
+    const void *x, *residual;   // (rows, size) both; residual null: x alone is normalised
+    const void *weight, *bias;  // (size,) both; of a layer norm both may be null
     float eps;
-    void *total;   // (rows, size) x + residual, if there is one; may be `residual`
-    void *out;     // (rows, size)
+    void *total;   // (rows, size) x + residual, if there is one; may be `residual`, or x
+    void *out;     // (rows, size); may be `residual`, if that is not `total`
     bool *finite;  // (rows,) whether a row's sum of squares is; or null
+};
+
+// Weight and bias of a norm, (hidden,) both, or null.
+struct StackNorm {
+    const void *weight, *bias;
 };
 
 // What a layer computes with; linears may have biases.
 struct StackLayer {
     PackedLinear qkv, out;
-    PackedLinear gate_up, down;             // gate_up in halves; or
-    const PackedExperts *experts;           // in their place; or null
-    const void *attention_norm, *mlp_norm;  // (hidden,)
-    const void *query_norm, *key_norm;      // (D,) both, or null both
-    int64_t group;                          // which rows and shape it sees
-    LayerCache cache;
+    PackedLinear gate_up, down;          // gate_up in halves, or up alone, which is activated; or
+    const PackedExperts *experts;        // in their place; or null
+    StackNorm attention_norm, mlp_norm;  // before the blocks; with post-norms, behind them
+    const void *query_norm, *key_norm;   // (D,) both, or null both
+    int64_t group;                       // which rows and shape it sees
+    LayerCache cache;                    // without keys: that of the pass
 };
 
 // The rows of a pass as the layers of one cache group see them.
@@ -134,13 +146,17 @@ struct StackCall {
     Dtype dtype;
     const StackLayer *layers;
     int64_t count, hidden, tokens;
+    NormKind norm;
+    // A block reads the residual stream as it is, and the sum with its output is normalised.
+    bool post_norms;
     float eps, scale;
     const StackGroup *groups;
     bool one_each;          // every row has one token: an attention task readies the heads it reads
     const void *cos, *sin;  // (positions, R)
     int64_t rotated;        // R
     const int32_t *positions;  // (T,)
-    const void *final_norm;    // (hidden,)
+    StackNorm final_norm;      // behind the last layer, whose own it is with post-norms
+    LayerCache pass_cache;     // of one layer after the other: nothing is kept
     void *residual;            // (T, hidden), overwritten
     void *out;                 // (T, hidden), normalised
     bool *finite;              // (T,)

@@ -19,16 +19,14 @@ constexpr int64_t EVEN_QUERIES = 16;
 // So that products of sizes and positions fit their numbers.
 constexpr int64_t SIZE_MOST = INT32_MAX;
 
-// About how long a task takes, in keys.
-int64_t cost(const AttentionTask &task) {
-    return (task.position + task.queries) * task.queries * task.heads;
-}
+// About how long a task takes, in keys, of which its last query sees so many.
+int64_t cost(const AttentionTask &task, int64_t keys) { return keys * task.queries * task.heads; }
 
 }  // namespace
 
 AttentionMetadata::AttentionMetadata(
     int64_t page_tokens, int64_t heads, int64_t queries_per_head, int64_t head_size, int64_t window,
-    Ints tables, Ints query_len, const Ints &kv_len)
+    bool bidirectional, Ints tables, Ints query_len, const Ints &kv_len)
     : shape_{
           .dtype = Dtype::f32,
           .format = CacheFormat::model,
@@ -37,7 +35,8 @@ AttentionMetadata::AttentionMetadata(
           .heads = heads,
           .queries_per_head = queries_per_head,
           .head_size = head_size,
-          .window = window},
+          .window = window,
+          .bidirectional = bidirectional},
       tables_(std::move(tables)),
       query_len_(std::move(query_len)),
       kv_len_(kv_len.data(), kv_len.data() + kv_len.size()) {
@@ -57,8 +56,11 @@ AttentionMetadata::AttentionMetadata(
         place(row);
     }
     // Long ones first: what is left for the end is short.
-    std::stable_sort(tasks_.begin(), tasks_.end(), [](const auto &a, const auto &b) {
-        return cost(a) > cost(b);
+    const auto keys = [&](const AttentionTask &task) {
+        return bidirectional ? kv_len_[task.row] : task.position + task.queries;
+    };
+    std::stable_sort(tasks_.begin(), tasks_.end(), [&](const auto &a, const auto &b) {
+        return cost(a, keys(a)) > cost(b, keys(b));
     });
 }
 
@@ -105,6 +107,9 @@ void AttentionMetadata::cut(int64_t row, int64_t heads_together) {
     const int64_t queries = query_len_.data()[row], end = kv_len_[row];
     TORCH_CHECK(
         0 < queries && queries <= end, "row ", row, " has ", queries, " of ", end, " tokens");
+    TORCH_CHECK(
+        !shape_.bidirectional || queries == end, "row ", row, " has ", queries, " of ", end,
+        " tokens, and sees those to come");
     const int64_t unit = EVEN_QUERIES / std::gcd(EVEN_QUERIES, shape_.queries_per_head);
     const int64_t most = std::max<int64_t>(TASK_QUERIES / shape_.queries_per_head / unit, 1) * unit;
     // All heads of a short row are read together, since they lie beside each other in a page.

@@ -18,7 +18,7 @@ class AttentionMetadata {
     // page; -1 may stand for pages that are not read.
     AttentionMetadata(
         int64_t page_tokens, int64_t heads, int64_t queries_per_head, int64_t head_size,
-        int64_t window, Ints tables, Ints query_len, const Ints &kv_len);
+        int64_t window, bool bidirectional, Ints tables, Ints query_len, const Ints &kv_len);
 
     // The same rows one token further, each of one token, with the tables (R, N) that they have
     // then. Raises as above, and has changed nothing if so.

@@ -27,52 +27,67 @@ class StackRun {
     StackRun(const StackCall &call, TeamThread &team) : call_(call), team_(team) {}
 
     void run() {
-        enter(attention_norm(0));
+        enter();
         for (int64_t i = 0; i < call_.count; ++i) {
             const StackLayer &layer = call_.layers[i];
             const PackedLinear *next = i + 1 < call_.count ? &call_.layers[i + 1].qkv : head();
-            linear(product(layer.qkv, call_.normed, call_.heads), &layer.out);
+            const Epilogue epilogue =
+                layer.gate_up.halves ? Epilogue::silu_mul : Epilogue::activate;
+            linear(product(layer.qkv, block_input(), call_.heads), &layer.out);
             attention(layer);
             const PackedLinear *after = layer.experts ? nullptr : &layer.gate_up;
-            linear_and_norm(product(layer.out, call_.mixed, call_.added), mlp_norm(layer), after);
+            linear_and_norm(
+                product(layer.out, call_.mixed, call_.added), norm_within(layer), after);
             if (layer.experts != nullptr) {
                 experts(layer, i);
                 continue;
             }
-            linear(
-                product(layer.gate_up, call_.normed, call_.gated, Epilogue::silu_mul), &layer.down);
-            linear_and_norm(
-                product(layer.down, call_.gated, call_.added), attention_norm(i + 1), next);
+            linear(product(layer.gate_up, block_input(), call_.gated, epilogue), &layer.down);
+            linear_and_norm(product(layer.down, call_.gated, call_.added), norm_behind(i), next);
         }
         if (call_.ends != nullptr && call_.ends->count > 0) score(*call_.ends);
     }
 
   private:
-    NormCall mlp_norm(const StackLayer &layer) const {
-        return norm(layer.mlp_norm, call_.added, call_.normed, nullptr);
-    }
+    // What linears read: the norm of the stream, or the stream, which is the last norm itself.
+    void *block_input() const { return call_.post_norms ? call_.residual : call_.normed; }
 
-    // The norm before layer `i`, or after the last.
-    NormCall attention_norm(int64_t i) const {
-        if (i == call_.count) return norm(call_.final_norm, call_.added, call_.out, call_.finite);
-        NormCall first = norm(call_.layers[i].attention_norm, call_.added, call_.normed, nullptr);
-        if (i == 0) {
-            first.x = call_.residual;
-            first.residual = nullptr;
-        }
+    // The norm before all layers, where norms come before the blocks.
+    NormCall first_norm() const {
+        NormCall first = norm(call_.layers[0].attention_norm, call_.normed, nullptr);
+        first.x = call_.residual;
+        first.residual = nullptr;
         return first;
     }
 
-    NormCall norm(const void *weight, const void *x, void *out, bool *finite) const {
+    // The norm between the blocks of a layer.
+    NormCall norm_within(const StackLayer &layer) const {
+        const StackNorm &own = call_.post_norms ? layer.attention_norm : layer.mlp_norm;
+        return norm(own, block_input(), nullptr);
+    }
+
+    // The norm behind layer `i`.
+    NormCall norm_behind(int64_t i) const {
+        const bool last = i + 1 == call_.count;
+        const StackNorm &own = last ? call_.final_norm
+            : call_.post_norms      ? call_.layers[i].mlp_norm
+                                    : call_.layers[i + 1].attention_norm;
+        return norm(own, last ? call_.out : block_input(), last ? call_.finite : nullptr);
+    }
+
+    // The norm of the stream and what a block has added.
+    NormCall norm(const StackNorm &norm, void *out, bool *finite) const {
         return {
+            .kind = call_.norm,
             .dtype = call_.dtype,
             .rows = call_.tokens,
             .size = call_.hidden,
-            .x = x,
+            .x = call_.added,
             .residual = call_.residual,
-            .weight = weight,
+            .weight = norm.weight,
+            .bias = norm.bias,
             .eps = call_.eps,
-            .total = call_.residual,
+            .total = call_.post_norms ? call_.added : call_.residual,
             .out = out,
             .finite = finite,
         };
@@ -89,12 +104,13 @@ class StackRun {
     // Of many rows some that follow each other, so that those to come can be asked for.
     int64_t norm_block() const { return call_.tokens < 128 ? 2 : 8; }
 
-    // Embed, if ids are given, and normalise.
-    void enter(const NormCall &norm) {
+    // Embed, if ids are given, and normalise for the first block.
+    void enter() {
+        if (call_.ends == nullptr && call_.post_norms) return;
         in_blocks(norm_block(), [&](int64_t first, int64_t last) {
             for (int64_t token = first; call_.ends != nullptr && token < last; ++token)
                 embed(*call_.ends, token);
-            norm_rows(norm, first, last);
+            if (!call_.post_norms) norm_rows(first_norm(), first, last);
         });
     }
 
@@ -190,11 +206,11 @@ class StackRun {
     }
 
     template <class T> void experts_as(const StackLayer &layer, int64_t i) {
-        const NormCall norm = attention_norm(i + 1);
+        const NormCall norm = norm_behind(i);
         const ExpertsCall call = {
             .experts = layer.experts,
             .tokens = call_.tokens,
-            .x = call_.normed,
+            .x = block_input(),
             .out = call_.added,
             .room = call_.experts_rooms[i],
             .plan = call_.experts_plans + i,
@@ -214,10 +230,11 @@ class StackRun {
 
     void attention(const StackLayer &layer) {
         const StackGroup &group = call_.groups[layer.group];
+        const LayerCache &cache = layer.cache.keys ? layer.cache : call_.pass_cache;
         const int64_t stride = layer.qkv.outputs;
         const QkNormRopeCall heads = {
             .shape = group.shape,
-            .cache = layer.cache,
+            .cache = cache,
             .places = group.places,
             .heads = call_.heads,
             .cos = call_.cos,
@@ -233,7 +250,7 @@ class StackRun {
         const AttentionCall attention = {
             .shape = group.shape,
             .rows = group.rows,
-            .cache = layer.cache,
+            .cache = cache,
             .scale = call_.scale,
             .q = call_.heads,
             .q_stride = stride,

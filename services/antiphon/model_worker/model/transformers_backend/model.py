@@ -34,7 +34,7 @@ from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelSpec, Nor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from antiphon.kernels.cpu.fused_decoder import FusedDecoder
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoder, UncachedHeads
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.rotary import RotarySpec
 
@@ -131,7 +131,9 @@ class TransformersDecoder:
         self._given.hidden = hidden
         return self._head(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits[0].float()
 
-    def stack(self, caches: Mapping[int, LayerKvCache]) -> tuple[FusedDecoder, RotarySpec | None]:
+    def stack(
+        self, caches: Mapping[int, LayerKvCache | UncachedHeads]
+    ) -> tuple[FusedDecoder, RotarySpec | None]:
         raise NotStackable("the model uses the transformers backend")
 
 
