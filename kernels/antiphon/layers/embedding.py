@@ -41,8 +41,7 @@ class VocabParallelEmbedding(Module):
         self._first = build.tp.rank * self._share
         self._build = build
         shape = LinearShape(hidden, self._share, bias)
-        method = build.method((name,), method).for_table()
-        self._weights = method.create(shape, build.dtype, build.device)
+        self._weights = build.create((name,), shape, method, hidden, table=True)
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
         """Look up tokens (T,) int64  ->  (T, hidden)."""

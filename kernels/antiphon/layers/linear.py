@@ -12,6 +12,7 @@ import torch
 
 from antiphon.layers.methods import LinearMethod, LinearShape, LinearWeights, RankSlice
 from antiphon.layers.quantization.storage import (
+    GroupedWeight,
     Int8Weight,
     LoadedWeight,
     StorageLayout,
@@ -149,6 +150,8 @@ def _quantized_sources(
 
 
 def _picked(stored: CheckpointLayout, outputs: int, weight: LoadedWeight) -> LoadedWeight:
+    if isinstance(weight, GroupedWeight):
+        return weight.map(lambda tensor: stored.extract("weight", outputs, tensor))
     if isinstance(weight, Int8Weight):
         scales = stored.extract("bias", outputs, weight.scales)
         return Int8Weight(stored.extract("weight", outputs, weight.steps), scales)
@@ -257,8 +260,7 @@ class ColumnLinear(Module):
         self.name = name
         self._inputs, self._parts, self._bias, self._build = inputs, parts, bias, build
         shape = LinearShape(inputs, sum(part.piece() for part in parts), bias, halves)
-        method = build.method([part.name for part in parts], method)
-        self._weights = method.create(shape, build.dtype, build.device)
+        self._weights = build.create([part.name for part in parts], shape, method, inputs)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I)  ->  (T, O / ranks), the parts concatenated."""
@@ -303,7 +305,7 @@ class RowLinear(Module):
         self._cut = RankSlice(slice(None), slice(rank * share, (rank + 1) * share), into=0)
         self._bias_within = bias and build.tp.ranks == 1
         shape = LinearShape(share, outputs, self._bias_within)
-        self._weights = build.method((name,), method).create(shape, build.dtype, build.device)
+        self._weights = build.create((name,), shape, method, inputs)
         self._bias = build.empty(outputs) if bias and not self._bias_within else None
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:

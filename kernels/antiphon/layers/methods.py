@@ -14,8 +14,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.linear import DTYPE_NAMES, CompiledLinear, Format, PackedWeight
-from antiphon.layers.quantization.storage import Int8Weight, LoadedWeight, dequantized, slice_weight
+from antiphon.kernels.cpu.linear import (
+    DTYPE_NAMES,
+    CompiledLinear,
+    Format,
+    Grouping,
+    PackedGroups,
+    PackedWeight,
+)
+from antiphon.layers.quantization.storage import (
+    GroupedWeight,
+    Int8Weight,
+    LoadedWeight,
+    dequantized,
+    slice_weight,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,19 +121,49 @@ class PackedWeights:
             self._panels.write(cut.into, dequantized(part))
 
 
-LinearWeights = PlainWeights | PackedWeights
+class GroupedWeights:
+    """As `PackedWeights`, for weights that are stored in groups, and stay so."""
+
+    table: Tensor | None = None
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, grouping: Grouping) -> None:
+        self._grouping = grouping
+        self._panels = PackedGroups(
+            shape.inputs,
+            shape.outputs,
+            grouping,
+            bias=shape.bias,
+            dtype=dtype,
+            halves=shape.halves,
+        )
+        self.packed = linear = self._panels.linear
+        self.apply, self.apply_wide, self.rows = linear.multiply, linear.multiply_wide, linear.rows
+
+    def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+        part = cut.of(field, tensor)
+        if field != "weight":
+            self._panels.write_bias(cut.into, dequantized(part))
+            return
+        assert isinstance(part, GroupedWeight), "a layout that has groups"
+        part = part.regrouped(self._grouping)
+        self._panels.write(cut.into, part.codes, part.scales, part.lowest)
+
+
+LinearWeights = PlainWeights | PackedWeights | GroupedWeights
 
 
 class LinearMethod(StrEnum):
     """How the weights of a linear are stored in memory and multiplied; the names of `model.linear`.
 
-    `plain` is torch's matmul, all others are packed for the CPU kernels.
+    `plain` is torch's matmul, all others are packed for the CPU kernels; `grouped` keeps the codes
+    and scales of weights that are stored in groups, and packs others.
     """
 
     PLAIN = "plain"
     PACKED = "packed"
     INT8 = "int8"
     INT8_DYNAMIC = "int8_dynamic"
+    GROUPED = "grouped"
 
     @property
     def invariant(self) -> bool:
@@ -129,10 +172,21 @@ class LinearMethod(StrEnum):
         # and more. In the kernels the sum of an output runs in one order.
         return self is not LinearMethod.PLAIN
 
-    def create(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> LinearWeights:
+    def create(
+        self,
+        shape: LinearShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        grouping: Grouping | None = None,
+    ) -> LinearWeights:
+        """Make the memory of a linear; `grouping` is that of its weights, if they have one."""
         if self is LinearMethod.PLAIN:
             return PlainWeights(shape, dtype, device)
-        return PackedWeights(shape, dtype, self.value)
+        if self is not LinearMethod.GROUPED:
+            return PackedWeights(shape, dtype, self.value)
+        if grouping is None or not grouping.fits(shape.inputs):
+            return PackedWeights(shape, dtype, LinearMethod.PACKED.value)
+        return GroupedWeights(shape, dtype, grouping)
 
     def for_table(self) -> LinearMethod:
         """The method of an embedding table that is multiplied, too."""

@@ -81,14 +81,13 @@ class LatentUpProjection(Module):
         build, method, sizes = site.build, site.method, spec.sizes
         self._name, self._sizes = site.tensor_name("self_attn.kv_b_proj"), sizes
         self._heads = build.share(sizes.heads, self._name)
-        method = build.method((self._name,), method)
         self._build = build
         self._per_head = sizes.content + sizes.value
         outputs = self._heads * self._per_head
         shape = LinearShape(sizes.latent, outputs, bias=False)
-        self._weights = method.create(shape, build.dtype, build.device)
+        self._weights = build.create((self._name,), shape, method, sizes.latent)
         # Weights that are read back are already quantized, if the method quantizes.
-        exact = method.exact()
+        exact = build.method((self._name,), method).exact()
         absorb = LinearShape(sizes.content, sizes.latent, bias=False)
         restore = LinearShape(sizes.latent, sizes.value, bias=False)
         self._absorb, self._restore = (

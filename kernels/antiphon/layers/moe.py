@@ -14,7 +14,12 @@ from antiphon.kernels.routing import RoutingSpec, sort_by_expert
 from antiphon.layers.linear import LinearPart, weight_sources
 from antiphon.layers.methods import WHOLE_SLICE, LinearShape, LinearWeights, RankSlice
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec
-from antiphon.layers.quantization.storage import StorageLayout, WeightField, dequantized
+from antiphon.layers.quantization.storage import (
+    LoadedWeight,
+    StorageLayout,
+    WeightField,
+    slice_weight,
+)
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource, void
 
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
 
-    Take = Callable[["_Expert", Tensor], None]
+    Take = Callable[["_Expert", LoadedWeight], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,16 +266,16 @@ class Experts(Module):
     def _expert(self, number: int) -> _Expert:
         build, method, names = self._site.build, self._site.method, self._spec.names
         wide = (names.gate, names.up) if isinstance(names, SeparateExperts) else (names.gate_up,)
-        gate_up, down = (
-            build.method([self._site.tensor_name(name.format(number)) for name in fused], method)
+        wide, down = (
+            [self._site.tensor_name(name.format(number)) for name in fused]
             for fused in (wide, (names.down,))
         )
         hidden, width, bias = self._site.hidden, self._width, self._spec.bias
         wide_shape = LinearShape(hidden, 2 * width, bias, halves=True)
         down_shape = LinearShape(width, hidden, self._down_bias)
         return _Expert(
-            gate_up.create(wide_shape, build.dtype, build.device),
-            down.create(down_shape, build.dtype, build.device),
+            build.create(wide, wide_shape, method, hidden),
+            build.create(down, down_shape, method, self._spec.width),
         )
 
     def _gated(self, ctx: ForwardContext, gate_up: Tensor) -> Tensor:
@@ -333,7 +338,7 @@ class Experts(Module):
             if field is fields[-1]:
                 for number, expert in enumerate(self._experts):
                     own = {suffix: tensor[number] for suffix, tensor in held.items()}
-                    take(expert, dequantized(storage.dequantize(own, *shape)))
+                    take(expert, storage.dequantize(own, *shape))
                 held.clear()
 
         for field in fields:
@@ -351,20 +356,26 @@ class Experts(Module):
 
         return load
 
-    def _take_gate_up(self, expert: _Expert, both: Tensor) -> None:
+    def _take_gate_up(self, expert: _Expert, both: LoadedWeight) -> None:
         """A weight (2 W, D) or a bias (2 W,)."""
         names, width = self._spec.names, self._spec.width
         assert isinstance(names, StackedExperts), "tensors of another layout"
-        halves = (both[:width], both[width:])
+        rows = (slice(0, width), slice(width, None))
         if names.interleaved:
-            halves = (both[::2], both[1::2])
-        for index, half in enumerate(halves):
-            field = "weight" if half.dim() > 1 else "bias"
-            expert.gate_up.load(field, half.contiguous(), self._cut(index * self._width))
+            rows = (slice(0, None, 2), slice(1, None, 2))
+        for index, half in enumerate(rows):
+            into = self._cut(index * self._width)
+            if isinstance(both, torch.Tensor):
+                field = "weight" if both.dim() > 1 else "bias"
+                expert.gate_up.load(field, both[half].contiguous(), into)
+            else:
+                expert.gate_up.load("weight", slice_weight(both, half, slice(None)), into)
 
-    def _take_down(self, expert: _Expert, one: Tensor) -> None:
+    def _take_down(self, expert: _Expert, one: LoadedWeight) -> None:
         """A weight (D, W) or a bias (D,)."""
-        if one.dim() > 1:
+        if not isinstance(one, torch.Tensor):
+            expert.down.load("weight", one, self._down_cut)
+        elif one.dim() > 1:
             expert.down.load("weight", one.contiguous(), self._down_cut)
         elif self._down_bias:
             expert.down.load("bias", one, self._down_cut)

@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from antiphon.layers.quantization.storage import ANY, FLOATS, StorageLayout
+from antiphon.layers.quantization.storage import (
+    ANY,
+    FLOATS,
+    StorageLayout,
+    common_grouping,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
-    from antiphon.layers.methods import LinearMethod
+    from antiphon.kernels.cpu.linear import Grouping
+    from antiphon.layers.methods import LinearMethod, LinearShape, LinearWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,35 @@ class BuildContext:
         if self.quantization is None or any(self.storage(name) is None for name in names):
             return plain
         return self.quantization.method
+
+    def create(
+        self,
+        names: Sequence[str],
+        shape: LinearShape,
+        plain: LinearMethod,
+        inputs: int,
+        *,
+        table: bool = False,
+    ) -> LinearWeights:
+        """Make the memory of a linear that is fused from linears with so many whole inputs.
+
+        `table`: it is an embedding table, too.
+        """
+        method = self.method(names, plain)
+        if table:
+            method = method.for_table()
+        return method.create(shape, self.dtype, self.device, self._grouping(names, shape, inputs))
+
+    def _grouping(self, names: Iterable[str], shape: LinearShape, inputs: int) -> Grouping | None:
+        groupings: list[Grouping] = []
+        for name in names:
+            storage = self.storage(name)
+            grouping = None if storage is None else storage.grouping(inputs)
+            # Ranks whose inputs begin in the middle of a group have numbers.
+            if grouping is None or (shape.inputs != inputs and shape.inputs % grouping.group):
+                return None
+            groupings.append(grouping)
+        return common_grouping(groupings)
 
     def empty(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)

@@ -43,7 +43,8 @@ class LinearFormat(StrEnum):
 
     `plain` leaves the multiplication to torch, `packed` reorders the same weights for the CPU
     kernels. `int8` quantizes each output's weights to 255 values, `int8_dynamic` also quantizes
-    each token's activations.
+    each token's activations. `grouped` packs, too, and keeps the codes and scales of weights that
+    the checkpoint stores in groups.
     """
 
     AUTO = "auto"
@@ -51,6 +52,7 @@ class LinearFormat(StrEnum):
     PACKED = "packed"
     INT8 = "int8"
     INT8_DYNAMIC = "int8_dynamic"
+    GROUPED = "grouped"
 
 
 class ModelConfig(Config):
@@ -73,11 +75,13 @@ class ModelConfig(Config):
     context_tokens: Tokens | None = None
     """Maximum length of prompt and output together, in tokens; unset: from the model's config."""
     dtype: Dtype = Dtype.AUTO
-    """Data type of weights and activations; auto takes the checkpoint's."""
+    """Data type of weights and activations; auto takes the checkpoint's, or bfloat16 where its
+    weights are quantized and the CPU kernels run."""
     linear: LinearFormat = LinearFormat.AUTO
     """Storage format of the linear layers: as loaded, multiplied by torch (plain), packed for the
-    CPU kernels (packed), or rounded to 8 bits while loading (int8); int8_dynamic also rounds
-    activations. auto packs if the CPU kernels are built."""
+    CPU kernels (packed), packed with the codes and scales of weights that the checkpoint stores in
+    groups (grouped), or rounded to 8 bits while loading (int8); int8_dynamic also rounds
+    activations. auto is grouped if the CPU kernels are built, else plain."""
     quantization: QuantizationMethod | None = None
     """Quantization method of the checkpoint, which must match its config; for unquantized
     checkpoints, fp8 and the torchao methods quantize while loading. Unset: from the checkpoint."""

@@ -61,6 +61,11 @@ class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True):
     weight: str = ".weight"
     count: int = 1
 
+    @property
+    def grouped_bytes(self) -> float | None:
+        """Bytes of a weight whose codes and scales are packed; None: it is not stored in groups."""
+        return None
+
 
 class Fp8(QuantizationScheme, frozen=True, kw_only=True):
     """FP8 (e4m3); `block` is the block size in outputs and inputs."""
@@ -81,6 +86,12 @@ class Int8(QuantizationScheme, frozen=True, kw_only=True):
     zero_point: bool = False
     rounds: bool = False
 
+    @property
+    def grouped_bytes(self) -> float | None:
+        if self.scale != "group" and not self.zero_point:
+            return None
+        return grouped_bytes(8, self.group, zeros=self.zero_point)
+
 
 class LlmInt8(QuantizationScheme, frozen=True, kw_only=True):
     """Int8 in bitsandbytes' format."""
@@ -95,11 +106,19 @@ class TorchaoInt4(QuantizationScheme, frozen=True, kw_only=True):
 
     group: int
 
+    @property
+    def grouped_bytes(self) -> float | None:
+        return grouped_bytes(4, self.group, zeros=True)
+
 
 class Awq(QuantizationScheme, frozen=True, kw_only=True):
     """Int4, eight outputs per word."""
 
     group: int
+
+    @property
+    def grouped_bytes(self) -> float | None:
+        return grouped_bytes(4, self.group, zeros=True)
 
 
 class Gptq(QuantizationScheme, frozen=True, kw_only=True):
@@ -110,6 +129,10 @@ class Gptq(QuantizationScheme, frozen=True, kw_only=True):
     ordered: bool
     zero_added: int
 
+    @property
+    def grouped_bytes(self) -> float | None:
+        return None if self.ordered else grouped_bytes(max(self.bits, 4), self.group, zeros=True)
+
 
 class Packed(QuantizationScheme, frozen=True, kw_only=True):
     """The pack-quantized format of compressed-tensors."""
@@ -118,6 +141,10 @@ class Packed(QuantizationScheme, frozen=True, kw_only=True):
     group: int
     zero_point: bool = False
     ordered: bool = False
+
+    @property
+    def grouped_bytes(self) -> float | None:
+        return None if self.ordered else grouped_bytes(self.bits, self.group, zeros=self.zero_point)
 
 
 class BitsAndBytes4(QuantizationScheme, frozen=True, kw_only=True):
@@ -129,6 +156,19 @@ class BitsAndBytes4(QuantizationScheme, frozen=True, kw_only=True):
 
 class Mxfp4(QuantizationScheme, frozen=True, kw_only=True):
     """MXFP4: E2M1 with a power-of-two scale per 32 weights."""
+
+    @property
+    def grouped_bytes(self) -> float | None:
+        return grouped_bytes(4, 32, zeros=False)
+
+
+def grouped_bytes(bits: int, group: int, *, zeros: bool, scale_bytes: int = 4) -> float:
+    """Bytes of a weight of so many bits, whose group has a scale and, with zeros, a minimum.
+
+    A group of 0 is a whole output.
+    """
+    shared = scale_bytes * (2 if zeros else 1) / group if group > 0 else 0.0
+    return bits / 8 + shared
 
 
 class Pattern(msgspec.Struct, frozen=True):
@@ -208,6 +248,13 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
     def int8_exact(self) -> bool:
         """Whether all weights are int8 multiples of one scale per output, so that int8 is exact."""
         return all(_int8_exact(rule.scheme) for rule in self.rules)
+
+    @property
+    def grouped_bytes(self) -> float | None:
+        """Bytes of a weight with the codes and scales as stored; None: some are not in groups."""
+        each = [rule.scheme.grouped_bytes for rule in self.rules]
+        sizes = [size for size in each if size is not None]
+        return max(sizes) if sizes and len(sizes) == len(each) else None
 
     @property
     def dynamic_activations(self) -> bool:

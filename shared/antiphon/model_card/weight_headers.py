@@ -12,6 +12,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype, LoadFormat
+from antiphon.config.quantization import grouped_bytes
 from antiphon.model_card.config_json import text_name
 
 if TYPE_CHECKING:
@@ -198,6 +199,19 @@ def read_header(file: Path) -> SafetensorsHeader:
 SAFETENSORS_DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32}
 GGUF_DTYPES = {0: Dtype.FLOAT32, 1: Dtype.FLOAT16, 30: Dtype.BFLOAT16}
 """Dtypes that are loaded unchanged, by their GGUF type code."""
+GGUF_GROUPED_BYTES = {
+    2: grouped_bytes(4, 32, zeros=False, scale_bytes=2),  # Q4_0
+    3: grouped_bytes(4, 32, zeros=True, scale_bytes=2),  # Q4_1
+    6: grouped_bytes(5, 32, zeros=False, scale_bytes=2),  # Q5_0
+    7: grouped_bytes(5, 32, zeros=True, scale_bytes=2),  # Q5_1
+    8: grouped_bytes(8, 32, zeros=False, scale_bytes=2),  # Q8_0
+    12: grouped_bytes(4, 32, zeros=True),  # Q4_K
+    13: grouped_bytes(5, 32, zeros=True),  # Q5_K
+    14: grouped_bytes(6, 16, zeros=False),  # Q6_K
+    20: grouped_bytes(4, 32, zeros=False, scale_bytes=2),  # IQ4_NL
+    39: grouped_bytes(4, 32, zeros=False),  # MXFP4
+}
+"""Bytes of a weight whose codes and scales are packed, by its GGUF type code."""
 NOT_WEIGHTS = ("I64", "BOOL")
 """Dtypes of positions, shapes and masks in safetensors files, which are not weights."""
 
@@ -212,6 +226,10 @@ class Weights(msgspec.Struct, frozen=True):
     """The dtype of most unquantized parameters, if it is supported."""
     quantized: int = 0
     """Number of quantized parameters."""
+    grouped: int = 0
+    """Those in blocks of a GGUF file whose codes and scales can be packed."""
+    grouped_bytes: int = 0
+    """Their size when packed."""
 
 
 def read_weights(
@@ -229,15 +247,16 @@ def read_weights(
     if files.format is LoadFormat.PT:
         size_bytes = sum(file.stat().st_size for file in there)
         return Weights(count=size_bytes // item_bytes, bytes=size_bytes, dtype=None)
+    if files.format is LoadFormat.GGUF:
+        return _gguf(there, passed_over)
     counts: Counter[Dtype | None] = Counter()
     size_bytes = quantized = 0
-    gguf = files.format is LoadFormat.GGUF
     for file in there:
-        for name, dtype, count, tensor_bytes in (_gguf if gguf else _safetensors)(file):
+        for name, dtype, count, tensor_bytes in _safetensors(file):
             if name.startswith(passed_over):
                 continue
             size_bytes += tensor_bytes
-            if dtype is None and not gguf:
+            if dtype is None:
                 weights = quantization and quantization.weight_count(name, count)
                 quantized += count if weights is None else weights
             elif quantization is None or not quantization.is_auxiliary(name):
@@ -255,8 +274,22 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:
         yield text_name(name), dtype, math.prod(entry.shape), end - start
 
 
-def _gguf(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:
-    in_order = sorted(read_gguf(file).tensors.items(), key=lambda item: item[1].start)
-    ends = [*(tensor.start for _, tensor in in_order[1:]), file.stat().st_size]
-    for (name, tensor), end in zip(in_order, ends, strict=True):
-        yield name, GGUF_DTYPES.get(tensor.kind), tensor.count, end - tensor.start
+def _gguf(files: list[Path], passed_over: tuple[str, ...]) -> Weights:
+    counts: Counter[Dtype | None] = Counter()
+    size_bytes = grouped = 0
+    packed_bytes = 0.0
+    for file in files:
+        in_order = sorted(read_gguf(file).tensors.items(), key=lambda item: item[1].start)
+        ends = [*(tensor.start for _, tensor in in_order[1:]), file.stat().st_size]
+        for (name, tensor), end in zip(in_order, ends, strict=True):
+            if name.startswith(passed_over):
+                continue
+            counts[GGUF_DTYPES.get(tensor.kind)] += tensor.count
+            size_bytes += end - tensor.start
+            if (each := GGUF_GROUPED_BYTES.get(tensor.kind)) is not None:
+                grouped += tensor.count
+                packed_bytes += tensor.count * each
+    ((dtype, _),) = counts.most_common(1) or ((None, 0),)
+    return Weights(
+        counts.total(), size_bytes, dtype, grouped=grouped, grouped_bytes=round(packed_bytes)
+    )

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 INT8_FORMATS = (LinearFormat.INT8, LinearFormat.INT8_DYNAMIC)
 """Formats of linear layers that take one byte per weight."""
+KEEPING = (LinearFormat.AUTO, LinearFormat.GROUPED)
+"""Settings with which quantized weights stay as they are stored, where the kernels read that."""
 LOGIT_BYTES = 4
 """Logits are float32 for every model."""
 LOGIT_COPIES = 3
@@ -66,14 +68,19 @@ def weight_bytes(
     *,
     quantized: LinearFormat = LinearFormat.PLAIN,
     count: int = 0,
+    grouped_bytes: int = 0,
 ) -> int:
     """Bytes of the parameters; one per int8 weight, except for an embedding that is not the head.
 
-    `count` of them are quantized in the checkpoint: stored as `quantized`, the others as `linear`.
+    `count` of them are quantized in the checkpoint: stored as `quantized`, the others as `linear`;
+    `grouped_bytes` is the size of their codes and scales.
     """
     item = item_bytes(dtype)
     plain = card.weights.count - count
-    stored = count * (1 if quantized in INT8_FORMATS else item) + _beside_bytes(card, dtype)
+    stored = count * (1 if quantized in INT8_FORMATS else item)
+    if quantized is LinearFormat.GROUPED:
+        stored = grouped_bytes
+    stored += _beside_bytes(card, dtype)
     if linear not in INT8_FORMATS:
         return stored + plain * item
     looked_up = 0 if card.tied else card.vocabulary_size * card.hidden_size
@@ -145,7 +152,7 @@ class WeightStorage(msgspec.Struct, frozen=True):
 
     @property
     def numerics(self) -> Mapping[str, str]:
-        if self.quantization.value in ("none", "gguf"):
+        if self.quantization.value == "none":
             return {}
         return {"quantized": f"{self.quantization.value} as {self.quantized.value}"}
 
@@ -157,14 +164,50 @@ def resolve_weight_storage(
     requested = settings.model.quantization
     quantization = choose_quantization(card.quantization, requested, gguf=card.gguf)
     count = _count(card, quantization)
-    quantized = _quantized(settings, quantization, linear, dtype, count)
-    taken = weight_bytes(card, dtype, linear.value, quantized=quantized.value, count=count)
+    grouped = _grouped_bytes(card, quantization, count)
+    quantized = _quantized(settings, quantization, linear, dtype, count, grouped)
+    taken = weight_bytes(
+        card,
+        dtype,
+        linear.value,
+        quantized=quantized.value,
+        count=count,
+        grouped_bytes=grouped or 0,
+    )
     of = f", {count} of them quantized" if count else ""
+    read = gib(token_weight_bytes(card, dtype, taken))
     return WeightStorage(
         _quantization(settings, card, quantization),
         quantized,
-        ResolvedValue(taken, f"{card.weights.count} parameters{of}"),
+        ResolvedValue(taken, f"{card.weights.count} parameters{of}; a token reads {read}"),
     )
+
+
+def token_weight_bytes(card: ModelCard, dtype: Dtype, taken: int) -> int:
+    """Approximate bytes of weights that one token reads, of all that take so much memory.
+
+    It reads one row of a table that is not the head, and none of the experts that are not chosen.
+    """
+    each = taken / card.weights.count if card.weights.count else 0.0
+    unread = 0.0
+    if not card.tied:
+        unread += (
+            card.vocabulary_size * card.hidden_size * (each if card.gguf else item_bytes(dtype))
+        )
+    if (experts := card.experts) is not None:
+        idle = experts.layers * (experts.count - experts.chosen)
+        unread += idle * 3 * experts.width * card.hidden_size * each
+    return max(round(taken - unread), 0)
+
+
+def _grouped_bytes(
+    card: ModelCard, quantization: QuantizationConfig | None, count: int
+) -> int | None:
+    """Size of the codes and scales of quantized weights; None: not all are stored in groups."""
+    if card.gguf:
+        return card.weights.grouped_bytes or None
+    each = None if quantization is None else quantization.grouped_bytes
+    return None if each is None else round(count * each)
 
 
 def _quantization(
@@ -184,6 +227,8 @@ def _quantization(
 
 
 def _count(card: ModelCard, quantization: QuantizationConfig | None) -> int:
+    if card.gguf:
+        return card.weights.grouped
     if quantization is None or not quantization.online:
         return card.weights.quantized
     tables = (1 if card.tied else 2) * card.vocabulary_size * card.hidden_size
@@ -196,11 +241,18 @@ def _quantized(
     linear: ResolvedValue[LinearFormat],
     dtype: Dtype,
     count: int,
+    grouped_bytes: int | None,
 ) -> ResolvedValue[LinearFormat]:
-    if quantization is None:
+    if quantization is None and grouped_bytes is None:
         return ResolvedValue(linear.value, "model.linear")
-    if settings.model.linear is not LinearFormat.AUTO or linear.value is LinearFormat.PLAIN:
+    said = settings.model.linear
+    if said not in KEEPING or linear.value is LinearFormat.PLAIN:
         return ResolvedValue(linear.value, linear.reason)
+    if grouped_bytes is not None:
+        wide = gib(count * item_bytes(dtype))
+        reason = f"codes and scales as stored, {gib(grouped_bytes)}; in {dtype}, {wide}"
+        return ResolvedValue(LinearFormat.GROUPED, reason)
+    assert quantization is not None
     if quantization.int8_exact and quantization.dynamic_activations:
         reason = "int8 as stored; activations are quantized to int8, as the checkpoint specifies"
         return ResolvedValue(LinearFormat.INT8_DYNAMIC, reason)

@@ -141,7 +141,7 @@ def resolve(
     if layers.value == "transformers":
         card = card.with_full_heads()
     free, device = device.memory_bytes, _within(settings, device)
-    dtype = _dtype(settings, card)
+    dtype = _dtype(settings, card, device)
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
     kept = resolve_weight_storage(settings, card, dtype.value, linear)
@@ -249,7 +249,7 @@ def _draft(
         return NO_DRAFT
     check_draft(settings, card, draft.card)
     with naming_draft(own.model.path):
-        dtype = _dtype(own, draft.card)
+        dtype = _dtype(own, draft.card, device)
         linear = _linear(own, device, dtype.value)
         cache_dtype = _cache_dtype(own, draft.card, device, dtype.value)
         kept = resolve_weight_storage(own, draft.card, dtype.value, linear)
@@ -284,10 +284,15 @@ def _device(settings: Settings, device: HostDevice) -> ResolvedValue[str]:
     return ResolvedValue(settings.model.device, "model.device")
 
 
-def _dtype(settings: Settings, card: ModelCard) -> ResolvedValue[Dtype]:
-    if settings.model.dtype is Dtype.AUTO:
-        return ResolvedValue(card.dtype, "the checkpoint's")
-    return ResolvedValue(settings.model.dtype, "model.dtype")
+def _dtype(settings: Settings, card: ModelCard, device: HostDevice) -> ResolvedValue[Dtype]:
+    if settings.model.dtype is not Dtype.AUTO:
+        return ResolvedValue(settings.model.dtype, "model.dtype")
+    quantized = card.quantization is not None or card.weights.grouped > 0
+    if quantized and device.lacking is None and card.dtype is not Dtype.BFLOAT16:
+        # What its unquantized tensors are stored in says little of the precision of its weights.
+        reason = f"weights are quantized; their activations need not be {card.dtype}"
+        return ResolvedValue(Dtype.BFLOAT16, reason)
+    return ResolvedValue(card.dtype, "the checkpoint's")
 
 
 def _linear(settings: Settings, device: HostDevice, dtype: Dtype) -> ResolvedValue[LinearFormat]:
@@ -298,6 +303,8 @@ def _linear(settings: Settings, device: HostDevice, dtype: Dtype) -> ResolvedVal
         return ResolvedValue(LinearFormat.PLAIN, lacking or "")
     if said is not LinearFormat.PLAIN and lacking is not None:
         raise ConfigError(f"model.linear = {said}: {lacking}")
+    if said is LinearFormat.GROUPED:
+        return ResolvedValue(LinearFormat.PACKED, "model.linear = grouped; not stored in groups")
     return ResolvedValue(said, "model.linear")
 
 

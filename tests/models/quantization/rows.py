@@ -66,6 +66,8 @@ class Row:
         said: `--quantization`, where the operator has to say it.
         skipped: The field of the config that names linears to leave alone; empty: none does.
         kept: How the plan keeps it on a CPU.
+        grouped_bytes: Bytes of a weight whose codes and scales are kept; scales of whole outputs
+            do not count.
         limit: Greatest difference of logits from those of a model in float32 with the weights that
             the method makes, in their standard deviations.
         rounded: The standard deviation of that difference where activations are rounded too; 0:
@@ -79,6 +81,7 @@ class Row:
     said: str | None = None
     skipped: str = "modules_to_not_convert"
     kept: str = "packed"
+    grouped_bytes: float = 0.0
     limit: float = 2e-5
     rounded: float = 0.0
 
@@ -179,6 +182,7 @@ def compressed_row(
     activations: Mapping[str, object] | None = None,
     kept: str = "packed",
     rounded: float = 0.0,
+    grouped_bytes: float = 0.0,
 ) -> Row:
     return Row(
         f"compressed-tensors {name}",
@@ -186,7 +190,8 @@ def compressed_row(
         compressed(format_, **weights),
         mutants,
         skipped="ignore",
-        kept=kept,
+        kept="grouped" if grouped_bytes else kept,
+        grouped_bytes=grouped_bytes,
         rounded=rounded,
     )
 
@@ -248,6 +253,8 @@ ROWS: tuple[Row, ...] = (
             "nibbles swapped": {".qweight": swapped},
             "groups turned": {".scales": first_last},
         },
+        kept="grouped",
+        grouped_bytes=0.5 + 8 / 64,
     ),
     *(
         Row(
@@ -260,14 +267,16 @@ ROWS: tuple[Row, ...] = (
                 "groups turned": {".scales": lambda scales: scales.flip(1)},
                 **({"order ignored": {".g_idx": in_order(64)}} if "desc_act" in config else {}),
             },
+            kept="packed" if "desc_act" in config else "grouped",
+            grouped_bytes=size,
         )
-        for name, config, make in (
-            ("asymmetric", {}, gptq()),
-            ("symmetric", {"sym": True}, gptq(sym=True)),
-            ("in order of size", {"desc_act": True}, gptq(order=True)),
-            ("version 2", {"checkpoint_format": "gptq_v2"}, gptq(version=2)),
-            ("8 bits", {"bits": 8, "group_size": -1}, gptq(8, -1)),
-            ("2 bits", {"bits": 2}, gptq(2)),
+        for name, config, make, size in (
+            ("asymmetric", {}, gptq(), 0.5 + 8 / 64),
+            ("symmetric", {"sym": True}, gptq(sym=True), 0.5 + 8 / 64),
+            ("in order of size", {"desc_act": True}, gptq(order=True), 0.0),
+            ("version 2", {"checkpoint_format": "gptq_v2"}, gptq(version=2), 0.5 + 8 / 64),
+            ("8 bits", {"bits": 8, "group_size": -1}, gptq(8, -1), 1.0),
+            ("2 bits", {"bits": 2}, gptq(2), 0.5 + 8 / 64),
         )
     ),
     compressed_row(
@@ -294,6 +303,7 @@ ROWS: tuple[Row, ...] = (
         CHANNEL | {"strategy": "group", "group_size": 64},
         SCALES_TURNED,
         TOKENS,
+        grouped_bytes=1 + 4 / 64,
     ),
     compressed_row(
         "W8 int8 with zeros",
@@ -301,18 +311,21 @@ ROWS: tuple[Row, ...] = (
         CHANNEL | {"symmetric": False},
         {"zero off by one": {".weight_zero_point": lambda zeros: zeros + 1}},
         TOKENS,
+        grouped_bytes=1.0,
     ),
     compressed_row(
         "W8A16 packed",
         "pack-quantized",
         CHANNEL,
         {"bytes in another order": {".weight_packed": rolled}},
+        grouped_bytes=1.0,
     ),
     compressed_row(
         "W4A16 packed",
         "pack-quantized",
         GROUPS,
         {"nibbles swapped": {".weight_packed": swapped}, **SCALES_TURNED},
+        grouped_bytes=0.5 + 4 / 64,
     ),
     compressed_row(
         "W4A16 packed with zeros",
@@ -322,6 +335,7 @@ ROWS: tuple[Row, ...] = (
             "zero off by one": {".weight_zero_point": one_more},
             "nibbles swapped": {".weight_packed": swapped},
         },
+        grouped_bytes=0.5 + 8 / 64,
     ),
     Row(
         "compressed-tensors W4A16 packed in order of size",
@@ -368,6 +382,8 @@ ROWS: tuple[Row, ...] = (
             "nibbles swapped": {"_blocks": swapped},
             "exponent off by one": {"_scales": lambda scales: scales + 1},
         },
+        kept="grouped",
+        grouped_bytes=0.5 + 4 / 32,
     ),
     Row(
         "torchao int8wo",
@@ -386,6 +402,8 @@ ROWS: tuple[Row, ...] = (
             INPUTS_TURNED,
             said=f"torchao-int4wo-{group}",
             skipped="",
+            kept="grouped",
+            grouped_bytes=0.5 + 8 / group,
         )
         for group in (32, 64, 128)
     ),

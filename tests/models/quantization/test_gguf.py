@@ -18,6 +18,13 @@ from tests.models.tiny import write_llama
 from tests.support.models import open_model, take_tensors
 from torch import Tensor
 
+from antiphon.layers.attention import Attention
+from antiphon.layers.linear import ColumnLinear, LinearPart
+from antiphon.layers.methods import GroupedWeights, LinearMethod
+from antiphon.layers.quantization.gguf import LAYOUTS, GgufStorage
+from antiphon.layers.quantization.storage import dequantized
+from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank
+from antiphon.model_card import weight_headers
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.gguf import PLAIN, READABLE, read_gguf_files
@@ -167,3 +174,58 @@ def test_logits_are_those_of_the_numbers_that_the_blocks_stand_for(
     for linear in LINEARS:
         model = open_model(find_files(llama / "model.gguf"), dtype="float32", linear=linear)
         assert_close(logits_of(model, ids, 31), theirs, LIMIT)
+    if "packed" in LINEARS:
+        place = find_files(llama / "model.gguf")
+        model = open_model(place, dtype="float32", linear="packed", quantized="grouped")
+        mixer = model.runner._model.own_decoder.layers[0]._mixer
+        assert isinstance(mixer, Attention)
+        assert isinstance(mixer._qkv._weights, GroupedWeights)
+        assert_close(logits_of(model, ids, 31), theirs, LIMIT)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_codes_and_scales_are_those_of_the_public_package(kind: str) -> None:
+    """Bit by bit, where the package's numbers are finite."""
+    type_, layout = Kind[kind], LAYOUTS[kind]
+    assert gguf.GGML_QUANT_SIZES[type_] == (layout.inputs, layout.block_bytes)
+    assert layout.grouping.fits(layout.inputs)
+    rows = np.random.default_rng(0).integers(0, 256, (24, 3 * layout.block_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.dequantize(rows, type_))
+    stored = {".weight": torch.from_numpy(rows)}
+    found = GgufStorage(kind).dequantize(stored, 24, 3 * layout.inputs).dequantize()
+    finite = expected.isfinite()
+    assert finite.double().mean() > 0.9
+    assert torch.equal(found[finite], expected[finite])
+    each = weight_headers.GGUF_GROUPED_BYTES[type_.value]
+    assert layout.grouping.panel_bytes(256) == each * 256 * 32
+
+
+@pytest.mark.skipif("packed" not in LINEARS, reason="the kernels are not built")
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q8_0")], ids=str)
+def test_linears_of_different_kinds_run_as_one(kinds: tuple[str, ...]) -> None:
+    """As in files of llama.cpp, whose values have more bits than queries and keys."""
+    storage = {f"l.{place}": GgufStorage(kind) for place, kind in enumerate(kinds)}
+    quantization = CheckpointQuantization(LinearMethod.GROUPED, storage.__getitem__)
+    build = BuildContext(SingleRank(), torch.bfloat16, torch.device("cpu"), quantization)
+    parts = tuple(LinearPart(name, 64, shards=1) for name in storage)
+    linear = ColumnLinear("l", 256, parts, bias=False, build=build, method=LinearMethod.PACKED)
+    whole: list[Tensor] = []
+    for source, (name, one) in zip(linear.sources(), storage.items(), strict=True):
+        assert source.name == f"{name}.weight"
+        blocks = drawn(0, 256, *source.shape, seed=len(whole)).to(torch.uint8)
+        layout = LAYOUTS[one.kind]
+        for at in HALVES[one.kind]:  # scales of a size that weights have
+            blocks[:, at :: layout.block_bytes] = 0
+            blocks[:, at + 1 :: layout.block_bytes] = 0x14
+        source.load(blocks)
+        whole.append(dequantized(one.dequantize({".weight": blocks}, 64, 256)))
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = x.double() @ torch.cat(whole).double().T
+    assert linear.packed is not None
+    found = linear.packed.multiply_wide(x)
+    assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+HALVES = {"Q4_K": (0, 2), "Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,)}
+"""Bytes of a block where float16 numbers begin."""

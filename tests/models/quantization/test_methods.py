@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from antiphon.kernels.cpu.linear import Grouping
     from antiphon.model_worker.runner.model_runner import OpenModel
 
 LACKING = extension.unavailable_reason()
@@ -92,6 +93,9 @@ class Wrong:
         same = dict(stored)
         changed = {suffix: change(same[suffix]) for suffix, change in self.changes.items()}
         return self.right.dequantize(same | changed, outputs, inputs)
+
+    def grouping(self, inputs: int) -> Grouping | None:
+        return self.right.grouping(inputs)
 
 
 def read(
@@ -206,10 +210,10 @@ def test_logits_are_those_of_transformers_with_the_same_weights(
     ids = prompts()[-1]
     theirs = reference(plain).logits(ids)
     ways = ["plain"] if LACKING else ["plain", "packed"]
-    if row.kept.startswith("int8") and not LACKING:
-        ways.append("int8")
+    if row.kept != "packed" and not LACKING:
+        ways.append("int8" if row.kept.startswith("int8") else row.kept)
     for way in ways:
-        plain_ones = "packed" if way == "int8" else way
+        plain_ones = way if way in ("plain", "packed") else "packed"
         ours = logits_of(opened(stored, row, plain_ones, way), ids, 31)
         assert_close(ours, theirs, row.limit)
 
@@ -276,8 +280,8 @@ def test_the_plan_has_the_format_in_memory_and_counts_it(row: Row, written) -> N
     in_fewer = in_linears - skipped
     if row.config is not None:
         assert card.weights.quantized == in_fewer
-    in_bytes = row.kept.startswith("int8")
-    taken = 2 * (count - in_fewer) + (1 if in_bytes else 2) * in_fewer
+    each = {"packed": 2.0, "grouped": row.grouped_bytes}.get(row.kept, 1.0)
+    taken = 2 * (count - in_fewer) + each * in_fewer
     # Norms, biases and, where config.json says nothing, scales count as weights do.
     assert abs(plan.weight_bytes.value / taken - 1) <= 0.01
 

@@ -245,17 +245,42 @@ def plan(quantization: QuantizationConfig | None, **said: str) -> ResolvedConfig
     return decide(DEVICE, card, **said)
 
 
-def test_four_bits_are_kept_as_numbers_and_the_plan_says_what_that_takes() -> None:
+def test_four_bits_are_kept_in_groups_and_the_plan_says_what_that_takes() -> None:
     found = plan(AWQ)
     assert (found.quantization.value, found.quantization.reason) == ("awq", "config.json")
-    assert (found.linear.value, found.quantized.value) == (LinearFormat.PACKED, LinearFormat.PACKED)
+    assert (found.linear.value, found.quantized.value) == (
+        LinearFormat.PACKED,
+        LinearFormat.GROUPED,
+    )
+    assert found.quantized.reason == "codes and scales as stored, 0.16 GiB; in bfloat16, 0.50 GiB"
+    grouped = round(GIB // 4 * (0.5 + 8 / 64))
+    assert found.weight_bytes.value == GIB // 2 + grouped
+    assert ",quantized:awq as grouped" in found.bits.value
+    assert "quantized" not in decide().bits.value
+    assert f"{GIB // 4} of them quantized; a token reads 0." in found.weight_bytes.reason
+    assert plan(AWQ, model__linear="grouped").quantized.value is LinearFormat.GROUPED
+    assert plan(AWQ, model__linear="packed").quantized.value is LinearFormat.PACKED
+    assert decide(model__linear="grouped").linear.value is LinearFormat.PACKED
+
+
+def test_what_is_not_in_groups_is_kept_as_numbers() -> None:
+    found = plan(said(quant_method="gptq", bits=4, desc_act=True))
+    assert found.quantized.value is LinearFormat.PACKED
     assert (
         "while loading, 0.50 GiB; model.linear = int8 would take 0.25 GiB" in found.quantized.reason
     )
     assert found.weight_bytes.value == GIB
-    assert ",quantized:awq as packed" in found.bits.value
-    assert "quantized" not in decide().bits.value
-    assert found.weight_bytes.reason.endswith(f"{GIB // 4} of them quantized")
+
+
+@pytest.mark.parametrize("stored", [Dtype.FLOAT32, Dtype.FLOAT16, Dtype.BFLOAT16])
+def test_quantized_weights_are_multiplied_in_bfloat16_unless_asked(stored: Dtype) -> None:
+    card = msgspec.structs.replace(CARD, quantization=AWQ, dtype=stored)
+    assert decide(DEVICE, card).dtype.value is Dtype.BFLOAT16
+    assert decide(DEVICE, card, model__dtype=stored).dtype.value is stored
+    without = msgspec.structs.replace(DEVICE, lacking="there is no compiler")
+    assert decide(without, card).dtype.value is stored
+    plain = msgspec.structs.replace(CARD, dtype=stored)
+    assert decide(DEVICE, plain).dtype.value is stored
 
 
 def test_bytes_are_kept_as_bytes_and_the_rest_as_numbers() -> None:

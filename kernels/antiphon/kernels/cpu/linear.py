@@ -1,12 +1,15 @@
 """Packed linears: one copy of the weights, read at memory bandwidth for any number of rows.
 
-A weight is split into panels of 32 outputs, each with its inputs in the order in which the kernel
-reads them (csrc/packed.h). The sums of a row have the same bits however many rows there are.
-Axes: T rows, I inputs, O outputs.
+`PackedWeight` has numbers, or bytes with a scale for each output; `PackedGroups` has codes of a few
+bits with a scale for each group of inputs. A weight is split into panels of 32 outputs, each with
+its inputs in the order in which the kernel reads them (csrc/packed.h). The sums of a row have the
+same bits however many rows there are.
+Axes: T rows, I inputs, O outputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import torch
@@ -34,6 +37,41 @@ INT8_MAX = 127
 """Maximum magnitude of a quantized weight or activation."""
 
 
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Weights value(code) * scale + minimum: a group of inputs shares scale and minimum.
+
+    Attributes:
+        bits: Of a code, 4, 5, 6 or 8.
+        group: Inputs of a group; the last group of an output may have fewer.
+        scales: The dtype of scales and minimums, float16 or float32.
+        minimums: Whether there are minimums; without, they are zero.
+        values: The value of each code, exact in bfloat16. Codes of 8 bits are their own values,
+            signed, and there are none.
+    """
+
+    bits: int
+    group: int
+    scales: torch.dtype
+    minimums: bool
+    values: tuple[float, ...] = ()
+
+    def fits(self, inputs: int) -> bool:
+        """Whether weights with so many inputs can be packed: codes are laid out in units."""
+        unit = _CODE_UNITS.get(self.bits, 8)
+        return self.group % unit == 0 and inputs % unit == 0
+
+    def panel_bytes(self, inputs: int) -> int:
+        """Bytes of the codes and scales of 32 outputs."""
+        groups = -(-inputs // self.group)
+        scales = PANEL * self.scales.itemsize * (2 if self.minimums else 1)
+        return groups * scales + PANEL * inputs * self.bits // 8
+
+
+_CODE_UNITS = {5: 32, 6: 16}
+"""Inputs whose codes are packed together, where they are not 8."""
+
+
 class CompiledLinear(Protocol):
     """A linear of the CPU extension, whatever its weights were packed from."""
 
@@ -53,6 +91,18 @@ class CompiledLinear(Protocol):
         """Write rows (P * lanes, I) to `lanes` lanes, from `lane` on, of P panels."""
         ...
 
+    def write_groups(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        minimums: Tensor | None,
+        *,
+        panel: int,
+        lane: int,
+        lanes: int,
+    ) -> None:
+        """Write codes (P * lanes, I) uint8, scales and minimums (P * lanes, G) to the same."""
+        ...
 
 class CompiledHeadLinears(Protocol):
     """Linears of the CPU extension, one for each of H heads."""
@@ -67,7 +117,40 @@ def head_linears(linears: list[CompiledLinear]) -> CompiledHeadLinears:
     return cast("CompiledHeadLinears", extension.load().HeadLinears(linears))
 
 
-class PackedWeight:
+class _Panels:
+    """The bias of a packed weight, and which panels and lanes its outputs have."""
+
+    def __init__(self, outputs: int, *, bias: bool, halves: bool) -> None:
+        self._outputs, self._halves = outputs, halves
+        self._count = -(-outputs // 2 // LANES) if halves else -(-outputs // PANEL)
+        self._bias = torch.zeros(self._count, PANEL) if bias else None
+
+    def write_bias(self, first: int, bias: Tensor) -> None:
+        assert self._bias is not None, "a linear without bias"
+        for panels, lanes, part in self._places(first, len(bias)):
+            into = self._bias[panels, lanes]
+            into.copy_(bias[part].view(into.shape))
+
+    def _places(self, first: int, count: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Panels and lanes of each output range, and that range: whole panels, or a part of one."""
+        width = LANES if self._halves else PANEL
+        done = 0
+        while done < count:
+            output = first + done
+            second = self._halves and output >= self._outputs // 2
+            within = output - self._outputs // 2 if second else output
+            panel, lane = divmod(within, width)
+            end = self._outputs // 2 if self._halves else self._outputs
+            left = min(end - within, count - done)
+            whole = left // width if lane == 0 else 0
+            run = whole * width or min(width - lane, left)
+            start = lane + (LANES if second else 0)
+            lanes = slice(start, start + min(run, width))
+            yield slice(panel, panel + max(whole, 1)), lanes, slice(done, done + run)
+            done += run
+
+
+class PackedWeight(_Panels):
     """The packed copy of a weight (O, I) and its bias (O,), zero until written.
 
     Written in place: `linear` always reads the same memory.
@@ -83,16 +166,14 @@ class PackedWeight:
         format_: Format,
         halves: bool = False,
     ) -> None:
+        super().__init__(outputs, bias=bias, halves=halves)
         library = extension.load()
         number = DTYPE_NAMES[dtype]
         kind, self._group, kept = _KINDS[number if format_ == "packed" else format_]
         self._format: Format = format_
-        self._outputs, self._halves = outputs, halves
-        panels = -(-outputs // 2 // LANES) if halves else -(-outputs // PANEL)
         groups = -(-inputs // self._group)
-        self._panels = huge_zeros(panels, groups, PANEL, self._group, dtype=kept)
-        self._scales = None if format_ == "packed" else torch.zeros(panels, PANEL)
-        self._bias = torch.zeros(panels, PANEL) if bias else None
+        self._panels = huge_zeros(self._count, groups, PANEL, self._group, dtype=kept)
+        self._scales = None if format_ == "packed" else torch.zeros(self._count, PANEL)
         self.linear = cast(
             "CompiledLinear",
             library.Linear(
@@ -137,12 +218,6 @@ class PackedWeight:
         for at in range(0, len(steps), rows):
             self._put(first + at, steps[at : at + rows], scales[at : at + rows])
 
-    def write_bias(self, first: int, bias: Tensor) -> None:
-        assert self._bias is not None, "a linear without bias"
-        for panels, lanes, part in self._places(first, len(bias)):
-            into = self._bias[panels, lanes]
-            into.copy_(bias[part].view(into.shape))
-
     def _writable(self, weight: Tensor) -> bool:
         known = DTYPE_NAMES if self._scales is not None else (self._panels.dtype,)
         whole = self._scales is not None or weight.shape[1] % self._group == 0
@@ -172,23 +247,61 @@ class PackedWeight:
             assert self._scales is not None, "steps have scales"
             self._scales[panels, lanes] = scales[part].reshape(len(into), -1)
 
-    def _places(self, first: int, count: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Panels and lanes of each output range, and that range: whole panels, or a part of one."""
-        width = LANES if self._halves else PANEL
-        done = 0
-        while done < count:
-            output = first + done
-            second = self._halves and output >= self._outputs // 2
-            within = output - self._outputs // 2 if second else output
-            panel, lane = divmod(within, width)
-            end = self._outputs // 2 if self._halves else self._outputs
-            left = min(end - within, count - done)
-            whole = left // width if lane == 0 else 0
-            run = whole * width or min(width - lane, left)
-            start = lane + (LANES if second else 0)
-            lanes = slice(start, start + min(run, width))
-            yield slice(panel, panel + max(whole, 1)), lanes, slice(done, done + run)
-            done += run
+
+class PackedGroups(_Panels):
+    """As `PackedWeight`, of codes in groups."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        grouping: Grouping,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        halves: bool = False,
+    ) -> None:
+        super().__init__(outputs, bias=bias, halves=halves)
+        library = extension.load()
+        self._grouping = grouping
+        size = grouping.panel_bytes(inputs)
+        self._panels = huge_zeros(self._count, size, dtype=torch.uint8)
+        values = torch.tensor(grouping.values, dtype=torch.bfloat16) if grouping.values else None
+        self.linear = cast(
+            "CompiledLinear",
+            library.Linear(
+                bits=grouping.bits,
+                group=grouping.group,
+                wide=grouping.scales is torch.float32,
+                minimums=grouping.minimums,
+                dtype=getattr(library.Dtype, DTYPE_NAMES[dtype]),
+                halves=halves,
+                inputs=inputs,
+                outputs=outputs,
+                panels=self._panels,
+                values=values,
+                bias=self._bias,
+            ),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one multiplication reads."""
+        return self._panels.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def write(self, first: int, codes: Tensor, scales: Tensor, minimums: Tensor | None) -> None:
+        """Write outputs `first` and on: codes (N, I) uint8, scales and minimums (N, G)."""
+        codes, dtype = codes.contiguous(), self._grouping.scales
+        numbers = [
+            None if one is None else one.to(dtype).contiguous() for one in (scales, minimums)
+        ]
+        for panels, lanes, part in self._places(first, len(codes)):
+            steep, least = (None if one is None else one[part] for one in numbers)
+            assert steep is not None
+            width = lanes.stop - lanes.start
+            self.linear.write_groups(
+                codes[part], steep, least, panel=panels.start, lane=lanes.start, lanes=width
+            )
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from antiphon.kernels.cpu.linear import Grouping
 from antiphon.layers.quantization.storage import (
     FLOATS,
     SCALES,
     Axis,
+    GroupedWeight,
     Int8Weight,
     LoadedWeight,
     WeightField,
@@ -62,10 +64,16 @@ class Int8Storage:
         steps, scales = stored[".weight"], stored[".weight_scale"].float()
         if self.scale != "group" and not self.zero_point:
             return Int8Weight(steps, scales.flatten().expand(outputs))
-        wide = steps.float().view(outputs, scales.shape[-1] if scales.dim() > 1 else 1, -1)
-        if self.zero_point:
-            wide -= stored[ZERO].float().view(scales.shape)[..., None]
-        return wide.mul_(scales[..., None]).view(outputs, inputs)
+        scales = scales.view(-1, scales.shape[-1] if scales.dim() > 1 else 1).expand(outputs, -1)
+        grouping = Grouping(8, inputs // scales.shape[1], torch.float32, minimums=self.zero_point)
+        zeros = stored[ZERO].float().expand(scales.shape) if self.zero_point else None
+        return GroupedWeight(grouping, steps.view(torch.uint8), scales, zeros=zeros)
+
+    def grouping(self, inputs: int) -> Grouping | None:
+        if self.scale != "group" and not self.zero_point:
+            return None
+        group = self.group if self.scale == "group" else inputs
+        return Grouping(8, group, torch.float32, minimums=self.zero_point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,9 @@ class LlmInt8Storage:
 
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
         return Int8Weight(stored[".weight"], stored[".SCB"].float() / 127)
+
+    def grouping(self, inputs: int) -> Grouping | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,9 @@ class TorchaoInt8Storage:
         rounded = linear.weight
         assert isinstance(rounded, Int8Tensor), "what this configuration makes"
         return Int8Weight(rounded.qdata, rounded.scale.flatten().float())
+
+    def grouping(self, inputs: int) -> Grouping | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +150,9 @@ class Fp8Storage:
             scales = scales.repeat_interleave(self.block[axis], axis).narrow(axis, 0, size)
         return wide.mul_(scales)
 
+    def grouping(self, inputs: int) -> Grouping | None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class OnlineFp8Storage:
@@ -147,6 +164,9 @@ class OnlineFp8Storage:
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         rounded, scales = rounded_to_fp8(stored[".weight"])
         return rounded.float().mul_(scales)
+
+    def grouping(self, inputs: int) -> Grouping | None:
+        return None
 
 
 def rounded_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import torch
 
+from antiphon.kernels.cpu.linear import Grouping
 from antiphon.layers.quantization.storage import (
     ANY,
     FLOATS,
+    FOUR_BITS,
     Axis,
+    GroupedWeight,
+    LoadedWeight,
     WeightField,
     WeightFields,
     check_divisible,
+    lookup,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +42,7 @@ BYTES = (torch.uint8,)
 F32 = (torch.float32,)
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """E2M1: a sign, two bits of exponent, one of mantissa."""
+MX_GROUPS = Grouping(4, MX_BLOCK, torch.float32, minimums=False, values=FP4)
 
 
 class _State(msgspec.Struct):
@@ -81,6 +87,10 @@ class BitsAndBytesStorage:
         wide[full * BLOCK :].mul_(magnitudes[full:])
         return wide.view(outputs, inputs)
 
+    def grouping(self, inputs: int) -> Grouping | None:
+        # The tables of these kinds are floats that bfloat16 does not have.
+        return None
+
     def _magnitudes(self, stored: Mapping[str, Tensor]) -> Tensor:
         """The absmax of each block, (blocks,) float32.
 
@@ -111,12 +121,14 @@ class Mxfp4Storage:
             WeightField("_blocks", (Axis("outputs"), blocks, MX_BLOCK // 2), BYTES),
         )
 
-    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """Multiply E2M1 values by their power of two, exact in float32."""
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
+        """E2M1 values with their powers of two, exact in float32."""
         codes = unpack_nibbles(stored["_blocks"], high_first=False)  # (O, I / 32, 32)
-        table = torch.tensor(FP4, device=codes.device)
-        exponents = stored["_scales"].int() - MX_BIAS
-        return torch.ldexp(lookup(codes, table), exponents[..., None]).view(outputs, inputs)
+        scales = powers_of_two(stored["_scales"]).view(outputs, -1)
+        return GroupedWeight(MX_GROUPS, codes.view(outputs, inputs), scales)
+
+    def grouping(self, inputs: int) -> Grouping | None:
+        return MX_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +148,13 @@ class TorchaoInt4Storage:
             WeightField(".weight", (Axis("outputs"), Axis("inputs", together=together)), FLOATS),
         )
 
-    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """The weights that torchao's quantized values represent, in float32."""
+    def grouping(self, inputs: int) -> Grouping | None:
+        if inputs % self.group:
+            return None
+        return Grouping(4, self.group, torch.float32, minimums=True, values=FOUR_BITS)
+
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
+        """The weights that torchao's quantized values represent."""
         weight = stored[".weight"]
         if inputs % self.group:
             return weight.float()
@@ -154,19 +171,24 @@ class TorchaoInt4Storage:
             weight, MappingType.ASYMMETRIC, block, *steps, 1e-6, None, weight.dtype
         )
         rounded = ao._quantize_affine_tinygemm(weight, block, scales, zeros, *steps)  # noqa: SLF001
-        groups = rounded.view(outputs, -1, self.group) - 8
-        # Its kernel uses fused multiply-add, with one rounding: so does float64, with exact
-        # products.
-        wide = groups.double() * scales.view(outputs, -1, 1).double()
-        return (wide + zeros.view(outputs, -1, 1).double()).float().view(outputs, inputs)
+        grouping = self.grouping(inputs)
+        assert grouping is not None, "its inputs are whole groups"
+        # Its kernel uses fused multiply-add, with one rounding, as `minimums` do.
+        return GroupedWeight(
+            grouping,
+            rounded.view(outputs, inputs).to(torch.uint8),
+            scales.view(outputs, -1).float(),
+            minimums=zeros.view(outputs, -1).float(),
+        )
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """The scales of MXFP4: exponents (...,) uint8  ->  (...,) float32."""
+    powers = exponents.int() - MX_BIAS
+    return torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers)
 
 
 def unpack_nibbles(pairs: Tensor, *, high_first: bool) -> Tensor:
     """Unpack the two 4-bit values of each byte: (..., N) uint8  ->  (..., 2 N) uint8."""
     low, high = pairs & 15, pairs >> 4
     return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)
-
-
-def lookup(codes: Tensor, table: Tensor) -> Tensor:
-    """The value of each code: codes (...,) uint8, table (16 or 256,)  ->  (...,)."""
-    return table.index_select(0, codes.flatten().int()).view(codes.shape)

@@ -6,13 +6,15 @@ Axes: O outputs, I inputs, G groups of inputs that share a scale.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from antiphon.kernels.cpu.linear import INT8_MAX, Grouping
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -113,8 +115,112 @@ class Int8Weight:
         return self.steps * self.scales[:, None]
 
 
-LoadedWeight = torch.Tensor | Int8Weight
-"""A weight that can be multiplied: (O, I) float32, or int8 where that is exact."""
+FOUR_BITS = tuple(float(code - 8) for code in range(16))
+"""Values of codes that stand for numbers from -8 to 7."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """Codes with scales of groups: (value - zero) * scale, or value * scale + minimum."""
+
+    grouping: Grouping
+    codes: Tensor  # (O, I) uint8; of 8 bits, the bytes of signed numbers
+    scales: Tensor  # (O, G) float32
+    zeros: Tensor | None = None  # (O, G) float32, in the unit of values
+    minimums: Tensor | None = None  # (O, G) float32
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def lowest(self) -> Tensor | None:
+        """What is added to value * scale, (O, G) float32."""
+        return self.minimums if self.zeros is None else -self.zeros * self.scales
+
+    def values(self) -> Tensor:
+        """The value of each code, (O, I) float32."""
+        if not self.grouping.values:
+            return self.codes.contiguous().view(torch.int8).float()
+        return lookup(self.codes, torch.tensor(self.grouping.values))
+
+    def dequantize(self) -> Tensor:
+        outputs, inputs = self.codes.shape
+        values, group = self.values(), self.grouping.group
+        # The last group may be shorter.
+        apart = torch.nn.functional.pad(values, (0, -inputs % group)).view(outputs, -1, group)
+        if self.zeros is not None:
+            apart.sub_(self.zeros[..., None])
+        if self.minimums is None:
+            apart.mul_(self.scales[..., None])
+        else:  # rounded once, as by those who define these formats
+            wide = apart.double() * self.scales[..., None].double()
+            apart = wide.add_(self.minimums[..., None]).float()
+        return apart.view(outputs, -1)[:, :inputs]
+
+    def slice(self, rows: slice, columns: slice) -> LoadedWeight:
+        """A part of it; numbers, where columns divide a group."""
+        inputs, group = self.codes.shape[1], self.grouping.group
+        start, stop, _ = columns.indices(inputs)
+        if start % group or (stop % group and stop != inputs):
+            part = replace(self, **{name: one[rows] for name, one in self.tensors()})
+            return part.dequantize()[:, columns]
+        groups = slice(start // group, -(-stop // group))
+        cut = {name: one[rows, groups] for name, one in self.tensors() if name != "codes"}
+        return replace(self, codes=self.codes[rows, columns], **cut)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
+        """The same with every tensor changed alike, in its outputs."""
+        return replace(self, **{name: change(one) for name, one in self.tensors()})
+
+    def followed_by(self, others: Sequence[GroupedWeight]) -> GroupedWeight:
+        """The outputs of this weight and of others in the same grouping."""
+        all_ = [dict(one.tensors()) for one in (self, *others)]
+        return replace(self, **{name: torch.cat([one[name] for one in all_]) for name in all_[0]})
+
+    def regrouped(self, to: Grouping) -> GroupedWeight:
+        """The same weights in another grouping, which `common_grouping` has returned."""
+        if to == self.grouping:
+            return self
+        codes = self.values().to(torch.int8).view(torch.uint8)
+        inputs, own = self.codes.shape[1], self.grouping.group
+
+        def spread(numbers: Tensor) -> Tensor:
+            return numbers.repeat_interleave(own // to.group, 1)[:, : -(-inputs // to.group)]
+
+        scales, least = spread(self.scales), self.lowest
+        if to.minimums:
+            least = torch.zeros_like(scales) if least is None else spread(least)
+        return GroupedWeight(to, codes, scales, minimums=least)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that it has, by name."""
+        for name in ("codes", "scales", "zeros", "minimums"):
+            if (one := getattr(self, name)) is not None:
+                yield name, one
+
+
+def common_grouping(groupings: Iterable[Grouping]) -> Grouping | None:
+    """One grouping for weights that are multiplied together; None: there is none.
+
+    Where they differ, the values of codes are stored as numbers of 8 bits.
+    """
+    different = set(groupings)
+    if len(different) == 1:
+        return different.pop()
+    values = [value for one in different for value in one.values]
+    if any(value != int(value) or abs(value) > INT8_MAX for value in values):
+        return None
+    wide = any(one.scales is torch.float32 for one in different)
+    return Grouping(
+        bits=8,
+        group=math.gcd(*(one.group for one in different)),
+        scales=torch.float32 if wide else torch.float16,
+        minimums=any(one.minimums for one in different),
+    )
+
+
+LoadedWeight = torch.Tensor | Int8Weight | GroupedWeight
+"""A weight that can be multiplied: (O, I) float32, int8 where that is exact, or in groups."""
 
 
 class StorageLayout(Protocol):
@@ -129,18 +235,24 @@ class StorageLayout(Protocol):
     def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
         """Dequantize a weight from its tensors, by suffix, all cut to the same slice.
 
-        outputs and inputs are those of the slice.
+        outputs and inputs are those of the slice. In groups as `grouping` says, if it says so.
         """
+        ...
+
+    def grouping(self, inputs: int) -> Grouping | None:
+        """The grouping of weights with so many inputs; None: they are not in groups."""
         ...
 
 
 def dequantized(whole: LoadedWeight) -> Tensor:
-    return whole.dequantize() if isinstance(whole, Int8Weight) else whole
+    return whole if isinstance(whole, torch.Tensor) else whole.dequantize()
 
 
 def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
     if len(pieces) == 1:
         return pieces[0]
+    if isinstance(first := pieces[0], GroupedWeight):
+        return first.followed_by([one for one in pieces[1:] if isinstance(one, GroupedWeight)])
     steps = [piece for piece in pieces if isinstance(piece, Int8Weight)]
     if not steps:
         return torch.cat([dequantized(piece) for piece in pieces])
@@ -151,6 +263,8 @@ def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
 def slice_weight(whole: LoadedWeight, rows: slice, columns: slice) -> LoadedWeight:
     if isinstance(whole, Int8Weight):
         return Int8Weight(whole.steps[rows, columns], whole.scales[rows])
+    if isinstance(whole, GroupedWeight):
+        return whole.slice(rows, columns)
     return whole[rows, columns]
 
 
@@ -167,6 +281,11 @@ def check_divisible(count: int, each: int, what: str) -> None:
     """
     if each and count % each:
         raise ValueError(f"{count} {what} are not divisible by the group size {each}")
+
+
+def lookup(codes: Tensor, table: Tensor) -> Tensor:
+    """The value of each code: codes (...,) uint8, table (N,)  ->  (...,)."""
+    return table.to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def _step(fields: WeightFields, of: Literal["outputs", "inputs"]) -> int:

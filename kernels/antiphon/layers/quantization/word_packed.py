@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from antiphon.kernels.cpu.linear import Grouping
 from antiphon.layers.quantization.storage import (
     FLOATS,
     Axis,
+    GroupedWeight,
+    LoadedWeight,
     WeightField,
     WeightFields,
     check_divisible,
@@ -52,12 +55,14 @@ class AwqStorage:
             WeightField(".qweight", (Axis("inputs"), words), (torch.int32,)),
         )
 
-    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        apart = (-1, inputs // len(stored[".scales"]), outputs)
-        wide = _in_order(stored[".qweight"]).float().view(apart)
-        zeros = _in_order(stored[".qzeros"])[:, None]
-        scales = stored[".scales"].float()[:, None]
-        return wide.sub_(zeros).mul_(scales).view(inputs, outputs).t()
+    def grouping(self, inputs: int) -> Grouping | None:
+        return _grouping(AWQ_BITS, self.group or inputs, zeros=True)
+
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
+        grouping = _grouping(AWQ_BITS, inputs // len(stored[".scales"]), zeros=True)
+        codes = _in_order(stored[".qweight"]).t()
+        zeros = _in_order(stored[".qzeros"]).t()
+        return _grouped(grouping, AWQ_BITS, codes, stored[".scales"].t(), zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +91,21 @@ class GptqStorage:
             return fields
         return (WeightField(".g_idx", (Axis("inputs"),), (torch.int32,)), *fields)
 
-    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def grouping(self, inputs: int) -> Grouping | None:
+        if self.ordered:
+            return None
+        return _grouping(self.bits, min(self.group or inputs, inputs), zeros=True)
+
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
         steps = unpack_bits(stored[".qweight"].t(), self.bits)  # (O, I)
         zeros = unpack_bits(stored[".qzeros"], self.bits).int() + self.zero_added  # (G, O)
         zeros = (zeros & ((1 << self.bits) - 1)).t()
         scales = stored[".scales"].float().t()  # (O, G)
         if self.ordered:
             return _dequantize_ordered(steps, zeros, scales, stored[".g_idx"])
-        # The last group of a weight may be shorter.
-        short = -inputs % min(self.group or inputs, inputs)
-        wide = torch.nn.functional.pad(steps, (0, short)).float()
-        apart = wide.view(outputs, scales.shape[1], -1)
-        apart.sub_(zeros[..., None]).mul_(scales[..., None])
-        return wide[:, :inputs]
+        # Of a slice, the last group may be shorter than that of the weight.
+        group = min(self.group or inputs, inputs) if scales.shape[1] > 1 else inputs
+        return _grouped(_grouping(self.bits, group, zeros=True), self.bits, steps, scales, zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +138,24 @@ class PackQuantizedStorage:
         packed = (Axis("outputs"), Axis("inputs", word))
         return (*fields, WeightField(".weight_packed", packed, (torch.int32,)))
 
-    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def grouping(self, inputs: int) -> Grouping | None:
+        if self.ordered:
+            return None
+        return _grouping(self.bits, self.group or inputs, zeros=self.zero_point)
+
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
         steps = unpack_bits(stored[".weight_packed"], self.bits)[:, :inputs]
         scales = stored[".weight_scale"].float()  # (O, G)
-        zeros = torch.full_like(scales, 1 << (self.bits - 1), dtype=torch.int32)
+        zeros = None
         if self.zero_point:
             packed = stored[".weight_zero_point"].t()  # (G, O / word)
             zeros = unpack_bits(packed, self.bits)[:, :outputs].t().int()
         if self.ordered:
+            if zeros is None:
+                zeros = torch.full_like(scales, 1 << (self.bits - 1), dtype=torch.int32)
             return _dequantize_ordered(steps, zeros, scales, stored[".weight_g_idx"])
-        wide = steps.float().reshape(outputs, scales.shape[1], -1)
-        return wide.sub_(zeros[..., None]).mul_(scales[..., None]).view(outputs, inputs)
+        grouping = _grouping(self.bits, inputs // scales.shape[1], zeros=self.zero_point)
+        return _grouped(grouping, self.bits, steps, scales, zeros)
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
@@ -155,6 +169,26 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
         return apart
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
     return ((apart[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _grouping(bits: int, group: int, *, zeros: bool) -> Grouping:
+    """Of unsigned values, whose middle is stored as zero."""
+    if bits == 8:
+        return Grouping(8, group, torch.float32, minimums=zeros)
+    middle = 1 << (bits - 1)
+    values = tuple(float(code - middle) for code in range(16))
+    return Grouping(4, group, torch.float32, minimums=zeros, values=values)
+
+
+def _grouped(
+    grouping: Grouping, bits: int, codes: Tensor, scales: Tensor, zeros: Tensor | None
+) -> GroupedWeight:
+    """A weight of codes (O, I) uint8 with so many bits, scales and zeros (O, G)."""
+    middle = 1 << (bits - 1)
+    if bits == 8:
+        codes = codes ^ middle  # signed, as a byte
+    below = None if zeros is None else zeros.float() - middle
+    return GroupedWeight(grouping, codes, scales.float(), zeros=below)
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -144,6 +144,12 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
             spec = _without_logits(spec)
         if stored is not None:
             build = replace(build, quantization=quantized_linears(stored, spec, quantized))
+        elif files.format is LoadFormat.GGUF and quantized is LinearMethod.GROUPED:
+            # The gguf package is slow to import.
+            from antiphon.model_worker.model.formats.gguf import gguf_storage  # noqa: PLC0415
+
+            storage = gguf_storage(files.weights)
+            build = replace(build, quantization=CheckpointQuantization(quantized, storage))
         try:
             decoder = Decoder(spec, build, linear)
             checkpoint = Checkpoint.open(files, list(decoder.sources()))

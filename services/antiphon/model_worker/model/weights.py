@@ -9,6 +9,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TextIO
 
+import torch
+
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import LoadFormat
 from antiphon.model_card.config_json import text_name
@@ -26,7 +28,6 @@ from antiphon.model_worker.model.formats.files import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-    import torch
     from torch import Tensor
 
     from antiphon.layers.weights import WeightSource
@@ -167,7 +168,8 @@ def _read(files: ModelFiles, sources: Sequence[WeightSource]) -> dict[str, Store
         from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
 
         names = [source.name for source in sources]
-        return read_gguf_files(files.weights, names, mapped=files.mapped)
+        blocks = {source.name for source in sources if source.dtypes == (torch.uint8,)}
+        return read_gguf_files(files.weights, names, mapped=files.mapped, blocks=blocks)
     read = read_torch if files.format is LoadFormat.PT else read_safetensors
     tensors: dict[str, StoredTensor] = {}
     for file in files.weights:

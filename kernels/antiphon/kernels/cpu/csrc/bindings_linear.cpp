@@ -77,18 +77,35 @@ class HeadLinears {
     std::vector<const PackedLinear *> linears_;
 };
 
+// Of panels with halves or without.
+int64_t panels_for(int64_t outputs, bool halves) {
+    return halves ? (outputs / 2 + 15) / 16 : (outputs + 31) / 32;
+}
+
+void check_shape(int64_t inputs, int64_t outputs, bool halves) {
+    TORCH_CHECK(inputs > 0 && outputs > 0, "a linear has inputs and outputs");
+    TORCH_CHECK(inputs <= 65536, "sums of more products of bytes may leave 32 bits");
+    TORCH_CHECK(outputs <= INT32_MAX, "so many outputs have no numbers");
+    TORCH_CHECK(!halves || outputs % 2 == 0, "halves are of equal size");
+}
+
+void check_of_outputs(
+    const std::optional<at::Tensor> &tensor, at::ScalarType wanted, int64_t padded) {
+    TORCH_CHECK(
+        !tensor ||
+            (tensor->is_cpu() && tensor->is_contiguous() && tensor->scalar_type() == wanted &&
+             tensor->numel() == padded),
+        "scales, sums and bias are padded to whole panels");
+}
+
 }  // namespace
 
 Linear::Linear(
     Weights weights, Dtype dtype, bool halves, int64_t inputs, int64_t outputs, at::Tensor panels,
     std::optional<at::Tensor> scales, std::optional<at::Tensor> bias)
     : panels_(std::move(panels)), scales_(std::move(scales)), bias_(std::move(bias)) {
-    TORCH_CHECK(inputs > 0 && outputs > 0, "a linear has inputs and outputs");
-    TORCH_CHECK(inputs <= 65536, "sums of more products of bytes may leave 32 bits");
-    TORCH_CHECK(outputs <= INT32_MAX, "so many outputs have no numbers");
-    TORCH_CHECK(!halves || outputs % 2 == 0, "halves are of equal size");
-    const int64_t half = halves ? (outputs / 2 + 15) / 16 : (outputs + 31) / 32;
-    const int64_t padded = half * 32;
+    check_shape(inputs, outputs, halves);
+    const int64_t padded = panels_for(outputs, halves) * 32;
     const bool int8 = weights == Weights::int8 || weights == Weights::int8_dynamic;
     const Shape shape = shape_of(weights);
     TORCH_CHECK(
@@ -98,15 +115,8 @@ Linear::Linear(
         panels_.is_cpu() && panels_.is_contiguous() && panels_.scalar_type() == shape.type &&
             panels_.numel() == padded * ((inputs + shape.group - 1) / shape.group) * shape.group,
         "panels do not fit the shape");
-    const auto check = [&](const std::optional<at::Tensor> &tensor, at::ScalarType wanted) {
-        TORCH_CHECK(
-            !tensor ||
-                (tensor->is_cpu() && tensor->is_contiguous() && tensor->scalar_type() == wanted &&
-                 tensor->numel() == padded),
-            "scales, sums and bias are padded to whole panels");
-    };
-    check(scales_, at::kFloat);
-    check(bias_, at::kFloat);
+    check_of_outputs(scales_, at::kFloat, padded);
+    check_of_outputs(bias_, at::kFloat, padded);
     TORCH_CHECK(scales_.has_value() == int8, "int8 weights have scales, others have none");
     packed_ = {
         .weights = weights,
@@ -117,7 +127,45 @@ Linear::Linear(
         .panels = panels_.const_data_ptr(),
         .scales = scales_ ? scales_->const_data_ptr<float>() : nullptr,
         .bias = bias_ ? bias_->const_data_ptr<float>() : nullptr,
+        .grouping = {},
     };
+}
+
+Linear::Linear(
+    const Grouping &grouping, Dtype dtype, bool halves, int64_t inputs, int64_t outputs,
+    at::Tensor panels, std::optional<at::Tensor> values, std::optional<at::Tensor> bias)
+    : panels_(std::move(panels)), bias_(std::move(bias)), values_(std::move(values)) {
+    check_shape(inputs, outputs, halves);
+    const int64_t bits = grouping.bits, count = panels_for(outputs, halves);
+    TORCH_CHECK(bits == 4 || bits == 5 || bits == 6 || bits == 8, "no codes have ", bits, " bits");
+    TORCH_CHECK(
+        grouping.group > 0 && grouping.group % code_unit(bits) == 0 &&
+            inputs % code_unit(bits) == 0,
+        "groups and inputs are multiples of ", code_unit(bits));
+    TORCH_CHECK(
+        panels_.is_cpu() && panels_.is_contiguous() && panels_.scalar_type() == at::kByte &&
+            panels_.numel() == count * grouped_panel_bytes(grouping, inputs),
+        "panels do not fit the shape");
+    TORCH_CHECK(
+        (bits == 8) == !values_ &&
+            (!values_ ||
+             (values_->is_cpu() && values_->is_contiguous() &&
+              values_->scalar_type() == at::kBFloat16 && values_->numel() == int64_t{1} << bits)),
+        "codes of less than 8 bits have values");
+    check_of_outputs(bias_, at::kFloat, count * 32);
+    packed_ = {
+        .weights = Weights::grouped,
+        .dtype = dtype,
+        .halves = halves,
+        .inputs = inputs,
+        .outputs = outputs,
+        .panels = panels_.const_data_ptr(),
+        .scales = nullptr,
+        .bias = bias_ ? bias_->const_data_ptr<float>() : nullptr,
+        .grouping = grouping,
+    };
+    if (values_)
+        packed_.grouping.values = static_cast<const uint16_t *>(values_->const_data_ptr());
 }
 
 at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
@@ -143,6 +191,7 @@ at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
 
 void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t lanes) {
     constexpr int64_t PANEL = 32;
+    TORCH_CHECK(packed_.weights != Weights::grouped, "weights in groups are written with scales");
     const Shape shape = shape_of(packed_.weights);
     const int64_t groups = (packed_.inputs + shape.group - 1) / shape.group;
     const int64_t width = scales_ ? packed_.inputs : groups * shape.group;
@@ -175,6 +224,47 @@ void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t 
     const int team = std::max(threads() - 1, 1);
     const KernelTimer computing;
     kernels().pack(call, team);
+}
+
+void Linear::write_groups(
+    const at::Tensor &codes, const at::Tensor &scales, const std::optional<at::Tensor> &minimums,
+    int64_t panel, int64_t lane, int64_t lanes) {
+    const Grouping &grouping = packed_.grouping;
+    TORCH_CHECK(packed_.weights == Weights::grouped, "these weights have no groups");
+    const int64_t groups = (packed_.inputs + grouping.group - 1) / grouping.group;
+    const auto check = [](const at::Tensor &tensor, at::ScalarType type, int64_t columns) {
+        TORCH_CHECK(
+            tensor.is_cpu() && tensor.is_contiguous() && tensor.dim() == 2 &&
+                tensor.size(1) == columns && tensor.scalar_type() == type,
+            "expected (rows, ", columns, ") in ", type, ", got ", tensor.sizes(), " in ",
+            tensor.scalar_type());
+    };
+    check(codes, at::kByte, packed_.inputs);
+    TORCH_CHECK(minimums.has_value() == grouping.minimums, "minimums are there, or are not");
+    for (const at::Tensor *each : {&scales, minimums ? &*minimums : &scales}) {
+        check(*each, grouping.wide ? at::kFloat : at::kHalf, groups);
+        TORCH_CHECK(each->size(0) == codes.size(0), "scales of other rows");
+    }
+    TORCH_CHECK(
+        0 <= lane && 0 < lanes && lane + lanes <= 32 && codes.size(0) % lanes == 0,
+        "no panel has lanes ", lane, " to ", lane + lanes);
+    const int64_t bytes = grouped_panel_bytes(grouping, packed_.inputs);
+    const int64_t count = codes.size(0) / lanes, all = panels_.numel() / bytes;
+    TORCH_CHECK(
+        0 <= panel && panel + count <= all, "panels ", panel, " to ", panel + count, " of ", all);
+    const PackGroupsCall call = {
+        .linear = packed_,
+        .codes = codes.const_data_ptr<uint8_t>(),
+        .scales = scales.const_data_ptr(),
+        .minimums = minimums ? minimums->const_data_ptr() : nullptr,
+        .count = count,
+        .lanes = lanes,
+        .panels = static_cast<char *>(panels_.mutable_data_ptr()) + panel * bytes,
+        .lane = lane,
+    };
+    const int team = std::max(threads() - 1, 1);
+    const KernelTimer computing;
+    kernels().pack_groups(call, team);
 }
 
 at::Tensor Linear::rows(const at::Tensor &outputs) const {
@@ -210,6 +300,18 @@ void bind_linear(py::module_ &module) {
             py::arg("inputs"), py::arg("outputs"), py::arg("panels"), py::arg("scales"),
             py::arg("bias"))
         .def(
+            py::init([](int64_t bits, int64_t group, bool wide, bool minimums, Dtype dtype,
+                        bool halves, int64_t inputs, int64_t outputs, at::Tensor panels,
+                        std::optional<at::Tensor> values, std::optional<at::Tensor> bias) {
+                const Grouping grouping = {bits, group, wide, minimums, nullptr};
+                return std::make_unique<Linear>(
+                    grouping, dtype, halves, inputs, outputs, std::move(panels), std::move(values),
+                    std::move(bias));
+            }),
+            py::kw_only(), py::arg("bits"), py::arg("group"), py::arg("wide"), py::arg("minimums"),
+            py::arg("dtype"), py::arg("halves"), py::arg("inputs"), py::arg("outputs"),
+            py::arg("panels"), py::arg("values"), py::arg("bias"))
+        .def(
             "multiply",
             [](const Linear &self, const at::Tensor &x) {
                 return self.forward(x, Epilogue::store);
@@ -227,7 +329,11 @@ void bind_linear(py::module_ &module) {
         .def("rows", &Linear::rows)
         .def(
             "write", &Linear::write, py::arg("rows"), py::kw_only(), py::arg("panel"),
-            py::arg("lane"), py::arg("lanes"));
+            py::arg("lane"), py::arg("lanes"))
+        .def(
+            "write_groups", &Linear::write_groups, py::arg("codes"), py::arg("scales"),
+            py::arg("minimums"), py::kw_only(), py::arg("panel"), py::arg("lane"),
+            py::arg("lanes"));
     py::class_<HeadLinears>(module, "HeadLinears")
         .def(
             py::init<const std::vector<const Linear *> &>(), py::arg("linears"),

@@ -9,6 +9,7 @@
 #include "amx_bytes.h"
 #include "amx_linear.h"
 #include "gemm.h"
+#include "groups.h"
 #include "simd.h"
 #include "team.h"
 
@@ -61,6 +62,12 @@ static ChunkPlan cut(const PackedLinear &linear, int64_t rows) {
     return {block, ceil_div(rows, block), group, ceil_div(panels, group), in_planes(linear)};
 }
 
+// What computes `rows` rows of a panel at once.
+template <class T> static Tile<T> tile_for(const PackedLinear &linear, int64_t rows) {
+    if (linear.weights == Weights::grouped) return grouped_tile_for<T>(linear.grouping.bits, rows);
+    return tile_for<T>(linear.weights, rows);
+}
+
 INLINE const char *panel_at(const PackedLinear &linear, int64_t panel) {
     return static_cast<const char *>(linear.panels) + panel * panel_bytes(linear);
 }
@@ -83,7 +90,7 @@ static void linear_block(
         }
     }
     PrefetchRange following;
-    Block<T> block{linear, 0, first, nullptr, x, {}, &following};
+    Block<T> block{linear, 0, first, nullptr, x, {}, sum_groups(linear, x, rows), &following};
     if (linear.weights == Weights::int8_dynamic)
         block.bytes = quantize_rows(x, linear.inputs, rows);
     const int64_t tiles = ceil_div(rows, TILE_ROWS);
@@ -97,7 +104,7 @@ static void linear_block(
         // Tiles of like height: 16 rows are 8 and 8.
         for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
             const int64_t height = (rows - row) / (tiles - tile);
-            tile_for<T>(linear.weights, height)(block, row, y, epilogue);
+            tile_for<T>(linear, height)(block, row, y, epilogue);
             row += height;
         }
     }
@@ -210,6 +217,10 @@ template <class T> static void linear_row(const PackedLinear &linear, int64_t ou
         const T *at = reinterpret_cast<const T *>(panel) + lane * GROUP;
         for (int64_t k = 0; k < linear.inputs; ++k)
             y[k] = at[k / GROUP * GROUP * PANEL + k % GROUP];
+        return;
+    }
+    if (linear.weights == Weights::grouped) {
+        grouped_row(linear, panel, lane, y);
         return;
     }
     constexpr int64_t GROUP = 4;

@@ -31,6 +31,7 @@ INLINE int64_t panel_bytes(const PackedLinear &linear) {
     switch (linear.weights) {
         case Weights::bf16: return ceil_div(linear.inputs, 2) * 2 * PANEL * 2;
         case Weights::f32: return linear.inputs * PANEL * 4;
+        case Weights::grouped: return grouped_panel_bytes(linear.grouping, linear.inputs);
         default: return ceil_div(linear.inputs, 4) * 4 * PANEL;
     }
 }
@@ -208,6 +209,7 @@ template <class T> struct Block {
     const void *weights;      // of the panel
     const T *x;               // of the first row
     QuantizedRows bytes;      // int8_dynamic
+    const float *group_sums;  // of grouped weights with minimums, (rows, groups)
     PrefetchRange *prefetch;  // what is read after the panel
 };
 

@@ -14,6 +14,10 @@ class Linear {
     Linear(
         Weights weights, Dtype dtype, bool halves, int64_t inputs, int64_t outputs,
         at::Tensor panels, std::optional<at::Tensor> scales, std::optional<at::Tensor> bias);
+    // The same of weights that are `grouped`; values (2^bits) are those of codes, in bf16.
+    Linear(
+        const Grouping &grouping, Dtype dtype, bool halves, int64_t inputs, int64_t outputs,
+        at::Tensor panels, std::optional<at::Tensor> values, std::optional<at::Tensor> bias);
 
     // x (rows, inputs) -> (rows, outputs), see Epilogue.
     at::Tensor forward(const at::Tensor &x, Epilogue epilogue) const;
@@ -24,10 +28,15 @@ class Linear {
     // Put rows (P * lanes, inputs) into `lanes` lanes, from `lane` on, of P panels from `panel` on.
     void write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t lanes);
 
+    // Put codes (P * lanes, inputs) uint8 there, with scales (P * lanes, groups) and minimums.
+    void write_groups(
+        const at::Tensor &codes, const at::Tensor &scales,
+        const std::optional<at::Tensor> &minimums, int64_t panel, int64_t lane, int64_t lanes);
+
     const PackedLinear &packed() const { return packed_; }
 
   private:
     at::Tensor panels_;
-    std::optional<at::Tensor> scales_, bias_;
+    std::optional<at::Tensor> scales_, bias_, values_;
     PackedLinear packed_;
 };

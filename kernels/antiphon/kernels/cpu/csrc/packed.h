@@ -14,6 +14,22 @@ enum class Weights : int {
     int8,          // panels [K / 4][32][4] and a scale an output; activations as they are,
                    // or, on AMX, cut to 16 bits
     int8_dynamic,  // the same, unsigned with 128 added; activations are cut to 8 bits
+    grouped,       // codes of a few bits and scales of groups of inputs: see Grouping
+};
+
+// Weights value(code) * scale + minimum, where a group of inputs shares scale and minimum.
+//
+// A panel holds its groups one after the other: the scales of its 32 outputs, their minimums if
+// there are any, and the codes, so that it is read front to back. Codes of eight inputs of an
+// output are a word: input 2 j at bit 4 j, input 2 j + 1 at bit 16 + 4 j. Of codes of 5 and 6 bits
+// these are the lower four; the upper ones of 32 or of 16 inputs follow as a word in the same
+// order. Codes of 8 bits are signed numbers, laid out as in `int8`.
+struct Grouping {
+    int64_t bits;        // of a code: 4, 5, 6 or 8
+    int64_t group;       // inputs of a group; the last one may have fewer
+    bool wide;           // scales and minimums are float32, not float16
+    bool minimums;       // whether there are minimums; else they are zero
+    const uint16_t *values;  // in bf16, of each code; null: codes of 8 bits are their values
 };
 
 // What becomes of the products.
@@ -37,6 +53,7 @@ struct PackedLinear {
     const void *panels;
     const float *scales;  // int8: of each output, in panel order, padded to whole panels
     const float *bias;    // likewise; or null
+    Grouping grouping;    // of `grouped`
     Activation activation = Activation::silu;  // of the epilogue that activates
 };
 
@@ -49,6 +66,22 @@ struct HeadLinearsCall {
     void *y;
 };
 
+// Inputs whose codes are laid out together: groups are multiples of it.
+inline int64_t code_unit(int64_t bits) { return bits == 5 ? 32 : bits == 6 ? 16 : 8; }
+
+// Bytes of the scales, and of the minimums, of a group in a panel.
+inline int64_t scales_bytes(const Grouping &grouping) { return 32 * (grouping.wide ? 4 : 2); }
+
+inline int64_t group_bytes(const Grouping &grouping, int64_t inputs) {
+    return scales_bytes(grouping) * (grouping.minimums ? 2 : 1) + 4 * grouping.bits * inputs;
+}
+
+inline int64_t grouped_panel_bytes(const Grouping &grouping, int64_t inputs) {
+    const int64_t rest = inputs % grouping.group;
+    return inputs / grouping.group * group_bytes(grouping, grouping.group) +
+        (rest ? group_bytes(grouping, rest) : 0);
+}
+
 // Rows of numbers that become lanes of panels of a linear, so many lanes of each.
 struct PackCall {
     const PackedLinear &linear;
@@ -58,4 +91,15 @@ struct PackCall {
     int64_t width;  // inputs, and of a linear that is not quantized zeros up to a whole group
     void *panels;   // the first lane of the first panel
     float *scales;  // likewise; null: rows are kept as they are
+};
+
+// Rows of codes that become lanes of panels of a linear whose weights are `grouped`.
+struct PackGroupsCall {
+    const PackedLinear &linear;
+    const uint8_t *codes;  // (count * lanes, inputs)
+    const void *scales;    // (count * lanes, groups), as they are kept
+    const void *minimums;  // likewise; or null
+    int64_t count, lanes;
+    char *panels;  // the first panel
+    int64_t lane;  // the first lane of each
 };

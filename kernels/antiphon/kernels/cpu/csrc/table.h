@@ -23,6 +23,7 @@ struct Table {
 
     // pack.h
     void (*pack)(const PackCall &call, int threads);
+    void (*pack_groups)(const PackGroupsCall &call, int threads);
 
     // elementwise.h
     void (*norm)(const NormCall &call, int threads);

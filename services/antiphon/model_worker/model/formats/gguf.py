@@ -19,16 +19,19 @@ from gguf import (
     GGML_QUANT_SIZES,
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
+    TensorNameMap,
     dequantize,
     get_tensor_name_map,
 )
 
+from antiphon.layers.quantization.gguf import LAYOUTS as GROUPED
+from antiphon.layers.quantization.gguf import GgufStorage
 from antiphon.model_card.weight_headers import GgufHeader, GgufTensor, read_gguf
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.files import StoredTensor, numbers, open_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -93,11 +96,12 @@ LAYOUTS = {
 
 
 def read_gguf_files(
-    files: Sequence[Path], names: Iterable[str], *, mapped: bool
+    files: Sequence[Path], names: Iterable[str], *, mapped: bool, blocks: Container[str] = ()
 ) -> dict[str, StoredTensor]:
     """Read the headers of a model's files; the first one describes the layout of tensors.
 
     The tensors to load are returned under their checkpoint `names`, all others under their own.
+    Of those in `blocks`, the blocks of each row are returned as they lie in the file.
     """
     headers = {file: read_gguf(file) for file in files}
     first = headers[files[0]]
@@ -113,18 +117,33 @@ def read_gguf_files(
             if tensor.start + length > size:
                 raise ModelLoadError(f"{file}: cut short: {own} ends behind its {size} bytes")
             for name, each in _parts(file, own, tensor, known.get(own, (own,))):
-                tensors[name] = StoredTensor(
-                    file,
-                    each.shape,
-                    PLAIN.get(GGMLQuantizationType(each.kind), torch.float32),
-                    part(each.start, _length(file, own, each)),
-                    _decode(each, _order(first, name)),
-                )
+                size_bytes = _length(file, own, each)
+                data, order = part(each.start, size_bytes), _order(first, name)
+                shape, dtype = each.shape, PLAIN.get(GGMLQuantizationType(each.kind), torch.float32)
+                decode = _decode(each, order)
+                if name in blocks:
+                    shape, dtype = (shape[0], size_bytes // shape[0]), torch.uint8
+                    decode = partial(_rows, shape=shape, order=order)
+                tensors[name] = StoredTensor(file, shape, dtype, data, decode)
     return tensors
 
 
-def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """Checkpoint names by llama.cpp's name; for experts, all names in the stack, in order."""
+def gguf_storage(files: Sequence[Path]) -> Callable[[str], GgufStorage | None]:
+    """The storage layout of each linear whose weight is codes with scales of groups."""
+    headers = [read_gguf(file) for file in files]
+    table = _name_table(headers[0], files[0])
+    grouped = {GGMLQuantizationType[name].value: name for name in GROUPED}
+    kinds = {own: tensor.kind for header in headers for own, tensor in header.tensors.items()}
+
+    def storage(name: str) -> GgufStorage | None:
+        kind = kinds.get(_own_name(table, f"{name}.weight") or "")
+        return GgufStorage(grouped[kind]) if kind in grouped else None
+
+    return storage
+
+
+def _name_table(header: GgufHeader, file: Path) -> TensorNameMap:
+    """The names of an architecture's tensors."""
     architecture = header.settings.get("general.architecture")
     if architecture not in LAYOUTS:
         raise ModelLoadError(
@@ -135,12 +154,21 @@ def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str,
     if not isinstance(layers, int):
         raise ModelLoadError(f"{file}: {architecture}.block_count is missing")
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    table = get_tensor_name_map(kind, layers)
+    return get_tensor_name_map(kind, layers)
+
+
+def _own_name(table: TensorNameMap, name: str) -> str | None:
+    """The name that llama.cpp has for a tensor, or for the stack of all experts' tensors."""
+    return table.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+
+
+def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+    """Checkpoint names by llama.cpp's name; for experts, all names in the stack, in order."""
+    table = _name_table(header, file)
     known: dict[str, dict[int, str]] = {}
     for name in names:
         expert = EXPERT.search(name)
-        own = table.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
-        if own is not None:
+        if (own := _own_name(table, name)) is not None:
             known.setdefault(own, {})[int(expert[1]) if expert else 0] = name
     return {own: tuple(each[index] for index in sorted(each)) for own, each in known.items()}
 
@@ -186,6 +214,11 @@ def _decode(tensor: GgufTensor, order: Decode) -> Decode:
         else partial(numbers, dtype=dtype, shape=tensor.shape)
     )
     return lambda data: order(read(data))
+
+
+def _rows(data: Tensor, shape: tuple[int, ...], order: Decode) -> Tensor:
+    """Blocks of bytes (N,) uint8 as rows of them, in the order of the weight's outputs."""
+    return order(data.view(shape))
 
 
 def _scaled(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
