@@ -73,7 +73,7 @@ def test_index_names_files_of_its_folder_whether_they_are_there_or_not(tmp_path:
 
 def test_one_of_several_gguf_files_must_be_chosen(tmp_path: Path) -> None:
     write(tmp_path, "q4.gguf", "q8.gguf")
-    with pytest.raises(ConfigError, match=r"model\.path to one of q4\.gguf, q8\.gguf$"):
+    with pytest.raises(ConfigError, match=r"use the path of one of q4\.gguf, q8\.gguf$"):
         find_files(tmp_path)
     assert [file.name for file in find_files(tmp_path / "q8.gguf").weights] == ["q8.gguf"]
 

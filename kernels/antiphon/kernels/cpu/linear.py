@@ -104,6 +104,7 @@ class CompiledLinear(Protocol):
         """Write codes (P * lanes, I) uint8, scales and minimums (P * lanes, G) to the same."""
         ...
 
+
 class CompiledHeadLinears(Protocol):
     """Linears of the CPU extension, one for each of H heads."""
 
