@@ -122,6 +122,8 @@ class World:
             if post_norms:
                 stream = normed(layer.attention_norm, stream)
             entered = stream if post_norms else normed(layer.mlp_norm, stream)
+            assert layer.gate_up is not None, "a layer of experts"
+            assert layer.down is not None, "a layer of experts"
             wide = ops.activate(layer.gate_up.multiply(entered), activation)
             stream = stream + layer.down.multiply(wide)
             if post_norms:
