@@ -164,8 +164,7 @@ Linear::Linear(
         .bias = bias_ ? bias_->const_data_ptr<float>() : nullptr,
         .grouping = grouping,
     };
-    if (values_)
-        packed_.grouping.values = static_cast<const uint16_t *>(values_->const_data_ptr());
+    if (values_) packed_.grouping.values = static_cast<const uint16_t *>(values_->const_data_ptr());
 }
 
 at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {

@@ -34,8 +34,7 @@ template <int BITS> struct CodeValues {
     }
 
     __attribute__((always_inline)) I32 of(I32 codes) const {
-        if constexpr (BITS == 6)
-            return {_mm512_permutex2var_epi16(values[0], codes.v, values[1])};
+        if constexpr (BITS == 6) return {_mm512_permutex2var_epi16(values[0], codes.v, values[1])};
         else return {_mm512_permutexvar_epi16(codes.v, values[0])};
     }
 };
@@ -49,7 +48,9 @@ INLINE I32 nibbles_under(I32 low, I32 high) {
     return {_mm512_ternarylogic_epi32(low.v, high.v, _mm512_set1_epi16(15), A_IF_C_ELSE_B)};
 }
 
-INLINE F32 first_of_pairs(I32 pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs.v, 16))}; }
+INLINE F32 first_of_pairs(I32 pairs) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs.v, 16))};
+}
 INLINE F32 second_of_pairs(I32 pairs) {
     const __m512i mask = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
     return {_mm512_castsi512_ps(_mm512_and_si512(pairs.v, mask))};
@@ -128,8 +129,7 @@ INLINE F32 load_scales(const char *at, bool wide) {
 
 // acc += R rows by two inputs, whose weights are pairs of bf16.
 template <int R>
-INLINE void add_pairs(
-    F32 (&acc)[R][2], I32 a, I32 b, const RowPointers<R, bf16> &rows, int64_t k) {
+INLINE void add_pairs(F32 (&acc)[R][2], I32 a, I32 b, const RowPointers<R, bf16> &rows, int64_t k) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
         const I32 pair = splat_words(rows[r] + k);
@@ -316,8 +316,7 @@ INLINE float as_float(uint16_t upper_half) {
 INLINE float value_of(const Grouping &grouping, const char *codes, int64_t lane, int64_t input) {
     constexpr int64_t WORDS = PANEL * 4;
     const int64_t bits = grouping.bits;
-    if (bits == 8)
-        return static_cast<int8_t>(codes[input / 4 * WORDS + lane * 4 + input % 4]);
+    if (bits == 8) return static_cast<int8_t>(codes[input / 4 * WORDS + lane * 4 + input % 4]);
     const int64_t unit = code_unit(bits), within = input % unit;
     const char *from = codes + input / unit * unit * bits * 4 + lane * 4;
     const auto word = [&](int64_t index) {

@@ -10,7 +10,9 @@ namespace ISA_NS {
 // The codes of some inputs of one output, whose words lie PANEL apart.
 INLINE void pack_codes(const uint8_t *codes, int64_t inputs, int64_t bits, char *to) {
     constexpr int64_t WORDS = PANEL * 4;
-    const auto put = [&](int64_t index, uint32_t word) { std::memcpy(to + index * WORDS, &word, 4); };
+    const auto put = [&](int64_t index, uint32_t word) {
+        std::memcpy(to + index * WORDS, &word, 4);
+    };
     if (bits == 8) {
         for (int64_t k = 0; k < inputs; k += 4) std::memcpy(to + k / 4 * WORDS, codes + k, 4);
         return;

@@ -25,10 +25,10 @@ enum class Weights : int {
 // these are the lower four; the upper ones of 32 or of 16 inputs follow as a word in the same
 // order. Codes of 8 bits are signed numbers, laid out as in `int8`.
 struct Grouping {
-    int64_t bits;        // of a code: 4, 5, 6 or 8
-    int64_t group;       // inputs of a group; the last one may have fewer
-    bool wide;           // scales and minimums are float32, not float16
-    bool minimums;       // whether there are minimums; else they are zero
+    int64_t bits;            // of a code: 4, 5, 6 or 8
+    int64_t group;           // inputs of a group; the last one may have fewer
+    bool wide;               // scales and minimums are float32, not float16
+    bool minimums;           // whether there are minimums; else they are zero
     const uint16_t *values;  // in bf16, of each code; null: codes of 8 bits are their values
 };
 
