@@ -134,7 +134,7 @@ int64_t MixtureOfExperts::lay_out(ExpertsRoom &room, int64_t tokens, Part &&part
     int64_t total = 0;
     const auto place = [&](auto &pointer, int64_t bytes) {
         using Pointer = std::remove_reference_t<decltype(pointer)>;
-        pointer = static_cast<Pointer>(static_cast<void *>(part(total)));
+        pointer = reinterpret_cast<Pointer>(part(total));
         total += (bytes + 63) / 64 * 64;
     };
     const int64_t number = packed_.dtype == Dtype::bf16 ? 2 : 4;
