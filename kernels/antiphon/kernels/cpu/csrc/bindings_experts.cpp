@@ -119,7 +119,7 @@ at::Tensor MixtureOfExperts::forward(const at::Tensor &x) const {
 
 int64_t MixtureOfExperts::room_bytes(int64_t tokens) const {
     ExpertsRoom room{};
-    return lay_out(room, tokens, [](int64_t) { return nullptr; });
+    return lay_out(room, tokens, [](int64_t) -> char * { return nullptr; });
 }
 
 ExpertsRoom MixtureOfExperts::room_at(char *memory, int64_t tokens) const {
