@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 SHARED = frozenset(
     f"antiphon.model_worker.cache.{module}"
-    for module in ("pages", "radix", "tree", "eviction", "events")
+    for module in ("pages", "pool", "states", "radix", "tree", "eviction", "events")
 )
 """Modules with state that all requests share: page pools, page tables and the radix tree. Stateless
 modules count only where one of these calls them: a prompt that cannot be hashed before that is a
