@@ -1,4 +1,4 @@
-"""A plan as one contiguous buffer: what a rank receives, a device copies, a recording keeps.
+"""A plan as one contiguous buffer, as a recording keeps it.
 
 A plan is built of arrays of its own, since it shares most of them with the plan before it; what
 sends it elsewhere packs it, beside the loop and not in it. Layout: the length of the header, the
@@ -61,7 +61,10 @@ def unpack(buffer: bytearray, kind: type[Packed]) -> Packed:
         dtype, shape, offset = msgspec.convert(value, tuple[str, tuple[int, ...], int])
         return _view(buffer, np.dtype(dtype), shape, first + offset)
 
-    return msgspec.msgpack.decode(header, type=kind, dec_hook=view)
+    try:
+        return msgspec.msgpack.decode(header, type=kind, dec_hook=view)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def _view(buffer: bytearray, dtype: np.dtype[np.generic], shape: tuple[int, ...], at: int) -> Array:

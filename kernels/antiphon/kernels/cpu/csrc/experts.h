@@ -1,7 +1,7 @@
 // A mixture of experts: routing, the linears of all chosen experts, and their weighted sum.
 //
 // Rows, pairs of a token and one of its choices, are sorted by expert, so that each expert's panels
-// are read once by all of its rows; experts that nobody chose are not read. Every linear is cut into
+// are read once by all of its rows; experts that no token chose are not read. Every linear is cut into
 // chunks of like work (chunks.h), and threads take those of all experts from one ticket. What a row
 // comes to depends on that row alone: a linear sums in one order, and a token's experts are summed
 // in the order of its choices.
