@@ -22,6 +22,7 @@ from antiphon.config.cluster import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, LinearFormat, LoadConfig
 from antiphon.config.settings import Settings
+from antiphon.config.speculation import SpeculationConfig
 from antiphon.config.worker import CacheConfig, Policy
 from antiphon.model_card.files import find_files
 from antiphon.model_card.hub import PublishedFile
@@ -29,13 +30,15 @@ from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.planner import QueueRules
-from antiphon.model_worker.batching.state import ChoiceKey, RequestState
+from antiphon.model_worker.batching.state import ChoiceKey, Progress, RequestState
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup import checksums, warm_up
 from antiphon.model_worker.startup.checksums import HUB, content_digest, verify
 from antiphon.model_worker.startup.engine import Engine, open_engine, open_engine_core
 from antiphon.resolve.resolved_config import resolve
 from antiphon.service.startup import CannotStart
+from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import RequestId
 
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.model_worker.batching.engine_core import EngineCore
-    from antiphon.model_worker.batching.state import Progress
+    from antiphon.model_worker.speculation.text_index import IndexedText
 
 SMALL = Settings(cache=CacheConfig(tokens_max=512))
 
@@ -170,6 +173,50 @@ def test_a_warmed_up_engine_is_empty_again() -> None:
     report = warm_up.warm_up(loop_of(engine))
     assert (report.step, report.progress) == (2, ())
     assert engine.core.pools.used() == [0]
+
+
+def drafting(**batching: int) -> Settings:
+    """Drafts from n-grams, with these limits of batches."""
+    limited = msgspec.structs.replace(SMALL.batching, **batching)
+    return msgspec.structs.replace(
+        SMALL, batching=limited, speculation=SpeculationConfig(algorithm="ngram")
+    )
+
+
+def test_sizes_that_never_decode_together_are_left_out_of_the_costs() -> None:
+    engine = open_engine(drafting(running_max=32, prefill_max=1))
+    warm_up.warm_up(loop_of(engine), engine.core)
+    speculation = engine.core.speculation
+    assert speculation is not None
+    assert speculation.costs is not None
+    assert speculation.costs.tokens == tuple(range(1, speculation.drafts_max + 2))
+
+
+def test_a_text_that_cannot_be_indexed_ends_its_request_alone() -> None:
+    engine = open_engine(drafting())
+    loop, speculation = loop_of(engine), engine.core.speculation
+    assert speculation is not None
+    assert isinstance(speculation.drafter, RequestTexts)
+    ngrams, broken = speculation.drafter.ngrams, list[object]()
+    extend = ngrams.extend
+
+    def extend_others(text: IndexedText, ids: bytes) -> None:
+        if text in broken:
+            raise ValueError("the index of this text is broken")
+        if not broken:
+            broken.append(text)
+        extend(text, ids)
+
+    ngrams.extend = extend_others
+    mail = Mail(runs={ChoiceKey(n): greedy([5 + n] * 4, n, 12) for n in range(2)})
+    ends: dict[int, FinishReason] = {}
+    while not engine.core.idle or mail.runs:
+        for progress in loop.turn(mail).progress:
+            if isinstance(progress, Progress) and progress.finish is not None:
+                ends[progress.key] = progress.finish.reason
+        mail = Mail()
+    assert sorted(ends.values()) == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert engine.core.pools.used()[0] == engine.core.pools.loose()[0]
 
 
 @pytest.mark.parametrize("faster", [False, True])

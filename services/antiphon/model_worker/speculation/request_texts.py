@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.model_worker.speculation.ngram import NgramDrafter
     from antiphon.model_worker.speculation.text_index import IndexedText
+
+log = logging.getLogger(__name__)
 
 TOKENS_MAX = 2048
 """Tokens that are indexed at once, in 3 ms: a long prompt takes several steps."""
@@ -36,11 +39,15 @@ class RequestTexts:
         return np.array(drafts[: ends[0]] if ends else drafts, np.int32)
 
     def ended(self, request: Request) -> None:
-        """Keep the text of a request for others."""
-        if request.key in self._texts:
+        """Keep the text of a request for others; as much as was indexed, should the rest fail."""
+        if request.key not in self._texts:
+            return
+        try:
             self._index(request)
-            text, _ = self._texts.pop(request.key)
-            self.ngrams.end(text)
+        except Exception:
+            log.exception("text not indexed", extra={"request_id": request.state.request_id})
+        text, _ = self._texts.pop(request.key)
+        self.ngrams.end(text)
 
     def _index(self, request: Request) -> int:
         """Index what is new of a request; return up to which token it is indexed.

@@ -61,12 +61,17 @@ def warm_up(
         core.speculation.costs = costs = measure_steps(
             loop, core.speculation, core.limits.running_max
         )
-        log.info("step costs", extra={"tokens": costs.tokens, "seconds": costs.seconds})
+        if costs is not None:
+            log.info("step costs", extra={"tokens": costs.tokens, "seconds": costs.seconds})
     return msgspec.structs.replace(report, progress=())
 
 
-def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -> StepCosts:
+def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -> StepCosts | None:
     """Measure what decode steps cost: of one row with drafts, and of many rows without.
+
+    A size that does not come about is left out, and larger ones with it: there may be too few
+    states for so many drafts, or prefills that are too small for so many rows to decode together.
+    None if fewer than two sizes ran.
 
     Raises:
         CannotStart: The model does not run.
@@ -75,15 +80,21 @@ def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -
     with _fixed_drafts(speculation):
         for drafts in range(speculation.drafts_max + 1):
             speculation.fixed = drafts
-            costs[1 + drafts] = _step_seconds(loop, rows=1, tokens=1 + drafts)
+            if (seconds := _step_seconds(loop, rows=1, tokens=1 + drafts)) is None:
+                break
+            costs[1 + drafts] = seconds
         speculation.fixed = 0
         rows = 2 * (1 + speculation.drafts_max)
         while rows <= rows_max:
-            costs[rows] = _step_seconds(loop, rows=rows, tokens=rows)
+            if (seconds := _step_seconds(loop, rows=rows, tokens=rows)) is None:
+                break
+            costs[rows] = seconds
             rows *= 2
+    if len(costs) < 2:  # what `StepCosts` needs
+        return None
     # A longer step does not take less time: what says so is noise.
-    seconds = np.maximum.accumulate(list(costs.values())).tolist()
-    return StepCosts(tuple(costs), tuple(seconds))
+    rising = np.maximum.accumulate(list(costs.values())).tolist()
+    return StepCosts(tuple(costs), tuple(rising))
 
 
 def choose_overlap(loop: BatchingLoop, core: EngineCore, runner: PlanRunner) -> ResolvedValue[bool]:
@@ -140,15 +151,13 @@ def _decode_seconds(loop: BatchingLoop, rows: int) -> float:
 MEASURED_STEPS = 5
 
 
-def _step_seconds(loop: BatchingLoop, *, rows: int, tokens: int) -> float:
-    """The shortest of some decode steps of so many rows and tokens."""
+def _step_seconds(loop: BatchingLoop, *, rows: int, tokens: int) -> float | None:
+    """The shortest of some decode steps of so many rows and tokens; None if none ran."""
     outputs = (1 + MEASURED_STEPS) * (1 + tokens - rows) + 1
     sampling = SamplingParams(max_new_tokens=outputs, ignore_eos=True)
     _, reports = _run(loop, rows, sampling)
     steps = [r.seconds for r in reports if (r.rows, r.tokens, r.prefill_rows) == (rows, tokens, 0)]
-    if not steps:
-        raise CannotStart(f"no step of {rows} rows and {tokens} tokens ran")
-    return min(steps)
+    return min(steps, default=None)
 
 
 def _run(
