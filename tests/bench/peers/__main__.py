@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,9 @@ def main() -> None:
     shapes = dict.fromkeys(case.shape for case in cases)
     models = [made(shape, arguments.cache) for shape in shapes]
     kinds = [KINDS[name](arguments.cache, cores) for name in arguments.peers]
-    peers, entrants = _install(kinds, models)
+    peers, entrants = _install(kinds, models[0])
     if arguments.install_only:
+        _prepare(peers, models)
         return
     if arguments.rehearse:
         arguments.rounds, arguments.quiet_in_s = 1, None
@@ -62,22 +64,29 @@ def main() -> None:
         write_page()
 
 
-def _install(peers: Sequence[Peer], models: Sequence[Model]) -> tuple[list[Peer], list[Entrant]]:
-    """Return the available peers, and a description of each."""
+def _install(peers: Sequence[Peer], first: Model) -> tuple[list[Peer], list[Entrant]]:
+    """Return the available peers, and a description of each serving the first model."""
     here: list[Peer] = []
     entrants: list[Entrant] = []
     for peer in peers:
         print_progress(f"installing {peer.name}")
         try:
             peer.install()
-            for model in models:
-                peer.prepare(model)
-            entrants.append(entrant(peer, models[0]))
+            entrants.append(entrant(peer, first))
             here.append(peer)
         except NotHere as error:
             print_progress(f"  skipped: {error}")
             entrants.append(Entrant(name=peer.name, arithmetic=peer.arithmetic, skipped=str(error)))
     return here, entrants
+
+
+def _prepare(peers: Sequence[Peer], models: Sequence[Model]) -> None:
+    for peer, model in product(peers, models):
+        print_progress(f"converting {model.name} for {peer.name}")
+        try:
+            peer.prepare(model)
+        except NotHere as error:
+            print_progress(f"  not possible: {error}")
 
 
 def _arguments() -> argparse.Namespace:

@@ -6,6 +6,7 @@ measured on every case. The order rotates each round.
 
 The first round measures every server on every case. A server far behind the best peer is skipped
 for that case in later rounds: it will not be the best one, and time on an idle machine is scarce.
+A server that cannot convert or serve a model is not asked for that model again.
 """
 
 from __future__ import annotations
@@ -114,17 +115,20 @@ def play_rounds(
         Busy: The machine was not idle in time.
     """
     first: list[Sample] = []
+    unable: set[tuple[str, str]] = set()
     for round_ in range(rounds):
         turn = round_ % len(peers)
         for model, all_cases in cases:
             for peer in (*peers[turn:], *peers[:turn]):
                 asked = [case for case in all_cases if not round_ or contends(peer, case, first)]
-                if not asked:
+                if not asked or (peer.name, model.name) in unable:
                     continue
                 referee.wait()
                 referee.progress(f"round {round_ + 1}: {peer.name} on {model.name}")
                 played = _turn(round_, peer, model, asked, referee)
                 first += played.samples if not round_ else ()
+                if played.failed and peer.name != OURS:
+                    unable.add((peer.name, model.name))
                 yield played
 
 
@@ -140,6 +144,7 @@ def contends(peer: Peer, case: Case, first: Sequence[Sample]) -> bool:
 
 def _turn(round_: int, peer: Peer, model: Model, cases: Sequence[Case], referee: Referee) -> Turn:
     try:
+        peer.prepare(model)
         with running(peer, model) as server:
             guest = Guest(round_, peer, server, Vocabulary(model.folder), referee)
             samples = asyncio.run(guest.samples(cases))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +15,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.bench.machine import INSTRUCTIONS, Device, Machine, instructions
-from tests.bench.models import CACHE, LLAMA_135M, Model
+from tests.bench.models import CACHE, EXPERTS, LLAMA_135M, Model
 from tests.bench.page.against_peers import LATER, TITLES
 from tests.bench.page.write import page
 from tests.bench.peers import rounds as reporting
 from tests.bench.peers.__main__ import KINDS
 from tests.bench.peers.cases import CASES, Case, output_limit, prefill_s, step_s
-from tests.bench.peers.peer import NotHere, Peer, config_digest, running
+from tests.bench.peers.peer import NotHere, Peer, Server, config_digest, running
 from tests.bench.peers.quiet import Work, work
 from tests.bench.peers.rounds import (
+    Guest,
     PeersReport,
     Referee,
     Sample,
@@ -31,6 +33,7 @@ from tests.bench.peers.rounds import (
     seed_of,
     summarize,
 )
+from tests.bench.peers.servers import Vllm
 from tests.bench.serving.metrics import Metrics, Spread, measure
 from tests.bench.summary import Entrant, Measurement, write
 from tests.system.stack import processes, wait_until
@@ -38,7 +41,7 @@ from tests.system.stack import processes, wait_until
 from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 DECODE, BURST = (next(c for c in CASES if c.name == name) for name in ("llama-135m-16", "ttft"))
 DEVICE = Device(31.8, 433.0)
@@ -127,6 +130,34 @@ def test_report_grows_by_a_turn_and_has_a_device_a_round(monkeypatch: pytest.Mon
     found = list(reporting.reports((), (), (), 2, Referee(None, print)))
     assert [len(each.turns) for each in found] == [1, 2, 3]
     assert [each.devices for each in found] == [(DEVICE,), (DEVICE,), (DEVICE, DEVICE)]
+
+
+def test_a_peer_that_cannot_convert_a_model_is_asked_for_the_others_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Partial(Vllm):
+        def prepare(self, model: Model) -> None:
+            if model.shape is EXPERTS:
+                raise NotHere("no experts")
+
+    @contextmanager
+    def serving(peer: Peer, model: Model) -> Iterator[Server]:
+        yield Server("", model.name, os.getpid(), 1.0)
+
+    async def no_samples(self: Guest, cases: Sequence[Case]) -> tuple[Sample, ...]:
+        return ()
+
+    monkeypatch.setattr(reporting, "running", serving)
+    monkeypatch.setattr(reporting, "Vocabulary", lambda _: None)
+    monkeypatch.setattr(Guest, "samples", no_samples)
+    shapes = [(Model(shape, tmp_path), (DECODE,)) for shape in (EXPERTS, LLAMA_135M)]
+    referee = Referee(None, lambda _: None)
+    played = list(reporting.play_rounds([Partial(CACHE, 2)], shapes, 2, referee))
+    assert [(turn.round, turn.model, turn.failed) for turn in played] == [
+        (0, EXPERTS.name, "no experts"),
+        (0, LLAMA_135M.name, None),
+        (1, LLAMA_135M.name, None),
+    ]
 
 
 def test_for_times_the_lowest_is_best() -> None:
