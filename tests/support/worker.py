@@ -167,6 +167,9 @@ class FakeEngine:
         self._outputs[key] = self.store.open(np.array(ids, np.int32))
         self._lengths[key] = len(ids)
 
+    def outputs(self, key: int) -> OutputIds:
+        return self._outputs[key]
+
     def progress(
         self,
         key: int,

@@ -21,6 +21,7 @@ from tests.support.worker import (
 )
 
 from antiphon.model_worker.batching.state import ChoiceKey, Finish
+from antiphon.model_worker.batching.token_store import OutputIds
 from antiphon.model_worker.protocol.commands import AttemptTombstones
 from antiphon.model_worker.protocol.held_request import ROW_IDS_MAX, HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import BATCH_BYTES_MAX
@@ -53,6 +54,7 @@ from antiphon.wire.submit import OpenList, OpenRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from antiphon.model_worker.batching.plan import Ints
     from antiphon.wire.tokens import TokenRow
 
 
@@ -506,6 +508,37 @@ def test_what_cannot_be_given_back_ends_and_what_is_beside_it_is_given_back(
     assert given_back(bench) == ["b"]
     (row,) = bench.rows()
     assert (row.request_id, row.finish_reason) == ("a", FinishReason.ERROR)
+
+
+def test_a_request_whose_last_row_cannot_be_made_ends_where_it_was_sent_up_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(admit(choices=2))
+    bench.step(1, [5])
+    bench.step(2, [6])
+    bench.rows()
+    bench.step(1, [7], LENGTH)
+    bench.step(2, [8, 9], LENGTH)
+    real, broken = OutputIds.read, bench.engine.outputs(2)
+
+    def read(outputs: OutputIds, start: int, end: int) -> Ints:
+        assert outputs is not broken, "a bug, on purpose"
+        return real(outputs, start, end)
+
+    monkeypatch.setattr(OutputIds, "read", read)
+    (whole,) = bench.rows()
+    assert (whole.choice, whole.offset, whole.finish_reason) == (0, 1, FinishReason.LENGTH)
+    (failed,) = bench.rows()
+    assert (failed.choice, failed.offset, failed.token_ids) == (1, 1, b"")
+    assert failed.error is not None
+    assert failed.error.code == "internal"
+    bench.resend(place(2), place(0, choice=1))  # as after a restart, for a token that was sent
+    (whole,) = bench.rows()
+    assert (whole.choice, whole.finish_reason) == (0, FinishReason.LENGTH)
+    (failed,) = bench.rows()
+    assert (failed.choice, failed.offset, failed.finish_reason) == (1, 0, FinishReason.ERROR)
+    assert not bench.output.has_unsent
+    assert not bench.output.has_actions, "the loop has ended both choices before"
 
 
 def given_back(bench: Bench) -> list[str]:

@@ -66,6 +66,11 @@ class HeldChoice:
         return self.finish is None and not self._stopped
 
     @property
+    def end_unsent(self) -> bool:
+        """Whether its detokenizer still waits for its end."""
+        return not (self._end_sent or self._stopped)
+
+    @property
     def can_be_plain(self) -> bool:
         """Whether its next token may go into columns."""
         return self.live and self.slot >= 0 and self._number_sent and self._sent == self.length
@@ -90,8 +95,11 @@ class HeldChoice:
         self.length = self._sent = length
 
     def fail(self, finish: Finish) -> None:
+        """End it where it was sent up to: a row after a gap would be requested for ever."""
         self.finish = finish
-        self._sent = self._end
+        self.length = max(0, min(self.length, self._sent))
+        if self._details is not None:
+            self._details.truncate(self._sent)
 
     def stop(self, offset: int | None = None) -> int:
         """End it without a finish message, cut at `offset`; return the number of ids cut off."""
@@ -113,18 +121,16 @@ class HeldChoice:
     def unsent(self, stream: TokenStream | None) -> Iterator[TokenRow]:
         """Take what was not sent yet, in rows of bounded size and a single origin each.
 
-        The first row carries `stream`.
+        The first row carries `stream`. A row that cannot be made is not taken.
         """
         while not self._stopped and (
             self._sent < self._end or (self.finish is not None and not self._end_sent)
         ):
             offset = self._sent
             (weights, retractions), until = self._origin_at(offset)
-            self._sent = end = self._row_end(until)
-            self._number_sent = self._number is not None
-            self._end_sent = self.finish is not None and end == self._end
-            finish = self.finish if self._end_sent else None
-            yield TokenRow(
+            end = self._row_end(until)
+            finish = self.finish if end == self._end else None
+            row = TokenRow(
                 request_id=self._request_id,
                 choice=self.index,
                 attempt=self._attempt,
@@ -139,6 +145,9 @@ class HeldChoice:
                 matched_stop=finish.matched_stop if finish else None,
                 error=finish.error if finish else None,
             )
+            self._sent, self._end_sent = end, finish is not None
+            self._number_sent = self._number is not None
+            yield row
             stream = None
 
     @property
@@ -162,13 +171,15 @@ class HeldChoice:
         return min(end, offset + ROW_IDS_MAX)
 
     def _ids(self, start: int, end: int) -> bytes:
+        if start == end:
+            return b""
         if self._outputs is None:
             return self._first_ids[start * ID_BYTES : end * ID_BYTES]
         return self._outputs.read(start, end).astype(WIRE_IDS, copy=False).tobytes()
 
     def _token_outputs(self, start: int, end: int) -> TokenOutputs | None:
         """Those of tokens [start, end): first the ones that are here, then those in the store."""
-        if self._details is None:
+        if self._details is None or start == end:
             return None
         here, first = self._details.read(start, end), max(start, self._details.end)
         if first >= end or self._outputs is None:
@@ -256,13 +267,12 @@ class HeldRequest:
     def repeat_end(self) -> None:
         self.rewind({choice.index: choice.length for choice in self.choices})
 
-    def unsent(self) -> list[TokenRow]:
+    def unsent(self) -> Iterator[TokenRow]:
         """Take the rows that were not sent yet; the first of all carries the `TokenStream`."""
-        rows: list[TokenRow] = []
         for choice in self.choices:
-            rows += choice.unsent(None if rows or self._introduced else self._introduction())
-        self._introduced |= bool(rows)
-        return rows
+            for row in choice.unsent(None if self._introduced else self._introduction()):
+                self._introduced = True
+                yield row
 
     def _introduction(self) -> TokenStream:
         return msgspec.structs.replace(self._stream, cached_tokens=self.cached_tokens)

@@ -81,8 +81,9 @@ class TokenOutbox:
         unsent, self._unsent = self._unsent, {}
         rows = {detokenizer: list[TokenRow]() for detokenizer in columns}
         for held in unsent.values():
+            some = rows.setdefault(held.detokenizer, [])
             try:
-                rows.setdefault(held.detokenizer, []).extend(held.unsent())
+                some.extend(held.unsent())  # those before one that cannot be made are in it, too
             except Exception:
                 log.exception("rows failed", extra={"request_id": held.request_id})
                 self._fail(held.request_id)

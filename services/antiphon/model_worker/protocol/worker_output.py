@@ -221,7 +221,7 @@ class WorkerOutput:
             choice.extend(news)
         except Exception:
             log.exception("progress failed", extra={"request_id": held.request_id})
-            self._fail((news.key,))
+            self._fail(held, choice)
             return True
         self._outbox.put(held)
         if choice.live:
@@ -244,8 +244,9 @@ class WorkerOutput:
     def fail_step(self, progress: Iterable[AnyProgress]) -> None:
         """End all requests of a step that could not be taken in."""
         for news in progress:
-            one = isinstance(news, Progress)
-            self._fail([news.key] if one else map(ChoiceKey, news.keys.tolist()))
+            for key in [news.key] if isinstance(news, Progress) else news.keys.tolist():
+                if (known := self._choices.get(key)) is not None:
+                    self._fail(*known)
 
     @property
     def has_actions(self) -> bool:
@@ -258,17 +259,18 @@ class WorkerOutput:
         return actions
 
     def _fail_request(self, request_id: RequestId) -> None:
+        """End each choice whose end was not sent, whether or not the loop still runs it."""
         if (held := self._held.get(request_id)) is not None:
-            self._fail([choice.key for choice in held.choices])
+            for choice in held.choices:
+                if choice.end_unsent:
+                    self._fail(held, choice)
 
-    def _fail(self, keys: Iterable[ChoiceKey]) -> None:
-        for key in keys:
-            if (known := self._choices.pop(key, None)) is not None:
-                held, choice = known
-                self._plain.close(choice)
-                choice.fail(Finish.failed(Internal("internal error")))
-                self._outbox.put(held)
-                self._actions.append(DropChoice(key))
+    def _fail(self, held: HeldRequest, choice: HeldChoice) -> None:
+        self._plain.close(choice)
+        choice.fail(Finish.failed(Internal("internal error")))
+        self._outbox.put(held)
+        if self._choices.pop(choice.key, None) is not None:
+            self._actions.append(DropChoice(choice.key))
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
         """Note that the batching loop has started these choices: they are not requeued any more."""
