@@ -137,15 +137,16 @@ def spans(rows: StepRows) -> list[tuple[int, int, bool]]:
 
 
 def outcome(step: int, tokens: Sequence[list[int]], rows: StepRows | None = None) -> StepOutcome:
-    """Row i accepts `tokens[i]`; it is computed, unless it should have sampled and did not."""
+    """Row i accepts `tokens[i]`, and is computed as far as these say, or to its end."""
+    counts = [*map(len, tokens)]
     computed = np.ones(len(tokens), np.int32)
     if rows is not None:
-        sampled = np.array([bool(ids) for ids in tokens])
-        lengths = np.where(rows.logit_counts > 1, [*map(len, tokens)], rows.ends - rows.starts)
-        computed = np.where(sampled | ~rows.draws, lengths, 0).astype(np.int32)
+        assert (np.minimum(counts, 1) == rows.draws).all(), "a row samples what it should"
+        lengths = np.where(rows.logit_counts > 1, counts, rows.ends - rows.starts)
+        computed = lengths.astype(np.int32)
     return StepOutcome(
         step=step,
-        starts=np.cumsum([0, *map(len, tokens)], dtype=np.int32),
+        starts=np.cumsum([0, *counts], dtype=np.int32),
         token_ids=np.array([t for ids in tokens for t in ids], np.int32),
         status=np.zeros(len(tokens), np.int32),
         computed=computed,

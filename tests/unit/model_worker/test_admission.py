@@ -197,13 +197,6 @@ def test_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
     assert plan.tokens.tolist() == [5, *range(18, 26)]
 
 
-def test_row_that_samples_nothing_is_run_again() -> None:
-    steps = Steps()
-    steps.add(1)
-    assert steps.run([]) == ()
-    assert spans(steps.next()) == [(0, 3, True)]
-
-
 def test_request_that_does_not_fit_waits() -> None:
     steps = Steps(pages=10)
     steps.add(1, 16, max_new_tokens=16, ignore_eos=True)
@@ -372,13 +365,14 @@ def test_next_step_may_be_planned_before_the_last_outcome() -> None:
     assert steps.batching.idle
 
 
-def test_step_planned_on_a_wrong_assumption_is_skipped() -> None:
+def test_rows_of_a_discarded_plan_are_launched_again() -> None:
     steps = Steps()
     steps.add(1, max_new_tokens=5)
     first, second = steps.next(), steps.next()
-    assert steps.commit(first, []) == ()
-    assert steps.commit(second, [7]) == ()
-    assert spans(steps.next()) == [(0, 3, True)]
+    steps.commit(first, [6])
+    steps.batching.discard_launched(second)
+    assert not steps.batching.batch.is_current(second).any()
+    assert spans(steps.next()) == [(3, 4, True)]
 
 
 def test_request_of_known_length_is_not_run_beyond_its_end() -> None:

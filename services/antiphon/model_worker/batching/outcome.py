@@ -98,10 +98,10 @@ class OutcomeProcessor:
     def commit(self, rows: StepRows, outcome: StepOutcome) -> None:
         """Commit the rows that are still current."""
         rows = self.batch.placed(rows)
-        sound = self.batch.is_current(rows) & (outcome.computed > 0)
-        index = sound.nonzero()[0]
+        current, failed = self.batch.is_current(rows), outcome.status != RowStatus.OK
+        index = (current & ~failed).nonzero()[0]
         if len(index) < len(rows):
-            self._settle_unsound(rows, outcome, (~sound).nonzero()[0])
+            self._end_failed(rows, outcome, (current & failed).nonzero()[0])
             rows = rows.take(index)
         plain = rows.decodes == len(rows)  # of one token each
         ends = rows.ends if plain else rows.starts + outcome.computed[index]
@@ -158,15 +158,10 @@ class OutcomeProcessor:
         except Exception as error:  # noqa: BLE001  # logged there
             self.fail(request, error)
 
-    def _settle_unsound(self, rows: StepRows, outcome: StepOutcome, unsound: Indices) -> None:
-        """End the requests of rows that failed; let those that sampled nothing run again."""
-        current = self.batch.is_current(rows)
-        for row in unsound[current[unsound]].tolist():
+    def _end_failed(self, rows: StepRows, outcome: StepOutcome, failed: Indices) -> None:
+        for row in failed.tolist():
             with self._alone(rows.slots, row) as request:
-                if status := outcome.status.item(row):
-                    self.end(request, Finish.failed(_failure(status)))
-                    continue
-                self.batch.resume(request, rows.starts.item(row))
+                self.end(request, Finish.failed(_failure(outcome.status.item(row))))
 
     def _commit_chunk(self, request: Request, outcome: StepOutcome, index: int) -> None:
         """Commit a row that samples nothing: of a prompt that goes on, is scored, or is pooled."""

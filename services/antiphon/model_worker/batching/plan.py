@@ -303,7 +303,7 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         computed: Leading tokens of a row whose keys and values are valid now: of a verify row as
-            many as it accepted. 0 for a row that failed, or is to run again.
+            many as it accepted. 0 of a row that failed, and of no other.
         plan: The plan as it was computed, if it had placeholders of drafts, or rows that follow.
     """
 

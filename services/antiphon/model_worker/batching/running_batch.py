@@ -434,34 +434,31 @@ class RunningBatch(SlotArrays):
 
         These tokens stay in flight.
         """
-        self._recall(request, request.computed)
+        self._recall(request)
         self.in_flight[request.slot] = 1
         self.blocked[request.slot] = True
-
-    def resume(self, request: Request, computed: int) -> None:
-        """Continue from `computed`: later launched rows rest on a wrong assumption."""
-        slot = request.slot
-        self._recall(request, computed)
-        self.in_flight[slot] = 0
-        self.blocked[slot] = False
-        if request.prefilling and slot in self._decodes:
-            self.prefills[slot] = self._decodes.pop(slot)
-            self._decoding = None
-
-    def _recall(self, request: Request, computed: int) -> None:
-        slot, table = request.slot, request.running_table
-        for chains in self.chains.values():
-            chains.recall(slot)
-        self.computed[slot] = self.scheduled[slot] = self.base[slot] = computed
-        self.slack[slot] = self.drafted[slot] = 0
-        table.truncate(max(request.length, computed, table.committed))
-        self.update(request)
-        self.generation[slot] += 1
 
     def unlaunch(self, rows: StepRows) -> None:
         """Undo `launch` for rows that are not launched after all, or not committed."""
         for slot in rows.slots.slots[self.is_current(rows)].tolist():
-            self.resume(self.running[slot], self.computed.item(slot))
+            request = self.running[slot]
+            self._recall(request)
+            self.in_flight[slot] = 0
+            self.blocked[slot] = False
+            if request.prefilling and slot in self._decodes:
+                self.prefills[slot] = self._decodes.pop(slot)
+                self._decoding = None
+
+    def _recall(self, request: Request) -> None:
+        """Let the next row begin where the computed tokens end: rows launched before are stale."""
+        slot, table, computed = request.slot, request.running_table, request.computed
+        for chains in self.chains.values():
+            chains.recall(slot)
+        self.scheduled[slot] = self.base[slot] = computed
+        self.slack[slot] = self.drafted[slot] = 0
+        table.truncate(max(request.length, computed, table.committed))
+        self.update(request)
+        self.generation[slot] += 1
 
     def append(self, slots: SlotSet, outputs: Longs, ids: Ints, logprobs: Floats | None) -> None:
         """Append a sampled token to the `outputs` tokens of each of these; all (R,)."""

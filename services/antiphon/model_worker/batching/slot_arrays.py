@@ -21,7 +21,7 @@ class SlotArrays:
         in_flight: (S,) tokens that launched rows sample, at most.
         slack: (S,) drafts in flight: by so many both may be too large.
         drafted: (S,) drafts that the last launched row asks the runner for.
-        base: (S,) where the first row since the last start or resumption begins.
+        base: (S,) where the first row begins since the start, or since launched rows were stale.
         generation: (S,) grows when launched rows become stale.
         prompt: (S,) prompt tokens.
         tokens_max: (S,) maximum length.
