@@ -17,6 +17,13 @@ from antiphon.kernels.attention import (
     bidirectional_attention,
     paged_attention,
 )
+from antiphon.kernels.kv import (
+    as_bytes,
+    key_pages_shape,
+    page_slots,
+    store_kv,
+    value_pages_shape,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +73,24 @@ def one_by_one(
     return out
 
 
+def pages_of(keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values (P, S, H, D) as the pages of a model that computes in `dtype`.
+
+    What no token has is a NaN, or the last code of eight bits, which is one.
+    """
+    pages, page_tokens, heads, size = keys.shape
+    page = (pages, page_tokens, heads, size, dtype)
+    stored: list[Tensor] = []
+    for shape in (key_pages_shape(*page), value_pages_shape(*page)):
+        fresh = torch.empty(shape, dtype=keys.dtype)
+        as_bytes(fresh).fill_(255 if keys.element_size() == 1 else torch.nan)
+        stored.append(fresh)
+    slots = page_slots(page_tokens) * torch.arange(pages)[:, None] + torch.arange(page_tokens)
+    k, v = (as_bytes(kept).flatten(0, 1) for kept in (keys, values))
+    store_kv(k, v, as_bytes(stored[0]), as_bytes(stored[1]), slots.flatten())
+    return stored[0], stored[1]
+
+
 class Case:
     def __init__(self, seed: int, query_len: list[int], prefix: list[int], shape: KvShape) -> None:
         random = np.random.default_rng(seed)
@@ -100,7 +125,12 @@ class Case:
             self.values[pages, offsets] = torch.randn(size, generator=generator).to(self.keys.dtype)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, float]:
-        return self.q, self.keys, self.values, self.rows, self.scale
+        return self.q, *self.pages, self.rows, self.scale
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as attention reads them."""
+        return pages_of(self.keys, self.values, self.q.dtype)
 
     def piece(self, row: int, first: int, count: int) -> tuple[Tensor, Tensor]:
         """The queries of a part of a row, and where they are among all."""
@@ -148,7 +178,7 @@ def assert_equals_the_textbook(
     scale: float | None = None,
 ) -> None:
     case = Case(3, query_len, prefix, shape)
-    found = attention(case.q, case.keys, case.values, case.rows, scale or case.scale)
+    found = attention(case.q, *case.pages, case.rows, scale or case.scale)
     want = textbook(shape, (tuple(query_len), tuple(prefix)), scale)
     torch.testing.assert_close(found, want, atol=tolerance, rtol=tolerance)
 
@@ -251,14 +281,14 @@ def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(
 
 
 def assert_same_bits_in_any_chunk(attention: Row, case: Case, *scales: KvScales) -> None:
-    together = attention(*case.arguments(), *scales)
+    together, pages = attention(*case.arguments(), *scales), case.pages
     for row, length in enumerate(case.rows.query_len):
         for size in (1, 5, 64, 200):
             for first in range(0, int(length), size):
                 count = min(size, int(length) - first)
                 q, where = case.piece(row, first, count)
                 chunk = case.chunk(row, first, count)
-                apart = attention(q, case.keys, case.values, chunk, case.scale, *scales)
+                apart = attention(q, *pages, chunk, case.scale, *scales)
                 assert torch.equal(apart, together[where]), (row, first, count)
 
 
@@ -267,11 +297,58 @@ def assert_same_bits_in_any_chunk(attention: Row, case: Case, *scales: KvScales)
 def test_a_decode_row_has_the_same_bits_in_a_batch_of_64(attention: Row, page_tokens: int) -> None:
     shape = a_shape(dtype=torch.bfloat16, head_size=64, page_tokens=page_tokens)
     case = Case(6, [1] * 64, [3, 15, 16, 17] * 16, shape)
-    together = attention(*case.arguments())
+    together, pages = attention(*case.arguments()), case.pages
     for row in range(64):
         q, where = case.piece(row, 0, 1)
-        apart = attention(q, case.keys, case.values, case.chunk(row, 0, 1), case.scale)
+        apart = attention(q, *pages, case.chunk(row, 0, 1), case.scale)
         assert torch.equal(apart, together[where])
+
+
+SEGMENTS = [510, 511, 512, 513, 1022, 1023, 1024, 1100]
+"""Earlier tokens of decodes about the ends of segments, in which long rows are shared out."""
+
+
+@every_backend
+@pytest.mark.parametrize("window", [None, 50, 600])
+@pytest.mark.parametrize("page_tokens", [4, 16])
+def test_long_rows_equal_the_textbook_and_read_nothing_else(
+    attention: Row, page_tokens: int, window: int | None
+) -> None:
+    shape = a_shape(1, 3, 8, window=window, page_tokens=page_tokens)
+    for prefix in SEGMENTS:
+        assert_equals_the_textbook(attention, shape, [1], [prefix])
+        assert_equals_the_textbook(attention, shape, [3], [prefix])
+
+
+@every_invariant_backend
+@pytest.mark.parametrize("window", [None, 50, 600])
+@pytest.mark.parametrize("head_size", [32, 40, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_row_has_the_bits_of_one_that_is_not_shared_out(
+    attention: Row, dtype: torch.dtype, head_size: int, window: int | None
+) -> None:
+    """As the last query of a chunk it is computed by one thread."""
+    for prefix in SEGMENTS:
+        case = Case(9, [3], [prefix - 2], a_shape(1, 2, head_size, dtype, window, 16))
+        together, pages = attention(*case.arguments()), case.pages
+        for number in (1, 3):
+            with threads(number):
+                q, where = case.piece(0, 2, 1)
+                apart = attention(q, *pages, case.chunk(0, 2, 1), case.scale)
+            assert torch.equal(apart, together[where]), prefix
+
+
+@every_backend
+@pytest.mark.parametrize("window", [None, 1, 17, 33])
+@pytest.mark.parametrize("page_tokens", [1, 2, 3, 5, 16, 24, 32, 64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_may_have_any_number_of_tokens(
+    attention: Row, dtype: torch.dtype, page_tokens: int, window: int | None
+) -> None:
+    shape = a_shape(1, 2, 48, dtype, window, page_tokens)
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02
+    lengths = [1, 1, 1, 1, 3, 2], [0, 15, 16, 63, 64, 70]
+    assert_equals_the_textbook(attention, shape, *lengths, tolerance=tolerance)
 
 
 @every_invariant_backend
@@ -309,7 +386,7 @@ def test_a_query_sees_no_other_run_than_its_own(attention: Row, chunk: int) -> N
     rows = AttentionMetadata.of(whole.shape, whole.page_table, whole.query_len, whole.kv_len)
     assert torch.equal(rows.slot_mapping, case.rows.slot_mapping)
     expected = one_by_one(case.q, case.keys, case.values, whole, case.scale)
-    found = attention(case.q, case.keys, case.values, rows, case.scale)
+    found = attention(case.q, *case.pages, rows, case.scale)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -359,7 +436,7 @@ def test_a_row_has_its_bits_whatever_is_beside_it(row: Row, dtype: torch.dtype) 
 @each_row(bidirectional_attention)
 @pytest.mark.parametrize("size", [6, 32, 64, 256])
 def test_rows_that_see_both_ways_agree_with_float64_in_bfloat16(row: Row, size: int) -> None:
-    lengths = [1, 5, 63, 64, 65, 130]
+    lengths = [1, 5, 63, 64, 65, 130, 530]
     torch.manual_seed(0)
     q, k, v = torch.randn(3, sum(lengths), HEADS, size).bfloat16()
     for window in (None, 20):

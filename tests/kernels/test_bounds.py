@@ -61,7 +61,10 @@ def a_stack(
         eps=1e-5,
         scale=1.0,
     )
-    cache = (torch.zeros(2, 4, 1, 8, dtype=keys), torch.zeros(2, 4, 1, 8, dtype=values))
+    cache = (
+        torch.zeros(2, 1, 8, 4, 1, dtype=keys),
+        torch.zeros(2, 1, 4, 8, 1, dtype=values),
+    )
     stack.add(
         qkv=linear(16, 24),
         out=linear(8, 16),
@@ -88,8 +91,9 @@ def run(stack: Any, tokens: int, groups: list[Any]) -> Any:
 def ready_heads(heads: torch.Tensor, cache: torch.Tensor) -> Any:
     turns = torch.zeros(len(heads), heads.shape[-1])
     places = torch.zeros(len(heads), dtype=torch.int64)
+    values = cache.transpose(2, 3).contiguous()
     return library().qk_norm_rope_store(
-        heads, turns, turns, cache, cache.clone(), places, None, None, 0.0, (1.0, 1.0)
+        heads, turns, turns, cache, values, places, None, None, 0.0, (1.0, 1.0)
     )
 
 
@@ -110,8 +114,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "norms of nothing": lambda: library().rmsnorm(torch.ones(3, 0), torch.ones(0), 1e-5),
     "gates of nothing": lambda: library().silu_mul(torch.ones(3, 0)),
     "nothing that is finite": lambda: library().finite_rows(torch.ones(3, 0)),
-    "heads of nothing": lambda: ready_heads(torch.ones(2, 3, 0), torch.ones(1, 4, 1, 0)),
-    "a cache without heads": lambda: ready_heads(torch.ones(2, 3, 8), torch.ones(1, 4, 0, 8)),
+    "heads of nothing": lambda: ready_heads(torch.ones(2, 3, 0), torch.ones(1, 1, 0, 4, 1)),
+    "a cache without heads": lambda: ready_heads(torch.ones(2, 3, 8), torch.ones(1, 0, 8, 4, 1)),
     "memory of another device": lambda: library().rmsnorm(
         torch.ones(3, 8, device="meta"), torch.ones(8), 1e-5
     ),
@@ -140,8 +144,9 @@ def test_a_team_whose_threads_find_no_memory_raises_and_works_on() -> None:
                 page_tokens=1, heads=1, queries_per_head=1, head_size=head_size, window=0,
                 bidirectional=False, tables=table, query_len=count, kv_len=count,
             )
-            q, cache = torch.ones(4, 1, head_size), torch.ones(1, 1, 1, head_size)
-            return library.paged_attention(q, cache, cache, rows, 1.0, (1.0, 1.0))
+            q, keys = torch.ones(4, 1, head_size), torch.ones(1, 1, head_size, 2, 1)
+            values = torch.ones(1, 1, 2, head_size, 1)
+            return library.paged_attention(q, keys, values, rows, 1.0, (1.0, 1.0))
 
         attend(64)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096

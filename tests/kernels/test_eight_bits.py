@@ -13,6 +13,7 @@ from tests.kernels.test_attention import (
     assert_same_bits_in_any_chunk,
     ints,
     one_by_one,
+    pages_of,
 )
 from tests.kernels.test_stack import PASSES, a_world, assert_has_the_bits_of_its_operations
 from torch import Tensor
@@ -23,7 +24,15 @@ from antiphon.kernels.attention import (
     paged_attention,
     softcap_sink_attention,
 )
-from antiphon.kernels.kv import FP8_MAX, KvScales, LayerKvCache, as_bytes, quantize_fp8
+from antiphon.kernels.kv import (
+    FP8_MAX,
+    KvScales,
+    LayerKvCache,
+    as_bytes,
+    quantize_fp8,
+    read_keys,
+    read_values,
+)
 from antiphon.kernels.rotary import qk_norm_rope_store
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -75,7 +84,8 @@ def test_every_code_is_read_as_a_value(
         shape = KvShape(1, 1, 1, size, dtype)
         rows = AttentionMetadata(shape, ints([[0]]), ints([1]), ints([1]))
         q, keys = torch.zeros(1, 1, size, dtype=dtype), torch.zeros_like(values.view(torch.uint8))
-        found = attention(q, keys.view(format_), values, rows, 1.0, KvScales())
+        pages = pages_of(keys.view(format_), values, dtype)
+        found = attention(q, *pages, rows, 1.0, KvScales())
         expected = values.to(dtype).view(1, 1, size)
         # Zero is zero: attention makes one sign of both.
         assert same(found, expected + 0.0)
@@ -105,7 +115,8 @@ def test_every_code_is_read_as_a_key(
         # A query of all zeros times what is not finite is not finite either: those by themselves.
         kept = keys.clone()
         kept[1, 0, 0, ~chosen] = 0
-        found = attention(q, kept.view(format_), values.view(format_), rows, 1.0, KvScales())
+        pages = pages_of(kept.view(format_), values.view(format_), dtype)
+        found = attention(q, *pages, rows, 1.0, KvScales())
         wanted = torch.sigmoid(exact * nearest)[chosen]
         tolerance = 1e-6 if dtype is torch.float32 else 4e-3
         if special:
@@ -144,9 +155,11 @@ def test_every_number_is_kept_as_the_nearest_code(
     heads = torch.zeros(tokens, 3, size, dtype=dtype)
     heads[:, 1] = numbers.view(tokens, size)
     heads[:, 2] = numbers.view(tokens, size)
-    cache = torch.full((2, tokens, 1, 1, size), 7, dtype=torch.uint8).view(format_)
-    places, turns = torch.arange(tokens), torch.ones(tokens, 1, 0, dtype=dtype)
-    store(heads, turns, turns, cache[0], cache[1], places, None, scales)
+    empty = torch.full((tokens, 1, 1, size), 7, dtype=torch.uint8).view(format_)
+    pages = pages_of(empty, empty, dtype)
+    places, turns = 2 * torch.arange(tokens), torch.ones(tokens, 1, 0, dtype=dtype)
+    store(heads, turns, turns, *pages, places, None, scales)
+    cache = read_keys(pages[0], places), read_values(pages[1], places)
     for kept, scale in zip(cache, scales, strict=True):
         most = FP8_MAX[format_]
         # As torch rounds, but for what is too great, which torch makes infinite or NaN.
@@ -167,10 +180,10 @@ def test_keys_are_rotated_before_they_are_rounded(
     turns = torch.rand(2, 9, 1, 24, generator=generator).to(dtype)
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     for kept_in in (format_, dtype):
-        room = torch.zeros(2, 3, 3, 1, 40, dtype=dtype)
-        cache = quantize_fp8(room, kept_in, 1.0)
-        q = store(heads, *turns, cache[0], cache[1], torch.arange(9), None, SCALES)
-        results.append((q, cache[0], cache[1]))
+        room = quantize_fp8(torch.zeros(3, 4, 1, 40, dtype=dtype), kept_in, 1.0)
+        pages, places = pages_of(room, room, dtype), torch.arange(9)
+        q = store(heads, *turns, *pages, places, None, SCALES)
+        results.append((q, read_keys(pages[0], places), read_values(pages[1], places)))
     (q, keys, values), (plain_q, plain_keys, plain_values) = results
     assert torch.equal(q, plain_q)
     assert torch.equal(as_bytes(keys), as_bytes(quantize_fp8(plain_keys, format_, SCALES.key)))
@@ -216,7 +229,8 @@ def test_caps_and_sinks_work_on_it(format_: torch.dtype) -> None:
     sinks = torch.linspace(-1, 1, 6)
     shaped = softcap_sink_attention.reference
     found = shaped(*case.arguments(), 3.0, sinks, SCALES)
-    expected = shaped(case.q, keys, values, case.rows, case.scale, 3.0, sinks)
+    pages = pages_of(keys, values, case.q.dtype)
+    expected = shaped(case.q, *pages, case.rows, case.scale, 3.0, sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

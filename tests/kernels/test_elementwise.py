@@ -10,7 +10,14 @@ import torch
 from tests.kernels.rows import Row, each_row
 
 from antiphon.kernels.activation import ActivationKind, activate, silu_mul
-from antiphon.kernels.kv import store_kv
+from antiphon.kernels.kv import (
+    key_pages_shape,
+    page_slots,
+    read_keys,
+    read_values,
+    store_kv,
+    value_pages_shape,
+)
 from antiphon.kernels.norm import add_rmsnorm, layernorm, rmsnorm
 from antiphon.kernels.rotary import (
     CosSinCache,
@@ -127,15 +134,33 @@ def test_rotary_turns_pairs_by_position_times_frequency() -> None:
             )
 
 
-def test_keys_and_values_are_stored_at_their_places() -> None:
-    keys, values = torch.zeros(2, 12, 4, 2, 8)
-    k = torch.arange(1.0, 6.0)[:, None, None].expand(5, 2, 8)
-    store_kv(k, -k, keys, values, torch.tensor([31, 8, 16, 17, 18]))
-    written = {(7, 3): 1, (2, 0): 2, (4, 0): 3, (4, 1): 4, (4, 2): 5}
-    for (page, offset), value in written.items():
-        assert (keys[page, offset] == value).all()
-        assert (values[page, offset] == -value).all()
-    assert int((keys != 0).sum()) == 5 * 2 * 8
+@pytest.mark.parametrize("page_tokens", [1, 3, 4, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_are_stored_at_their_places(dtype: torch.dtype, page_tokens: int) -> None:
+    page = (12, page_tokens, 2, 8, dtype)
+    keys, values = (torch.zeros(of(*page), dtype=dtype) for of in PAGES_SHAPES)
+    slots = page_slots(page_tokens) * torch.tensor([7, 2, 4, 4, 5])
+    slots += torch.tensor([page_tokens - 1, 0, 0, min(1, page_tokens), 0])
+    k = random(5, 2, 8).to(dtype)
+    store_kv(k, -k, keys, values, slots)
+    assert torch.equal(read_keys(keys, slots), k)
+    assert torch.equal(read_values(values, slots), -k)
+    assert int((keys != 0).sum()) == int((values != 0).sum()) == 5 * 2 * 8
+
+
+def test_pages_have_lanes_of_tokens_and_of_dimensions() -> None:
+    """The layout that kernels read, written out."""
+    page = (3, 6, 2, 8, torch.bfloat16)
+    keys, values = (torch.zeros(of(*page), dtype=torch.bfloat16) for of in PAGES_SHAPES)
+    k = torch.arange(1.0, 17.0).view(1, 2, 8).bfloat16()
+    store_kv(k, -k, keys, values, torch.tensor([6 + 3]))
+    for head in range(2):
+        for d in range(8):
+            assert keys[1, head, d // 2, 3, d % 2] == k[0, head, d]
+            assert values[1, head, 3 // 2, d, 3 % 2] == -k[0, head, d]
+
+
+PAGES_SHAPES = (key_pages_shape, value_pages_shape)
 
 
 class HeadsCase:
@@ -153,7 +178,8 @@ class HeadsCase:
         waves = RotarySpec(size if rotated is None else rotated, 50.0).frequencies()
         self.heads = random(tokens, 6 + 2 + 2, size).to(dtype)
         self.cos, self.sin = cos_sin(waves, torch.arange(3, 3 + tokens), dtype)
-        self.cache = torch.full((2, 40, 4, 2, size), 7.0, dtype=dtype)
+        page = (40, 4, 2, size, dtype)
+        self.cache = [torch.full(of(*page), 7.0, dtype=dtype) for of in PAGES_SHAPES]
         self.places = torch.randperm(160, generator=GENERATOR)[:tokens]
         self.norms = None
         if normed:
@@ -182,7 +208,7 @@ def test_heads_are_normed_rotated_and_kept_and_what_is_not_rotated_stays(
     if case.norms:
         q = rmsnorm.reference(q, case.norms.query, 1e-3)
         k = rmsnorm.reference(k, case.norms.key, 1e-3)
-    kept = case.cache.clone()
+    kept = [pages.clone() for pages in case.cache]
     k = torch.cat((apply_rotary(k[..., :rotated], case.cos, case.sin), k[..., rotated:]), dim=-1)
     store_kv(k, v, kept[0], kept[1], case.places)
     step = 0.02 if dtype is torch.bfloat16 else 1e-5
@@ -207,7 +233,7 @@ def test_a_rotation_has_the_roundings_of_its_reference(row: Row, dtype: torch.dt
     again.heads, again.places = case.heads, case.places
     reference = Row("torch", qk_norm_rope_store.reference, None, invariant=False)
     assert torch.equal(case.run(row), again.run(reference))
-    assert torch.equal(case.cache, again.cache)
+    assert all(map(torch.equal, case.cache, again.cache))
 
 
 @each_row(qk_norm_rope_store, invariant=True)
@@ -283,11 +309,12 @@ def test_a_token_is_kept_with_the_same_bits_alone_and_among_others(
 ) -> None:
     case = HeadsCase(40, 64, dtype, normed=True)
     together = case.run(row)
-    cache = case.cache.clone()
-    case.cache.fill_(7.0)
+    cache = [pages.clone() for pages in case.cache]
+    for pages in case.cache:
+        pages.fill_(7.0)
     for i in range(40):
         assert torch.equal(case.run(row, i, i + 1), together[i : i + 1])
-    assert torch.equal(case.cache, cache)
+    assert all(map(torch.equal, case.cache, cache))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

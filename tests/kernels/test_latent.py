@@ -11,7 +11,13 @@ from tests.kernels.rows import Row, each_row, rows_of
 
 from antiphon.kernels import latent
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
-from antiphon.kernels.kv import KvScales, LayerKvCache, quantize_fp8
+from antiphon.kernels.kv import (
+    KvScales,
+    LayerKvCache,
+    key_pages_shape,
+    quantize_fp8,
+    store_keys,
+)
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 
 if TYPE_CHECKING:
@@ -66,14 +72,16 @@ class Case:
         kv = query + np.array(prefix, np.int32)
         table = np.full((len(kv), -(-int(kv.max()) // PAGE_TOKENS) + 1), -1, np.int32)
         free = np.random.default_rng(5).permutation(PAGES).astype(np.int32)
-        self.cache = torch.full((PAGES, PAGE_TOKENS, 1, sizes.head_size), torch.nan, dtype=dtype)
+        pages = key_pages_shape(PAGES, PAGE_TOKENS, 1, sizes.head_size, dtype)
+        self.cache = torch.full(pages, torch.nan, dtype=dtype)
         self.latents: list[Tensor] = []
         for row, length in enumerate(kv):
             pages = -(-int(length) // PAGE_TOKENS)
             table[row, :pages], free = free[:pages], free[pages:]
             kept = torch.randn(int(length), sizes.head_size, generator=generator).to(dtype)
             seen = np.arange(length)
-            self.cache[table[row, seen // PAGE_TOKENS], seen % PAGE_TOKENS, 0] = kept
+            slots = table[row, seen // PAGE_TOKENS] * PAGE_TOKENS + seen % PAGE_TOKENS
+            store_keys(kept[:, None], self.cache, torch.as_tensor(slots), 1.0)
             self.latents.append(kept)
         shape = KvShape(PAGE_TOKENS, 1, sizes.heads, sizes.head_size, dtype)
         self.rows = AttentionMetadata(shape, table, query, kv)

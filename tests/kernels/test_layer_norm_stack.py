@@ -16,7 +16,7 @@ from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.fused_decoder import FusedDecoder, FusedDecoderLayer, UncachedHeads
 from antiphon.kernels.cpu.linear import PackedWeight
 from antiphon.kernels.cpu.ops import PASS_PAGE_TOKENS
-from antiphon.kernels.kv import LayerKvCache
+from antiphon.kernels.kv import LayerKvCache, key_pages_shape, value_pages_shape
 from antiphon.kernels.norm import NormWeights
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
@@ -67,7 +67,9 @@ class World:
         self.turns = CosSinCache(None, dtype).at_positions(positions)
         self.residual = self._random(len(positions), HIDDEN)
         pages = 1 + int(self.groups[0].page_table.max())
-        self.cache = torch.zeros(2, pages, PASS_PAGE_TOKENS, HEADS, SIZE, dtype=dtype)
+        page = (pages, PASS_PAGE_TOKENS, HEADS, SIZE, dtype)
+        self.keys = torch.zeros(key_pages_shape(*page), dtype=dtype)
+        self.values = torch.zeros(value_pages_shape(*page), dtype=dtype)
 
     def group(self, layer: int) -> int:
         return int(layer == LAYERS - 1)
@@ -104,8 +106,7 @@ class World:
     def _cache_of(self, index: int) -> LayerKvCache | UncachedHeads:
         if self.bidirectional:
             return UncachedHeads(self.group(index), HEADS, SIZE)
-        keys, values = self.cache.clone()
-        return LayerKvCache(self.group(index), keys, values)
+        return LayerKvCache(self.group(index), self.keys.clone(), self.values.clone())
 
     def apart(self, ops: Ops, *, post_norms: bool, activation: ActivationKind) -> Tensor:
         """The layers as the decoder runs them when they are not fused."""
@@ -137,7 +138,7 @@ class World:
             q, k, v = heads.split((HEADS * GROUP, HEADS, HEADS), dim=1)
             mixed = ops.bidirectional_attention(q, k, v, LENGTHS.tolist(), SCALE, rows.shape.window)
         else:
-            keys, values = self.cache.clone()
+            keys, values = self.keys.clone(), self.values.clone()
             turns = self.turns.by_token
             q = ops.qk_norm_rope_store(heads, *turns, keys, values, rows.slot_mapping, None)
             mixed = ops.paged_attention(q, keys, values, rows, SCALE)

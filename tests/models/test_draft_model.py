@@ -16,6 +16,7 @@ from tests.models.specs import BY_NAME, windowed
 from tests.models.stepper import stepper
 from tests.models.test_states_with_model import write_row
 from tests.models.tiny import QWEN2, VOCABULARY, write_llama, write_qwen2
+from tests.support.kv_cache import stored
 from tests.support.models import load, open_model, with_spec
 
 from antiphon import embedded
@@ -107,7 +108,7 @@ class DraftRows:
             for page in self.tables[number]
             for place in range(PAGE_TOKENS)
         ][: self.read[number]]
-        return self.model.pool._data.flatten(2, 3)[:, :, places].clone()
+        return stored(self.model.pool, torch.tensor(places))
 
 
 def ints(values: Sequence[int]) -> Ints:

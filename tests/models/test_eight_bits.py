@@ -24,7 +24,7 @@ from tests.models.stepper import Stepper, logits_of, spy_on_logits
 from tests.support.models import change_tensors, load, open_model
 from torch import Tensor
 
-from antiphon.kernels.kv import KvScales, quantize_fp8
+from antiphon.kernels.kv import KvScales, quantize_fp8, read_keys, read_values
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -276,12 +276,13 @@ def test_what_a_failed_row_wrote_is_forgotten(llama: Saved) -> None:
     model = opened(llama, cache_dtype="fp8_e4m3")
     pool = model.runner.pools[0]
     keys, values = pool.layer(0)
-    nan = torch.full(keys.shape, torch.nan).to(keys.dtype)
+    nan = torch.tensor([torch.nan]).to(keys.dtype).view(torch.uint8)
     for kept in (keys, values):
-        kept.view(torch.uint8).copy_(nan.view(torch.uint8))
+        kept.view(torch.uint8).copy_(nan)
     pool.zero(torch.arange(8))
-    for kept in (keys, values):
-        numbers = kept.float().flatten(0, 1)
+    slots = torch.arange(keys.shape[0] * keys.shape[3])
+    for kept in (read_keys(keys, slots), read_values(values, slots)):
+        numbers = kept.float()
         assert (numbers[:8] == 0).all()
         assert numbers[8:].isnan().all()
 

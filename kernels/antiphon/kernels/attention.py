@@ -20,7 +20,7 @@ from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import CompiledMetadata, cpu
-from antiphon.kernels.kv import UNSCALED, KvScales, as_bytes, is_fp8
+from antiphon.kernels.kv import UNSCALED, KvScales, page_slots, read_keys, read_values
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class AttentionBlock:
     keys_per_row: int
     # (B * Q,) indices into the pass's tokens; None when they are all of them, in order.
     queries: Tensor | None
-    # (B * K,) slots of the keys, page * S + offset. The tail of a short row repeats its own last
+    # (B * K,) slots of the keys. The tail of a short row repeats its own last
     # key, masked: nothing beyond a row's kv_len is ever read.
     places: Tensor
     # (B, 1, G * Q or 1, K), 0 or -inf; None when every query attends to every key.
@@ -142,7 +142,7 @@ class AttentionMetadata:
 
     @cached_property
     def slot_mapping(self) -> Tensor:
-        """The slots of the pass's own keys, (T,) int64."""
+        """The slots of the pass's own keys, (T,) int64, as in `antiphon.kernels.kv`."""
         row = np.repeat(np.arange(len(self.query_len)), self.query_len)
         ends = np.cumsum(self.query_len, dtype=np.int64)
         position = np.arange(len(row)) + (self.kv_len - ends)[row]
@@ -154,19 +154,11 @@ class AttentionMetadata:
         pieces = _cut(self.query_len.astype(np.int64), self.kv_len.astype(np.int64))
         return tuple(self._block(pieces, chosen) for chosen in _batches(pieces))
 
-    @cached_property
-    def scratch(self) -> Tensor:
-        """Scratch memory for the gathered keys and values of any block, (2, max B * K, H, D)."""
-        # One a pass, not one a layer: fresh pages from the kernel cost more than the copy
-        # (measured: 15 ms against 1 ms for 32 MiB).
-        keys = max(block.rows * block.keys_per_row for block in self.blocks)
-        size = (2, keys, self.shape.heads, self.shape.head_size)
-        return torch.empty(size, dtype=self.shape.dtype)
-
     def _places(self, row: Longs, position: Longs) -> Longs:
-        page = self.page_table[row, position // self.shape.page_tokens].astype(np.int64)
+        size = self.shape.page_tokens
+        page = self.page_table[row, position // size].astype(np.int64)
         assert (page >= 0).all(), "a row reads or writes a token that has no page"
-        return page * self.shape.page_tokens + position % self.shape.page_tokens
+        return page * page_slots(size) + position % size
 
     def _block(self, pieces: _Pieces, chosen: Longs) -> AttentionBlock:
         queries_per_row = int(pieces.queries[chosen[0]])
@@ -211,8 +203,8 @@ def paged_attention(
 ) -> Tensor:
     """Softmax attention of each query over its row's cached keys, causal and within the window.
 
-    q (T, G * H, D); keys, values (P, S, H, D), which already contain those of this pass; their
-    scales  ->  (T, G * H, D)
+    q (T, G * H, D); pages of keys and values, which already contain those of this pass, or of
+    latents as both; their scales  ->  (T, G * H, D)
 
     A block is one SDPA call with the query heads of a kv head as its query axis, (B, H, G * Q, D):
     on CPU, SDPA with `enable_gqa` or repeated keys is 9 to 19 times slower in bfloat16.
@@ -292,17 +284,12 @@ def _softmax(scores: Tensor, sinks: Tensor | None, block: AttentionBlock) -> Ten
 def _gather(
     keys: Tensor, values: Tensor, rows: AttentionMetadata, block: AttentionBlock
 ) -> tuple[Tensor, Tensor]:
-    count = len(block.places)
     shape = (block.rows, block.keys_per_row, rows.shape.heads, rows.shape.head_size)
-    k, v = rows.scratch[0, :count], rows.scratch[1, :count]
-    for cache, room in ((keys, k), (values, v)):
-        tokens = as_bytes(cache).flatten(0, 1)
-        if is_fp8(cache.dtype):
-            picked = tokens.index_select(0, block.places).view(cache.dtype)
-            room.copy_(picked)
-        else:
-            torch.index_select(tokens, 0, block.places, out=room)
-    return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
+    k = read_keys(keys, block.places).to(rows.shape.dtype).reshape(shape).transpose(1, 2)
+    if values is keys:
+        return k, k
+    v = read_values(values, block.places).to(rows.shape.dtype).reshape(shape)
+    return k, v.transpose(1, 2)
 
 
 def _heads_first(q: Tensor, block: AttentionBlock, shape: KvShape) -> Tensor:

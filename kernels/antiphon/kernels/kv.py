@@ -1,4 +1,14 @@
-"""The paged KV cache of a layer, and writing into it.
+"""The paged KV cache of a layer: how pages are laid out, and writing into them.
+
+Pages are laid out as the CPU kernels multiply them: `csrc/kv_layout.h`. Only the functions here
+translate between pages and tokens. Axes: P pages, S tokens that a page has room for, H kv heads,
+D head size, W numbers of a 32-bit word in the dtype of the model, T tokens. Of each head of a page,
+
+* keys are words of the head by tokens, (P, H, D / W, S, W);
+* values are words of tokens by the head, (P, H, S / W, D, W);
+* latents, which are both, are stored once, as keys.
+
+The slot of a token is page * S + its offset in the page.
 
 An 8-bit cache has torch's float8 dtypes, which define the format; torch gathers and copies them as
 bytes only. A scale belongs to each tensor: what is stored is the value divided by it.
@@ -52,7 +62,7 @@ class KvSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerKvCache:
-    """The KV cache of one layer, keys and values each (P, S, H, D).
+    """The KV cache of one layer: pages of keys and of values.
 
     A layer with a latent cache has the latents in both fields.
     """
@@ -63,22 +73,83 @@ class LayerKvCache:
     scales: KvScales = UNSCALED  # both 1, unless the KV cache is 8-bit
 
 
+def page_slots(page_tokens: int) -> int:
+    """Tokens that a page has room for: an even number, so that words are whole."""
+    return page_tokens + page_tokens % 2
+
+
+def key_pages_shape(
+    pages: int, page_tokens: int, heads: int, head_size: int, dtype: torch.dtype
+) -> tuple[int, ...]:
+    """The shape of pages of keys of a model that computes in `dtype`."""
+    word = _word(dtype)
+    return pages, heads, head_size // word, page_slots(page_tokens), word
+
+
+def value_pages_shape(
+    pages: int, page_tokens: int, heads: int, head_size: int, dtype: torch.dtype
+) -> tuple[int, ...]:
+    """The shape of pages of values of a model that computes in `dtype`."""
+    word = _word(dtype)
+    return pages, heads, page_slots(page_tokens) // word, head_size, word
+
+
+def read_keys(pages: Tensor, slots: Tensor) -> Tensor:
+    """Read the keys at `slots` (T,) as they are stored, (T, H, D)."""
+    return _words(pages)[_key_index(pages, slots)].contiguous().view(pages.dtype)
+
+
+def read_values(pages: Tensor, slots: Tensor) -> Tensor:
+    """Read the values at `slots` (T,) as they are stored, (T, H, D)."""
+    return as_bytes(pages)[_value_index(pages, slots)].view(pages.dtype)
+
+
 def store_kv(
-    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor, scales: KvScales = UNSCALED
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scales: KvScales = UNSCALED
 ) -> None:
-    """Write this pass's keys and values to their slots in the cache, in place.
-
-    Axes: T tokens, P pages, S tokens a page, H kv heads, D head size.
-    k, v (T, H, D); keys, values (P, S, H, D), mutated; places (T,) int64, page * S + offset
-    """
-    store_tensor(k, keys, places, scales.key)
-    store_tensor(v, values, places, scales.value)
+    """Write this pass's keys and values (T, H, D) to `slots` (T,) of their pages, in place."""
+    store_keys(k, keys, slots, scales.key)
+    stored = quantize_fp8(v, values.dtype, scales.value)
+    as_bytes(values)[_value_index(values, slots)] = as_bytes(stored)
 
 
-def store_tensor(new: Tensor, cache: Tensor, places: Tensor, scale: float) -> None:
-    """Write new (T, H, D), divided by the scale if the cache is 8-bit, into (P, S, H, D)."""
-    kept = quantize_fp8(new, cache.dtype, scale)
-    as_bytes(cache).flatten(0, 1).index_copy_(0, places, as_bytes(kept))
+def store_keys(k: Tensor, pages: Tensor, slots: Tensor, scale: float) -> None:
+    """Write keys or latents (T, H, D), divided by the scale if the cache is 8-bit, into pages."""
+    stored = quantize_fp8(k, pages.dtype, scale).contiguous()
+    words = _words(pages)
+    words[_key_index(pages, slots)] = stored.view(words.dtype)
+
+
+def zero_slots(pages: Tensor, slots: Tensor, *, values: bool) -> None:
+    """Zero what is stored at `slots` (T,)."""
+    if values:
+        as_bytes(pages)[_value_index(pages, slots)] = 0
+    else:
+        _words(pages)[_key_index(pages, slots)] = 0
+
+
+def _word(dtype: torch.dtype) -> int:
+    return 4 // dtype.itemsize
+
+
+_INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def _words(pages: Tensor) -> Tensor:
+    """Pages of keys as integers of one word, (P, H, D / W, S): torch gathers these much faster."""
+    return pages.view(_INTEGERS[pages.shape[4] * pages.itemsize]).squeeze(4)
+
+
+def _key_index(pages: Tensor, slots: Tensor) -> tuple[Tensor | slice, ...]:
+    size = pages.shape[3]
+    return slots // size, slice(None), slice(None), slots % size
+
+
+def _value_index(pages: Tensor, slots: Tensor) -> tuple[Tensor | slice, ...]:
+    word = pages.shape[4]
+    size = pages.shape[2] * word
+    offset = slots % size
+    return slots // size, slice(None), offset // word, slice(None), offset % word
 
 
 FP8_MAX: Mapping[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -23,7 +23,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
-from antiphon.kernels.kv import UNSCALED, KvScales, LayerKvCache, as_bytes
+from antiphon.kernels.kv import (
+    UNSCALED,
+    KvScales,
+    LayerKvCache,
+    key_pages_shape,
+    page_slots,
+    read_keys,
+    store_kv,
+    value_pages_shape,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +41,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, KvScales], Tensor]
+
+EXPANDED_PAGE_TOKENS = 64
+"""Tokens of a page of expanded keys, of which each row has its own."""
 
 EXPANDED_BYTES_MAX = 1 << 28
 """Keys and values that are expanded at once; a row with more of them is absorbed."""
@@ -89,7 +101,9 @@ class LatentPart:
 
     rows: AttentionMetadata  # over the cache, or over the keys expanded for these rows alone
     tokens: Tensor | None  # (T',) indices into the pass's tokens; None: all, in order
-    places: Tensor | None  # (N,) slots of the latents to expand, page * S + offset; None: absorbed
+    # (N,) slots of the latents to expand, each row's in whole pages, whose tail repeats its last
+    # token; None: absorbed.
+    places: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -154,18 +168,23 @@ class LatentMetadata:
         return LatentPart(rows, self._tokens(chosen), None)
 
     def _expanded_part(self, chosen: NDArray[np.int64]) -> LatentPart:
-        """The rows over expanded, contiguous keys: pages of one token each."""
+        """The rows over expanded keys, whose pages follow each other."""
         kv_len = self.rows.kv_len[chosen]
-        starts = np.cumsum(kv_len, dtype=np.int64) - kv_len
-        shape = KvShape(1, self._heads, 1, self.sizes.wide, self.rows.shape.dtype)
-        table = np.add.outer(starts, np.arange(int(kv_len.max()))).astype(np.int32)
+        pages = -(-kv_len // EXPANDED_PAGE_TOKENS)
+        first = np.cumsum(pages, dtype=np.int64) - pages
+        shape = KvShape(
+            EXPANDED_PAGE_TOKENS, self._heads, 1, self.sizes.wide, self.rows.shape.dtype
+        )
+        table = np.add.outer(first, np.arange(int(pages.max()))).astype(np.int32)
         rows = AttentionMetadata(shape, table, self.rows.query_len[chosen], kv_len)
-        row = np.repeat(chosen, kv_len)
-        position = np.arange(len(row)) - np.repeat(starts, kv_len)
+        kept = pages * EXPANDED_PAGE_TOKENS
+        row = np.repeat(np.arange(len(chosen)), kept)
+        position = np.arange(len(row)) - (first * EXPANDED_PAGE_TOKENS)[row]
+        position = np.minimum(position, kv_len[row] - 1)
         page_tokens = self.rows.shape.page_tokens
-        page = self.rows.page_table[row, position // page_tokens].astype(np.int64)
+        page = self.rows.page_table[chosen[row], position // page_tokens].astype(np.int64)
         assert (page >= 0).all(), "a row reads a token that has no page"
-        places = torch.as_tensor(page * page_tokens + position % page_tokens)
+        places = torch.as_tensor(page * page_slots(page_tokens) + position % page_tokens)
         return LatentPart(rows, self._tokens(chosen), places)
 
     def _tokens(self, chosen: NDArray[np.int64]) -> Tensor | None:
@@ -186,7 +205,7 @@ def latent_attention(
 ) -> Tensor:
     """Softmax attention of each query over its row's cached latents, causal.
 
-    q (T, Q, C + O), rotated; the cache's keys (P, S, 1, R + O), which already contain those of this
+    q (T, Q, C + O), rotated; the cache's pages of latents, which already contain those of this
     pass; `attend` is the op `attention.paged`  ->  (T, Q, V)
     """
     out: Tensor | None = None
@@ -224,11 +243,19 @@ def _mix(
     keys = torch.cat((expanded[..., : sizes.content], shared), dim=-1)
     parts = (q, keys, expanded[..., sizes.content :])
     q, keys, values = (F.pad(x, (0, sizes.wide - x.shape[-1])) for x in parts)
-    mixed = attend(q, keys[:, None], values[:, None], part.rows, scale, UNSCALED)
+    mixed = attend(q, *_in_pages(keys, values), part.rows, scale, UNSCALED)
     return mixed[..., : sizes.value]
 
 
+def _in_pages(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Pages of expanded keys and values (N, Q, wide)."""
+    tokens, heads, size = keys.shape
+    shape = (tokens // EXPANDED_PAGE_TOKENS, EXPANDED_PAGE_TOKENS, heads, size, keys.dtype)
+    pages = keys.new_empty(key_pages_shape(*shape)), keys.new_empty(value_pages_shape(*shape))
+    store_kv(keys, values, *pages, torch.arange(tokens, device=keys.device))
+    return pages
+
+
 def _gathered(cache: LayerKvCache, places: Tensor, dtype: torch.dtype) -> Tensor:
-    latents = as_bytes(cache.keys).flatten(0, 2).index_select(0, places).view(cache.keys.dtype)
-    numbers = latents.to(dtype)
+    numbers = read_keys(cache.keys, places).flatten(1).to(dtype)
     return numbers if cache.scales.key == 1.0 else numbers * cache.scales.key

@@ -234,12 +234,12 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """Apply QK norm and RoPE to queries and keys, and write keys and values to the cache.
 
-    Axes: T tokens, Q query heads, P pages, S tokens a page, H kv heads, D head size.
+    Axes: T tokens, Q query heads, H kv heads, D head size.
     heads (T, Q + 2 H, D), queries before keys before values; cos, sin (T, 1, D) from `cos_sin`;
-    keys, values (P, S, H, D), mutated, and their scales; places (T,) int64, page * S + offset
+    pages of keys and values, mutated, and their scales; places (T,) int64, their slots
     ->  the queries (T, Q, D)
     """
-    kv_heads = keys.shape[2]
+    kv_heads = keys.shape[1]
     queries = heads.shape[1] - 2 * kv_heads
     q, k = heads[:, :queries], heads[:, queries : queries + kv_heads]
     if norms is not None:

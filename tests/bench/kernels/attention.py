@@ -1,6 +1,7 @@
-"""Decode attention over long contexts: a KV cache in fp8 against one in bfloat16.
+"""Attention over long contexts: decode against the memory, in bfloat16 and fp8, and prefill against
+a matrix multiplication.
 
-Each layer of a step has its own KV cache, since in a real step
+Each layer of a decode step has its own KV cache, since in a real step
 a layer finds its KV cache in memory and not in the CPU caches.
 
     python -m tests.bench.kernels.attention --json FILE
@@ -21,7 +22,9 @@ from tests.bench.summary import Measurement, Summary, here, measured, single
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.extension import huge_zeros
+from antiphon.kernels.cpu.linear import PackedWeight
 from antiphon.kernels.cpu.ops import paged_attention, qk_norm_rope_store
+from antiphon.kernels.kv import key_pages_shape, value_pages_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,8 +41,13 @@ TOKENS = 2048
 """Of the pass that stores keys and values."""
 CASE_S = 4.0
 """About how long one case is measured."""
-BLOCK = 1 << 18
+BLOCK = 1 << 16
 """Random numbers, which are repeated: every cache is whole blocks."""
+CACHE_BYTES_MAX = 1 << 30
+"""Decode cases with a larger KV cache in bfloat16 are left out."""
+PREFILL_TOKENS = (1024, 8192)
+GEMM_SIZE = 2048
+GEMM, PREFILL = "gemm", "prefill"
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -49,17 +57,23 @@ class Shape(msgspec.Struct, frozen=True):
     size: int
 
 
-SHAPES = (Shape("llama-3-8b", 8, 4, 128), Shape("qwen2.5-0.5b", 2, 7, 64))
+SHAPES = (
+    Shape("llama-135m", 3, 3, 64),
+    Shape("qwen2.5-0.5b", 2, 7, 64),
+    Shape("llama-3-8b", 8, 4, 128),
+)
 
 
-def a_cache(format_: torch.dtype, pages: int, shape: Shape) -> Tensor:
-    """Keys and values (2, P, S, H, D), random, in huge pages as far as there are any."""
-    size = (2, pages, PAGE_TOKENS, shape.heads, shape.size)
-    cache = huge_zeros(*size, dtype=torch.bfloat16 if format_.itemsize == 2 else torch.uint8)
-    numbers = torch.randn(BLOCK).to(format_)
-    flat = numbers if format_ is torch.bfloat16 else numbers.view(torch.uint8)
-    cache.view(-1, BLOCK).copy_(flat)
-    return cache.view(format_)
+def a_cache(format_: torch.dtype, pages: int, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Pages of random keys and values, in huge pages as far as there are any."""
+    page = (pages, PAGE_TOKENS, shape.heads, shape.size, torch.bfloat16)
+    sizes = (key_pages_shape(*page), value_pages_shape(*page))
+    stored = torch.bfloat16 if format_.itemsize == 2 else torch.uint8
+    numbers = torch.randn(BLOCK).to(format_).view(stored)
+    cache = huge_zeros(2, pages * PAGE_TOKENS * shape.heads * shape.size, dtype=stored)
+    cache.view(-1, BLOCK).copy_(numbers)
+    keys, values = (kept.view(format_).view(size) for kept, size in zip(cache, sizes, strict=True))
+    return keys, values
 
 
 def decode(
@@ -84,6 +98,29 @@ def decode(
     return once
 
 
+def prefill(shape: Shape, tokens: int) -> Callable[[], object]:
+    pages = tokens // PAGE_TOKENS
+    table = np.random.default_rng(0).permutation(pages).astype(np.int32)
+    keys, values = a_cache(torch.bfloat16, pages, shape)
+    q = torch.randn(tokens, shape.heads * shape.group, shape.size).bfloat16()
+    count = np.array([tokens], np.int32)
+    rows = AttentionMetadata(
+        KvShape(PAGE_TOKENS, shape.heads, shape.group, shape.size, torch.bfloat16),
+        table[None],
+        count,
+        count,
+    )
+    return lambda: paged_attention(q, keys, values, rows, shape.size**-0.5)
+
+
+def gemm() -> Callable[[], object]:
+    """A linear of as many rows and outputs as it has inputs."""
+    weight = torch.randn(GEMM_SIZE, GEMM_SIZE).bfloat16()
+    packed = PackedWeight(GEMM_SIZE, GEMM_SIZE, bias=False, dtype=torch.bfloat16, format_="packed")
+    packed.write(0, weight)
+    return partial(packed.linear.multiply, torch.randn(GEMM_SIZE, GEMM_SIZE).bfloat16())
+
+
 def store(shape: Shape, format_: torch.dtype) -> Callable[[], object]:
     """Rotate a chunk's heads, and keep its keys and values."""
     cache = a_cache(format_, TOKENS // PAGE_TOKENS, shape)
@@ -96,9 +133,12 @@ def store(shape: Shape, format_: torch.dtype) -> Callable[[], object]:
 def measure() -> Summary:
     rounds, rows = Rounds(), list[Measurement]()
     reads: list[float] = []
+    products = gemm()
     for shape in SHAPES:
-        for context, batch in product((1024, 8192), (1, 16)):
+        for context, batch in product((1024, 8192, 32768), (1, 16, 64)):
             numbers = 2 * batch * context * shape.heads * shape.size
+            if 2 * numbers > CACHE_BYTES_MAX:
+                continue
             layers = max(1, (96 << 20) // (2 * numbers))
             steps = {
                 name: decode(shape, format_, batch, context, layers)
@@ -107,6 +147,9 @@ def measure() -> Summary:
             times = rounds.alternate(steps, CASE_S)
             reads.append(read_gb_s(times))
             rows += _rows(f"{shape.name}, {batch} x {context}", times, layers, numbers)
+        for tokens in PREFILL_TOKENS:
+            times = rounds.alternate({PREFILL: prefill(shape, tokens), GEMM: products}, CASE_S)
+            rows += _prefill_rows(shape, tokens, times)
         stores = {name: store(shape, format_) for name, format_ in FORMATS.items()}
         times = rounds.alternate(stores, CASE_S)
         rows += _rows(f"{shape.name}, store {TOKENS}", times, layers=1, numbers=0)
@@ -124,8 +167,22 @@ def _rows(
         if numbers:
             gb_s = numbers * format_.itemsize / median(ms) / 1e6
             yield single("read_gb_s", round(gb_s, 1), case=case, arm=name)
+            yield single("share", round(gb_s / read_gb_s(times), 3), case=case, arm=name)
         speedup = median(times["bfloat16"]) / median(times[name])
         yield single("speedup", round(speedup, 3), case=case, arm=name)
+
+
+def _prefill_rows(
+    shape: Shape, tokens: int, times: dict[str, list[float]]
+) -> Iterable[Measurement]:
+    """Yield the time of a prompt, and its rate of multiplications as a share of a linear's."""
+    case = f"{shape.name}, prefill {tokens}"
+    pairs = tokens * (tokens + 1) / 2 * shape.heads * shape.group
+    rate = 2 * shape.size * pairs / median(times[PREFILL])
+    share = rate / (GEMM_SIZE**3 / median(times[GEMM]))
+    yield measured("ms", times[PREFILL], case=case, arm="bfloat16")
+    yield single("share", round(share, 3), case=case, arm="bfloat16")
+    yield single("speedup", 1.0, case=case, arm="bfloat16")
 
 
 def main() -> None:

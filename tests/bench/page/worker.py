@@ -37,11 +37,12 @@ share is that of the read just before. Memory is the peak growth of the process,
 weights as stored: [tests/bench/loading.py](../tests/bench/loading.py).
 """
 KEPT_HEAD = """
-## Attention over an fp8 KV cache
+## Attention over long contexts
 
 Decode steps of one layer, one token per sequence, with keys and values in bfloat16 and in fp8, in
-turn; and the fused RoPE and KV store kernel on {tokens} tokens. Medians, with the 10th and 90th
-percentile in parentheses: [tests/bench/kernels/attention.py]\
+turn; prefill of one prompt; and the fused RoPE and KV store kernel on {tokens} tokens. The share is
+that of the read rate, and for prefill of the rate of a large linear, measured in turn. Medians,
+with the 10th and 90th percentile in parentheses: [tests/bench/kernels/attention.py]\
 (../tests/bench/kernels/attention.py).
 """
 
@@ -122,7 +123,7 @@ def eight_bits(summary: Summary) -> Iterable[str]:
     yield f"{machine_line(summary)}; {setup['isa']}, {setup['threads']} threads; reads"
     yield f" {setup['memory_gb_s']:.1f} GB/s.\n\n"
     yield markdown(
-        ("heads as in", "batch x context", "cache", "ms", "GB/s", "speedup over bfloat16"),
+        ("heads as in", "batch x context", "cache", "ms", "GB/s", "share", "speedup over bfloat16"),
         (
             _cache_cells(summary, case, form)
             for case in summary.cases()
@@ -133,10 +134,12 @@ def eight_bits(summary: Summary) -> Iterable[str]:
 
 def _cache_cells(summary: Summary, case: str, form: str) -> Sequence[str]:
     rate = summary.find("read_gb_s", case=case, arm=form)
+    share = summary.find("share", case=case, arm=form)
     return (
         *case.split(", "),
         form,
         f"{summary.row('ms', case=case, arm=form):.3f tenths}",
         "" if rate is None else f"{rate:.1f}",
+        "" if share is None else f"{share:.2f}",
         f"**{summary.row('speedup', case=case, arm=form):.2f}**",
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.models.stepper import Line, spy_on_logits, stepper
 from tests.models.tiny import VOCABULARY
+from tests.support.kv_cache import stored
 from tests.support.models import open_model
 from tests.support.worker import ints, step_plan
 
@@ -70,10 +71,15 @@ def test_what_a_failed_row_wrote_is_wiped(poisoned: OpenModel) -> None:
     batch = stepper(poisoned, PROMPTS)
     batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
     pool = poisoned.runner.pools[0]
-    written = {slot: pool._data[:, :, line.pages[0]] for slot, line in batch.lines.items()}
+    size = pool.group.page_tokens
+    slots = {
+        slot: torch.tensor(line.pages[0])[:, None] * size + torch.arange(size)
+        for slot, line in batch.lines.items()
+    }
+    written = {slot: stored(pool, places.ravel()) for slot, places in slots.items()}
     assert not written[1].any()
     pages = (written[0], written[2])
-    assert all(page.any() for data in pages for page in data.unbind(2))
+    assert all(page.any() for data in pages for page in data.split(size, dim=2))
 
 
 def test_a_chunk_that_is_not_finite_is_reported_before_it_has_logits(poisoned: OpenModel) -> None:
@@ -255,13 +261,11 @@ def pool(llama: Path, request: pytest.FixtureRequest) -> KvPool:
     return pool
 
 
-def page(pool: KvPool, index: int) -> list[torch.Tensor]:
-    return [half[index].clone() for layer in range(4) for half in pool.layer(layer)]
-
-
 def test_zeroing_forgets_the_named_tokens_only(pool: KvPool) -> None:
-    before = page(pool, 2)
-    pool.zero(torch.tensor([2 * 4 + 1, 2 * 4 + 3]))
-    for half, old in zip(page(pool, 2), before, strict=True):
-        assert torch.equal(half[[0, 2]], old[[0, 2]])
-        assert not half[[1, 3]].any()
+    every, zeroed = torch.arange(6 * 4), [2 * 4 + 1, 2 * 4 + 3]
+    before = stored(pool, every)
+    pool.zero(torch.tensor(zeroed))
+    after = stored(pool, every)
+    assert not after[:, :, zeroed].any()
+    before[:, :, zeroed] = 0
+    assert torch.equal(after, before)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.kv import UNSCALED, KvScales
+from antiphon.kernels.kv import UNSCALED, KvScales, key_pages_shape, store_kv, value_pages_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,9 +65,9 @@ def bidirectional_attention(
     )
     rows = AttentionMetadata.of_texts(shape, np.array(lengths, np.int32))
     pages = 1 + int(rows.page_table.max())
-    keys, values = (part.new_empty(pages, PASS_PAGE_TOKENS, heads, size) for part in (k, v))
-    for room, part in ((keys, k), (values, v)):
-        room.flatten(0, 1).index_copy_(0, rows.slot_mapping, part)
+    room = (pages, PASS_PAGE_TOKENS, heads, size, q.dtype)
+    keys, values = k.new_empty(key_pages_shape(*room)), v.new_empty(value_pages_shape(*room))
+    store_kv(k, v, keys, values, rows.slot_mapping)
     return extension.load().paged_attention(
         q, keys, values, rows.compiled, scale, (UNSCALED.key, UNSCALED.value)
     )

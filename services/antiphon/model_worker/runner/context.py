@@ -11,7 +11,7 @@ import torch
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput, UncachedHeads
 from antiphon.kernels.cpu.ops import PASS_PAGE_TOKENS
-from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_tensor
+from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_keys
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
 from antiphon.kernels.recurrent import LayerStates, StateMetadata
@@ -258,7 +258,7 @@ def _paged_latent_attention(
     cos, sin = angles(params.rotary).by_token
     q = _rotated(q, rows.sizes.content, cos, sin)
     rotated = _rotated(latents[:, None], rows.sizes.latent, cos, sin)
-    store_tensor(rotated, cache.keys, rows.rows.slot_mapping, cache.scales.key)
+    store_keys(rotated, cache.keys, rows.rows.slot_mapping, cache.scales.key)
     return latent_attention(q, cache, rows, params.heads, params.scale, ops.paged_attention)
 
 

@@ -1,8 +1,8 @@
 """The cache groups of a model, and their pools of pages and states as tensors.
 
 Axes: L layers of the group, N tensors a layer (keys and values, or latents alone), P pages,
-S tokens a page or places of states, H kv heads or matrices, D head size, K taps of a convolution,
-C its channels, I rows and J columns of a matrix.
+S places of states, H matrices, K taps of a convolution, C its channels, I rows and J columns of a
+matrix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import torch
 
 from antiphon.kernels.attention import KvShape, NoCache
 from antiphon.kernels.cpu.extension import pool_zeros
-from antiphon.kernels.kv import KvSpec, is_fp8
+from antiphon.kernels.kv import (
+    KvSpec,
+    is_fp8,
+    key_pages_shape,
+    page_slots,
+    value_pages_shape,
+    zero_slots,
+)
 from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.attention import AttentionSpec
@@ -107,7 +114,7 @@ def _group(
         kind = GroupKind.FULL if cache.window is None else GroupKind.WINDOW
         if isinstance(cache, LatentSizes):
             kind = GroupKind.LATENT
-        page_bytes = page_tokens * cache.token_bytes(ranks, build.kv_dtype)
+        page_bytes = page_slots(page_tokens) * cache.token_bytes(ranks, build.kv_dtype)
     return CacheGroup(
         kind=kind,
         layers=layers,
@@ -128,26 +135,34 @@ def _refuse_cut_pages(cache: KvSpec | LatentSizes, page_tokens: int) -> None:
 
 
 class KvPool:
-    """The KV cache of one cache group, (L, N, P, S, H, D)."""
+    """The KV cache of one cache group, (L, N, P) pages as `antiphon.kernels.kv` lays them out."""
 
     def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
         self.group = group
-        page = (group.page_tokens, spec.heads_of(build.tp.ranks), spec.head_size)
+        heads, size = spec.heads_of(build.tp.ranks), spec.head_size
+        page = (group.pages_total, group.page_tokens, heads, size, build.dtype)
+        self._shapes = (key_pages_shape(*page), value_pages_shape(*page))[: spec.tensors]
         self.dtype = build.kv_dtype
         self._data = pool_zeros(
-            *(len(group.layers), spec.tensors, group.pages_total, *page),
+            *(len(group.layers), spec.tensors, *self._shapes[0]),
             dtype=torch.uint8 if is_fp8(build.kv_dtype) else build.kv_dtype,
             device=build.device,
         )
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the group's `index`-th layer, each (P, S, H, D); latents are both."""
-        layer = self._data[index].view(self.dtype)
-        return layer[0], layer[-1]
+        """Pages of keys and of values of the group's `index`-th layer; latents are both."""
+        tensors = self._layer(index)
+        return tensors[0], tensors[-1]
 
-    def zero(self, places: Tensor) -> None:
-        """Zero the tokens at `places` (page * S + offset) in every layer."""
-        self._data.flatten(2, 3).index_fill_(2, places, 0)
+    def zero(self, slots: Tensor) -> None:
+        """Zero the tokens at `slots` in every layer."""
+        for index in range(len(self.group.layers)):
+            for place, pages in enumerate(self._layer(index)):
+                zero_slots(pages, slots, values=place == 1)
+
+    def _layer(self, index: int) -> list[Tensor]:
+        layer = self._data[index].view(self.dtype)
+        return [pages.view(shape) for pages, shape in zip(layer, self._shapes, strict=True)]
 
 
 class StatePool:

@@ -45,13 +45,6 @@ class AmxTiles {
         load({upper, upper, lower, lower, upper, lower, AMX_ROWS, AMX_ROWS});
     }
 
-    // Give all squares of sums, and tile 4, so many rows, and tile 5 sixteen: it is a sum as well.
-    void shape_for_small_m(int64_t rows) {
-        upper_ = rows;
-        lower_ = -1;
-        load({rows, rows, rows, rows, rows, AMX_ROWS, AMX_ROWS, AMX_ROWS});
-    }
-
     // The intrinsics of GCC 12 do not say that they read memory: said before they do, and before
     // what they have read is written over.
     static void written() { __asm__ volatile("" ::: "memory"); }

@@ -1,13 +1,13 @@
 // Queries meet a block of keys on AMX: scores and sums in squares of 16 queries (amx.h).
 //
-// What is laid out for registers is what a tile holds: pairs of dimensions by keys, and pairs of
-// keys by dimensions. One query alone is computed so too, and has the same bits.
+// Sixteen words of a head by sixteen keys, as the cache has them, are a tile, and so are sixteen words
+// of keys by sixteen dimensions. One query alone is computed so too, and has the same bits.
 
 #pragma once
 
 #include "amx.h"
 #include "attention_block.h"
-#include "fp8.h"
+#include "kv_block.h"
 #include "layout.h"
 #include "simd.h"
 
@@ -15,43 +15,46 @@ namespace ISA_NS {
 
 #if ANTIPHON_AMX
 
-// Put a task's queries side by side, head by head, as squares read them.
+// Put a task's queries one below the other, in whole steps.
 INLINE void gather_queries(
     const AttentionCall &call, const AttentionTask &task, AttentionScratch<bf16> &room) {
-    const int64_t size = call.shape.head_size, each = task.queries * call.shape.queries_per_head;
     uint32_t *to = room.queries_transposed;
-    for (int64_t head = 0; head < task.heads; ++head)
-        for (int64_t i = 0; i < each; ++i, to += room.square_words)
-            std::memcpy(to, query_at<bf16>(call, task, head, i), size * sizeof(bf16));
+    for (int64_t i = 0; i < room.queries; ++i, to += room.square_words)
+        std::memcpy(to, query_at<bf16>(call, task, i), call.shape.head_size * sizeof(bf16));
 }
 
 // The scores of all keys of the block, four squares of them at a time.
 INLINE void scores_amx(
     const uint32_t *queries, const KeyBlock &block, AttentionScratch<bf16> &room) {
-    constexpr int64_t KEY_BYTES = KEYS * sizeof(uint32_t);
-    const int64_t words = room.square_words;
+    const int64_t words = room.square_words, stride = room.head.key_stride;
+    const int64_t key_bytes = stride * sizeof(uint32_t), query_bytes = words * sizeof(uint32_t);
     for (int64_t key = 0; key < block.until; key += 4 * AMX_ROWS) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
+        const uint32_t *const *keys = room.head.keys + key / LANES;
         for (int64_t word = 0; word < words; word += AMX_ROWS) {
-            const uint32_t *keys = room.keys + word * KEYS + key;
-            _tile_loadd(4, queries + word, words * sizeof(uint32_t));
-            _tile_loadd(6, keys, KEY_BYTES);
+            room.ahead.step();
+            _tile_loadd(4, queries + word, query_bytes);
+            _tile_loadd(6, keys[0] + word * stride, key_bytes);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, keys + AMX_ROWS, KEY_BYTES);
+            room.ahead.step();
+            _tile_loadd(7, keys[1] + word * stride, key_bytes);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, keys + 2 * AMX_ROWS, KEY_BYTES);
+            room.ahead.step();
+            _tile_loadd(6, keys[2] + word * stride, key_bytes);
             _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, keys + 3 * AMX_ROWS, KEY_BYTES);
+            room.ahead.step();
+            _tile_loadd(7, keys[3] + word * stride, key_bytes);
             _tile_dpbf16ps(3, 4, 7);
         }
+        constexpr int64_t SCORE_BYTES = KEYS * sizeof(float);
         float *scores = room.scores[0] + key;
-        _tile_stored(0, scores, KEY_BYTES);
-        _tile_stored(1, scores + AMX_ROWS, KEY_BYTES);
-        _tile_stored(2, scores + 2 * AMX_ROWS, KEY_BYTES);
-        _tile_stored(3, scores + 3 * AMX_ROWS, KEY_BYTES);
+        _tile_stored(0, scores, SCORE_BYTES);
+        _tile_stored(1, scores + AMX_ROWS, SCORE_BYTES);
+        _tile_stored(2, scores + 2 * AMX_ROWS, SCORE_BYTES);
+        _tile_stored(3, scores + 3 * AMX_ROWS, SCORE_BYTES);
     }
 }
 
@@ -117,37 +120,31 @@ INLINE void ready_sums(
     }
 }
 
-// Queries `first` to `last` - 1 of the task's, all of one head, meet a block that is laid out.
+// Queries `first` to `last` - 1 of the task's meet a block.
 static void attend_amx(
-    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first, int64_t last,
+    const AttentionCall &call, const AttentionTask &task, int64_t first, int64_t last,
     const KeyBlock &block, AttentionScratch<bf16> &room, AmxTiles &squares) {
-    const int64_t steps = ceil_div(block.until, STEP), pairs = ceil_div(block.until, 2);
-    std::memset(
-        room.values + pairs * room.width, 0,
-        (steps * AMX_ROWS - pairs) * room.width * sizeof(uint32_t));
-    const int64_t before = head * task.queries * call.shape.queries_per_head;
+    const int64_t steps = ceil_div(block.until, STEP);
     AmxTiles::written();
     const auto score = [&](int64_t query) {
         const int64_t height = last - query < AMX_ROWS ? last - query : AMX_ROWS;
         squares.shape(height, height);
-        scores_amx(room.queries_transposed + (before + query) * room.square_words, block, room);
+        scores_amx(room.queries_transposed + query * room.square_words, block, room);
         return height;
     };
     int64_t height = score(first);
     for (int64_t query = first; query < last; query += AMX_ROWS) {
-        float *sums = room.sums + (before + query) * room.width;
+        float *sums = room.sums.values + query * room.width;
         float kept[AMX_ROWS];
         softmax_weights_all(
             call, task, query, static_cast<int>(height), block, room.scores[0],
-            room.top + before + query, room.mass + before + query, room.shares[0], kept);
-        room.step();
+            room.sums.top + query, room.sums.mass + query, room.shares[0], kept);
         ready_sums(sums, room.width, room.shares[0], height, block, kept);
         // Squares wait for what has just been written, so others are computed in between.
         const int64_t here = height;
         if (query + AMX_ROWS < last) height = score(query + AMX_ROWS);
         squares.shape(here, here);
-        mix_amx(sums, room.width, room.shares[0], room.values, steps);
-        room.step();
+        mix_amx(sums, room.width, room.shares[0], room.head.value_room, steps);
     }
 }
 

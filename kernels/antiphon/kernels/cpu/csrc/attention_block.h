@@ -1,11 +1,12 @@
 // Attention over a paged cache, for any number of queries: prefill, decode and verify are one.
 //
 // Keys are taken in blocks of BLOCK_KEYS, counted from position 0, and every query goes through the
-// blocks in that order with the running maximum and sum of an online softmax. A block is laid out
-// first: keys transposed, so that a lane is a key and its product with a query is one accumulator,
-// dimensions ascending; values in pairs of keys, so that a lane is a dimension and its sum is one
-// accumulator, keys ascending. A query's bits therefore depend on its own keys alone, however many
-// queries and heads share the block; and one code serves a decode row, a chunk and a whole prompt.
+// blocks in that order with the running maximum and sum of an online softmax. A lane is a key, and
+// its product with a query is one accumulator, dimensions ascending; then a lane is a dimension, and
+// its sum is one accumulator, keys ascending (kv_block.h). After a segment of keys its sums are added
+// to those of the segments before. A query's bits therefore depend on its own keys alone, however
+// many queries share the block and whoever computes a segment; and one code serves a decode row, a
+// chunk and a whole prompt.
 //
 // Here a tile of queries meets one block; attention.h goes through the blocks.
 //
@@ -14,25 +15,19 @@
 #pragma once
 
 #include "amx.h"
-#include "fp8.h"
 #include "gemm.h"
+#include "kv_block.h"
 #include "layout.h"
 #include "simd.h"
 #include "team.h"
 
 namespace ISA_NS {
 
-// On squares a block is twice as long: sums are taken up and put down once a block.
-static constexpr int KEYS = ANTIPHON_AMX ? 128 : 64;
-template <class T> static constexpr int BLOCK_KEYS = USES_AMX<T> ? KEYS : 64;
-static constexpr int KEY_VECTORS = KEYS / LANES;
 // A register tile: so many queries by so many vectors.
 static constexpr int TILE_QUERIES = ANTIPHON_AVX512 ? 6 : 2;
 static constexpr int TILE_VECTORS = ANTIPHON_AVX512 ? 4 : 2;
-// How many queries a tile may have, on squares too.
+// How many queries a tile may have, on AMX too.
 static constexpr int ROOM_QUERIES = TILE_QUERIES > AMX_ROWS ? TILE_QUERIES : AMX_ROWS;
-// How often, a block and head, the memory is asked for what comes next.
-static constexpr int AHEAD_STEPS = 2 * KEY_VECTORS + 2;
 // Below any score, and still finite, so that what was never seen has no weight and no NaN.
 static constexpr float LOWEST = -1e30f;
 static constexpr float LOG2_E = 1.44269504088896341f;
@@ -52,180 +47,89 @@ seen_from(const AttentionCall &call, const AttentionTask &task, int64_t position
     return {from, window && position + window < end ? position + window : end};
 }
 
-// The keys of a block that any query may attend to, [begin + from, begin + until).
-struct KeyBlock {
-    int64_t begin;
-    int from, until;
+// What queries have summed: rows of weighted values, and of each the running maximum and weight.
+struct AttentionSums {
+    float *values;  // (queries, width)
+    float *top, *mass;
 
-    int vectors() const { return (until + LANES - 1) / LANES; }
-};
-
-// Asks the memory for tokens to come, a few lines at a time between the sums of what is there: the
-// pages lie apart, so the hardware does not see where it goes on, and it holds few questions.
-class TokenPrefetcher {
-  public:
-    static constexpr int64_t LINE = 64;
-
-    // Tokens of keys or of values, by where they lie from their base on; -1: nothing is read.
-    struct Run {
-        const void *base;
-        const int64_t *offsets;
-        int64_t tokens;
-    };
-
-    // Of each token `bytes` are read, in values of `item` bytes.
-    TokenPrefetcher(int64_t bytes, int64_t item) : bytes_(bytes), item_(item) {}
-
-    // From now on, ask for these.
-    void begin(const Run &first, const Run &second, const Run &third) {
-        runs_ = {first, second, third};
-        run_ = token_ = 0;
-        at_ = end_ = nullptr;
+    void clear(int64_t queries, int64_t width) const {
+        std::memset(values, 0, queries * width * sizeof(float));
+        std::memset(mass, 0, queries * sizeof(float));
+        for (int64_t i = 0; i < queries; ++i) top[i] = LOWEST;
     }
-
-    int64_t lines(int64_t tokens) const { return tokens * ceil_div(bytes_, LINE); }
-
-    // Ask for so many lines: into the first level of caches, or into the second.
-    template <PrefetchHint LEVEL>
-    __attribute__((always_inline)) void step(int64_t lines) {
-        for (; lines > 0 && (at_ < end_ || next_token()); --lines, at_ += LINE)
-            _mm_prefetch(at_, LEVEL);
-        // GCC takes a function that does nothing else for one that does nothing.
-        __asm__ volatile("" ::: "memory");
-    }
-
-  private:
-    bool next_token() {
-        for (; run_ < runs_.size(); ++run_, token_ = 0) {
-            const Run &run = runs_[run_];
-            while (token_ < run.tokens) {
-                const int64_t offset = run.offsets[token_++];
-                if (offset < 0) continue;
-                at_ = static_cast<const char *>(run.base) + offset * item_;
-                end_ = at_ + bytes_;
-                return true;
-            }
-        }
-        return false;
-    }
-
-    int64_t bytes_, item_;
-    std::array<Run, 3> runs_ = {};
-    size_t run_ = 0;
-    int64_t token_ = 0;
-    const char *at_ = nullptr, *end_ = nullptr;
 };
 
 // What one task works in, cut from the thread's scratch memory.
 template <class T> struct AttentionScratch {
-    int64_t words, width;          // words of a head; columns of a row of sums, whole vectors
-    uint32_t *keys;                // (words, KEYS)
-    uint32_t *values;              // (KEYS / WORD_VALUES, width)
-    float *sums;                   // (queries of all heads, width)
-    float *top, *mass;             // (queries of all heads,) running maximum and sum
-    T *zero_row;                   // (H, D) zeros, read instead of keys that are out of range
-    uint32_t *queries_transposed;  // (queries of all heads, square_words) for squares alone
-    int64_t square_words;          // words of a head, whole steps of a square
+    HeadBlock<T> head;
+    int64_t queries, width;        // of the task; columns of a row of sums, whole vectors
+    AttentionSums sums, total;     // of the segment that is gone through, and of those before it
+    uint32_t *queries_transposed;  // (queries, square_words) for AMX alone
+    int64_t square_words;          // words of a head, whole steps of AMX
+    BlockPrefetcher ahead;
     alignas(64) float scores[ROOM_QUERIES][KEYS];
     alignas(64) T shares[ROOM_QUERIES][KEYS];
-    // Offsets of a block's tokens in the cache, in values; -1 for those that must not be read.
-    int64_t offsets[2][KEYS];
-    TokenPrefetcher ahead;
-    int64_t lines_ahead;  // that are asked for at a time
 
-    AttentionScratch(
-        Scratch &scratch, const AttentionCall &call, const AttentionTask &task,
-        const TokenPrefetcher &ahead)
-        : ahead(ahead), lines_ahead(ceil_div(ahead.lines(2 * KEYS), AHEAD_STEPS * task.heads)) {
-        const CacheShape &shape = call.shape;
-        const int64_t queries = task.heads * task.queries * shape.queries_per_head;
-        words = shape.head_size / WORD_VALUES<T>;
-        width = ceil_div(shape.head_size, LANES) * LANES;
-        const int64_t padded = ceil_div(queries, LANES) * LANES;
+    AttentionScratch(Scratch &scratch, const AttentionCall &call, const AttentionTask &task)
+        : queries(task.queries * call.shape.queries_per_head),
+          ahead(call, prefetch_steps(call.shape)) {
+        const int64_t words = call.shape.head_size / WORD_VALUES<T>;
+        width = ceil_div(call.shape.head_size, LANES) * LANES;
         square_words = ceil_div(words, AMX_ROWS) * AMX_ROWS;
-        const int64_t sizes[] = {
-            square_words * KEYS,
-            KEYS / WORD_VALUES<T> * width,
-            padded * width,
-            padded,
-            padded,
-            ceil_div(shape.heads * words, LANES) * LANES,
-            USES_AMX<T> ? padded * square_words : 0};
-        int64_t total = 0;
-        for (const int64_t size : sizes) total += size;
-        auto *at = static_cast<uint32_t *>(scratch.reserve(total * sizeof(uint32_t)));
-        keys = at;
-        values = keys + sizes[0];
-        sums = reinterpret_cast<float *>(values + sizes[1]);
-        top = sums + sizes[2];
-        mass = top + sizes[3];
-        zero_row = reinterpret_cast<T *>(mass + sizes[4]);
-        queries_transposed = reinterpret_cast<uint32_t *>(zero_row) + sizes[5];
-        // Columns beyond the head are read, and so must hold numbers.
-        if (width != shape.head_size) std::memset(values, 0, sizes[1] * sizeof(uint32_t));
-        std::memset(keys + words * KEYS, 0, (square_words - words) * KEYS * sizeof(uint32_t));
-        const int64_t others = sizes[2] + sizes[3] + sizes[4] + sizes[5] + sizes[6];
-        std::memset(sums, 0, others * sizeof(float));
-        for (int64_t i = 0; i < padded; ++i) top[i] = LOWEST;
+        const int64_t rows = ceil_div(queries, LANES) * LANES;  // every part begins a line
+        int64_t total_words = 0;
+        const auto reserve = [&](int64_t size) {
+            return std::exchange(total_words, total_words + size);
+        };
+        const int64_t keys_at = reserve(square_words * KEYS);
+        const int64_t values_at = reserve(KEYS / WORD_VALUES<T> * width);
+        const int64_t rows_at = reserve(call.cache.values == nullptr ? LANES * width : 0);
+        const int64_t queries_at = reserve(USES_AMX<T> ? queries * square_words : 0);
+        const int64_t sums_at = reserve(rows * (width + 2));
+        const int64_t total_at = reserve(rows * (width + 2));
+        auto *at = static_cast<uint32_t *>(scratch.reserve(total_words * sizeof(uint32_t)));
+        head.words = words;
+        head.width = width;
+        head.key_room = at + keys_at;
+        head.value_room = at + values_at;
+        head.row_room = at + rows_at;
+        queries_transposed = at + queries_at;
+        const auto sums_of = [&](int64_t begin) {
+            auto *values = reinterpret_cast<float *>(at + begin);
+            return AttentionSums{values, values + rows * width, values + rows * (width + 1)};
+        };
+        sums = sums_of(sums_at);
+        total = sums_of(total_at);
+        sums.clear(queries, width);
+        // Columns and words beyond the head are read, and so must hold numbers.
+        if (width != call.shape.head_size)
+            std::memset(head.value_room, 0, (rows_at - values_at) * sizeof(uint32_t));
+        std::memset(
+            head.key_room + words * KEYS, 0, (square_words - words) * KEYS * sizeof(uint32_t));
+        if constexpr (USES_AMX<T>)
+            std::memset(queries_transposed, 0, queries * square_words * sizeof(uint32_t));
     }
 
-    // Into the second level: a block of all heads has 48 KiB and more, and would drive itself out of
-    // the first. On squares many queries share a block, and few ask otherwise (amx_small_m.h).
-    void step() { ahead.step<USES_AMX<T> ? _MM_HINT_T0 : _MM_HINT_T1>(lines_ahead); }
+    // In how many steps of a tile's products the memory is asked for the next block. What is in eight
+    // bits is copied before the first of them, so that all of it must be there by then.
+    static int64_t prefetch_steps(const CacheShape &shape) {
+        const int64_t words = ceil_div(shape.head_size, WORD_VALUES<T>);
+        if (USES_AMX<T>) return ceil_div(words, AMX_ROWS) * (KEYS / LANES);
+        return shape.format == CacheFormat::model ? words + BLOCK_KEYS<T> / WORD_VALUES<T> : words;
+    }
 };
 
-// Where the tokens of a block lie in the cache.
-INLINE void token_offsets(
-    const AttentionCall &call, int32_t row, const KeyBlock &block, int64_t (&offsets)[KEYS]) {
-    const int64_t size = call.shape.page_tokens;
-    const int64_t token = call.shape.heads * call.shape.head_size;
-    const int32_t *table = call.rows.tables + row * call.rows.stride;
-    for (int i = 0; i < block.from; ++i) offsets[i] = -1;
-    int64_t page = (block.begin + block.from) / size;
-    int64_t inside = (block.begin + block.from) % size;
-    for (int i = block.from; i < block.until; ++page, inside = 0)
-        for (int64_t at = (table[page] * size + inside) * token; inside < size && i < block.until;
-             ++i, ++inside, at += token)
-            offsets[i] = at;
-    for (int i = block.until < 0 ? 0 : block.until; i < KEYS; ++i) offsets[i] = -1;
-}
-
-// Lay out one head's keys and values of a block, which are kept as K.
-template <class T, class K>
-INLINE void transpose_block(
-    const AttentionCall &call, int64_t head, const KeyBlock &block, const int64_t *offsets,
-    AttentionScratch<T> &room) {
-    const int64_t size = call.shape.head_size;
-    const K *zero_row =
-        reinterpret_cast<const K *>(room.zero_row);  // zeros are zeros in each format
-    const auto find = [&](const void *cache, int key) {
-        const K *base = static_cast<const K *>(cache) + head * size;
-        return offsets[key] < 0 ? zero_row : base + offsets[key];
-    };
-    for (int v = 0; v < block.vectors(); ++v) {
-        const K *rows[LANES];
-        for (int i = 0; i < LANES; ++i) rows[i] = find(call.cache.keys, v * LANES + i);
-        transpose<T>(rows, room.words, room.keys + v * LANES, KEYS);
-        room.step();
-    }
-    constexpr int step = WORD_VALUES<T>;
-    for (int key = 0; key < block.until; key += step) {
-        if (key % LANES == 0) room.step();
-        lay_rows<T>(
-            find(call.cache.values, key), find(call.cache.values, key + step - 1), size,
-            room.values + key / step * room.width);
-    }
-}
-
-// acc[r] += each[r] . words, over `steps` words of a row; `words` has `stride` words a step.
-template <class T, int R, int V>
+// acc[r] += each[r] . columns, over `steps` words of a row; `columns_at(step, v)` is where the words
+// of sixteen lanes lie.
+template <class T, int R, int V, class Columns>
 INLINE void add_products(
-    F32 (&acc)[R][V], const uint32_t *const (&each)[R], const uint32_t *words, int64_t stride,
-    int64_t steps) {
-    for (int64_t step = 0; step < steps; ++step, words += stride) {
+    F32 (&acc)[R][V], const uint32_t *const (&each)[R], int64_t steps, BlockPrefetcher &ahead,
+    Columns &&columns_at) {
+    for (int64_t step = 0; step < steps; ++step) {
+        ahead.step();
         I32 columns[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) columns[v] = load_int(words + v * LANES);
+        for (int v = 0; v < V; ++v) columns[v] = load_int(columns_at(step, v));
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
             const I32 word = splat_words(each[r] + step);
@@ -287,8 +191,11 @@ INLINE float softmax_weights(
     F32 scaled[V], most = splat(top);
     for (int v = 0; v < V; ++v) {
         scaled[v] = mul(load(scores + v * LANES), splat(scale));
-        if (from > v * LANES || until < (v + 1) * LANES)
-            scaled[v] = add(scaled[v], unseen_outside(from - v * LANES, until - v * LANES));
+        if (from > v * LANES || until < (v + 1) * LANES) {
+            // Those of no key may be anything, a NaN too.
+            const F32 unseen = unseen_outside(from - v * LANES, until - v * LANES);
+            scaled[v] = where_negative(unseen, unseen, scaled[v]);
+        }
         most = max(most, scaled[v]);
     }
     const float before = top, after = reduce_max(most);
@@ -304,17 +211,15 @@ INLINE float softmax_weights(
     return kept;
 }
 
-// Where one query of a head begins: the `index`-th of the task's.
+// Where the `index`-th of the task's queries begins.
 template <class T>
-INLINE const T *query_at(
-    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t index) {
+INLINE const T *query_at(const AttentionCall &call, const AttentionTask &task, int64_t index) {
     const int64_t group = call.shape.queries_per_head;
     const T *q = static_cast<const T *>(call.q) + (task.token + index / group) * call.q_stride;
-    return q + ((task.head + head) * group + index % group) * call.shape.head_size;
+    return q + (task.head * group + index % group) * call.shape.head_size;
 }
 
-// The scores (queries, KEYS) of some queries of a head, from `first` of the task's on, become
-// weights; `kept` is what becomes of what each has summed.
+// The scores (queries, KEYS) of some queries, from `first` of the task's on, become weights; `kept` is what becomes of what each has summed.
 template <class T>
 INLINE void softmax_weights_all(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int queries,
@@ -333,42 +238,65 @@ INLINE void softmax_weights_all(
     }
 }
 
-// R queries of one head, from `first` of the task's on, meet a block that is laid out.
+// R queries, from `first` of the task's on, meet a block.
 template <class T, int R>
 static void attend_tile(
-    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
-    const KeyBlock &block, AttentionScratch<T> &room) {
+    const AttentionCall &call, const AttentionTask &task, int64_t first, const KeyBlock &block,
+    AttentionScratch<T> &room) {
+    const HeadBlock<T> &head = room.head;
     const uint32_t *each[R];
-    for (int r = 0; r < R; ++r) each[r] = words_of(query_at<T>(call, task, head, first + r));
+    for (int r = 0; r < R; ++r) each[r] = words_of(query_at<T>(call, task, first + r));
     in_tiles(block.vectors(), [&](auto count, int64_t v) {
         F32 acc[R][count];
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i) acc[r][i] = zeros();
-        add_products<T>(acc, each, room.keys + v * LANES, KEYS, room.words);
+        const uint32_t *keys[count];
+        for (int i = 0; i < count; ++i) keys[i] = head.keys[v + i];
+        const int64_t stride = head.key_stride;
+        add_products<T>(acc, each, head.words, room.ahead, [&](int64_t word, int i) {
+            return keys[i] + word * stride;
+        });
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i) store(room.scores[r] + (v + i) * LANES, acc[r][i]);
     });
 
-    room.step();
-    const int64_t row = head * task.queries * call.shape.queries_per_head + first;
     float kept[R];
     softmax_weights_all(
-        call, task, first, R, block, room.scores[0], room.top + row, room.mass + row,
+        call, task, first, R, block, room.scores[0], room.sums.top + first, room.sums.mass + first,
         room.shares[0], kept);
 
-    room.step();
-    for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[r]);
+    const int64_t begin = block.from / WORD_VALUES<T>, end = ceil_div(block.until, WORD_VALUES<T>);
+    for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[r]) + begin;
     in_tiles(room.width / LANES, [&](auto count, int64_t v) {
         F32 acc[R][count];
-        float *sums = room.sums + row * room.width + v * LANES;
+        float *sums = room.sums.values + first * room.width + v * LANES;
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i)
                 acc[r][i] = mul(load(sums + r * room.width + i * LANES), splat(kept[r]));
-        const int64_t steps = ceil_div(block.until, WORD_VALUES<T>);
-        add_products<T>(acc, each, room.values + v * LANES, room.width, steps);
+        const uint32_t *const *values = head.values + begin;
+        add_products<T>(acc, each, end - begin, room.ahead, [&](int64_t step, int i) {
+            return values[step] + (v + i) * LANES;
+        });
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i) store(sums + r * room.width + i * LANES, acc[r][i]);
     });
+}
+
+// Add what queries have summed over further keys.
+INLINE void join_sums(
+    const AttentionSums &sums, const AttentionSums &more, int64_t queries, int64_t width) {
+    for (int64_t i = 0; i < queries; ++i) {
+        const float before = sums.top[i], other = more.top[i];
+        const float top = before > other ? before : other;
+        const F32 kept = power_of_two(splat(before - top));
+        const F32 added = power_of_two(splat(other - top));
+        float *values = sums.values + i * width;
+        const float *others = more.values + i * width;
+        for (int64_t d = 0; d < width; d += LANES)
+            store(values + d, fma(load(others + d), added, mul(load(values + d), kept)));
+        sums.mass[i] = sums.mass[i] * lane_0(kept) + more.mass[i] * lane_0(added);
+        sums.top[i] = top;
+    }
 }
 
 }  // namespace ISA_NS

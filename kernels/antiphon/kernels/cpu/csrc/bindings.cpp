@@ -28,8 +28,8 @@ bool runs(const Table &table) {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq");
-    const bool bf16 =
-        avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512vbmi") &&
+        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (&table == &table_amx) return bf16 && has_tiles();
     if (&table == &table_avx512bf16) return bf16;
     return &table == &table_avx512 ? avx512 : avx2;

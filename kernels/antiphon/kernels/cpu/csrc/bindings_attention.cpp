@@ -159,31 +159,13 @@ at::Tensor argmax(const at::Tensor &x) {
 
 using Scales = std::pair<double, double>;  // of keys and of values
 
-// Shape and addresses of a cache (P, S, H, D) of a model that computes in the dtype of `like`.
-std::pair<CacheShape, LayerCache> cache_of(
-    const at::Tensor &keys, const at::Tensor &values, const Scales &scales,
-    const at::Tensor &like) {
-    const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
-    TORCH_CHECK(keys.numel() > 0, "a cache has room");
-    const CacheShape shape = {
-        .dtype = dtype_of(like),
-        .format = cache_format_of(keys, like),
-        .pages = keys.size(0),
-        .page_tokens = keys.size(1),
-        .heads = keys.size(2),
-        .queries_per_head = 1,
-        .head_size = keys.size(3),
-        .window = 0,
-    };
-    return {shape, cache};
-}
-
 at::Tensor qk_norm_rope_store(
     const at::Tensor &heads, const at::Tensor &cos, const at::Tensor &sin, const at::Tensor &keys,
     const at::Tensor &values, const at::Tensor &places, const Optional &query_norm,
     const Optional &key_norm, double eps, const Scales &scales) {
     const at::Tensor all = heads.contiguous();
-    auto [shape, cache] = cache_of(keys, values, scales, all);
+    const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
+    CacheShape shape = cache_shape_of(keys, values, all);
     TORCH_CHECK(all.dim() == 3 && all.size(2) == shape.head_size, "heads are (T, G * H + 2 H, D)");
     const int64_t tokens = all.size(0), queries = all.size(1) - 2 * shape.heads;
     TORCH_CHECK(queries > 0 && queries % shape.heads == 0, "query heads are shared out evenly");
@@ -224,12 +206,10 @@ at::Tensor paged_attention(
     const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values,
     const AttentionMetadata &rows, double scale, const Scales &scales) {
     const at::Tensor queries = q.contiguous();
-    const auto [found, cache] = cache_of(keys, values, scales, queries);
+    const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
+    const CacheShape found = cache_shape_of(keys, values, queries);
     const CacheShape shape = rows.shape_in(found.dtype, found.format, found.pages);
-    TORCH_CHECK(
-        found.page_tokens == shape.page_tokens && found.heads == shape.heads &&
-            found.head_size == shape.head_size,
-        "the cache has another shape than the rows");
+    TORCH_CHECK(fits(shape, found), "the cache has another shape than the rows");
     const int64_t query_heads = shape.heads * shape.queries_per_head;
     TORCH_CHECK(
         queries.sizes() == at::IntArrayRef({rows.tokens(), query_heads, shape.head_size}),
@@ -243,11 +223,15 @@ at::Tensor paged_attention(
         .q = queries.const_data_ptr(),
         .q_stride = query_heads * shape.head_size,
         .out = out.mutable_data_ptr(),
+        .partials = rows.partials(),
     };
     const auto &tasks = rows.tasks();
+    const auto &merges = rows.merges();
     const int team = threads();
     const KernelTimer computing;
-    kernels().attention(call, tasks.data(), static_cast<int64_t>(tasks.size()), team);
+    kernels().attention(
+        call, tasks.data(), static_cast<int64_t>(tasks.size()), merges.data(),
+        static_cast<int64_t>(merges.size()), team);
     return out;
 }
 

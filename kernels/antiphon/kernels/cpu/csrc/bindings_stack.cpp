@@ -85,8 +85,8 @@ class Stack {
         final_ = keep(final_norm);
     }
 
-    // Keys and values (P, S, H, D) of a layer, and their scales; or of a bidirectional one, which
-    // keeps none, H and D.
+    // Pages of keys and of values of a layer (kv_layout.h), and their scales; or of a bidirectional
+    // one, which keeps none, H and D.
     using Cache = std::tuple<at::Tensor, at::Tensor, double, double>;
     using Heads = std::pair<int64_t, int64_t>;
 
@@ -111,9 +111,7 @@ class Stack {
         if (const auto *kept = std::get_if<Cache>(&cached)) {
             const auto &[keys, values, key_scale, value_scale] = *kept;
             cache = layer_of(keys, values, key_scale, value_scale);
-            shape.format = cache_format_of(keys, final_norm_);
-            shape.pages = keys.size(0), shape.page_tokens = keys.size(1);
-            shape.heads = keys.size(2), shape.head_size = keys.size(3);
+            shape = cache_shape_of(keys, values, final_norm_);
             kept_.push_back(keys);
             kept_.push_back(values);
         } else {
@@ -247,7 +245,7 @@ class Stack {
             TORCH_CHECK(
                 groups_[i].shape.heads == 0 || rows.pages_needed() <= pages, "a row has page ",
                 rows.pages_needed() - 1, " of ", pages);
-            groups_[i].rows = rows.paged();
+            set_tasks(groups_[i], rows);
         }
         for (int32_t &position : positions_) ++position;
         ++position_max_;
@@ -418,12 +416,26 @@ class Stack {
                 each.tokens() == tokens, "rows of ", each.tokens(), " tokens, not ", tokens);
             groups_.push_back({
                 .shape = shape_of(i, each),
-                .rows = each.paged(),
+                .rows = {},
                 .places = each.places().data(),
-                .tasks = each.tasks().data(),
-                .count = static_cast<int64_t>(each.tasks().size()),
+                .tasks = nullptr,
+                .count = 0,
+                .merges = nullptr,
+                .merge_count = 0,
+                .partials = nullptr,
             });
+            set_tasks(groups_.back(), each);
         }
+    }
+
+    // What changes when rows go on.
+    static void set_tasks(StackGroup &group, const AttentionMetadata &rows) {
+        group.rows = rows.paged();
+        group.tasks = rows.tasks().data();
+        group.count = static_cast<int64_t>(rows.tasks().size());
+        group.merges = rows.merges().data();
+        group.merge_count = static_cast<int64_t>(rows.merges().size());
+        group.partials = rows.partials();
     }
 
     // The shape of a group's caches with the rows' window; without layers it has none.
@@ -435,8 +447,8 @@ class Stack {
             rows.shape_in(dtype_, kept.format, cached ? kept.pages : rows.pages_needed());
         TORCH_CHECK(cached != shape.bidirectional, "rows that see both ways are not cached");
         TORCH_CHECK(
-            (!cached || kept.page_tokens == shape.page_tokens) && kept.heads == shape.heads &&
-                kept.head_size == shape.head_size &&
+            (cached ? fits(shape, kept)
+                    : kept.heads == shape.heads && kept.head_size == shape.head_size) &&
                 layers_.front().qkv.outputs ==
                     shape.heads * (shape.queries_per_head + 2) * shape.head_size,
             "the cache has another shape than the rows");
@@ -448,8 +460,7 @@ class Stack {
         int64_t most = 0;
         for (const StackGroup &group : groups_)
             if (const CacheShape &shape = group.shape; shape.bidirectional)
-                most =
-                    std::max(most, shape.pages * shape.page_tokens * shape.heads * shape.head_size);
+                most = std::max(most, KvLayout(shape).head_at(shape.pages, 0));
         if (most == 0) return {nullptr, nullptr, 1.0f, 1.0f};
         if (!whole_.defined() || whole_.numel() < 2 * most)
             whole_ = at::empty({2 * most}, final_norm_.options());

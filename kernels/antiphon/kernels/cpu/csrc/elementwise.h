@@ -8,6 +8,7 @@
 #include "activation.h"
 #include "fp8.h"
 #include "gemm.h"
+#include "kv_layout.h"
 #include "layout.h"
 #include "simd.h"
 #include "team.h"
@@ -173,10 +174,17 @@ INLINE void store_cache(const T *x, int64_t size, float scale, K *kept) {
     });
 }
 
+// Keep one token's key or value of a head, whose words of W numbers lie `step` numbers apart.
+template <int64_t W, class K>
+INLINE void scatter(const K *x, int64_t size, int64_t step, K *kept) {
+    for (int64_t i = 0; i < size; i += W, kept += step) std::memcpy(kept, x + i, W * sizeof(K));
+}
+
 // The heads of one token that belong to kv heads [head, head + heads), kept as K.
 template <class T, class K>
 INLINE void qk_norm_rope_store(
     const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
+    static thread_local Scratch scratch;
     const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
     const int64_t kv = call.shape.heads, queries = kv * group;
     const T *from = static_cast<const T *>(call.heads) + token * (queries + 2 * kv) * size;
@@ -196,22 +204,31 @@ INLINE void qk_norm_rope_store(
     T *q = static_cast<T *>(call.q) + token * call.q_stride;
     for (int64_t i = head * group; i < (head + heads) * group; ++i)
         ready(from + i * size, call.query_norm, q + i * size);
-    const int64_t at = call.places[token] * kv * size;
-    K *keys = static_cast<K *>(call.cache.keys) + at;
-    K *values = static_cast<K *>(call.cache.values) + at;
-    const T *value = from + (queries + kv + head) * size;
-    if constexpr (IN_BYTES<K>) {
-        static thread_local Scratch scratch;
-        T *turned_key = static_cast<T *>(scratch.reserve(size * sizeof(T)));
-        for (int64_t i = head; i < head + heads; ++i) {
-            ready(from + (queries + i) * size, call.key_norm, turned_key);
-            store_cache(turned_key, size, call.cache.key_scale, keys + i * size);
+
+    const KvLayout layout(call.shape);
+    const int64_t page = call.places[token] / layout.tokens;
+    const int64_t offset = call.places[token] % layout.tokens;
+    T *row = static_cast<T *>(scratch.reserve(2 * size * sizeof(T)));
+    const auto kept_as = [&](const T *x, float scale) {
+        if constexpr (!IN_BYTES<K>) {
+            return x;
+        } else {
+            K *codes = reinterpret_cast<K *>(row + size);
+            store_cache(x, size, scale, codes);
+            return static_cast<const K *>(codes);
         }
-        store_cache(value, heads * size, call.cache.value_scale, values + head * size);
-    } else {
-        for (int64_t i = head; i < head + heads; ++i)
-            ready(from + (queries + i) * size, call.key_norm, keys + i * size);
-        std::memcpy(values + head * size, value, heads * size * sizeof(T));
+    };
+    for (int64_t i = head; i < head + heads; ++i) {
+        K *keys = static_cast<K *>(call.cache.keys) + layout.head_at(page, i);
+        K *values = static_cast<K *>(call.cache.values) + layout.head_at(page, i);
+        ready(from + (queries + i) * size, call.key_norm, row);
+        scatter<WORD_VALUES<T>>(
+            kept_as(row, call.cache.key_scale), size, layout.key_step(),
+            keys + layout.key_at(offset));
+        // Another thread may keep the token beside it in a word.
+        scatter<1>(
+            kept_as(from + (queries + kv + i) * size, call.cache.value_scale), size, layout.word,
+            values + layout.value_at(offset));
     }
 }
 

@@ -49,7 +49,7 @@ template <class K> static constexpr int CODE_BIAS = (127 - K::BIAS) << K::FRACTI
 template <class K> static constexpr float LEAST = 2.0f / (1ull << (K::BIAS + K::FRACTION));
 template <class K> static constexpr float LEAST_NORMAL = 2.0f / (1ull << K::BIAS);
 
-template <class K> INLINE bf16 widened(K kept) {
+template <class K> static constexpr bf16 widened(K kept) {
     const int size = kept.code & 0x7f, sign = (kept.code & 0x80) << 8;
     int bits = BF16_BIAS<K> + (size << BF16_SHIFT<K>);
     if (size >= K::SPECIAL) bits |= K::INVALID;
@@ -61,24 +61,12 @@ template <class K> INLINE __m128i small_ones() {
     return _mm_load_si128(reinterpret_cast<const __m128i *>(K::SMALL_BYTES));
 }
 
-INLINE __m128i load_half(const void *p) { return _mm_loadl_epi64(static_cast<const __m128i *>(p)); }
-INLINE __m128i load_quarter(const void *p) {
-    int32_t four;
-    std::memcpy(&four, p, 4);
-    return _mm_cvtsi32_si128(four);
-}
 INLINE __m128i load_codes(const void *p) {
     return _mm_loadu_si128(static_cast<const __m128i *>(p));
 }
-// Four bytes of each of four rows, a row a quarter.
-INLINE __m128i byte_quarters(const void *a, const void *b, const void *c, const void *d) {
-    const __m128i low = _mm_unpacklo_epi32(load_quarter(a), load_quarter(b));
-    return _mm_unpacklo_epi64(low, _mm_unpacklo_epi32(load_quarter(c), load_quarter(d)));
+INLINE __m256i load_code_pairs(const void *p) {
+    return _mm256_loadu_si256(static_cast<const __m256i *>(p));
 }
-INLINE __m128i byte_halves(const void *a, const void *b) {
-    return _mm_unpacklo_epi64(load_half(a), load_half(b));
-}
-
 // Sixteen codes as bf16.
 template <class K> INLINE __m256i widen_sixteen(__m128i codes) {
     const __m256i table = _mm256_broadcastsi128_si256(small_ones<K>());
@@ -118,9 +106,41 @@ template <class K> INLINE I32 widen_codes(__m256i codes) {
     // bits | (x << 8 & upper)
     return {_mm512_ternarylogic_epi32(bits, _mm512_slli_epi16(x, 8), upper, 0xf8)};
 }
-template <class K> INLINE I32 widen_codes(__m128i low, __m128i high) {
-    return widen_codes<K>(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
+
+#if ANTIPHON_BF16
+// The upper or the lower bytes of what each magnitude is as bf16.
+template <class K> struct WideBytes {
+    alignas(64) uint8_t upper[128], lower[128];
+
+    constexpr WideBytes() {
+        for (int size = 0; size < 128; ++size) {
+            const bf16 wide = widened(K{static_cast<uint8_t>(size)});
+            upper[size] = static_cast<uint8_t>(wide >> 8);
+            lower[size] = static_cast<uint8_t>(wide);
+        }
+    }
+};
+template <class K> static constexpr WideBytes<K> WIDE_BYTES;
+
+// Twice thirty-two codes as bf16: a magnitude is looked up, a half of its bits at a time.
+template <class K> INLINE std::array<I32, 2> widen_codes(__m256i first, __m256i second) {
+    // Interleaving bytes goes by lanes of sixteen: those of the first come before, a half a lane.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    const __m512i codes = _mm512_permutexvar_epi64(order, both);
+    const auto look_up = [&](const uint8_t *bytes) {
+        return _mm512_permutex2var_epi8(
+            _mm512_load_si512(bytes), codes, _mm512_load_si512(bytes + 64));
+    };
+    const __m512i sign = _mm512_set1_epi8(static_cast<int8_t>(0x80));
+    // upper | (codes & sign)
+    const __m512i upper =
+        _mm512_ternarylogic_epi32(look_up(WIDE_BYTES<K>.upper), codes, sign, 0xf8);
+    const __m512i lower = look_up(WIDE_BYTES<K>.lower);
+    return {{{_mm512_unpacklo_epi8(lower, upper)}, {_mm512_unpackhi_epi8(lower, upper)}}};
 }
+#endif
+
 // Sixteen bf16 as floats.
 INLINE I32 as_float_words(__m256i halves) {
     return {_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)};
@@ -147,8 +167,10 @@ template <class K> INLINE __m128i codes_of(F32 a) {
 
 #else
 
-template <class K> INLINE I32 widen_codes(__m128i low, __m128i high) {
-    return {widen_sixteen<K>(low), widen_sixteen<K>(high)};
+template <class K> INLINE I32 widen_codes(__m256i codes) {
+    return {
+        widen_sixteen<K>(_mm256_castsi256_si128(codes)),
+        widen_sixteen<K>(_mm256_extracti128_si256(codes, 1))};
 }
 INLINE __m256i eight_float_words(__m128i halves) {
     return _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
@@ -185,6 +207,12 @@ template <class K> INLINE __m128i codes_of(F32 a) {
     return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 
+#endif
+
+#if !ANTIPHON_BF16
+template <class K> INLINE std::array<I32, 2> widen_codes(__m256i first, __m256i second) {
+    return {{widen_codes<K>(first), widen_codes<K>(second)}};
+}
 #endif
 
 template <class K> INLINE void store_codes(K *p, F32 a) {

@@ -1,4 +1,4 @@
-// Rows of a cache turned into what a register tile reads: a lane a key, or a lane a dimension.
+// Words of a cache as what a register tile reads (kv_layout.h).
 
 #pragma once
 
@@ -23,6 +23,13 @@ template <class T, class K> INLINE uint32_t word_of(const K *row) {
         word = static_cast<uint32_t>(widened(row[0])) << 16;
     }
     return word;
+}
+
+// The bits of one number of K, as of T.
+template <class T, class K> INLINE uint32_t number_bits(const K *p) {
+    if constexpr (sizeof(T) == sizeof(float)) return word_of<T>(p);
+    else if constexpr (IN_BYTES<K>) return widened(*p);
+    else return *p;
 }
 
 #if ANTIPHON_AVX512
@@ -100,26 +107,17 @@ template <class T> INLINE F32 dot_words(F32 acc, I32 a, I32 b) {
     }
 }
 
-// Four words of each of four rows of K, as of T.
-template <class T, class K> INLINE I32 quarters_of(const K *a, const K *b, const K *c, const K *d) {
-    if constexpr (!IN_BYTES<K>) return quarters(words_of(a), words_of(b), words_of(c), words_of(d));
-    else if constexpr (std::is_same_v<T, bf16>)
-        return widen_codes<K>(byte_halves(a, b), byte_halves(c, d));
-    else return as_float_words(widen_sixteen<K>(byte_quarters(a, b, c, d)));
-}
-
 // Sixteen rows of `words` words become columns: out[w * stride + r] = rows[r][w].
-template <class T, class K>
-INLINE void transpose(const K *const *rows, int64_t words, uint32_t *out, int64_t stride) {
+template <class T>
+INLINE void transpose(const T *const *rows, int64_t words, uint32_t *out, int64_t stride) {
+    static_assert(WORD_VALUES<T> == 1);
+    const auto at = [&](int row, int64_t word) { return words_of(rows[row] + word); };
     int64_t w = 0;
     for (; w + 4 <= words; w += 4) {
         I32 four[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const int64_t at = w * WORD_VALUES<T>;
-            four[i] =
-                quarters_of<T>(rows[i] + at, rows[4 + i] + at, rows[8 + i] + at, rows[12 + i] + at);
-        }
+        for (int i = 0; i < 4; ++i)
+            four[i] = quarters(at(i, w), at(4 + i, w), at(8 + i, w), at(12 + i, w));
         const I32 a = low_words(four[0], four[1]), b = low_words(four[2], four[3]);
         const I32 c = high_words(four[0], four[1]), d = high_words(four[2], four[3]);
         store_words(out + w * stride, low_doubles(a, b));
@@ -128,8 +126,7 @@ INLINE void transpose(const K *const *rows, int64_t words, uint32_t *out, int64_
         store_words(out + (w + 3) * stride, high_doubles(c, d));
     }
     for (; w < words; ++w)
-        for (int r = 0; r < LANES; ++r)
-            out[w * stride + r] = word_of<T>(rows[r] + w * WORD_VALUES<T>);
+        for (int r = 0; r < LANES; ++r) out[w * stride + r] = *at(r, w);
 }
 
 // The words of one step over keys: two rows of bf16 side by side, or a row of floats.
@@ -142,32 +139,38 @@ INLINE void lay_side_by_side(const float *a, const float *, int64_t size, uint32
     std::memcpy(out, a, size * sizeof(float));
 }
 
-// Sixteen of those words, of codes.
-template <class T, class K> INLINE I32 words_side_by_side(const K *a, const K *b) {
-    const __m128i first = load_codes(a);
-    if constexpr (std::is_same_v<T, bf16>) {
-        const __m128i second = load_codes(b);
-        return widen_codes<K>(_mm_unpacklo_epi8(first, second), _mm_unpackhi_epi8(first, second));
-    } else {
-        return as_float_words(widen_sixteen<K>(first));
+// Two rows of sixteen words of K, as of T.
+template <class T, class K> INLINE std::array<I32, 2> words_as(const K *a, const K *b) {
+    if constexpr (!IN_BYTES<K>) return {{load_int(a), load_int(b)}};
+    else if constexpr (std::is_same_v<T, bf16>)
+        return widen_codes<K>(load_code_pairs(a), load_code_pairs(b));
+    else
+        return {
+            {as_float_words(widen_sixteen<K>(load_codes(a))),
+             as_float_words(widen_sixteen<K>(load_codes(b)))}};
+}
+
+// Sixteen keys: `words` words of each, of K and `step` numbers apart, as words of T.
+template <class T, class K>
+INLINE void copy_panel(const K *from, int64_t step, int64_t words, uint32_t *to, int64_t stride) {
+    for (int64_t w = 0; w < words; w += 2, from += 2 * step, to += 2 * stride) {
+        const bool both = w + 1 < words;
+        const auto [first, second] = words_as<T>(from, both ? from + step : from);
+        store_words(to, first);
+        if (both) store_words(to + stride, second);
     }
 }
 
-// Those words of rows of K, as of T.
-template <class T, class K>
-INLINE void lay_rows(const K *a, const K *b, int64_t size, uint32_t *out) {
-    if constexpr (!IN_BYTES<K>) {
-        lay_side_by_side(a, b, size, out);
-    } else {
-        int64_t i = 0;
-        for (; i + LANES <= size; i += LANES)
-            store_words(out + i, words_side_by_side<T>(a + i, b + i));
-        for (; i < size; ++i) {
-            out[i] = widened(a[i]);
-            if constexpr (std::is_same_v<T, bf16>) out[i] |= uint32_t{widened(b[i])} << 16;
-            else out[i] <<= 16;
-        }
+// Words of K that lie one after the other, as words of T.
+template <class T, class K> INLINE void copy_words(const K *from, int64_t words, uint32_t *to) {
+    constexpr int64_t VALUES = WORD_VALUES<T>;
+    int64_t w = 0;
+    for (; w + 2 * LANES <= words; w += 2 * LANES) {
+        const auto [first, second] = words_as<T>(from + w * VALUES, from + (w + LANES) * VALUES);
+        store_words(to + w, first);
+        store_words(to + w + LANES, second);
     }
+    for (; w < words; ++w) to[w] = word_of<T>(from + w * VALUES);
 }
 
 }  // namespace ISA_NS

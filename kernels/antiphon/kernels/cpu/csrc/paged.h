@@ -24,10 +24,11 @@ struct CacheShape {
     bool bidirectional = false;
 };
 
-// One layer's cache, (P, S, H, D) both, and the multiples of what is kept there that keys and values
-// are: 1 unless they are in eight bits.
+// One layer's cache (kv_layout.h), and the multiples of what is kept there that keys and values are:
+// 1 unless they are in eight bits.
 struct LayerCache {
-    void *keys, *values;
+    void *keys;
+    void *values;  // null: values are keys, latents
     float key_scale, value_scale;
 };
 
@@ -40,11 +41,24 @@ struct PagedRows {
     const int32_t *kv_len;     // (R,) tokens that the row's last query sees, itself included
 };
 
-// Work of one thread: some queries of a row, and some of its kv heads.
+// Sums over keys are taken in segments of so many, counted from position 0, which are then added one
+// after the other: so a long row may be shared out among threads, and has the bits of one that is not.
+constexpr int64_t SEGMENT_KEYS = 512;
+
+// Work of one thread: some queries of a row, one kv head of them, and all of their keys or some
+// segments.
 struct AttentionTask {
-    int32_t row, queries, head, heads;
-    int64_t token;     // index of the first query in the pass
-    int64_t position;  // of the first query in its row
+    int32_t row, queries, head;
+    int64_t token;               // index of the first query in the pass
+    int64_t position;            // of the first query in its row
+    int64_t key_begin, key_end;  // whole segments
+    int64_t partial;             // the slot of its first segment; -1: its sums are the result
+};
+
+// What joins the segments of a query that has been shared out.
+struct AttentionMerge {
+    int32_t head;
+    int64_t token, partial, segments;
 };
 
 // Softmax attention of each query over its row's keys, within the window, and causal unless the
@@ -57,13 +71,20 @@ struct AttentionCall {
     const void *q;  // token t's query heads begin at q + t * q_stride values
     int64_t q_stride;
     void *out;  // (T, G * H, D)
+    // A slot has (G, D) sums in whole vectors, and the maximum and the weight of each.
+    float *partials;
 };
+
+// Floats of a slot; a vector has sixteen.
+constexpr int64_t slot_floats(int64_t queries_per_head, int64_t head_size) {
+    return queries_per_head * ((head_size + 15) / 16 * 16 + 2);
+}
 
 // Queries and keys are normalised where there are norms, and rotated; keys and values are kept.
 struct QkNormRopeCall {
     CacheShape shape;
     LayerCache cache;
-    const int64_t *places;              // (T,) page * S + offset of each token
+    const int64_t *places;              // (T,) page * page_slots(S) + offset of each token
     const void *heads;                  // (T, G * H + 2 H, D): queries, keys, values
     const void *cos, *sin;              // (positions, R), sin signed: negative in the first half
     int64_t rotated;                    // R, the numbers at the start of each head that are rotated
@@ -113,6 +134,9 @@ struct StackGroup {
     const int64_t *places;       // (T,)
     const AttentionTask *tasks;  // longest first
     int64_t count;
+    const AttentionMerge *merges;
+    int64_t merge_count;
+    float *partials;
 };
 
 // A row of logits is looked through in parts of so many.
@@ -151,9 +175,9 @@ struct StackCall {
     bool post_norms;
     float eps, scale;
     const StackGroup *groups;
-    bool one_each;          // every row has one token: an attention task readies the heads it reads
-    const void *cos, *sin;  // (positions, R)
-    int64_t rotated;        // R
+    bool one_each;             // every row has one token
+    const void *cos, *sin;     // (positions, R)
+    int64_t rotated;           // R
     const int32_t *positions;  // (T,)
     StackNorm final_norm;      // behind the last layer, whose own it is with post-norms
     LayerCache pass_cache;     // of one layer after the other: nothing is kept

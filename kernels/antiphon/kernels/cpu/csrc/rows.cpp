@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "kv_layout.h"
 
 namespace {
 
@@ -19,8 +20,8 @@ constexpr int64_t EVEN_QUERIES = 16;
 // So that products of sizes and positions fit their numbers.
 constexpr int64_t SIZE_MOST = INT32_MAX;
 
-// About how long a task takes, in keys, of which its last query sees so many.
-int64_t cost(const AttentionTask &task, int64_t keys) { return keys * task.queries * task.heads; }
+// With fewer tasks a thread, long rows are shared out: the last to finish is waited for.
+constexpr int64_t TASKS_A_THREAD = 8;
 
 }  // namespace
 
@@ -50,18 +51,8 @@ AttentionMetadata::AttentionMetadata(
         tables_.ndim() == 2 && tables_.shape(0) == rows && query_len_.ndim() == 1 &&
             kv_len.ndim() == 1 && kv_len.size() == rows,
         "a table, a query length and a kv length a row");
-    const bool many = rows >= 4 * threads();
-    for (int64_t row = 0; row < rows; ++row) {
-        cut(row, many ? heads : 1);
-        place(row);
-    }
-    // Long ones first: what is left for the end is short.
-    const auto keys = [&](const AttentionTask &task) {
-        return bidirectional ? kv_len_[task.row] : task.position + task.queries;
-    };
-    std::stable_sort(tasks_.begin(), tasks_.end(), [&](const auto &a, const auto &b) {
-        return cost(a, keys(a)) > cost(b, keys(b));
-    });
+    for (int64_t row = 0; row < rows; ++row) place(row);
+    cut();
 }
 
 void AttentionMetadata::advance(const Ints &tables) {
@@ -74,14 +65,20 @@ void AttentionMetadata::advance(const Ints &tables) {
     }
     tables_ = tables;
     pages_needed_ = needed;
-    const int64_t size = shape_.page_tokens, columns = tables_.shape(1);
+    const int64_t size = shape_.page_tokens, slots = page_slots(size);
+    const int64_t columns = tables_.shape(1);
     const int32_t *table = tables_.data();
+    bool recut = false;
     for (int64_t row = 0; row < rows(); ++row, table += columns) {
         const int64_t position = kv_len_[row]++;
-        places_[row] = table[position / size] * size + position % size;
+        // A row has a segment more, or its window has left one.
+        recut |= position % SEGMENT_KEYS == 0;
+        recut |= shape_.window && (position + 1 - shape_.window) % SEGMENT_KEYS == 0;
+        places_[row] = table[position / size] * slots + position % size;
     }
     // One may have become longer than the one before it: their order is for speed alone.
     for (AttentionTask &task : tasks_) ++task.position;
+    if (recut) cut();
 }
 
 PagedRows AttentionMetadata::paged() const {
@@ -103,36 +100,78 @@ CacheShape AttentionMetadata::shape_in(Dtype dtype, CacheFormat format, int64_t 
     return shape;
 }
 
-void AttentionMetadata::cut(int64_t row, int64_t heads_together) {
-    const int64_t queries = query_len_.data()[row], end = kv_len_[row];
+void AttentionMetadata::cut() {
+    const int64_t group = shape_.queries_per_head;
+    const int64_t unit = EVEN_QUERIES / std::gcd(EVEN_QUERIES, group);
+    const int64_t most = std::max<int64_t>(TASK_QUERIES / group / unit, 1) * unit;
+    const bool few = rows() * shape_.heads < TASKS_A_THREAD * threads();
+    tasks_.clear();
+    merges_.clear();
+    partials_.clear();
+    int64_t token = 0;
+    for (int64_t row = 0; row < rows(); ++row) {
+        const int64_t queries = query_len_.data()[row], end = kv_len_[row];
+        for (int64_t first = 0; first < queries; first += most)
+            for (int64_t head = 0; head < shape_.heads; ++head) {
+                const AttentionTask task = {
+                    .row = static_cast<int32_t>(row),
+                    .queries = static_cast<int32_t>(std::min(most, queries - first)),
+                    .head = static_cast<int32_t>(head),
+                    .token = token + first,
+                    .position = end - queries + first,
+                    .key_begin = 0,
+                    .key_end = INT64_MAX,
+                    .partial = -1,
+                };
+                if (few && queries == 1) share_out(task);
+                else tasks_.push_back(task);
+            }
+        token += queries;
+    }
+    // Long ones first: what is left for the end is short.
+    std::stable_sort(tasks_.begin(), tasks_.end(), [this](const auto &a, const auto &b) {
+        return cost(a) > cost(b);
+    });
+}
+
+// About how long a task takes, in keys.
+int64_t AttentionMetadata::cost(const AttentionTask &task) const {
+    const int64_t seen = shape_.bidirectional ? kv_len_[task.row] : task.position + task.queries;
+    return (std::min(seen, task.key_end) - task.key_begin) * task.queries;
+}
+
+// A task a segment of the keys of one query.
+void AttentionMetadata::share_out(const AttentionTask &task) {
+    const int64_t unseen = shape_.window ? task.position + 1 - shape_.window : 0;
+    const int64_t first = std::max<int64_t>(unseen, 0) / SEGMENT_KEYS;
+    const int64_t segments = task.position / SEGMENT_KEYS + 1 - first;
+    if (segments == 1) return tasks_.push_back(task);
+    const int64_t each = slot_floats(shape_.queries_per_head, shape_.head_size);
+    const int64_t slot = static_cast<int64_t>(partials_.size()) / each;
+    merges_.push_back({task.head, task.token, slot, segments});
+    partials_.resize((slot + segments) * each);
+    for (int64_t i = 0; i < segments; ++i) {
+        AttentionTask part = task;
+        part.key_begin = (first + i) * SEGMENT_KEYS;
+        part.key_end = i + 1 < segments ? part.key_begin + SEGMENT_KEYS : INT64_MAX;
+        part.partial = slot + i;
+        tasks_.push_back(part);
+    }
+}
+
+void AttentionMetadata::place(int64_t row) {
+    const int64_t size = shape_.page_tokens, slots = page_slots(size);
+    const int64_t queries = query_len_.data()[row];
+    const int64_t end = kv_len_[row], begin = end - queries;
     TORCH_CHECK(
         0 < queries && queries <= end, "row ", row, " has ", queries, " of ", end, " tokens");
     TORCH_CHECK(
         !shape_.bidirectional || queries == end, "row ", row, " has ", queries, " of ", end,
         " tokens, and sees those to come");
-    const int64_t unit = EVEN_QUERIES / std::gcd(EVEN_QUERIES, shape_.queries_per_head);
-    const int64_t most = std::max<int64_t>(TASK_QUERIES / shape_.queries_per_head / unit, 1) * unit;
-    // All heads of a short row are read together, since they lie beside each other in a page.
-    const int64_t heads = queries > 1 ? 1 : heads_together;
-    for (int64_t first = 0; first < queries; first += most)
-        for (int64_t head = 0; head < shape_.heads; head += heads)
-            tasks_.push_back({
-                .row = static_cast<int32_t>(row),
-                .queries = static_cast<int32_t>(std::min(most, queries - first)),
-                .head = static_cast<int32_t>(head),
-                .heads = static_cast<int32_t>(heads),
-                .token = tokens() + first,
-                .position = end - queries + first,
-            });
-}
-
-void AttentionMetadata::place(int64_t row) {
-    const int64_t size = shape_.page_tokens;
-    const int64_t end = kv_len_[row], begin = end - query_len_.data()[row];
     pages_needed_ = std::max(pages_needed_, pages_of(row, tables_, begin, end));
     const int32_t *table = tables_.data() + row * tables_.shape(1);
     for (int64_t position = begin; position < end; ++position)
-        places_.push_back(table[position / size] * size + position % size);
+        places_.push_back(table[position / size] * slots + position % size);
 }
 
 // How many pages a cache has that holds all which a row's tokens [begin, end) read or write.

@@ -33,10 +33,15 @@ class AttentionMetadata {
     bool one_each() const { return tokens() == rows(); }
     const std::vector<int64_t> &places() const { return places_; }
     const std::vector<AttentionTask> &tasks() const { return tasks_; }
+    const std::vector<AttentionMerge> &merges() const { return merges_; }
+    // Memory for the segments of shared rows; of one call at a time.
+    float *partials() const { return partials_.data(); }
 
   private:
     int64_t rows() const { return static_cast<int64_t>(kv_len_.size()); }
-    void cut(int64_t row, int64_t heads_together);
+    void cut();
+    int64_t cost(const AttentionTask &task) const;
+    void share_out(const AttentionTask &task);
     void place(int64_t row);
     int64_t pages_of(int64_t row, const Ints &tables, int64_t begin, int64_t end) const;
 
@@ -46,4 +51,6 @@ class AttentionMetadata {
     int64_t pages_needed_ = 0;
     std::vector<int64_t> places_;
     std::vector<AttentionTask> tasks_;
+    std::vector<AttentionMerge> merges_;
+    mutable std::vector<float> partials_;
 };

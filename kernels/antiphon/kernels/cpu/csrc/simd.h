@@ -62,6 +62,11 @@ INLINE F32 zero_below(F32 x, F32 limit, F32 y) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)};
 }
 
+// y where a lane of x has its sign set, else z.
+INLINE F32 where_negative(F32 x, F32 y, F32 z) {
+    return {_mm512_mask_mov_ps(z.v, _mm512_movepi32_mask(_mm512_castps_si512(x.v)), y.v)};
+}
+
 INLINE I32 splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE I32 load_int(const void *p) { return {_mm512_loadu_si512(p)}; }
 INLINE void store_int(void *p, I32 a) { _mm512_storeu_si512(p, a.v); }
@@ -256,6 +261,11 @@ INLINE F32 zero_below(F32 x, F32 limit, F32 y) {
     return {
         _mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_NLT_UQ), y.lo),
         _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_NLT_UQ), y.hi)};
+}
+
+// y where a lane of x has its sign set, else z.
+INLINE F32 where_negative(F32 x, F32 y, F32 z) {
+    return {_mm256_blendv_ps(z.lo, y.lo, x.lo), _mm256_blendv_ps(z.hi, y.hi, x.hi)};
 }
 
 INLINE I32 splat_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }

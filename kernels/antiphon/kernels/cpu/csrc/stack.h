@@ -18,9 +18,9 @@ namespace ISA_NS {
 // So few rows are normalised by the thread that finishes the linear before; more are shared out.
 static constexpr int64_t ROWS_IN_PASSING = 4;
 
-// Phases of a stack of so many layers, at most: six a layer and its experts', the first norm, and
+// Phases of a stack of so many layers, at most: seven a layer and its experts', the first norm, and
 // for logits the choice of hidden states, the head and a look at what it gave.
-static constexpr int64_t stack_phases(int64_t layers) { return (6 + EXPERTS_PHASES) * layers + 4; }
+static constexpr int64_t stack_phases(int64_t layers) { return (7 + EXPERTS_PHASES) * layers + 4; }
 
 class StackRun {
   public:
@@ -255,17 +255,22 @@ class StackRun {
             .q = call_.heads,
             .q_stride = stride,
             .out = call_.mixed,
+            .partials = group.partials,
         };
-        if (!call_.one_each)
+        // A query that one task reads alone is readied there.
+        const bool in_passing = call_.one_each && group.merge_count == 0;
+        if (!in_passing)
             in_blocks(8, [&](int64_t first, int64_t last) {
                 for (int64_t token = first; token < last; ++token)
                     qk_norm_rope_store_token(heads, token, 0, group.shape.heads);
             });
         team_.run(group.count, [&](int64_t i) {
             const AttentionTask &task = group.tasks[i];
-            if (call_.one_each) qk_norm_rope_store_token(heads, task.token, task.head, task.heads);
+            if (in_passing) qk_norm_rope_store_token(heads, task.token, task.head, 1);
             attention_task(attention, group.tasks, group.count, i, team_.threads());
         });
+        team_.run(
+            group.merge_count, [&](int64_t i) { attention_merge(attention, group.merges[i]); });
     }
 
     const StackCall &call_;

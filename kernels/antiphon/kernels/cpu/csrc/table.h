@@ -40,7 +40,8 @@ struct Table {
 
     // attention.h
     void (*attention)(
-        const AttentionCall &call, const AttentionTask *tasks, int64_t count, int threads);
+        const AttentionCall &call, const AttentionTask *tasks, int64_t count,
+        const AttentionMerge *merges, int64_t merge_count, int threads);
 
     // experts.h
     void (*experts)(const ExpertsCall &call, int threads);

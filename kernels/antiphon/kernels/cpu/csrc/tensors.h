@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "kv_layout.h"
 #include "packed.h"
 #include "paged.h"
 
@@ -29,16 +30,53 @@ inline CacheFormat cache_format_of(const at::Tensor &cache, const at::Tensor &li
     return CacheFormat::model;
 }
 
-// Keys and values (P, S, H, D) of one layer, and their scales.
+// Keys and values of one layer (kv_layout.h), and their scales; latents are both in one tensor.
 inline LayerCache layer_of(
     const at::Tensor &keys, const at::Tensor &values, double key_scale, double value_scale) {
-    TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes(), "a cache is (P, S, H, D)");
+    const bool latents = values.is_same(keys);
+    TORCH_CHECK(
+        keys.dim() == 5 && values.dim() == 5 && keys.numel() == values.numel(),
+        "keys are (P, H, D / W, S, W), and values (P, H, S / W, D, W)");
     TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
     TORCH_CHECK(keys.scalar_type() == values.scalar_type(), "keys and values have one dtype");
     TORCH_CHECK(key_scale > 0 && value_scale > 0, "scales are positive");
     return {
-        keys.mutable_data_ptr(), values.mutable_data_ptr(), static_cast<float>(key_scale),
-        static_cast<float>(value_scale)};
+        keys.mutable_data_ptr(), latents ? nullptr : values.mutable_data_ptr(),
+        static_cast<float>(key_scale), static_cast<float>(value_scale)};
+}
+
+// The shape of such a cache, of a model that computes in the dtype of `like`; rows know the rest.
+inline CacheShape cache_shape_of(
+    const at::Tensor &keys, const at::Tensor &values, const at::Tensor &like) {
+    const CacheShape shape = {
+        .dtype = dtype_of(like),
+        .format = cache_format_of(keys, like),
+        .pages = keys.size(0),
+        .page_tokens = keys.size(3),
+        .heads = keys.size(1),
+        .queries_per_head = 0,
+        .head_size = keys.size(2) * keys.size(4),
+        .window = 0,
+    };
+    const KvLayout layout(shape);
+    TORCH_CHECK(keys.numel() > 0, "a cache has room");
+    TORCH_CHECK(
+        keys.size(4) == layout.word && layout.tokens == shape.page_tokens,
+        "the words of a cache are those of another dtype");
+    TORCH_CHECK(
+        values.is_same(keys) ||
+            values.sizes() ==
+                at::IntArrayRef(
+                    {shape.pages, shape.heads, layout.tokens / layout.word, shape.head_size,
+                     layout.word}),
+        "values are (P, H, S / W, D, W)");
+    return shape;
+}
+
+// Whether rows, which know how many tokens a page has, fit a cache of this shape.
+inline bool fits(const CacheShape &rows, const CacheShape &cache) {
+    return KvLayout(rows).tokens == cache.page_tokens && rows.heads == cache.heads &&
+        rows.head_size == cache.head_size;
 }
 
 // The address of `size` values in the number format of `like`.

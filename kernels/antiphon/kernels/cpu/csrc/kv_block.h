@@ -1,0 +1,267 @@
+// A block of one head's keys and values as registers read them: where they lie in the cache
+// (kv_layout.h), or copied, if they are in eight bits, in pages of no whole vectors, or latents.
+
+#pragma once
+
+#include "amx.h"
+#include "fp8.h"
+#include "kv_layout.h"
+#include "layout.h"
+#include "simd.h"
+
+namespace ISA_NS {
+
+// On AMX a block is twice as long: sums are taken up and put down once a block.
+static constexpr int KEYS = ANTIPHON_AMX ? 128 : 64;
+template <class T> static constexpr int BLOCK_KEYS = USES_AMX<T> ? KEYS : 64;
+static constexpr int KEY_VECTORS = KEYS / LANES;
+
+// The keys of a block that any query may attend to, [begin + from, begin + until).
+struct KeyBlock {
+    int64_t begin;
+    int from, until;
+
+    int first_vector() const { return from / LANES; }
+    int vectors() const { return (until + LANES - 1) / LANES; }
+};
+
+// Bytes of a number of the cache.
+INLINE int64_t item_bytes(const CacheShape &shape) {
+    if (shape.format != CacheFormat::model) return 1;
+    return shape.dtype == Dtype::bf16 ? sizeof(bf16) : sizeof(float);
+}
+
+INLINE const int32_t *table_of(const PagedRows &rows, int64_t row) {
+    return rows.tables + row * rows.stride;
+}
+
+// What a block is read as, and room for what is copied.
+template <class T> struct HeadBlock {
+    // Of sixteen keys each: word w at keys[v] + w * key_stride. Of vectors that no query attends to
+    // it is any memory that may be read, and so is what follows the last token of a vector.
+    const uint32_t *keys[KEY_VECTORS];
+    int64_t key_stride;
+    const uint32_t
+        *values[KEYS / WORD_VALUES<T>];  // (D,) words each, of as many keys as a word has
+
+    int64_t words, width;  // words of a head; columns of a row of values, whole vectors
+    uint32_t *key_room;    // (words, KEYS)
+    uint32_t *value_room;  // (KEYS / W, width)
+    uint32_t *row_room;    // (LANES, width) keys of a vector, a row each
+};
+
+template <class T, class K> class BlockReader {
+  public:
+    BlockReader(const AttentionCall &call, const AttentionTask &task, HeadBlock<T> &to)
+        : call_(call),
+          layout_(call.shape),
+          table_(table_of(call.rows, task.row)),
+          head_(task.head),
+          whole_(call.shape.page_tokens % LANES == 0),
+          to_(to) {
+        const bool lie = whole_ && !IN_BYTES<K>;
+        // Tiles of AMX have whole steps of words, and their values lie one step beside the other.
+        keys_lie_ = lie && (!USES_AMX<T> || to.words % AMX_ROWS == 0);
+        values_lie_ = lie && !USES_AMX<T> && layout_.head_size % LANES == 0;
+        to_.key_stride = keys_lie_ ? layout_.tokens : KEYS;
+    }
+
+    void read(const KeyBlock &block) {
+        for (int v = block.first_vector(); v < block.vectors(); ++v) {
+            read_keys(block, v);
+            if (call_.cache.values == nullptr) turn_keys(v);
+            else read_values(block, v);
+        }
+        for (int v = 0; v < KEY_VECTORS; ++v)
+            if (v < block.first_vector() || v >= block.vectors())
+                to_.keys[v] = to_.keys[block.first_vector()];
+        cut_edges(block);
+        if constexpr (USES_AMX<T>) clear_outside(block);
+    }
+
+  private:
+    static constexpr int VALUES = WORD_VALUES<T>;
+
+    const K *head_of(const void *cache, int64_t position) const {
+        const int64_t page = table_[position / layout_.page_tokens];
+        return static_cast<const K *>(cache) + layout_.head_at(page, head_);
+    }
+    int64_t offset_of(int64_t position) const { return position % layout_.page_tokens; }
+
+    void read_keys(const KeyBlock &block, int v) {
+        const int64_t position = block.begin + v * LANES;
+        to_.keys[v] = to_.key_room + v * LANES;
+        if (!whole_) return gather_keys(block, v);
+        const K *from = head_of(call_.cache.keys, position) + layout_.key_at(offset_of(position));
+        if (keys_lie_) to_.keys[v] = words_of(from);
+        else copy_panel<T>(from, layout_.key_step(), to_.words, to_.key_room + v * LANES, KEYS);
+    }
+
+    void gather_keys(const KeyBlock &block, int v) {
+        for (int key = v * LANES; key < (v + 1) * LANES; ++key) {
+            uint32_t *to = to_.key_room + key;
+            const int64_t position = block.begin + key;
+            const bool seen = block.from <= key && key < block.until;
+            const K *from = !seen
+                ? nullptr
+                : head_of(call_.cache.keys, position) + layout_.key_at(offset_of(position));
+            for (int64_t w = 0; w < to_.words; ++w, to += KEYS)
+                *to = seen ? word_of<T>(from + w * layout_.key_step()) : 0;
+        }
+    }
+
+    void read_values(const KeyBlock &block, int v) {
+        const int64_t position = block.begin + v * LANES, size = layout_.head_size;
+        if (!whole_) return gather_values(block, v);
+        const K *from =
+            head_of(call_.cache.values, position) + layout_.value_at(offset_of(position));
+        for (int i = v * LANES / VALUES; i < (v + 1) * LANES / VALUES; ++i, from += VALUES * size) {
+            to_.values[i] = values_lie_ ? words_of(from) : value_row(i);
+            if (!values_lie_) copy_words<T>(from, size, value_row(i));
+        }
+    }
+
+    void gather_values(const KeyBlock &block, int v) {
+        for (int i = v * LANES / VALUES; i < (v + 1) * LANES / VALUES; ++i) {
+            const K *rows[VALUES];
+            for (int j = 0; j < VALUES; ++j) {
+                const int key = i * VALUES + j;
+                const int64_t position = block.begin + key;
+                const bool seen = block.from <= key && key < block.until;
+                rows[j] = !seen
+                    ? nullptr
+                    : head_of(call_.cache.values, position) + layout_.value_at(offset_of(position));
+            }
+            uint32_t *to = value_row(i);
+            for (int64_t d = 0; d < layout_.head_size; ++d) {
+                uint32_t word = 0;
+                for (int j = 0; j < VALUES; ++j)
+                    if (rows[j]) word |= number_bits<T>(rows[j] + d * VALUES) << 16 * j;
+                to[d] = word;
+            }
+            to_.values[i] = to;
+        }
+    }
+
+    // Latents: the values of a vector are its keys.
+    void turn_keys(int v) {
+        for (int64_t w = 0; w < to_.words; w += LANES) {
+            const uint32_t *rows[LANES];
+            for (int64_t r = 0; r < LANES; ++r)
+                rows[r] = to_.keys[v] + (w + r < to_.words ? w + r : w) * to_.key_stride;
+            transpose(rows, LANES, to_.row_room + w, to_.width);
+        }
+        for (int i = 0; i < LANES; i += VALUES) {
+            const int index = (v * LANES + i) / VALUES;
+            const auto *first = reinterpret_cast<const T *>(to_.row_room + i * to_.width);
+            const auto *second =
+                reinterpret_cast<const T *>(to_.row_room + (i + VALUES - 1) * to_.width);
+            lay_side_by_side(first, second, layout_.head_size, value_row(index));
+            to_.values[index] = value_row(index);
+        }
+    }
+
+    // What lies beside the first and the last key in a word may be anything.
+    void cut_edges(const KeyBlock &block) {
+        if constexpr (VALUES == 2) {
+            if (block.from % 2) keep(block.from / 2, 0xffff0000u);
+            if (block.until % 2) keep(block.until / 2, 0x0000ffffu);
+        }
+    }
+    void keep(int i, uint32_t mask) {
+        const uint32_t *from = to_.values[i];
+        uint32_t *to = value_row(i);
+        for (int64_t d = 0; d < layout_.head_size; ++d) to[d] = from[d] & mask;
+        to_.values[i] = to;
+    }
+
+    // Keys that no query attends to weigh nothing, and so must be numbers, in whole steps of AMX.
+    void clear_outside(const KeyBlock &block) {
+        const int first = block.from / VALUES, last = ceil_div(block.until, VALUES);
+        const int end = ceil_div(block.until, STEP) * STEP / VALUES;
+        std::memset(value_row(0), 0, first * to_.width * sizeof(uint32_t));
+        std::memset(value_row(last), 0, (end - last) * to_.width * sizeof(uint32_t));
+    }
+
+    uint32_t *value_row(int i) { return to_.value_room + i * to_.width; }
+
+    const AttentionCall &call_;
+    const KvLayout layout_;
+    const int32_t *table_;
+    const int64_t head_;
+    const bool whole_;
+    bool keys_lie_, values_lie_;
+    HeadBlock<T> &to_;
+};
+
+// Asks the memory for a block to come, a few lines at a time between the products of what is there:
+// the hardware looks ahead within a page, but does not see where the next one lies.
+class BlockPrefetcher {
+  public:
+    // A block is met in so many steps.
+    BlockPrefetcher(const AttentionCall &call, int64_t steps)
+        : layout_(call.shape),
+          rows_(call.rows),
+          item_(item_bytes(call.shape)),
+          bases_{
+              static_cast<const char *>(call.cache.keys),
+              static_cast<const char *>(call.cache.values)},
+          sides_(call.cache.values == nullptr ? 1 : 2),
+          steps_(steps) {}
+
+    // From now on, ask for the pages of a block that begin in it.
+    void begin(const AttentionTask &task, const KeyBlock &block) {
+        const int64_t size = layout_.page_tokens;
+        table_ = table_of(rows_, task.row);
+        head_ = task.head;
+        const int64_t seen = (block.begin + block.from) / size;
+        first_ = ceil_div(block.begin, size);
+        first_ = page_ = first_ > seen ? first_ : seen;
+        end_ = ceil_div(block.begin + block.until, size);
+        side_ = 0;
+        left_ = first_ < end_ ? sides_ * (end_ - first_) * page_lines() : 0;
+        lines_ = ceil_div(left_, steps_);
+        in_page_ = 0;
+    }
+
+    __attribute__((always_inline)) void step() {
+        if (left_ > 0) ask();
+    }
+
+  private:
+    static constexpr int64_t LINE = 64;
+
+    int64_t page_lines() const { return ceil_div(layout_.head_numbers() * item_, LINE); }
+
+    __attribute__((always_inline)) void ask() {
+        for (int64_t i = 0; i < lines_ && left_ > 0; ++i, --left_, --in_page_, at_ += LINE) {
+            if (in_page_ == 0) next_page();
+            _mm_prefetch(at_, _MM_HINT_T0);
+        }
+        // GCC takes a function that does nothing else for one that does nothing.
+        __asm__ volatile("" ::: "memory");
+    }
+
+    void next_page() {
+        if (page_ == end_) {
+            page_ = first_;
+            ++side_;
+        }
+        at_ = bases_[side_] + layout_.head_at(table_[page_++], head_) * item_;
+        in_page_ = page_lines();
+    }
+
+    const KvLayout layout_;
+    const PagedRows &rows_;
+    const int64_t item_;
+    const std::array<const char *, 2> bases_;
+    const int sides_;
+    const int64_t steps_;
+    const int32_t *table_ = nullptr;
+    int64_t head_ = 0, first_ = 0, page_ = 0, end_ = 0;
+    int side_ = 0;
+    int64_t left_ = 0, lines_ = 0, in_page_ = 0;
+    const char *at_ = nullptr;
+};
+
+}  // namespace ISA_NS
