@@ -322,19 +322,24 @@ def state_count(
     return ResolvedValue(count, f"cache.states_ratio = {cache.states_ratio} of {pool.reason}")
 
 
+def page_bytes(page_tokens: int, token_bytes: int) -> int:
+    """Bytes of a page, which has room for an even number of tokens: kernels read them in pairs."""
+    return (page_tokens + page_tokens % 2) * token_bytes
+
+
 def cache_pages(
     settings: Settings, memory: MemoryBudget, token_bytes: int, context_tokens: int, held: int
 ) -> ResolvedValue[int]:
     """The number of pages; `held` bytes of the pool are states."""
     page_tokens = settings.cluster.page_tokens
-    page_bytes = page_tokens * token_bytes
+    each = page_bytes(page_tokens, token_bytes)
     if settings.cache.tokens_max is not None:
-        return _requested_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory, held)
+        return _requested_pages(settings.cache.tokens_max, page_tokens, each, memory, held)
     enough = settings.batching.running_max * -(-context_tokens // page_tokens)
-    if not page_bytes:
+    if not each:
         return ResolvedValue(enough, f"pages only count tokens; no KV cache: {BIDIRECTIONAL}")
     pool = pool_bytes(settings, memory)
-    pages = (pool.value - held) // page_bytes
+    pages = (pool.value - held) // each
     if pages < 1:
         raise ConfigError(f"not enough memory for one page of the KV cache: {pool.reason}")
     static_ratio = settings.cache.static_ratio
@@ -352,14 +357,14 @@ def cache_pages(
 
 
 def _requested_pages(
-    tokens_max: int, page_tokens: int, page_bytes: int, memory: MemoryBudget, held: int
+    tokens_max: int, page_tokens: int, each: int, memory: MemoryBudget, held: int
 ) -> ResolvedValue[int]:
     """The configured size, which must fit as well: checked here, not while serving."""
     pages, said = tokens_max // page_tokens, f"cache.tokens_max = {tokens_max}"
     if pages < 1:
         raise ConfigError(f"{said}: must be at least one page, {page_tokens} tokens")
-    if pages * page_bytes > memory.rest - held:
-        raise ConfigError(f"{said}: {gib(pages * page_bytes)} do not fit: {memory}")
+    if pages * each > memory.rest - held:
+        raise ConfigError(f"{said}: {gib(pages * each)} do not fit: {memory}")
     return ResolvedValue(pages, said)
 
 

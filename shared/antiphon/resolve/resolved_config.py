@@ -26,6 +26,7 @@ from antiphon.resolve.memory import (
     activation_bytes,
     cache_pages,
     memory_budget,
+    page_bytes,
     pool_bytes,
     resolve_weight_storage,
     state_count,
@@ -163,7 +164,7 @@ def resolve(
         each += f", and {beside.value.token_bytes.value} of the draft model"
         token_bytes += beside.value.token_bytes.value
     pages = cache_pages(settings, memory, token_bytes, context.value, held)
-    cache_bytes = pages.value * page_tokens * token_bytes
+    cache_bytes = pages.value * page_bytes(page_tokens, token_bytes)
     overlap = _overlap(settings, pooling)
     served = _fit(context, pages.value * page_tokens)
     if draft is not None:

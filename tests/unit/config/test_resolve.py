@@ -287,6 +287,13 @@ def test_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
     assert decide(cache__dtype=dtype, cache__scales="s.json").cache_scales.value == "s.json"
 
 
+def test_a_page_of_an_odd_number_of_tokens_takes_the_room_of_one_more() -> None:
+    room = {"cache__bytes_max": str(40 * PAGE_BYTES), "batching__running_max": "1000"}
+    plan = decide(**room, cluster__page_tokens="5")
+    assert plan.cache_pages.value == 40 * 16 // 6
+    assert plan.cache_bytes.value == plan.cache_pages.value * PAGE_BYTES * 6 // 16
+
+
 def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
     plain, plan = decide(DEVICE, HYBRID), decide(DEVICE, HYBRID, cache__dtype="fp8_e5m2")
     each = [one.state_bytes.value // one.cache_states.value for one in (plain, plan)]

@@ -175,6 +175,7 @@ def open_engine_core(
             quantization=resolved.linear.value,
             arithmetic=resolved.bits.value,
             kv_scales=kv_scales,
+            layout="words",  # antiphon/kernels/kv.py
         ),
         matcher_executor=ThreadedMatcherExecutor(),
         speculation=_speculation(settings, resolved),
