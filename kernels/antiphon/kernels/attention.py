@@ -20,7 +20,7 @@ from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import CompiledMetadata, cpu
-from antiphon.kernels.kv import UNSCALED, KvScales, page_slots, read_keys, read_values
+from antiphon.kernels.kv import UNSCALED, KvScales, is_fp8, page_slots, read_keys, read_values
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
@@ -154,6 +154,14 @@ class AttentionMetadata:
         pieces = _cut(self.query_len.astype(np.int64), self.kv_len.astype(np.int64))
         return tuple(self._block(pieces, chosen) for chosen in _batches(pieces))
 
+    @cached_property
+    def scratch(self) -> Tensor:
+        """Scratch memory for the gathered keys and values of any block, (2, max B * K, H, D)."""
+        # One a pass, not one a layer: fresh pages from the kernel cost several times the copy.
+        keys = max(block.rows * block.keys_per_row for block in self.blocks)
+        size = (2, keys, self.shape.heads, self.shape.head_size)
+        return torch.empty(size, dtype=self.shape.dtype)
+
     def _places(self, row: Longs, position: Longs) -> Longs:
         size = self.shape.page_tokens
         page = self.page_table[row, position // size].astype(np.int64)
@@ -285,11 +293,18 @@ def _gather(
     keys: Tensor, values: Tensor, rows: AttentionMetadata, block: AttentionBlock
 ) -> tuple[Tensor, Tensor]:
     shape = (block.rows, block.keys_per_row, rows.shape.heads, rows.shape.head_size)
-    k = read_keys(keys, block.places).to(rows.shape.dtype).reshape(shape).transpose(1, 2)
+    k, v = (part[: len(block.places)] for part in rows.scratch)
+    if is_fp8(keys.dtype):
+        k.copy_(read_keys(keys, block.places))
+    else:
+        read_keys(keys, block.places, out=k)
     if values is keys:
-        return k, k
-    v = read_values(values, block.places).to(rows.shape.dtype).reshape(shape)
-    return k, v.transpose(1, 2)
+        v = k
+    elif is_fp8(values.dtype):
+        v.copy_(read_values(values, block.places))
+    else:
+        read_values(values, block.places, out=v)
+    return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
 
 
 def _heads_first(q: Tensor, block: AttentionBlock, shape: KvShape) -> Tensor:

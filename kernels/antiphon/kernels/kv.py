@@ -94,14 +94,21 @@ def value_pages_shape(
     return pages, heads, page_slots(page_tokens) // word, head_size, word
 
 
-def read_keys(pages: Tensor, slots: Tensor) -> Tensor:
-    """Read the keys at `slots` (T,) as they are stored, (T, H, D)."""
-    return _words(pages)[_key_index(pages, slots)].contiguous().view(pages.dtype)
+def read_keys(pages: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    """Read the keys at `slots` (T,) as they are stored, (T, H, D), into `out` if it is given."""
+    if out is None:
+        out = pages.new_empty(len(slots), pages.shape[1], pages.shape[2] * pages.shape[4])
+    words = _words(pages)
+    _gather(words, _key_index(pages, slots), out.view(words.dtype))
+    return out
 
 
-def read_values(pages: Tensor, slots: Tensor) -> Tensor:
-    """Read the values at `slots` (T,) as they are stored, (T, H, D)."""
-    return as_bytes(pages)[_value_index(pages, slots)].view(pages.dtype)
+def read_values(pages: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    """Read the values at `slots` (T,) as they are stored, (T, H, D), into `out` if it is given."""
+    if out is None:
+        out = pages.new_empty(len(slots), pages.shape[1], pages.shape[3])
+    _gather(as_bytes(pages), _value_index(pages, slots), as_bytes(out))
+    return out
 
 
 def store_kv(
@@ -138,6 +145,12 @@ _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def _words(pages: Tensor) -> Tensor:
     """Pages of keys as integers of one word, (P, H, D / W, S): torch gathers these much faster."""
     return pages.view(_INTEGERS[pages.shape[4] * pages.itemsize]).squeeze(4)
+
+
+def _gather(source: Tensor, index: tuple[Tensor | slice, ...], out: Tensor) -> None:
+    """Write source[index], where slices are whole, to `out`, which indexing itself cannot do."""
+    parts = [None if isinstance(part, slice) else part for part in index]
+    torch.ops.aten.index.Tensor_out(source, parts, out=out)
 
 
 def _key_index(pages: Tensor, slots: Tensor) -> tuple[Tensor | slice, ...]:

@@ -59,9 +59,9 @@ template <class T, class K> class BlockReader {
           head_(task.head),
           whole_(call.shape.page_tokens % LANES == 0),
           to_(to) {
-        const bool lie = whole_ && !IN_BYTES<K>;
+        const bool lie = !IN_BYTES<K>;
         // Tiles of AMX have whole steps of words, and their values lie one step beside the other.
-        keys_lie_ = lie && (!USES_AMX<T> || to.words % AMX_ROWS == 0);
+        keys_lie_ = lie && whole_ && (!USES_AMX<T> || to.words % AMX_ROWS == 0);
         values_lie_ = lie && !USES_AMX<T> && layout_.head_size % LANES == 0;
         to_.key_stride = keys_lie_ ? layout_.tokens : KEYS;
     }
@@ -97,27 +97,53 @@ template <class T, class K> class BlockReader {
         else copy_panel<T>(from, layout_.key_step(), to_.words, to_.key_room + v * LANES, KEYS);
     }
 
+    // Page by page; of one that no query attends to there may be none.
     void gather_keys(const KeyBlock &block, int v) {
-        for (int key = v * LANES; key < (v + 1) * LANES; ++key) {
+        const int end = (v + 1) * LANES;
+        for (int key = v * LANES; key < end;) {
+            const int64_t position = block.begin + key, offset = offset_of(position);
+            const int64_t left = layout_.page_tokens - offset;
+            const int count = left < end - key ? static_cast<int>(left) : end - key;
             uint32_t *to = to_.key_room + key;
-            const int64_t position = block.begin + key;
-            const bool seen = block.from <= key && key < block.until;
-            const K *from = !seen
-                ? nullptr
-                : head_of(call_.cache.keys, position) + layout_.key_at(offset_of(position));
-            for (int64_t w = 0; w < to_.words; ++w, to += KEYS)
-                *to = seen ? word_of<T>(from + w * layout_.key_step()) : 0;
+            if (block.from < key + count && key < block.until) {
+                copy_keys(head_of(call_.cache.keys, position) + layout_.key_at(offset), count, to);
+            } else {
+                for (int64_t w = 0; w < to_.words; ++w)
+                    std::memset(to + w * KEYS, 0, count * sizeof(uint32_t));
+            }
+            key += count;
         }
     }
 
+    void copy_keys(const K *from, int count, uint32_t *to) {
+        for (; count >= 8; count -= 8, from += 8 * VALUES, to += 8) copy_keys_of<8>(from, to);
+        for (; count >= 4; count -= 4, from += 4 * VALUES, to += 4) copy_keys_of<4>(from, to);
+        for (; count > 0; --count, from += VALUES, ++to) copy_keys_of<1>(from, to);
+    }
+    template <int N> void copy_keys_of(const K *from, uint32_t *to) {
+        for (int64_t w = 0; w < to_.words; ++w, from += layout_.key_step(), to += KEYS) {
+            if constexpr (!IN_BYTES<K>) std::memcpy(to, from, N * sizeof(uint32_t));
+            else
+                for (int i = 0; i < N; ++i) to[i] = word_of<T>(from + i * VALUES);
+        }
+    }
+
+    const K *value_at(int64_t position) const {
+        return head_of(call_.cache.values, position) + layout_.value_at(offset_of(position));
+    }
+
     void read_values(const KeyBlock &block, int v) {
-        const int64_t position = block.begin + v * LANES, size = layout_.head_size;
-        if (!whole_) return gather_values(block, v);
-        const K *from =
-            head_of(call_.cache.values, position) + layout_.value_at(offset_of(position));
-        for (int i = v * LANES / VALUES; i < (v + 1) * LANES / VALUES; ++i, from += VALUES * size) {
-            to_.values[i] = values_lie_ ? words_of(from) : value_row(i);
-            if (!values_lie_) copy_words<T>(from, size, value_row(i));
+        const int64_t size = layout_.head_size;
+        if (layout_.page_tokens % VALUES != 0) return gather_values(block, v);
+        const K *vector = whole_ ? value_at(block.begin + v * LANES) : nullptr;
+        for (int i = 0; i < LANES / VALUES; ++i) {
+            const int key = v * LANES + i * VALUES, word = key / VALUES;
+            to_.values[word] = value_row(word);
+            // Of one that no query attends to there may be no page.
+            if (!whole_ && (key + VALUES <= block.from || block.until <= key)) continue;
+            const K *from = whole_ ? vector + i * VALUES * size : value_at(block.begin + key);
+            if (values_lie_) to_.values[word] = words_of(from);
+            else copy_words<T>(from, size, value_row(word));
         }
     }
 
@@ -128,9 +154,7 @@ template <class T, class K> class BlockReader {
                 const int key = i * VALUES + j;
                 const int64_t position = block.begin + key;
                 const bool seen = block.from <= key && key < block.until;
-                rows[j] = !seen
-                    ? nullptr
-                    : head_of(call_.cache.values, position) + layout_.value_at(offset_of(position));
+                rows[j] = seen ? value_at(position) : nullptr;
             }
             uint32_t *to = value_row(i);
             for (int64_t d = 0; d < layout_.head_size; ++d) {
