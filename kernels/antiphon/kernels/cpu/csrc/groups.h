@@ -184,9 +184,13 @@ INLINE void add_unit(
     (pair(std::integral_constant<int, P>()), ...);
 }
 
-// acc = R rows by the codes of one group, its inputs `first` to `last`.
+// Inputs that one accumulator takes before it joins the sum of its output: one row by a longer group
+// would wait for each product before the next.
+static constexpr int64_t CHAIN = 32;
+
+// acc = R rows by the codes of some inputs of a group, `first` to `last`, CHAIN at most.
 template <int BITS, int R, class T>
-INLINE void sum_group(
+INLINE void sum_chain(
     F32 (&acc)[R][2], const char *codes, const CodeValues<BITS == 8 ? 4 : BITS> &values,
     const RowPointers<R, T> &rows, int64_t first, int64_t last, PrefetchRange &prefetch) {
 #pragma GCC unroll 12
@@ -253,15 +257,18 @@ static void grouped_tile(const Block<T> &block, int64_t row, void *y, Epilogue e
         const int64_t last = first + grouping.group < inputs ? first + grouping.group : inputs;
         const char *scales = at, *minimums = at + size;
         at += size * (grouping.minimums ? 2 : 1);
-        F32 acc[R][2];
-        sum_group<BITS, R, T>(acc, at, values, rows, first, last, *block.prefetch);
-        at += 4 * BITS * (last - first);
         const F32 a = load_scales(scales, grouping.wide);
         const F32 b = load_scales(scales + size / 2, grouping.wide);
+        for (int64_t k = first; k < last; k += CHAIN) {
+            const int64_t end = k + CHAIN < last ? k + CHAIN : last;
+            F32 acc[R][2];
+            sum_chain<BITS, R, T>(acc, at, values, rows, k, end, *block.prefetch);
+            at += 4 * BITS * (end - k);
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-            total[r][0] = fma(a, acc[r][0], total[r][0]);
-            total[r][1] = fma(b, acc[r][1], total[r][1]);
+            for (int r = 0; r < R; ++r) {
+                total[r][0] = fma(a, acc[r][0], total[r][0]);
+                total[r][1] = fma(b, acc[r][1], total[r][1]);
+            }
         }
         if (!grouping.minimums) continue;
         const F32 a_least = load_scales(minimums, grouping.wide);
