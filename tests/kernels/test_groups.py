@@ -17,7 +17,7 @@ from antiphon.kernels.activation import silu_mul
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.linear import Grouping, PackedGroups
 from antiphon.kernels.op import DeviceCapability
-from antiphon.layers.quantization.storage import GroupedWeight, common_grouping
+from antiphon.layers.quantization.storage import SIX_BITS, GroupedWeight, common_grouping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,14 +31,16 @@ pytestmark = pytest.mark.skipif(
 ROWS = 70
 DTYPES = (torch.bfloat16, torch.float32)
 GROUPINGS = {
-    f"{bits} bits, {'wide' if wide else 'half'}{', minimums' if minimums else ''}": Grouping(
+    f"{bits} bits, {scales}{', minimums' if minimums else ''}": Grouping(
         bits,
         32,
-        torch.float32 if wide else torch.float16,
+        getattr(torch, scales),
         minimums=minimums,
         values=tuple(float((7 * code) % 61 - 30) for code in range(1 << bits)) if bits < 8 else (),
     )
-    for bits, wide, minimums in itertools.product((4, 5, 6, 8), (False, True), (False, True))
+    for bits, scales, minimums in itertools.product(
+        (4, 5, 6, 8), ("float16", "bfloat16", "float32"), (False, True)
+    )
 }
 """Values in no order, so that a code which is taken for its neighbour shows."""
 every_grouping = pytest.mark.parametrize("grouping", GROUPINGS.values(), ids=GROUPINGS.keys())
@@ -55,8 +57,10 @@ def weight_of(grouping: Grouping, outputs: int, inputs: int) -> GroupedWeight:
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 1 << grouping.bits, (outputs, inputs), generator=generator)
     groups = -(-inputs // grouping.group)
-    scales = drawn(outputs, groups, dtype=torch.float16, seed=4).float()
-    minimums = drawn(outputs, groups, dtype=torch.float16, seed=5).float()
+    # In a dtype that the kernel's scales have.
+    dtype = torch.float16 if grouping.scales is torch.float32 else grouping.scales
+    scales = drawn(outputs, groups, dtype=dtype, seed=4).float()
+    minimums = drawn(outputs, groups, dtype=dtype, seed=5).float()
     return GroupedWeight(
         grouping,
         codes.to(torch.uint8),
@@ -147,7 +151,7 @@ def test_table_is_looked_up_from_the_packed_codes(
 
 
 def test_number_that_is_not_finite_reaches_its_own_row_only() -> None:
-    grouping = GROUPINGS["4 bits, half, minimums"]
+    grouping = GROUPINGS["4 bits, float16, minimums"]
     x = drawn(20, 64, dtype=torch.bfloat16, seed=1)
     linear = packed(weight_of(grouping, 64, 64), torch.bfloat16)
     clean = linear.multiply(x)
@@ -159,7 +163,7 @@ def test_number_that_is_not_finite_reaches_its_own_row_only() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    grouping = GROUPINGS["4 bits, half"]
+    grouping = GROUPINGS["4 bits, float16"]
     assert grouping.fits(64)
     assert not grouping.fits(60)
     assert not Grouping(5, 16, torch.float16, minimums=False).fits(64)
@@ -192,9 +196,21 @@ def test_different_groupings_have_one_in_common_or_none() -> None:
     halves = Grouping(4, 32, torch.float16, minimums=False, values=(0.5,) * 16)
     assert common_grouping([four, four]) == four
     assert common_grouping([four, halves]) is None
-    common = common_grouping([four, six])
-    assert common == Grouping(8, 16, torch.float32, minimums=True)
-    assert common is not None
-    for one in (four, six):
-        weight = weight_of(one, 40, 96)
-        assert torch.equal(weight.regrouped(common).dequantize(), weight.dequantize())
+    eight = Grouping(8, 32, torch.float16, minimums=False)
+    for others, common in (
+        ((four, six), Grouping(6, 16, torch.float32, minimums=True, values=SIX_BITS)),
+        ((four, six, eight), Grouping(8, 16, torch.float32, minimums=True)),
+        ((four, eight), Grouping(8, 32, torch.float16, minimums=True)),
+    ):
+        assert common_grouping(others) == common
+        for one in others:
+            weight = weight_of(one, 40, 96)
+            assert torch.equal(weight.regrouped(common).dequantize(), weight.dequantize())
+
+
+def test_wide_scales_are_rounded_for_activations_of_fewer_bits() -> None:
+    wide = GROUPINGS["4 bits, float32, minimums"]
+    assert wide.multiplied_in(torch.float32) is wide
+    assert wide.multiplied_in(torch.bfloat16) == GROUPINGS["4 bits, float16, minimums"]
+    powers = GROUPINGS["4 bits, bfloat16"]
+    assert powers.multiplied_in(torch.bfloat16) is powers

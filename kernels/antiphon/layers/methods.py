@@ -131,7 +131,7 @@ class GroupedWeights:
         self._panels = PackedGroups(
             shape.inputs,
             shape.outputs,
-            grouping,
+            grouping.multiplied_in(dtype),
             bias=shape.bias,
             dtype=dtype,
             halves=shape.halves,

@@ -61,8 +61,7 @@ class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True):
     weight: str = ".weight"
     count: int = 1
 
-    @property
-    def grouped_bytes(self) -> float | None:
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
         """Bytes of a weight whose codes and scales are packed; None: it is not stored in groups."""
         return None
 
@@ -86,11 +85,10 @@ class Int8(QuantizationScheme, frozen=True, kw_only=True):
     zero_point: bool = False
     rounds: bool = False
 
-    @property
-    def grouped_bytes(self) -> float | None:
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
         if self.scale != "group" and not self.zero_point:
             return None
-        return grouped_bytes(8, self.group, zeros=self.zero_point)
+        return grouped_bytes(8, self.group, zeros=self.zero_point, scale_bytes=scale_bytes)
 
 
 class LlmInt8(QuantizationScheme, frozen=True, kw_only=True):
@@ -106,9 +104,8 @@ class TorchaoInt4(QuantizationScheme, frozen=True, kw_only=True):
 
     group: int
 
-    @property
-    def grouped_bytes(self) -> float | None:
-        return grouped_bytes(4, self.group, zeros=True)
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
+        return grouped_bytes(4, self.group, zeros=True, scale_bytes=scale_bytes)
 
 
 class Awq(QuantizationScheme, frozen=True, kw_only=True):
@@ -116,9 +113,8 @@ class Awq(QuantizationScheme, frozen=True, kw_only=True):
 
     group: int
 
-    @property
-    def grouped_bytes(self) -> float | None:
-        return grouped_bytes(4, self.group, zeros=True)
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
+        return grouped_bytes(4, self.group, zeros=True, scale_bytes=scale_bytes)
 
 
 class Gptq(QuantizationScheme, frozen=True, kw_only=True):
@@ -129,9 +125,12 @@ class Gptq(QuantizationScheme, frozen=True, kw_only=True):
     ordered: bool
     zero_added: int
 
-    @property
-    def grouped_bytes(self) -> float | None:
-        return None if self.ordered else grouped_bytes(max(self.bits, 4), self.group, zeros=True)
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
+        return (
+            None
+            if self.ordered
+            else grouped_bytes(max(self.bits, 4), self.group, zeros=True, scale_bytes=scale_bytes)
+        )
 
 
 class Packed(QuantizationScheme, frozen=True, kw_only=True):
@@ -142,9 +141,14 @@ class Packed(QuantizationScheme, frozen=True, kw_only=True):
     zero_point: bool = False
     ordered: bool = False
 
-    @property
-    def grouped_bytes(self) -> float | None:
-        return None if self.ordered else grouped_bytes(self.bits, self.group, zeros=self.zero_point)
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
+        return (
+            None
+            if self.ordered
+            else grouped_bytes(
+                self.bits, self.group, zeros=self.zero_point, scale_bytes=scale_bytes
+            )
+        )
 
 
 class BitsAndBytes4(QuantizationScheme, frozen=True, kw_only=True):
@@ -157,12 +161,15 @@ class BitsAndBytes4(QuantizationScheme, frozen=True, kw_only=True):
 class Mxfp4(QuantizationScheme, frozen=True, kw_only=True):
     """MXFP4: E2M1 with a power-of-two scale per 32 weights."""
 
-    @property
-    def grouped_bytes(self) -> float | None:
-        return grouped_bytes(4, 32, zeros=False)
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
+        return grouped_bytes(4, 32, zeros=False, scale_bytes=MX_SCALE_BYTES)
 
 
-def grouped_bytes(bits: int, group: int, *, zeros: bool, scale_bytes: int = 4) -> float:
+MX_SCALE_BYTES = 2
+"""Powers of two are exact in bfloat16."""
+
+
+def grouped_bytes(bits: int, group: int, *, zeros: bool, scale_bytes: int) -> float:
     """Bytes of a weight of so many bits, whose group has a scale and, with zeros, a minimum.
 
     A group of 0 is a whole output.
@@ -249,10 +256,9 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether all weights are int8 multiples of one scale per output, so that int8 is exact."""
         return all(_int8_exact(rule.scheme) for rule in self.rules)
 
-    @property
-    def grouped_bytes(self) -> float | None:
+    def grouped_bytes(self, scale_bytes: int) -> float | None:
         """Bytes of a weight with the codes and scales as stored; None: some are not in groups."""
-        each = [rule.scheme.grouped_bytes for rule in self.rules]
+        each = [rule.scheme.grouped_bytes(scale_bytes) for rule in self.rules]
         sizes = [size for size in each if size is not None]
         return max(sizes) if sizes and len(sizes) == len(each) else None
 

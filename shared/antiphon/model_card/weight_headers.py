@@ -199,19 +199,22 @@ def read_header(file: Path) -> SafetensorsHeader:
 SAFETENSORS_DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32}
 GGUF_DTYPES = {0: Dtype.FLOAT32, 1: Dtype.FLOAT16, 30: Dtype.BFLOAT16}
 """Dtypes that are loaded unchanged, by their GGUF type code."""
+SCALE_BYTES = 2
 GGUF_GROUPED_BYTES = {
-    2: grouped_bytes(4, 32, zeros=False, scale_bytes=2),  # Q4_0
-    3: grouped_bytes(4, 32, zeros=True, scale_bytes=2),  # Q4_1
-    6: grouped_bytes(5, 32, zeros=False, scale_bytes=2),  # Q5_0
-    7: grouped_bytes(5, 32, zeros=True, scale_bytes=2),  # Q5_1
-    8: grouped_bytes(8, 32, zeros=False, scale_bytes=2),  # Q8_0
-    12: grouped_bytes(4, 32, zeros=True),  # Q4_K
-    13: grouped_bytes(5, 32, zeros=True),  # Q5_K
-    14: grouped_bytes(6, 16, zeros=False),  # Q6_K
-    20: grouped_bytes(4, 32, zeros=False, scale_bytes=2),  # IQ4_NL
-    39: grouped_bytes(4, 32, zeros=False),  # MXFP4
+    2: grouped_bytes(4, 32, zeros=False, scale_bytes=SCALE_BYTES),  # Q4_0
+    3: grouped_bytes(4, 32, zeros=True, scale_bytes=SCALE_BYTES),  # Q4_1
+    6: grouped_bytes(5, 32, zeros=False, scale_bytes=SCALE_BYTES),  # Q5_0
+    7: grouped_bytes(5, 32, zeros=True, scale_bytes=SCALE_BYTES),  # Q5_1
+    8: grouped_bytes(8, 32, zeros=False, scale_bytes=SCALE_BYTES),  # Q8_0
+    12: grouped_bytes(4, 32, zeros=True, scale_bytes=SCALE_BYTES),  # Q4_K
+    13: grouped_bytes(5, 32, zeros=True, scale_bytes=SCALE_BYTES),  # Q5_K
+    14: grouped_bytes(6, 16, zeros=False, scale_bytes=SCALE_BYTES),  # Q6_K
+    20: grouped_bytes(4, 32, zeros=False, scale_bytes=SCALE_BYTES),  # IQ4_NL
+    39: grouped_bytes(4, 32, zeros=False, scale_bytes=SCALE_BYTES),  # MXFP4
 }
 """Bytes of a weight whose codes and scales are packed, by its GGUF type code."""
+GGUF_WIDE_SCALES = {12: 4 / 32, 13: 4 / 32, 14: 2 / 16}
+"""Bytes more if activations are float32, of the types whose scales have two levels."""
 NOT_WEIGHTS = ("I64", "BOOL")
 """Dtypes of positions, shapes and masks in safetensors files, which are not weights."""
 
@@ -230,6 +233,8 @@ class Weights(msgspec.Struct, frozen=True):
     """Those in blocks of a GGUF file whose codes and scales can be packed."""
     grouped_bytes: int = 0
     """Their size when packed."""
+    wide_scale_bytes: int = 0
+    """What their scales take more if activations are float32."""
 
 
 def read_weights(
@@ -277,7 +282,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:
 def _gguf(files: list[Path], passed_over: tuple[str, ...]) -> Weights:
     counts: Counter[Dtype | None] = Counter()
     size_bytes = grouped = 0
-    packed_bytes = 0.0
+    packed_bytes = wide_scale_bytes = 0.0
     for file in files:
         in_order = sorted(read_gguf(file).tensors.items(), key=lambda item: item[1].start)
         ends = [*(tensor.start for _, tensor in in_order[1:]), file.stat().st_size]
@@ -289,7 +294,13 @@ def _gguf(files: list[Path], passed_over: tuple[str, ...]) -> Weights:
             if (each := GGUF_GROUPED_BYTES.get(tensor.kind)) is not None:
                 grouped += tensor.count
                 packed_bytes += tensor.count * each
+                wide_scale_bytes += tensor.count * GGUF_WIDE_SCALES.get(tensor.kind, 0.0)
     ((dtype, _),) = counts.most_common(1) or ((None, 0),)
     return Weights(
-        counts.total(), size_bytes, dtype, grouped=grouped, grouped_bytes=round(packed_bytes)
+        counts.total(),
+        size_bytes,
+        dtype,
+        grouped=grouped,
+        grouped_bytes=round(packed_bytes),
+        wide_scale_bytes=round(wide_scale_bytes),
     )

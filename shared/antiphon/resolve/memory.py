@@ -164,7 +164,7 @@ def resolve_weight_storage(
     requested = settings.model.quantization
     quantization = choose_quantization(card.quantization, requested, gguf=card.gguf)
     count = _count(card, quantization)
-    grouped = _grouped_bytes(card, quantization, count)
+    grouped = _grouped_bytes(card, quantization, dtype, count)
     quantized = _quantized(settings, quantization, linear, dtype, count, grouped)
     taken = weight_bytes(
         card,
@@ -201,12 +201,14 @@ def token_weight_bytes(card: ModelCard, dtype: Dtype, taken: int) -> int:
 
 
 def _grouped_bytes(
-    card: ModelCard, quantization: QuantizationConfig | None, count: int
+    card: ModelCard, quantization: QuantizationConfig | None, dtype: Dtype, count: int
 ) -> int | None:
     """Size of the codes and scales of quantized weights; None: not all are stored in groups."""
     if card.gguf:
-        return card.weights.grouped_bytes or None
-    each = None if quantization is None else quantization.grouped_bytes
+        wide = card.weights.wide_scale_bytes if dtype is Dtype.FLOAT32 else 0
+        return card.weights.grouped_bytes + wide or None
+    # Scales are kept in as many bytes as activations.
+    each = None if quantization is None else quantization.grouped_bytes(item_bytes(dtype))
     return None if each is None else round(count * each)
 
 

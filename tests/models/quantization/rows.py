@@ -254,7 +254,7 @@ ROWS: tuple[Row, ...] = (
             "groups turned": {".scales": first_last},
         },
         kept="grouped",
-        grouped_bytes=0.5 + 8 / 64,
+        grouped_bytes=0.5 + 4 / 64,
     ),
     *(
         Row(
@@ -271,12 +271,12 @@ ROWS: tuple[Row, ...] = (
             grouped_bytes=size,
         )
         for name, config, make, size in (
-            ("asymmetric", {}, gptq(), 0.5 + 8 / 64),
-            ("symmetric", {"sym": True}, gptq(sym=True), 0.5 + 8 / 64),
+            ("asymmetric", {}, gptq(), 0.5 + 4 / 64),
+            ("symmetric", {"sym": True}, gptq(sym=True), 0.5 + 4 / 64),
             ("in order of size", {"desc_act": True}, gptq(order=True), 0.0),
-            ("version 2", {"checkpoint_format": "gptq_v2"}, gptq(version=2), 0.5 + 8 / 64),
+            ("version 2", {"checkpoint_format": "gptq_v2"}, gptq(version=2), 0.5 + 4 / 64),
             ("8 bits", {"bits": 8, "group_size": -1}, gptq(8, -1), 1.0),
-            ("2 bits", {"bits": 2}, gptq(2), 0.5 + 8 / 64),
+            ("2 bits", {"bits": 2}, gptq(2), 0.5 + 4 / 64),
         )
     ),
     compressed_row(
@@ -303,7 +303,7 @@ ROWS: tuple[Row, ...] = (
         CHANNEL | {"strategy": "group", "group_size": 64},
         SCALES_TURNED,
         TOKENS,
-        grouped_bytes=1 + 4 / 64,
+        grouped_bytes=1 + 2 / 64,
     ),
     compressed_row(
         "W8 int8 with zeros",
@@ -325,7 +325,7 @@ ROWS: tuple[Row, ...] = (
         "pack-quantized",
         GROUPS,
         {"nibbles swapped": {".weight_packed": swapped}, **SCALES_TURNED},
-        grouped_bytes=0.5 + 4 / 64,
+        grouped_bytes=0.5 + 2 / 64,
     ),
     compressed_row(
         "W4A16 packed with zeros",
@@ -335,7 +335,7 @@ ROWS: tuple[Row, ...] = (
             "zero off by one": {".weight_zero_point": one_more},
             "nibbles swapped": {".weight_packed": swapped},
         },
-        grouped_bytes=0.5 + 8 / 64,
+        grouped_bytes=0.5 + 4 / 64,
     ),
     Row(
         "compressed-tensors W4A16 packed in order of size",
@@ -383,7 +383,7 @@ ROWS: tuple[Row, ...] = (
             "exponent off by one": {"_scales": lambda scales: scales + 1},
         },
         kept="grouped",
-        grouped_bytes=0.5 + 4 / 32,
+        grouped_bytes=0.5 + 2 / 32,
     ),
     Row(
         "torchao int8wo",
@@ -403,7 +403,7 @@ ROWS: tuple[Row, ...] = (
             said=f"torchao-int4wo-{group}",
             skipped="",
             kept="grouped",
-            grouped_bytes=0.5 + 8 / group,
+            grouped_bytes=0.5 + 4 / group,
         )
         for group in (32, 64, 128)
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import gguf
@@ -22,7 +23,6 @@ from antiphon.layers.attention import Attention
 from antiphon.layers.linear import ColumnLinear, LinearPart
 from antiphon.layers.methods import GroupedWeights, LinearMethod
 from antiphon.layers.quantization.gguf import LAYOUTS, GgufStorage
-from antiphon.layers.quantization.storage import dequantized
 from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank
 from antiphon.model_card import weight_headers
 from antiphon.model_card.files import find_files
@@ -32,6 +32,8 @@ from antiphon.model_worker.model.formats.gguf import PLAIN, READABLE, read_gguf_
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from antiphon.layers.quantization.storage import GroupedWeight
 
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -198,7 +200,9 @@ def test_codes_and_scales_are_those_of_the_public_package(kind: str) -> None:
     assert finite.double().mean() > 0.9
     assert torch.equal(found[finite], expected[finite])
     each = weight_headers.GGUF_GROUPED_BYTES[type_.value]
-    assert layout.grouping.panel_bytes(256) == each * 256 * 32
+    assert layout.grouping.multiplied_in(torch.bfloat16).panel_bytes(256) == each * 256 * 32
+    wide = each + weight_headers.GGUF_WIDE_SCALES.get(type_.value, 0.0)
+    assert layout.grouping.multiplied_in(torch.float32).panel_bytes(256) == wide * 256 * 32
 
 
 @pytest.mark.skipif("packed" not in LINEARS, reason="the kernels are not built")
@@ -219,12 +223,18 @@ def test_linears_of_different_kinds_run_as_one(kinds: tuple[str, ...]) -> None:
             blocks[:, at :: layout.block_bytes] = 0
             blocks[:, at + 1 :: layout.block_bytes] = 0x14
         source.load(blocks)
-        whole.append(dequantized(one.dequantize({".weight": blocks}, 64, 256)))
+        whole.append(in_two_bytes(one.dequantize({".weight": blocks}, 64, 256)).dequantize())
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     exact = x.double() @ torch.cat(whole).double().T
     assert linear.packed is not None
     found = linear.packed.multiply_wide(x)
     assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def in_two_bytes(weight: GroupedWeight) -> GroupedWeight:
+    """With scales and minimums as they meet activations in bfloat16."""
+    parts = {name: one.half().float() for name, one in weight.tensors() if name != "codes"}
+    return replace(weight, **parts)
 
 
 HALVES = {"Q4_K": (0, 2), "Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,)}

@@ -252,8 +252,8 @@ def test_four_bits_are_kept_in_groups_and_the_plan_says_what_that_takes() -> Non
         LinearFormat.PACKED,
         LinearFormat.GROUPED,
     )
-    assert found.quantized.reason == "codes and scales as stored, 0.16 GiB; in bfloat16, 0.50 GiB"
-    grouped = round(GIB // 4 * (0.5 + 8 / 64))
+    assert found.quantized.reason == "codes and scales as stored, 0.14 GiB; in bfloat16, 0.50 GiB"
+    grouped = round(GIB // 4 * (0.5 + 4 / 64))
     assert found.weight_bytes.value == GIB // 2 + grouped
     assert ",quantized:awq as grouped" in found.bits.value
     assert "quantized" not in decide().bits.value

@@ -9,7 +9,7 @@ Axes: T rows, I inputs, O outputs, G groups of inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import torch
@@ -28,6 +28,8 @@ on AMX each row of activations to 65,025; `int8_dynamic` quantizes these to 255 
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 """The dtypes of activations, as the CPU extension names them."""
+SCALE_NAMES = {torch.float16: "f16", **DTYPE_NAMES}
+"""Those of scales of groups."""
 
 LANES = 16
 PANEL = 2 * LANES
@@ -44,7 +46,8 @@ class Grouping:
     Attributes:
         bits: Of a code, 4, 5, 6 or 8.
         group: Inputs of a group; the last group of an output may have fewer.
-        scales: The dtype of scales and minimums, float16 or float32.
+        scales: The dtype of scales and minimums: float16, bfloat16 or float32, where their numbers
+            have so many bits.
         minimums: Whether there are minimums; without, they are zero.
         values: The value of each code, exact in bfloat16. Codes of 8 bits are their own values,
             signed, and there are none.
@@ -56,9 +59,19 @@ class Grouping:
     minimums: bool
     values: tuple[float, ...] = ()
 
+    def multiplied_in(self, dtype: torch.dtype) -> Grouping:
+        """The grouping in which weights meet activations of a dtype.
+
+        Scales in float32 are rounded to float16 for activations in bfloat16, which have three bits
+        less: of four bits in groups of 32, they would be a third of what is read.
+        """
+        if dtype is torch.bfloat16 and self.scales is torch.float32:
+            return replace(self, scales=torch.float16)
+        return self
+
     def fits(self, inputs: int) -> bool:
         """Whether weights with so many inputs can be packed: codes are laid out in units."""
-        unit = _CODE_UNITS.get(self.bits, 8)
+        unit = CODE_UNITS.get(self.bits, 8)
         return self.group % unit == 0 and inputs % unit == 0
 
     def panel_bytes(self, inputs: int) -> int:
@@ -68,7 +81,7 @@ class Grouping:
         return groups * scales + PANEL * inputs * self.bits // 8
 
 
-_CODE_UNITS = {5: 32, 6: 16}
+CODE_UNITS = {5: 32, 6: 16}
 """Inputs whose codes are packed together, where they are not 8."""
 
 
@@ -273,7 +286,7 @@ class PackedGroups(_Panels):
             library.Linear(
                 bits=grouping.bits,
                 group=grouping.group,
-                wide=grouping.scales is torch.float32,
+                scale_dtype=getattr(library.ScaleDtype, SCALE_NAMES[grouping.scales]),
                 minimums=grouping.minimums,
                 dtype=getattr(library.Dtype, DTYPE_NAMES[dtype]),
                 halves=halves,

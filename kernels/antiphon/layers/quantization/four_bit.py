@@ -42,7 +42,8 @@ BYTES = (torch.uint8,)
 F32 = (torch.float32,)
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """E2M1: a sign, two bits of exponent, one of mantissa."""
-MX_GROUPS = Grouping(4, MX_BLOCK, torch.float32, minimums=False, values=FP4)
+# Powers of two, which bfloat16 has in the same range.
+MX_GROUPS = Grouping(4, MX_BLOCK, torch.bfloat16, minimums=False, values=FP4)
 
 
 class _State(msgspec.Struct):

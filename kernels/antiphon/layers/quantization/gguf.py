@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.kernels.cpu.linear import Grouping
-from antiphon.layers.quantization.four_bit import FP4, powers_of_two
+from antiphon.layers.quantization.four_bit import MX_GROUPS, powers_of_two
 from antiphon.layers.quantization.storage import (
     FOUR_BITS,
     Axis,
@@ -177,7 +177,7 @@ LAYOUTS: Mapping[str, BlockLayout] = {
         Grouping(4, 32, _HALF, minimums=False, values=tuple(map(float, IQ4_NL))),
         lambda blocks: _q4(blocks, minimum=False),
     ),
-    "MXFP4": BlockLayout(32, 17, Grouping(4, 32, _WHOLE, minimums=False, values=FP4), _mxfp4),
+    "MXFP4": BlockLayout(32, 17, MX_GROUPS, _mxfp4),
     "Q4_K": BlockLayout(
         256,
         144,

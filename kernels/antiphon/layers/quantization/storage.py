@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from antiphon.kernels.cpu.linear import INT8_MAX, Grouping
+from antiphon.kernels.cpu.linear import CODE_UNITS, INT8_MAX, Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -117,6 +117,8 @@ class Int8Weight:
 
 FOUR_BITS = tuple(float(code - 8) for code in range(16))
 """Values of codes that stand for numbers from -8 to 7."""
+SIX_BITS = tuple(float(code - 32) for code in range(64))
+"""The same, from -32 to 31."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,9 @@ class GroupedWeight:
         """The same weights in another grouping, which `common_grouping` has returned."""
         if to == self.grouping:
             return self
-        codes = self.values().to(torch.int8).view(torch.uint8)
+        # Tables of values begin with the least one and have every number after it.
+        first = int(to.values[0]) if to.values else 0
+        codes = (self.values() - first).to(torch.int8).view(torch.uint8)
         inputs, own = self.codes.shape[1], self.grouping.group
 
         def spread(numbers: Tensor) -> Tensor:
@@ -202,7 +206,7 @@ class GroupedWeight:
 def common_grouping(groupings: Iterable[Grouping]) -> Grouping | None:
     """One grouping for weights that are multiplied together; None: there is none.
 
-    Where they differ, the values of codes are stored as numbers of 8 bits.
+    Where they differ, the values of codes are stored as numbers of 6 bits, or of 8.
     """
     different = set(groupings)
     if len(different) == 1:
@@ -210,12 +214,17 @@ def common_grouping(groupings: Iterable[Grouping]) -> Grouping | None:
     values = [value for one in different for value in one.values]
     if any(value != int(value) or abs(value) > INT8_MAX for value in values):
         return None
-    wide = any(one.scales is torch.float32 for one in different)
+    dtypes = {one.scales for one in different}
+    group = math.gcd(*(one.group for one in different))
+    # Codes of 8 bits have no table of values: they have more of them.
+    tables = all(one.values for one in different)
+    narrow = tables and set(values) <= set(SIX_BITS) and group % CODE_UNITS[6] == 0
     return Grouping(
-        bits=8,
-        group=math.gcd(*(one.group for one in different)),
-        scales=torch.float32 if wide else torch.float16,
+        bits=6 if narrow else 8,
+        group=group,
+        scales=dtypes.pop() if len(dtypes) == 1 else torch.float32,
         minimums=any(one.minimums for one in different),
+        values=SIX_BITS if narrow else (),
     )
 
 

@@ -225,6 +225,9 @@ void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t 
     kernels().pack(call, team);
 }
 
+// By ScaleDtype.
+static constexpr at::ScalarType SCALE_TYPES[] = {at::kHalf, at::kBFloat16, at::kFloat};
+
 void Linear::write_groups(
     const at::Tensor &codes, const at::Tensor &scales, const std::optional<at::Tensor> &minimums,
     int64_t panel, int64_t lane, int64_t lanes) {
@@ -241,7 +244,7 @@ void Linear::write_groups(
     check(codes, at::kByte, packed_.inputs);
     TORCH_CHECK(minimums.has_value() == grouping.minimums, "minimums are there, or are not");
     for (const at::Tensor *each : {&scales, minimums ? &*minimums : &scales}) {
-        check(*each, grouping.wide ? at::kFloat : at::kHalf, groups);
+        check(*each, SCALE_TYPES[static_cast<int>(grouping.scales)], groups);
         TORCH_CHECK(each->size(0) == codes.size(0), "scales of other rows");
     }
     TORCH_CHECK(
@@ -290,6 +293,10 @@ void bind_linear(py::module_ &module) {
         .value("int8", Weights::int8)
         .value("int8_dynamic", Weights::int8_dynamic);
     py::enum_<Dtype>(module, "Dtype").value("bf16", Dtype::bf16).value("f32", Dtype::f32);
+    py::enum_<ScaleDtype>(module, "ScaleDtype")
+        .value("f16", ScaleDtype::f16)
+        .value("bf16", ScaleDtype::bf16)
+        .value("f32", ScaleDtype::f32);
     py::class_<Linear>(module, "Linear")
         .def(
             py::init<
@@ -299,17 +306,18 @@ void bind_linear(py::module_ &module) {
             py::arg("inputs"), py::arg("outputs"), py::arg("panels"), py::arg("scales"),
             py::arg("bias"))
         .def(
-            py::init([](int64_t bits, int64_t group, bool wide, bool minimums, Dtype dtype,
-                        bool halves, int64_t inputs, int64_t outputs, at::Tensor panels,
-                        std::optional<at::Tensor> values, std::optional<at::Tensor> bias) {
-                const Grouping grouping = {bits, group, wide, minimums, nullptr};
+            py::init([](int64_t bits, int64_t group, ScaleDtype scale_dtype, bool minimums,
+                        Dtype dtype, bool halves, int64_t inputs, int64_t outputs,
+                        at::Tensor panels, std::optional<at::Tensor> values,
+                        std::optional<at::Tensor> bias) {
+                const Grouping grouping = {bits, group, scale_dtype, minimums, nullptr};
                 return std::make_unique<Linear>(
                     grouping, dtype, halves, inputs, outputs, std::move(panels), std::move(values),
                     std::move(bias));
             }),
-            py::kw_only(), py::arg("bits"), py::arg("group"), py::arg("wide"), py::arg("minimums"),
-            py::arg("dtype"), py::arg("halves"), py::arg("inputs"), py::arg("outputs"),
-            py::arg("panels"), py::arg("values"), py::arg("bias"))
+            py::kw_only(), py::arg("bits"), py::arg("group"), py::arg("scale_dtype"),
+            py::arg("minimums"), py::arg("dtype"), py::arg("halves"), py::arg("inputs"),
+            py::arg("outputs"), py::arg("panels"), py::arg("values"), py::arg("bias"))
         .def(
             "multiply",
             [](const Linear &self, const at::Tensor &x) {

@@ -123,8 +123,12 @@ INLINE F32 second_of_pairs(I32 pairs) { return {high_half(pairs.lo), high_half(p
 
 #endif
 
-INLINE F32 load_scales(const char *at, bool wide) {
-    return wide ? load(reinterpret_cast<const float *>(at)) : load_halves_as_floats(at);
+INLINE F32 load_scales(const char *at, ScaleDtype dtype) {
+    switch (dtype) {
+        case ScaleDtype::f16: return load_halves_as_floats(at);
+        case ScaleDtype::bf16: return load(reinterpret_cast<const bf16 *>(at));
+        default: return load(reinterpret_cast<const float *>(at));
+    }
 }
 
 // acc += R rows by two inputs, whose weights are pairs of bf16.
@@ -257,8 +261,8 @@ static void grouped_tile(const Block<T> &block, int64_t row, void *y, Epilogue e
         const int64_t last = first + grouping.group < inputs ? first + grouping.group : inputs;
         const char *scales = at, *minimums = at + size;
         at += size * (grouping.minimums ? 2 : 1);
-        const F32 a = load_scales(scales, grouping.wide);
-        const F32 b = load_scales(scales + size / 2, grouping.wide);
+        const F32 a = load_scales(scales, grouping.scales);
+        const F32 b = load_scales(scales + size / 2, grouping.scales);
         for (int64_t k = first; k < last; k += CHAIN) {
             const int64_t end = k + CHAIN < last ? k + CHAIN : last;
             F32 acc[R][2];
@@ -271,8 +275,8 @@ static void grouped_tile(const Block<T> &block, int64_t row, void *y, Epilogue e
             }
         }
         if (!grouping.minimums) continue;
-        const F32 a_least = load_scales(minimums, grouping.wide);
-        const F32 b_least = load_scales(minimums + size / 2, grouping.wide);
+        const F32 a_least = load_scales(minimums, grouping.scales);
+        const F32 b_least = load_scales(minimums + size / 2, grouping.scales);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
             const F32 group_sum = splat(row_sums[r * groups + g]);
@@ -347,7 +351,7 @@ static void grouped_row(const PackedLinear &linear, const char *panel, int64_t l
     const int64_t size = scales_bytes(grouping), inputs = linear.inputs;
     const auto number = [&](const char *from) {
         alignas(64) float lanes[LANES];
-        store(lanes, load_scales(from + lane / LANES * size / 2, grouping.wide));
+        store(lanes, load_scales(from + lane / LANES * size / 2, grouping.scales));
         return lanes[lane % LANES];
     };
     for (int64_t first = 0; first < inputs; first += grouping.group) {

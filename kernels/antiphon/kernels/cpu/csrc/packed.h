@@ -17,6 +17,9 @@ enum class Weights : int {
     grouped,       // codes of a few bits and scales of groups of inputs: see Grouping
 };
 
+// How scales and minimums of groups are kept: as bf16 only where they are powers of two.
+enum class ScaleDtype : int { f16, bf16, f32 };
+
 // Weights value(code) * scale + minimum, where a group of inputs shares scale and minimum.
 //
 // A panel holds its groups one after the other: the scales of its 32 outputs, their minimums if
@@ -27,7 +30,7 @@ enum class Weights : int {
 struct Grouping {
     int64_t bits;            // of a code: 4, 5, 6 or 8
     int64_t group;           // inputs of a group; the last one may have fewer
-    bool wide;               // scales and minimums are float32, not float16
+    ScaleDtype scales;       // of scales and minimums
     bool minimums;           // whether there are minimums; else they are zero
     const uint16_t *values;  // in bf16, of each code; null: codes of 8 bits are their values
 };
@@ -70,7 +73,9 @@ struct HeadLinearsCall {
 inline int64_t code_unit(int64_t bits) { return bits == 5 ? 32 : bits == 6 ? 16 : 8; }
 
 // Bytes of the scales, and of the minimums, of a group in a panel.
-inline int64_t scales_bytes(const Grouping &grouping) { return 32 * (grouping.wide ? 4 : 2); }
+inline int64_t scales_bytes(const Grouping &grouping) {
+    return 32 * (grouping.scales == ScaleDtype::f32 ? 4 : 2);
+}
 
 inline int64_t group_bytes(const Grouping &grouping, int64_t inputs) {
     return scales_bytes(grouping) * (grouping.minimums ? 2 : 1) + 4 * grouping.bits * inputs;
