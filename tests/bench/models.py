@@ -52,6 +52,9 @@ class Shape(msgspec.Struct, frozen=True):
         biases: Whether the query, key and value projections have them, as in Qwen2.
         vocabulary: Tokens that there are logits for.
         packaged: The short name of a model whose weights are taken, not drawn; empty: none.
+        blocks: The type of llama.cpp's blocks, of a GGUF file that all servers are given; empty: a
+            folder of bf16.
+        weight_bytes: Those that a server must read of a weight.
         context_tokens: Longest prompt and answer together.
         clients_max: Requests that a server is asked to run at once.
     """
@@ -66,6 +69,8 @@ class Shape(msgspec.Struct, frozen=True):
     biases: bool = False
     vocabulary: int = VOCABULARY
     packaged: str = ""
+    blocks: str = ""
+    weight_bytes: float = 2.0
     context_tokens: int = CONTEXT_TOKENS
     clients_max: int = CLIENTS_MAX
 
@@ -221,6 +226,13 @@ QWEN_05B = Shape("qwen2.5-0.5b", 896, 24, 14, 2, 4864, 1_000_000.0, biases=True)
 SMOLLM2 = Shape(
     "smollm2-135m", 576, 30, 9, 3, 1536, 100_000.0, vocabulary=49_152, packaged="smollm2"
 )
+# Its table of embeddings has 8 bits.
+SMOLLM2_Q4 = replace(
+    SMOLLM2, name="smollm2-135m-q4_1", blocks="Q4_1", weight_bytes=0.717, clients_max=16
+)
+SMOLLM2_Q8 = replace(
+    SMOLLM2, name="smollm2-135m-q8_0", blocks="Q8_0", weight_bytes=34 / 32, clients_max=16
+)
 LLAMA_135M_LONG = replace(LLAMA_135M, name="llama-135m-8k", context_tokens=8192, clients_max=4)
 LLAMA_135M_CROWD = replace(LLAMA_135M, name="llama-135m-crowd", context_tokens=256, clients_max=200)
 EXPERTS = ExpertsShape("qwen3-moe", 768, 12, 12, 4, 384, 1_000_000.0, experts=32, chosen=4)
@@ -229,7 +241,16 @@ HYBRID = HybridShape("falcon-h1", 768, 12, 12, 4, 2048, 10_000.0, inner=768, sta
 PLAIN = (LLAMA_135M, QWEN_05B, SMOLLM2)
 SHAPES = {
     shape.name: shape
-    for shape in (*PLAIN, LLAMA_135M_LONG, LLAMA_135M_CROWD, EXPERTS, LATENT, HYBRID)
+    for shape in (
+        *PLAIN,
+        SMOLLM2_Q4,
+        SMOLLM2_Q8,
+        LLAMA_135M_LONG,
+        LLAMA_135M_CROWD,
+        EXPERTS,
+        LATENT,
+        HYBRID,
+    )
 }
 
 
@@ -242,13 +263,20 @@ class Model:
     def name(self) -> str:
         return self.shape.name
 
+    @property
+    def gguf(self) -> Path | None:
+        """The file that all servers are given."""
+        return self.folder / "model.gguf" if self.shape.blocks else None
+
 
 def made(shape: Shape, cache: Path = CACHE) -> Model:
     folder = cache / "models" / shape.name
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        if shape.packaged:
+        if shape.blocks:
+            _write_blocks(shape, folder, cache)
+        elif shape.packaged:
             _widen(shape.packaged, folder, cache)
         else:
             _write_tokenizer(folder, shape.context_tokens)
@@ -344,11 +372,7 @@ def _widen(name: str, folder: Path, cache: Path) -> None:
     from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
 
     files = model_files(fetched(name, cache))
-    for file in files.folder.iterdir():
-        shutil.copy(file, folder)
-    file = folder / "tokenizer_config.json"
-    more = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    _write(file, json.loads(file.read_text()) | more)
+    _copy_description(files.folder, folder)
     wanted = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict()
     stored = read_gguf_files(files.weights, wanted, mapped=True)
     tensors = {
@@ -356,6 +380,49 @@ def _widen(name: str, folder: Path, cache: Path) -> None:
         for each, tensor in stored.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _copy_description(source: Path, folder: Path) -> None:
+    """Copy config.json and the tokenizer, in the form that every peer reads."""
+    for file in source.iterdir():
+        shutil.copy(file, folder)
+    file = folder / "tokenizer_config.json"
+    more = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    _write(file, json.loads(file.read_text()) | more)
+
+
+def _write_blocks(shape: Shape, folder: Path, cache: Path) -> None:
+    """Write a packaged GGUF file, its matrices quantized again if its blocks are of another type.
+
+    Only the speed is compared, so that a second rounding does not matter.
+    """
+    import gguf  # noqa: PLC0415
+
+    from antiphon.model_card.served_model import model_files  # noqa: PLC0415
+
+    files = model_files(fetched(shape.packaged, cache))
+    _copy_description(files.folder, folder)
+    (packaged,) = files.weights
+    plain, wanted = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType[shape.blocks]
+    file, reader = folder / "model.gguf", gguf.GGUFReader(packaged)
+    if shape.blocks in packaged.name:
+        shutil.copy(packaged, file)
+        return
+    writer = gguf.GGUFWriter(file, reader.fields[gguf.Keys.General.ARCHITECTURE].contents())
+    for name, field in reader.fields.items():
+        if name != gguf.Keys.General.ARCHITECTURE and not name.startswith("GGUF."):
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        if tensor.tensor_type == plain:
+            writer.add_tensor(tensor.name, tensor.data)
+            continue
+        numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, gguf.quantize(numbers, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def main() -> None:

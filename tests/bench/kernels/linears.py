@@ -16,7 +16,7 @@ from tests.bench.kernels.rounds import Rounds, arguments, read_gb_s, run, setup
 from tests.bench.models import PLAIN, Shape
 from tests.bench.summary import Measurement, Summary, here, measured, single
 
-from antiphon.kernels.cpu.linear import Format, PackedWeight
+from antiphon.kernels.cpu.linear import Format, Grouping, PackedGroups, PackedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024)
 FORMATS: tuple[Format, ...] = ("packed", "int8", "int8_dynamic")
+FOUR_BITS = tuple(map(float, range(16)))
+GROUPINGS = {
+    "Q4_1, Q4_K": Grouping(4, 32, torch.float16, minimums=True, values=FOUR_BITS),
+    "int4 in groups of 128": Grouping(4, 128, torch.float16, minimums=True, values=FOUR_BITS),
+    "Q6_K": Grouping(6, 16, torch.float16, minimums=False, values=tuple(map(float, range(64)))),
+    "Q8_0": Grouping(8, 32, torch.float16, minimums=False),
+}
+"""As they meet activations in bfloat16."""
 ROUNDS_S = 20.0
 """About how long one number of rows is measured."""
 
@@ -51,7 +59,7 @@ class Way:
 
 
 def ways(shape: Shape) -> dict[str, Way]:
-    """Torch first, then every format of ours."""
+    """Torch first, then every format of ours; codes of groups are random."""
     weights = [torch.randn(outputs, inputs).bfloat16() for inputs, outputs in sizes(shape)]
     plain = [(weight.shape[1], partial(F.linear, weight=weight)) for weight in weights]
     found = {"torch": Way(sum(weight.nbytes for weight in weights), plain)}
@@ -62,7 +70,19 @@ def ways(shape: Shape) -> dict[str, Way]:
             for weight, one in zip(weights, kept, strict=True)
         ]
         found[format_] = Way(sum(one.nbytes for one in kept), linears)
+    for name, grouping in GROUPINGS.items():
+        made = [(inputs, grouped(inputs, outputs, grouping)) for inputs, outputs in sizes(shape)]
+        linears = [(inputs, one.linear.multiply) for inputs, one in made]
+        found[name] = Way(sum(one.nbytes for _, one in made), linears)
     return found
+
+
+def grouped(inputs: int, outputs: int, grouping: Grouping) -> PackedGroups:
+    made = PackedGroups(inputs, outputs, grouping, bias=False, dtype=torch.bfloat16)
+    codes = torch.randint(0, 1 << grouping.bits, (outputs, inputs), dtype=torch.uint8)
+    scales = torch.rand(outputs, -(-inputs // grouping.group)) / 1000
+    made.write(0, codes, scales, -8 * scales if grouping.minimums else None)
+    return made
 
 
 def packed(weight: Tensor, format_: Format) -> PackedWeight:

@@ -84,7 +84,7 @@ def _prepare(peers: Sequence[Peer], models: Sequence[Model]) -> None:
     for peer, model in product(peers, models):
         print_progress(f"converting {model.name} for {peer.name}")
         try:
-            peer.prepare(model)
+            peer.convert(model)
         except NotHere as error:
             print_progress(f"  not possible: {error}")
 

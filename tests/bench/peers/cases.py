@@ -19,6 +19,8 @@ from tests.bench.models import (
     LLAMA_135M_LONG,
     QWEN_05B,
     SMOLLM2,
+    SMOLLM2_Q4,
+    SMOLLM2_Q8,
     Shape,
 )
 from tests.bench.serving.load import RandomLengths, SharedPrefix
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
     from tests.bench.machine import Device
     from tests.bench.serving.metrics import Metrics
-
-BF16_BYTES = 2
 
 
 def prefill_s(shape: Shape, device: Device, tokens: int) -> float:
@@ -42,10 +42,11 @@ def step_s(
     device: Device,
     rows: int,
     context_tokens: float,
-    weight_bytes: int = BF16_BYTES,
+    weight_bytes: float | None = None,
 ) -> float:
     """Time of one decode step of so many requests with so many tokens behind each."""
-    read = weight_bytes * shape.read_count(rows) + rows * context_tokens * shape.kv_bytes
+    each = shape.weight_bytes if weight_bytes is None else weight_bytes
+    read = each * shape.read_count(rows) + rows * context_tokens * shape.kv_bytes
     return max(read / (device.read_gb_s * 1e9), prefill_s(shape, device, rows))
 
 
@@ -57,11 +58,12 @@ def output_limit(
     new_tokens: int,
     prompt_tokens: int,
     output: int,
-    weight_bytes: int = BF16_BYTES,
+    weight_bytes: float | None = None,
 ) -> float:
     """Return the output tok/s of so many clients, all of them always busy.
 
-    `new_tokens` are the prompt tokens that no cache holds, `weight_bytes` those read of a weight.
+    `new_tokens` are the prompt tokens that no cache holds, `weight_bytes` those read of a
+    weight, where they are not the shape's.
     """
     behind = prompt_tokens + output / 2
     decode_s = (output - 1) * step_s(shape, device, rows, behind, weight_bytes)
@@ -227,6 +229,10 @@ CASES = (
     _decode(QWEN_05B, 16, 32, 1.1, 1.5),
     _decode(SMOLLM2, 1, 4, 1.0, 1.2),
     _decode(SMOLLM2, 16, 48, 1.1, 1.5),
+    _decode(SMOLLM2_Q4, 1, 4, 1.0, 1.2),
+    _decode(SMOLLM2_Q4, 16, 48, 1.1, 1.5),
+    _prefill("prefill-q4_1", SMOLLM2_Q4, 256, 8, 0.95, 1.05),
+    _decode(SMOLLM2_Q8, 1, 4, 1.0, 1.2),
     _prefill("prefill-4000", LLAMA_135M_LONG, 4000, 3, 1.15, 1.4),
     _prefill("prefill-7000", LLAMA_135M_LONG, 7000, 2, 1.15, 1.4),
     _token_ms(LLAMA_135M_LONG, 7000, 0.74, 0.67),

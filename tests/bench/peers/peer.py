@@ -43,6 +43,7 @@ class Peer(ABC):
         arithmetic: Its dtypes, shown below the table.
         package: The one in its environment whose version is that of the server.
         ignores_eos: Whether it takes `ignore_eos`, a field of vLLM's that most have.
+        reads_gguf: Whether it serves a GGUF file.
     """
 
     name: ClassVar[str]
@@ -50,6 +51,7 @@ class Peer(ABC):
     package: ClassVar[str] = ""
     starts_in_s: ClassVar[float] = 300.0
     ignores_eos: ClassVar[bool] = True
+    reads_gguf: ClassVar[bool] = False
 
     def __init__(self, cache: Path, cores: int) -> None:
         self.folder = cache / "peers" / self.name
@@ -66,6 +68,16 @@ class Peer(ABC):
         Raises:
             NotHere: It is not possible, with the reason.
         """
+
+    def convert(self, model: Model) -> None:
+        """Do what `prepare` does, of a model that this peer can serve.
+
+        Raises:
+            NotHere: It cannot, or converting failed; with the reason.
+        """
+        if model.gguf and not self.reads_gguf:
+            raise NotHere(f"{self.name} is not given GGUF files")
+        self.prepare(model)
 
     def prepare(self, model: Model) -> None:  # noqa: B027 most servers keep it
         """Convert the model, once; a server that reads its folder as it is has nothing to do.

@@ -144,7 +144,7 @@ def contends(peer: Peer, case: Case, first: Sequence[Sample]) -> bool:
 
 def _turn(round_: int, peer: Peer, model: Model, cases: Sequence[Case], referee: Referee) -> Turn:
     try:
-        peer.prepare(model)
+        peer.convert(model)
         with running(peer, model) as server:
             guest = Guest(round_, peer, server, Vocabulary(model.folder), referee)
             samples = asyncio.run(guest.samples(cases))

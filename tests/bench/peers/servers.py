@@ -26,7 +26,8 @@ class Antiphon(Peer):
     """
 
     name = OURS
-    arithmetic = "bf16 weights and KV"
+    arithmetic = "bf16 weights and KV; of a GGUF file, its blocks"
+    reads_gguf = True
 
     def __init__(self, cache: Path, cores: int, settings: tuple[str, ...] = ()) -> None:
         super().__init__(cache, cores)
@@ -46,7 +47,7 @@ class Antiphon(Peer):
     def arguments(self, model: Model) -> list[str]:
         """Return what it is served with, the port left out."""
         return [
-            *("--model-path", str(model.folder), "--served-model-name", model.name),
+            *("--model-path", str(model.gguf or model.folder), "--served-model-name", model.name),
             *("--model-threads", str(self.cores), "--dtype", "bfloat16"),
             *("--max-running-requests", str(model.shape.clients_max), *self._settings),
         ]
@@ -72,7 +73,8 @@ class LlamaCpp(Peer):
     """llama-server with a slot a client; a slot keeps its last prompt, as another's prefix too."""
 
     name = "llama.cpp"
-    arithmetic = "bf16 weights, f16 KV"
+    arithmetic = "bf16 weights, f16 KV; of a GGUF file, its blocks"
+    reads_gguf = True
 
     @property
     def version(self) -> str:
@@ -95,7 +97,7 @@ class LlamaCpp(Peer):
 
     def prepare(self, model: Model) -> None:
         file = self._file(model)
-        if not file.exists():
+        if not file.exists():  # never of a GGUF file
             convert = str(Path(__file__).parent / "llama_cpp_convert.py")
             part = file.with_suffix(".part")
             arguments = [str(model.folder), "--outtype", "bf16", "--outfile", str(part)]
@@ -145,7 +147,7 @@ class LlamaCpp(Peer):
         return self.folder / "build" / "bin" / "llama-server"
 
     def _file(self, model: Model) -> Path:
-        return self.folder / f"{model.name}-bf16.gguf"
+        return model.gguf or self.folder / f"{model.name}-bf16.gguf"
 
 
 OPENVINO = "2026.4.1"
