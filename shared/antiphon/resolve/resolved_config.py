@@ -288,7 +288,9 @@ def _device(settings: Settings, device: HostDevice) -> ResolvedValue[str]:
 def _dtype(settings: Settings, card: ModelCard, device: HostDevice) -> ResolvedValue[Dtype]:
     if settings.model.dtype is not Dtype.AUTO:
         return ResolvedValue(settings.model.dtype, "model.dtype")
-    quantized = card.quantization is not None or card.weights.grouped > 0
+    # Most tensors of a GGUF file whose dtype is unknown are in blocks, grouped or not.
+    in_blocks = card.gguf and card.weights.bytes > 0 and card.weights.dtype is None
+    quantized = card.quantization is not None or card.weights.grouped > 0 or in_blocks
     if quantized and device.lacking is None and card.dtype is not Dtype.BFLOAT16:
         # What its unquantized tensors are stored in says little of the precision of its weights.
         reason = f"weights are quantized; their activations need not be {card.dtype}"

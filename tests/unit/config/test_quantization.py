@@ -283,6 +283,27 @@ def test_quantized_weights_are_multiplied_in_bfloat16_unless_asked(stored: Dtype
     assert decide(DEVICE, plain).dtype.value is stored
 
 
+@pytest.mark.parametrize("grouped", [0, GIB // 4])
+def test_blocks_of_a_gguf_file_are_multiplied_in_bfloat16(grouped: int) -> None:
+    """Blocks that are not in groups, such as Q2_K, are converted to it while loading."""
+    weights = Weights(GIB // 2, GIB // 4, None, grouped=grouped, grouped_bytes=grouped // 2)
+    card = msgspec.structs.replace(CARD, gguf=True, dtype=Dtype.FLOAT32, weights=weights)
+    found = decide(DEVICE, card)
+    kept = LinearFormat.GROUPED if grouped else LinearFormat.PACKED
+    assert (found.dtype.value, found.quantized.value) == (Dtype.BFLOAT16, kept)
+    assert decide(DEVICE, card, model__dtype="float32").dtype.value is Dtype.FLOAT32
+
+
+def test_scales_of_two_levels_take_more_bytes_in_float32() -> None:
+    weights = Weights(GIB // 2, GIB // 4, None, grouped=GIB // 4, grouped_bytes=GIB // 8)
+    weights = msgspec.structs.replace(weights, wide_scale_bytes=GIB // 32)
+    card = msgspec.structs.replace(CARD, gguf=True, weights=weights)
+    narrow = decide(DEVICE, card, model__dtype="bfloat16").weight_bytes.value
+    wide = decide(DEVICE, card, model__dtype="float32").weight_bytes.value
+    assert narrow == 2 * (GIB // 4) + GIB // 8
+    assert wide == 4 * (GIB // 4) + GIB // 8 + GIB // 32
+
+
 def test_bytes_are_kept_as_bytes_and_the_rest_as_numbers() -> None:
     found = plan(W8A8)
     assert found.linear.value is LinearFormat.PACKED
