@@ -98,10 +98,10 @@ class OutcomeProcessor:
     def commit(self, rows: StepRows, outcome: StepOutcome) -> None:
         """Commit the rows that are still current."""
         rows = self.batch.placed(rows)
-        current, failed = self.batch.is_current(rows), outcome.status != RowStatus.OK
-        index = (current & ~failed).nonzero()[0]
+        current, sound = self.batch.is_current(rows), outcome.computed > 0
+        index = (current & sound).nonzero()[0]
         if len(index) < len(rows):
-            self._end_failed(rows, outcome, (current & failed).nonzero()[0])
+            self._end_failed(rows, outcome, (current & ~sound).nonzero()[0])
             rows = rows.take(index)
         plain = rows.decodes == len(rows)  # of one token each
         ends = rows.ends if plain else rows.starts + outcome.computed[index]
