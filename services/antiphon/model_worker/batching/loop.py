@@ -209,7 +209,6 @@ class BatchingLoop:
         tokens = self._run_step(rows)
         seconds = time.perf_counter() - began if len(rows) else 0.0
         started = planner.take_started()
-        # May end a request, whose finish is part of the progress.
         credit = self._measure_capacity(now, anew=bool(started))
         prefill_rows, prefill_tokens = len(rows) - rows.verified, rows.prefill_tokens
         drafts = core.draft_counts
