@@ -212,7 +212,7 @@ class SlotChanges(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     entries: tuple[Ints, ...]  # (3, E) for each cache group: slot, place in its table, page
 
 
-_NO_COLUMNS = SamplingColumns.zeros(0)
+NO_COLUMNS = SamplingColumns.zeros(0)
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -251,7 +251,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logit_tokens: Ints  # (L,)
     changes: SlotChanges | None = None
     states: tuple[Ints, ...] = ()
-    sampling: SamplingColumns = _NO_COLUMNS
+    sampling: SamplingColumns = NO_COLUMNS
     page_tables: tuple[Ints, ...] = ()
     part: SamplingPart | None = PLAIN  # None: it follows before the plan samples
     # The following are None where no row needs them.

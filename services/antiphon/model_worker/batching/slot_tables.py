@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import SamplingColumns, SlotChanges
+from antiphon.model_worker.batching.plan import NO_COLUMNS, SamplingColumns, SlotChanges
 from antiphon.model_worker.cache.groups import HOLE, GroupKind
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.cache.groups import CacheGroup
 
-_NO_COLUMNS = SamplingColumns.zeros(0)
 _SLOTS = 64
 _ENTRIES = 64
 
@@ -64,7 +63,7 @@ class ChangeLog:
         if not self._changed:
             return None
         started = self._started
-        sampling = SamplingColumns.zeros(len(started)) if started else _NO_COLUMNS
+        sampling = SamplingColumns.zeros(len(started)) if started else NO_COLUMNS
         for row, request in enumerate(started.values()):
             sampling.set(row, request.state.sampling, request.state.choice)
         return SlotChanges(

@@ -23,9 +23,7 @@ from antiphon.wire.sampling import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int32]
+    from antiphon.model_worker.batching.plan import Flags, Ints
 
 
 _WORD_BITS = 32
@@ -104,7 +102,7 @@ def looks_back(processors: tuple[LogitProcessor, ...]) -> bool:
     return any(isinstance(processor, ThinkingBudget) for processor in processors)
 
 
-def pack(allowed: NDArray[np.bool_]) -> Ints:
+def pack(allowed: Flags) -> Ints:
     """Pack (V,) booleans into (W,) int32: token i is bit i % 32 of word i // 32."""
     padded = np.pad(allowed, (0, -len(allowed) % _WORD_BITS))
     return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32, copy=False)
