@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from tests.support import worker
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
+from antiphon.model_worker.batching.plan import DeviceLost
 from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, Progress
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (
@@ -241,6 +242,28 @@ def test_the_thread_of_forward_passes_ends_with_the_loop() -> None:
         assert len(side.loop.native_threads) == 2
     assert len(side.loop.native_threads) == 1
     assert set(threading.enumerate()) <= before
+
+
+@both
+def test_a_device_lost_while_drafting_ends_the_process_with_the_next_plan(overlap: bool) -> None:
+    """No request waits for the drafts themselves, and none ends: another worker goes on with it."""
+    world, box = World(1, overlap=overlap, draft_model=True), Mailbox(1)
+    reports: list[StepReport] = []
+    launcher = ForwardThread(world.runner) if overlap else InTurn(world.runner)
+    loop = BatchingLoop(world.batching, launcher, box, reports.append, ahead=int(overlap))
+
+    def lose() -> NoReturn:
+        raise DeviceLost("the driver has gone")
+
+    world.runner.make_drafts = lose  # type: ignore[method-assign]
+    box.run(ChoiceKey(0), worker.state([5, 6, 7], max_new_tokens=90, ignore_eos=True))
+    with pytest.raises(DeviceLost):
+        loop.run()
+    launcher.close()
+    assert world.runner.plans == 1
+    progress = [news for report in reports for news in report.progress]
+    assert all(isinstance(news, Progress) and news.finish is None for news in progress)
+    assert launcher.draft_failures == 0
 
 
 @both

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import logging
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import DeviceLost
+from antiphon.model_worker.batching.plan import DeviceLost, Ints, SamplingPart, StepOutcome
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.plan import (
-        Ints,
-        PlanRunner,
-        SamplingPart,
-        StepOutcome,
-        StepPlan,
-    )
-
+    from antiphon.model_worker.batching.plan import PlanRunner, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +26,7 @@ class Drafting:
     def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
         self.failures = 0
+        self._lost: DeviceLost | None = None
 
     def make(self, plan: StepPlan) -> Ints:
         """Make the drafts after a plan, which asks for some  ->  (R, K).
@@ -44,12 +38,18 @@ class Drafting:
         assert counts is not None, "the plan asks for no drafts"
         try:
             return self._runner.make_drafts()
-        except DeviceLost:
+        except DeviceLost as lost:
+            self._lost = lost
             raise
         except Exception:
             self.failures += 1
             log.exception("drafting failed", extra={"step": plan.step})
             return np.zeros((len(counts), counts.max(initial=0)), np.int32)
+
+    def raise_lost(self) -> None:
+        """Raise `DeviceLost` if drafting has: no drafts need be read after each plan."""
+        if self._lost is not None:
+            raise self._lost
 
 
 class InTurn:
@@ -132,7 +132,7 @@ class ForwardThread:
 
     def wait(self) -> None:
         if self._last is not None:
-            self._last.wait()
+            self._last.drafts()
 
     def close(self) -> None:
         """End the thread after the launched plans, each of which must have its sampling part."""
@@ -147,56 +147,48 @@ class ForwardThread:
 
 
 class ThreadFlight:
+    """A plan that the forward thread computes. Each queue passes one value to the other thread."""
+
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._part: SamplingPart | None = None
-        self._outcome: StepOutcome | BaseException | None = None
-        self._drafts: Ints | BaseException | None = None
-        # Locks as events that happen once: a `threading.Event` takes ten times as long.
-        self._sampling, self._landed, self._drafted = Lock(), Lock(), Lock()
-        for lock in (self._sampling, self._landed, self._drafted):
-            lock.acquire()
+        self._parts = SimpleQueue[SamplingPart]()
+        self._outcomes = SimpleQueue[StepOutcome | BaseException]()
+        self._drafted = SimpleQueue[Ints | BaseException]()
+        self._drafts: Ints | BaseException | None = None  # once they were waited for
 
     def compute(self, runner: PlanRunner, drafting: Drafting) -> None:
         """Compute the plan and its drafts, in the forward thread."""
+        drafts: Ints | BaseException = _NO_DRAFTS
         try:
-            part = None if self._plan.part is not None else self._given
-            self._outcome = runner.run(self._plan, part)
+            drafting.raise_lost()
+            part = None if self._plan.part is not None else self._parts.get
+            self._outcomes.put(runner.run(self._plan, part))
         except BaseException as error:  # noqa: BLE001  # raised where the outcome is read
-            self._outcome = self._drafts = error
-        self._landed.release()
-        if self._drafts is None and self._plan.draft_counts is not None:
-            try:
-                self._drafts = drafting.make(self._plan)
-            except BaseException as error:  # noqa: BLE001  # raised where the drafts are read
-                self._drafts = error
-        self._drafted.release()
+            self._outcomes.put(error)
+        else:
+            if self._plan.draft_counts is not None:
+                try:
+                    drafts = drafting.make(self._plan)
+                except BaseException as error:  # noqa: BLE001  # raised where drafts are read
+                    drafts = error
+        self._drafted.put(drafts)
 
     def sample(self, part: SamplingPart) -> None:
-        self._part = part
-        self._sampling.release()
+        self._parts.put(part)
 
     def outcome(self) -> StepOutcome:
-        self._landed.acquire()
-        return _or_raise(self._outcome)
+        return _or_raise(self._outcomes.get())
 
     def drafts(self) -> Ints:
-        self.wait()
+        if self._drafts is None:
+            self._drafts = self._drafted.get()
         return _or_raise(self._drafts)
 
-    def wait(self) -> None:
-        """Wait until all of it is computed."""
-        with self._drafted:
-            pass
 
-    def _given(self) -> SamplingPart:
-        self._sampling.acquire()
-        assert self._part is not None, "a sampling part was given"
-        return self._part
+_NO_DRAFTS: Ints = np.zeros((0, 0), np.int32)
 
 
-def _or_raise(found: T | BaseException | None) -> T:
-    assert found is not None, "what was waited for is there"
+def _or_raise(found: T | BaseException) -> T:
     if isinstance(found, BaseException):
         raise found
     return found
