@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections import deque
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import msgspec
 import pytest
 from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, Stage, both, harmless, staged
-from tests.support.worker import error_of
+from tests.support.worker import error_of, limits, page_group, state
 
 from antiphon.model_worker.batching import (
     engine_core,
@@ -18,6 +20,7 @@ from antiphon.model_worker.batching import (
     running_batch,
 )
 from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.faults import SHARED
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
@@ -30,7 +33,11 @@ from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState, SampledTokens
 from antiphon.model_worker.batching.token_masks import TokenFilter
 from antiphon.model_worker.cache import tree
+from antiphon.model_worker.cache.events import BlockTracker
+from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.pool import PagePool
+from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
@@ -399,6 +406,43 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
     stage.turn(Mail(runs=dict(requests)))
     stage.drain()
     verify_others(stage)
+
+
+def held_by(found: object) -> Iterator[object]:
+    """What an object holds: the items of a container, or the attributes of one of ours."""
+    if isinstance(found, dict):
+        yield from cast("dict[object, object]", found).items()
+    elif isinstance(found, list | tuple | set | frozenset | deque):
+        yield from cast("Iterable[object]", found)
+    elif type(found).__module__.startswith("antiphon."):
+        slots = [name for base in type(found).__mro__ for name in getattr(base, "__slots__", ())]
+        names = {*slots, *getattr(found, "__struct_fields__", ()), *getattr(found, "__dict__", ())}
+        yield from (getattr(found, name, None) for name in names)
+
+
+def changes(kind: type) -> bool:
+    """Whether objects of this kind have state of their own."""
+    configs = (getattr(kind, name, None) for name in ("__struct_config__", "__dataclass_params__"))
+    frozen = any(config is not None and config.frozen for config in configs)
+    return not (frozen or issubclass(kind, Enum | tuple))
+
+
+def test_shared_modules_are_those_of_all_that_changes_in_the_cache_of_an_engine_core() -> None:
+    """They are compared with tracebacks: a module that is not named would end no worker."""
+    pools = CachePools([page_group(30), page_group(9, GroupKind.STATE)])
+    core = EngineCore(limits(), pools, RadixIndex(pools, tracker=BlockTracker()))
+    core.add(ChoiceKey(1), state([5, 6, 7]), 0.0)
+    assert len(core.next_rows(0.0))
+    reached: dict[int, object] = {}
+    unread: list[object] = [core]
+    while unread:
+        found = unread.pop()
+        if id(found) not in reached:
+            reached[id(found)] = found
+            unread += held_by(found)
+    modules = {type(found).__module__ for found in reached.values() if changes(type(found))}
+    package = CachePools.__module__.rpartition(".")[0]
+    assert {module for module in modules if module.startswith(package)} == SHARED
 
 
 @both

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from tests.support.pages import PAGES
 
 from antiphon.config.fields import fields, groups
 from antiphon.config.sglang_arguments import rows
-from antiphon.model_worker.batching.faults import SHARED
 from antiphon.wire.base import Role
 from antiphon.wire.routes import CLIENT, NAME, ROUTES, DeliveryMode, RequestRoute
 
@@ -77,12 +75,6 @@ def test_a_call_has_one_kind_of_callee():
         assert route.carries, route.name
         if route.delivery is not DeliveryMode.ALL and route is not NAME:  # every process has a name
             assert len(route.listeners) == 1 or CLIENT in route.listeners, route.name
-
-
-def test_modules_with_shared_state_exist():
-    """Their names are compared with tracebacks: a module that moved would end no worker."""
-    for module in SHARED:
-        assert find_spec(module) is not None, module
 
 
 def test_every_setting_has_help():
