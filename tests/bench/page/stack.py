@@ -1,4 +1,4 @@
-"""The sections of all services together: CPU use, many streams, large bodies, and a soak test."""
+"""The sections of all services together: CPU use, streams, bodies, vectors, and a soak test."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from tests.bench.summary import Measurement, Summary
 
+ENCODED_BY = ("antiphon", "transformers")
+"""The columns of the embeddings."""
 PLANNING_HEAD = """
 ## Planning
 
@@ -32,6 +34,15 @@ One client posts a large body while another tenant streams {streams} chats. The 
 of the gaps between events of these streams in ms, without and with the body; windows of each in
 turn, {rounds} per body. The difference is the median over pairs and must not exceed {most:g} ms. No
 stream ended early, and none was rejected: [tests/bench/bodies.py](../tests/bench/bodies.py).
+"""
+EMBEDDINGS_HEAD = """
+## Embeddings
+
+Texts of {words} words over HTTP, in bodies of 32 texts and in a body each, against transformers in
+one process, which tokenizes them and embeds them in batches of 32 sorted by length; both in
+bfloat16 on all cores. Texts: {texts}. The columns are texts per second, medians of {rounds} rounds,
+each of which embeds all texts once in every way; a ratio is of one round. Every vector is compared:
+[tests/bench/embeddings.py](../tests/bench/embeddings.py).
 """
 SOAK_HEAD = """
 ## Ten minutes of random load
@@ -100,6 +111,22 @@ def _body_cells(summary: Summary, case: str) -> Sequence[str]:
         f"{row('gap_p99_ms', 'with'):.0f}",
         f"{row('gap_max_ms', 'with').most:.0f}",
         f"**{row('difference_ms'):+.0f}**",
+    )
+
+
+def embeddings(summary: Summary) -> Iterable[str]:
+    yield EMBEDDINGS_HEAD.format_map(summary.setup) + "\n"
+    yield f"{machine_line(summary)}.\n\n"
+    yield markdown(
+        ("shape", "sent as", "antiphon", "transformers", "ratio"),
+        (
+            (
+                *case.split(", ", 1),
+                *(f"{summary.row('texts_s', case=case, arm=arm):.0f}" for arm in ENCODED_BY),
+                f"**{summary.row('ratio', case=case, ratio=True):.2f span}**",
+            )
+            for case in summary.cases()
+        ),
     )
 
 
