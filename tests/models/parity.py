@@ -162,7 +162,9 @@ class Received:
         seen = [logits for logits in self.seen if len(logits)]
         for plan, logits in zip(plans, seen, strict=True):
             rows = np.searchsorted(plan.query_start, plan.logit_tokens, side="right") - 1
-            places = zip(plan.slot[rows], plan.positions[0][plan.logit_tokens], strict=True)
+            ends = plan.query_start + plan.query_len
+            positions = plan.logit_tokens + (plan.kv_len - ends)[rows]
+            places = zip(plan.slot[rows], positions, strict=True)
             for (slot, position), scores in zip(places, logits, strict=True):
                 found[int(slot)][int(position)] = scores
         return found

@@ -141,9 +141,6 @@ class Stepper:
             query_len=query_len,
             kv_len=kv_len,
             tokens=_ints(token for row in tokens for token in row),
-            positions=np.concatenate(
-                [np.arange(a, b, dtype=np.int32) for a, b in zip(computed, kv_len, strict=True)]
-            )[np.newaxis],
             logit_tokens=np.flatnonzero(np.concatenate(wanted)).astype(np.int32),
             sampling=sampling_columns(len(lines), **sampling),
             page_tables=tuple(

@@ -37,7 +37,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_worker.batching.plan import Ints, SamplingPart, StepOutcome, StepPlan
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.runner.input_batch import PlanRefused, build_input_batch
+from antiphon.model_worker.runner.input_batch import InputBatch, PlanRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,9 +61,7 @@ class Reader:
         if self._types:
             types = (plan.tokens % self._types).astype(np.int32)
             plan = msgspec.structs.replace(plan, token_types=types)
-        self.ctx = runner._contexts.of(
-            plan, build_input_batch(plan, runner._shapes, runner._states_count)
-        )
+        self.ctx = runner._contexts.of(plan, InputBatch(plan, runner._shapes, runner._states_count))
         tokens = torch.as_tensor(plan.tokens.astype(np.int64))
         left = runner._model.own_decoder.forward(self.ctx, tokens)[0]
         for slot, piece in zip(plan.slot, left.split(plan.query_len.tolist()), strict=True):

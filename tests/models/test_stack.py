@@ -255,8 +255,8 @@ def test_a_decode_step_may_follow_one_that_was_refused(tmp_path: Path) -> None:
         stepper.prefill()
         stepper.decode(3)
         last = stepper.plans[-1]
-        axes = np.repeat(last.positions, 3, axis=0)
-        refused = msgspec.structs.replace(last, step=last.step + 1, positions=axes)
+        drafts = np.ones(len(last.slot), np.int32)  # it has no draft model
+        refused = msgspec.structs.replace(last, step=last.step + 1, draft_counts=drafts)
         for plan in (refused, msgspec.structs.replace(refused, step=last.step + 7)):
             with pytest.raises(PlanRefused):
                 runner.run(plan)

@@ -569,7 +569,7 @@ class World:
         plan, limits = self.runner.last, self.limits
         if plan is None:
             return
-        arrays = [plan.slot, plan.tokens, plan.positions, plan.logit_tokens, *plan.states]
+        arrays = [plan.slot, plan.tokens, plan.logit_tokens, *plan.states]
         assert {str(array.dtype) for array in arrays} == {"int32"}
         assert len(set(plan.slot.tolist())) == len(plan.slot), "a slot has two rows"
         assert plan.query_len.min() > 0, "a row has no tokens"

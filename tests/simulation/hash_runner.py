@@ -84,7 +84,7 @@ def answer_alone(
 class HashRunner:
     """Keeps token ids where a model keeps keys and values; a state is all ids that it was made of.
 
-    A plan with a wrong page, position or length therefore gives other tokens than the request
+    A plan with a wrong page or length therefore gives other tokens than the request
     would have got alone. With penalties so does a token that is not counted, or twice.
     """
 
@@ -198,23 +198,18 @@ class HashRunner:
 
     def _placed(self, plan: StepPlan, follows: Flags) -> StepPlan:
         """With each row that follows where the row before it in its slot has ended."""
-        kv_len, positions = plan.kv_len.copy(), plan.positions.copy()
+        kv_len = plan.kv_len.copy()
         tables = [table.copy() for table in plan.page_tables]
         for row in np.flatnonzero(follows).tolist():
-            slot, begin, length = (
-                int(x[row]) for x in (plan.slot, plan.query_start, plan.query_len)
-            )
-            end = self._ends[slot] + length
+            slot = int(plan.slot[row])
+            end = self._ends[slot] + int(plan.query_len[row])
             assert end <= kv_len[row], "a row is longer than the most that it can be"
             self.followed += 1
             kv_len[row] = end
-            positions[0, begin : begin + length] = np.arange(end - length, end)
             for group, table in enumerate(tables):
                 if table[row, 0] == UNKNOWN_STATE:
                     table[row, 0] = self._current[group, slot]
-        return msgspec.structs.replace(
-            plan, kv_len=kv_len, positions=positions, page_tables=tuple(tables), follows=None
-        )
+        return msgspec.structs.replace(plan, kv_len=kv_len, page_tables=tuple(tables), follows=None)
 
     def make_drafts(self) -> Ints:
         """Read what the last plan computed into the draft pages, and draft what follows."""
@@ -276,8 +271,7 @@ class HashRunner:
         table, kv_len = plan.page_tables[group][row], int(plan.kv_len[row])
         begin = int(plan.query_start[row])
         fresh = slice(begin, begin + int(plan.query_len[row]))
-        places = plan.positions[0, fresh]
-        assert places[-1] == kv_len - 1, "the row's last token is not its last position"
+        places = np.arange(kv_len - int(plan.query_len[row]), kv_len)
         pages = table[places // page_tokens]
         assert (pages >= 0).all(), "a token has no page"
         self._pages[group][pages, places % page_tokens] = plan.tokens[fresh]

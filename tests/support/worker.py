@@ -281,12 +281,10 @@ def decode_plan(rows: int, new: int, kv: int, page_tokens: int = 16) -> StepPlan
     random = np.random.default_rng(0)
     each = -(-kv // page_tokens)
     table = random.permutation(rows * each).astype(np.int32).reshape(rows, each)
-    positions = np.tile(np.arange(kv - new, kv, dtype=np.int32), rows)
     return step_plan(
         [new] * rows,
         kv_len=np.full(rows, kv, np.int32),
         tokens=random.integers(0, VOCABULARY, rows * new).astype(np.int32),
-        positions=positions[np.newaxis],
         page_tables=(table,),
     )
 
@@ -309,7 +307,6 @@ def step_plan(query_len: Sequence[int], **fields: Any) -> StepPlan:
         "query_len": lengths,
         "kv_len": lengths,
         "tokens": np.zeros(ends[-1], np.int32),
-        "positions": np.zeros((1, ends[-1]), np.int32),
         "logit_tokens": ends - 1,
         "sampling": sampling_columns(rows),
         "page_tables": (),

@@ -13,7 +13,7 @@ from tests.support.worker import ints, step_plan
 
 from antiphon.model_worker.batching.plan import RowStatus, draft, future
 from antiphon.model_worker.cache.groups import UNKNOWN_STATE
-from antiphon.model_worker.runner.input_batch import SlotState
+from antiphon.model_worker.runner.input_batch import InputBatch, SlotState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -222,7 +222,6 @@ def test_rows_that_follow_are_placed_where_the_row_before_has_ended() -> None:
         [3, 1],
         slot=ints(2, 5),
         kv_len=ints(12, 5),
-        positions=ints(9, 10, 11, 4)[np.newaxis],
         tokens=tokens,
         page_tables=(tables[0], unknown),
         follows=np.array([True, False]),
@@ -230,7 +229,7 @@ def test_rows_that_follow_are_placed_where_the_row_before_has_ended() -> None:
     placed = state.resolve(plan, states)
     assert placed.tokens.tolist() == [7, 11, 12, 8]
     assert placed.kv_len.tolist() == [11, 5]  # of the three tokens before one was wrong
-    assert placed.positions.tolist() == [[8, 9, 10, 4]]
+    assert InputBatch(placed, (), 1).positions.tolist() == [8, 9, 10, 4]
     assert placed.page_tables[1].tolist() == [[6, 3], [9, 1]]
     assert (placed.follows, unknown[0, 0]) == (None, UNKNOWN_STATE)
 

@@ -227,8 +227,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         query_len: Tokens of a row in this step: decode 1, verify k + 1, a prefill chunk n.
         kv_len: Tokens that the row's last query attends to, itself included.
         follows: Rows that begin where the row before them in their slot has ended, which the host
-            does not know: drafts were in flight. Their `kv_len` and `positions` are upper bounds,
-            and the state that they start from is `UNKNOWN_STATE`.
+            does not know: drafts were in flight. Their `kv_len` is an upper bound, and the state
+            that they start from is `UNKNOWN_STATE`.
         logit_tokens: Indices into `tokens` after which a token is sampled: all of a decode or
             verify row, and the last one of a prefill chunk if the prompt ends there.
         changes: Of page tables and sampling parameters, None if there are none.
@@ -247,7 +247,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     query_len: Ints  # (R,)
     kv_len: Ints  # (R,)
     tokens: Ints  # (T,) ids, or `future(slot)`
-    positions: Ints  # (A, T)
     logit_tokens: Ints  # (L,)
     changes: SlotChanges | None = None
     states: tuple[Ints, ...] = ()

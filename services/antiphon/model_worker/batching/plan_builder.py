@@ -23,11 +23,11 @@ def build_plan(
     slots, count = rows.slots.slots, len(rows)
     kv_len = rows.ends.astype(np.int32)
     if rows.decodes == count:
-        tokens, positions = batch.next_tokens(rows), rows.starts.astype(np.int32)
+        tokens = batch.next_tokens(rows)
         query_len, query_start = _one_each(count)
         logit_tokens = query_start
     else:
-        tokens, positions = _tokens(rows, batch)
+        tokens = _tokens(rows, batch)
         query_len = kv_len - rows.starts.astype(np.int32)
         query_end = np.cumsum(query_len, dtype=np.int32)
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
@@ -43,7 +43,6 @@ def build_plan(
         query_len=query_len,
         kv_len=kv_len,
         tokens=tokens,
-        positions=positions[np.newaxis],
         logit_tokens=logit_tokens,
         states=rows.states,
         part=part,
@@ -64,9 +63,9 @@ def _one_each(rows: int) -> tuple[Ints, Ints]:
     return lengths, starts
 
 
-def _tokens(rows: StepRows, batch: RunningBatch) -> tuple[Ints, Ints]:
-    """Tokens and positions of all rows, (T,), where some have several."""
-    tokens, positions = [batch.next_tokens(rows)], [rows.starts[: rows.decodes]]
+def _tokens(rows: StepRows, batch: RunningBatch) -> Ints:
+    """The tokens of all rows, (T,), where some have several."""
+    tokens = [batch.next_tokens(rows)]
     for row in range(rows.decodes, len(rows)):
         slot, start, end = rows.slots.slots.item(row), rows.starts.item(row), rows.ends.item(row)
         if row < rows.verified:
@@ -75,9 +74,7 @@ def _tokens(rows: StepRows, batch: RunningBatch) -> tuple[Ints, Ints]:
             tokens += np.array([last], np.int32), rows.drafts[row - rows.decodes]
         else:
             tokens.append(batch.running[slot].ids(start, end))
-        positions.append(np.arange(start, end))
-    joined = np.concatenate(tokens), np.concatenate(positions)
-    return joined[0].astype(np.int32, copy=False), joined[1].astype(np.int32)
+    return np.concatenate(tokens).astype(np.int32, copy=False)
 
 
 def _last_each(ends: Ints, counts: Longs) -> Ints:

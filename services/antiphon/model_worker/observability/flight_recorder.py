@@ -31,7 +31,7 @@ BYTES_MAX = 64 * 1024**2
 
 _PLAN_BYTES = 1_024  # objects and their headers, about
 _ROW_BYTES = 64  # a row's entries in every column, about
-_TOKEN_BYTES = 12  # id, position, and perhaps a logit row
+_TOKEN_BYTES = 8  # id, and perhaps a logit row
 
 
 class StepRecord(msgspec.Struct, gc=False):

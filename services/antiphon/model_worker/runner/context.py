@@ -129,7 +129,7 @@ class ForwardContexts:
         if scored is None:
             if not stack.scores or plan.pooling is not None:
                 return None
-            cos_sin = self._stack_angles.at_positions(plan.positions[0])
+            cos_sin = self._stack_angles.at_positions(batch.positions)
             scored = stack.score(tokens, plan.logit_tokens, cos_sin, batch.groups, argmax_only=bare)
         if self._may_continue and batch.decodes:
             self._kv_len = plan.kv_len
@@ -157,7 +157,7 @@ class ForwardContexts:
         return FusedDecoderOutput(hidden, finite, logits, self._ops.finite_rows(logits), None)
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
-        positions = plan.positions[0]
+        positions = batch.positions
 
         @cache
         def angles(rotary: RotarySpec | None) -> TokenCosSin:

@@ -136,9 +136,6 @@ def _plan(
 ) -> StepPlan:
     """A pass over rows, which end in `tokens` at `ends` (R,), with logits of some tokens (L,)."""
     rows = len(query_len)
-    positions = kv_len - 1  # of one token each
-    if len(tokens) > rows:
-        positions = np.repeat(kv_len - ends, query_len) + np.arange(len(tokens), dtype=np.int32)
     return StepPlan(
         step=0,
         slot=np.arange(rows, dtype=np.int32),
@@ -146,7 +143,6 @@ def _plan(
         query_len=query_len,
         kv_len=kv_len,
         tokens=tokens,
-        positions=positions[np.newaxis],
         logit_tokens=logit_tokens,
         sampling=_GREEDY,
         page_tables=(page_table,),

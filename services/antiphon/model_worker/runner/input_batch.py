@@ -81,13 +81,22 @@ class InputBatch:
         return self.token_row[wanted]
 
     @cached_property
+    def positions(self) -> Ints:
+        """Index in its sequence of each token, (T,)."""
+        plan = self._plan
+        if self.decodes:
+            return plan.kv_len - 1
+        ends = plan.query_start + plan.query_len
+        tokens = np.arange(len(plan.tokens), dtype=np.int32)
+        return tokens + (plan.kv_len - ends)[self.token_row]
+
+    @cached_property
     def logit_position(self) -> Longs:
         """Index in its sequence of the token that each row of logits predicts, (L,)."""
         plan = self._plan
         if self.decodes:
             return plan.kv_len.astype(np.int64)
-        ends = plan.query_start + plan.query_len
-        return plan.logit_tokens + (plan.kv_len - ends)[self.logit_row].astype(np.int64) + 1
+        return self.positions[plan.logit_tokens].astype(np.int64) + 1
 
     def first_logits(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """(R,) the flags (L,) of the first logits of each row; False for a row without logits."""
@@ -119,13 +128,6 @@ class InputBatch:
             if finite is not None:
                 failed[row[~finite.cpu().numpy()]] = True
         return failed
-
-
-def build_input_batch(plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> InputBatch:
-    """Derive the inputs of a forward pass from a plan that this runner supports."""
-    if (axes := len(plan.positions)) != 1:
-        raise PlanRefused(f"step {plan.step}: this runner has no {axes} position axes")
-    return InputBatch(plan, shapes, states)
 
 
 class SlotState:
@@ -163,7 +165,6 @@ class SlotState:
         """The plan with rows that follow at their places."""
         ends = self._length[plan.slot] + plan.query_len
         kv_len = np.where(follows, ends, plan.kv_len)
-        surplus = np.repeat(plan.kv_len - kv_len, plan.query_len)
         tables = list(plan.page_tables)
         for number, group in enumerate(range(*states.indices(len(tables)))):
             tables[group] = tables[group].copy()
@@ -172,7 +173,6 @@ class SlotState:
         return msgspec.structs.replace(
             plan,
             kv_len=kv_len,
-            positions=plan.positions - surplus,
             page_tables=tuple(tables),
             states=tuple(tables[states]),
             follows=None,

@@ -36,7 +36,6 @@ from antiphon.model_worker.runner.input_batch import (
     InputBatch,
     PlanRefused,
     SlotState,
-    build_input_batch,
 )
 from antiphon.model_worker.runner.logprobs import LogprobsComputer
 from antiphon.model_worker.runner.pooling import Pooler
@@ -155,7 +154,7 @@ class ModelRunner:
             raise PlanRefused(f"step {plan.step}: this runner has no draft model")
         try:
             plan = self._slots.resolve(plan, self._states)
-            batch = build_input_batch(plan, self._shapes, self._states_count)
+            batch = InputBatch(plan, self._shapes, self._states_count)
             outcome = self._compute(plan, batch, part)
         except Exception:
             self._slots.record_failure(plan, self._states)
