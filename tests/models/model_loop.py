@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.support.models import open_model
-from tests.support.reports import ProgressReader
-from tests.support.worker import limits, state
+from tests.support.reports import ProgressReader, new_ids
+from tests.support.worker import limits, plain_runs, state
 
 from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_card.card import read_card
@@ -21,7 +21,6 @@ from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, Re
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.speculation.policy import Speculation
-from antiphon.wire.codec import unpack_ids
 from antiphon.wire.command import PauseMode
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams
@@ -59,7 +58,7 @@ class Output:
 
     @property
     def ids(self) -> list[int]:
-        return [token for news in self.progress for token in unpack_ids(news.ids)]
+        return [token for news in self.progress for token in new_ids(news)]
 
     @property
     def tokens(self) -> list[TokenOutput]:
@@ -72,7 +71,7 @@ class Output:
             if wanted is not None and news.outputs is not None:
                 logprobs = news.outputs.read_logprobs(news.start, news.end).tolist()
                 given = logprobs if wanted.logprobs else [None] * len(logprobs)
-                columns = zip(unpack_ids(news.ids), given, strict=True)
+                columns = zip(new_ids(news), given, strict=True)
                 found += [TokenOutput(token, one, (), (), ()) for token, one in columns]
         return found
 
@@ -145,7 +144,7 @@ class ModelLoop:
         runs = {ChoiceKey(len(self.outputs) + n): state for n, state in enumerate(states)}
         self.outputs += [Output(state.sampling) for state in states]
         for part in [{key: runs[key]} for key in runs] if one_a_turn else [runs]:
-            self._turn(Mail(runs=part))
+            self._turn(Mail(runs=plain_runs(part)))
         for turn in range(TURNS_MAX):
             if self.core.idle:
                 break

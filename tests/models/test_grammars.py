@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.support.reports import ProgressReader
+from tests.support.reports import ProgressReader, new_ids
 from tests.support.worker import state as worker_state
 from tokenizers import Tokenizer
 
@@ -102,17 +102,13 @@ class Worker:
             ChoiceKey(number): Said(list(unpack_ids(state.output_ids)))
             for number, state in enumerate(states)
         }
-
-        guides = zip(said, self.guides(states), strict=True)
-        mail = Mail(
-            runs=dict(zip(said, states, strict=True)),
-            matchers={key: guide for key, guide in guides if guide is not None},
-        )
+        runs = zip(states, self.guides(states), strict=True)
+        mail = Mail(runs=dict(zip(said, runs, strict=True)))
         reader = ProgressReader()
         while not self.engine.core.idle or mail.runs:
             report = self.loop.turn(mail)
             for news in reader.read(report.progress):
-                said[news.key].ids += unpack_ids(news.ids)
+                said[news.key].ids += new_ids(news)
                 said[news.key].finish = news.finish
             mail = Mail()
         return list(said.values())

@@ -20,7 +20,7 @@ from tests.models.test_batching_with_model import (
 )
 from tests.models.tiny import VOCABULARY
 from tests.support.models import change_config, load, open_model
-from tests.support.worker import state
+from tests.support.worker import plain_runs, state
 
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
@@ -135,7 +135,7 @@ def test_a_worker_opens_a_hybrid_by_its_settings_and_replays_its_plans(folder: P
     loop = BatchingLoop(engine.core, InTurn(engine.runner), Mailbox(1), lambda _: None)
     names = [RequestId(str(number)) for number in range(20)]
     states = [state(PROMPTS[i], request_id=names[i], sampling=GREEDY) for i in range(20)]
-    loop.turn(Mail(runs={ChoiceKey(i): state for i, state in enumerate(states)}))
+    loop.turn(Mail(runs=plain_runs({ChoiceKey(i): state for i, state in enumerate(states)})))
     while not engine.core.idle:
         loop.turn(Mail())
     again = replay(loop.recorder.records(), engine.core.pools.groups, open_engine(settings).runner)

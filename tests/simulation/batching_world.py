@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 import numpy as np
 from tests.simulation.hash_runner import Eager, EagerFlight, HashRunner, answer_alone
-from tests.support.worker import page_group
+from tests.support.reports import new_ids
+from tests.support.worker import page_group, plain_runs
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -372,7 +373,7 @@ class World:
         if self.random.random() < 0.005:
             orders = (PauseWorker(mode=PauseMode.RETRACT), ContinueWorker())
         returns = dict.fromkeys(keys for keys in asked if drops.keys().isdisjoint(keys))
-        self.turn(Mail(runs=dict(runs), drops=drops, requeues=returns, commands=list(orders)))
+        self.turn(Mail(runs=plain_runs(runs), drops=drops, requeues=returns, commands=list(orders)))
 
     def turn(self, mail: Mail | None = None) -> StepReport:
         before = set(self.batching.running.values())
@@ -452,7 +453,7 @@ class World:
         assert not reported.returned, "what was given back was reported"
         assert reported.finish is None, "a choice ended twice, or went on after its end"
         assert progress.start == len(reported.ids), "ids are missing or were reported before"
-        reported.ids += unpack_ids(progress.ids)
+        reported.ids += new_ids(progress)
         reported.logprobs += self._logprobs(reported, progress)
         reported.finish = progress.finish
         if progress.finish is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.simulation.batching_world import EOS, VOCAB_SIZE, WorldRunner
 from tests.simulation.hash_runner import both, next_token
-from tests.support.reports import ProgressReader
+from tests.support.reports import ProgressReader, new_ids
 from tests.support.worker import limits, page_group
 
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -229,7 +229,7 @@ class World:
     def receive(self, report: StepReport) -> None:
         self.failures = report.failures
         for news in self._reader.read(report.progress):
-            self.ids[news.key] += unpack_ids(news.ids)
+            self.ids[news.key] += new_ids(news)
             if news.finish is not None:
                 self.ends[news.key] = news.finish
 
@@ -259,8 +259,7 @@ class World:
         runs = dict(zip(keys, states, strict=True))
         self.states |= runs
         self.ids |= {key: list(unpack_ids(state.output_ids)) for key, state in runs.items()}
-        guides = {key: guide for key, state in runs.items() if (guide := guide_of(state))}
-        self.turn(Mail(runs=runs, matchers=guides))
+        self.turn(Mail(runs={key: (state, guide_of(state)) for key, state in runs.items()}))
         return keys
 
     def send_some(self) -> None:

@@ -11,6 +11,7 @@ from tests.simulation.batching_world import Reported, World
 from tests.simulation.hash_runner import both
 from tests.simulation.worker_worlds import CALM, CROWDED, live
 from tests.support import worker
+from tests.support.worker import plain_runs
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.mailbox import Mail
@@ -24,7 +25,7 @@ POLICIES = [policy for policy in Policy if policy is not Policy.PRIORITY]
 def test_no_policy_starves_a_request_in_a_crowd(policy: Policy) -> None:
     world = World(1, policy=policy, max_overtake_s=20.0, queue_max=256, queue_timeout_s=None)
     for _ in range(60):
-        world.turn(Mail(runs=dict(world.new_choices())))
+        world.turn(Mail(runs=plain_runs(world.new_choices())))
     live(world, 100)
 
 
@@ -84,6 +85,6 @@ def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
         moved = msgspec.structs.replace(state, output_ids=outputs)
         moved = msgspec.msgpack.decode(msgspec.msgpack.encode(moved), type=RequestState)
         world.reported[key] = Reported(moved, ids=whole[:moved_at])
-        world.turn(Mail(runs={key: moved}))
+        world.turn(Mail(runs=plain_runs({key: moved})))
         world.drain()
         assert world.reported[key].ids == whole

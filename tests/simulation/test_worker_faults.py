@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import msgspec
 import pytest
 from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, Stage, both, harmless, staged
-from tests.support.worker import error_of, limits, page_group, state
+from tests.support.worker import error_of, limits, page_group, plain_runs, state
 
 from antiphon.model_worker.batching import (
     engine_core,
@@ -154,7 +154,7 @@ def run_eight(stage: Stage) -> None:
     )
     runs[AT_FAULT] = msgspec.structs.replace(state, sampling=sampling)
     stage.reported[AT_FAULT].penalised = True
-    stage.turn(Mail(runs=runs))
+    stage.turn(Mail(runs=plain_runs(runs)))
 
 
 def verify_others(stage: Stage) -> None:
@@ -275,7 +275,7 @@ def test_request_that_cannot_be_handed_back_ends_alone(
     prompts = eight_prompts()
     runs = dict(stage.request(p, seed=i) for i, p in enumerate(prompts))
     returned = ChoiceKey(4)
-    stage.turn(Mail(runs=runs, requeues={(AT_FAULT,): None, (returned,): None}))
+    stage.turn(Mail(runs=plain_runs(runs), requeues={(AT_FAULT,): None, (returned,): None}))
     assert stage.reports[-1].returned == (returned,)
     del stage.reported[returned]
     stage.drain()
@@ -323,7 +323,7 @@ def test_checkpoint_that_cannot_be_cached_ends_its_request_alone(
 ) -> None:
     with staged(overlap=overlap, states=64, curse=-1, checkpoint_tokens=8) as stage:
         runs = dict(stage.request(harmless(5, salt), seed=salt) for salt in range(8))
-        stage.turn(Mail(runs=runs))
+        stage.turn(Mail(runs=plain_runs(runs)))
         stage.turn()
         fault = Fault(monkeypatch, stage, RunningBatch, "cache_prefix")
         while not fault.raised:
@@ -403,7 +403,7 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
     at = [key for key, _ in requests].index(AT_FAULT)
     salted = msgspec.structs.replace(requests[at][1], cache_salt=b"salt")
     requests[at] = (AT_FAULT, salted)
-    stage.turn(Mail(runs=dict(requests)))
+    stage.turn(Mail(runs=plain_runs(requests)))
     stage.drain()
     verify_others(stage)
 

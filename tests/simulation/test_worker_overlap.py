@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.simulation.hash_runner import CursedRunner, HashRunner, answer_alone, both
-from tests.support.reports import ProgressReader
-from tests.support.worker import error_of, limits, page_group
+from tests.support.reports import ProgressReader, new_ids
+from tests.support.worker import error_of, limits, page_group, plain_runs
 
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
@@ -20,7 +20,7 @@ from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.wire.base import FinishReason
-from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import (
     ContinueWorker,
     ControlDone,
@@ -102,12 +102,14 @@ class Stage:
 
     def run(self, prompt: list[int], tokens_max: int = 20, seed: int = 0) -> Reported:
         key, state = self.request(prompt, tokens_max, seed)
-        self.turn(Mail(runs={key: state}))
+        self.turn(Mail(runs=plain_runs({key: state})))
         return self.reported[key]
 
     def run_all(self, prompts: list[list[int]], tokens_max: int = 20) -> None:
         """Send requests in one turn, each with its index as the seed."""
-        self.turn(Mail(runs=dict(self.request(p, tokens_max, i) for i, p in enumerate(prompts))))
+        self.turn(
+            Mail(runs=plain_runs(self.request(p, tokens_max, i) for i, p in enumerate(prompts)))
+        )
 
     def request(
         self,
@@ -142,7 +144,7 @@ class Stage:
             reported = self.reported[progress.key]
             assert not reported.dropped, "a dropped choice was reported"
             assert reported.finish is None, "a choice went on after its end"
-            reported.ids += unpack_ids(progress.ids)
+            reported.ids += new_ids(progress)
             reported.cached_tokens = progress.cached_tokens
             reported.finish = progress.finish
 
@@ -251,7 +253,7 @@ def test_a_culprit_that_is_dropped_in_flight_leaves_the_blame_to_no_other_reques
 
 def test_when_every_request_fails_every_request_ends() -> None:
     with staged(overlap=False) as stage:
-        stage.turn(Mail(runs=dict(stage.request([CURSE, i + 4]) for i in range(8))))
+        stage.turn(Mail(runs=plain_runs(stage.request([CURSE, i + 4]) for i in range(8))))
         stage.finish()
         assert stage.cursed.raised == 15  # a binary tree over eight
 
@@ -286,7 +288,7 @@ def test_whose_mask_depends_on_its_last_token_is_launched_ahead_nonetheless() ->
     with staged(curse=-1) as stage:
         budget = ThinkingBudget(tokens_max=1000, begin_id=1, closing_ids=(2,))
         key, state = stage.request(harmless(6, 1), 9, 1, (budget,))
-        stage.turn(Mail(runs={key: state}))
+        stage.turn(Mail(runs=plain_runs({key: state})))
         free = stage.run(harmless(6, 2), tokens_max=9, seed=2)
         stage.finish()
         answers = free.ids, stage.reported[key].ids
@@ -299,7 +301,7 @@ def test_a_budget_counts_the_same_tokens_with_steps_launched_ahead_and_without()
         with staged(curse=-1, overlap=overlap) as stage:
             budget = ThinkingBudget(tokens_max=4, begin_id=1, closing_ids=(2,))
             key, state = stage.request([*harmless(6, 1), 1], 9, 1, (budget,))
-            stage.turn(Mail(runs={key: state}))
+            stage.turn(Mail(runs=plain_runs({key: state})))
             stage.drain()
             plans = [record.plan for record in stage.loop.recorder.records()]
             parts = [plan.part for plan in plans if plan.part is not None]

@@ -11,6 +11,7 @@ from tests.simulation import test_guided_choices as guided
 from tests.simulation.batching_world import DRAFTS_MAX, World
 from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, harmless, staged
 from tests.simulation.test_worker_threads import beside
+from tests.support.worker import plain_runs
 
 from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
 from antiphon.wire.command import (
@@ -154,7 +155,7 @@ def with_culprits(seed: int) -> None:
             for key in drops:
                 stage.reported[key].dropped = True
             orders = list(_orders(chance))
-            stage.turn(Mail(runs=dict(runs), drops=dict.fromkeys(drops), commands=orders))
+            stage.turn(Mail(runs=plain_runs(runs), drops=dict.fromkeys(drops), commands=orders))
         stage.order(ContinueWorker())
         stage.finish()
         assert len(stage.reported) > 80

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, Progress, SampledTokens
-from antiphon.wire.codec import unpack_ids
 from antiphon.wire.token_outputs import TokenOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+def new_ids(progress: Progress) -> list[int]:
+    """The ids that a choice has got."""
+    if progress.outputs is None or progress.start == progress.end:
+        return []
+    return progress.outputs.read(progress.start, progress.end).tolist()
 
 
 class ProgressReader:
@@ -44,6 +50,6 @@ class ProgressReader:
             news = msgspec.structs.replace(
                 last, start=offset, end=offset + 1, details=TokenOutputs()
             )
-            assert list(unpack_ids(news.ids)) == [token], "the token store has another token"
+            assert new_ids(news) == [token], "the token store has another token"
             self._last[news.key] = news
             yield news

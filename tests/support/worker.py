@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.token_store import OutputIds
     from antiphon.model_worker.cache.pages import PageTable
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.tokens import TokenBatch, TokenColumns, TokenStream
 
@@ -151,6 +152,13 @@ def report(step: int = 1, *, pages_free: int = 0, pages_evictable: int = 0, **fi
     )
     whole = {"progress": (), "running": 1, "waiting": 0, "retractions": 0, **fields}
     return StepReport(step=step, credit=capacity, **whole)
+
+
+def plain_runs(
+    states: Mapping[ChoiceKey, RequestState] | Iterable[tuple[ChoiceKey, RequestState]],
+) -> dict[ChoiceKey, tuple[RequestState, GrammarMatcher | None]]:
+    """The `Mail.runs` of choices without a grammar."""
+    return {key: (state, None) for key, state in dict(states).items()}
 
 
 class FakeEngine:

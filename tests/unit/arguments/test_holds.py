@@ -23,6 +23,7 @@ from tests.bus.worlds import bus_config
 from tests.models.families_moe import GROUPED, LATENT
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.nats import NatsServer
+from tests.support.reports import new_ids
 from tests.support.services import QUICK, client_bus, running
 from tests.support.wait import until
 from tests.unit.config.test_resolve import CARD, DEVICE
@@ -48,7 +49,7 @@ from antiphon.service.startup import CannotStart
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
-from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.routes import TOKENIZE
 from antiphon.wire.sampling import GrammarKind, SamplingParams, ThinkingBudget
@@ -283,7 +284,7 @@ def finishes(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, str]]:
     """Tokens of each request, and why it ended: a reason, or the code of an error."""
     tokens, ends = [0] * len(prompts), [""] * len(prompts)
     for progress in progress_of(engine, *(request(prompt, n) for n, prompt in enumerate(prompts))):
-        tokens[progress.key] += len(unpack_ids(progress.ids))
+        tokens[progress.key] += len(new_ids(progress))
         if progress.finish is not None:
             error = progress.finish.error
             ends[progress.key] = str(progress.finish.reason) if error is None else error.code
@@ -314,7 +315,7 @@ async def test_max_thinking_tokens_is_enforced() -> None:
             assert status == 200, said
             (budget,) = at.cluster.submits[0].sampling.processors
         run = progress_of(open_engine(settings), request([5, 6, begin], processors=(budget,)))
-        return budget, [id_ for progress in run for id_ in unpack_ids(progress.ids)]
+        return budget, [id_ for progress in run for id_ in new_ids(progress)]
 
     budget, ids = await compare_equal_async("--enable-strict-thinking", observe=budgets)
     assert budget == ThinkingBudget(tokens_max=3, begin_id=begin, closing_ids=(close,))

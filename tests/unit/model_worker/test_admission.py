@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.reports import new_ids
 from tests.support.worker import error_of, limits, state
 from tests.unit.model_worker.steps import LIMITS, Steps, spans
 
@@ -19,7 +20,7 @@ from antiphon.model_worker.batching.plan import PLAIN, future
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.state import Finish
 from antiphon.wire.base import FinishReason
-from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, InvalidRequest, PromptTooLong, Unsupported
 from antiphon.wire.sampling import (
     AllowRange,
@@ -128,8 +129,8 @@ def test_request_for_no_tokens_is_prefilled_and_samples_nothing() -> None:
         rows = steps.next()
         assert spans(rows) == [(start, end, False)]
         progress = steps.commit(rows, [])
-    ((finish, token_ids),) = [(each.finish, each.ids) for each in progress]
-    assert (finish, token_ids) == (Finish(reason=FinishReason.LENGTH), b"")
+    ((finish, token_ids),) = [(each.finish, new_ids(each)) for each in progress]
+    assert (finish, token_ids) == (Finish(reason=FinishReason.LENGTH), [])
     assert steps.batching.idle
     assert steps.batching.index.evictable() == [3]
 
@@ -176,7 +177,7 @@ def test_choice_finishes_at_its_stop_token_or_its_length(
     for token in (5, 9, 7):
         if not steps.batching.idle:
             progress += steps.run([token])
-    assert [token for each in progress for token in unpack_ids(each.ids)] == said
+    assert [token for each in progress for token in new_ids(each)] == said
     finish = progress[-1].finish
     assert (finish.matched_stop if finish else None) == matched
     assert (finish is not None) == steps.batching.idle
@@ -341,7 +342,7 @@ def test_stream_interval_reports_first_and_last_tokens_at_once() -> None:
     steps = Steps(stream_interval=3)
     steps.add(1, max_new_tokens=6)
     reported = [steps.run([token]) for token in range(20, 26)]
-    ids = [[list(unpack_ids(p.ids)) for p in progress] for progress in reported]
+    ids = [[new_ids(p) for p in progress] for progress in reported]
     assert ids == [[[20]], [], [], [[21, 22, 23]], [], [[24, 25]]]
 
 
@@ -357,9 +358,9 @@ def test_next_step_may_be_planned_before_the_last_outcome() -> None:
     steps.commit(first, [5], [6])
     third = steps.next()
     (progress,) = steps.commit(second, [7])
-    assert list(unpack_ids(progress.ids)) == [7]
+    assert new_ids(progress) == [7]
     (progress,) = steps.commit(third, [8])
-    assert list(unpack_ids(progress.ids)) == [8]
+    assert new_ids(progress) == [8]
     assert progress.finish is not None
     assert steps.batching.idle
 

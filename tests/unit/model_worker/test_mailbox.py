@@ -22,7 +22,7 @@ def test_mail_is_taken_once_and_in_order() -> None:
     box.run(A, STATE)
     mail = box.take(wait=True)
     assert mail is not None
-    assert mail == Mail(runs={B: STATE, A: STATE})
+    assert mail == Mail(runs={B: (STATE, None), A: (STATE, None)})
     assert list(mail.runs) == [B, A]
     assert box.take(wait=False) == Mail()
 
@@ -32,7 +32,7 @@ def test_choice_dropped_before_it_was_taken_never_reaches_the_loop() -> None:
     box.run(A, STATE)
     box.drop(A)
     box.run(B, STATE)
-    assert box.take(wait=True) == Mail(runs={B: STATE})
+    assert box.take(wait=True) == Mail(runs={B: (STATE, None)})
 
 
 def test_choice_dropped_after_it_was_taken_is_dropped_in_the_loop() -> None:
@@ -72,7 +72,7 @@ def test_mailbox_take_returns_after_its_timeout() -> None:
     box = Mailbox(1)
     assert box.take(wait=True, timeout_s=0.0) == Mail()
     box.run(A, STATE)
-    assert box.take(wait=True, timeout_s=0.0) == Mail(runs={A: STATE})
+    assert box.take(wait=True, timeout_s=0.0) == Mail(runs={A: (STATE, None)})
 
 
 def test_mailbox_take_wakes_for_mail_and_close() -> None:

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from tests.kernels.rows import ISAS, using
 from tests.support import worker
-from tests.support.reports import ProgressReader
+from tests.support.reports import ProgressReader, new_ids
+from tests.support.worker import plain_runs
 from tests.unit.config.test_resolve import CARD, DEVICE
 from tests.unit.config.test_sglang import serve
 from tests.unit.model_worker.steps import Steps, pools
@@ -39,7 +40,6 @@ from antiphon.model_worker.startup.engine import Engine, open_engine, open_engin
 from antiphon.resolve.resolved_config import resolve
 from antiphon.service.startup import CannotStart
 from antiphon.wire.base import FinishReason
-from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def answers(
     found: list[list[int]] = [[] for _ in prompts]
     requests = [greedy(p, n, 12) for n, p in enumerate(prompts)]
     for news in progress_of(engine, *requests, loop=loop):
-        found[news.key] += unpack_ids(news.ids)
+        found[news.key] += new_ids(news)
     return found
 
 
@@ -78,7 +78,7 @@ def progress_of(
 ) -> list[Progress]:
     """Run requests, whose keys are their numbers, until the engine is idle."""
     loop, reader = loop or loop_of(engine), ProgressReader()
-    mail = Mail(runs={ChoiceKey(n): state for n, state in enumerate(requests)})
+    mail = Mail(runs=plain_runs({ChoiceKey(n): state for n, state in enumerate(requests)}))
     found: list[Progress] = []
     while mail.runs or not engine.core.idle:
         report, mail = loop.turn(mail), Mail()
@@ -98,7 +98,7 @@ def test_report_of_a_started_request_counts_its_pages() -> None:
     loop, free = loop_of(engine), []
     for number in range(3):
         run = greedy([5 + number] * 40, number, 20)
-        report = loop.turn(Mail(runs={ChoiceKey(number): run}))
+        report = loop.turn(Mail(runs=plain_runs({ChoiceKey(number): run})))
         assert report.prefill_rows == 1
         free.append(report.credit.pages_free + report.credit.pages_evictable)
     # 40 tokens and the next one are in three pages of 16.
@@ -208,7 +208,7 @@ def test_a_text_that_cannot_be_indexed_ends_its_request_alone() -> None:
         extend(text, ids)
 
     ngrams.extend = extend_others
-    mail = Mail(runs={ChoiceKey(n): greedy([5 + n] * 4, n, 12) for n in range(2)})
+    mail = Mail(runs=plain_runs({ChoiceKey(n): greedy([5 + n] * 4, n, 12) for n in range(2)}))
     ends: dict[int, FinishReason] = {}
     while not engine.core.idle or mail.runs:
         for progress in loop.turn(mail).progress:

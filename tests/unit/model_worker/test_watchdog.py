@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from tests.simulation.batching_world import World
-from tests.support.worker import state
+from tests.support.worker import plain_runs, state
 
 from antiphon.config.worker import BatchingConfig
 from antiphon.model_worker.batching.flights import ForwardThread
@@ -90,7 +90,7 @@ def test_stall_names_the_forward_pass_that_hangs_and_its_plan(
     world.loop.use(forward, ahead=1)
     runs = {ChoiceKey(0): state([5, 6, 7], max_new_tokens=9, ignore_eos=True)}
     loop = threading.Thread(
-        target=lambda: [world.loop.turn(Mail(runs=runs)), world.loop.turn(Mail())]
+        target=lambda: [world.loop.turn(Mail(runs=plain_runs(runs))), world.loop.turn(Mail())]
     )
     loop.start()
     assert there.wait(10)

@@ -251,9 +251,9 @@ class BatchingLoop:
     def _apply(self, mail: Mail, now: float) -> tuple[ChoiceKey, ...]:
         """Add and drop choices; return those that were dropped for another worker to run."""
         core = self._core
-        for key, state in mail.runs.items():
+        for key, (state, matcher) in mail.runs.items():
             with self._guard(key):
-                core.add(key, state, now, mail.matchers.get(key))
+                core.add(key, state, now, matcher)
         for key, kept in mail.drops.items():
             with self._guard(key):
                 core.drop(key, kept)

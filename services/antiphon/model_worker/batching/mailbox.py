@@ -21,12 +21,12 @@ COMMANDS_MAX = 64
 class Mail(msgspec.Struct, kw_only=True):
     """Everything that was posted since the loop last looked.
 
-    `drops` have the number of outputs that are part of the response, or None where it is unknown.
+    `runs` have the matcher of the choice's grammar, if it has one. `drops` have the number of
+    outputs that are part of the response, or None where it is unknown.
     `requeues` are the choices of requests that go to another worker if none of them was started.
     """
 
-    runs: dict[ChoiceKey, RequestState] = {}
-    matchers: dict[ChoiceKey, GrammarMatcher] = {}
+    runs: dict[ChoiceKey, tuple[RequestState, GrammarMatcher | None]] = {}
     drops: dict[ChoiceKey, int | None] = {}
     requeues: dict[tuple[ChoiceKey, ...], None] = {}
     commands: list[ControlCommand] = []
@@ -54,15 +54,12 @@ class Mailbox:
         with self._news:
             if len(self._mail.runs) >= self._capacity:
                 raise Overloaded("the worker accepts no more requests now", retry_after_s=1.0)
-            self._mail.runs[key] = state
-            if matcher is not None:
-                self._mail.matchers[key] = matcher
+            self._mail.runs[key] = state, matcher
             self._news.notify()
 
     def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
         """Drop a choice in whatever state it is; its response ends after `kept` outputs."""
         with self._news:
-            self._mail.matchers.pop(key, None)
             if self._mail.runs.pop(key, None) is None:
                 self._mail.drops[key] = kept
                 self._news.notify()

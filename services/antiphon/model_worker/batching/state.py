@@ -122,13 +122,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     retractions: int = 0
     finish: Finish | None = None
 
-    @property
-    def ids(self) -> bytes:
-        """The new ids."""
-        if self.outputs is None or self.start == self.end:
-            return b""
-        return self.outputs.read(self.start, self.end).astype(WIRE_IDS, copy=False).tobytes()
-
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One new output id for each of many choices: all that a decode step does to most of them.

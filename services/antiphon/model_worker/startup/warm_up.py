@@ -172,7 +172,7 @@ def _run(
         deadline_unix_ms=0,
     )
     # `WorkerOutput` counts its keys from 1.
-    mail = Mail(runs={ChoiceKey(-key): state for key in range(requests)})
+    mail = Mail(runs={ChoiceKey(-key): (state, None) for key in range(requests)})
     reports: list[StepReport] = []
     ended = 0
     while ended < requests:
