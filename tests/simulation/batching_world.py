@@ -549,7 +549,7 @@ class World:
         for slot, request in running.items():
             assert slot == request.slot
             assert batch.keys[slot] == request.key
-            table = batch.settle(request)
+            table = batch.committed_table(request)
             assert request.computed == table.committed
             for group in range(len(self.groups)):
                 pages = table.pages(group)
@@ -560,7 +560,7 @@ class World:
                     launched = batch.chains[group].used[slot]
                     assert entries <= 2 + launched, "more states than rows need"
                     continue
-                ahead = batch.scheduled.item(slot) + batch.drafted.item(slot)
+                ahead = batch.scheduled_len.item(slot) + batch.drafted.item(slot)
                 needed = max(request.length, ahead) + 1
                 assert entries <= self.groups[group].table_len(needed), "drafts keep their pages"
         empty = sorted(set(range(self.limits.running_max)) - set(running))

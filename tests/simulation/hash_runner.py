@@ -168,8 +168,8 @@ class HashRunner:
 
     def _known(self, plan: StepPlan) -> StepPlan:
         """With the places of rows that follow, and the tokens that were not known."""
-        if plan.follows is not None:
-            plan = self._placed(plan, plan.follows)
+        if plan.future_start is not None:
+            plan = self._placed(plan, plan.future_start)
         tokens = plan.tokens.copy()
         for row, slot in enumerate(plan.slot.tolist()):
             for number in range(int(plan.query_len[row])):
@@ -196,11 +196,11 @@ class HashRunner:
                     several = len(writes) > 1
                     self._current[group, slot] = int(writes[max(0, computed[row] - 1) * several])
 
-    def _placed(self, plan: StepPlan, follows: Flags) -> StepPlan:
-        """With each row that follows where the row before it in its slot has ended."""
+    def _placed(self, plan: StepPlan, future_start: Flags) -> StepPlan:
+        """With each row of a future start where the row before it in its slot has ended."""
         kv_len = plan.kv_len.copy()
         tables = [table.copy() for table in plan.page_tables]
-        for row in np.flatnonzero(follows).tolist():
+        for row in np.flatnonzero(future_start).tolist():
             slot = int(plan.slot[row])
             end = self._ends[slot] + int(plan.query_len[row])
             assert end <= kv_len[row], "a row is longer than the most that it can be"
@@ -209,7 +209,9 @@ class HashRunner:
             for group, table in enumerate(tables):
                 if table[row, 0] == UNKNOWN_STATE:
                     table[row, 0] = self._current[group, slot]
-        return msgspec.structs.replace(plan, kv_len=kv_len, page_tables=tuple(tables), follows=None)
+        return msgspec.structs.replace(
+            plan, kv_len=kv_len, page_tables=tuple(tables), future_start=None
+        )
 
     def make_drafts(self) -> Ints:
         """Read what the last plan computed into the draft pages, and draft what follows."""

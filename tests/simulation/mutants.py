@@ -102,9 +102,9 @@ def not_repeated(right: Callable[..., Any]) -> Callable[..., Any]:
     """What the runner keeps by slot is not written again for a row that runs once more."""
 
     def repeat(self: RunningBatch, rows: Any) -> Any:
-        base = self.base.copy()
+        base = self.base_len.copy()
         again = right(self, rows)
-        self.base[:] = base
+        self.base_len[:] = base
         return again
 
     return repeat
@@ -204,8 +204,8 @@ MUTANTS = (
     Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),
     Mutant("computed - 1", OutcomeProcessor, "commit", computed_off_by(-1), drafting),
     Mutant("mask of the token before", LogitsProcessors, "_mask", mask_before, with_grammars),
-    Mutant("stale length", RunningBatch, "land", stale_length, drafting),
-    Mutant("bound for a length", RunningBatch, "_follows", bound_for_a_length, drafting),
+    Mutant("stale length", RunningBatch, "commit_accepted", stale_length, drafting),
+    Mutant("bound for a length", RunningBatch, "_future_start", bound_for_a_length, drafting),
     Mutant("buffer reused in flight", ChangeLog, "read", reused_changes, keeping_states),
     Mutant("counts not restored", RunningBatch, "repeat", not_repeated, stumbling),
     Mutant("pages given back early", RunningBatch, "launch", early_pages, drafting),

@@ -125,7 +125,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "commit chunk": (OutcomeProcessor, "_commit_chunk"),
     "write": (outcome, "write_outputs"),
     "finish": (OutcomeProcessor, "_finish_row"),
-    "settle": (RunningBatch, "settle"),
+    "committed_table": (RunningBatch, "committed_table"),
     "share": (RunningBatch, "cache_prefix"),
     "report": (Request, "progress"),
 }

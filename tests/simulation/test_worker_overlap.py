@@ -419,7 +419,7 @@ def test_each_token_is_reported_with_the_weights_that_sampled_it(
         assert reported.finish is None
         (running,) = stage.batching.running.values()
         # What is under way is still theirs.
-        before = running.outputs_count + stage.batching.batch.in_flight.item(running.slot)
+        before = running.outputs_count + stage.batching.batch.in_flight_tokens.item(running.slot)
         stage.order(SetWeightVersion(version="second", abort_all=False))
         stage.finish()
         counts = {"first": 0, "second": 0}

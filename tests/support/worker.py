@@ -146,7 +146,7 @@ def report(step: int = 1, *, pages_free: int = 0, pages_evictable: int = 0, **fi
     capacity = Capacity(
         pages_free=pages_free,
         pages_evictable=pages_evictable,
-        pages_promised=0,
+        pages_reserved=0,
         pages_returning=0,
         slots_free=0,
     )

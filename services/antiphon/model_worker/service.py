@@ -236,7 +236,7 @@ class ModelWorker:
                 paused=last.paused,
                 weight_version=limits.weight_version,
                 bits=self._numerics.digest,
-                pages_promised=last.credit.pages_promised,
+                pages_promised=last.credit.pages_reserved,
                 pages_returning=last.credit.pages_returning,
                 kv_seq=self._kv_events.seq if publishes_events else None,
                 context_tokens=limits.context_tokens,

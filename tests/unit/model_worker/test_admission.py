@@ -140,7 +140,7 @@ def test_request_for_no_tokens_reserves_no_growth() -> None:
     for key in range(3):
         steps.add(key, 12, max_new_tokens=0)
     assert steps.lengths(steps.next()) == [(0, 8), (1, 8)]
-    assert steps.batching.capacity().pages_promised == 2 * 3 - 4
+    assert steps.batching.capacity().pages_reserved == 2 * 3 - 4
 
 
 def test_reclaimable_pages_exclude_those_a_window_released() -> None:

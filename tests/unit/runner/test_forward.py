@@ -224,14 +224,14 @@ def test_rows_that_follow_are_placed_where_the_row_before_has_ended() -> None:
         kv_len=ints(12, 5),
         tokens=tokens,
         page_tables=(tables[0], unknown),
-        follows=np.array([True, False]),
+        future_start=np.array([True, False]),
     )
     placed = state.resolve(plan, states)
     assert placed.tokens.tolist() == [7, 11, 12, 8]
     assert placed.kv_len.tolist() == [11, 5]  # of the three tokens before one was wrong
     assert InputBatch(placed, (), 1).positions.tolist() == [8, 9, 10, 4]
     assert placed.page_tables[1].tolist() == [[6, 3], [9, 1]]
-    assert (placed.follows, unknown[0, 0]) == (None, UNKNOWN_STATE)
+    assert (placed.future_start, unknown[0, 0]) == (None, UNKNOWN_STATE)
 
 
 def test_a_row_may_follow_beside_one_in_a_slot_beyond_all_before() -> None:
@@ -244,7 +244,7 @@ def test_a_row_may_follow_beside_one_in_a_slot_beyond_all_before() -> None:
         slot=ints(2, 1000),
         kv_len=ints(9, 3),
         tokens=ints(future(2), 7, 8, 9),
-        follows=np.array([True, False]),
+        future_start=np.array([True, False]),
     )
     placed = state.resolve(plan, NO_STATES)
     assert (placed.tokens.tolist(), placed.kv_len.tolist()) == ([6, 7, 8, 9], [5, 3])

@@ -69,23 +69,23 @@ class LogitsProcessors:
     def idle(self) -> bool:
         return not self._processed
 
-    def part(self, rows: StepRows, current: Flags, base: Longs) -> SamplingPart:
+    def part(self, rows: StepRows, current: Flags, base_len: Longs) -> SamplingPart:
         """The sampling part of a plan of these rows; those that are not `current` (R,) have none.
 
-        `base` (S,) is where the first row of a slot begins.
+        `base_len` (S,) is where the first row of a slot begins.
         """
         masks, masked = self._masks(rows, current)
         return SamplingPart(
-            penalties=self._penalties(rows, current, base),
+            penalties=self._penalties(rows, current, base_len),
             token_masks=masks,
             token_mask_logits=masked,
             biases=self._all_biases(rows, current),
         )
 
-    def _penalties(self, rows: StepRows, current: Flags, base: Longs) -> Penalties | None:
+    def _penalties(self, rows: StepRows, current: Flags, base_len: Longs) -> Penalties | None:
         """The penalties of the rows that sample, and the counts that are reset by this plan.
 
-        A count is reset with the row at the `base` of its slot, so that a plan built again from
+        A count is reset with the row at the `base_len` of its slot, so that a plan built again from
         the same rows resets it again.
         """
         at, slots = rows.slots.at, rows.slots.slots
@@ -93,7 +93,7 @@ class LogitsProcessors:
         if not penalised.any():
             return None
         sampling = np.flatnonzero(penalised & rows.draws)
-        begun = slots[penalised & (rows.starts == base[at])]
+        begun = slots[penalised & (rows.starts == base_len[at])]
         if not len(sampling) and not len(begun):
             return None
         picked = slots[sampling]

@@ -97,7 +97,7 @@ class OutcomeProcessor:
 
     def commit(self, rows: StepRows, outcome: StepOutcome) -> None:
         """Commit the rows that are still current."""
-        rows = self.batch.placed(rows)
+        rows = self.batch.resolved(rows)
         current, sound = self.batch.is_current(rows), outcome.computed > 0
         index = (current & sound).nonzero()[0]
         if len(index) < len(rows):
@@ -124,7 +124,7 @@ class OutcomeProcessor:
             for row in range(rows.decodes, rows.verified):
                 with self._alone(rows.slots, row) as request:
                     drafts, place = len(rows.drafts[row - rows.decodes]), index.item(row)
-                    self.batch.land(request, 1 + drafts, outcome.computed.item(place))
+                    self.batch.commit_accepted(request, 1 + drafts, outcome.computed.item(place))
                     self._accept_several(request, outcome, place, finishes.get(row, ()))
             others = np.delete(np.arange(len(rows)), slice(rows.decodes, rows.verified))
             finishes = _of(finishes, others)
@@ -139,7 +139,7 @@ class OutcomeProcessor:
             try:
                 if request.running and late.generation == self._generation(request):
                     finishes = late.task.result()
-                    self.batch.land(request, 1, 1)
+                    self.batch.commit_accepted(request, 1, 1)
                     self._accept_several(request, late.outcome, late.index, finishes)
                 elif request.matcher is not None:  # retracted: it samples them again
                     request.matcher.rollback()
@@ -168,7 +168,7 @@ class OutcomeProcessor:
         write_outputs(request, outcome, index, accepted=0, kept=0)
         if request.scores and request.computed == request.length:
             request.finish = Finish.at_length()
-        self._settle(request)
+        self._finish_or_report(request)
 
     def _advance_matchers(
         self, rows: StepRows, index: Indices, outcome: StepOutcome
@@ -233,7 +233,7 @@ class OutcomeProcessor:
             batch.append(slots.take(kept), outputs[kept], tokens[kept], some)
         else:
             batch.append(slots, outputs, tokens, logprobs)
-        batch.in_flight[slots.at] -= 1
+        batch.in_flight_tokens[slots.at] -= 1
         full = batch.length[slots.at] >= batch.tokens_max[slots.at]
         singly = ends | full | batch.rowwise[slots.at]
         if self.log.interval > 1:
@@ -310,9 +310,9 @@ class OutcomeProcessor:
         kept = kept if self.batch.logprobs.rowwise[request.slot] else 0
         write_outputs(request, outcome, index, accepted=accepted, kept=kept)
         request.finish = finish
-        self._settle(request, sampled=True)
+        self._finish_or_report(request, sampled=True)
 
-    def _settle(self, request: Request, *, sampled: bool = False) -> None:
+    def _finish_or_report(self, request: Request, *, sampled: bool = False) -> None:
         batch = self.batch
         if request.finish is not None:
             batch.cache_prefix(request)

@@ -159,7 +159,7 @@ class PageBudget:
         return Capacity(
             pages_free=free[group],
             pages_evictable=evictable[group],
-            pages_promised=reserved[group],
+            pages_reserved=reserved[group],
             pages_returning=int(batch.pages_held[group][ending].sum()),
             slots_free=batch.free_count,
             sequence_tokens=int(batch.length.sum()),
@@ -228,7 +228,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     pages_free: int
     pages_evictable: int
-    pages_promised: int  # of these two kinds, those reserved for running requests
+    pages_reserved: int  # of these two kinds, those reserved for running requests
     pages_returning: int
     slots_free: int
     sequence_tokens: int = 0
@@ -238,7 +238,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def pages_available(self) -> int:
         """Pages available to a new request; negative if more are reserved than there are."""
-        return self.pages_free + self.pages_evictable - self.pages_promised
+        return self.pages_free + self.pages_evictable - self.pages_reserved
 
 
 class PoolUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -226,9 +226,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         query_len: Tokens of a row in this step: decode 1, verify k + 1, a prefill chunk n.
         kv_len: Tokens that the row's last query attends to, itself included.
-        follows: Rows that begin where the row before them in their slot has ended, which the host
-            does not know: drafts were in flight. Their `kv_len` is an upper bound, and the state
-            that they start from is `UNKNOWN_STATE`.
+        future_start: Rows that begin where the row before them in their slot has ended, which the
+            host does not know: drafts were in flight. Their `kv_len` is an upper bound, and they
+            start from `UNKNOWN_STATE`.
         logit_tokens: Indices into `tokens` after which a token is sampled: all of a decode or
             verify row, and the last one of a prefill chunk if the prompt ends there.
         changes: Of page tables and sampling parameters, None if there are none.
@@ -257,7 +257,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     details: LogprobsRequest | None = None
     pooling: PoolingRequest | None = None  # no row samples then
     token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
-    follows: Flags | None = None  # (R,) see above
+    future_start: Flags | None = None  # (R,) see above
     draft_counts: Ints | None = None  # (R,) drafts to make after each row, by a draft model
 
 

@@ -49,7 +49,7 @@ def build_plan(
         details=batch.logprobs.request(rows, query_start),
         pooling=pooling,
         token_types=types,
-        follows=rows.follows,
+        future_start=rows.future_start,
         draft_counts=rows.draft_counts,
         changes=batch.changes.read(),
     )

@@ -176,7 +176,7 @@ class StepPlanner:
         if self._pages.ensure_free(batch.lacking(short)):
             batch.add_pages(short)
             return slots
-        rows = [(slot, batch.scheduled.item(slot) + 1) for slot in short.tolist()]
+        rows = [(slot, batch.scheduled_len.item(slot) + 1) for slot in short.tolist()]
         self._grow([(batch.running[slot], end) for slot, end in rows])
         slots = batch.still_running(slots)
         still_short = batch.short(slots)
@@ -186,7 +186,7 @@ class StepPlanner:
         scheduled: list[ScheduledRow] = []
         for request in self._batch.prefills.values():
             try:
-                start = self._batch.scheduled.item(request.slot)
+                start = self._batch.scheduled_len.item(request.slot)
                 length = budget.prefill_chunk(start, request.length - start)
             except Exception as error:
                 raise RequestFault(request) from error

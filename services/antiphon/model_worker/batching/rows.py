@@ -47,8 +47,8 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     slot has another one by then is dropped. The first `decodes` rows have one token each and sample
     the next one; those after them, one for each of `drafts`, verify these; prefill chunks follow.
 
-    While drafts of its slot are in flight, a row `follows` from where these end: what is said of
-    its tokens are upper bounds. `draft_counts` are the drafts that a draft model makes after it;
+    While drafts of its slot are in flight, a row has a `future_start`, where these end: its start
+    and end here are upper bounds. `draft_counts` are the drafts that a draft model makes after it;
     None: there is no draft model. `states` are those of the plan.
 
     Axis: R rows.
@@ -61,7 +61,7 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     generations: Longs  # (R,)
     decodes: int
     drafts: tuple[Ints, ...] = ()
-    follows: Flags | None = None  # (R,) None: no row
+    future_start: Flags | None = None  # (R,) None: no row
     draft_counts: Ints | None = None  # (R,)
     states: tuple[Ints, ...] = ()  # (R, 1 + W) by group of recurrent states
 
@@ -98,7 +98,7 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
             generations=self.generations[index],
             decodes=first,
             drafts=tuple([self.drafts[int(row) - self.decodes] for row in index[first:last]]),
-            follows=None if self.follows is None else self.follows[index],
+            future_start=None if self.future_start is None else self.future_start[index],
             draft_counts=None if self.draft_counts is None else self.draft_counts[index],
             states=tuple([states[index] for states in self.states]),
         )

@@ -45,7 +45,7 @@ class RunningBatch(SlotArrays):
     """The running requests, the resources that they hold, and their numbers as arrays by slot.
 
     A step of n decodes is a few array operations on these; `Request` and `PageTable` are for what
-    happens seldom. A table's own `committed` may lag behind `computed`: see `settle`.
+    happens seldom. A table's own `committed` may lag behind `computed`: see `committed_table`.
 
     Attributes:
         running: The requests by slot, in the order of their starts.
@@ -137,7 +137,7 @@ class RunningBatch(SlotArrays):
         Only the first `tokens_max` tokens are inserted, should later ones not be part of the
         response.
         """
-        table = self.settle(request)
+        table = self.committed_table(request)
         if request.namespace is self._namespace_digest:
             computed = min(request.computed, request.length)
             tokens = request.token_bytes(min(computed, tokens_max or computed))
@@ -170,8 +170,8 @@ class RunningBatch(SlotArrays):
         self.running[slot] = self.prefills[slot] = request
         self.keys[slot] = request.key
         self.length[slot] = length
-        self.computed[slot] = self.scheduled[slot] = self.base[slot] = table.committed
-        self.in_flight[slot] = self.slack[slot] = self.drafted[slot] = 0
+        self.computed[slot] = self.scheduled_len[slot] = self.base_len[slot] = table.committed
+        self.in_flight_tokens[slot] = self.slack[slot] = self.drafted[slot] = 0
         self.blocked[slot] = False
         self.generation[slot] += 1
         self.prompt[slot] = request.prompt_tokens
@@ -203,7 +203,8 @@ class RunningBatch(SlotArrays):
         if self.prefills.pop(slot, None) is None:
             del self._decodes[slot]
             self._decoding = None
-        self.length[slot] = self.tokens_max[slot] = self.covered[slot] = self.in_flight[slot] = 0
+        self.length[slot] = self.tokens_max[slot] = self.covered[slot] = 0
+        self.in_flight_tokens[slot] = 0
         self.generation[slot] += 1
         self.grammars -= request.matcher is not None
         self._own_ends.pop(slot, None)
@@ -229,7 +230,7 @@ class RunningBatch(SlotArrays):
         A token in flight counts as known, unless it will be the last one, or the slot is blocked.
         """
         slots = self.decoding
-        in_flight = self.in_flight[slots.at]
+        in_flight = self.in_flight_tokens[slots.at]
         if not np.count_nonzero(in_flight):
             return slots
         ends = self.length[slots.at] + in_flight
@@ -244,7 +245,7 @@ class RunningBatch(SlotArrays):
 
     def short(self, slots: SlotSet) -> Flags:
         """(R,) which of these have no page, or no state, for their next token."""
-        short = self.scheduled[slots.at] >= self.covered[slots.at]
+        short = self.scheduled_len[slots.at] >= self.covered[slots.at]
         for chains in self.chains.values():
             short |= chains.short(slots.at)
         return short
@@ -277,7 +278,7 @@ class RunningBatch(SlotArrays):
 
     def _without_page(self, slots: Ints) -> Ints:
         """Those of these, which are short, that lack a page; others lack a state."""
-        return slots[self.scheduled[slots] >= self.covered[slots]] if self.chains else slots
+        return slots[self.scheduled_len[slots] >= self.covered[slots]] if self.chains else slots
 
     def launch(
         self,
@@ -294,7 +295,7 @@ class RunningBatch(SlotArrays):
         if drafted or chunks:
             more = [*drafted, *(request.slot for request, _ in chunks)]
             slots = SlotSet.of(np.concatenate([decodes.slots, np.array(more, np.int32)]))
-        starts = self.scheduled[slots.at].copy()
+        starts = self.scheduled_len[slots.at].copy()
         ends, draws = starts + 1, all_draw(len(starts))
         if chunks:
             draws = draws.copy()
@@ -303,7 +304,7 @@ class RunningBatch(SlotArrays):
         for row, (request, end) in enumerate(chunks, start=len(decodes) + len(drafted)):
             ends[row] = end
             draws[row] = end == request.length and not request.scores
-        follows = None if counts is None else self._follows(slots)
+        future_start = None if counts is None else self._future_start(slots)
         rows = StepRows(
             slots=slots,
             starts=starts,
@@ -312,14 +313,14 @@ class RunningBatch(SlotArrays):
             generations=self.generation[slots.at].copy(),
             decodes=len(decodes),
             drafts=tuple(drafted.values()),
-            follows=follows,
+            future_start=future_start,
             draft_counts=self._draft_counts(slots, counts),
-            states=self._launch_states(slots, len(decodes), drafted, follows),
+            states=self._launch_states(slots, len(decodes), drafted, future_start),
         )
-        self.scheduled[slots.at] = ends
-        self.in_flight[slots.at] += draws
+        self.scheduled_len[slots.at] = ends
+        self.in_flight_tokens[slots.at] += draws
         for slot, drafts in drafted.items():
-            self.in_flight[slot] += len(drafts)
+            self.in_flight_tokens[slot] += len(drafts)
             self.slack[slot] += len(drafts)
             self.blocked[slot] = counts is None
         for request, end in chunks:
@@ -330,10 +331,10 @@ class RunningBatch(SlotArrays):
 
     def has_launched(self, request: Request) -> bool:
         """Whether rows of a running request are launched that are not committed."""
-        return self.scheduled.item(request.slot) > self.computed.item(request.slot)
+        return self.scheduled_len.item(request.slot) > self.computed.item(request.slot)
 
     def _launch_states(
-        self, slots: SlotSet, decodes: int, drafted: Mapping[int, Ints], follows: Flags | None
+        self, slots: SlotSet, decodes: int, drafted: Mapping[int, Ints], future_start: Flags | None
     ) -> tuple[Ints, ...]:
         """The states that these rows read and write, by group; see `StepPlan`."""
         writes = None
@@ -341,14 +342,14 @@ class RunningBatch(SlotArrays):
             writes = np.ones(len(slots), np.int64)
             writes[decodes : decodes + len(drafted)] += [len(ids) for ids in drafted.values()]
         states = tuple([chains.launch(slots.at, writes) for chains in self.chains.values()])
-        if follows is not None:
+        if future_start is not None:
             for each in states:
-                each[follows, 0] = UNKNOWN_STATE
+                each[future_start, 0] = UNKNOWN_STATE
         return states
 
-    def _follows(self, slots: SlotSet) -> Flags | None:
-        follows = self.slack[slots.at] > 0
-        return follows if np.count_nonzero(follows) else None
+    def _future_start(self, slots: SlotSet) -> Flags | None:
+        future_start = self.slack[slots.at] > 0
+        return future_start if np.count_nonzero(future_start) else None
 
     def _draft_counts(self, slots: SlotSet, counts: Mapping[int, int] | None) -> Ints | None:
         if counts is None:
@@ -357,13 +358,13 @@ class RunningBatch(SlotArrays):
         self.drafted[slots.at] = listed
         return np.array(listed, np.int32)
 
-    def placed(self, rows: StepRows) -> StepRows:
+    def resolved(self, rows: StepRows) -> StepRows:
         """The rows with what was not known of them, once all launched before are committed."""
-        if rows.follows is None:
+        if rows.future_start is None:
             return rows
-        starts = np.where(rows.follows, self.computed[rows.slots.at], rows.starts)
+        starts = np.where(rows.future_start, self.computed[rows.slots.at], rows.starts)
         ends = rows.ends - rows.starts + starts
-        return msgspec.structs.replace(rows, starts=starts, ends=ends, follows=None)
+        return msgspec.structs.replace(rows, starts=starts, ends=ends, future_start=None)
 
     def is_current(self, rows: StepRows) -> Flags:
         """(R,) whether the requests still wait for the outcome of these rows."""
@@ -374,8 +375,8 @@ class RunningBatch(SlotArrays):
 
         Drafts of the runner's own are dropped: later plans may have replaced them.
         """
-        rows = self.placed(rows)
-        self.base[rows.slots.at] = rows.starts
+        rows = self.resolved(rows)
+        self.base_len[rows.slots.at] = rows.starts
         states = tuple([each.copy() for each in rows.states])
         for each, chains in zip(states, self.chains.values(), strict=True):
             each[:, 0] = chains.current(rows.slots.at)
@@ -390,8 +391,8 @@ class RunningBatch(SlotArrays):
             for slot in verified.tolist():
                 chains.recall(slot)
             chains.launch(verified)
-        self.scheduled[verified] = ends[rows.decodes : rows.verified]
-        self.in_flight[verified] = 1
+        self.scheduled_len[verified] = ends[rows.decodes : rows.verified]
+        self.in_flight_tokens[verified] = 1
         for slot in rows.slots.slots.tolist():
             self.trim(self.running[slot])
         return msgspec.structs.replace(
@@ -413,7 +414,7 @@ class RunningBatch(SlotArrays):
                 slot = rows.slots.slots.item(row)
                 if current[row] and (matcher := self.running[slot].matcher) is not None:
                     matcher.propose(self._drafts[slot][: len(rows.drafts[row - rows.decodes])])
-        return self.logits.part(self.placed(rows), current, self.base)
+        return self.logits.part(self.resolved(rows), current, self.base_len)
 
     def note_drafts(self, rows: StepRows, drafts: Ints) -> None:
         """Note what the runner has drafted after these rows, (R, K): masks are made along it."""
@@ -424,7 +425,7 @@ class RunningBatch(SlotArrays):
         """Whether what these rows may sample depends on tokens in flight."""
         if self.logits.idle:
             return False
-        if rows.follows is not None:
+        if rows.future_start is not None:
             return True
         waiting = self.stepwise[rows.slots.at] & (rows.starts >= self.length[rows.slots.at])
         return bool(np.count_nonzero(waiting))
@@ -435,7 +436,7 @@ class RunningBatch(SlotArrays):
         These tokens stay in flight.
         """
         self._recall(request)
-        self.in_flight[request.slot] = 1
+        self.in_flight_tokens[request.slot] = 1
         self.blocked[request.slot] = True
 
     def unlaunch(self, rows: StepRows) -> None:
@@ -443,7 +444,7 @@ class RunningBatch(SlotArrays):
         for slot in rows.slots.slots[self.is_current(rows)].tolist():
             request = self.running[slot]
             self._recall(request)
-            self.in_flight[slot] = 0
+            self.in_flight_tokens[slot] = 0
             self.blocked[slot] = False
             if request.prefilling and slot in self._decodes:
                 self.prefills[slot] = self._decodes.pop(slot)
@@ -454,7 +455,7 @@ class RunningBatch(SlotArrays):
         slot, table, computed = request.slot, request.running_table, request.computed
         for chains in self.chains.values():
             chains.recall(slot)
-        self.scheduled[slot] = self.base[slot] = computed
+        self.scheduled_len[slot] = self.base_len[slot] = computed
         self.slack[slot] = self.drafted[slot] = 0
         table.truncate(max(request.length, computed, table.committed))
         self.update(request)
@@ -470,12 +471,12 @@ class RunningBatch(SlotArrays):
         self.length[slots.at] += 1
         self.last_token[slots.at] = ids
 
-    def land(self, request: Request, launched: int, computed: int) -> None:
+    def commit_accepted(self, request: Request, launched: int, computed: int) -> None:
         """Note that of the launched tokens of a row so many were right."""
         slot = request.slot
-        self.in_flight[slot] -= launched
+        self.in_flight_tokens[slot] -= launched
         self.slack[slot] -= launched - 1
-        self.scheduled[slot] -= launched - computed
+        self.scheduled_len[slot] -= launched - computed
         self.blocked[slot] = False
 
     def extend(self, request: Request, ids: Ints, logprobs: Floats | None) -> None:
@@ -491,7 +492,7 @@ class RunningBatch(SlotArrays):
     def trim(self, request: Request) -> None:
         """Release the pages that neither launched rows nor the next one can need."""
         slot, table = request.slot, request.running_table
-        ahead = self.scheduled.item(slot) + self.drafted.item(slot)
+        ahead = self.scheduled_len.item(slot) + self.drafted.item(slot)
         table.truncate(max(request.length, ahead + 1))
         self.update(request)
 
@@ -517,7 +518,7 @@ class RunningBatch(SlotArrays):
 
     # Page tables.
 
-    def settle(self, request: Request) -> PageTable:
+    def committed_table(self, request: Request) -> PageTable:
         """The table of a running request, with all of its computed tokens committed."""
         slot, table, computed = request.slot, request.running_table, request.computed
         if table.committed != computed:
@@ -539,7 +540,7 @@ class RunningBatch(SlotArrays):
             moved = slots.slots[before != ends // pools.page_tokens].tolist()
         self.computed[slots.at] = ends
         for slot in moved:
-            self.settle(self.running[slot])
+            self.committed_table(self.running[slot])
 
     def update(self, request: Request) -> None:
         """Copy what has changed of the page table of a running request."""

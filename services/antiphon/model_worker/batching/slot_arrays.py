@@ -17,11 +17,11 @@ class SlotArrays:
         keys: (S,) key of the choice.
         length: (S,) known tokens, prompt and outputs; 0 in a free slot.
         computed: (S,) tokens whose keys and values are in the KV cache.
-        scheduled: (S,) where the launched rows end, at most.
-        in_flight: (S,) tokens that launched rows sample, at most.
+        scheduled_len: (S,) where the launched rows end, at most.
+        in_flight_tokens: (S,) tokens that launched rows sample, at most.
         slack: (S,) drafts in flight: by so many both may be too large.
         drafted: (S,) drafts that the last launched row asks the runner for.
-        base: (S,) where the first row begins since the start, or since launched rows were stale.
+        base_len: (S,) where the first row begins since the start, or since rows became stale.
         generation: (S,) grows when launched rows become stale.
         prompt: (S,) prompt tokens.
         tokens_max: (S,) maximum length.
@@ -41,8 +41,8 @@ class SlotArrays:
     """
 
     def __init__(self, slots: int, groups: int) -> None:
-        self.keys, self.length, self.computed, self.scheduled = _longs(4, slots)
-        self.in_flight, self.base, self.generation, self.reported = _longs(4, slots)
+        self.keys, self.length, self.computed, self.scheduled_len = _longs(4, slots)
+        self.in_flight_tokens, self.base_len, self.generation, self.reported = _longs(4, slots)
         self.prompt, self.tokens_max, self.covered = _longs(3, slots)
         self.slack, self.drafted = _longs(2, slots)
         self.last_token = np.zeros(slots, np.int32)

@@ -164,7 +164,7 @@ class PlainStreams:
         for choice in list(self._choices.values()):
             self.close(choice)
 
-    def settle(self) -> None:
+    def write_lengths(self) -> None:
         """Write the lengths to the choices."""
         for slot, choice in self._choices.items():
             choice.mark_sent(self._lengths.item(slot))

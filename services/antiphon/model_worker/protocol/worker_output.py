@@ -109,7 +109,7 @@ class WorkerOutput:
         return self._outbox.filled
 
     def held(self) -> tuple[RunningRequest, ...]:
-        self._plain.settle()
+        self._plain.write_lengths()
         return tuple(
             RunningRequest(
                 request_id=held.request_id,

@@ -144,9 +144,9 @@ class SlotState:
 
     def resolve(self, plan: StepPlan, states: slice) -> StepPlan:
         """The plan with what it leaves open filled in; `states` are the groups of states."""
-        if plan.follows is not None:
+        if plan.future_start is not None:
             self._reserve(plan.slot)
-            plan = self._place(plan, plan.follows, states)
+            plan = self._place(plan, plan.future_start, states)
         unknown = plan.tokens < 0
         if not np.count_nonzero(unknown):
             return plan
@@ -161,10 +161,10 @@ class SlotState:
         assert (last != _UNKNOWN).all(), "a future of a slot that sampled nothing"
         return msgspec.structs.replace(plan, tokens=tokens)
 
-    def _place(self, plan: StepPlan, follows: Flags, states: slice) -> StepPlan:
+    def _place(self, plan: StepPlan, future_start: Flags, states: slice) -> StepPlan:
         """The plan with rows that follow at their places."""
         ends = self._length[plan.slot] + plan.query_len
-        kv_len = np.where(follows, ends, plan.kv_len)
+        kv_len = np.where(future_start, ends, plan.kv_len)
         tables = list(plan.page_tables)
         for number, group in enumerate(range(*states.indices(len(tables)))):
             tables[group] = tables[group].copy()
@@ -175,7 +175,7 @@ class SlotState:
             kv_len=kv_len,
             page_tables=tuple(tables),
             states=tuple(tables[states]),
-            follows=None,
+            future_start=None,
         )
 
     def record(

@@ -125,7 +125,7 @@ class Speculation:
 
         `tokens_max` is the maximum number of drafts in all.
         """
-        in_flight = batch.in_flight[slots.at]
+        in_flight = batch.in_flight_tokens[slots.at]
         if self.drafter is None or not np.count_nonzero(in_flight):
             return slots
         ready = np.ones(len(slots), np.bool_)
@@ -151,7 +151,7 @@ class Speculation:
         for slot, length in zip(decoding, lengths, strict=True):
             request, drafts = batch.running[slot], _NONE
             try:
-                if not batch.in_flight[slot]:
+                if not batch.in_flight_tokens[slot]:
                     drafts = self._drafts(self.drafter, batch, request, length)
             except Exception as error:
                 raise RequestFault(request) from error
@@ -176,7 +176,7 @@ class Speculation:
         """
         drafted: dict[int, Ints] = {}
         for slot in slots.slots[batch.drafted[slots.at] > 0].tolist():
-            count, end = batch.drafted.item(slot), batch.scheduled.item(slot) + 1
+            count, end = batch.drafted.item(slot), batch.scheduled_len.item(slot) + 1
             if tokens_left < 0:
                 tokens_left += count
             elif self._fits(batch, batch.running[slot], end + count, 1 + count):
@@ -199,8 +199,10 @@ class Speculation:
         """
         if self.drafter is not None:
             return None
-        ends = {slot: batch.scheduled.item(slot) + 1 for slot in decodes.slots.tolist()}
-        ends |= {slot: batch.scheduled.item(slot) + 1 + len(ids) for slot, ids in drafted.items()}
+        ends = {slot: batch.scheduled_len.item(slot) + 1 for slot in decodes.slots.tolist()}
+        ends |= {
+            slot: batch.scheduled_len.item(slot) + 1 + len(ids) for slot, ids in drafted.items()
+        }
         ends |= {
             request.slot: end
             for request, end in chunks
