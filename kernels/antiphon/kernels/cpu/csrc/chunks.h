@@ -100,7 +100,7 @@ static void linear_block(
         const int64_t bytes = panel_bytes(linear);
         following = block.panel + 1 < last ? PrefetchRange(panel_at(linear, block.panel + 1), bytes)
                                            : prefetch.first(bytes);
-        following.share(tiles * ceil_div(linear.inputs, PREFETCH_INPUTS));
+        following.share(tiles * ceil_div(linear.inputs, prefetch_inputs(linear.weights)));
         // Tiles of like height: 16 rows are 8 and 8.
         for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
             const int64_t height = (rows - row) / (tiles - tile);
