@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not 
 
 HIDDEN, HEADS, GROUP, SIZE, WIDTH = 40, 2, 3, 16, 56
 EXPERTS, CHOSEN, EXPERT_WIDTH = 6, 3, 24
-PAGES_EACH, PAGE_TOKENS = 140, 4
+PAGES_EACH, PAGE_TOKENS = 270, 4
 EPS, SCALE = 1e-3, SIZE**-0.5
 LAYERS = 3
 SIZE_MOST = 2**31 - 1
@@ -132,6 +132,7 @@ def a_world(
     table = np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(len(query), -1)
     shapes = [KvShape(PAGE_TOKENS, HEADS, GROUP, SIZE, dtype, window) for window in (None, 9)]
     positions = np.concatenate([np.arange(b - a, b) for a, b in zip(query, kv, strict=True)])
+    positions = positions.astype(np.int32)
     # Normed heads are rotated in part, the others whole.
     rotary = RotarySpec(SIZE // 2 if head_norms else SIZE, 50.0)
     angles = CosSinCache(rotary, dtype)
@@ -147,7 +148,8 @@ def a_world(
             AttentionMetadata(shapes[1], table, query, kv),
         ),
         residual=random(len(positions), HIDDEN),
-        turns=angles.at_positions(positions.astype(np.int32)),
+        # Rows may go on from here.
+        turns=replace(angles.at_positions(positions + 16), positions=positions),
     )
 
 
@@ -446,10 +448,13 @@ def test_a_pass_that_goes_on_has_the_bits_of_one_made_anew(rows: int, dtype: tor
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_pass_that_goes_on_into_a_segment_has_the_bits_of_one_made_anew(isa: str) -> None:
+@pytest.mark.parametrize("before", [507, 1019])
+def test_a_pass_that_goes_on_into_a_segment_has_the_bits_of_one_made_anew(
+    isa: str, before: int
+) -> None:
     """Long rows are shared out by segments of 512 keys, the first of which a window leaves."""
     with using(isa):
-        walk = Walk(Spoken.of(torch.bfloat16, [1, 1], [507, 100]))
+        walk = Walk(Spoken.of(torch.bfloat16, [1, 1], [before, 100]))
         going, anew = walk.stack(), walk.stack()
         assert same(walk.score(going), walk.score(anew))
         for walk.step in range(1, 17):
