@@ -515,7 +515,9 @@ class WorkerNode(Node):
         sampled = {int(one.key): self._sample(one) for one in running if plain and one.plain}
         others = [one for one in running if one.key not in sampled]
         progress: list[AnyProgress] = []
-        progress += [self._advance(one, self._random.randint(1, 3)) for one in others]
+        # About two tokens a step over all rows, of which a quarter are sampled, one token each:
+        # `test_protocol` bounds by this rate how long a full queue may take.
+        progress += [self._advance(one, self._random.randint(1, 4)) for one in others]
         if running:
             self.step += 1
             self.running = deque(one for one in self.running if one.said < len(one.answer))
