@@ -144,7 +144,7 @@ def test_what_is_requeued_in_bad_weather_is_not_lost(seed: int) -> None:
 
 
 @pytest.mark.parametrize("fault", UNNOTICED.values(), ids=UNNOTICED)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*range(3), 202])
 def test_no_request_notices_a_dead_scheduler_or_a_short_outage(fault: Fault, seed: int) -> None:
     world = loaded(seed, SLOW, 40, 8)
     world.timeline.after(world.random.uniform(0, 8), lambda: fault(world))

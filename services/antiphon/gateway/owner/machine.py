@@ -316,7 +316,9 @@ class Owner:
 
     def _retry(self, request: OwnedRequest, error: EngineError) -> None:
         now = self._clock.now()
-        if not request.accepted and now - request.opened_at >= _SUBMIT_TIMEOUT_S:
+        # One late failure proves nothing: this process may have been paused while the reply came.
+        late = request.tries > 0 and now - request.opened_at >= _SUBMIT_TIMEOUT_S
+        if not request.accepted and late:
             # It may still be queued if the reply was lost, so the leader is notified.
             text, after_s = "no scheduler accepted the request", error.retry_after_s or 1.0
             self._end_and_cancel(request, Unavailable(text, retry_after_s=after_s))
