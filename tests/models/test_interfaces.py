@@ -110,9 +110,8 @@ def a_plan(llama: Path):
     [
         ({"step": 3}, "step 3 does not follow step 1"),
         ({"step": 1}, "step 1 does not follow step 1"),
-        ({"step": 2, "positions": np.zeros((3, 21), np.int32)}, "no 3 position axes"),
     ],
-    ids=["a gap", "a repeat", "M-RoPE"],
+    ids=["a gap", "a repeat"],
 )
 def test_a_plan_that_the_runner_cannot_follow_is_refused(llama, change, message) -> None:
     runner, plan = a_plan(llama)

@@ -202,7 +202,8 @@ async def test_a_deadline_ends_the_wait(world: World, monkeypatch: pytest.Monkey
     brake = Brake(monkeypatch)
     assert isinstance(await world.refusal(RED, within_s=-1), DeadlineExceeded)
     assert not brake.reached.is_set()
-    assert isinstance(await world.refusal(RED, within_s=0.1), DeadlineExceeded)
+    while not brake.reached.is_set():  # a busy machine may not begin in time
+        assert isinstance(await world.refusal(RED, within_s=0.1), DeadlineExceeded)
     assert isinstance(await world.refusal(BLUE, within_s=0.1), DeadlineExceeded)
     brake.release()
     await until(lambda: world.embedded() == 1)
