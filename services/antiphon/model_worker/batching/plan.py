@@ -4,8 +4,8 @@ The plan is a rank's only input. It consists of flat int32 arrays, so that a bro
 copies and a recorded plan can be replayed offline. The outcome is ragged: a row may accept several
 tokens (speculation), one, or none (a prefill chunk), and the loop never assumes one.
 
-Axes: R rows, T tokens of all rows, A position axes (3 for M-RoPE, else 1), L rows of logits,
-N pages of the longest row, S accepted tokens of all rows, V vocabulary.
+Axes: R rows, T tokens of all rows, L rows of logits, N pages of the longest row, S accepted tokens
+of all rows, V vocabulary.
 """
 
 from __future__ import annotations
