@@ -5,8 +5,8 @@
 // its product with a query is one accumulator, dimensions ascending; then a lane is a dimension, and
 // its sum is one accumulator, keys ascending (kv_block.h). After a segment of keys its sums are added
 // to those of the segments before. A query's bits therefore depend on its own keys alone, however
-// many queries share the block and whoever computes a segment; and one code serves a decode row, a
-// chunk and a whole prompt.
+// many queries share the block and which thread computes a segment; and one code serves a decode row,
+// a chunk and a whole prompt.
 //
 // Here a tile of queries meets one block; attention.h goes through the blocks.
 //
