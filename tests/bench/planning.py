@@ -231,7 +231,7 @@ class StepWorker:
         rows = self.core.next_rows(self.steps * STEP_S)
         batch = self.core.batch
         plan = build_plan(self.steps, rows, batch, batch.part(rows))
-        self.core.pools.launched(plan.step)
+        self.core.launched(plan.step)
         return LaunchedPlan(plan, rows)
 
     def _commit(self, launched: LaunchedPlan, outcome: StepOutcome) -> None:

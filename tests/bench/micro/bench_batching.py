@@ -161,7 +161,7 @@ class FullWorker:
         self.batching.capacity()
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        self.batching.pools.launched(self.step)
+        self.batching.launched(self.step)
         self.batching.pools.finished(self.step)
         return fake_outcome(plan, self.sampler)
 
@@ -236,7 +236,7 @@ def test_a_step_beside_prompts_that_begin_alike(benchmark: BenchmarkFixture) -> 
 
     def commit() -> None:
         step, rows = next(steps), launched.pop()
-        batching.pools.launched(step)
+        batching.launched(step)
         batching.pools.finished(step)
         none = np.zeros(0, np.int32)
         starts, status = np.zeros(len(rows) + 1, np.int32), np.zeros(len(rows), np.int32)

@@ -103,7 +103,7 @@ class Steps:
         rows = self.next()
         planned = self.lengths(rows)
         self._step += 1
-        self.pools.launched(self._step)
+        self.batching.launched(self._step)
         self.pools.finished(self._step)
         drawn = [[token] if draws else [] for draws in rows.draws.tolist()]
         self.batching.commit(rows, outcome(self._step, drawn, rows))

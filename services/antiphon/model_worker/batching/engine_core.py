@@ -177,6 +177,11 @@ class EngineCore:
         assert not stalled or self._pending_grammar or self.idle, "requests wait and nothing runs"
         return rows
 
+    def launched(self, step: int) -> None:
+        """Note that the runner has the plan of a step, and with it all changes by slot."""
+        self.batch.changes.clear()
+        self.pools.launched(step)
+
     def expire(self, now: float) -> None:
         """End requests that timed out. Also called in a pause, in which no rows are planned."""
         if self._pending_grammar:

@@ -379,9 +379,8 @@ class BatchingLoop:
             self._step -= 1  # no runner is ever given this step: the next plan has its changes
             launched.error = error
             return launched
-        batch.changes.clear()
+        self._core.launched(plan.step)
         launched.record = self.recorder.begin(plan)
-        self._core.pools.launched(plan.step)
         return launched
 
     def _sample(self, launched: LaunchedStep) -> None:
