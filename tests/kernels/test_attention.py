@@ -18,6 +18,7 @@ from antiphon.kernels.attention import (
     paged_attention,
 )
 from antiphon.kernels.kv import (
+    UNSCALED,
     as_bytes,
     key_pages_shape,
     page_slots,
@@ -26,7 +27,7 @@ from antiphon.kernels.kv import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from antiphon.kernels.kv import KvScales
 
@@ -51,9 +52,16 @@ def a_shape(
 
 
 def one_by_one(
-    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionMetadata,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention as the textbook has it: one query and its softmax at a time."""
+    sink = torch.full(q.shape[1:2], -torch.inf) if sinks is None else sinks
     out = torch.empty_like(q)
     kv_heads = np.arange(q.shape[1]) // rows.shape.queries_per_head
     token = 0
@@ -67,8 +75,11 @@ def one_by_one(
             page_tokens = rows.shape.page_tokens
             pages, offsets = rows.page_table[row, seen // page_tokens], seen % page_tokens
             k, v = (cached[pages, offsets][:, kv_heads].double() for cached in (keys, values))
-            share = torch.softmax(torch.einsum("shd,hd->sh", k, q[token].double()) * scale, dim=0)
-            out[token] = torch.einsum("sh,shd->hd", share, v).to(q.dtype)
+            scores = torch.einsum("shd,hd->sh", k, q[token].double()) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            shares = torch.cat((scores, sink[None].double())).softmax(dim=0)[:-1]
+            out[token] = torch.einsum("sh,shd->hd", shares, v).to(q.dtype)
             token += 1
     return out
 
@@ -269,6 +280,92 @@ def test_scores_far_apart_leave_one_key(attention: Row) -> None:
     assert_equals_the_textbook(attention, a_shape(), *lengths, tolerance=1e-4, scale=300.0)
 
 
+CAPS = [0.3, 5.0]
+"""Of scores that are about one: in the bend of the tangent, and where it is nearly straight."""
+SINKS = {
+    "of all sizes": lambda count: torch.linspace(-6, 6, count),
+    "all or nothing": lambda count: torch.linspace(-300, 300, count),
+    "one of no weight": lambda count: torch.tensor([-torch.inf] + [0.0] * (count - 1)),
+}
+every_sink = pytest.mark.parametrize("sinks_of", SINKS.values(), ids=SINKS.keys())
+
+
+def assert_equals_the_shaped_textbook(
+    attention: Row, case: Case, softcap: float | None, sinks: Tensor | None
+) -> None:
+    tolerance = 1e-5 if case.q.dtype is torch.float32 else 0.02
+    found = attention(*case.arguments(), UNSCALED, softcap, sinks)
+    want = one_by_one(case.q, case.keys, case.values, case.rows, case.scale, softcap, sinks)
+    torch.testing.assert_close(found, want, atol=tolerance, rtol=tolerance)
+
+
+@every_backend
+@pytest.mark.parametrize("softcap", CAPS)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("query_len", "prefix"), ROWS.values(), ids=ROWS.keys())
+def test_scores_are_capped(
+    attention: Row,
+    query_len: list[int],
+    prefix: list[int],
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float,
+) -> None:
+    case = Case(3, query_len, prefix, a_shape(dtype=dtype, window=window))
+    assert_equals_the_shaped_textbook(attention, case, softcap, None)
+
+
+@every_backend
+@every_sink
+@pytest.mark.parametrize("softcap", [None, CAPS[0]])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("query_len", "prefix"), ROWS.values(), ids=ROWS.keys())
+def test_a_sink_takes_its_part_of_each_head(
+    attention: Row,
+    query_len: list[int],
+    prefix: list[int],
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    sinks_of: Callable[[int], Tensor],
+) -> None:
+    case = Case(3, query_len, prefix, a_shape(dtype=dtype, window=window))
+    assert_equals_the_shaped_textbook(attention, case, softcap, sinks_of(6).to(dtype))
+
+
+@every_backend
+@pytest.mark.parametrize("prefix", [511, 512, 1100])
+def test_a_sink_takes_its_part_once_of_a_row_that_is_shared_out(
+    attention: Row, prefix: int
+) -> None:
+    case = Case(3, [1], [prefix], a_shape(1, 3, page_tokens=16))
+    sinks = torch.tensor([2.0, 7.0, -1.0])
+    assert_equals_the_shaped_textbook(attention, case, 3.0, sinks)
+
+
+@every_invariant_backend
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_capped_query_with_a_sink_has_the_same_bits_in_any_chunk(
+    attention: Row, dtype: torch.dtype, window: int | None
+) -> None:
+    case = Case(5, *ROWS["all at once"], a_shape(2, 3, 32, dtype, window, 16))
+    sinks = torch.linspace(-1, 3, 6, dtype=dtype)
+    assert_same_bits_in_any_chunk(attention, case, UNSCALED, 0.7, sinks)
+
+
+@every_invariant_backend
+def test_a_cap_and_sinks_that_do_not_fit_are_refused(attention: Row) -> None:
+    case = Case(1, [1], [4], a_shape())
+    with pytest.raises(RuntimeError, match="a cap is positive"):
+        attention(*case.arguments(), UNSCALED, 0.0)
+    for sinks in (torch.zeros(5), torch.zeros(6, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match="expected 6 of Float"):
+            attention(*case.arguments(), UNSCALED, None, sinks)
+
+
 @every_invariant_backend
 @pytest.mark.parametrize("window", [None, 1, 50, 70])
 @pytest.mark.parametrize("page_tokens", [4, 16])
@@ -280,15 +377,18 @@ def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(
     assert_same_bits_in_any_chunk(attention, case)
 
 
-def assert_same_bits_in_any_chunk(attention: Row, case: Case, *scales: KvScales) -> None:
-    together, pages = attention(*case.arguments(), *scales), case.pages
+def assert_same_bits_in_any_chunk(
+    attention: Row, case: Case, *more: KvScales | float | Tensor
+) -> None:
+    """With scales, and then a cap and sinks, if any."""
+    together, pages = attention(*case.arguments(), *more), case.pages
     for row, length in enumerate(case.rows.query_len):
         for size in (1, 5, 64, 200):
             for first in range(0, int(length), size):
                 count = min(size, int(length) - first)
                 q, where = case.piece(row, first, count)
                 chunk = case.chunk(row, first, count)
-                apart = attention(q, *pages, chunk, case.scale, *scales)
+                apart = attention(q, *pages, chunk, case.scale, *more)
                 assert torch.equal(apart, together[where]), (row, first, count)
 
 

@@ -18,12 +18,7 @@ from tests.kernels.test_attention import (
 from tests.kernels.test_stack import PASSES, a_world, assert_has_the_bits_of_its_operations
 from torch import Tensor
 
-from antiphon.kernels.attention import (
-    AttentionMetadata,
-    KvShape,
-    paged_attention,
-    softcap_sink_attention,
-)
+from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
 from antiphon.kernels.kv import (
     FP8_MAX,
     KvScales,
@@ -219,18 +214,17 @@ def test_heads_may_have_any_even_size(
     assert_equals_the_textbook(attention, case, format_)
 
 
+@every_attention
 @every_format
-def test_caps_and_sinks_work_on_it(format_: torch.dtype) -> None:
+def test_caps_and_sinks_work_on_it(attention: Row, format_: torch.dtype) -> None:
     case = in_eight_bits(Case(3, *ROWS["all at once"], a_shape()), format_)
     keys, values = (
         kept.to(torch.float32) * scale
         for kept, scale in zip((case.keys, case.values), SCALES, strict=True)
     )
     sinks = torch.linspace(-1, 1, 6)
-    shaped = softcap_sink_attention.reference
-    found = shaped(*case.arguments(), 3.0, sinks, SCALES)
-    pages = pages_of(keys, values, case.q.dtype)
-    expected = shaped(case.q, *pages, case.rows, case.scale, 3.0, sinks)
+    found = attention(*case.arguments(), SCALES, 0.5, sinks)
+    expected = one_by_one(case.q, keys, values, case.rows, case.scale, 0.5, sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -236,17 +236,13 @@ def bits(folder: Path, dtype: str, chunks: list[int], others: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "glm4-moe", "deepseek-v2", "deepseek-v3"])
-def test_bits_of_experts_and_latents_do_not_depend_on_chunks_and_neighbours(
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2-moe", "glm4-moe", "deepseek-v2", "deepseek-v3", "gpt-oss"]
+)
+def test_bits_of_experts_latents_and_sinks_do_not_depend_on_chunks_and_neighbours(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
     folder, length = save(BY_NAME[name], tmp_path).folder, len(texts()[-1])
     alone = bits(folder, dtype, [1] * length, others=0)
     for chunks, others in (([length], 0), ([length], 5), ([7, 20, length - 27], 2)):
         assert torch.equal(bits(folder, dtype, chunks, others), alone), (chunks, others)
-
-
-def test_sinks_cannot_be_deterministic_yet(tmp_path: Path) -> None:
-    folder = save(BY_NAME["gpt-oss"], tmp_path).folder
-    with pytest.raises(KernelUnavailable, match=r"attention\.shaped runs on torch"):
-        bits(folder, "float32", [1], others=0)

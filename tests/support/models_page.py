@@ -68,7 +68,7 @@ In every family:
 * number formats: float32, bfloat16, float16
 * linears (`model.linear`): {", ".join(LinearMethod)}
 * keys and values (`cache.dtype`, see [quantization.md](../quantization.md)): as the model
-  computes, {", ".join(CACHE_DTYPES)}; the latter not with capped scores or sinks, nor in float16
+  computes, {", ".join(CACHE_DTYPES)}; the latter not in float16
 * rotations: {", ".join(KINDS)}
 * activations: {", ".join(ACTIVATIONS)}
 * files: safetensors, torch's, and of the architectures {", ".join(LAYOUTS)} GGUF

@@ -208,44 +208,29 @@ def paged_attention(
     rows: AttentionMetadata,
     scale: float,
     scales: KvScales = UNSCALED,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of each query over its row's cached keys, causal and within the window.
 
     q (T, G * H, D); pages of keys and values, which already contain those of this pass, or of
     latents as both; their scales  ->  (T, G * H, D)
 
+    With a soft cap, scores become softcap * tanh(score / softcap). sinks (G * H,) are a score in
+    the softmax of every query of a head that takes probability and has no value. With either,
+    scores and softmax are float32.
+
+    Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2 (sinks).
+
     A block is one SDPA call with the query heads of a kv head as its query axis, (B, H, G * Q, D):
     on CPU, SDPA with `enable_gqa` or repeated keys is 9 to 19 times slower in bfloat16.
     """
 
     def attend(block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=block.mask, scale=scale * scales.key
-        )
-
-    return _by_block(q, keys, values, rows, attend, scales.value)
-
-
-@kernel("attention.shaped")
-def softcap_sink_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: AttentionMetadata,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scales: KvScales = UNSCALED,
-) -> Tensor:
-    """`paged_attention` with soft-capped scores, attention sinks, or both.
-
-    Scores become softcap * tanh(score / softcap). sinks (G * H,) are a score in the softmax of
-    every query of a head that takes probability and has no value. Scores and softmax are float32.
-
-    Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2 (sinks).
-    """
-
-    def attend(block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if softcap is None and sinks is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=block.mask, scale=scale * scales.key
+            )
         scores = (q @ k.transpose(-1, -2)).float() * (scale * scales.key)  # (B, H, G * Q, K)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from antiphon.kernels.activation import activate, clamped_swish_mul, gate, silu_mul
-from antiphon.kernels.attention import (
-    bidirectional_attention,
-    paged_attention,
-    softcap_sink_attention,
-)
+from antiphon.kernels.attention import bidirectional_attention, paged_attention
 from antiphon.kernels.norm import (
     add_rmsnorm,
     finite_rows,
@@ -56,7 +52,6 @@ class Ops:
         self.combine = choose(combine)
         self.qk_norm_rope_store = choose(qk_norm_rope_store)
         self.paged_attention = choose(paged_attention)
-        self.softcap_sink_attention = choose(softcap_sink_attention)
         self.bidirectional_attention = choose(bidirectional_attention)
         self.gated_rmsnorm = choose(gated_rmsnorm)
         self.causal_conv = choose(causal_conv)

@@ -143,9 +143,7 @@ class Attention(Sublayer):
         assert spec.causal or not (shaped or self.params.norms is not None), "no kernel has it"
         self.kernels = frozenset({"attention.whole"})
         if spec.causal:
-            self.kernels = frozenset(
-                {"attention.heads", "attention.shaped" if shaped else "attention.paged"}
-            )
+            self.kernels = frozenset({"attention.heads", "attention.paged"})
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         heads = self._qkv(ctx, x).view(len(x), -1, self._head_size)  # (T, Q + 2 H, D)

@@ -80,5 +80,9 @@ def paged_attention(
     rows: AttentionMetadata,
     scale: float,
     scales: KvScales = UNSCALED,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    return extension.load().paged_attention(q, keys, values, rows.compiled, scale, scales)
+    return extension.load().paged_attention(
+        q, keys, values, rows.compiled, scale, scales, softcap, sinks
+    )

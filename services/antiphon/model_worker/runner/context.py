@@ -224,10 +224,8 @@ def _paged_attention(
     q = ops.qk_norm_rope_store(
         heads, cos, sin, keys, values, rows.slot_mapping, params.norms, scales
     )
-    if params.softcap is None and params.sinks is None:
-        return ops.paged_attention(q, keys, values, rows, params.scale, scales)
-    return ops.softcap_sink_attention(
-        q, keys, values, rows, params.scale, params.softcap, params.sinks, scales
+    return ops.paged_attention(
+        q, keys, values, rows, params.scale, scales, params.softcap, params.sinks
     )
 
 

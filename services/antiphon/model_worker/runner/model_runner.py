@@ -66,12 +66,12 @@ BLOCKS = frozenset(
         *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("norm.gated_rmsnorm", "recurrent.conv", "recurrent.ssd", "recurrent.gated_delta"),
-        *("attention.heads", "attention.paged", "attention.shaped", "attention.whole"),
+        *("attention.heads", "attention.paged", "attention.whole"),
     }
 )
 """Operations of layers, which only some models call."""
-READERS = frozenset({"attention.paged", "attention.shaped"})
-"""Operations that read the cache for every token."""
+READER = "attention.paged"
+"""The operation that reads the cache for every token."""
 
 
 class ModelRunner:
@@ -485,7 +485,8 @@ def require_native_reads(model: LoadedModel, choices: Iterable[BackendChoice[...
     if model.build.cache_dtype is None:
         return
     for choice in choices:
-        if choice.op in READERS & model.decoder.operations and choice.backend == REFERENCE:
+        reads = choice.op == READER and choice.op in model.decoder.operations
+        if reads and choice.backend == REFERENCE:
             raise KernelUnavailable(
                 f"fp8 KV cache: {choice.op}, which this model needs, runs on torch, which converts "
                 "fp8 ten times slower than attention reads it"

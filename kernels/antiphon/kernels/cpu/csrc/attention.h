@@ -36,6 +36,18 @@ static void attend_in_tiles(
     }
 }
 
+// What multiplies the sums of a query whose maximum and weight these are: the value's scale, divided
+// by the weight, in which a sink has its part.
+template <class T>
+INLINE float share_of_sums(const AttentionCall &call, float top, float mass, int64_t query_head) {
+    if (call.sinks == nullptr) return call.cache.value_scale / mass;
+    const float sink = lane_0(load(static_cast<const T *>(call.sinks) + query_head, 1)) * LOG2_E;
+    const float most = sink > top ? sink : top;
+    const float kept = lane_0(power_of_two(splat(top - most)));
+    const float added = lane_0(power_of_two(splat(sink - most)));
+    return call.cache.value_scale * kept / (mass * kept + added);
+}
+
 // The weighted sums of queries of a kv head divided by their weights, as rows of the result; the
 // first is of this token.
 template <class T>
@@ -48,11 +60,11 @@ static void write_out(
         const int64_t query_head = head * group + i % group;
         const int64_t at = ((token + i / group) * call.shape.heads * group + query_head) * size;
         T *out = static_cast<T *>(call.out) + at;
-        const F32 inverse = splat(call.cache.value_scale / sums.mass[i]);
+        const F32 share = splat(share_of_sums<T>(call, sums.top[i], sums.mass[i], query_head));
         for (int64_t d = 0; d < size; d += LANES) {
             // Adding zero makes one zero of both: the sign of a zero product may depend on keys
             // beyond the query.
-            const F32 mixed = fma(load(values + d), inverse, zeros());
+            const F32 mixed = fma(load(values + d), share, zeros());
             if (size - d < LANES) store(out + d, mixed, static_cast<int>(size - d));
             else store(out + d, mixed);
         }

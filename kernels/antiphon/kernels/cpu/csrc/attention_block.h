@@ -14,6 +14,7 @@
 
 #pragma once
 
+#include "activation.h"
 #include "amx.h"
 #include "gemm.h"
 #include "kv_block.h"
@@ -182,15 +183,37 @@ template <int V = KEY_VECTORS, class Body> INLINE float by_vectors(int vectors, 
     return body(std::integral_constant<int, V>());
 }
 
+// What products of queries and keys become before they are powers of two.
+struct ScoreScale {
+    float factor, cap;  // cap 0: none
+
+    explicit ScoreScale(const AttentionCall &call)
+        : factor(call.scale * call.cache.key_scale), cap(call.softcap) {
+        // Multiples of LOG2_E: behind the tangent, where there is one.
+        if (cap == 0.0f) {
+            factor *= LOG2_E;
+        } else {
+            factor /= cap;
+            cap *= LOG2_E;
+        }
+    }
+
+    __attribute__((always_inline)) F32 operator()(F32 product) const {
+        const F32 score = mul(product, splat(factor));
+        return cap == 0.0f ? score : mul(splat(cap), hyperbolic_tangent(score));
+    }
+};
+
 // One query's scores in V vectors become its keys' weights, rounded as they will be multiplied.
 // `top` and `mass` are its running maximum, in powers of two, and sum. Returns what becomes of all
 // that was summed under the old maximum.
 template <class T, int V>
 INLINE float softmax_weights(
-    const float *scores, float scale, int from, int until, float &top, float &mass, T *shares) {
+    const float *scores, const ScoreScale &scale, int from, int until, float &top, float &mass,
+    T *shares) {
     F32 scaled[V], most = splat(top);
     for (int v = 0; v < V; ++v) {
-        scaled[v] = mul(load(scores + v * LANES), splat(scale));
+        scaled[v] = scale(load(scores + v * LANES));
         if (from > v * LANES || until < (v + 1) * LANES) {
             // Those of no key may be anything, a NaN too.
             const F32 unseen = unseen_outside(from - v * LANES, until - v * LANES);
@@ -225,12 +248,12 @@ INLINE void softmax_weights_all(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int queries,
     const KeyBlock &block, const float *scores, float *top, float *mass, T *shares, float *kept) {
     const int64_t group = call.shape.queries_per_head;
+    const ScoreScale scale(call);
     for (int r = 0; r < queries; ++r, scores += KEYS, shares += KEYS) {
         const PositionRange all = seen_from(call, task, task.position + (first + r) / group);
         const int64_t seen = all.until - block.begin, unseen = all.from - block.begin;
         const int until = static_cast<int>(seen < KEYS ? seen : KEYS);
         const int from = static_cast<int>(unseen > KEYS ? KEYS : unseen < 0 ? 0 : unseen);
-        const float scale = call.scale * call.cache.key_scale * LOG2_E;
         const auto weigh_in = [&](auto vectors) {
             return softmax_weights<T, vectors>(scores, scale, from, until, top[r], mass[r], shares);
         };

@@ -204,7 +204,8 @@ at::Tensor qk_norm_rope_store(
 
 at::Tensor paged_attention(
     const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values,
-    const AttentionMetadata &rows, double scale, const Scales &scales) {
+    const AttentionMetadata &rows, double scale, const Scales &scales,
+    std::optional<double> softcap, const Optional &sinks) {
     const at::Tensor queries = q.contiguous();
     const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
     const CacheShape found = cache_shape_of(keys, values, queries);
@@ -214,6 +215,7 @@ at::Tensor paged_attention(
     TORCH_CHECK(
         queries.sizes() == at::IntArrayRef({rows.tokens(), query_heads, shape.head_size}),
         "q is (T, G * H, D)");
+    TORCH_CHECK(!softcap || *softcap > 0.0, "a cap is positive, and not ", *softcap);
     at::Tensor out = at::empty_like(queries);
     const AttentionCall call = {
         .shape = shape,
@@ -224,6 +226,8 @@ at::Tensor paged_attention(
         .q_stride = query_heads * shape.head_size,
         .out = out.mutable_data_ptr(),
         .partials = rows.partials(),
+        .softcap = static_cast<float>(softcap.value_or(0.0)),
+        .sinks = sinks ? vector_of(*sinks, queries, query_heads) : nullptr,
     };
     const auto &tasks = rows.tasks();
     const auto &merges = rows.merges();
@@ -263,5 +267,8 @@ void bind_attention(py::module_ &module) {
     module.def("finite_rows", finite_rows);
     module.def("argmax", argmax);
     module.def("qk_norm_rope_store", qk_norm_rope_store);
-    module.def("paged_attention", paged_attention);
+    module.def(
+        "paged_attention", paged_attention, py::arg("q"), py::arg("keys"), py::arg("values"),
+        py::arg("rows"), py::arg("scale"), py::arg("scales"), py::arg("softcap") = std::nullopt,
+        py::arg("sinks") = std::nullopt);
 }

@@ -73,6 +73,8 @@ struct AttentionCall {
     void *out;  // (T, G * H, D)
     // A slot has (G, D) sums in whole vectors, and the maximum and the weight of each.
     float *partials;
+    float softcap = 0.0f;         // scores become softcap * tanh(score / softcap); 0: they stay
+    const void *sinks = nullptr;  // (G * H,) a score of each query head that has no value; or null
 };
 
 // Floats of a slot; a vector has sixteen.

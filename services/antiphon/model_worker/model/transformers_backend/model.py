@@ -110,9 +110,7 @@ class TransformersDecoder:
         _refuse_hidden_state(self._base, config)
         _refuse_token_mixing(self._base, config)
         self.spec = msgspec.structs.replace(self.spec, context_tokens=context_tokens)
-        shaped = {each.softcap is not None or each.sinks is not None for each in self._params}
-        kernels = {"attention.shaped" if each else "attention.paged" for each in shaped}
-        self.operations = frozenset({"attention.heads", *kernels})
+        self.operations = frozenset({"attention.heads", "attention.paged"})
         """Names of the kernels that its layers call."""
 
     def forward(self, ctx: ForwardContext, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
