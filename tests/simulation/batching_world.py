@@ -31,10 +31,10 @@ from antiphon.model_worker.batching.state import (
 )
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
-from antiphon.model_worker.cache.hashing import request_namespace
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.speculation.policy import Speculation, StepCosts
+from antiphon.wire import namespaces
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseMode, PauseWorker
@@ -58,7 +58,12 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import Request
 
 VOCAB_SIZE = 40
-SALT = b"s" * 32
+Scope = tuple[str, str]
+"""The tenant and the salt of a request."""
+NO_SCOPE: Scope = ("", "")
+ACME: Scope = ("acme", "s")
+GLOBEX: Scope = ("globex", "s")
+SCOPES = [NO_SCOPE, NO_SCOPE, NO_SCOPE, NO_SCOPE, ACME, GLOBEX]
 EOS = 3
 LOGPROBS = TokenOutputParams(logprobs=True)
 TOP = TokenOutputParams(logprobs=True, top=1)
@@ -260,6 +265,8 @@ class World:
         if self.cached:
             index = RadixIndex(self.pools, STRATEGIES[self.pick("eviction", "lru", "lfu")])
         self.seen: Counter[str] = Counter()
+        self.scopes: dict[RequestId, Scope] = {}
+        self._roots: dict[bytes, Scope] = {}  # by namespace
         self.drafter = Oracle(self)
         drafts = self.pick("drafts", 0, 1, DRAFTS_MAX)
         costs = self.pick("costs", None, StepCosts((1, 2, 9), (1.0, 1.1, 3.0)))
@@ -389,7 +396,7 @@ class World:
         raised = self.runner.raised + self.watched.failed
         assert report.failures == raised - unread, "something failed beside the runner"
         self.check_pages()
-        self.check_salts()
+        self.check_scopes()
         self.check_slots()
         self.check_budgets()
         self.check_order(before)
@@ -410,13 +417,15 @@ class World:
         )
         if sampling.max_new_tokens:  # else it is scored
             sampling = msgspec.structs.replace(sampling, details=asked)
-        salt = self.moods.choice([b"", b"", SALT])
+        tenant, salt = scope = self.moods.choice(SCOPES)
+        digest = namespaces.cache_salt(salt)
         number = len(self.reported)
+        self.scopes[RequestId(f"r{number}")] = scope
         pairs: list[tuple[ChoiceKey, RequestState]] = []
         for choice in range(self.random.choice([1, 1, 1, 3])):
             key = ChoiceKey(len(self.reported))
             state = RequestState(
-                cache_salt=salt,
+                cache_salt=namespaces.tenant_salt(tenant, digest) if tenant else digest,
                 request_id=RequestId(f"r{number}"),
                 choice=choice,
                 prompt_ids=pack_ids(prompt),
@@ -519,25 +528,28 @@ class World:
                 used = set(table[table >= 0].tolist())
                 assert used.isdisjoint(pool._free), "a page is free that a plan may read"
 
-    def check_salts(self) -> None:
-        """No page is held by two that brought different salts, nor found under another one."""
-        names: dict[tuple[int, int], bytes] = {}
+    def check_scopes(self) -> None:
+        """No page is held by two tenants or salts, nor found by another one."""
+        held: dict[tuple[int, int], Scope] = {}
         for request in self.batching.running.values():
             assert request.table is not None
-            name = request_namespace(request.namespace, request.state.cache_salt)
+            scope = self.scopes.get(request.state.request_id, NO_SCOPE)
+            assert self._roots.setdefault(request.namespace, scope) == scope
             for group in range(len(self.groups)):
                 for page in set(request.table.pages(group)) - {HOLE}:
-                    assert names.setdefault((group, page), name) == name, "salts share a page"
-                    self.seen["salted"] += bool(request.state.cache_salt)
+                    assert held.setdefault((group, page), scope) == scope, "scopes share a page"
+                    self.seen["scoped"] += scope != NO_SCOPE
         if not isinstance(self.batching.index, RadixIndex):
             return
         for node in self.batching.index._tree.nodes():
             root = node
             while root.parent is not None:
                 root = root.parent
+            if (scope := self._roots.get(root.tokens)) is None:
+                continue  # of a request that ended in the turn in which it started
             for group, pages in enumerate(node.pages):
                 for page in set(pages) - {HOLE}:
-                    assert names.get((group, page), root.tokens) == root.tokens
+                    assert held.get((group, page), scope) == scope
 
     def check_slots(self) -> None:
         """The arrays by slot say what the requests there say."""

@@ -28,6 +28,7 @@ from antiphon.model_worker.cache.pages import PageTable
 from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
+from antiphon.wire import namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -40,7 +41,7 @@ class Mutant:
     """A fault: `replace` makes the wrong function from the right one; `live` is a world's life."""
 
     name: str
-    owner: type
+    owner: object  # a class or a module
     function: str
     replace: Callable[[Callable[..., Any]], Callable[..., Any]]
     live: Callable[[int], object]
@@ -200,6 +201,14 @@ def never_rolled_back(_: Callable[..., Any]) -> Callable[..., Any]:
     return propose
 
 
+def without_tenant(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tenant, salt: salt
+
+
+def without_salts(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, state: namespaces.cache_namespace(self.origin)
+
+
 MUTANTS = (
     Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),
     Mutant("computed - 1", OutcomeProcessor, "commit", computed_off_by(-1), drafting),
@@ -221,5 +230,7 @@ MUTANTS = (
         logprobs_of_the_row_before,
         drafting,
     ),
+    Mutant("key without tenant", namespaces, "tenant_salt", without_tenant, keeping_states),
+    Mutant("key without salts", RunningBatch, "namespace_of", without_salts, keeping_states),
     Mutant("matcher left ahead", GrammarMatcher, "propose", never_rolled_back, with_grammars),
 )

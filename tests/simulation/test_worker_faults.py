@@ -390,14 +390,14 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing shared was begun; should it end the worker, it would end the next one as well."""
-    real = running_batch.request_namespace
+    real = running_batch.cache_namespace
 
-    def fail(namespace: Any, salt: bytes) -> Any:
+    def fail(origin: Any, salt: bytes) -> Any:
         if salt:
             raise AssertionError("a bug, on purpose")
-        return real(namespace, salt)
+        return real(origin, salt)
 
-    monkeypatch.setattr(running_batch, "request_namespace", fail)
+    monkeypatch.setattr(running_batch, "cache_namespace", fail)
     prompts = eight_prompts()
     requests = [stage.request(p, seed=i) for i, p in enumerate(prompts)]
     at = [key for key, _ in requests].index(AT_FAULT)

@@ -14,6 +14,7 @@ from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.wire.errors import ErrorReply, decode_error, encode_error
+from antiphon.wire.namespaces import PageOrigin
 from antiphon.wire.tokenize import EncodeRequest
 
 _MEMORY_BYTES_MAX = 8 * 1024**3
@@ -29,7 +30,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str
     completion_template: str
     chat_template_name: str
-    root: bytes
+    origin: PageOrigin
     text_bytes_max: int
     context_tokens: int
 
@@ -37,7 +38,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
         words = read_model_tokenizer(
             Path(self.folder), self.chat_template, self.completion_template, self.chat_template_name
         )
-        return TextEncoder(words, self.root, self.text_bytes_max, self.context_tokens)
+        return TextEncoder(words, self.origin, self.text_bytes_max, self.context_tokens)
 
 
 class EncodeProcesses:

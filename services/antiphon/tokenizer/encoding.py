@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.digests import block_digests, salted
 from antiphon.wire.errors import (
     EngineError,
     Internal,
@@ -19,6 +18,7 @@ from antiphon.wire.errors import (
     RequestTooLarge,
     Unsupported,
 )
+from antiphon.wire.namespaces import PageOrigin, prompt_digests
 from antiphon.wire.tokenize import DecodeRequest, EncodeRequest, characters_max
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class TextEncoder:
     """Encodes batches of texts. Called in threads; has no mutable state."""
 
     vocabulary: ModelTokenizer
-    root: bytes
+    origin: PageOrigin
     text_bytes_max: int
     context_tokens: int
 
@@ -114,7 +114,7 @@ class TextEncoder:
         text_end = "" if text.messages is None or kept is not None else rendered[-TEXT_END:]
         paired = text.pair is not None and 1 in encoding.type_ids
         second_from = encoding.type_ids.index(1) if paired else None
-        digests = block_digests(salted(self.root, text.cache_salt), token_ids)
+        digests = prompt_digests(self.origin, text.cache_salt, token_ids)
         untruncated = None if kept is None else len(encoding.ids)
         return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
 

@@ -26,8 +26,8 @@ from antiphon.tokenizer.encoding import (
 )
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
-from antiphon.wire.digests import namespace
 from antiphon.wire.errors import EngineError, PromptTooLong
+from antiphon.wire.namespaces import PageOrigin
 from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
 from antiphon.wire.tokenize import (
     CancelEncode,
@@ -98,7 +98,9 @@ class TokenizerService:
             chat_template=settings.model.chat_template,
             completion_template=settings.model.completion_template,
             chat_template_name=settings.model.chat_template_name,
-            root=namespace(settings.cluster.model_digest, settings.cluster.hash_salt),
+            origin=PageOrigin(
+                model_digest=settings.cluster.model_digest, cluster_salt=settings.cluster.hash_salt
+            ),
             text_bytes_max=settings.tokenizer.text_bytes_max,
             context_tokens=settings.model.context_tokens or card.context_tokens,
         )

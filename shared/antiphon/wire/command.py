@@ -19,9 +19,9 @@ from antiphon.wire.bounds import (
     UnixMs,
     check_ids,
 )
-from antiphon.wire.digests import CacheSalt
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import DEFAULT_TENANT, InstanceId, RequestId, TenantId
+from antiphon.wire.namespaces import CacheSalt
 from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 from antiphon.wire.token_outputs import TokenOutputs
 

@@ -24,9 +24,9 @@ from antiphon.wire.bounds import (
     TextOffset,
     TokenOffset,
 )
-from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ClientKey, InstanceId, ModelName, RequestId
+from antiphon.wire.namespaces import CacheSaltText
 from antiphon.wire.sampling import (
     BIASES_MAX,
     AdditivePenalty,

@@ -8,9 +8,9 @@ from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
 from antiphon.wire.bounds import Choices, Count, LongText, Milliseconds, Number, UnixMs, check_ids
-from antiphon.wire.digests import CacheSalt
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ModelName, RequestId, TenantId
+from antiphon.wire.namespaces import CacheSalt
 from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 
 

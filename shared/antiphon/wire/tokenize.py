@@ -8,8 +8,8 @@ from msgspec import Meta
 
 from antiphon.wire.base import Message, Value
 from antiphon.wire.bounds import Count, ShortText, Signed, TokenCount, UnixMs
-from antiphon.wire.digests import CacheSalt
 from antiphon.wire.ids import DEFAULT_TENANT, ModelName, RequestId, TenantId
+from antiphon.wire.namespaces import CacheSalt
 from antiphon.wire.sampling import SamplingDefaults
 
 MESSAGES_MAX = 4096

@@ -34,7 +34,7 @@ import pytest
 from tests.support.worker import page_group
 
 from antiphon.model_worker.cache.events import BlockTracker
-from antiphon.model_worker.cache.hashing import CacheKey
+from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.wire.codec import pack_ids

@@ -23,15 +23,9 @@ from tests.unit.gateway.keyed import bearer, keyed
 from antiphon.client import Client
 from antiphon.config.gateway import AccessConfig
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.digests import (
-    BLOCK_TOKENS,
-    block_digests,
-    cache_salt,
-    namespace,
-    salted,
-    tenant_salt,
-)
+from antiphon.wire.digests import BLOCK_TOKENS
 from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.namespaces import PageOrigin, cache_salt, prompt_digests, tenant_salt
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
@@ -48,6 +42,10 @@ POOLED = {
     "/v1/classify": {"input": "hi"},
     "/v1/rerank": {"query": "hi", "documents": ["ho"]},
 }
+
+
+def digests_of(salt: bytes) -> bytes:
+    return prompt_digests(PageOrigin(model_digest=""), salt, pack_ids(IDS))
 
 
 @pytest.mark.parametrize("path", [*PATHS, *POOLED])
@@ -70,10 +68,8 @@ async def test_salts_of_every_api_reach_tokenizer_and_queue(at: House, path: str
 async def test_digests_of_ids_are_those_of_a_tokenizer(at: House) -> None:
     for fields in ({}, MINE):
         await ok(at, GENERATE, ID_BODY | fields)
-    root = namespace("", "")
-    roots = [root, salted(root, cache_salt("mine"))]
     digests = [submit.block_digests for submit in at.cluster.submits]
-    assert digests == [block_digests(each, pack_ids(IDS)) for each in roots]
+    assert digests == [digests_of(salt) for salt in (b"", cache_salt("mine"))]
     assert digests[0][:32] != digests[1][:32]
 
 
@@ -132,9 +128,7 @@ async def test_tenants_share_no_prefixes_unless_configured(
     # Worker, digests of ids and digests of texts go by one salt.
     assert [submit.cache_salt for submit in submits[1::2]] == salts
     assert [each.cache_salt for each in encodes if each.prompt != "-"] == salts
-    roots = [salted(namespace("", ""), salt) for salt in salts]
-    digests = [submit.block_digests for submit in submits[::2]]
-    assert digests == [block_digests(root, pack_ids(IDS)) for root in roots]
+    assert [submit.block_digests for submit in submits[::2]] == [digests_of(salt) for salt in salts]
 
 
 async def test_one_key_for_all_changes_no_digest() -> None:

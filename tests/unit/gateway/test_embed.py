@@ -21,7 +21,6 @@ from antiphon.client.client import BATCH, CALLS_MAX
 from antiphon.gateway.nats.embeddings import VECTORS_BYTES_MAX
 from antiphon.wire.base import Usage
 from antiphon.wire.codec import decode, encode, encode_json, unpack_ids
-from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -37,6 +36,7 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.generate import TEXTS_MAX, EmbedReply, EmbedRequest
+from antiphon.wire.namespaces import cache_salt
 from antiphon.wire.routes import EMBED
 from antiphon.wire.sampling import PoolParams
 from antiphon.wire.token_outputs import pack_floats, unpack_floats

@@ -12,11 +12,12 @@ from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import StepOutcome
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.cache.hashing import CacheKey
+from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
+from antiphon.wire.namespaces import cache_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +75,7 @@ class Steps:
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
         """How much of a prompt the next one would find."""
-        namespace = self.batching.batch._namespace_digest
+        namespace = cache_namespace(self.batching.batch.origin)
         key = CacheKey(namespace=namespace, token_ids=pack_ids(prompt))
         return self.batching.index.peek(key).length
 

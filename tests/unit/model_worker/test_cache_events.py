@@ -6,7 +6,6 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from msgspec.structs import replace
 from tests.support.worker import (
     WORKER,
     blocks_of,
@@ -21,26 +20,13 @@ from antiphon.model_worker.cache.events import (
     BlockTracker,
     EventLog,
 )
-from antiphon.model_worker.cache.groups import GroupKind, Shard
-from antiphon.model_worker.cache.hashing import (
-    CacheKey,
-    Namespace,
-    announced_root,
-    request_namespace,
-)
+from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.protocol.kv_events import MESSAGE_BYTES_MAX, KvEventPublisher
 from antiphon.wire.codec import encode, pack_ids
-from antiphon.wire.digests import (
-    BLOCK_TOKENS,
-    DIGEST_BYTES,
-    block_digests,
-    cache_salt,
-    namespace,
-    salted,
-    split_digests,
-)
+from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests, split_digests
 from antiphon.wire.kv_events import (
     BlocksCleared,
     BlocksRemoved,
@@ -49,6 +35,7 @@ from antiphon.wire.kv_events import (
     KvReplayed,
     ReplayKv,
 )
+from antiphon.wire.namespaces import PageOrigin, announced_root, cache_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +103,7 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
 ) -> None:
     pools, log = CachePools([page_group(64, page_tokens=page_tokens)]), EventLog()
     index = RadixIndex(pools, tracker=BlockTracker())
-    name = Namespace(model_digest="m").digest()
+    name = cache_namespace(PageOrigin(model_digest="m"))
     key = CacheKey(namespace=name, token_ids=pack_ids(range(384)))
     table = PageTable(pools)
     table.allocate(384)
@@ -132,41 +119,6 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
         index.evict([1])
         log.add(index.take_events())
         assert len(log) == end // BLOCK_TOKENS
-
-
-def test_a_worker_announces_the_digests_that_a_gateway_computes() -> None:
-    name = Namespace(model_digest="model", salt="salt", dtype="bfloat16", shard=Shard(ranks=2))
-    assert announced_root(name.digest()) == namespace("model", "salt")
-
-
-def test_a_worker_announces_what_a_gateway_computes_of_a_request_with_a_salt() -> None:
-    name, salt = Namespace(model_digest="model", salt="cluster").digest(), cache_salt("mine")
-    assert announced_root(request_namespace(name, salt)) == salted(
-        namespace("model", "cluster"), salt
-    )
-    assert request_namespace(name, b"") == name
-    named = {request_namespace(name, cache_salt(*texts)) for texts in (("a",), ("b",), ("", "a"))}
-    assert len(named) == 3
-    assert len({one[DIGEST_BYTES:] for one in named | {name}}) == 4, "worlds share page names"
-
-
-def test_whatever_changes_a_page_changes_its_namespace() -> None:
-    plain = Namespace(model_digest="m")
-    changes = {field: "s" for field in Namespace.__struct_fields__ if field != "shard"}
-    changes |= {"shard": Shard(rank=1, ranks=2)}
-    names = [plain, *(replace(plain, **{field: changes[field]}) for field in changes)]
-    digests = [name.digest() for name in names]
-    assert len(set(digests)) == len(names) == 12
-    assert {len(digest) for digest in digests} == {2 * DIGEST_BYTES}
-
-
-def test_an_adapter_and_a_salt_have_roots_of_their_own() -> None:
-    names = [
-        Namespace(model_digest="m"),
-        Namespace(model_digest="m", salt="a"),
-        Namespace(model_digest="m", adapter_digest="a"),
-    ]
-    assert len({announced_root(name.digest()) for name in names}) == len(names)
 
 
 PAGE = 16

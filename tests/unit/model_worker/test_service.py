@@ -43,10 +43,11 @@ from antiphon.wire.command import (
     ResendTokens,
     StopChoice,
 )
-from antiphon.wire.digests import block_digests, namespace
+from antiphon.wire.digests import block_digests
 from antiphon.wire.heartbeat import Heartbeat, RefusalReason, RefusedCommands, WorkerLoad
 from antiphon.wire.ids import RequestId
 from antiphon.wire.kv_events import BlocksCleared, BlocksStored, KvEvents, KvReplayed, ReplayKv
+from antiphon.wire.namespaces import PageOrigin, announced_root, cache_namespace
 from antiphon.wire.routes import (
     COMMAND,
     HEARTBEAT,
@@ -415,7 +416,7 @@ async def test_cached_blocks_are_announced_by_the_digests_of_the_prompt(stage: S
     assert stage.kv_events[-1].seq == 2
     events = [event for message in stage.kv_events for event in message.events]
     stored = [event for event in events if isinstance(event, BlocksStored)]
-    root = namespace("", "")
+    root = announced_root(cache_namespace(PageOrigin(model_digest="")))
     assert stored[0].parent == root
     assert b"".join(event.digests for event in stored) == block_digests(root, pack_ids(prompt))
     await stage.load_is(0)

@@ -20,9 +20,10 @@ from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder, decode, is_heavy
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.digests import BLOCK_TOKENS, block_digests, cache_salt, namespace
+from antiphon.wire.digests import BLOCK_TOKENS, block_digests
 from antiphon.wire.errors import Internal, InvalidRequest, RequestTooLarge, Unsupported
 from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.namespaces import PageOrigin, announced_root, cache_namespace, cache_salt
 from antiphon.wire.tokenize import (
     ChatMessage,
     DecodeRequest,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-ROOT = namespace("model", "")
+ORIGIN = PageOrigin(model_digest="model")
+ROOT = announced_root(cache_namespace(ORIGIN))
 
 
 def asks(
@@ -74,7 +76,7 @@ def changed_tokenizer(folder: Path) -> Iterator[Tokenizer]:
 
 
 def encoder(folder: Path, bytes_max: int = 1000, context_tokens: int = 2**31) -> TextEncoder:
-    return TextEncoder(vocabulary.read_model_tokenizer(folder), ROOT, bytes_max, context_tokens)
+    return TextEncoder(vocabulary.read_model_tokenizer(folder), ORIGIN, bytes_max, context_tokens)
 
 
 def encode(folder: Path, text: EncodeRequest, bytes_max: int = 1000) -> EncodedPrompt | Exception:
@@ -209,11 +211,6 @@ SALTS = (("",), (None, ""), ("a",), ("b",), (None, "a"), ("a", "a"))
 """Salt and extra key of requests; the first two have neither."""
 
 
-def test_salt_and_model_separate_namespaces():
-    pairs = (("m", ""), ("m", "s"), ("n", ""), ("ms", ""))
-    assert len({namespace(*pair) for pair in pairs}) == 4
-
-
 def test_a_salt_divides_the_names_of_blocks_and_nothing_else(folder: Path):
     texts = [asks(None, "a b " * BLOCK_TOKENS, cache_salt=cache_salt(*salt)) for salt in SALTS]
     encoded = encoder(folder).encode(texts)
@@ -325,7 +322,7 @@ def encode_gap(
     folder: Path, text: EncodeRequest = GAP, template: str = "", bytes_max: int = 1000
 ) -> list[int]:
     words = vocabulary.read_model_tokenizer(folder, completion_template=template)
-    (result,) = TextEncoder(words, ROOT, bytes_max, context_tokens=2**31).encode([text])
+    (result,) = TextEncoder(words, ORIGIN, bytes_max, context_tokens=2**31).encode([text])
     if isinstance(result, Exception):
         raise result
     return ids(result)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from antiphon.config.errors import ConfigError
 from antiphon.config.tenants import TenantConfig, Tenants, keys_file_bytes, tenants_of
 from antiphon.gateway.access.limits import QuotaReservation, Tenant
-from antiphon.wire.digests import tenant_salt
 from antiphon.wire.errors import Forbidden, InvalidRequest, Unauthorized
 from antiphon.wire.ids import DEFAULT_TENANT, ModelName, TenantId
+from antiphon.wire.namespaces import tenant_salt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

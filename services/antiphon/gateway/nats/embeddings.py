@@ -20,9 +20,9 @@ from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.gateway.stream.stream import CollectedResponse
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.wire.base import Usage
-from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.generate import EmbedReply, EmbedRequest
+from antiphon.wire.namespaces import cache_salt
 from antiphon.wire.routes import EMBED
 from antiphon.wire.sampling import PoolParams
 

@@ -18,7 +18,6 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.tasks import isolated
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count
-from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import (
     DuplicateRequest,
     EngineError,
@@ -39,6 +38,7 @@ from antiphon.wire.generate import (
     GenerateText,
     TextCursor,
 )
+from antiphon.wire.namespaces import cache_salt
 from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.token_outputs import TokenOutputsBuffer, TokenOutputsChunk

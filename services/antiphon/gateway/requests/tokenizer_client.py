@@ -15,14 +15,7 @@ from antiphon.service.clock import deadline_in, remaining_s
 from antiphon.service.peers import Liveness, Peer, PeerChange
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
-from antiphon.wire.digests import (
-    BLOCK_TOKENS,
-    DIGEST_BYTES,
-    TOKEN_BYTES,
-    block_digests,
-    namespace,
-    salted,
-)
+from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, TOKEN_BYTES
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -31,6 +24,7 @@ from antiphon.wire.errors import (
     Unavailable,
 )
 from antiphon.wire.ids import ModelName, RequestId, new_request_id
+from antiphon.wire.namespaces import PageOrigin, prompt_digests
 from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
 from antiphon.wire.tokenize import (
     CancelEncode,
@@ -68,7 +62,7 @@ class TokenizerClient:
         self.template_defaults = TemplateDefaults(runtime.settings.gateway.chat_template_kwargs)
         self._lost_calls = LostCalls(runtime)
         cluster = runtime.settings.cluster
-        self._root = namespace(cluster.model_digest, cluster.hash_salt)
+        self._origin = PageOrigin(model_digest=cluster.model_digest, cluster_salt=cluster.hash_salt)
         self._card: EncodeReply | None = None
         self._marks: dict[str, int | None] = {}
         self._is_text: dict[str, bool] = {}
@@ -180,7 +174,7 @@ class TokenizerClient:
             card,
             request_id=request_id,
             token_ids=ids,
-            block_digests=block_digests(salted(self._root, gen_request.cache_salt), ids),
+            block_digests=prompt_digests(self._origin, gen_request.cache_salt, ids),
             text_end="",
             second_from=None,
             untruncated_tokens=untruncated_tokens,

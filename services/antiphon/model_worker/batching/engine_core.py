@@ -23,7 +23,6 @@ from antiphon.model_worker.batching.state import (
     RequestState,
 )
 from antiphon.model_worker.batching.timeouts import Timeouts
-from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import MatcherExecutor, PendingGrammarRows
 from antiphon.model_worker.speculation.policy import DraftCounts
@@ -31,6 +30,7 @@ from antiphon.service.inbox import SharedStateBroken
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import PauseMode
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
+from antiphon.wire.namespaces import PageOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -61,7 +61,7 @@ class EngineCore:
         pools: CachePools,
         index: RadixIndex | None = None,
         rules: QueueRules | None = None,
-        namespace: Namespace | None = None,
+        origin: PageOrigin | None = None,
         matcher_executor: MatcherExecutor | None = None,
         speculation: Speculation | None = None,
     ) -> None:
@@ -72,8 +72,8 @@ class EngineCore:
         self.rules = rules or QueueRules()
         self.index = index or RadixIndex(pools, enabled=False)
         self.waiting = WaitingQueue(self.rules)
-        namespace = namespace or Namespace(model_digest=limits.weights_digest)
-        self.batch = RunningBatch(limits, pools, self.index, namespace)
+        origin = origin or PageOrigin(model_digest=limits.weights_digest)
+        self.batch = RunningBatch(limits, pools, self.index, origin)
         self.running = self.batch.running
         self._timeouts = Timeouts(limits)
         self._pending_grammar = PendingGrammarRows(

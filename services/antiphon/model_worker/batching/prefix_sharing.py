@@ -10,10 +10,12 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.request import PendingPrefix, Request
+from antiphon.wire.digests import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.model_worker.cache.key import CacheKey
     from antiphon.model_worker.cache.pages import PageTable
 
 WORTH_TOKENS = 32
@@ -27,39 +29,41 @@ class PrefixSharing:
     Without a prefix cache only the choices of one request share: the common prefix is forked from
     the page table of the first one. With a prefix cache it is found there, whichever request
     computed it. A table with recurrent states cannot be forked: what is shared ends at a
-    checkpoint, in the prefix cache. A prefill that other weights began, of another `namespace`, is
-    not shared.
+    checkpoint, in the prefix cache. A prefill of another namespace, as of other weights, is not
+    shared: `key_of` names that of a waiting request.
     """
 
     page_tokens: int
-    namespace: bytes
+    key_of: Callable[[Request], CacheKey]
     indexed: bool  # whether there is a prefix cache
     forks: bool  # whether page tables can be forked
     checkpoints: StateCheckpoints | None
 
     def __post_init__(self) -> None:
-        self._leaders: dict[bytes, list[Request]] = {}
+        self._leaders: dict[tuple[bytes, bytes], list[Request]] = {}
         self._numbers = count(1)
 
     def register(self, request: Request) -> None:
         """Let other requests wait for the prefix of one that has started."""
         if request.length > self.page_tokens:
             request.leader_number = next(self._numbers)
-            self._leaders.setdefault(self._first_page(request), []).append(request)
+            self._leaders.setdefault(self._leader_key(request), []).append(request)
 
     def unregister(self, request: Request) -> None:
         if request.leader_number:
             request.leader_number = 0
-            first_page = self._first_page(request)
-            self._leaders[first_page].remove(request)
-            if not self._leaders[first_page]:
-                del self._leaders[first_page]
+            key = self._leader_key(request)
+            self._leaders[key].remove(request)
+            if not self._leaders[key]:
+                del self._leaders[key]
 
     def should_wait(self, request: Request, cached_tokens: Callable[[Request], int]) -> bool:
         """Whether a waiting request should wait until another one has prefilled their prefix."""
         if request.following is not None and request.following.computing:
             return True
-        if not (leaders := self._leaders.get(self._first_page(request))):
+        key = self.key_of(request)
+        first_page = key.token_ids[: self.page_tokens * TOKEN_BYTES]
+        if not (leaders := self._leaders.get((key.namespace, first_page))):
             return False
         cached = cached_tokens(request)
         # A leader that shares too little always will, unless less of the request is cached: a long
@@ -80,7 +84,7 @@ class PrefixSharing:
         following = request.following
         if following is None or not following.ready or not self.forks:
             return 0
-        if following.leader.namespace is not self.namespace:
+        if following.leader.namespace != self.key_of(request).namespace:
             return 0
         return following.table.shareable_tokens(following.tokens)
 
@@ -91,18 +95,15 @@ class PrefixSharing:
             return None
         return following.table.fork(tokens)
 
-    def _first_page(self, request: Request) -> bytes:
-        """Key of requests that may share a prefix: salt and first tokens."""
-        return request.state.cache_salt + request.token_bytes(self.page_tokens)
+    def _leader_key(self, request: Request) -> tuple[bytes, bytes]:
+        """Key of requests that may share a prefix: the namespace and the first page's tokens."""
+        return request.namespace, request.token_bytes(self.page_tokens)
 
     def _follow(
         self, request: Request, leader: Request, cached_tokens: int
     ) -> PendingPrefix | None:
         siblings = leader.state.request_id == request.state.request_id
-        if (
-            not ((siblings and self.forks) or self.indexed)
-            or leader.namespace is not self.namespace
-        ):
+        if not ((siblings and self.forks) or self.indexed):
             return None
         # At least one token is computed by the request itself, to sample the next one from it.
         longest = min(leader.length, request.shared_max, request.length) - 1

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.slot_arrays import SlotArrays
     from antiphon.model_worker.batching.token_store import OutputIds
-    from antiphon.model_worker.cache.hashing import CacheKey
+    from antiphon.model_worker.cache.key import CacheKey
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.cache.radix import Prefix
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
+    from antiphon.wire.namespaces import PageOrigin
     from antiphon.wire.sampling import SamplingParams
 
 
@@ -53,13 +54,13 @@ class Request:
         urgent: It was overtaken for too long: it is neither preempted nor retracted first.
         prefix: Its match in the prefix cache, and the cache's generation at that time.
         touched: The step in which that match was last protected from eviction.
-        cache_key: Its key in the prefix cache while it waits, and the namespace.
+        cache_key: Its key in the prefix cache while it waits, and the origin of that namespace.
         following: The request that prefills its prefix now.
         leader_number: Its number among the prefilling requests, whose prefixes others may share;
             0 if it is none. See `PrefixSharing`.
         passed_leaders: That of the last one that shares no prefix with it, and its cached tokens
             then.
-        namespace: Digest of the weights that computed its pages.
+        namespace: Of its pages, once it was started; see `wire.namespaces`.
         matcher: Its grammar matcher, if it has a grammar.
         filter: The tokens that its logits processors allow; made when it first gets a slot.
         stalled: It waits for its grammar matcher to accept its last tokens.
@@ -123,7 +124,7 @@ class Request:
         self.following: PendingPrefix | None = None
         self.leader_number = 0
         self.passed_leaders: tuple[int, int] = (0, 0)
-        self.cache_key: tuple[bytes, CacheKey] | None = None
+        self.cache_key: tuple[PageOrigin, CacheKey] | None = None
         self.namespace = b""
         self.finish: Finish | None = None
         self.scores = outputs_max == 0 and not before

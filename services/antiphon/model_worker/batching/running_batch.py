@@ -25,16 +25,17 @@ from antiphon.model_worker.batching.slot_arrays import SlotArrays
 from antiphon.model_worker.batching.slot_tables import ChangeLog
 from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
 from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE
-from antiphon.model_worker.cache.hashing import CacheKey, Namespace, request_namespace
+from antiphon.model_worker.cache.key import CacheKey
 from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.states import StateChains
+from antiphon.wire.namespaces import PageOrigin, cache_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from antiphon.model_worker.batching.plan import Floats
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.state import EngineLimits
+    from antiphon.model_worker.batching.state import EngineLimits, RequestState
     from antiphon.model_worker.cache.radix import Prefix, RadixIndex
 
 ScheduledRow = tuple["Request", int]
@@ -57,7 +58,7 @@ class RunningBatch(SlotArrays):
     """
 
     def __init__(
-        self, limits: EngineLimits, pools: CachePools, index: RadixIndex, namespace: Namespace
+        self, limits: EngineLimits, pools: CachePools, index: RadixIndex, origin: PageOrigin
     ) -> None:
         slots, indexed = limits.running_max, index.enabled
         super().__init__(slots, len(pools.groups))
@@ -85,12 +86,11 @@ class RunningBatch(SlotArrays):
         self._decoding: SlotSet | None = None
         self._drafts: dict[int, list[int]] = {}  # the runner's last ones, where there is a grammar
         self.page_budget = PageBudget(limits, pools, index, self, indexed=indexed)
-        self._namespace = namespace
-        self._namespace_digest = namespace.digest()
+        self.origin = origin
         self.checkpoints = _checkpoints(limits, pools) if indexed else None
         self.prefix_sharing = PrefixSharing(
             page_tokens=pools.page_tokens,
-            namespace=self._namespace_digest,
+            key_of=self.key_of,
             indexed=indexed,
             forks=not pools.states,
             checkpoints=self.checkpoints,
@@ -100,8 +100,7 @@ class RunningBatch(SlotArrays):
 
     def set_weight_version(self, weight_version: str) -> int:
         """Compute with other weights from here on; return the number of evicted pages."""
-        self._namespace = msgspec.structs.replace(self._namespace, weight_version=weight_version)
-        self._namespace_digest = self.prefix_sharing.namespace = self._namespace.digest()
+        self.origin = msgspec.structs.replace(self.origin, weight_version=weight_version)
         self.rowwise[:] = True  # the next progress names the weights
         return self.index.clear()
 
@@ -112,12 +111,12 @@ class RunningBatch(SlotArrays):
         """The cached prefix of a waiting request; matched again only if the cache has changed."""
         generation = self.index.generation
         if request.prefix is None or request.prefix[0] != generation:
-            request.prefix = (generation, self.index.peek(self._key(request)))
+            request.prefix = (generation, self.index.peek(self.key_of(request)))
         return request.prefix[1]
 
     def touch(self, request: Request) -> None:
         """Protect the cached prefix of a waiting request that is about to start from eviction."""
-        self.index.touch(self._key(request))
+        self.index.touch(self.key_of(request))
 
     def shared_tokens(self, request: Request) -> int:
         """Tokens of a waiting request that `cached_table` would hold."""
@@ -125,48 +124,49 @@ class RunningBatch(SlotArrays):
 
     def cached_table(self, request: Request) -> PageTable:
         """A table with the longest cached or shared prefix of a waiting request."""
-        cached = self.index.match(self._key(request)) or PageTable(self.pools)
+        cached = self.index.match(self.key_of(request)) or PageTable(self.pools)
         if (fork := self.prefix_sharing.fork(request, cached.committed)) is None:
             return cached
         cached.release()
         return fork
 
     def cache_prefix(self, request: Request, tokens_max: int | None = None) -> None:
-        """Insert the computed tokens into the prefix cache, if the current weights computed them.
+        """Insert the computed tokens into the prefix cache, unless it was cleared meanwhile.
 
         Only the first `tokens_max` tokens are inserted, should later ones not be part of the
         response.
         """
         table = self.committed_table(request)
-        if request.namespace is self._namespace_digest:
+        if not table.outdated:  # else it may have been computed by other weights
             computed = min(request.computed, request.length)
             tokens = request.token_bytes(min(computed, tokens_max or computed))
-            self.index.insert(self._named(request, tokens), table)
+            self.index.insert(CacheKey(namespace=request.namespace, token_ids=tokens), table)
         if table.revision != self._revisions[request.slot]:
             self._rewrite(request, table)
 
-    def _key(self, request: Request) -> CacheKey:
+    def key_of(self, request: Request) -> CacheKey:
         """The cache key of a waiting request, made once for the current weights."""
-        if request.cache_key is None or request.cache_key[0] is not self._namespace_digest:
-            key = self._named(request, request.token_bytes(max(1, request.shared_max)))
-            request.cache_key = self._namespace_digest, key
+        if request.cache_key is None or request.cache_key[0] is not self.origin:
+            tokens = request.token_bytes(max(1, request.shared_max))
+            key = CacheKey(namespace=self.namespace_of(request.state), token_ids=tokens)
+            request.cache_key = self.origin, key
         return request.cache_key[1]
 
-    def _named(self, request: Request, token_ids: bytes) -> CacheKey:
-        namespace = request_namespace(self._namespace_digest, request.state.cache_salt)
-        return CacheKey(namespace=namespace, token_ids=token_ids)
+    def namespace_of(self, state: RequestState) -> bytes:
+        """The namespace of the pages that the current weights compute for a request."""
+        return cache_namespace(self.origin, state.cache_salt)
 
     # Requests come and go.
 
     def start(self, request: Request, table: PageTable, now: float) -> None:
         """Start a request with this table, in one of the free slots, of which there must be one."""
         if table.committed:
-            self.index.use(self._key(request), table.committed)
+            self.index.use(self.key_of(request), table.committed)
         slot, sampling = heapq.heappop(self.free), request.state.sampling
         length, outputs, reported = request.length, request.outputs_count, request.reported
+        request.namespace = self.key_of(request).namespace
         request.start(self, slot, table, now)
         table.run(self.chains, slot)
-        request.namespace = self._namespace_digest
         self.running[slot] = self.prefills[slot] = request
         self.keys[slot] = request.key
         self.length[slot] = length

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
-    from antiphon.model_worker.cache.hashing import CacheKey
+    from antiphon.model_worker.cache.key import CacheKey
     from antiphon.wire.kv_events import KvEvent
 
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.model_worker.cache.groups import HOLE
-from antiphon.model_worker.cache.hashing import CacheKey, announced_root
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, TOKEN_BYTES, block_digests
+from antiphon.wire.namespaces import announced_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.cache.events import BlockTracker
+    from antiphon.model_worker.cache.key import CacheKey
     from antiphon.model_worker.cache.pages import CachePools, PageTable
 
 

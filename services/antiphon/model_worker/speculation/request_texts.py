@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.wire.digests import tenant_salt
+from antiphon.wire.namespaces import tenant_salt
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints

@@ -20,7 +20,6 @@ from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.eviction import STRATEGIES
-from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.backend import GrammarCompiler, no_compiler, open_compiler
@@ -33,6 +32,7 @@ from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.draft import DraftCard, check_draft_tokenizer, naming_draft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.startup import CannotStart
+from antiphon.wire.namespaces import PageOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,20 +162,23 @@ def open_engine_core(
     index = (
         RadixIndex(pools, STRATEGIES[cache.eviction], tracker) if resolved.prefix.value else None
     )
+    shard = pools.groups[0].shard
     return EngineCore(
         _limits(settings, resolved, pools, vocab_size),
         pools,
         index=index,
         rules=_rules(settings.queue),
-        namespace=Namespace(
+        origin=PageOrigin(
             model_digest=settings.cluster.model_digest,
-            salt=settings.cluster.hash_salt,
+            cluster_salt=settings.cluster.hash_salt,
             weight_version=settings.model.weight_version,
+            config_overrides=settings.load.config_overrides,
             dtype=resolved.cache_dtype.value,
             quantization=resolved.linear.value,
             arithmetic=resolved.bits.value,
             kv_scales=kv_scales,
-            layout="words",  # antiphon/kernels/kv.py
+            layout=f"words, {pools.page_tokens} tokens",  # antiphon/kernels/kv.py
+            shard=f"{shard.rank}/{shard.ranks}",
         ),
         matcher_executor=ThreadedMatcherExecutor(),
         speculation=_speculation(settings, resolved),

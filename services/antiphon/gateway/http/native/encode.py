@@ -20,8 +20,8 @@ from antiphon.gateway.http.core.pooling import (
 from antiphon.gateway.http.native.parse import prompts_of
 from antiphon.gateway.http.native.schema import EncodeBody
 from antiphon.gateway.requests.pooling import Pooled, pool_params
-from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.namespaces import cache_salt
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -14,9 +14,9 @@ from antiphon.gateway.http.core.sampling_fields import (
 )
 from antiphon.gateway.http.native.schema import ANSWER_TOKENS, GenerateBody, SamplingBody
 from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
+from antiphon.wire.namespaces import cache_salt
 from antiphon.wire.sampling import NAMED_MAX, Grammar, GrammarKind, LogitProcessor
 
 if TYPE_CHECKING:

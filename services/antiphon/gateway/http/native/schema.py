@@ -12,7 +12,7 @@ from antiphon.gateway.http.core.limits import Choices, Ids, PromptIds, Rid, Toke
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.http.core.sampling_fields import Schema, SglangSamplingFields
 from antiphon.gateway.sessions import SessionParams
-from antiphon.wire.digests import CacheSaltText
+from antiphon.wire.namespaces import CacheSaltText
 from antiphon.wire.sampling import NAMED_MAX, Dimensions, Priority, Seed, TokenId, TopLogprobs
 
 ANSWER_TOKENS = 128

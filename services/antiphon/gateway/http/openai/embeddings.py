@@ -24,9 +24,9 @@ from antiphon.gateway.http.core.pooling import (
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.schema import UsageBody, usage_body
 from antiphon.gateway.requests.pooling import Pooled, Prompt, pool_params
-from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import new_request_id
+from antiphon.wire.namespaces import CacheSaltText, cache_salt
 from antiphon.wire.sampling import Dimensions, PoolParams, Priority, TokenId
 
 if TYPE_CHECKING:

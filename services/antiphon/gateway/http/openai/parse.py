@@ -35,9 +35,9 @@ from antiphon.gateway.requests.generation_request import (
     ReasoningParams,
     set_fields,
 )
-from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import ClientKey
+from antiphon.wire.namespaces import cache_salt
 from antiphon.wire.sampling import Grammar, GrammarKind, TokenOutputParams
 from antiphon.wire.tokenize import TemplateParams
 

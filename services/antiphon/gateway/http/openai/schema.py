@@ -32,8 +32,8 @@ from antiphon.gateway.http.core.meta_info import CachedTokensDetails, MetaInfo
 from antiphon.gateway.http.core.sampling_fields import SglangSamplingFields
 from antiphon.gateway.sessions import SessionParams
 from antiphon.wire.base import FinishReason, Usage
-from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.namespaces import CacheSaltText
 from antiphon.wire.sampling import Priority, Seed, TokenId
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 

@@ -1,0 +1,122 @@
+"""What a cached page depends on besides the tokens up to it: one answer for all services.
+
+Pages are shared only within a namespace. It is made of three parts, and each new dependency belongs
+to one of them:
+
+* what every service knows, the first fields of `PageOrigin`: model and cluster;
+* what only the worker that computed a page knows, the other fields of `PageOrigin`;
+* what the request brings, its `cache_salt`: tenant and salts. The gateway digests it once, because
+  it alone knows whether tenants share.
+
+The prefix cache, the sharing of prefills in flight, block digests, KV cache events and the names of
+stored pages use the namespace of `cache_namespace`, or the half of it that is known to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.wire.digests import DIGEST_BYTES, block_digests
+
+CacheSaltText = Annotated[str, Meta(max_length=256)]
+"""A client's cache salt: requests share cached prefixes only with requests of the same salt."""
+CacheSalt = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
+"""What a request contributes to its namespace, as a digest: no text of it is on the bus."""
+
+
+class PageOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """The model and the arithmetic that compute pages, and their layout.
+
+    Settings that change no bit of a page do not belong here, since each field reduces what can be
+    shared.
+
+    Attributes:
+        model_digest: Digest of the model files, as the cluster is configured; all services have it.
+        cluster_salt: Salt of the cluster; all services have it, too.
+        weights: Digest of the model files that the worker has read, where pages leave its process.
+        weight_version: Name of the weights, which may be updated while the worker runs.
+        config_overrides: Overridden fields of config.json, those of rotary embeddings among them.
+        dtype: Dtype of the KV cache.
+        quantization: Quantization of the weights.
+        arithmetic: What else the bits of a page depend on: another instruction set, or another
+            version of the kernels, sums in another order.
+        kv_scales: Digest of the scales of a quantized KV cache.
+        layout: Layout of a page.
+        shard: Which part of a page this rank holds.
+    """
+
+    model_digest: str
+    cluster_salt: str = ""
+    weights: str = ""
+    weight_version: str = ""
+    config_overrides: str = ""
+    dtype: str = ""
+    quantization: str = ""
+    arithmetic: str = ""
+    kv_scales: str = ""
+    layout: str = ""
+    shard: str = ""
+
+
+PUBLIC: Final = frozenset({"model_digest", "cluster_salt"})
+"""The fields of `PageOrigin` that every service knows."""
+
+
+def cache_namespace(origin: PageOrigin, cache_salt: bytes = b"") -> bytes:
+    """Return the namespace of a request's pages, in 64 bytes.
+
+    The first half is made of what every service knows, and roots the chain of block digests: see
+    `announced_root`. The second half covers everything.
+    """
+    public, private = _halves(origin)
+    if cache_salt:
+        public, private = _salted(public, cache_salt), _salted(private, cache_salt)
+    return public + private
+
+
+def cache_salt(salt: str | None, extra_key: str | None = None) -> bytes:
+    """Return the digest of a request's salts; empty if it has none.
+
+    SGLang has two such fields; requests share prefixes if both are equal.
+    """
+    if not salt and not extra_key:
+        return b""
+    return _named(b"antiphon.salt.v1", (salt or "").encode(), (extra_key or "").encode())
+
+
+def tenant_salt(tenant: str, salt: bytes) -> bytes:
+    """Isolate a tenant's prefixes from all others, whatever the salts of its requests."""
+    return _named(b"antiphon.tenant.v1", tenant.encode(), salt)
+
+
+def announced_root(namespace: bytes) -> bytes:
+    """Return the half of a namespace that roots its block digests, for other services to compare.
+
+    A worker announces these digests, so a scheduler can compare them with those of a prompt. What
+    only the worker knows may differ between two of them, and is not compared there.
+    """
+    return namespace[:DIGEST_BYTES]
+
+
+def prompt_digests(origin: PageOrigin, cache_salt: bytes, token_ids: bytes) -> bytes:
+    """Return the block digests of a prompt: 32 bytes for each full block of 64 tokens."""
+    return block_digests(announced_root(cache_namespace(origin, cache_salt)), token_ids)
+
+
+@functools.lru_cache(maxsize=64)
+def _halves(origin: PageOrigin) -> tuple[bytes, bytes]:
+    public = _named(b"antiphon.kv.v1", origin.model_digest.encode(), origin.cluster_salt.encode())
+    return public, hashlib.sha256(msgspec.msgpack.encode(origin)).digest()
+
+
+def _salted(half: bytes, salt: bytes) -> bytes:
+    return _named(b"antiphon.salted.v1", half, salt)
+
+
+def _named(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(len(p).to_bytes(4, "little") + p for p in parts)).digest()
