@@ -41,6 +41,8 @@ def a_stack(
     *,
     norm: torch.Tensor | None = None,
     plain: bool = True,
+    final: bool = True,
+    rotary: int = 0,
     keys: torch.dtype = torch.float32,
     values: torch.dtype = torch.float32,
 ) -> Any:
@@ -55,11 +57,11 @@ def a_stack(
     ones = torch.ones(16)
     last = ones if norm is None else norm
     stack = library().Stack(
+        dtype=library().Dtype.f32,
+        hidden=16,
         norm=library().NormKind.rms,
-        post_norms=False,
-        final_norm=(last, None),
+        final_norm=(last, None) if final else None,
         eps=1e-5,
-        scale=1.0,
     )
     cache = (
         torch.zeros(2, 1, 8, 4, 1, dtype=keys),
@@ -71,11 +73,14 @@ def a_stack(
         gate_up=linear(16, 64, halves=True) if plain else None,
         down=linear(32, 16),
         experts=None,
-        activation=None,
-        attention_norm=(ones, None),
-        mlp_norm=(ones, None),
-        query_norm=None,
-        key_norm=None,
+        activation=library().Activation.silu,
+        attention_norms=((ones, None), None, None),
+        mlp_norms=((ones, None), None, None),
+        parallel=False,
+        multiplier=1.0,
+        head_norms=None,
+        scale=1.0,
+        rotary=rotary,
         group=0,
         cache=(*cache, 1.0, 1.0),
     )
@@ -85,17 +90,30 @@ def a_stack(
 def run(stack: Any, tokens: int, groups: list[Any]) -> Any:
     turns = torch.zeros(4, 1, 8)
     places = np.zeros(tokens, np.int32)
-    return stack.forward(torch.zeros(tokens, 16), turns, turns, places, groups)
+    return stack.forward(torch.zeros(tokens, 16), [(turns, turns)], places, groups)
 
 
-def ready_heads(heads: torch.Tensor, cache: torch.Tensor) -> Any:
+def ready_heads(heads: torch.Tensor, cache: torch.Tensor, norms: Any = None) -> Any:
     turns = torch.zeros(len(heads), heads.shape[-1])
     places = torch.zeros(len(heads), dtype=torch.int64)
     values = cache.transpose(2, 3).contiguous()
     return library().qk_norm_rope_store(
-        heads, turns, turns, cache, values, places, None, None, 0.0, (1.0, 1.0)
+        heads, turns, turns, cache, values, places, norms, (1.0, 1.0)
     )
 
+
+def head_norms(size: int, *, kind: str = "rms", dtype: torch.dtype = torch.float32) -> Any:
+    weight = torch.ones(size, dtype=dtype)
+    return library().QkNorms(
+        kind=getattr(library().NormKind, kind),
+        over_token=False,
+        query=(weight, None),
+        key=(weight, weight if kind == "rms_wide" else None),
+        eps=1e-5,
+    )
+
+
+HEADS, CACHE = torch.ones(2, 3, 8), torch.ones(1, 1, 8, 4, 1)
 
 REFUSED: dict[str, Callable[[], object]] = {
     "a pass without rows": rows,
@@ -107,6 +125,19 @@ REFUSED: dict[str, Callable[[], object]] = {
         a_stack(), 1, [rows(1, bidirectional=True)]
     ),
     "a stack without rows": lambda: run(a_stack(), 1, [None]),
+    "a stack whose last layer no norm follows": lambda: run(a_stack(final=False), 1, [rows(1)]),
+    "a rotation that a pass has not": lambda: run(a_stack(rotary=1), 1, [rows(1)]),
+    "norms of heads of another size": lambda: ready_heads(HEADS, CACHE, head_norms(4)),
+    "norms of heads in another dtype": lambda: ready_heads(
+        HEADS, CACHE, head_norms(8, dtype=torch.bfloat16)
+    ),
+    "a wide norm with a bias": lambda: ready_heads(HEADS, CACHE, head_norms(8, kind="rms_wide")),
+    "a wide norm of another dtype": lambda: library().rmsnorm_wide(
+        torch.ones(3, 8), torch.ones(8, dtype=torch.bfloat16), 1e-5
+    ),
+    "a cap of what is not float32": lambda: library().soft_capped(
+        torch.ones(3, dtype=torch.bfloat16), 30.0
+    ),
     "a norm in pieces": lambda: a_stack(norm=torch.ones(16, 2)[:, 0]),
     "a cache of another dtype": lambda: a_stack(keys=torch.bfloat16, values=torch.bfloat16),
     "half a block": lambda: a_stack(plain=False),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from tests.kernels.rows import Row, each_row
 
-from antiphon.kernels.activation import ActivationKind, activate, silu_mul
+from antiphon.kernels.activation import ActivationKind, activate, gate, silu_mul, soft_capped
 from antiphon.kernels.kv import (
     key_pages_shape,
     page_slots,
@@ -18,7 +20,14 @@ from antiphon.kernels.kv import (
     store_kv,
     value_pages_shape,
 )
-from antiphon.kernels.norm import add_rmsnorm, layernorm, rmsnorm
+from antiphon.kernels.norm import (
+    NormKind,
+    NormWeights,
+    add_rmsnorm,
+    layernorm,
+    rmsnorm,
+    rmsnorm_wide,
+)
 from antiphon.kernels.rotary import (
     CosSinCache,
     DynamicScaling,
@@ -163,6 +172,31 @@ def test_pages_have_lanes_of_tokens_and_of_dimensions() -> None:
 PAGES_SHAPES = (key_pages_shape, value_pages_shape)
 
 
+def _norms_of(kind: NormKind, over: Literal["head", "token"] = "head") -> MakeNorms:
+    def made(size: int, dtype: torch.dtype) -> QkNormWeights:
+        of = torch.float32 if kind == "rms_wide" else dtype
+
+        def weights(heads: int) -> NormWeights:
+            wide = size * (heads if over == "token" else 1)
+            bias = random(wide).to(dtype) if kind == "layer" else None
+            return NormWeights(random(wide).to(of), bias)
+
+        return QkNormWeights(weights(6), weights(2), 1e-3, kind, over)
+
+    return made
+
+
+MakeNorms = Callable[[int, torch.dtype], QkNormWeights | None]
+NORMS: dict[str, MakeNorms] = {
+    "": lambda *_: None,
+    "rms": _norms_of("rms"),
+    "rms of a token": _norms_of("rms", "token"),
+    "wide": _norms_of("rms_wide"),
+    "wide of a token": _norms_of("rms_wide", "token"),
+    "layer": _norms_of("layer"),
+}
+
+
 class HeadsCase:
     """Heads of some tokens, and a cache to keep them in."""
 
@@ -172,7 +206,7 @@ class HeadsCase:
         size: int,
         dtype: torch.dtype,
         *,
-        normed: bool = False,
+        norms: str = "",
         rotated: int | None = None,
     ) -> None:
         waves = RotarySpec(size if rotated is None else rotated, 50.0).frequencies()
@@ -181,9 +215,7 @@ class HeadsCase:
         page = (40, 4, 2, size, dtype)
         self.cache = [torch.full(of(*page), 7.0, dtype=dtype) for of in PAGES_SHAPES]
         self.places = torch.randperm(160, generator=GENERATOR)[:tokens]
-        self.norms = None
-        if normed:
-            self.norms = QkNormWeights(random(size).to(dtype), random(size).to(dtype), 1e-3)
+        self.norms = NORMS[norms](size, dtype)
 
     def run(self, row: Row, first: int = 0, last: int | None = None) -> torch.Tensor:
         part = slice(first, last)
@@ -197,17 +229,17 @@ PARTS = [(40, rotated) for rotated in (0, 2, 16, 34)]
 
 
 @each_row(qk_norm_rope_store)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("norms", NORMS)
 @pytest.mark.parametrize(("size", "rotated"), WHOLE + PARTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_are_normed_rotated_and_kept_and_what_is_not_rotated_stays(
-    row: Row, dtype: torch.dtype, size: int, rotated: int, normed: bool
+    row: Row, dtype: torch.dtype, size: int, rotated: int, norms: str
 ) -> None:
-    case = HeadsCase(5, size, dtype, normed=normed, rotated=rotated)
+    case = HeadsCase(5, size, dtype, norms=norms, rotated=rotated)
     q, k, v = case.heads.split((6, 2, 2), dim=1)
     if case.norms:
-        q = rmsnorm.reference(q, case.norms.query, 1e-3)
-        k = rmsnorm.reference(k, case.norms.key, 1e-3)
+        q = case.norms.reference(q, case.norms.query)
+        k = case.norms.reference(k, case.norms.key)
     kept = [pages.clone() for pages in case.cache]
     k = torch.cat((apply_rotary(k[..., :rotated], case.cos, case.sin), k[..., rotated:]), dim=-1)
     store_kv(k, v, kept[0], kept[1], case.places)
@@ -283,6 +315,40 @@ def test_extreme_gates_are_open_or_shut(row: Row, dtype: torch.dtype) -> None:
     assert got[6].isnan()
 
 
+@each_row(rmsnorm_wide)
+@pytest.mark.parametrize("size", [1, 8, 31, 576])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_norms_round_once(row: Row, dtype: torch.dtype, size: int) -> None:
+    x, weight = random(3, 7, size).to(dtype), random(size)
+    want = rmsnorm_wide.reference(x, weight, 1e-5)
+    step = 2.0**-7 if dtype is torch.bfloat16 else 1e-6
+    got = row(x, weight, 1e-5)
+    torch.testing.assert_close(got, want, atol=0, rtol=step)
+    assert dtype is torch.float32 or (got == want).float().mean() > 0.98
+
+
+@each_row(gate)
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"])
+@pytest.mark.parametrize("width", [1, 16, 40, 1536])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_every_activation_agree_with_their_reference(
+    row: Row, dtype: torch.dtype, width: int, kind: ActivationKind
+) -> None:
+    gate_up = (4 * random(7, 2 * width)).to(dtype)
+    step = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
+    want = gate.reference(gate_up, kind)
+    torch.testing.assert_close(row(gate_up, kind), want, atol=max(step / 10, 3e-5), rtol=step)
+
+
+@each_row(soft_capped)
+@pytest.mark.parametrize("size", [1, 31, 9000])
+def test_soft_caps_bend_what_is_large(row: Row, size: int) -> None:
+    x = 100 * random(3, size)
+    x[0, 0] = torch.inf
+    want = 30.0 * (x / 30.0).tanh()
+    torch.testing.assert_close(row(x, 30.0), want, atol=1e-5, rtol=1e-6)
+
+
 @each_row(rmsnorm)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_norm_shows_what_is_not_finite_in_its_own_row_only(row: Row, bad: float) -> None:
@@ -303,11 +369,12 @@ def test_a_row_has_the_same_bits_alone_and_among_others(row: Row, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", NORMS)
 @each_row(qk_norm_rope_store, invariant=True)
 def test_a_token_is_kept_with_the_same_bits_alone_and_among_others(
-    row: Row, dtype: torch.dtype
+    row: Row, dtype: torch.dtype, norms: str
 ) -> None:
-    case = HeadsCase(40, 64, dtype, normed=True)
+    case = HeadsCase(40, 64, dtype, norms=norms)
     together = case.run(row)
     cache = [pages.clone() for pages in case.cache]
     for pages in case.cache:

@@ -13,7 +13,12 @@ from tests.kernels.rows import ISAS, using
 from torch import Tensor
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
-from antiphon.kernels.cpu.fused_decoder import FusedDecoder, FusedDecoderLayer, UncachedHeads
+from antiphon.kernels.cpu.fused_decoder import (
+    BlockNorms,
+    FusedDecoder,
+    FusedDecoderLayer,
+    UncachedHeads,
+)
 from antiphon.kernels.cpu.linear import PackedWeight
 from antiphon.kernels.cpu.ops import PASS_PAGE_TOKENS
 from antiphon.kernels.kv import LayerKvCache, key_pages_shape, value_pages_shape
@@ -47,9 +52,10 @@ class World:
                 gate_up=self._linear(HIDDEN, WIDTH),
                 down=self._linear(WIDTH, HIDDEN),
                 activation="gelu",
-                attention_norm=norms[2 * index],
-                mlp_norm=norms[2 * index + 1],
+                attention_norms=BlockNorms(norms[2 * index]),
+                mlp_norms=BlockNorms(norms[2 * index + 1]),
                 head_norms=None,
+                scale=SCALE,
             )
             for index in range(LAYERS)
         ]
@@ -89,19 +95,27 @@ class World:
     def fused(
         self, *, post_norms: bool, activation: ActivationKind
     ) -> tuple[Tensor, Tensor | None]:
+        def placed(norms: BlockNorms) -> BlockNorms:
+            return BlockNorms(of_sum=norms.before) if post_norms else norms
+
         layers = [
-            (replace(layer, activation=activation), self._cache_of(index))
-            for index, layer in enumerate(self.layers)
+            replace(
+                layer,
+                activation=activation,
+                attention_norms=placed(layer.attention_norms),
+                mlp_norms=placed(layer.mlp_norms),
+            )
+            for layer in self.layers
         ]
         stack = FusedDecoder(
-            layers,
-            final_norm=layers[-1][0].mlp_norm if post_norms else self.final_norm,
+            [(layer, self._cache_of(index)) for index, layer in enumerate(layers)],
+            hidden=HIDDEN,
+            dtype=self.dtype,
+            final_norm=None if post_norms else self.final_norm,
             eps=EPS,
-            scale=SCALE,
             norm="layer",
-            post_norms=post_norms,
         )
-        return stack(self.residual.clone(), self.turns, self.groups)
+        return stack(self.residual.clone(), [self.turns], self.groups)
 
     def _cache_of(self, index: int) -> LayerKvCache | UncachedHeads:
         if self.bidirectional:
@@ -112,23 +126,26 @@ class World:
         """The layers as the decoder runs them when they are not fused."""
         stream = self.residual
         for index, layer in enumerate(self.layers):
+            attention_norm, mlp_norm = layer.attention_norms.before, layer.mlp_norms.before
+            assert attention_norm is not None
+            assert mlp_norm is not None
 
             def normed(norm: NormWeights, x: Tensor) -> Tensor:
                 return ops.layernorm(x, *norm, EPS)
 
-            entered = stream if post_norms else normed(layer.attention_norm, stream)
+            entered = stream if post_norms else normed(attention_norm, stream)
             stream = stream + layer.out.multiply(
                 self._mixed(ops, index, layer.qkv.multiply(entered))
             )
             if post_norms:
-                stream = normed(layer.attention_norm, stream)
-            entered = stream if post_norms else normed(layer.mlp_norm, stream)
+                stream = normed(attention_norm, stream)
+            entered = stream if post_norms else normed(mlp_norm, stream)
             assert layer.gate_up is not None, "a layer of experts"
             assert layer.down is not None, "a layer of experts"
             wide = ops.activate(layer.gate_up.multiply(entered), activation)
             stream = stream + layer.down.multiply(wide)
             if post_norms:
-                stream = normed(layer.mlp_norm, stream)
+                stream = normed(mlp_norm, stream)
         return stream if post_norms else ops.layernorm(stream, *self.final_norm, EPS)
 
     def _mixed(self, ops: Ops, index: int, heads: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.experts import PackedExperts
 from antiphon.kernels.cpu.fused_decoder import (
+    BlockNorms,
     EmbeddingAndHead,
     FusedDecoder,
     FusedDecoderLayer,
@@ -28,7 +29,7 @@ from antiphon.kernels.rotary import CosSinCache, QkNormWeights, RotarySpec, Toke
 from antiphon.kernels.routing import RoutingSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from antiphon.kernels.cpu.experts import CompiledExperts
     from antiphon.kernels.cpu.linear import CompiledLinear
@@ -113,10 +114,13 @@ def a_world(
             out=linear(HEADS * GROUP * SIZE, HIDDEN),
             gate_up=linear(HIDDEN, 2 * WIDTH, halves=True),
             down=linear(WIDTH, HIDDEN),
-            activation=None,
-            attention_norm=NormWeights(random(HIDDEN)),
-            mlp_norm=NormWeights(random(HIDDEN)),
-            head_norms=QkNormWeights(random(SIZE), random(SIZE), EPS) if head_norms else None,
+            activation="silu",
+            attention_norms=BlockNorms(NormWeights(random(HIDDEN))),
+            mlp_norms=BlockNorms(NormWeights(random(HIDDEN))),
+            head_norms=QkNormWeights(NormWeights(random(SIZE)), NormWeights(random(SIZE)), EPS)
+            if head_norms
+            else None,
+            scale=SCALE,
         )
         for _ in range(LAYERS)
     ]
@@ -157,10 +161,13 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerKvCache]) -> Tensor:
     """The layers as the decoder runs them when they are not fused."""
     residual, pending = world.residual, None
     for layer, cache in zip(world.layers, caches, strict=True):
+        attention_norm, mlp_norm = layer.attention_norms.before, layer.mlp_norms.before
+        assert attention_norm is not None
+        assert mlp_norm is not None
         if pending is None:
-            normed = ops.rmsnorm(residual, layer.attention_norm.weight, EPS)
+            normed = ops.rmsnorm(residual, attention_norm.weight, EPS)
         else:
-            normed, residual = ops.add_rmsnorm(pending, residual, layer.attention_norm.weight, EPS)
+            normed, residual = ops.add_rmsnorm(pending, residual, attention_norm.weight, EPS)
         heads = layer.qkv.multiply(normed).view(len(normed), -1, SIZE)
         rows = world.rows[cache.group]
         q = ops.qk_norm_rope_store(
@@ -174,7 +181,7 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerKvCache]) -> Tensor:
         )
         mixed = ops.paged_attention(q, cache.keys, cache.values, rows, SCALE, cache.scales)
         attended = layer.out.multiply(mixed.flatten(1))
-        normed, residual = ops.add_rmsnorm(attended, residual, layer.mlp_norm.weight, EPS)
+        normed, residual = ops.add_rmsnorm(attended, residual, mlp_norm.weight, EPS)
         pending = fed_forward(layer, ops, normed)
     assert pending is not None
     return ops.add_rmsnorm(pending, residual, world.final_norm, EPS)[0]
@@ -190,8 +197,22 @@ def fed_forward(layer: FusedDecoderLayer, ops: Ops, normed: Tensor) -> Tensor:
 
 def fused(world: World, caches: list[LayerKvCache]) -> tuple[Tensor, Tensor | None]:
     layers = zip(world.layers, caches, strict=True)
-    stack = FusedDecoder(layers, final_norm=NormWeights(world.final_norm), eps=EPS, scale=SCALE)
-    return stack(world.residual.clone(), world.turns, world.rows)
+    return decoder_of(world, layers)(world.residual.clone(), [world.turns], world.rows)
+
+
+def decoder_of(
+    world: World,
+    layers: Iterable[tuple[FusedDecoderLayer, LayerKvCache]],
+    ends: EmbeddingAndHead | None = None,
+) -> FusedDecoder:
+    return FusedDecoder(
+        layers,
+        hidden=HIDDEN,
+        dtype=world.dtype,
+        final_norm=NormWeights(world.final_norm),
+        eps=EPS,
+        ends=ends,
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -229,7 +250,7 @@ def assert_has_the_bits_of_its_operations(world: World, isa: str) -> None:
 
 
 @dataclass
-class Spoken:
+class TextModel:
     """A world with a table of embeddings and a head, and the ids of its pass."""
 
     world: World
@@ -238,7 +259,7 @@ class Spoken:
     ids: np.ndarray
 
     @classmethod
-    def of(cls, dtype: torch.dtype, query_len: list[int], prefix: list[int]) -> Spoken:
+    def of(cls, dtype: torch.dtype, query_len: list[int], prefix: list[int]) -> TextModel:
         world = a_world(dtype, query_len, prefix, head_norms=False)
         generator = torch.Generator().manual_seed(len(query_len))
         table = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype)
@@ -250,18 +271,13 @@ class Spoken:
 
     def stack(self, *, tied: bool, caches: list[LayerKvCache]) -> FusedDecoder:
         world, head = self.world, self.head.linear
-        return FusedDecoder(
-            zip(world.layers, caches, strict=True),
-            final_norm=NormWeights(world.final_norm),
-            eps=EPS,
-            scale=SCALE,
-            ends=EmbeddingAndHead(embedding=head if tied else self.table, head=head),
-        )
+        ends = EmbeddingAndHead(embedding=head if tied else self.table, head=head)
+        return decoder_of(world, zip(world.layers, caches, strict=True), ends)
 
     def score(self, wanted: list[int], *, tied: bool = True) -> FusedDecoderOutput:
         stack = self.stack(tied=tied, caches=self.world.copied_caches())
         tokens = np.array(wanted, np.int32)
-        return stack.score(self.ids, tokens, self.world.turns, self.world.rows)
+        return stack.score(self.ids, tokens, [self.world.turns], self.world.rows)
 
     def likeliest(self, wanted: list[int], *, tied: bool = True) -> list[int]:
         found = self.score(wanted, tied=tied).argmax
@@ -276,13 +292,13 @@ class Spoken:
 def test_logits_have_the_bits_of_their_operations(
     isa: str, dtype: torch.dtype, query_len: list[int], prefix: list[int], tied: bool
 ) -> None:
-    spoken = Spoken.of(dtype, query_len, prefix)
+    text_model = TextModel.of(dtype, query_len, prefix)
     last = np.cumsum(query_len) - 1
     with using(isa):
         ops = select(DeviceCapability("cpu", dtype=dtype))
-        expected = one_by_one(spoken.world, ops, spoken.world.copied_caches())
-        logits = spoken.head.linear.multiply_wide(expected[torch.as_tensor(last)])
-        scored = spoken.score(last.tolist(), tied=tied)
+        expected = one_by_one(text_model.world, ops, text_model.world.copied_caches())
+        logits = text_model.head.linear.multiply_wide(expected[torch.as_tensor(last)])
+        scored = text_model.score(last.tolist(), tied=tied)
     assert torch.equal(scored.hidden, expected)
     assert torch.equal(scored.logits, logits)
     assert scored.argmax is not None
@@ -292,15 +308,15 @@ def test_logits_have_the_bits_of_their_operations(
 
 
 def test_of_equal_logits_the_first_is_likeliest() -> None:
-    spoken = Spoken.of(torch.bfloat16, *PASSES["one decode"])
-    spoken.head.write(0, torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16))
+    text_model = TextModel.of(torch.bfloat16, *PASSES["one decode"])
+    text_model.head.write(0, torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16))
     bias = torch.zeros(VOCABULARY)
     bias[[SCAN_PART - 1, SCAN_PART, VOCABULARY - 1]] = 3.0
-    spoken.head.write_bias(0, bias)
-    assert spoken.likeliest([0], tied=False) == [SCAN_PART - 1]
+    text_model.head.write_bias(0, bias)
+    assert text_model.likeliest([0], tied=False) == [SCAN_PART - 1]
     bias[0] = 3.0
-    spoken.head.write_bias(0, bias)
-    assert spoken.likeliest([0], tied=False) == [0]
+    text_model.head.write_bias(0, bias)
+    assert text_model.likeliest([0], tied=False) == [0]
 
 
 def said(flags: Tensor | None) -> list[bool]:
@@ -310,39 +326,39 @@ def said(flags: Tensor | None) -> list[bool]:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_are_flagged_by_row(bad: float) -> None:
-    spoken = Spoken.of(torch.bfloat16, *PASSES["three decodes"])
-    good = spoken.score([0, 1, 2], tied=False)
-    spoken.table[spoken.ids[1], 5] = bad
-    scored = spoken.score([0, 1, 2], tied=False)
+    text_model = TextModel.of(torch.bfloat16, *PASSES["three decodes"])
+    good = text_model.score([0, 1, 2], tied=False)
+    text_model.table[text_model.ids[1], 5] = bad
+    scored = text_model.score([0, 1, 2], tied=False)
     assert said(scored.finite) == said(scored.logits_finite) == [True, False, True]
     assert torch.equal(scored.logits[[0, 2]], good.logits[[0, 2]])
     bias = torch.zeros(VOCABULARY)
     bias[SCAN_PART + 7] = bad
-    spoken.head.write_bias(0, bias)
-    assert said(spoken.score([0, 2], tied=False).logits_finite) == [False, False]
+    text_model.head.write_bias(0, bias)
+    assert said(text_model.score([0, 2], tied=False).logits_finite) == [False, False]
 
 
 def test_logits_of_no_token_are_none() -> None:
-    spoken = Spoken.of(torch.bfloat16, *PASSES["a chunk"])
-    scored = spoken.score([])
+    text_model = TextModel.of(torch.bfloat16, *PASSES["a chunk"])
+    scored = text_model.score([])
     assert scored.logits.shape == (0, VOCABULARY)
-    assert spoken.likeliest([]) == []
-    assert torch.equal(scored.hidden, spoken.score([3]).hidden)
+    assert text_model.likeliest([]) == []
+    assert torch.equal(scored.hidden, text_model.score([3]).hidden)
 
 
 @pytest.mark.parametrize("wanted", [[-1], [33], [2, 2], [3, 1]])
 def test_wanted_tokens_are_of_the_pass_and_rise(wanted: list[int]) -> None:
     with pytest.raises(IndexError, match="logit indices"):
-        Spoken.of(torch.bfloat16, *PASSES["a prompt"]).score(wanted)
+        TextModel.of(torch.bfloat16, *PASSES["a prompt"]).score(wanted)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_tokens_beyond_the_vocabulary_are_refused(token: int, tied: bool) -> None:
-    spoken = Spoken.of(torch.bfloat16, *PASSES["one decode"])
-    spoken.ids[0] = token
+    text_model = TextModel.of(torch.bfloat16, *PASSES["one decode"])
+    text_model.ids[0] = token
     with pytest.raises(IndexError, match=f"token {token} of {VOCABULARY}"):
-        spoken.score([0], tied=tied)
+        text_model.score([0], tied=tied)
 
 
 @pytest.mark.parametrize("number", [2, 3, 5])
@@ -372,24 +388,24 @@ def test_a_token_that_is_not_finite_is_flagged_and_spoils_no_other_row(bad: floa
 class Walk:
     """Rows that decode step by step; their tables grow with them, and lose what no query sees."""
 
-    spoken: Spoken
+    text_model: TextModel
     step: int = 0
 
     @classmethod
     def of(cls, rows: int, dtype: torch.dtype = torch.bfloat16) -> Walk:
-        return cls(Spoken.of(dtype, [1] * rows, [7 * row for row in range(rows)]))
+        return cls(TextModel.of(dtype, [1] * rows, [7 * row for row in range(rows)]))
 
     def stack(self) -> FusedDecoder:
-        return self.spoken.stack(tied=False, caches=self.spoken.world.copied_caches())
+        return self.text_model.stack(tied=False, caches=self.text_model.world.copied_caches())
 
     @property
     def ids(self) -> np.ndarray:
         generator = np.random.default_rng(self.step)
-        return generator.integers(0, VOCABULARY, len(self.spoken.ids)).astype(np.int32)
+        return generator.integers(0, VOCABULARY, len(self.text_model.ids)).astype(np.int32)
 
     @property
     def rows(self) -> list[AttentionMetadata]:
-        return [self._grown(rows) for rows in self.spoken.world.rows]
+        return [self._grown(rows) for rows in self.text_model.world.rows]
 
     @property
     def tables(self) -> tuple[np.ndarray, ...]:
@@ -400,8 +416,8 @@ class Walk:
     ) -> FusedDecoderOutput:
         positions = self.rows[0].kv_len - 1
         chosen = np.arange(len(self.ids)) if wanted is None else np.array(wanted)
-        turns = replace(self.spoken.world.turns, positions=positions)
-        return stack.score(self.ids, chosen.astype(np.int32), turns, self.rows, argmax_only=bare)
+        turns = replace(self.text_model.world.turns, positions=positions)
+        return stack.score(self.ids, chosen.astype(np.int32), [turns], self.rows, argmax_only=bare)
 
     def again(self, stack: FusedDecoder, *, bare: bool = False) -> FusedDecoderOutput | None:
         return stack.decode_next(self.ids, self.tables, bare)
@@ -454,7 +470,7 @@ def test_a_pass_that_goes_on_into_a_segment_has_the_bits_of_one_made_anew(
 ) -> None:
     """Long rows are shared out by segments of 512 keys, the first of which a window leaves."""
     with using(isa):
-        walk = Walk(Spoken.of(torch.bfloat16, [1, 1], [before, 100]))
+        walk = Walk(TextModel.of(torch.bfloat16, [1, 1], [before, 100]))
         going, anew = walk.stack(), walk.stack()
         assert same(walk.score(going), walk.score(anew))
         for walk.step in range(1, 17):
@@ -464,7 +480,7 @@ def test_a_pass_that_goes_on_into_a_segment_has_the_bits_of_one_made_anew(
 def test_rows_that_are_not_finite_are_flagged_by_a_pass_that_goes_on() -> None:
     walk = Walk.of(3)
     stack = walk.begun()
-    walk.spoken.table[walk.ids[1], 5] = torch.nan
+    walk.text_model.table[walk.ids[1], 5] = torch.nan
     scored = walk.again(stack)
     assert scored is not None
     assert said(scored.finite) == said(scored.logits_finite) == [True, False, True]
@@ -496,7 +512,7 @@ def test_a_bare_result_is_the_likeliest_alone_where_all_is_finite(going: bool) -
     full = walk.score(stack)
     for bad in (False, True):
         if bad:
-            walk.spoken.table[walk.ids[1], 5] = torch.nan
+            walk.text_model.table[walk.ids[1], 5] = torch.nan
         walk.step = 0
         stack = walk.begun()
         bare = walk.again(stack, bare=True) if going else walk.score(stack, bare=True)
@@ -529,9 +545,9 @@ def test_a_stack_goes_on_only_from_decodes_with_all_logits() -> None:
     walk.score(stack, [0, 2])
     walk.step += 1
     assert walk.again(stack) is None
-    prompt = Spoken.of(torch.bfloat16, *PASSES["a prompt"])
+    prompt = TextModel.of(torch.bfloat16, *PASSES["a prompt"])
     stack = prompt.stack(tied=False, caches=prompt.world.copied_caches())
-    stack.score(prompt.ids, np.array([32], np.int32), prompt.world.turns, prompt.world.rows)
+    stack.score(prompt.ids, np.array([32], np.int32), [prompt.world.turns], prompt.world.rows)
     assert (
         stack.decode_next(prompt.ids, tuple(rows.page_table for rows in prompt.world.rows)) is None
     )
@@ -539,8 +555,8 @@ def test_a_stack_goes_on_only_from_decodes_with_all_logits() -> None:
 
 def test_a_stack_goes_on_only_from_the_pass_before() -> None:
     walk = Walk.of(3)
-    stack, world = walk.begun(), walk.spoken.world
-    stack(world.residual.clone(), world.turns, world.rows)
+    stack, world = walk.begun(), walk.text_model.world
+    stack(world.residual.clone(), [world.turns], world.rows)
     assert walk.again(stack) is None
 
 
@@ -553,7 +569,7 @@ def test_a_stack_goes_on_with_as_many_rows() -> None:
 
 def test_a_stack_goes_on_as_far_as_its_angles_are_known() -> None:
     walk = Walk.of(1)
-    world = walk.spoken.world
+    world = walk.text_model.world
     world.turns = replace(world.turns, cos=world.turns.cos[:2], sin=world.turns.sin[:2])
     stack = walk.begun()
     assert walk.again(stack) is not None
@@ -606,14 +622,13 @@ def test_a_pass_that_goes_on_refuses_tokens_beyond_the_vocabulary(token: int) ->
 
 def test_what_does_not_fit_together_is_refused() -> None:
     world = a_world(torch.bfloat16, *PASSES["a prompt"], head_norms=False)
-    layers = zip(world.layers, world.caches, strict=True)
-    stack = FusedDecoder(layers, final_norm=NormWeights(world.final_norm), eps=EPS, scale=SCALE)
+    stack = decoder_of(world, zip(world.layers, world.caches, strict=True))
     with pytest.raises(RuntimeError, match="residual stream"):
-        stack(world.residual.float(), world.turns, world.rows)
+        stack(world.residual.float(), [world.turns], world.rows)
     with pytest.raises(RuntimeError, match="a position a token"):
-        stack(world.residual[1:], world.turns, world.rows)
+        stack(world.residual[1:], [world.turns], world.rows)
     with pytest.raises(RuntimeError, match="no rows of group 1"):
-        stack(world.residual, world.turns, world.rows[:1])
+        stack(world.residual, [world.turns], world.rows[:1])
     world.layers[0] = replace(world.layers[0], qkv=world.layers[0].down)
     with pytest.raises(RuntimeError, match="a linear of 56 to 40 where one of 40 to 40 belongs"):
         fused(world, world.caches)

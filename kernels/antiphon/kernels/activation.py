@@ -44,7 +44,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@kernel("activation.gate")
+@kernel("activation.gate", cpu("gate"))
 def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
     """activation(gate) * up, for the two halves of the last dimension.
 
@@ -60,6 +60,15 @@ def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
 def activate(x: Tensor, activation: ActivationKind) -> Tensor:
     """Apply the activation elementwise; shape as x."""
     return _FUNCTIONS[activation](x)
+
+
+@kernel("logits.softcap", cpu("soft_capped"))
+def soft_capped(x: Tensor, softcap: float) -> Tensor:
+    """Elementwise softcap * tanh(x / softcap); x float32, shape as x.
+
+    Source: Gemma Team 2024, arXiv:2408.00118, section 2.
+    """
+    return softcap * (x / softcap).tanh()
 
 
 @kernel("activation.clamped_swish_mul", invariant=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
@@ -11,6 +11,10 @@ from torch import Tensor
 
 from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.op import kernel
+
+NormKind = Literal["rms", "rms_wide", "layer"]
+"""`rms` rounds to the model's dtype before multiplying by its weight; `rms_wide`, whose weight is
+in float32, after that; `layer` subtracts the mean as well."""
 
 
 class NormWeights(NamedTuple):
@@ -50,7 +54,7 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return _scale_to_unit(total, weight, eps), total
 
 
-@kernel("norm.rmsnorm_wide")
+@kernel("norm.rmsnorm_wide", cpu("rmsnorm_wide"))
 def rmsnorm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to unit root-mean-square, rounding once, after the weight multiplied.
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from antiphon.kernels.activation import activate, clamped_swish_mul, gate, silu_mul
+from antiphon.kernels.activation import (
+    activate,
+    clamped_swish_mul,
+    gate,
+    silu_mul,
+    soft_capped,
+)
 from antiphon.kernels.attention import bidirectional_attention, paged_attention
 from antiphon.kernels.norm import (
     add_rmsnorm,
@@ -48,6 +54,7 @@ class Ops:
         self.gate = choose(gate)
         self.activate = choose(activate)
         self.clamped_swish_mul = choose(clamped_swish_mul)
+        self.soft_capped = choose(soft_capped)
         self.route = choose(route)
         self.combine = choose(combine)
         self.qk_norm_rope_store = choose(qk_norm_rope_store)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.kv import UNSCALED, KvScales, store_kv
-from antiphon.kernels.norm import rmsnorm
+from antiphon.kernels.norm import NormKind, NormWeights, layernorm, rmsnorm, rmsnorm_wide
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
@@ -214,11 +214,25 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class QkNormWeights(NamedTuple):
-    """Weights of QK norms, which normalise each query and key head separately, (D,) both."""
+    """Weights of QK norms: of each head (D,), or of all heads of a token, (Q * D,) and (H * D,)."""
 
-    query: Tensor
-    key: Tensor
+    query: NormWeights
+    key: NormWeights
     eps: float
+    kind: NormKind = "rms"
+    over: Literal["head", "token"] = "head"  # what is normalised together
+
+    def reference(self, heads: Tensor, weights: NormWeights) -> Tensor:
+        """Normalise heads (T, *, D) of queries or of keys."""
+        x = heads if self.over == "head" else heads.flatten(1)
+        match self.kind:
+            case "rms":
+                x = rmsnorm.reference(x, weights.weight, self.eps)
+            case "rms_wide":
+                x = rmsnorm_wide.reference(x, weights.weight, self.eps)
+            case "layer":
+                x = layernorm.reference(x, weights.weight, weights.bias, self.eps)
+        return x.view(heads.shape)
 
 
 @kernel("attention.heads", cpu("qk_norm_rope_store"))
@@ -243,8 +257,8 @@ def qk_norm_rope_store(
     queries = heads.shape[1] - 2 * kv_heads
     q, k = heads[:, :queries], heads[:, queries : queries + kv_heads]
     if norms is not None:
-        q = rmsnorm.reference(q, norms.query, norms.eps)
-        k = rmsnorm.reference(k, norms.key, norms.eps)
+        q = norms.reference(q, norms.query)
+        k = norms.reference(k, norms.key)
     rotated = apply_rotary(torch.cat((q, k), dim=1), cos, sin)
     store_kv(rotated[:, queries:], heads[:, queries + kv_heads :], keys, values, places, scales)
     return rotated[:, :queries]

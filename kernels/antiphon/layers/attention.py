@@ -13,7 +13,6 @@ from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.rotary import QkNormWeights, RotarySpec
 from antiphon.layers.context import AttentionParams, ForwardContext
 from antiphon.layers.linear import CheckpointLayout, LinearPart
-from antiphon.layers.norm import NormSpec, RmsNorm
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource, void
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.linear import CompiledLinear
+    from antiphon.layers.norm import NormSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class Attention(Sublayer):
         self.params = AttentionParams(
             scale=spec.scale,
             rotary=spec.rotary,
-            norms=None if self._norms is None else self._norms.weights,
+            norms=self.head_norms if spec.causal else None,
             softcap=spec.softcap,
             sinks=build.empty(query_heads) if spec.sinks else None,
             kv_heads=max(1, spec.kv_heads // build.tp.ranks),
@@ -140,7 +140,7 @@ class Attention(Sublayer):
         )
         """The attention parameters, independent of the forward pass."""
         shaped = spec.softcap is not None or spec.sinks
-        assert spec.causal or not (shaped or self.params.norms is not None), "no kernel has it"
+        assert spec.causal or not shaped, "no kernel has it"
         self.kernels = frozenset({"attention.whole"})
         if spec.causal:
             self.kernels = frozenset({"attention.heads", "attention.paged"})
@@ -151,7 +151,7 @@ class Attention(Sublayer):
         if self._gated:
             own = heads.shape[1] - (self._share.stop - self._share.start)
             heads, gate = heads[:, :own], heads[:, own:]
-        if self._norms is not None:
+        if self._norms is not None and self.params.norms is None:
             heads = self._norms(ctx, heads)
         if self._temperature is not None:
             heads = self._tempered(ctx, heads, self._temperature)
@@ -173,12 +173,22 @@ class Attention(Sublayer):
         return None if qkv is None or out is None else (qkv, out)
 
     @property
-    def fusable(self) -> bool:
+    def head_norms(self) -> QkNormWeights | None:
+        return None if self._norms is None else self._norms.weights
+
+    @property
+    def unfused(self) -> str | None:
+        """What of it the fused decoder does not have; None: nothing."""
         params = self.params
-        own_norms = self._norms is not None and self._norms.weights is None
-        shaped = params.softcap is not None or params.sinks is not None
-        other = self._gated or self._chunked or self._temperature is not None
-        return not (shaped or own_norms or other)
+        parts = {
+            "soft caps of scores": params.softcap is not None,
+            "attention sinks": params.sinks is not None,
+            "QK norms over ranks": self._norms is not None and self._norms.weights is None,
+            "gated attention": self._gated,
+            "chunked attention": self._chunked,
+            "temperatures by position": self._temperature is not None,
+        }
+        return next((part for part, has in parts.items() if has), None)
 
     def sources(self) -> Iterator[WeightSource]:
         yield from super().sources()
@@ -229,60 +239,55 @@ def _fused_place(spec: AttentionSpec, place: int) -> tuple[int | None, int, int]
 
 
 class QkNorm(Module):
-    """Norms of queries and keys. Axes: T tokens, Q query heads, H kv heads, D head size."""
+    """Norms of queries and keys, of each head or of all heads of a token."""
 
-    # For the fused QK norm and RoPE kernel; None: this module normalises.
+    # For the kernel that normalises, rotates and stores; None: this module normalises.
     weights: QkNormWeights | None = None
 
     def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
+        """Normalise heads (T, Q + 2 H, D), queries before keys before values."""
         raise NotImplementedError
 
 
 def build_qk_norm(site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> QkNorm:
-    if spec.qk_norm_over == "token":
-        return PerTokenQkNorm(site, spec, norm)
-    if norm.kind == "rms":
-        return FusedQkNorm(site, spec, norm)
-    return PerHeadQkNorm(site, spec, norm)
+    if spec.qk_norm_over == "token" and site.build.tp.ranks > 1:
+        return ShardedQkNorm(site, spec, norm)
+    return WholeQkNorm(site, spec, norm)
 
 
-class FusedQkNorm(QkNorm):
-    """RMSNorm of each head, applied by the fused kernel."""
+class WholeQkNorm(QkNorm):
+    """Norms whose rows are whole on this rank."""
 
     def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
-        self._norms = tuple(
-            RmsNorm(norm, site.tensor_name(name), spec.head_size, site.build)
-            for name in (spec.names.query_norm, spec.names.key_norm)
-        )
-        query, key = self._norms
-        self.weights = QkNormWeights(query.weight, key.weight, norm.eps)
-
-    def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
-        return heads
-
-    def sources(self) -> Iterator[WeightSource]:
-        for norm in self._norms:
-            yield from norm.sources()
-
-
-class PerHeadQkNorm(QkNorm):
-    def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
-        self._query, self._key = (
-            site.norm(norm, name, spec.head_size)
-            for name in (spec.names.query_norm, spec.names.key_norm)
-        )
-        self.children = (self._query, self._key)
+        whole = spec.qk_norm_over == "token"
         self._groups = spec.query_heads // spec.kv_heads
+        self._norms = tuple(
+            site.norm(norm, name, (heads if whole else 1) * spec.head_size)
+            for name, heads in (
+                (spec.names.query_norm, spec.query_heads),
+                (spec.names.key_norm, spec.kv_heads),
+            )
+        )
+        self.children = self._norms
+        query, key = (each.weights for each in self._norms)
+        assert query is not None, "norms of heads have weights"
+        assert key is not None, "norms of heads have weights"
+        self.weights = QkNormWeights(query, key, norm.eps, norm.kernel, spec.qk_norm_over)
+        self._whole = whole
 
     def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
         q, k, v = _parted(heads, self._groups)
-        return torch.cat((self._query(ctx, q), self._key(ctx, k), v), dim=1)
+        parts = [
+            norm(ctx, part.flatten(1) if self._whole else part.flatten(0, 1)).view(part.shape)
+            for norm, part in zip(self._norms, (q, k), strict=True)
+        ]
+        return torch.cat((*parts, v), dim=1)
 
 
-class PerTokenQkNorm(QkNorm):
-    """RMSNorm over all queries of a token, and over all its keys.
+class ShardedQkNorm(QkNorm):
+    """RMSNorm over all queries of a token, and over all its keys, where ranks share the heads.
 
-    Heads are sharded over ranks, so the mean square is summed over ranks.
+    The mean square is summed over ranks.
     """
 
     kernels = frozenset({"norm.squares"})

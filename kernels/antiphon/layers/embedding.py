@@ -91,11 +91,16 @@ class AddedEmbedding(Module):
         self._name, self._first = name, first
         self._weight = build.empty(first + rows, hidden)
 
+    @property
+    def table(self) -> Tensor:
+        """The rows from the first one on."""
+        return self._weight[self._first :]
+
     def add(self, embedded: Tensor, index: Tensor | None) -> Tensor:
         """Add the row of each token, by its index (T,); None: the first row."""
         if index is None:
             return embedded + self._weight[self._first]
-        return embedded + self._weight[self._first :].index_select(0, index)
+        return embedded + self.table.index_select(0, index)
 
     def sources(self) -> Iterator[WeightSource]:
         return replicated_source(f"{self._name}.weight", self._weight)

@@ -44,7 +44,7 @@ class GatedMlp(Sublayer):
             LinearPart(site.tensor_name(name), spec.width, site.build.tp.ranks, layout)
             for name, layout in zip((spec.gate, spec.up), layouts, strict=True)
         )
-        self._activation: ActivationKind = spec.activation
+        self.activation: ActivationKind = spec.activation
         self._scales = spec.scale_gate, spec.scale_out
         self._gate_up = site.column("mlp.gate_up", parts, bias=spec.bias, halves=True)
         self._down = site.row(spec.down, spec.width, bias=spec.bias)
@@ -54,19 +54,17 @@ class GatedMlp(Sublayer):
 
     @property
     def fusable(self) -> bool:
-        return self._activation == "silu" and self._scales == (1.0, 1.0)
+        return self._scales == (1.0, 1.0)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         both = self._gate_up(ctx, x)
-        if self.fusable:
-            return self._down(ctx, ctx.ops.silu_mul(both))
         scale_gate, scale_out = self._scales
         if scale_gate != 1.0:
             both[:, : both.shape[1] // 2] *= scale_gate
-        if self._activation == "silu":
+        if self.activation == "silu":
             y = self._down(ctx, ctx.ops.silu_mul(both))
         else:
-            y = self._down(ctx, ctx.ops.gate(both, self._activation))
+            y = self._down(ctx, ctx.ops.gate(both, self.activation))
         return y if scale_out == 1.0 else y * scale_out
 
     @property

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.norm import NormKind as KernelNorm
     from antiphon.layers.context import ForwardContext
 
 NormKind = Literal["rms", "rms_wide", "rms_one_plus", "layer"]
-"""`rms` rounds to the model's dtype before multiplying by its weight, `rms_wide` after that;
-`rms_one_plus` is wide and multiplies by 1 + weight; `layer` subtracts the mean as well."""
+"""The kinds of the kernels, and `rms_one_plus`, which is wide and multiplies by 1 + weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,10 @@ class NormSpec:
     eps: float  # added inside the root
     bias: bool = False  # whether a `layer` norm has a bias
     affine: bool = True  # whether it has a weight at all
+
+    @property
+    def kernel(self) -> KernelNorm:
+        return "rms_wide" if self.kind == "rms_one_plus" else self.kind
 
 
 class Norm(Module):
@@ -87,6 +91,7 @@ class WideRmsNorm(Norm):
         self._plus = 1.0 if spec.kind == "rms_one_plus" else 0.0
         # In float32: one plus a small weight needs more digits than the weight.
         self._weight = torch.ones(size, dtype=torch.float32, device=build.device)
+        self.weights = NormWeights(self._weight)
         self._affine = spec.affine
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:

@@ -6,16 +6,19 @@ Axes: T tokens, L tokens whose logits are requested, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from antiphon.kernels.cpu import extension
+from antiphon.kernels.cpu.linear import DTYPE_NAMES
+from antiphon.kernels.cpu.ops import compile_qk_norms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from antiphon.kernels.activation import ActivationKind
@@ -23,27 +26,42 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.experts import CompiledExperts
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.kernels.kv import LayerKvCache
-    from antiphon.kernels.norm import NormWeights
+    from antiphon.kernels.norm import NormKind, NormWeights
     from antiphon.kernels.rotary import QkNormWeights, TokenCosSin
+
+
+class BlockNorms(NamedTuple):
+    """The norms of a block; None: it has no such norm."""
+
+    before: NormWeights | None = None  # of the stream that it reads; None: it reads the stream
+    after: NormWeights | None = None  # of its output
+    # Of the sum of both, which is the stream from there on; None: the sum is.
+    of_sum: NormWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FusedDecoderLayer:
-    """The weights of one layer: packed linears, and the norms before, or after, its blocks.
+    """The weights of one layer: packed linears, and the norms around its blocks.
 
     In place of `gate_up` and `down` there may be experts.
     """
 
     qkv: CompiledLinear
     out: CompiledLinear
-    # Gate and up in halves, which become silu(gate) * up; or up alone, with an `activation`.
+    # Gate and up in halves, which become activation(gate) * up; or up alone, which is activated.
     gate_up: CompiledLinear | None
     down: CompiledLinear | None
-    activation: ActivationKind | None
-    attention_norm: NormWeights
-    mlp_norm: NormWeights
+    activation: ActivationKind
+    attention_norms: BlockNorms
+    mlp_norms: BlockNorms
     head_norms: QkNormWeights | None
+    scale: float  # of scores
+    rotary: int = 0  # index of the layer's RoPE among those of a pass
     experts: CompiledExperts | None = None
+    # Both blocks read the stream that enters the layer; without a norm before it, the feed-forward
+    # block reads what attention reads.
+    parallel: bool = False
+    multiplier: float = 1.0  # of the output of each block
 
 
 class UncachedHeads(NamedTuple):
@@ -57,9 +75,13 @@ class UncachedHeads(NamedTuple):
 class EmbeddingAndHead(NamedTuple):
     """The embedding before the layers and the head after them."""
 
+    # A packed linear whose weights are the embeddings, or a table (V, hidden).
     embedding: CompiledLinear | Tensor
-    """A packed linear whose weights are the embeddings, or a table (V, hidden)."""
     head: CompiledLinear
+    embedding_scale: float = 1.0
+    positions: Tensor | None = None  # (positions, hidden), learned, added to the embeddings
+    logits_scale: float = 1.0
+    softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
 
 
 class FusedDecoderOutput(NamedTuple):
@@ -86,40 +108,38 @@ class FusedDecoder:
         self,
         layers: Iterable[tuple[FusedDecoderLayer, LayerKvCache | UncachedHeads]],
         *,
-        final_norm: NormWeights,
+        hidden: int,
+        dtype: torch.dtype,
+        final_norm: NormWeights | None,
         eps: float,
-        scale: float,
-        norm: Literal["rms", "layer"] = "rms",
-        post_norms: bool = False,
+        norm: NormKind = "rms",
         ends: EmbeddingAndHead | None = None,
     ) -> None:
-        """With `post_norms` blocks read the residual stream, which is normalised after each.
-
-        The last of these is the final norm.
-        """
+        """Without a `final_norm` the stream behind the last layer is the result, a norm itself."""
         self.scores = ends is not None
         library = extension.load()
         self._compiled = library.Stack(
+            dtype=getattr(library.Dtype, DTYPE_NAMES[dtype]),
+            hidden=hidden,
             norm=getattr(library.NormKind, norm),
-            post_norms=post_norms,
             final_norm=final_norm,
             eps=eps,
-            scale=scale,
         )
         for layer, cache in layers:
-            query_norm, key_norm, _ = layer.head_norms or (None, None, None)
-            kind = layer.activation
             self._compiled.add(
                 qkv=layer.qkv,
                 out=layer.out,
                 gate_up=layer.gate_up,
                 down=layer.down,
                 experts=layer.experts,
-                activation=None if kind is None else getattr(library.Activation, kind),
-                attention_norm=layer.attention_norm,
-                mlp_norm=layer.mlp_norm,
-                query_norm=query_norm,
-                key_norm=key_norm,
+                activation=getattr(library.Activation, layer.activation),
+                attention_norms=layer.attention_norms,
+                mlp_norms=layer.mlp_norms,
+                parallel=layer.parallel,
+                multiplier=layer.multiplier,
+                head_norms=layer.head_norms and compile_qk_norms(layer.head_norms),
+                scale=layer.scale,
+                rotary=layer.rotary,
                 group=cache.group,
                 cache=cache[1:]
                 if isinstance(cache, UncachedHeads)
@@ -130,25 +150,33 @@ class FusedDecoder:
             self._compiled.set_ends(
                 embedding=None if looked_up else ends.embedding,
                 table=ends.embedding if looked_up else None,
+                scale=ends.embedding_scale,
+                positions=ends.positions,
                 head=ends.head,
+                logits_scale=ends.logits_scale,
+                softcap=ends.softcap or 0.0,
             )
 
     def __call__(
-        self, residual: Tensor, turns: TokenCosSin, groups: Sequence[AttentionMetadata]
+        self,
+        residual: Tensor,
+        turns: Sequence[TokenCosSin],
+        groups: Sequence[AttentionMetadata],
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a forward pass.
+        """Run a forward pass; `turns` are of each RoPE that a layer has.
 
         residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: whether all
         of a token's elements are finite; None: all of all tokens are
         """
         compiled = [rows.compile() for rows in groups]
-        return self._compiled.forward(residual, turns.cos, turns.sin, turns.positions, compiled)
+        angles = [(each.cos, each.sin) for each in turns]
+        return self._compiled.forward(residual, angles, turns[0].positions, compiled)
 
     def score(
         self,
         ids: NDArray[np.int32],
         logit_indices: NDArray[np.int32],
-        turns: TokenCosSin,
+        turns: Sequence[TokenCosSin],
         groups: Sequence[AttentionMetadata],
         *,
         argmax_only: bool = False,
@@ -160,9 +188,10 @@ class FusedDecoder:
         assert self.scores, "made with ends"
         # Not cached: the C++ decoder keeps them, and advances them in `decode_next`.
         compiled = [rows.compile() for rows in groups]
-        turned = turns.cos, turns.sin, turns.positions
+        angles = [(each.cos, each.sin) for each in turns]
+        positions = turns[0].positions
         return FusedDecoderOutput(
-            *self._compiled.score(ids, logit_indices, *turned, compiled, argmax_only)
+            *self._compiled.score(ids, logit_indices, angles, positions, compiled, argmax_only)
         )
 
     def decode_next(

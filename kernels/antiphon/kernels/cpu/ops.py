@@ -6,7 +6,7 @@ squares and in the last bits of an exponential.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.rotary import QkNormWeights
+
+
+class CompiledQkNorms(Protocol):
+    """QK norms of the CPU extension, which keep their weights."""
 
 
 PASS_PAGE_TOKENS = 16
@@ -42,10 +46,26 @@ def qk_norm_rope_store(
     norms: QkNormWeights | None,
     scales: KvScales = UNSCALED,
 ) -> Tensor:
-    query, key, eps = norms if norms is not None else (None, None, 0.0)
+    compiled = None if norms is None else compile_qk_norms(norms)
     return extension.load().qk_norm_rope_store(
-        heads, cos, sin, keys, values, places, query, key, eps, scales
+        heads, cos, sin, keys, values, places, compiled, scales
     )
+
+
+def compile_qk_norms(norms: QkNormWeights) -> CompiledQkNorms:
+    library = extension.load()
+    return library.QkNorms(
+        kind=getattr(library.NormKind, norms.kind),
+        over_token=norms.over == "token",
+        query=norms.query,
+        key=norms.key,
+        eps=norms.eps,
+    )
+
+
+def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
+    library = extension.load()
+    return library.gate(gate_up, getattr(library.Activation, activation))
 
 
 def activate(x: Tensor, activation: ActivationKind) -> Tensor:

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from antiphon.kernels.cpu.fused_decoder import (
+    BlockNorms,
     EmbeddingAndHead,
     FusedDecoder,
     FusedDecoderLayer,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.context import ForwardContext
@@ -69,6 +71,9 @@ class Decoder(Module):
     ) -> None:
         self.invariant = method.invariant
         """Whether its linears are batch-invariant."""
+        if isinstance(spec.head, HeadSpec) and spec.head.softcap is not None:
+            self.kernels = frozenset({"logits.softcap"})
+        self._dtype = build.dtype
         self._spec = spec
         sites = (
             LayerBuildContext(index, spec.layer_name.format(index), spec.hidden, build, method)
@@ -112,49 +117,48 @@ class Decoder(Module):
 
     def stack(
         self, caches: Mapping[int, LayerKvCache | UncachedHeads]
-    ) -> tuple[FusedDecoder, RotarySpec | None]:
+    ) -> tuple[FusedDecoder, tuple[RotarySpec | None, ...]]:
         """Fuse the layers and the final norm, or the whole model, into one call of the kernels.
 
-        Also returns the RoPE that all layers share; None without RoPE.
+        Also returns the kinds of RoPE that its layers have, None for no RoPE.
         """
-        post_norms = self._norm is None
+        spec = self._spec
+        rotaries: dict[RotarySpec | None, int] = {}
         layers = [
-            (layer.stacked(post_norms=post_norms), caches[index])
-            for index, layer in enumerate(self.layers)
+            (layer.stacked(rotaries), caches[index]) for index, layer in enumerate(self.layers)
         ]
-        final_norm = layers[-1][0].mlp_norm if self._norm is None else self._norm.weights
-        if final_norm is None or (kind := self._spec.norm.kind) not in ("rms", "layer"):
-            raise NotStackable("the final norm has no kernel")
-        norms = {self._spec.norm, *(layer.norm for layer in self._spec.layers)}
-        mixers: list[object] = [layer.mixer for layer in self._spec.layers]
-        ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
-        if len(ways) != 1:
-            raise NotStackable("attention scale or RoPE differ between layers")
-        if len(norms) > 1:
+        if len({spec.norm, *(layer.norm for layer in spec.layers)}) > 1:
             raise NotStackable("the norms differ between layers")
-        scale, rotary = ways.pop()
+        if self._norm is not None and self._norm.weights is None:
+            raise NotStackable("a norm without weights has no kernel")
         fused = FusedDecoder(
             layers,
-            final_norm=final_norm,
-            eps=self._spec.norm.eps,
-            scale=scale,
-            norm=kind,
-            post_norms=post_norms,
+            hidden=spec.hidden,
+            dtype=self._dtype,
+            final_norm=None if self._norm is None else self._norm.weights,
+            eps=spec.norm.eps,
+            norm=spec.norm.kernel,
             ends=self._ends(),
         )
-        return fused, rotary
+        return fused, tuple(rotaries)
 
     def _ends(self) -> EmbeddingAndHead | None:
-        """Embedding and head for the fused decoder, if nothing else transforms ids or logits."""
-        head, spec = self._head, self._spec.head
-        plain = isinstance(spec, HeadSpec) and spec.scale == 1.0 and spec.softcap is None
+        """Embedding and head for the fused decoder, if it has all that they need."""
+        head, spec, entry = self._head, self._spec.head, self._entry
         packed, table = self._embedding.packed, self._embedding.table
         embedding = table if packed is None else packed
-        if not (plain and self._entry.plain) or embedding is None:
+        if not isinstance(spec, HeadSpec) or not entry.stackable or embedding is None:
             return None
         if head is None or head.packed is None:
             return None
-        return EmbeddingAndHead(embedding=embedding, head=head.packed)
+        return EmbeddingAndHead(
+            embedding=embedding,
+            head=head.packed,
+            embedding_scale=entry.scale,
+            positions=entry.learned_positions,
+            logits_scale=spec.scale,
+            softcap=spec.softcap,
+        )
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Logits of normalised hidden states (L, hidden)  ->  (L, V) float32."""
@@ -164,7 +168,7 @@ class Decoder(Module):
         logits = self._head.logits(ctx, hidden)
         if head.scale != 1.0:
             logits = logits * head.scale
-        return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
+        return logits if head.softcap is None else ctx.ops.soft_capped(logits, head.softcap)
 
     def scores(self, ctx: ForwardContext, pooled: Tensor) -> Tensor:
         """Class scores: pooled (R, hidden) of the normalised stream  ->  (R, labels) float32.
@@ -222,40 +226,47 @@ class DecoderLayer(Module):
         transformed = self._leave(ctx, norm("after_feed_forward"), self._feed_forward(ctx, entered))
         return _join(ctx, norm("with_feed_forward"), transformed, residual)
 
-    def stacked(self, *, post_norms: bool) -> FusedDecoderLayer:
-        """This layer in the form that the fused decoder takes."""
+    def stacked(self, rotaries: dict[RotarySpec | None, int]) -> FusedDecoderLayer:
+        """This layer in the form that the fused decoder takes; its RoPE gets an index."""
         mixer, feed_forward = self._mixer, self._feed_forward
-        place = "with" if post_norms else "before"
-        norms = [self._norms.get(f"{place}_{block}") for block in ("mixer", "feed_forward")]
-        weights = [None if norm is None else norm.weights for norm in norms]
-        attention_norm, mlp_norm = weights
-        other = self._parallel or self._multiplier != 1.0 or len(self._norms) != 2
-        if other or attention_norm is None or mlp_norm is None:
-            raise NotStackable("the residual connections differ from Llama's")
-        if not isinstance(mixer, Attention) or not mixer.fusable:
-            raise NotStackable("the mixers differ from Llama's attention")
-        gate_up = down = experts = activation = None
-        if isinstance(feed_forward, MixtureOfExperts):
-            experts = feed_forward.packed
-        elif isinstance(feed_forward, PlainMlp):
-            gate_up, down = feed_forward.packed or (None, None)
-            activation = feed_forward.activation
-        elif isinstance(feed_forward, GatedMlp) and feed_forward.fusable:
-            gate_up, down = feed_forward.packed or (None, None)
-        else:
-            raise NotStackable("the feed-forward blocks differ from Llama's")
+        if not isinstance(mixer, Attention):
+            raise NotStackable(f"{type(mixer).__name__} has no place in it")
+        if mixer.unfused is not None:
+            raise NotStackable(f"it has no {mixer.unfused}")
+        gate_up = down = experts = None
+        activation: ActivationKind = "silu"
+        match feed_forward:
+            case MixtureOfExperts():
+                experts = feed_forward.packed
+            case GatedMlp(fusable=True) | PlainMlp():
+                gate_up, down = feed_forward.packed or (None, None)
+                activation = feed_forward.activation
+            case _:
+                raise NotStackable("the feed-forward blocks differ from Llama's")
         if mixer.packed is None or (experts is None and down is None):
             raise NotStackable("the linears are not packed on a single rank")
+        qkv, out = mixer.packed
         return FusedDecoderLayer(
-            *mixer.packed,
-            gate_up,
-            down,
-            activation,
-            attention_norm,
-            mlp_norm,
-            mixer.params.norms,
-            experts,
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            activation=activation,
+            attention_norms=self._norms_around("mixer"),
+            mlp_norms=self._norms_around("feed_forward"),
+            head_norms=mixer.head_norms,
+            scale=mixer.params.scale,
+            rotary=rotaries.setdefault(mixer.params.rotary, len(rotaries)),
+            experts=experts,
+            parallel=self._parallel,
+            multiplier=self._multiplier,
         )
+
+    def _norms_around(self, block: str) -> BlockNorms:
+        norms = [self._norms.get(f"{place}_{block}") for place in ("before", "after", "with")]
+        if any(norm is not None and norm.weights is None for norm in norms):
+            raise NotStackable("a norm without weights has no kernel")
+        return BlockNorms(*(norm and norm.weights for norm in norms))
 
     def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
         """The output of a block as it is added to the stream: normalised and multiplied."""
@@ -297,7 +308,7 @@ class EmbeddingTransform(Module):
     def __init__(self, spec: ModelSpec, build: BuildContext) -> None:
         embedding = spec.embedding
         # The scale is rounded to the dtype of the embeddings, as in transformers.
-        self._scale = float(torch.tensor(embedding.scale, dtype=build.dtype))
+        self.scale = float(torch.tensor(embedding.scale, dtype=build.dtype))
         self._types = self._positions = self._norm = None
         if embedding.types is not None:
             self._types = AddedEmbedding(embedding.types, embedding.types_count, spec.hidden, build)
@@ -311,13 +322,19 @@ class EmbeddingTransform(Module):
         self.children = (self._types, self._positions, self._norm)
 
     @property
-    def plain(self) -> bool:
-        return self._scale == 1.0 and not any(self.children)
+    def learned_positions(self) -> Tensor | None:
+        """The embedding of each position, (positions, hidden)."""
+        return None if self._positions is None else self._positions.table
+
+    @property
+    def stackable(self) -> bool:
+        """Whether the fused decoder can make the stream from ids."""
+        return self._types is None and self._norm is None
 
     def __call__(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
         """Make the residual stream from embeddings (T, hidden)  ->  (T, hidden)."""
-        if self._scale != 1.0:
-            embedded = embedded * self._scale
+        if self.scale != 1.0:
+            embedded = embedded * self.scale
         if self._types is not None:
             embedded = self._types.add(embedded, ctx.token_types)
         if self._positions is not None:

@@ -30,6 +30,7 @@ from antiphon.model_worker.runner.input_batch import InputBatch, PlanRefused
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder
@@ -46,8 +47,8 @@ STACK = "decoder.stack"
 BY_LAYER = "by layer"
 _STACKED = frozenset(
     {
-        *("norm.rmsnorm", "norm.add_rmsnorm", "norm.layernorm"),
-        *("activation.silu_mul", "activation.plain"),
+        *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
+        *("activation.silu_mul", "activation.gate", "activation.plain", "logits.softcap"),
         *("attention.heads", "attention.paged", "attention.whole"),
     }
 )
@@ -92,7 +93,7 @@ class ForwardContexts:
         self._deterministic = deterministic
         self._angles = cache(partial(CosSinCache, dtype=placement.dtype, device=placement.device))
         self._stack: FusedDecoder | None = None
-        self._stack_angles = self._angles(None)
+        self._stack_rotaries: tuple[RotarySpec | None, ...] = ()
         # With chunked attention, the rows of a sequence may differ from step to step.
         self._may_continue = not any(isinstance(kind, KvSpec) and kind.chunked for kind in kinds)
         self._kv_len: Ints | None = (
@@ -104,8 +105,8 @@ class ForwardContexts:
         decoder = model.decoder
         try:
             _refuse_apart(self._ops, decoder.operations, fused=fused)
-            self._stack, rotary = decoder.stack({**self._caches, **self._uncached})
-            self._stack_angles = self._angles(rotary)
+            caches = {**self._caches, **self._uncached}
+            self._stack, self._stack_rotaries = decoder.stack(caches)
         except NotStackable as error:
             refused = (("cpu", str(error)),)
             # It is batch-invariant if its operations are.
@@ -129,8 +130,8 @@ class ForwardContexts:
         if scored is None:
             if not stack.scores or plan.pooling is not None:
                 return None
-            cos_sin = self._stack_angles.at_positions(batch.positions)
-            scored = stack.score(tokens, plan.logit_tokens, cos_sin, batch.groups, argmax_only=bare)
+            turns = self._turns(batch.positions)
+            scored = stack.score(tokens, plan.logit_tokens, turns, batch.groups, argmax_only=bare)
         if self._may_continue and batch.decodes:
             self._kv_len = plan.kv_len
         return scored
@@ -165,9 +166,8 @@ class ForwardContexts:
 
         fused = None
         if self._stack is not None:
-            cos_sin = self._stack_angles.at_positions(positions)
             groups = batch.groups if self._causal else self._whole_rows(plan)
-            fused = partial(self._stack, turns=cos_sin, groups=groups)
+            fused = partial(self._stack, turns=self._turns(positions), groups=groups)
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
@@ -178,6 +178,10 @@ class ForwardContexts:
             token_types=None if plan.token_types is None else torch.as_tensor(plan.token_types),
             fused=fused,
         )
+
+    def _turns(self, positions: NDArray[np.int32]) -> list[TokenCosSin]:
+        """Of each RoPE of the fused decoder, at the positions of a pass."""
+        return [self._angles(rotary).at_positions(positions) for rotary in self._stack_rotaries]
 
     def _whole_rows(self, plan: StepPlan) -> tuple[AttentionMetadata, ...]:
         """The rows as each kind of bidirectional layers sees them."""

@@ -67,9 +67,10 @@ BLOCKS = frozenset(
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("norm.gated_rmsnorm", "recurrent.conv", "recurrent.ssd", "recurrent.gated_delta"),
         *("attention.heads", "attention.paged", "attention.whole"),
+        "logits.softcap",
     }
 )
-"""Operations of layers, which only some models call."""
+"""Operations of layers and heads, which only some models call."""
 READER = "attention.paged"
 """The operation that reads the cache for every token."""
 

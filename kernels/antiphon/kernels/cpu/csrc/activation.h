@@ -63,6 +63,12 @@ template <Activation A> INLINE F32 activated(F32 x) {
     }
 }
 
+// activation(gate) * up, with the roundings of two separate operations on tensors of T; both are
+// values of T already, and the result is rounded by the store.
+template <Activation A, class T> INLINE F32 gated(F32 gate, F32 up) {
+    return mul(rounded<T>(activated<A>(gate)), up);
+}
+
 // Call `body` with an activation as a constant.
 template <class Body> INLINE auto by_activation(Activation activation, Body &&body) {
     switch (activation) {

@@ -76,21 +76,21 @@ std::pair<at::Tensor, at::Tensor> add_rmsnorm(
 }
 
 // x (..., size) of any shape; weight and bias (size,), or none.
-at::Tensor layernorm(
-    const at::Tensor &x, const Optional &weight, const Optional &bias, double eps) {
+at::Tensor norm_of(
+    NormKind kind, const at::Tensor &x, const Optional &weight, const Optional &bias, double eps) {
     const at::Tensor rows = x.contiguous();
     const Dtype dtype = dtype_of(rows);
     TORCH_CHECK(rows.dim() > 0 && rows.size(-1) > 0, "x is (..., size), of at least a number");
     const int64_t size = rows.size(-1);
     at::Tensor out = at::empty_like(rows);
     const NormCall call = {
-        .kind = NormKind::layer,
+        .kind = kind,
         .dtype = dtype,
         .rows = rows.numel() / size,
         .size = size,
         .x = rows.const_data_ptr(),
         .residual = nullptr,
-        .weight = weight ? vector_of(*weight, rows, size) : nullptr,
+        .weight = weight ? norm_weight(kind, *weight, rows, size) : nullptr,
         .bias = bias ? vector_of(*bias, rows, size) : nullptr,
         .eps = static_cast<float>(eps),
         .total = nullptr,
@@ -101,6 +101,26 @@ at::Tensor layernorm(
     const KernelTimer computing;
     kernels().norm(call, team);
     return out;
+}
+
+at::Tensor rmsnorm_wide(const at::Tensor &x, const at::Tensor &weight, double eps) {
+    return norm_of(NormKind::rms_wide, x, weight, std::nullopt, eps);
+}
+
+at::Tensor layernorm(
+    const at::Tensor &x, const Optional &weight, const Optional &bias, double eps) {
+    return norm_of(NormKind::layer, x, weight, bias, eps);
+}
+
+// softcap * tanh(x / softcap), of floats of any shape.
+at::Tensor soft_capped(const at::Tensor &x, double softcap) {
+    at::Tensor capped = x.contiguous().clone();
+    TORCH_CHECK(dtype_of(capped) == Dtype::f32, "x is of float32");
+    const int team = threads();
+    const KernelTimer computing;
+    kernels().cap(
+        capped.mutable_data_ptr<float>(), capped.numel(), static_cast<float>(softcap), team);
+    return capped;
 }
 
 at::Tensor activate(const at::Tensor &x, Activation activation) {
@@ -115,7 +135,8 @@ at::Tensor activate(const at::Tensor &x, Activation activation) {
     return out;
 }
 
-at::Tensor silu_mul(const at::Tensor &gate_up) {
+at::Tensor gate(const at::Tensor &gate_up, Activation activation) {
+    TORCH_CHECK(activation != Activation::clamped_swish, "a clamped swish is of experts");
     const at::Tensor rows = gate_up.contiguous();
     check_rows(rows);
     TORCH_CHECK(rows.size(1) % 2 == 0, "gate_up is (rows, 2 * width)");
@@ -124,9 +145,13 @@ at::Tensor silu_mul(const at::Tensor &gate_up) {
     at::Tensor out = at::empty({rows.size(0), width}, rows.options());
     const int team = threads();
     const KernelTimer computing;
-    kernels().gate(dtype, rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
+    kernels().gate(
+        dtype, activation, rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(),
+        team);
     return out;
 }
+
+at::Tensor silu_mul(const at::Tensor &gate_up) { return gate(gate_up, Activation::silu); }
 
 // Which rows are finite, (rows,) bool; none: all.
 Optional finite_rows(const at::Tensor &x) {
@@ -161,8 +186,8 @@ using Scales = std::pair<double, double>;  // of keys and of values
 
 at::Tensor qk_norm_rope_store(
     const at::Tensor &heads, const at::Tensor &cos, const at::Tensor &sin, const at::Tensor &keys,
-    const at::Tensor &values, const at::Tensor &places, const Optional &query_norm,
-    const Optional &key_norm, double eps, const Scales &scales) {
+    const at::Tensor &values, const at::Tensor &places, const std::optional<QkNormTensors> &norms,
+    const Scales &scales) {
     const at::Tensor all = heads.contiguous();
     const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
     CacheShape shape = cache_shape_of(keys, values, all);
@@ -171,7 +196,6 @@ at::Tensor qk_norm_rope_store(
     TORCH_CHECK(queries > 0 && queries % shape.heads == 0, "query heads are shared out evenly");
     const int64_t rotated = rotated_of(cos, shape.head_size);
     shape.queries_per_head = queries / shape.heads;
-    TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
     TORCH_CHECK(
         places.is_cpu() && places.scalar_type() == at::kLong && places.is_contiguous() &&
             places.numel() == tokens,
@@ -190,9 +214,7 @@ at::Tensor qk_norm_rope_store(
         .sin = vector_of(sin, all, tokens * rotated),
         .rotated = rotated,
         .positions = nullptr,
-        .query_norm = query_norm ? vector_of(*query_norm, all, shape.head_size) : nullptr,
-        .key_norm = key_norm ? vector_of(*key_norm, all, shape.head_size) : nullptr,
-        .eps = static_cast<float>(eps),
+        .norms = norms ? norms->plain(all, queries, shape.heads, shape.head_size) : NO_QK_NORMS,
         .q = q.mutable_data_ptr(),
         .q_stride = queries * shape.head_size,
     };
@@ -253,7 +275,18 @@ void bind_attention(py::module_ &module) {
             py::arg("query_len"), py::arg("kv_len"));
     module.def("rmsnorm", rmsnorm);
     module.def("add_rmsnorm", add_rmsnorm);
+    module.def("rmsnorm_wide", rmsnorm_wide);
     module.def("layernorm", layernorm);
+    module.def("soft_capped", soft_capped);
+    py::enum_<NormKind>(module, "NormKind")
+        .value("rms", NormKind::rms)
+        .value("rms_wide", NormKind::rms_wide)
+        .value("layer", NormKind::layer);
+    py::class_<QkNormTensors>(module, "QkNorms")
+        .def(
+            py::init<NormKind, bool, NormTensors, NormTensors, double>(), py::kw_only(),
+            py::arg("kind"), py::arg("over_token"), py::arg("query"), py::arg("key"),
+            py::arg("eps"));
     py::enum_<Activation>(module, "Activation")
         .value("silu", Activation::silu)
         .value("gelu", Activation::gelu)
@@ -263,6 +296,7 @@ void bind_attention(py::module_ &module) {
         .value("tanh", Activation::tanh)
         .value("clamped_swish", Activation::clamped_swish);
     module.def("activate", activate);
+    module.def("gate", gate);
     module.def("silu_mul", silu_mul);
     module.def("finite_rows", finite_rows);
     module.def("argmax", argmax);

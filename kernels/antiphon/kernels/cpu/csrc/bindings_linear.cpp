@@ -173,10 +173,9 @@ at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
         x.is_cpu() && x.dim() == 2 && x.size(1) == packed_.inputs && x.scalar_type() == type,
         "x must be (rows, ", packed_.inputs, ") in ", type, ", got ", x.sizes(), " in ",
         x.scalar_type());
-    TORCH_CHECK(
-        epilogue != Epilogue::silu_mul || packed_.halves, "silu_mul is of a linear in halves");
+    TORCH_CHECK(epilogue != Epilogue::gate || packed_.halves, "a gate is of a linear in halves");
     const at::Tensor rows = x.contiguous();
-    const int64_t columns = epilogue == Epilogue::silu_mul ? packed_.outputs / 2 : packed_.outputs;
+    const int64_t columns = epilogue == Epilogue::gate ? packed_.outputs / 2 : packed_.outputs;
     const auto kept = epilogue == Epilogue::widen ? at::kFloat : type;
     at::Tensor y = at::empty({rows.size(0), columns}, x.options().dtype(kept));
     if (rows.size(0) > 0) {
@@ -330,9 +329,7 @@ void bind_linear(py::module_ &module) {
             })
         .def(
             "multiply_gated",
-            [](const Linear &self, const at::Tensor &x) {
-                return self.forward(x, Epilogue::silu_mul);
-            })
+            [](const Linear &self, const at::Tensor &x) { return self.forward(x, Epilogue::gate); })
         .def("rows", &Linear::rows)
         .def(
             "write", &Linear::write, py::arg("rows"), py::kw_only(), py::arg("panel"),

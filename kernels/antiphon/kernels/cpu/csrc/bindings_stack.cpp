@@ -4,7 +4,9 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -69,19 +71,18 @@ Ints ints_of(py::handle array) {
 
 class Stack {
   public:
-    // A norm has a weight (hidden,), and a layer norm may have a bias.
-    using Norm = std::pair<at::Tensor, Optional>;
+    using MaybeNorm = std::optional<NormTensors>;  // (hidden,)
+    // Before, after and with a block.
+    using BlockNorms = std::array<MaybeNorm, 3>;
 
-    Stack(NormKind norm, bool post_norms, const Norm &final_norm, double eps, double scale)
+    Stack(Dtype dtype, int64_t hidden, NormKind norm, const MaybeNorm &final_norm, double eps)
         : norm_(norm),
-          post_norms_(post_norms),
-          final_norm_(final_norm.first),
-          hidden_(final_norm_.numel()),
-          dtype_(dtype_of(final_norm_)),
-          eps_(static_cast<float>(eps)),
-          scale_(static_cast<float>(scale)) {
-        TORCH_CHECK(
-            hidden_ > 0 && final_norm_.is_contiguous(), "the final norm is (hidden,) in one piece");
+          hidden_(hidden),
+          dtype_(dtype),
+          like_(
+              at::empty({0}, at::TensorOptions(dtype == Dtype::bf16 ? at::kBFloat16 : at::kFloat))),
+          eps_(static_cast<float>(eps)) {
+        TORCH_CHECK(hidden_ > 0, "the residual stream has a width");
         final_ = keep(final_norm);
     }
 
@@ -91,12 +92,14 @@ class Stack {
     using Heads = std::pair<int64_t, int64_t>;
 
     // The linears and experts must live as long as the stack; there are gate_up and down, or experts.
-    // Without `activation`, gate_up are both, and become silu(gate) * up.
+    // Packed in halves, gate_up are both, and become activation(gate) * up. `rotary` is the index of
+    // the cosines and sines among those of a pass.
     void add(
         const Linear &qkv, const Linear &out, const Linear *gate_up, const Linear *down,
-        const MixtureOfExperts *experts, const std::optional<Activation> &activation,
-        const Norm &attention_norm, const Norm &mlp_norm, const Optional &query_norm,
-        const Optional &key_norm, int64_t group, const std::variant<Cache, Heads> &cached) {
+        const MixtureOfExperts *experts, Activation activation, const BlockNorms &attention_norms,
+        const BlockNorms &mlp_norms, bool parallel, double multiplier,
+        const std::optional<QkNormTensors> &head_norms, double scale, int64_t rotary, int64_t group,
+        const std::variant<Cache, Heads> &cached) {
         LayerCache cache = {nullptr, nullptr, 1.0f, 1.0f};
         CacheShape shape = {
             .dtype = dtype_,
@@ -111,7 +114,7 @@ class Stack {
         if (const auto *kept = std::get_if<Cache>(&cached)) {
             const auto &[keys, values, key_scale, value_scale] = *kept;
             cache = layer_of(keys, values, key_scale, value_scale);
-            shape = cache_shape_of(keys, values, final_norm_);
+            shape = cache_shape_of(keys, values, like_);
             kept_.push_back(keys);
             kept_.push_back(values);
         } else {
@@ -121,41 +124,49 @@ class Stack {
         const PackedLinear &first = qkv.packed();
         check_linear(first, hidden_, first.outputs);
         check_linear(out.packed(), first.outputs - 2 * heads * size, hidden_);
-        check_feed_forward(gate_up, down, experts, activation.has_value());
+        check_feed_forward(gate_up, down, experts);
         PackedLinear up = gate_up != nullptr ? gate_up->packed() : PackedLinear{};
         TORCH_CHECK(
             activation != Activation::clamped_swish, "a clamped swish is between gate and up");
-        if (activation) up.activation = *activation;
+        up.activation = activation;
         TORCH_CHECK(group >= 0, "a layer is of a cache group");
+        TORCH_CHECK(rotary >= 0, "a layer has a rotation");
         TORCH_CHECK(
             layers_.empty() || layers_.front().qkv.outputs == first.outputs,
             "all layers have the same heads");
         note_shape(group, shape);
+        note_rotary(rotary, size);
+        parallel_ = parallel_ || parallel;
         mixed_ = std::max(mixed_, out.packed().inputs);
         if (down != nullptr) width_ = std::max(width_, down->packed().inputs);
         can_decode_next_ = false;
-        TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
+        if (head_norms) head_norms_.push_back(*head_norms);
         layers_.push_back({
             .qkv = first,
             .out = out.packed(),
             .gate_up = up,
             .down = down != nullptr ? down->packed() : PackedLinear{},
             .experts = experts != nullptr ? &experts->packed() : nullptr,
-            .attention_norm = keep(attention_norm),
-            .mlp_norm = keep(mlp_norm),
-            .query_norm = query_norm ? vector_of(*query_norm, final_norm_, size) : nullptr,
-            .key_norm = key_norm ? vector_of(*key_norm, final_norm_, size) : nullptr,
+            .attention_norms = keep(attention_norms),
+            .mlp_norms = keep(mlp_norms),
+            .parallel = parallel,
+            .multiplier = static_cast<float>(multiplier),
+            .head_norms = head_norms
+                ? head_norms->plain(like_, first.outputs / size - 2 * heads, heads, size)
+                : NO_QK_NORMS,
+            .scale = static_cast<float>(scale),
+            .rotary = rotary,
             .group = group,
             .cache = cache,
         });
         mixtures_.push_back(experts);
-        for (const auto &norm : {query_norm, key_norm})
-            if (norm) kept_.push_back(*norm);
     }
 
     // The embeddings are the weights of a linear's outputs, or a table (V, hidden); the head must
-    // live as long as the stack, and such a linear, too.
-    void set_ends(const Linear *embedding, const Optional &table, const Linear &head) {
+    // live as long as the stack, and such a linear, too. Learned positions (positions, hidden).
+    void set_ends(
+        const Linear *embedding, const Optional &table, double scale, const Optional &positions,
+        const Linear &head, double logits_scale, double softcap) {
         TORCH_CHECK(
             (embedding != nullptr) != table.has_value(), "embeddings are a linear's, or a table");
         const PackedLinear &last = head.packed();
@@ -163,8 +174,16 @@ class Stack {
         can_decode_next_ = false;
         ends_ = StackEnds{};
         ends_->head = &last;
+        ends_->scale = static_cast<float>(scale);
+        ends_->logits_scale = static_cast<float>(logits_scale);
+        ends_->softcap = static_cast<float>(softcap);
+        if (positions) {
+            learned_positions_ = positions->size(0);
+            ends_->learned_positions = vector_of(*positions, like_, learned_positions_ * hidden_);
+            kept_.push_back(*positions);
+        }
         if (table) {
-            ends_->table = vector_of(*table, final_norm_, table->size(0) * hidden_);
+            ends_->table = vector_of(*table, like_, table->size(0) * hidden_);
             kept_.push_back(*table);
             vocabulary_ = table->size(0);
         } else {
@@ -175,18 +194,19 @@ class Stack {
         }
     }
 
-    // residual (T, hidden), overwritten; cos, sin (positions, 1, R); positions (T,); rows of each
-    // cache group -> normalised (T, hidden), and whether all numbers of each token are finite
+    // Cosines and sines, (positions, 1, R) both.
+    using Rotaries = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
+    // residual (T, hidden), overwritten; rotations; positions (T,); rows of each cache group -> normalised (T, hidden), and whether all numbers of each token are finite
     // (T,), or none if all are.
     std::pair<at::Tensor, Optional> forward(
-        const at::Tensor &residual, const at::Tensor &cos, const at::Tensor &sin,
-        const Ints &positions, GroupMetadata rows) {
+        const at::Tensor &residual, Rotaries rotaries, const Ints &positions, GroupMetadata rows) {
         can_decode_next_ = false;
         TORCH_CHECK(
             residual.is_cpu() && residual.dim() == 2 && residual.size(1) == hidden_ &&
-                residual.is_contiguous() && residual.scalar_type() == final_norm_.scalar_type(),
+                residual.is_contiguous() && residual.scalar_type() == like_.scalar_type(),
             "the residual stream is (T, hidden) in one piece");
-        take(residual.size(0), cos, sin, positions, std::move(rows));
+        take(residual.size(0), std::move(rotaries), positions, std::move(rows));
         make_room(nullptr);
         at::Tensor out = at::empty_like(residual);
         call_.residual = residual.mutable_data_ptr();
@@ -202,8 +222,8 @@ class Stack {
     // of each row the same; the first of its greatest (L,). A bare result has the last alone, if
     // all numbers are finite: to make Python's tensors takes as long as all other glue.
     Scores score(
-        const Ints &ids, const Ints &logit_indices, const at::Tensor &cos, const at::Tensor &sin,
-        const Ints &positions, GroupMetadata rows, bool argmax_only) {
+        const Ints &ids, const Ints &logit_indices, Rotaries rotaries, const Ints &positions,
+        GroupMetadata rows, bool argmax_only) {
         can_decode_next_ = false;
         TORCH_CHECK(ends_.has_value(), "this stack has no embedding and no head");
         check_ids(ids);
@@ -212,7 +232,7 @@ class Stack {
             TORCH_CHECK_INDEX(
                 least <= logit_indices.data()[i] && logit_indices.data()[i] < tokens,
                 "logit indices are token indices, ascending");
-        take(tokens, cos, sin, positions, std::move(rows));
+        take(tokens, std::move(rotaries), positions, std::move(rows));
         ends_->logit_indices = logit_indices.data();
         ends_->count = count;
         make_room(&*ends_);
@@ -255,14 +275,19 @@ class Stack {
     }
 
   private:
-    StackNorm keep(const Norm &norm) {
-        const auto &[weight, bias] = norm;
+    StackBlock keep(const BlockNorms &norms) {
+        return {.before = keep(norms[0]), .after = keep(norms[1]), .with = keep(norms[2])};
+    }
+
+    StackNorm keep(const MaybeNorm &norm) {
+        if (!norm) return {nullptr, nullptr};
+        const auto &[weight, bias] = *norm;
         TORCH_CHECK(!bias || norm_ == NormKind::layer, "a norm by root-mean-square has no bias");
         kept_.push_back(weight);
         if (bias) kept_.push_back(*bias);
         return {
-            vector_of(weight, final_norm_, hidden_),
-            bias ? vector_of(*bias, final_norm_, hidden_) : nullptr};
+            norm_weight(norm_, weight, like_, hidden_),
+            bias ? vector_of(*bias, like_, hidden_) : nullptr};
     }
 
     // Note what the layers of a cache group have in common.
@@ -277,7 +302,13 @@ class Stack {
                  noted->head_size == shape.head_size),
             "layers of a cache group keep the same");
         noted = shape;
-        head_size_ = layers_.empty() ? shape.head_size : std::min(head_size_, shape.head_size);
+    }
+
+    // Note the least head that is rotated so.
+    void note_rotary(int64_t rotary, int64_t head_size) {
+        const auto index = static_cast<size_t>(rotary);
+        if (rotated_heads_.size() <= index) rotated_heads_.resize(index + 1, head_size);
+        rotated_heads_[index] = std::min(rotated_heads_[index], head_size);
     }
 
     void check_ids(const Ints &ids) const {
@@ -288,13 +319,10 @@ class Stack {
     }
 
     // Lay out the call of a pass, but for what it overwrites, and keep what it points to.
-    void take(
-        int64_t tokens, const at::Tensor &cos, const at::Tensor &sin, const Ints &positions,
-        GroupMetadata rows) {
+    void take(int64_t tokens, Rotaries rotaries, const Ints &positions, GroupMetadata rows) {
         TORCH_CHECK(tokens > 0, "a pass has tokens");
-        const int64_t rotated = rotated_of(cos, head_size_);
         TORCH_CHECK(positions.size() == tokens, "a position a token");
-        known_positions_ = cos.size(0);
+        take_rotaries(std::move(rotaries));
         position_max_ = 0;
         for (int64_t i = 0; i < tokens; ++i) {
             const int64_t position = positions.data()[i];
@@ -305,8 +333,6 @@ class Stack {
         }
         set_groups(rows, tokens);
         rows_ = std::move(rows);
-        cos_ = cos;
-        sin_ = sin;
         positions_.assign(positions.data(), positions.data() + tokens);
         call_ = {
             .dtype = dtype_,
@@ -315,14 +341,9 @@ class Stack {
             .hidden = hidden_,
             .tokens = tokens,
             .norm = norm_,
-            .post_norms = post_norms_,
             .eps = eps_,
-            .scale = scale_,
             .groups = groups_.data(),
-            .one_each = rows_.front()->one_each(),
-            .cos = vector_of(cos, final_norm_, known_positions_ * rotated),
-            .sin = vector_of(sin, final_norm_, known_positions_ * rotated),
-            .rotated = rotated,
+            .rotaries = rotaries_.data(),
             .positions = positions_.data(),
             .final_norm = final_,
             .pass_cache = pass_cache(),
@@ -335,9 +356,27 @@ class Stack {
             .heads = nullptr,
             .mixed = nullptr,
             .gated = nullptr,
+            .attended = nullptr,
             .experts_rooms = nullptr,
             .experts_plans = nullptr,
         };
+    }
+
+    void take_rotaries(Rotaries rotaries) {
+        TORCH_CHECK(
+            rotaries.size() >= rotated_heads_.size(), "there is no rotation ",
+            rotated_heads_.size() - 1);
+        rotaries_.clear();
+        known_positions_ = learned_positions_;
+        for (size_t i = 0; i < rotated_heads_.size(); ++i) {
+            const auto &[cos, sin] = rotaries[i];
+            const int64_t rotated = rotated_of(cos, rotated_heads_[i]), known = cos.size(0);
+            rotaries_.push_back(
+                {vector_of(cos, like_, known * rotated), vector_of(sin, like_, known * rotated),
+                 rotated});
+            known_positions_ = std::min(known_positions_, known);
+        }
+        kept_rotaries_ = std::move(rotaries);
     }
 
     bool all_one_each() const {
@@ -349,7 +388,7 @@ class Stack {
     Scores compute_scores(const Ints &ids, bool argmax_only) {
         const int64_t tokens = call_.tokens, count = ends_->count;
         Ints argmax(count);
-        call_.out = states_.reserve({tokens, hidden_}, final_norm_.scalar_type());
+        call_.out = states_.reserve({tokens, hidden_}, like_.scalar_type());
         ends_->ids = ids.data();
         ends_->logits =
             static_cast<float *>(logits_.reserve({count, ends_->head->outputs}, at::kFloat));
@@ -385,8 +424,7 @@ class Stack {
     }
 
     void check_feed_forward(
-        const Linear *gate_up, const Linear *down, const MixtureOfExperts *experts,
-        bool plain) const {
+        const Linear *gate_up, const Linear *down, const MixtureOfExperts *experts) const {
         TORCH_CHECK(
             (gate_up != nullptr) == (down != nullptr) && (down != nullptr) != (experts != nullptr),
             "a layer has gate_up and down, or experts");
@@ -397,15 +435,15 @@ class Stack {
             return;
         }
         const PackedLinear &last = down->packed();
-        check_linear(gate_up->packed(), hidden_, plain ? last.inputs : 2 * last.inputs);
+        const PackedLinear &first = gate_up->packed();
+        check_linear(first, hidden_, first.halves ? 2 * last.inputs : last.inputs);
         check_linear(last, last.inputs, hidden_);
-        TORCH_CHECK(
-            gate_up->packed().halves == !plain,
-            "gate and up are packed in halves, up alone is not");
     }
 
     void set_groups(const GroupMetadata &rows, int64_t tokens) {
         TORCH_CHECK(!rows.empty() && !layers_.empty(), "a stack has layers, and rows of groups");
+        TORCH_CHECK(
+            final_.weight || layers_.back().mlp_norms.with.weight, "a norm follows the last layer");
         TORCH_CHECK(
             shapes_.size() <= rows.size(), "there are no rows of group ", shapes_.size() - 1);
         groups_.clear();
@@ -417,6 +455,7 @@ class Stack {
             groups_.push_back({
                 .shape = shape_of(i, each),
                 .rows = {},
+                .one_each = each.one_each(),
                 .places = each.places().data(),
                 .tasks = nullptr,
                 .count = 0,
@@ -463,7 +502,7 @@ class Stack {
                 most = std::max(most, KvLayout(shape).head_at(shape.pages, 0));
         if (most == 0) return {nullptr, nullptr, 1.0f, 1.0f};
         if (!whole_.defined() || whole_.numel() < 2 * most)
-            whole_ = at::empty({2 * most}, final_norm_.options());
+            whole_ = at::empty({2 * most}, like_.options());
         auto *keys = static_cast<char *>(whole_.mutable_data_ptr());
         return {keys, keys + most * whole_.element_size(), 1.0f, 1.0f};
     }
@@ -472,7 +511,7 @@ class Stack {
     // grows.
     void make_room(StackEnds *ends) {
         const int64_t heads = layers_.front().qkv.outputs;
-        const int64_t row = call_.tokens * final_norm_.element_size();
+        const int64_t row = call_.tokens * like_.element_size();
         void *finite = nullptr, *logits_finite = nullptr, *scans = nullptr, *experts = nullptr;
         int64_t experts_bytes = 0;  // one layer after the other has the same
         for (const MixtureOfExperts *each : mixtures_)
@@ -480,13 +519,13 @@ class Stack {
         std::vector<std::pair<void **, int64_t>> parts = {
             {&call_.normed, row * hidden_}, {&call_.added, row * hidden_},
             {&call_.heads, row * heads},    {&call_.mixed, row * mixed_},
-            {&call_.gated, row * width_},   {&finite, call_.tokens},
-            {&experts, experts_bytes},
+            {&call_.gated, row * width_},   {&call_.attended, parallel_ ? row * hidden_ : 0},
+            {&finite, call_.tokens},        {&experts, experts_bytes},
         };
         if (ends != nullptr) {
             const int64_t size = scan_parts(ends->head->outputs) * sizeof(PartScan);
             parts.emplace_back(&call_.residual, row * hidden_);
-            parts.emplace_back(&ends->gathered, ends->count * hidden_ * final_norm_.element_size());
+            parts.emplace_back(&ends->gathered, ends->count * hidden_ * like_.element_size());
             parts.emplace_back(&scans, ends->count * size);
             parts.emplace_back(&logits_finite, ends->count);
         }
@@ -517,20 +556,21 @@ class Stack {
     static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
     NormKind norm_;
-    bool post_norms_;
-    at::Tensor final_norm_;
-    StackNorm final_ = {};
     int64_t hidden_;
     Dtype dtype_;
-    float eps_, scale_;
+    at::Tensor like_;  // of no numbers, in the dtype of the model
+    float eps_;
+    StackNorm final_ = {};
     std::vector<StackLayer> layers_;
     std::vector<std::optional<CacheShape>> shapes_;   // of each cache group's layers
-    int64_t head_size_ = 0;                           // the least
+    std::vector<int64_t> rotated_heads_;              // the least head of each rotation
+    bool parallel_ = false;                           // whether a layer's blocks are
     int64_t mixed_ = 0, width_ = 0;                   // the most that goes into out, and into down
     std::vector<const MixtureOfExperts *> mixtures_;  // of each layer, or null
     std::vector<ExpertsRoom> experts_rooms_;          // likewise
     std::vector<ExpertsPlan> experts_plans_;
     std::vector<at::Tensor> kept_;
+    std::vector<QkNormTensors> head_norms_;
     int64_t vocabulary_ = 0;  // tokens that have an embedding
 
     // The last pass: how it was called, and what that points to.
@@ -538,10 +578,12 @@ class Stack {
     std::optional<StackEnds> ends_;
     GroupMetadata rows_;
     std::vector<StackGroup> groups_;
-    at::Tensor cos_, sin_;
+    Rotaries kept_rotaries_;
+    std::vector<StackRotary> rotaries_;
     std::vector<int32_t> positions_;
+    int64_t learned_positions_ = std::numeric_limits<int64_t>::max();
     int64_t known_positions_ = 0,
-            position_max_ = 0;      // positions of cos and sin, and the greatest of the pass
+            position_max_ = 0;      // positions of all rotations, and the greatest of the pass
     bool can_decode_next_ = false;  // whether `again` may follow
 
     at::Tensor room_, whole_;
@@ -551,23 +593,22 @@ class Stack {
 }  // namespace
 
 void bind_stack(py::module_ &module) {
-    py::enum_<NormKind>(module, "NormKind")
-        .value("rms", NormKind::rms)
-        .value("layer", NormKind::layer);
     py::class_<Stack>(module, "Stack")
         .def(
-            py::init<NormKind, bool, const Stack::Norm &, double, double>(), py::kw_only(),
-            py::arg("norm"), py::arg("post_norms"), py::arg("final_norm"), py::arg("eps"),
-            py::arg("scale"))
+            py::init<Dtype, int64_t, NormKind, const Stack::MaybeNorm &, double>(), py::kw_only(),
+            py::arg("dtype"), py::arg("hidden"), py::arg("norm"), py::arg("final_norm"),
+            py::arg("eps"))
         .def(
             "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gate_up"),
-            py::arg("down"), py::arg("experts"), py::arg("activation"), py::arg("attention_norm"),
-            py::arg("mlp_norm"), py::arg("query_norm"), py::arg("key_norm"), py::arg("group"),
-            py::arg("cache"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
+            py::arg("down"), py::arg("experts"), py::arg("activation"), py::arg("attention_norms"),
+            py::arg("mlp_norms"), py::arg("parallel"), py::arg("multiplier"), py::arg("head_norms"),
+            py::arg("scale"), py::arg("rotary"), py::arg("group"), py::arg("cache"),
+            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+            py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
         .def(
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
-            py::arg("head"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
+            py::arg("scale"), py::arg("positions"), py::arg("head"), py::arg("logits_scale"),
+            py::arg("softcap"), py::keep_alive<1, 2>(), py::keep_alive<1, 6>())
         .def("forward", &Stack::forward)
         .def("score", &Stack::score)
         .def("decode_next", &Stack::decode_next);

@@ -113,7 +113,7 @@ static void linear_block(
 // One call of a linear as one thread sees it, in chunks that may be computed in any order, by any
 // thread; a thread that has begun another call does not come back to this one, whose planes are
 // gone. Contiguous are x (rows, inputs) and y (rows, outputs), of half as many columns with
-// silu_mul.
+// a gate.
 class LinearCall {
   public:
     LinearCall(const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue)

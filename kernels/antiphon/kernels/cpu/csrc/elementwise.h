@@ -37,20 +37,22 @@ static void by_rows(int64_t rows, int64_t size, int threads, Body &&body) {
     in_team(threads, &phase, [&](TeamThread &team) { team.run(chunks, chunk_rows); });
 }
 
-// x, whose squares have this sum, scaled to unit root-mean-square.
-template <class T>
+// x, whose squares have this sum, scaled to unit root-mean-square. A weight in float32 beside
+// numbers of fewer bits is wide: nothing is rounded before it.
+template <class T, class W>
 INLINE void scale_to_unit(
-    const T *x, float squares, const T *weight, int64_t size, float eps, T *out) {
+    const T *x, float squares, const W *weight, int64_t size, float eps, T *out) {
     const F32 inverse = splat(1.0f / __builtin_sqrtf(squares / static_cast<float>(size) + eps));
     by_vectors(size, [&](int64_t i, auto part) {
-        const F32 unit = rounded<T>(mul(load_part(x + i, part), inverse));
+        const F32 scaled = mul(load_part(x + i, part), inverse);
+        const F32 unit = std::is_same_v<T, W> ? rounded<T>(scaled) : scaled;
         store_part(out + i, mul(unit, load_part(weight + i, part)), part);
     });
 }
 
 // x, scaled to unit root-mean-square. Returns the sum of squares.
-template <class T>
-INLINE float normalise(const T *x, const T *weight, int64_t size, float eps, T *out) {
+template <class T, class W>
+INLINE float normalise(const T *x, const W *weight, int64_t size, float eps, T *out) {
     F32 squares = zeros();
     by_vectors(size, [&](int64_t i, auto part) {
         const F32 value = load_part(x + i, part);
@@ -62,9 +64,9 @@ INLINE float normalise(const T *x, const T *weight, int64_t size, float eps, T *
 }
 
 // The same of x + residual, which becomes `total`.
-template <class T>
+template <class T, class W>
 INLINE float normalise_sum(
-    const T *x, const T *residual, const T *weight, int64_t size, float eps, T *total, T *out) {
+    const T *x, const T *residual, const W *weight, int64_t size, float eps, T *total, T *out) {
     constexpr int64_t LINE = 64 / sizeof(T), AHEAD = 2;
     F32 squares = zeros();
     by_vectors(size, [&](int64_t i, auto part) {
@@ -117,35 +119,58 @@ template <class T> INLINE void add_rows(const T *x, const T *residual, int64_t s
     });
 }
 
+// Multiply a row by a factor.
+template <class T> INLINE void scale_row(T *x, float factor, int64_t size) {
+    by_vectors(size, [&](int64_t i, auto part) {
+        store_part(x + i, mul(load_part(x + i, part), splat(factor)), part);
+    });
+}
+
+// Numbers become cap * tanh(x / cap).
+INLINE void cap_row(float *x, float cap, int64_t size) {
+    by_vectors(size, [&](int64_t i, auto part) {
+        const F32 bent = hyperbolic_tangent(div(load_part(x + i, part), splat(cap)));
+        store_part(x + i, mul(splat(cap), bent), part);
+    });
+}
+
 template <class T> INLINE void norm_row(const NormCall &call, int64_t row) {
     const int64_t at = row * call.size;
     const T *x = static_cast<const T *>(call.x) + at;
-    const T *weight = static_cast<const T *>(call.weight);
     const T *residual = static_cast<const T *>(call.residual) + (call.residual ? at : 0);
     T *total = static_cast<T *>(call.total) + (call.residual ? at : 0);
     T *out = static_cast<T *>(call.out) + at;
     float squares;
+    if (call.kind == NormKind::none) {
+        if (residual) add_rows(x, residual, call.size, total);
+        return;
+    }
     if (call.kind == NormKind::layer) {
         if (residual) {
             add_rows(x, residual, call.size, total);
             x = total;
         }
+        const T *weight = static_cast<const T *>(call.weight);
         const T *bias = static_cast<const T *>(call.bias);
         squares = layer_normalise(x, weight, bias, call.size, call.eps, out);
-    } else if (residual) {
-        squares = normalise_sum(x, residual, weight, call.size, call.eps, total, out);
     } else {
-        squares = normalise(x, weight, call.size, call.eps, out);
+        const auto scaled_by = [&](auto *weight) {
+            if (residual)
+                return normalise_sum(x, residual, weight, call.size, call.eps, total, out);
+            return normalise(x, weight, call.size, call.eps, out);
+        };
+        squares = call.kind == NormKind::rms_wide
+            ? scaled_by(static_cast<const float *>(call.weight))
+            : scaled_by(static_cast<const T *>(call.weight));
     }
     if (call.finite) call.finite[row] = __builtin_isfinite(squares);
 }
 
-// silu(gate) * up of a row whose second half is `up`.
-template <class T> INLINE void gate_row(const T *gate_up, int64_t width, T *out) {
+// activation(gate) * up of a row whose second half is `up`.
+template <Activation A, class T> INLINE void gate_row(const T *gate_up, int64_t width, T *out) {
     by_vectors(width, [&](int64_t i, auto part) {
-        store_part(
-            out + i,
-            silu_mul<T>(load_part(gate_up + i, part), load_part(gate_up + width + i, part)), part);
+        const F32 gate = load_part(gate_up + i, part), up = load_part(gate_up + width + i, part);
+        store_part(out + i, gated<A, T>(gate, up), part);
     });
 }
 
@@ -180,7 +205,26 @@ INLINE void scatter(const K *x, int64_t size, int64_t step, K *kept) {
     for (int64_t i = 0; i < size; i += W, kept += step) std::memcpy(kept, x + i, W * sizeof(K));
 }
 
-// The heads of one token that belong to kv heads [head, head + heads), kept as K.
+// Numbers of queries or keys, normalised.
+template <class T>
+INLINE void normalise_heads(
+    const QkNorms &norms, const T *x, const void *weight, const void *bias, int64_t size, T *to) {
+    switch (norms.kind) {
+        case NormKind::rms:
+            normalise(x, static_cast<const T *>(weight), size, norms.eps, to);
+            return;
+        case NormKind::rms_wide:
+            normalise(x, static_cast<const float *>(weight), size, norms.eps, to);
+            return;
+        default:
+            layer_normalise(
+                x, static_cast<const T *>(weight), static_cast<const T *>(bias), size, norms.eps,
+                to);
+    }
+}
+
+// The heads of one token that belong to kv heads [head, head + heads), kept as K; all of them where
+// norms are over a token.
 template <class T, class K>
 INLINE void qk_norm_rope_store(
     const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {
@@ -188,27 +232,37 @@ INLINE void qk_norm_rope_store(
     const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
     const int64_t kv = call.shape.heads, queries = kv * group;
     const T *from = static_cast<const T *>(call.heads) + token * (queries + 2 * kv) * size;
+    const T *own_queries = from, *own_keys = from + queries * size;
+    const T *own_values = own_keys + kv * size;
     const int64_t turned = call.rotated;
     const int64_t turn = (call.positions ? call.positions[token] : token) * turned;
     const T *cos = static_cast<const T *>(call.cos) + turn;
     const T *sin = static_cast<const T *>(call.sin) + turn;
-    const auto ready = [&](const T *x, const void *norm, T *to) {
-        if (norm) {
-            normalise(x, static_cast<const T *>(norm), size, call.eps, to);
+    const QkNorms &norms = call.norms;
+    const bool each = norms.kind != NormKind::none && !norms.over_token;
+    T *q = static_cast<T *>(call.q) + token * call.q_stride;
+    T *row = static_cast<T *>(scratch.reserve((2 + kv) * size * sizeof(T)));
+    if (norms.over_token) {
+        normalise_heads(norms, own_queries, norms.query, norms.query_bias, queries * size, q);
+        normalise_heads(norms, own_keys, norms.key, norms.key_bias, kv * size, row + 2 * size);
+        own_queries = q;
+        own_keys = row + 2 * size;
+    }
+    const auto ready = [&](const T *x, const void *weight, const void *bias, T *to) {
+        if (each) {
+            normalise_heads(norms, x, weight, bias, size, to);
             x = to;
         }
         rotate(x, cos, sin, turned, to);
         if (x != to && turned < size)
             std::memcpy(to + turned, x + turned, (size - turned) * sizeof(T));
     };
-    T *q = static_cast<T *>(call.q) + token * call.q_stride;
     for (int64_t i = head * group; i < (head + heads) * group; ++i)
-        ready(from + i * size, call.query_norm, q + i * size);
+        ready(own_queries + i * size, norms.query, norms.query_bias, q + i * size);
 
     const KvLayout layout(call.shape);
     const int64_t page = call.places[token] / layout.tokens;
     const int64_t offset = call.places[token] % layout.tokens;
-    T *row = static_cast<T *>(scratch.reserve(2 * size * sizeof(T)));
     const auto kept_as = [&](const T *x, float scale) {
         if constexpr (!IN_BYTES<K>) {
             return x;
@@ -221,13 +275,13 @@ INLINE void qk_norm_rope_store(
     for (int64_t i = head; i < head + heads; ++i) {
         K *keys = static_cast<K *>(call.cache.keys) + layout.head_at(page, i);
         K *values = static_cast<K *>(call.cache.values) + layout.head_at(page, i);
-        ready(from + (queries + i) * size, call.key_norm, row);
+        ready(own_keys + i * size, norms.key, norms.key_bias, row);
         scatter<WORD_VALUES<T>>(
             kept_as(row, call.cache.key_scale), size, layout.key_step(),
             keys + layout.key_at(offset));
         // Another thread may keep the token beside it in a word.
         scatter<1>(
-            kept_as(from + (queries + kv + i) * size, call.cache.value_scale), size, layout.word,
+            kept_as(own_values + i * size, call.cache.value_scale), size, layout.word,
             values + layout.value_at(offset));
     }
 }
@@ -285,21 +339,33 @@ static void activate_call(
 }
 
 template <class T>
-static void gate_rows(const T *gate_up, int64_t rows, int64_t width, T *out, int threads) {
-    by_rows(rows, width, threads, [&](int64_t row) {
-        gate_row(gate_up + row * 2 * width, width, out + row * width);
+static void gate_rows(
+    Activation activation, const T *gate_up, int64_t rows, int64_t width, T *out, int threads) {
+    by_activation(activation, [&](auto kind) {
+        by_rows(rows, width, threads, [&](int64_t row) {
+            gate_row<kind()>(gate_up + row * 2 * width, width, out + row * width);
+        });
     });
 }
 
 static void gate_call(
-    Dtype dtype, const void *gate_up, int64_t rows, int64_t width, void *out, int threads) {
+    Dtype dtype, Activation activation, const void *gate_up, int64_t rows, int64_t width, void *out,
+    int threads) {
     if (dtype == Dtype::bf16) {
         const auto *in = static_cast<const bf16 *>(gate_up);
-        gate_rows(in, rows, width, static_cast<bf16 *>(out), threads);
+        gate_rows(activation, in, rows, width, static_cast<bf16 *>(out), threads);
     } else {
         const auto *in = static_cast<const float *>(gate_up);
-        gate_rows(in, rows, width, static_cast<float *>(out), threads);
+        gate_rows(activation, in, rows, width, static_cast<float *>(out), threads);
     }
+}
+
+static void cap_call(float *x, int64_t size, float cap, int threads) {
+    constexpr int64_t ROW = 4096;
+    by_rows(ceil_div(size, ROW), ROW, threads, [&](int64_t row) {
+        const int64_t at = row * ROW;
+        cap_row(x + at, cap, size - at < ROW ? size - at : ROW);
+    });
 }
 
 static void qk_norm_rope_store_call(const QkNormRopeCall &call, int64_t tokens, int threads) {

@@ -249,13 +249,13 @@ static void sort_by_expert(const ExpertsCall &call) {
         const PackedExpert &each = experts.experts[expert];
         const bool silu = experts.activation == Activation::silu;
         add_job(
-            first, each.gate_up, nullptr, room.gated, silu ? Epilogue::silu_mul : Epilogue::store,
-            row, rows);
+            first, each.gate_up, nullptr, room.gated, silu ? Epilogue::gate : Epilogue::store, row,
+            rows);
         add_job(second, each.down, room.gated, room.made, Epilogue::store, row, rows);
     }
     if (experts.shared != nullptr) {
         const PackedExpert &each = *experts.shared;
-        add_job(first, each.gate_up, call.x, room.shared_gated, Epilogue::silu_mul, 0, call.tokens);
+        add_job(first, each.gate_up, call.x, room.shared_gated, Epilogue::gate, 0, call.tokens);
         add_job(
             second, each.down, room.shared_gated, room.shared_made, Epilogue::store, 0,
             call.tokens);

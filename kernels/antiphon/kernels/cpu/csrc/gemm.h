@@ -261,7 +261,7 @@ static __attribute__((noinline)) void finish_rows(
     const int64_t at_b = at + (linear.halves ? half : LANES);
     const int64_t left = (linear.halves ? half : linear.outputs) - at;
     const int64_t left_b = linear.halves ? left : left - LANES;
-    const int64_t columns = E == Epilogue::silu_mul ? half : linear.outputs;
+    const int64_t columns = E == Epilogue::gate ? half : linear.outputs;
     const auto put = [](Kept *to, F32 lanes, int64_t some) {
         if (WHOLE || some >= LANES) store(to, lanes);
         else if (some > 0) store(to, lanes, static_cast<int>(some));
@@ -279,8 +279,8 @@ static __attribute__((noinline)) void finish_rows(
             a = add(a, load(bias));
             b = add(b, load(bias + LANES));
         }
-        if constexpr (E == Epilogue::silu_mul) {
-            put(to + at, silu_mul<T>(rounded<T>(a), rounded<T>(b)), left);
+        if constexpr (E == Epilogue::gate) {
+            put(to + at, gated<A, T>(rounded<T>(a), rounded<T>(b)), left);
         } else if constexpr (E == Epilogue::activate) {
             put(to + at, activated<A>(rounded<T>(a)), left);
             put(to + at_b, activated<A>(rounded<T>(b)), left_b);
@@ -310,7 +310,11 @@ INLINE Finish finish_of(const PackedLinear &linear, int64_t panel, Epilogue epil
                 return whole ? finish_rows<T, Epilogue::activate, true, kind()>
                              : finish_rows<T, Epilogue::activate, false, kind()>;
             });
-        default: return of(std::integral_constant<Epilogue, Epilogue::silu_mul>());
+        default:
+            return by_activation(linear.activation, [&](auto kind) {
+                return whole ? finish_rows<T, Epilogue::gate, true, kind()>
+                             : finish_rows<T, Epilogue::gate, false, kind()>;
+            });
     }
 }
 

@@ -37,10 +37,10 @@ struct Grouping {
 
 // What becomes of the products.
 enum class Epilogue : int {
-    store,     // y in the number format of the model
-    widen,     // y in float32, not rounded
-    silu_mul,  // y[:, i] = silu(gate[i]) * up[i]; of a linear whose `halves` is set
-    activate   // y is an activation of the products, rounded before
+    store,    // y in the number format of the model
+    widen,    // y in float32, not rounded
+    gate,     // y[:, i] = activation(gate[i]) * up[i]; of a linear whose `halves` is set
+    activate  // y is an activation of the products, rounded before
 };
 
 // Functions of single numbers (activation.h); or, between gate and up of experts alone, the clamped
@@ -57,7 +57,7 @@ struct PackedLinear {
     const float *scales;  // int8: of each output, in panel order, padded to whole panels
     const float *bias;    // likewise; or null
     Grouping grouping;    // of `grouped`
-    Activation activation = Activation::silu;  // of the epilogue that activates
+    Activation activation = Activation::silu;  // of the epilogues with one
 };
 
 // y (rows, heads, outputs), each head by a linear of its own; all have the same shape.

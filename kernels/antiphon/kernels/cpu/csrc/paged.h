@@ -82,57 +82,86 @@ constexpr int64_t slot_floats(int64_t queries_per_head, int64_t head_size) {
     return queries_per_head * ((head_size + 15) / 16 * 16 + 2);
 }
 
+// Rows are scaled to unit root-mean-square, and rounded before the weight multiplies them or, where
+// it is wide, behind that; or to zero mean and unit variance; or they stay.
+enum class NormKind : int { rms, rms_wide, layer, none };
+
+// Norms of queries and of keys before they are rotated; of kind `none` there are none.
+struct QkNorms {
+    NormKind kind;
+    bool over_token;  // all heads of a token are normalised as one
+    // (D,) of each head, or (G * H, D) and (H, D) of a token.
+    const void *query, *query_bias, *key, *key_bias;
+    float eps;
+};
+
 // Queries and keys are normalised where there are norms, and rotated; keys and values are kept.
 struct QkNormRopeCall {
     CacheShape shape;
     LayerCache cache;
-    const int64_t *places;              // (T,) page * page_slots(S) + offset of each token
-    const void *heads;                  // (T, G * H + 2 H, D): queries, keys, values
-    const void *cos, *sin;              // (positions, R), sin signed: negative in the first half
-    int64_t rotated;                    // R, the numbers at the start of each head that are rotated
-    const int32_t *positions;           // (T,) the row of each token; null: token t has row t
-    const void *query_norm, *key_norm;  // (D,) both, or null both
-    float eps;
+    const int64_t *places;     // (T,) page * page_slots(S) + offset of each token
+    const void *heads;         // (T, G * H + 2 H, D): queries, keys, values
+    const void *cos, *sin;     // (positions, R), sin signed: negative in the first half
+    int64_t rotated;           // R, the numbers at the start of each head that are rotated
+    const int32_t *positions;  // (T,) the row of each token; null: token t has row t
+    QkNorms norms;
     void *q;  // token t's rotated queries go to q + t * q_stride values; may be `heads`
     int64_t q_stride;
 };
 
-// Rows are scaled to unit root-mean-square, or to zero mean and unit variance.
-enum class NormKind : int { rms, layer };
-
-// Rows normalised; with a residual, their sum with x is.
+// Rows normalised; with a residual, their sum with x is. Of kind `none` there is no `out`.
 struct NormCall {
     NormKind kind;
     Dtype dtype;
     int64_t rows, size;
-    const void *x, *residual;   // (rows, size) both; residual null: x alone is normalised
-    const void *weight, *bias;  // (size,) both; of a layer norm both may be null
+    const void *x, *residual;  // (rows, size) both; residual null: x alone is normalised
+    const void *weight,
+        *bias;  // (size,) both, a wide weight in float32; of a layer norm both may be null
     float eps;
     void *total;   // (rows, size) x + residual, if there is one; may be `residual`, or x
     void *out;     // (rows, size); may be `residual`, if that is not `total`
     bool *finite;  // (rows,) whether a row's sum of squares is; or null
 };
 
-// Weight and bias of a norm, (hidden,) both, or null.
+// Weight and bias of a norm, (hidden,) both; without a weight there is no norm.
 struct StackNorm {
     const void *weight, *bias;
+};
+
+// The norms of a block: of the stream that it reads, which else it reads as it is; of its output; and
+// of the sum of both, which then is the stream.
+struct StackBlock {
+    StackNorm before, after, with;
 };
 
 // What a layer computes with; linears may have biases.
 struct StackLayer {
     PackedLinear qkv, out;
-    PackedLinear gate_up, down;          // gate_up in halves, or up alone, which is activated; or
-    const PackedExperts *experts;        // in their place; or null
-    StackNorm attention_norm, mlp_norm;  // before the blocks; with post-norms, behind them
-    const void *query_norm, *key_norm;   // (D,) both, or null both
-    int64_t group;                       // which rows and shape it sees
-    LayerCache cache;                    // without keys: that of the pass
+    PackedLinear gate_up, down;    // gate_up in halves, or up alone, which is activated; or
+    const PackedExperts *experts;  // in their place; or null
+    StackBlock attention_norms, mlp_norms;
+    // Both blocks read the stream that enters the layer; without a norm before it, the feed-forward
+    // block reads what attention reads.
+    bool parallel;
+    float multiplier;  // of what blocks add to the stream
+    QkNorms head_norms;
+    float scale;       // of scores
+    int64_t rotary;    // which rotation of the call's
+    int64_t group;     // which rows and shape it sees
+    LayerCache cache;  // without keys: that of the pass
+};
+
+// Cosines and sines, (positions, rotated) both.
+struct StackRotary {
+    const void *cos, *sin;
+    int64_t rotated;
 };
 
 // The rows of a pass as the layers of one cache group see them.
 struct StackGroup {
     CacheShape shape;
     PagedRows rows;
+    bool one_each;               // every row has one token
     const int64_t *places;       // (T,)
     const AttentionTask *tasks;  // longest first
     int64_t count;
@@ -157,7 +186,11 @@ struct StackEnds {
     const int32_t *ids;             // (T,)
     const PackedLinear *embedding;  // its outputs' weights are the embeddings; or null, and
     const void *table;              // (V, hidden)
+    float scale;                    // of embeddings
+    const void *learned_positions;  // (positions, hidden), added to the embeddings; or null
     const PackedLinear *head;
+    float logits_scale;
+    float softcap;                 // logits become softcap * tanh(logit / softcap); 0: they stay
     const int32_t *logit_indices;  // (count,) tokens whose logits are wanted, rising
     int64_t count;
     float *logits;    // (count, V)
@@ -173,23 +206,19 @@ struct StackCall {
     const StackLayer *layers;
     int64_t count, hidden, tokens;
     NormKind norm;
-    // A block reads the residual stream as it is, and the sum with its output is normalised.
-    bool post_norms;
-    float eps, scale;
+    float eps;
     const StackGroup *groups;
-    bool one_each;             // every row has one token
-    const void *cos, *sin;     // (positions, R)
-    int64_t rotated;           // R
+    const StackRotary *rotaries;
     const int32_t *positions;  // (T,)
-    StackNorm final_norm;      // behind the last layer, whose own it is with post-norms
+    StackNorm final_norm;      // of the stream behind the last layer, which else is the result
     LayerCache pass_cache;     // of one layer after the other: nothing is kept
     void *residual;            // (T, hidden), overwritten
     void *out;                 // (T, hidden), normalised
     bool *finite;              // (T,)
     const StackEnds *ends;     // null: the residual stream is given, and no logits are wanted
     // Room: normed and added (T, hidden), heads (T, G * H + 2 H, D), mixed (T, G * H, D),
-    // gated (T, width).
-    void *normed, *added, *heads, *mixed, *gated;
+    // gated (T, width); and what attention adds beside a parallel block, (T, hidden).
+    void *normed, *added, *heads, *mixed, *gated, *attended;
     // Of each layer; those without experts have no room.
     const ExpertsRoom *experts_rooms;
     ExpertsPlan *experts_plans;

@@ -442,12 +442,4 @@ template <class T> INLINE F32 rounded(F32 a) {
     else return a;
 }
 
-// silu(gate) * up, with the roundings of two separate operations on tensors of T; both are
-// values of T already, and the result is rounded by the store.
-template <class T> INLINE F32 silu_mul(F32 gate, F32 up) {
-    const F32 one = splat(1.0f);
-    const F32 silu = div(gate, add(one, exponential(sub(zeros(), gate))));
-    return mul(rounded<T>(silu), up);
-}
-
 }  // namespace ISA_NS

@@ -31,74 +31,147 @@ class StackRun {
         for (int64_t i = 0; i < call_.count; ++i) {
             const StackLayer &layer = call_.layers[i];
             const PackedLinear *next = i + 1 < call_.count ? &call_.layers[i + 1].qkv : head();
-            const Epilogue epilogue =
-                layer.gate_up.halves ? Epilogue::silu_mul : Epilogue::activate;
-            linear(product(layer.qkv, block_input(), call_.heads), &layer.out);
+            const PackedLinear *within = layer.experts ? nullptr : &layer.gate_up;
+            const Epilogue epilogue = layer.gate_up.halves ? Epilogue::gate : Epilogue::activate;
+            linear(product(layer.qkv, read_by(layer.attention_norms), call_.heads), &layer.out);
             attention(layer);
-            const PackedLinear *after = layer.experts ? nullptr : &layer.gate_up;
-            linear_and_norm(
-                product(layer.out, call_.mixed, call_.added), norm_within(layer), after);
+            linear_and_join(
+                product(layer.out, call_.mixed, attended(layer)), join_within(layer), within);
+            const bool own = !layer.parallel || layer.mlp_norms.before.weight;
+            const void *x = read_by(own ? layer.mlp_norms : layer.attention_norms);
+            const Join join = join_behind(i);
             if (layer.experts != nullptr) {
-                experts(layer, i);
+                experts(layer, i, x, join);
                 continue;
             }
-            linear(product(layer.gate_up, block_input(), call_.gated, epilogue), &layer.down);
-            linear_and_norm(product(layer.down, call_.gated, call_.added), norm_behind(i), next);
+            linear(product(layer.gate_up, x, call_.gated, epilogue), &layer.down);
+            linear_and_join(product(layer.down, call_.gated, call_.added), join, next);
         }
         if (call_.ends != nullptr && call_.ends->count > 0) score(*call_.ends);
     }
 
   private:
-    // What linears read: the norm of the stream, or the stream, which is the last norm itself.
-    void *block_input() const { return call_.post_norms ? call_.residual : call_.normed; }
+    // What becomes of a block's output, row by row: it is normalised, multiplied, and added to what
+    // the block beside it gave. Then come norms of the stream, the first of which adds it.
+    struct Join {
+        void *output;
+        NormCall after;
+        float multiplier;
+        const void *beside;  // or null
+        NormCall norms[2];
+        int count;
 
-    // The norm before all layers, where norms come before the blocks.
-    NormCall first_norm() const {
-        NormCall first = norm(call_.layers[0].attention_norm, call_.normed, nullptr);
-        first.x = call_.residual;
-        first.residual = nullptr;
-        return first;
+        bool empty() const {
+            return after.kind == NormKind::none && multiplier == 1.0f && !beside && count == 0;
+        }
+    };
+
+    // What the linears of a block read.
+    const void *read_by(const StackBlock &block) const {
+        return block.before.weight ? call_.normed : call_.residual;
     }
 
-    // The norm between the blocks of a layer.
-    NormCall norm_within(const StackLayer &layer) const {
-        const StackNorm &own = call_.post_norms ? layer.attention_norm : layer.mlp_norm;
-        return norm(own, block_input(), nullptr);
+    // What attention adds.
+    void *attended(const StackLayer &layer) const {
+        return layer.parallel ? call_.attended : call_.added;
     }
 
-    // The norm behind layer `i`.
-    NormCall norm_behind(int64_t i) const {
-        const bool last = i + 1 == call_.count;
-        const StackNorm &own = last ? call_.final_norm
-            : call_.post_norms      ? call_.layers[i].mlp_norm
-                                    : call_.layers[i + 1].attention_norm;
-        return norm(own, last ? call_.out : block_input(), last ? call_.finite : nullptr);
-    }
-
-    // The norm of the stream and what a block has added.
-    NormCall norm(const StackNorm &norm, void *out, bool *finite) const {
+    NormCall norm(const StackNorm &norm, const void *x, void *out, bool *finite = nullptr) const {
         return {
-            .kind = call_.norm,
+            .kind = norm.weight ? call_.norm : NormKind::none,
             .dtype = call_.dtype,
             .rows = call_.tokens,
             .size = call_.hidden,
-            .x = call_.added,
-            .residual = call_.residual,
+            .x = x,
+            .residual = nullptr,
             .weight = norm.weight,
             .bias = norm.bias,
             .eps = call_.eps,
-            .total = call_.post_norms ? call_.added : call_.residual,
+            .total = nullptr,
             .out = out,
             .finite = finite,
         };
     }
 
-    void norm_rows(const NormCall &norm, int64_t first, int64_t last) const {
-        for (int64_t row = first; row < last; ++row) norm_one(norm, row);
+    // A block's output becomes part of the stream, whose sum with it may be normalised.
+    void add_to_stream(Join &join, const StackNorm &with, void *out, bool *finite) const {
+        NormCall sum = norm(with, call_.added, out, finite);
+        sum.residual = call_.residual;
+        sum.total = with.weight ? call_.added : call_.residual;
+        join.norms[join.count++] = sum;
     }
 
-    void norm_phase(const NormCall &norm) {
-        in_blocks(norm_block(), [&](int64_t first, int64_t last) { norm_rows(norm, first, last); });
+    // The stream is read through a norm, which takes the sum before it along.
+    void read_stream(Join &join, const StackNorm &before, void *out, bool *finite = nullptr) const {
+        if (before.weight == nullptr) return;
+        NormCall reading = norm(before, call_.residual, out, finite);
+        if (join.count > 0 && join.norms[join.count - 1].kind == NormKind::none) {
+            const NormCall &sum = join.norms[--join.count];
+            reading.x = sum.x;
+            reading.residual = sum.residual;
+            reading.total = sum.total;
+        }
+        join.norms[join.count++] = reading;
+    }
+
+    // What joins the output of a block, but for the norms of the stream.
+    Join join_of(const StackLayer &layer, const StackBlock &block, void *output) const {
+        return {
+            .output = output,
+            .after = norm(block.after, output, output),
+            .multiplier = layer.multiplier,
+            .beside = nullptr,
+            .norms = {},
+            .count = 0,
+        };
+    }
+
+    // Between the blocks of a layer.
+    Join join_within(const StackLayer &layer) const {
+        Join join = join_of(layer, layer.attention_norms, attended(layer));
+        if (!layer.parallel)
+            add_to_stream(join, layer.attention_norms.with, call_.residual, nullptr);
+        read_stream(join, layer.mlp_norms.before, call_.normed);
+        return join;
+    }
+
+    // Behind layer `i`.
+    Join join_behind(int64_t i) const {
+        const StackLayer &layer = call_.layers[i];
+        const bool last = i + 1 == call_.count;
+        const bool result = last && call_.final_norm.weight == nullptr;
+        Join join = join_of(layer, layer.mlp_norms, call_.added);
+        if (layer.parallel) join.beside = call_.attended;
+        add_to_stream(
+            join, layer.mlp_norms.with, result ? call_.out : call_.residual,
+            result ? call_.finite : nullptr);
+        if (last) read_stream(join, call_.final_norm, call_.out, call_.finite);
+        else read_stream(join, call_.layers[i + 1].attention_norms.before, call_.normed);
+        return join;
+    }
+
+    void join_rows(const Join &join, int64_t first, int64_t last) const {
+        for (int64_t row = first; row < last; ++row) {
+            if (join.after.kind != NormKind::none) norm_one(join.after, row);
+            if (join.multiplier != 1.0f) scale(row_of(join.output, row), join.multiplier);
+            if (join.beside) add_to(row_of(join.output, row), row_of(join.beside, row));
+            for (int i = 0; i < join.count; ++i) norm_one(join.norms[i], row);
+        }
+    }
+
+    void scale(void *row, float factor) const {
+        if (call_.dtype == Dtype::bf16) scale_row(static_cast<bf16 *>(row), factor, call_.hidden);
+        else scale_row(static_cast<float *>(row), factor, call_.hidden);
+    }
+
+    void add_to(void *row, const void *other) const {
+        if (call_.dtype == Dtype::bf16) add_as<bf16>(row, other);
+        else add_as<float>(row, other);
+    }
+
+    template <class T> void add_as(void *row, const void *other) const {
+        T *total = static_cast<T *>(row);
+        add_rows(total, static_cast<const T *>(other), call_.hidden, total);
     }
 
     // Of many rows some that follow each other, so that those to come can be asked for.
@@ -106,11 +179,13 @@ class StackRun {
 
     // Embed, if ids are given, and normalise for the first block.
     void enter() {
-        if (call_.ends == nullptr && call_.post_norms) return;
+        const StackNorm &before = call_.layers[0].attention_norms.before;
+        if (call_.ends == nullptr && before.weight == nullptr) return;
+        const NormCall first_norm = norm(before, call_.residual, call_.normed);
         in_blocks(norm_block(), [&](int64_t first, int64_t last) {
             for (int64_t token = first; call_.ends != nullptr && token < last; ++token)
                 embed(*call_.ends, token);
-            if (!call_.post_norms) norm_rows(first_norm(), first, last);
+            for (int64_t token = first; token < last; ++token) norm_one(first_norm, token);
         });
     }
 
@@ -121,6 +196,9 @@ class StackRun {
         else if (call_.dtype == Dtype::bf16)
             linear_row(*ends.embedding, id, static_cast<bf16 *>(to));
         else linear_row(*ends.embedding, id, static_cast<float *>(to));
+        if (ends.scale != 1.0f) scale(to, ends.scale);
+        if (ends.learned_positions)
+            add_to(to, row_of(ends.learned_positions, call_.positions[token]));
     }
 
     int64_t row_bytes() const { return call_.hidden * (call_.dtype == Dtype::bf16 ? 2 : 4); }
@@ -154,9 +232,11 @@ class StackRun {
             ends.count * parts,
             [&](int64_t i) {
                 const int64_t size = ends.head->outputs, begin = i % parts * SCAN_PART;
-                const int64_t left = size - begin;
-                ends.parts[i] = scan_part(
-                    ends.logits + i / parts * size, begin, left < SCAN_PART ? left : SCAN_PART);
+                const int64_t left = size - begin, count = left < SCAN_PART ? left : SCAN_PART;
+                float *logits = ends.logits + i / parts * size;
+                if (ends.logits_scale != 1.0f) scale_row(logits + begin, ends.logits_scale, count);
+                if (ends.softcap != 0.0f) cap_row(logits + begin, ends.softcap, count);
+                ends.parts[i] = scan_part(logits, begin, count);
             },
             [&] {
                 for (int64_t row = 0; row < ends.count; ++row)
@@ -188,48 +268,52 @@ class StackRun {
         team_.run(call.chunks(), [&](int64_t i) { chunk(call, i, next); });
     }
 
-    void linear_and_norm(LinearCall call, const NormCall &norm, const PackedLinear *next) {
-        if (call_.tokens > ROWS_IN_PASSING) {
+    void linear_and_join(LinearCall call, const Join &join, const PackedLinear *next) {
+        if (join.empty()) {
             linear(call, next);
-            norm_phase(norm);
+        } else if (call_.tokens > ROWS_IN_PASSING) {
+            linear(call, next);
+            in_blocks(
+                norm_block(), [&](int64_t first, int64_t last) { join_rows(join, first, last); });
         } else {
             team_.run(
                 call.chunks(), [&](int64_t i) { chunk(call, i, next); },
-                [&] { norm_rows(norm, 0, call_.tokens); });
+                [&] { join_rows(join, 0, call_.tokens); });
         }
     }
 
-    // The experts of layer `i`, and the norm after it.
-    void experts(const StackLayer &layer, int64_t i) {
-        if (call_.dtype == Dtype::bf16) experts_as<bf16>(layer, i);
-        else experts_as<float>(layer, i);
+    // The experts of layer `i`, which read x, and what joins their output.
+    void experts(const StackLayer &layer, int64_t i, const void *x, const Join &join) {
+        if (call_.dtype == Dtype::bf16) experts_as<bf16>(layer, i, x, join);
+        else experts_as<float>(layer, i, x, join);
     }
 
-    template <class T> void experts_as(const StackLayer &layer, int64_t i) {
-        const NormCall norm = norm_behind(i);
+    template <class T>
+    void experts_as(const StackLayer &layer, int64_t i, const void *x, const Join &join) {
         const ExpertsCall call = {
             .experts = layer.experts,
             .tokens = call_.tokens,
-            .x = block_input(),
+            .x = x,
             .out = call_.added,
             .room = call_.experts_rooms[i],
             .plan = call_.experts_plans + i,
         };
         ExpertsRun<T> run(call, team_);
-        const auto sum_and_norm = [&](int64_t first, int64_t last) {
+        const auto sum_and_join = [&](int64_t first, int64_t last) {
             for (int64_t token = first; token < last; ++token) run.sum_token(token);
-            norm_rows(norm, first, last);
+            join_rows(join, first, last);
         };
         if (call_.tokens <= ROWS_IN_PASSING) {
-            run.run([&] { sum_and_norm(0, call_.tokens); });
+            run.run([&] { sum_and_join(0, call_.tokens); });
         } else {
             run.run();
-            in_blocks(norm_block(), sum_and_norm);
+            in_blocks(norm_block(), sum_and_join);
         }
     }
 
     void attention(const StackLayer &layer) {
         const StackGroup &group = call_.groups[layer.group];
+        const StackRotary &rotary = call_.rotaries[layer.rotary];
         const LayerCache &cache = layer.cache.keys ? layer.cache : call_.pass_cache;
         const int64_t stride = layer.qkv.outputs;
         const QkNormRopeCall heads = {
@@ -237,13 +321,11 @@ class StackRun {
             .cache = cache,
             .places = group.places,
             .heads = call_.heads,
-            .cos = call_.cos,
-            .sin = call_.sin,
-            .rotated = call_.rotated,
+            .cos = rotary.cos,
+            .sin = rotary.sin,
+            .rotated = rotary.rotated,
             .positions = call_.positions,
-            .query_norm = layer.query_norm,
-            .key_norm = layer.key_norm,
-            .eps = call_.eps,
+            .norms = layer.head_norms,
             .q = call_.heads,
             .q_stride = stride,
         };
@@ -251,14 +333,15 @@ class StackRun {
             .shape = group.shape,
             .rows = group.rows,
             .cache = cache,
-            .scale = call_.scale,
+            .scale = layer.scale,
             .q = call_.heads,
             .q_stride = stride,
             .out = call_.mixed,
             .partials = group.partials,
         };
         // A query that one task reads alone is readied there.
-        const bool in_passing = call_.one_each && group.merge_count == 0;
+        const bool in_passing =
+            group.one_each && group.merge_count == 0 && !layer.head_norms.over_token;
         if (!in_passing)
             in_blocks(8, [&](int64_t first, int64_t last) {
                 for (int64_t token = first; token < last; ++token)

@@ -28,9 +28,11 @@ struct Table {
     // elementwise.h
     void (*norm)(const NormCall &call, int threads);
     void (*gate)(
-        Dtype dtype, const void *gate_up, int64_t rows, int64_t width, void *out, int threads);
+        Dtype dtype, Activation activation, const void *gate_up, int64_t rows, int64_t width,
+        void *out, int threads);
     void (*activate)(
         Dtype dtype, Activation activation, const void *x, int64_t size, void *out, int threads);
+    void (*cap)(float *x, int64_t size, float cap, int threads);
     void (*qk_norm_rope_store)(const QkNormRopeCall &call, int64_t tokens, int threads);
 
     // scan.h

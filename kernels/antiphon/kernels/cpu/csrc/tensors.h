@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 #include "kv_layout.h"
 #include "packed.h"
@@ -88,6 +90,66 @@ inline const void *vector_of(const at::Tensor &tensor, const at::Tensor &like, i
         " of ", tensor.scalar_type());
     return tensor.const_data_ptr();
 }
+
+// The weight of a norm of numbers in the format of `like`: of a wide one it is in float32.
+inline const void *norm_weight(
+    NormKind kind, const at::Tensor &weight, const at::Tensor &like, int64_t size) {
+    const bool wide = kind == NormKind::rms_wide;
+    TORCH_CHECK(
+        !wide || weight.scalar_type() == at::kFloat, "the weight of a wide norm is float32");
+    return vector_of(weight, wide ? weight : like, size);
+}
+
+// Weight and bias of a norm.
+using NormTensors = std::pair<at::Tensor, std::optional<at::Tensor>>;
+
+inline constexpr QkNorms NO_QK_NORMS = {
+    .kind = NormKind::none,
+    .over_token = false,
+    .query = nullptr,
+    .query_bias = nullptr,
+    .key = nullptr,
+    .key_bias = nullptr,
+    .eps = 0.0f,
+};
+
+// The norms of queries and keys; what Python holds.
+class QkNormTensors {
+  public:
+    QkNormTensors(NormKind kind, bool over_token, NormTensors query, NormTensors key, double eps)
+        : kind_(kind),
+          over_token_(over_token),
+          query_(std::move(query)),
+          key_(std::move(key)),
+          eps_(static_cast<float>(eps)) {}
+
+    // Of so many heads in the number format of `like`; valid while this lives.
+    QkNorms plain(const at::Tensor &like, int64_t queries, int64_t keys, int64_t head_size) const {
+        const int64_t query_size = (over_token_ ? queries : 1) * head_size;
+        const int64_t key_size = (over_token_ ? keys : 1) * head_size;
+        return {
+            .kind = kind_,
+            .over_token = over_token_,
+            .query = norm_weight(kind_, query_.first, like, query_size),
+            .query_bias = bias_of(query_, like, query_size),
+            .key = norm_weight(kind_, key_.first, like, key_size),
+            .key_bias = bias_of(key_, like, key_size),
+            .eps = eps_,
+        };
+    }
+
+  private:
+    const void *bias_of(const NormTensors &norm, const at::Tensor &like, int64_t size) const {
+        if (!norm.second) return nullptr;
+        TORCH_CHECK(kind_ == NormKind::layer, "a norm by root-mean-square has no bias");
+        return vector_of(*norm.second, like, size);
+    }
+
+    NormKind kind_;
+    bool over_token_;
+    NormTensors query_, key_;
+    float eps_;
+};
 
 // How many numbers of each head are rotated: the last dimension of a table of cosines.
 inline int64_t rotated_of(const at::Tensor &cos, int64_t head_size) {

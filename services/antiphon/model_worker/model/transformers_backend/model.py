@@ -131,7 +131,7 @@ class TransformersDecoder:
 
     def stack(
         self, caches: Mapping[int, LayerKvCache | UncachedHeads]
-    ) -> tuple[FusedDecoder, RotarySpec | None]:
+    ) -> tuple[FusedDecoder, tuple[RotarySpec | None, ...]]:
         raise NotStackable("the model uses the transformers backend")
 
 
