@@ -43,6 +43,8 @@ def a_stack(
     plain: bool = True,
     final: bool = True,
     rotary: int = 0,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     keys: torch.dtype = torch.float32,
     values: torch.dtype = torch.float32,
 ) -> Any:
@@ -80,6 +82,8 @@ def a_stack(
         multiplier=1.0,
         head_norms=None,
         scale=1.0,
+        softcap=softcap,
+        sinks=sinks,
         rotary=rotary,
         group=0,
         cache=(*cache, 1.0, 1.0),
@@ -127,6 +131,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "a stack without rows": lambda: run(a_stack(), 1, [None]),
     "a stack whose last layer no norm follows": lambda: run(a_stack(final=False), 1, [rows(1)]),
     "a rotation that a pass has not": lambda: run(a_stack(rotary=1), 1, [rows(1)]),
+    "a cap of nothing": lambda: a_stack(softcap=0.0),
+    "sinks of other heads": lambda: a_stack(sinks=torch.ones(2)),
     "norms of heads of another size": lambda: ready_heads(HEADS, CACHE, head_norms(4)),
     "norms of heads in another dtype": lambda: ready_heads(
         HEADS, CACHE, head_norms(8, dtype=torch.bfloat16)

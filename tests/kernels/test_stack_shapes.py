@@ -60,6 +60,8 @@ class Shape:
     multiplier: float = 1.0
     activation: ActivationKind = "silu"
     head_norms: tuple[NormKind, str] | None = None
+    softcap: float | None = None
+    sinks: bool = False
     rotaries: tuple[RotarySpec | None, ...] = (RotarySpec(SIZE, 50.0),)
     experts: bool = False
     final: bool = True
@@ -90,6 +92,8 @@ SHAPES = {
         attention=("before", "after"), mlp=("before", "after"), parallel=True, multiplier=0.3
     ),
     "parallel experts": Shape(parallel=True, experts=True, head_norms=("rms", "token")),
+    "capped scores": Shape(softcap=2.5),
+    "sinks": Shape(sinks=True),
     "a multiplier": Shape(multiplier=0.22),
     "some layers without RoPE": Shape(rotaries=(None, RotarySpec(SIZE // 2, 50.0))),
 }
@@ -136,6 +140,10 @@ class Stacked:
                 multiplier=shape.multiplier,
                 head_norms=head_norms(),
                 scale=SCALE * (1 + index / 4),
+                softcap=shape.softcap,
+                sinks=torch.randn(HEADS * GROUP, generator=generator).to(dtype)
+                if shape.sinks
+                else None,
                 rotary=index % len(shape.rotaries),
             )
             for index, layer in enumerate(world.layers)
@@ -208,9 +216,9 @@ class Stacked:
         turns, heads = self.turns[layer.rotary].by_token, heads.view(len(heads), -1, SIZE)
         norms = layer.head_norms
         q = ops.qk_norm_rope_store(heads, *turns, *pages, rows.slot_mapping, norms, cache.scales)
-        return layer.out.multiply(
-            ops.paged_attention(q, *pages, rows, layer.scale, cache.scales).flatten(1)
-        )
+        shaped = layer.softcap, layer.sinks
+        mixed = ops.paged_attention(q, *pages, rows, layer.scale, cache.scales, *shaped)
+        return layer.out.multiply(mixed.flatten(1))
 
     def _fed_forward(self, ops: Ops, layer: FusedDecoderLayer, x: Tensor) -> Tensor:
         if layer.experts is not None:

@@ -237,7 +237,18 @@ def bits(folder: Path, dtype: str, chunks: list[int], others: int) -> Tensor:
 
 OTHER_FAMILIES = [
     *("mixtral", "qwen2-moe", "glm4-moe", "deepseek-v2", "deepseek-v3", "gpt-oss"),
-    *("gemma", "gemma3", "granite", "phi", "glm4", "olmo2", "smollm3", "gpt2", "gpt neox"),
+    *(
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "granite",
+        "phi",
+        "glm4",
+        "olmo2",
+        "smollm3",
+        "gpt2",
+        "gpt neox",
+    ),
 ]
 
 

@@ -78,8 +78,6 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
 
 
 LAYER_BY_LAYER = {
-    "gemma2": "it has no soft caps of scores",
-    "gpt-oss": "it has no attention sinks",
     "llama4": "it has no chunked attention",
     "llama4 with two experts a token and no norms of heads": "it has no chunked attention",
     "falcon-h1": "ParallelMixers has no place in it",

@@ -179,10 +179,7 @@ class Attention(Sublayer):
     @property
     def unfused(self) -> str | None:
         """What of it the fused decoder does not have; None: nothing."""
-        params = self.params
         parts = {
-            "soft caps of scores": params.softcap is not None,
-            "attention sinks": params.sinks is not None,
             "QK norms over ranks": self._norms is not None and self._norms.weights is None,
             "gated attention": self._gated,
             "chunked attention": self._chunked,

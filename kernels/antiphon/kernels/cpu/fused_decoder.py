@@ -56,6 +56,8 @@ class FusedDecoderLayer:
     mlp_norms: BlockNorms
     head_norms: QkNormWeights | None
     scale: float  # of scores
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # (Q,) a score of each query head that has no value
     rotary: int = 0  # index of the layer's RoPE among those of a pass
     experts: CompiledExperts | None = None
     # Both blocks read the stream that enters the layer; without a norm before it, the feed-forward
@@ -139,6 +141,8 @@ class FusedDecoder:
                 multiplier=layer.multiplier,
                 head_norms=layer.head_norms and compile_qk_norms(layer.head_norms),
                 scale=layer.scale,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
                 rotary=layer.rotary,
                 group=cache.group,
                 cache=cache[1:]

@@ -256,6 +256,8 @@ class DecoderLayer(Module):
             mlp_norms=self._norms_around("feed_forward"),
             head_norms=mixer.head_norms,
             scale=mixer.params.scale,
+            softcap=mixer.params.softcap,
+            sinks=mixer.params.sinks,
             rotary=rotaries.setdefault(mixer.params.rotary, len(rotaries)),
             experts=experts,
             parallel=self._parallel,

@@ -98,7 +98,8 @@ class Stack {
         const Linear &qkv, const Linear &out, const Linear *gate_up, const Linear *down,
         const MixtureOfExperts *experts, Activation activation, const BlockNorms &attention_norms,
         const BlockNorms &mlp_norms, bool parallel, double multiplier,
-        const std::optional<QkNormTensors> &head_norms, double scale, int64_t rotary, int64_t group,
+        const std::optional<QkNormTensors> &head_norms, double scale, std::optional<double> softcap,
+        const Optional &sinks, int64_t rotary, int64_t group,
         const std::variant<Cache, Heads> &cached) {
         LayerCache cache = {nullptr, nullptr, 1.0f, 1.0f};
         CacheShape shape = {
@@ -141,6 +142,8 @@ class Stack {
         if (down != nullptr) width_ = std::max(width_, down->packed().inputs);
         can_decode_next_ = false;
         if (head_norms) head_norms_.push_back(*head_norms);
+        TORCH_CHECK(!softcap || *softcap > 0.0, "a cap is positive, and not ", *softcap);
+        if (sinks) kept_.push_back(*sinks);
         layers_.push_back({
             .qkv = first,
             .out = out.packed(),
@@ -155,6 +158,8 @@ class Stack {
                 ? head_norms->plain(like_, first.outputs / size - 2 * heads, heads, size)
                 : NO_QK_NORMS,
             .scale = static_cast<float>(scale),
+            .softcap = static_cast<float>(softcap.value_or(0.0)),
+            .sinks = sinks ? vector_of(*sinks, like_, first.outputs / size - 2 * heads) : nullptr,
             .rotary = rotary,
             .group = group,
             .cache = cache,
@@ -602,9 +607,9 @@ void bind_stack(py::module_ &module) {
             "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gate_up"),
             py::arg("down"), py::arg("experts"), py::arg("activation"), py::arg("attention_norms"),
             py::arg("mlp_norms"), py::arg("parallel"), py::arg("multiplier"), py::arg("head_norms"),
-            py::arg("scale"), py::arg("rotary"), py::arg("group"), py::arg("cache"),
-            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
-            py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
+            py::arg("scale"), py::arg("softcap"), py::arg("sinks"), py::arg("rotary"),
+            py::arg("group"), py::arg("cache"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
         .def(
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
             py::arg("scale"), py::arg("positions"), py::arg("head"), py::arg("logits_scale"),

@@ -145,10 +145,12 @@ struct StackLayer {
     bool parallel;
     float multiplier;  // of what blocks add to the stream
     QkNorms head_norms;
-    float scale;       // of scores
-    int64_t rotary;    // which rotation of the call's
-    int64_t group;     // which rows and shape it sees
-    LayerCache cache;  // without keys: that of the pass
+    float scale;        // of scores
+    float softcap;      // of scores; 0: none
+    const void *sinks;  // (G * H,) scores without a value; or null
+    int64_t rotary;     // which rotation of the call's
+    int64_t group;      // which rows and shape it sees
+    LayerCache cache;   // without keys: that of the pass
 };
 
 // Cosines and sines, (positions, rotated) both.

@@ -338,6 +338,8 @@ class StackRun {
             .q_stride = stride,
             .out = call_.mixed,
             .partials = group.partials,
+            .softcap = layer.softcap,
+            .sinks = layer.sinks,
         };
         // A query that one task reads alone is readied there.
         const bool in_passing =
