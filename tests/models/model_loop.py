@@ -20,6 +20,7 @@ from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.ranks.protocol import LeadRank, RankedLauncher
 from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.wire.command import PauseMode
 from antiphon.wire.ids import RequestId
@@ -91,6 +92,7 @@ class ModelLoop:
 
     With a `drafter`, or the draft model of the runner, decodes verify up to `drafts_max` drafts
     each, whatever a step costs. So many steps are launched `ahead`, by default one with `overlap`.
+    With a `lead` the model is the first of several ranks.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class ModelLoop:
         ahead: int = 1,
         drafter: Drafter | None = None,
         drafts_max: int = 4,
+        lead: LeadRank | None = None,
         **changes: Any,
     ) -> None:
         self.pools = CachePools(model.groups)
@@ -118,11 +121,11 @@ class ModelLoop:
         if drafter is not None or model.draft is not None:
             self.speculation = Speculation(drafter, drafts_max, sizes.running_max)
         self.core = EngineCore(sizes, self.pools, index, speculation=self.speculation)
-        runner = runner or model.runner
-        self._forward = ForwardThread(runner) if overlap else None
-        launcher = self._forward or InTurn(runner)
+        runner = runner or lead or model.runner
+        launcher = ForwardThread(runner) if overlap else InTurn(runner)
+        self._launcher = launcher if lead is None else RankedLauncher(launcher, lead)
         self.loop = BatchingLoop(
-            self.core, launcher, Mailbox(1), self._read, ahead=ahead if overlap else 0
+            self.core, self._launcher, Mailbox(1), self._read, ahead=ahead if overlap else 0
         )
         self.outputs: list[Output] = []
         self.reports: list[StepReport] = []
@@ -155,8 +158,7 @@ class ModelLoop:
         self._turn(Mail())  # reads what is still in flight
         held = [u - c for u, c in zip(self.pools.used(), self.pools.loose(), strict=True)]
         assert not any(held), f"pages that no request has are held: {held}"
-        if self._forward is not None:
-            self._forward.close()
+        self._launcher.close()
         return [self.outputs[key] for key in runs]
 
     @property

@@ -1,32 +1,46 @@
-"""Plans recorded on one rank, replayed by processes over gloo, each with its own shard.
+"""Two ranks of a model: this process is the first, and another one runs this file as the second.
 
-As a program it is one of these: it samples by the recorded plans of every case of a folder.
+One pair of processes serves any number of models, one after the other, by the protocol with which
+the ranks of a worker do.
 """
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
-from datetime import timedelta
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import torch
-import torch.distributed as dist
-from tests.models.stepper import Stepper
-from tests.models.tiny import VOCABULARY
-from tests.support.models import open_model
+from tests.support.models import plan
 
 from antiphon.layers.weights import SingleRank
-from antiphon.model_worker.batching.plan import StepPlan
-from antiphon.model_worker.batching.plan_buffer import pack, unpack
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.ranks.groups import RankGroups
+from antiphon.model_worker.ranks.protocol import (
+    FollowerRank,
+    LeadRank,
+    StepFacts,
+    StepRefused,
+    agree,
+)
+from antiphon.model_worker.runner.model_runner import OpenModel, open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HOST = "127.0.0.1"
 
 
-class Plans(msgspec.Struct):
-    """The plans of a case, as one buffer."""
+class Case(msgspec.Struct):
+    """A model that both ranks load; without a folder, the end."""
 
-    plans: list[StepPlan]
+    folder: str = ""
+    values: dict[str, Any] = {}
 
 
 class LoneRank(SingleRank):
@@ -36,95 +50,58 @@ class LoneRank(SingleRank):
         self.rank, self.ranks = rank, ranks
 
 
-class GroupRank:
-    """One rank of a torch process group (gloo on CPU, NCCL on GPUs)."""
+class Pair:
+    def __init__(self) -> None:
+        listening = socket.create_server((HOST, 0))
+        port = listening.getsockname()[1]
+        self._other = subprocess.Popen([sys.executable, "-m", __name__, str(port)])
+        self._groups = RankGroups.open(0, 2, (HOST, port), listening=listening)
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rank = group.rank()
-        self.ranks = group.size()
+    @contextmanager
+    def opened(self, folder: Path, **values: Any) -> Iterator[tuple[OpenModel, LeadRank]]:
+        """A model on both ranks, and what computes its plans."""
+        channel, lead = self._groups.channel, LeadRank(self._groups.channel)
+        self._send(Case(str(folder), values))
+        model = _open(self._groups, lead, folder, values)
+        lead.use(model.runner)
+        agree(channel, StepFacts())
+        try:
+            yield model, lead
+        finally:
+            lead.end()
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._group.allreduce([x]).wait()
-        return x
+    def close(self) -> None:
+        self._send(Case())
+        assert self._other.wait(10) == 0
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, dim=-1)
-
-
-def check_two_ranks(run: Path, vocabulary: int = VOCABULARY) -> dict[Path, list[list[int]]]:
-    """Two ranks sample what one does, of every `case-*/model` in `run`; the tokens of each case."""
-    expected: dict[Path, list[list[int]]] = {}
-    for case in sorted(run.glob("case-*")):
-        plans, expected[case] = run_on_one_rank(case / "model", vocabulary)
-        (case / "plans").write_bytes(pack(Plans(plans)))
-    run_on(2, run)
-    for case, tokens in expected.items():
-        for rank in range(2):
-            sampled = msgspec.json.decode((case / f"tokens.{rank}.json").read_bytes())
-            assert sampled == tokens, f"rank {rank} of {case.name}"
-    return expected
+    def _send(self, case: Case) -> None:
+        self._groups.channel.send(bytearray(msgspec.msgpack.encode(case)))
 
 
-def run_on_one_rank(folder: Path, vocabulary: int) -> tuple[list[StepPlan], list[list[int]]]:
-    model = open_model(folder, dtype="float32")
-    batch = Stepper(model.runner, model.groups)
-    random = np.random.default_rng(3)
-    for length in (3, 18, 40):
-        line = batch.add(random.integers(0, vocabulary, length).tolist())
-        line.temperature, line.seed = (0.0 if length == 3 else 0.8), length
-    tokens: list[list[int]] = []
-    run = model.runner.run
-
-    def recording(plan, part=None):
-        outcome = run(plan, part)
-        tokens.append(outcome.token_ids.tolist())
-        return outcome
-
-    model.runner.run = recording
-    batch.prefill(chunk=9)
-    batch.decode(12, as_future=True)
-    return batch.plans, tokens
+def _open(
+    groups: RankGroups, exchange: LeadRank | FollowerRank, folder: Path, values: dict[str, Any]
+) -> OpenModel:
+    return open_model(folder, plan(folder, **values), tp=groups.tensor, exchange=exchange)
 
 
-def run_on(ranks: int, run: Path) -> None:
-    command = [sys.executable, "-m", __name__, run]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE)
-        for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=60)
-            assert process.returncode == 0, errors.decode()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def main(run: Path, rank: int, ranks: int) -> None:
+def main(port: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{run / 'meeting'}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
-    group = dist.group.WORLD
-    assert group is not None
-    try:
-        for case in sorted(run.glob("case-*")):
-            model = open_model(case / "model", dtype="float32", tp=GroupRank(group))
-            plans = unpack(bytearray((case / "plans").read_bytes()), Plans).plans
-            tokens = [model.runner.run(plan).token_ids.tolist() for plan in plans]
-            (case / f"tokens.{rank}.json").write_bytes(msgspec.json.encode(tokens))
-    finally:
-        dist.destroy_process_group()
+    groups = RankGroups.open(1, 2, (HOST, port))
+    channel = groups.channel
+    while (case := msgspec.msgpack.decode(channel.receive(), type=Case)).folder:
+        follower = FollowerRank(channel)
+        try:
+            runner = _open(groups, follower, Path(case.folder), case.values).runner
+        except ModelLoadError:
+            with suppress(StepRefused):
+                agree(channel, StepFacts(refused_by=2))
+            continue
+        agree(channel, StepFacts())
+        receiving = Thread(target=follower.receive, args=(runner,))
+        receiving.start()
+        follower.compute(runner)
+        receiving.join()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(int(sys.argv[1]))

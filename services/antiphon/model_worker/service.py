@@ -6,12 +6,12 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, ParamSpec
 
 import msgspec
 
 from antiphon.model_card.served_model import served_name
-from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.control import ControlEndpoint, ControlMessage
@@ -29,6 +29,7 @@ from antiphon.model_worker.protocol.peers import (
 )
 from antiphon.model_worker.protocol.token_sender import ReportQueue, TokenSender
 from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
+from antiphon.model_worker.ranks.processes import open_ranks
 from antiphon.model_worker.speculation.corpora import ExternalCorpora
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.model_worker.startup.warm_up import choose_overlap, warm_up
@@ -101,9 +102,7 @@ class ModelWorker:
         self._kv_events = KvEventPublisher(runtime.process, settings.cache.events_max)
         self._mailbox = Mailbox(live_max)
         self._reports = ReportQueue(take=self._on_queued_report, wait_s=wait_s)
-        self._loop = BatchingLoop(
-            engine.core, InTurn(engine.runner), self._mailbox, self._on_report
-        )
+        self._loop = BatchingLoop(engine.core, engine.in_turn(), self._mailbox, self._on_report)
         batching = settings.batching
         self._dumps = PlanDumps(
             batching.dump_folder,
@@ -143,36 +142,40 @@ class ModelWorker:
     @staticmethod
     @asynccontextmanager
     async def lifespan(
-        runtime: Runtime, opener: Callable[[Settings], Engine] = open_engine
+        runtime: Runtime, opener: Callable[[Settings], Engine] | None = None
     ) -> AsyncGenerator[ModelWorker]:
         event_loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batching")
         began = runtime.clock.now()
         try:
-            engine = await event_loop.run_in_executor(thread, opener, runtime.settings)
-            loaded = runtime.clock.now()
-            limits, counts = engine.core.limits, GrammarMetrics(runtime.metrics)
-            grammars = GrammarBackend(
-                runtime.settings.grammar,
-                limits.vocab_size,
-                engine.open_compiler,
-                runtime.group,
-                counts,
-            )
-            service = ModelWorker(runtime, engine, grammars, counts)
-            service._on_report(await event_loop.run_in_executor(thread, service._warm_up))
-            warmed = runtime.clock.now()
-            service._accounting.metrics.started(load_s=loaded - began, warm_up_s=warmed - loaded)
-            ended = event_loop.run_in_executor(thread, service._loop.run)
-            service._start(ended)
-            try:
-                yield service
-            finally:
-                service._mailbox.close()
-                grammars.close()
-                _, running = await asyncio.wait([ended], timeout=LEAVE_S)
-                if running:
-                    log.error("a step does not end")
+            async with open_ranks(runtime) as ranks:
+                opener = opener or partial(open_engine, ranks=ranks)
+                engine = await event_loop.run_in_executor(thread, opener, runtime.settings)
+                loaded = runtime.clock.now()
+                limits, counts = engine.core.limits, GrammarMetrics(runtime.metrics)
+                grammars = GrammarBackend(
+                    runtime.settings.grammar,
+                    limits.vocab_size,
+                    engine.open_compiler,
+                    runtime.group,
+                    counts,
+                )
+                service = ModelWorker(runtime, engine, grammars, counts)
+                service._on_report(await event_loop.run_in_executor(thread, service._warm_up))
+                warmed = runtime.clock.now()
+                service._accounting.metrics.started(
+                    load_s=loaded - began, warm_up_s=warmed - loaded
+                )
+                ended = event_loop.run_in_executor(thread, service._loop.run)
+                service._start(ended)
+                try:
+                    yield service
+                finally:
+                    service._mailbox.close()
+                    grammars.close()
+                    _, running = await asyncio.wait([ended], timeout=LEAVE_S)
+                    if running:
+                        log.error("a step does not end")
         finally:
             thread.shutdown(wait=False)
 
@@ -182,7 +185,7 @@ class ModelWorker:
         core, resolved = engine.core, engine.resolved
         report = warm_up(self._loop, core, pools=core.limits.pool_width is not None)
         if resolved is not None and resolved.overlap.value:
-            overlap = choose_overlap(self._loop, core, engine.runner)
+            overlap = choose_overlap(self._loop, engine)
             engine.resolved = msgspec.structs.replace(resolved, overlap=overlap)
             log.info("overlap", extra={"value": overlap.value, "reason": overlap.reason})
         return report

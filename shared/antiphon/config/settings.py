@@ -17,6 +17,7 @@ from antiphon.config.gateway import (
 )
 from antiphon.config.metrics import MetricsConfig
 from antiphon.config.model import LoadConfig, ModelConfig
+from antiphon.config.parallel import ParallelConfig
 from antiphon.config.schema import (
     Beats,
     Bytes,
@@ -250,6 +251,7 @@ class Settings(Config):
     cluster: ClusterConfig = ClusterConfig()
     model: ModelConfig = ModelConfig()
     load: LoadConfig = LoadConfig()
+    parallel: ParallelConfig = ParallelConfig()
     bus: BusConfig = BusConfig()
     service: ServiceConfig = ServiceConfig()
     health: HealthConfig = HealthConfig()

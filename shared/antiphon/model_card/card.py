@@ -106,9 +106,12 @@ class RecurrentStates(msgspec.Struct, frozen=True):
     gated: bool = False
     """Whether attention in the other layers projects output gates with its queries."""
 
-    def state_bytes(self, item_bytes: int) -> int:
-        """Bytes of one state in all layers, with `item_bytes` per element of the model's dtype."""
-        return self.layers * (self.convolved * item_bytes + self.matrices * 4)
+    def state_bytes(self, item_bytes: int, ranks: int = 1) -> int:
+        """Bytes of one state in all layers, with `item_bytes` per element of the model's dtype.
+
+        Each of several ranks has the states of its heads.
+        """
+        return -(-self.layers * (self.convolved * item_bytes + self.matrices * 4) // ranks)
 
     def activation_bytes(self, tokens: int) -> int:
         """Approximate bytes of one layer in a forward pass, besides its linear layers."""
@@ -152,14 +155,18 @@ class ModelCard(msgspec.Struct, frozen=True):
     causal: bool = True
     """Whether attention is causal. Without causal attention there is no KV cache."""
 
-    def kv_bytes(self, dtype: Dtype | CacheDtype) -> int:
-        """KV cache bytes of one token (keys and values, or latents) in all caching layers."""
+    def kv_bytes(self, dtype: Dtype | CacheDtype, ranks: int = 1) -> int:
+        """KV cache bytes of one token (keys and values, or latents) in all caching layers.
+
+        Each of several ranks has its share of the heads, at least one, and all of the latents.
+        """
         if not self.causal:
             return 0
+        heads = max(1, self.kv_heads // ranks)
         if self.kv_numbers is not None:
-            return self.kv_numbers * item_bytes(dtype)
+            return -(-self.kv_numbers * heads // self.kv_heads) * item_bytes(dtype)
         layers = self.layers if self.states is None else self.states.attending
-        cached, latent = 2 * self.kv_heads * self.head_size, self.latent
+        cached, latent = 2 * heads * self.head_size, self.latent
         if latent is not None:
             cached = latent.cached_width
         return layers * cached * item_bytes(dtype)
@@ -171,9 +178,9 @@ class ModelCard(msgspec.Struct, frozen=True):
         size = max(self.latent.content + self.latent.position, self.latent.value)
         return msgspec.structs.replace(self, latent=None, kv_heads=self.heads, head_size=size)
 
-    def state_bytes(self, dtype: Dtype) -> int:
+    def state_bytes(self, dtype: Dtype, ranks: int = 1) -> int:
         """Bytes of one recurrent state in all layers; 0 if there are none."""
-        return 0 if self.states is None else self.states.state_bytes(item_bytes(dtype))
+        return 0 if self.states is None else self.states.state_bytes(item_bytes(dtype), ranks)
 
 
 def item_bytes(dtype: Dtype | CacheDtype) -> int:

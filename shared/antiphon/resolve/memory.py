@@ -150,6 +150,13 @@ class WeightStorage(msgspec.Struct, frozen=True):
     bytes: ResolvedValue[int]
     """Size of all weights."""
 
+    def over(self, ranks: int) -> WeightStorage:
+        """What each of several ranks holds; what all of them have, like norms, is small."""
+        if ranks == 1:
+            return self
+        share = ResolvedValue(-(-self.bytes.value // ranks), f"1/{ranks} of {self.bytes.reason}")
+        return msgspec.structs.replace(self, bytes=share)
+
     @property
     def numerics(self) -> Mapping[str, str]:
         if self.quantization.value == "none":

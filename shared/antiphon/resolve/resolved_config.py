@@ -61,6 +61,7 @@ POOLING_FILL_TOKENS = 1024
 """The same for a model that generates nothing: no decode waits, and what a step costs beside its
 layers (its plan, and the messages with its results) is shared by four times as many texts."""
 TILES_ISA = "amx"
+ONE_RANK = ResolvedValue(1, "parallel.tp_size")
 NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
 
 
@@ -100,6 +101,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     running_max: ResolvedValue[int]
     overlap: ResolvedValue[bool]
     grammar: ResolvedValue[str]
+    ranks: ResolvedValue[int] = ONE_RANK
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
 
     @property
@@ -136,8 +138,10 @@ def resolve(
     """Decide everything that the settings leave open. Pure; `device` was read before loading.
 
     `pooling` is None for a generative model; `implementation` None leaves it to the settings;
-    `draft` is the draft model of speculative decoding, if the settings name one.
+    `draft` is the draft model of speculative decoding, if the settings name one. Numbers of
+    threads, bytes and pages are those of one rank.
     """
+    ranks = _ranks(settings)
     layers = implementation or ResolvedValue(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":
         card = card.with_full_heads()
@@ -145,7 +149,7 @@ def resolve(
     dtype = _dtype(settings, card, device)
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
-    kept = resolve_weight_storage(settings, card, dtype.value, linear)
+    kept = resolve_weight_storage(settings, card, dtype.value, linear).over(ranks.value)
     context = _context(settings, card)
     page_tokens = settings.cluster.page_tokens
     whole = _whole(settings, card)
@@ -155,10 +159,10 @@ def resolve(
     memory = memory_budget(
         settings, card, device.memory_bytes, dtype.value, kept.bytes.value, step.value, beside.value
     )
-    state_bytes = card.state_bytes(dtype.value)
+    state_bytes = card.state_bytes(dtype.value, ranks.value)
     states = state_count(settings, state_bytes, memory, pool_bytes(settings, memory))
     held = states.value * state_bytes
-    token_bytes = card.kv_bytes(cache_dtype.value)
+    token_bytes = card.kv_bytes(cache_dtype.value, ranks.value)
     each = f"{token_bytes} bytes per token"
     if beside.value is not None:
         each += f", and {beside.value.token_bytes.value} of the draft model"
@@ -176,7 +180,9 @@ def resolve(
         linear=linear,
         quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
-        bits=_numerics_digest(device, card, dtype.value, linear.value, kept, cache_dtype.value),
+        bits=_numerics_digest(
+            device, card, dtype.value, linear.value, kept, cache_dtype.value, ranks.value
+        ),
         implementation=layers,
         pooling=_pooling(settings, pooling),
         threads=_threads(settings, device, linear.value, memory.weights),
@@ -205,6 +211,7 @@ def resolve(
         running_max=_running(settings, pages.value, step.value, states, overlap=overlap.value),
         overlap=overlap,
         grammar=_grammar(settings, card, pooling),
+        ranks=ranks,
         draft=beside,
     )
 
@@ -229,12 +236,29 @@ def _rows(plan: ResolvedConfig | ResolvedDraft, prefix: str = "") -> Iterator[tu
 
 
 def _within(settings: Settings, device: HostDevice) -> HostDevice:
-    model = settings.model
+    """What one rank may use of this machine."""
+    model, local = settings.model, len(settings.parallel.local_ranks)
+    cores = min(model.cores or device.cores, device.cores)
+    memory_bytes = min(model.memory_bytes or device.memory_bytes, device.memory_bytes)
     return msgspec.structs.replace(
-        device,
-        cores=min(model.cores or device.cores, device.cores),
-        memory_bytes=min(model.memory_bytes or device.memory_bytes, device.memory_bytes),
+        device, cores=max(1, cores // local), memory_bytes=memory_bytes // local
     )
+
+
+def _ranks(settings: Settings) -> ResolvedValue[int]:
+    settings.parallel.check()
+    ranks = settings.parallel.tp_size
+    if ranks == 1:
+        return ONE_RANK
+    said = f"parallel.tp_size = {ranks}"
+    if settings.model.deterministic:
+        raise ConfigError(
+            f"model.deterministic: {said}: sums over ranks depend on the size of a batch"
+        )
+    if settings.speculation.draft_model:
+        raise ConfigError(f"speculation.draft_model: {said}: a draft model runs on one rank only")
+    reason = "parallel.tp_size; layers run one by one, since the fused decoder sums over no ranks"
+    return ResolvedValue(ranks, reason)
 
 
 def _draft(
@@ -373,6 +397,7 @@ def _numerics_digest(
     linear: LinearFormat,
     kept: WeightStorage,
     cache: CacheDtype,
+    ranks: int,
 ) -> ResolvedValue[str]:
     """In the form of a config digest, so that differing fields of two workers can be named."""
     parts = {"dtype": str(dtype), "linear": str(linear), **kept.numerics, **device.arithmetic}
@@ -380,6 +405,8 @@ def _numerics_digest(
         parts["cache"] = str(cache)
     if card.rope_factors is not None:
         parts["rope"] = card.rope_factors
+    if ranks > 1:
+        parts["ranks"] = str(ranks)
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return ResolvedValue(text, "what the numerics depend on, besides the model")
 
@@ -389,6 +416,8 @@ def _threads(
 ) -> ResolvedValue[int]:
     if settings.model.threads is not None:
         return ResolvedValue(settings.model.threads, "model.threads")
+    if (local := len(settings.parallel.local_ranks)) > 1:
+        return ResolvedValue(device.cores, f"the cores of each of {local} ranks")
     if linear is not LinearFormat.PLAIN and weights_bytes >= CACHED_BYTES_MAX:
         return ResolvedValue(device.cores, "all cores: kernel threads do not wait for each other")
     # torch's threads spin at every barrier: next to other busy processes, as many threads as cores

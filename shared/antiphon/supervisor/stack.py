@@ -153,6 +153,13 @@ class ServiceStack:
                 f"service.drain_timeout_s = {drain_s:g}, or a process is killed while it drains"
             )
         _check_counts(self._settings, self._device)
+        parallel = self._settings.parallel
+        parallel.check()
+        if parallel.node_rank:
+            raise ConfigError(
+                f"parallel.node_rank = {parallel.node_rank} (--node-rank): serve runs on node 0; "
+                "start python -m antiphon.model_worker on the others"
+            )
         read_tenants(self._settings.access.keys_file)
         server_context(gateway)
         check_template(self._settings)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from socket import create_connection
 from typing import TYPE_CHECKING, cast
 
 import aiohttp
@@ -36,6 +39,7 @@ from antiphon.model_card.vocabulary import read_vocabulary
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
+from antiphon.model_worker.ranks.processes import RankProcesses
 from antiphon.model_worker.speculation.ngram import open_drafter
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.engine import drafts_max, open_engine_core
@@ -43,6 +47,7 @@ from antiphon.resolve.draft import DraftCard, ResolvedDraft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.supervisor.ports import free_port
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.codec import id_count, pack_ids
@@ -494,6 +499,70 @@ def test_argument_changes_the_memory_of_the_plan(flag: str, value: str) -> None:
         assert given[1] == (int(5 * GIB * 0.4) - given[0]) // page_bytes
     else:
         assert given[0] < without[0]
+
+
+@pytest.mark.argument("--tp-size")
+def test_tp_size_divides_a_model_over_ranks() -> None:
+    def share(settings: Settings) -> tuple[int, int, int, int]:
+        resolved = plan(settings)
+        one = resolved.weight_bytes.value, resolved.threads.value
+        return resolved.ranks.value, *one, resolved.memory_bytes.value
+
+    (given, without) = compare("--tp-size", "2", observe=share)
+    assert given == (2, without[1] // 2, DEVICE.cores // 2, without[3] // 2)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected", "base"),
+    [
+        shows("--nnodes", "2", [0], ()),
+        shows("--node-rank", "1", [1], ("--nnodes", "2")),
+    ],
+)
+def test_argument_says_which_ranks_a_machine_has(
+    flag: str, value: str, expected: list[int], base: tuple[str, ...]
+) -> None:
+    base = ("--tp-size", "2", *base)
+    given, _ = compare(
+        flag, value, observe=lambda settings: [*settings.parallel.local_ranks], base=base
+    )
+    assert given == expected
+
+
+@pytest.mark.argument("--dist-init-addr")
+def test_dist_init_addr_is_where_ranks_meet() -> None:
+    port = free_port("127.0.0.1")
+
+    def listens(settings: Settings) -> bool:
+        ranks = RankProcesses(settings.parallel, "worker", lambda _: None)
+        try:
+            with suppress(ConnectionRefusedError):
+                create_connection(("127.0.0.1", port)).close()
+                return True
+            return False
+        finally:
+            ranks.close()
+
+    compare("--dist-init-addr", f"127.0.0.1:{port}", observe=listens)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--tp 3 --nnodes 2 --dist-init-addr a:1", "tp_size = 3: must be divisible by parallel"),
+        ("--tp 2 --nnodes 2", "(--dist-init-addr): must be set if there are several nodes"),
+        ("--tp 2 --dist-init-addr one", "init_address = 'one': must be host:port"),
+        ("--node-rank 1", "node_rank = 1: must be less than parallel.nodes = 1"),
+        ("--tp 2 --enable-deterministic-inference", "model.deterministic: parallel.tp_size = 2"),
+        (
+            "--tp 2 --speculative-algorithm STANDALONE --speculative-draft-model-path m",
+            "speculation.draft_model: parallel.tp_size = 2: a draft model runs on one rank only",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_by_name(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan(settings_of(*line.split()))
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def test_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
         ("one two", "two: no such argument"),
         ("one --model-path two", "one: --model-path already sets the model"),
         ("--max-model-len 8", "--max-model-len: no such argument; use --context-length"),
-        ("--tp 2", "--tp-size 2: refused: It would split every layer over several devices. Tensor"),
+        ("--pp-size 2", "--pp-size 2: refused: It would split the layers into pipeline stages"),
         ("--api-key schlüssel", "--api-key: access.api_key = ***: must be text matching"),
         (
             "--lora-paths a=b c=d",
@@ -379,7 +379,7 @@ def test_flat_yaml_file_of_sglangs_empty_defaults_sets_nothing(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp-size: 2", "tp-size 2: refused: It would split every layer"),
+        ("pp-size: 2", "pp-size 2: refused: It would split the layers"),
         ("enable-lora: true", "enable-lora: refused: It would serve LoRA adapters"),
         (
             "max-running-request: 2",

@@ -233,7 +233,7 @@ def test_overlap_is_chosen_where_it_is_faster(
     monkeypatch.setattr(warm_up, "STEP_S_MAX", 60.0)  # however busy the machine is
     engine = open_engine(SMALL)
     loop = loop_of(engine)
-    chosen = warm_up.choose_overlap(loop, engine.core, engine.runner)
+    chosen = warm_up.choose_overlap(loop, engine)
     speed = "1.50" if faster else "0.67"
     reason = f"its measured speed: {speed} with 1 rows, {speed} with 16 rows"
     assert (chosen.value, chosen.reason) == (faster, reason)
@@ -246,7 +246,7 @@ def test_long_steps_are_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "STEP_S_MAX", 0.0)
     engine = open_engine(SMALL)
     loop = loop_of(engine)
-    chosen = warm_up.choose_overlap(loop, engine.core, engine.runner)
+    chosen = warm_up.choose_overlap(loop, engine)
     assert not chosen.value
     assert re.fullmatch(r"a step takes \d+ ms", chosen.reason)
     assert (loop._ahead, loop._step) == (0, 2)

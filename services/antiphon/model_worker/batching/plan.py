@@ -373,13 +373,12 @@ class Flight(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts plans, which are computed in the order in which they are launched.
+    """Starts plans, which are computed in the order in which they are launched."""
 
-    Attributes:
-        thread: A thread of its own, in which plans are computed, while there is one.
-    """
-
-    thread: Thread | None
+    @property
+    def thread(self) -> Thread | None:
+        """A thread of its own, in which plans are computed, while there is one."""
+        ...
 
     @property
     def draft_failures(self) -> int:

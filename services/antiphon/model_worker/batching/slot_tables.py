@@ -158,7 +158,7 @@ class SlotTables:
         if not self._read:
             self._read = tuple(
                 [
-                    table[slots, : lengths[slots].max()]
+                    table[slots, : lengths[slots].max(initial=0)]
                     for table, lengths in zip(self._tables, self._lengths, strict=True)
                 ]
             )

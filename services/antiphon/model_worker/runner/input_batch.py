@@ -41,6 +41,18 @@ class InputBatch:
         self._states_count = states
         self._groups: tuple[AttentionMetadata, ...] | None = None
 
+    def build(self, *, compiled: bool) -> None:
+        """Derive all that layers and sampling will use; `compiled`: for attention kernels, too.
+
+        Raises:
+            RuntimeError: A row reads or writes a token that has no page.
+        """
+        _ = self.states, self.positions, self.logit_position
+        for rows in self.groups:
+            _ = rows.slot_mapping
+            if compiled:
+                _ = rows.compiled
+
     @property
     def groups(self) -> tuple[AttentionMetadata, ...]:
         """The rows as each KV cache group sees them, without groups of recurrent states."""

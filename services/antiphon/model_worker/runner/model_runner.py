@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from antiphon.kernels.ops import select
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_worker.batching.plan import (
+    Flags,
     Ints,
     RowStatus,
     SamplingColumns,
@@ -75,6 +76,16 @@ READER = "attention.paged"
 """The operation that reads the cache for every token."""
 
 
+Sampled = tuple[Ints, Flags | None]
+"""Tokens (L,) sampled from logits, and which logits (L,) have no token; None: all have one."""
+
+
+class SampleExchange(Protocol):
+    """Gives all ranks of a worker the tokens that one of them samples."""
+
+    def share(self, step: int, sample: Callable[[], Sampled]) -> Sampled: ...
+
+
 class ModelRunner:
     """Runs step plans on one rank. Not thread-safe: one thread calls `run`, once a step.
 
@@ -82,7 +93,8 @@ class ModelRunner:
     `fused=False` runs the decoder layer by layer where one call could run it, with the same bits.
     With a `pooler`, plans produce embedding vectors and sample nothing. A `deterministic` runner
     computes the same bits for a sequence whatever else is in the batch, and however its prefill was
-    chunked. With a `draft` model, the last of the groups is that model's.
+    chunked. With a `draft` model, the last of the groups is that model's. One of several ranks gets
+    its tokens by an `exchange`.
 
     Raises:
         KernelUnavailable: This build does not support the device or a forced backend, or a chosen
@@ -99,6 +111,7 @@ class ModelRunner:
         pooler: Pooler | None = None,
         deterministic: bool = False,
         draft: DraftModel | None = None,
+        exchange: SampleExchange | None = None,
     ) -> None:
         spec, placement = model.spec, model.build
         if placement.device.type != "cpu":
@@ -130,10 +143,33 @@ class ModelRunner:
         self._logprobs = LogprobsComputer(self.ops)
         self._pooler = pooler
         self.draft = draft
+        self._exchange = exchange
+        self._reads_natively = spec.causal and any(
+            choice.op == "attention.paged" and choice.backend != REFERENCE
+            for choice in self.ops.choices
+        )
+        self._checked: dict[int, InputBatch] = {}  # by step
         self._undrafted: StepOutcome | None = None
         self._step: int | None = None
         self._columns: SamplingColumns | None = None
         self._greedy = False
+
+    def check(self, plan: StepPlan) -> StepPlan:
+        """Build all that a plan needs before its first layer  ->  the plan to `run`.
+
+        Of several ranks each does so when a plan is launched, in order, while another one may be
+        computed: what is wrong with a plan must be known before they wait for each other.
+
+        Raises:
+            PlanRefused: The plan uses what this runner does not support.
+        """
+        plan = self._tables.fill(plan)
+        if plan.draft_counts is not None or plan.future_start is not None:
+            raise PlanRefused(f"step {plan.step}: several ranks have no draft model")
+        batch = InputBatch(plan, self._shapes, self._states_count)
+        batch.build(compiled=self._reads_natively)
+        self._checked[plan.step] = batch
+        return plan
 
     def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         """Run the forward pass of a plan and sample its tokens.
@@ -155,7 +191,8 @@ class ModelRunner:
             raise PlanRefused(f"step {plan.step}: this runner has no draft model")
         try:
             plan = self._slots.resolve(plan, self._states)
-            batch = InputBatch(plan, self._shapes, self._states_count)
+            if (batch := self._checked.pop(plan.step, None)) is None:
+                batch = InputBatch(plan, self._shapes, self._states_count)
             outcome = self._compute(plan, batch, part)
         except Exception:
             self._slots.record_failure(plan, self._states)
@@ -210,14 +247,24 @@ class ModelRunner:
             if plan.part is None:
                 assert wait is not None, "a plan without a sampling part"
                 plan = msgspec.structs.replace(plan, part=wait())
-            part = plan.part
-            assert part is not None, "a sampling part was given"
-            blocked = self._sampler.process_logits(plan, batch.logit_row, tokens, scored.logits)
-            argmax = None if part.changes_logits else scored.argmax
-            sampled = self._sampler.sample(
-                plan.sampling, scored.logits, batch.logit_row, batch.logit_position, argmax
-            )
+            sample = partial(self._sample, plan, batch, tokens, scored)
+            if self._exchange is not None and len(plan.logit_tokens):
+                sampled, blocked = self._exchange.share(plan.step, sample)
+            else:
+                sampled, blocked = sample()
             return self._conclude(plan, batch, tokens, scored, sampled, blocked)
+
+    def _sample(
+        self, plan: StepPlan, batch: InputBatch, tokens: Ints, scored: FusedDecoderOutput
+    ) -> Sampled:
+        part = plan.part
+        assert part is not None, "a sampling part was given"
+        blocked = self._sampler.process_logits(plan, batch.logit_row, tokens, scored.logits)
+        argmax = None if part.changes_logits else scored.argmax
+        sampled = self._sampler.sample(
+            plan.sampling, scored.logits, batch.logit_row, batch.logit_position, argmax
+        )
+        return sampled, blocked
 
     def _takes_argmax(self, plan: StepPlan) -> bool:
         """Whether the argmax is all a plan needs of its logits; cached by the plan's layout."""
@@ -405,10 +452,12 @@ def open_model(
     *,
     draft: ModelLocation | None = None,
     tp: Tp | None = None,
+    exchange: SampleExchange | None = None,
 ) -> OpenModel:
     """Load a model as planned and allocate the pages and states of its cache groups.
 
-    `draft` is the location of its draft model, which the plan must have.
+    `draft` is the location of its draft model, which the plan must have. One of several ranks is
+    `tp`, and gets its tokens by an `exchange`.
 
     Raises:
         ModelLoadError: The folder cannot be served; raised before anything runs.
@@ -435,6 +484,7 @@ def open_model(
         pooler=pooler,
         deterministic=plan.deterministic.value,
         draft=drafting,
+        exchange=exchange,
     )
     require_native_reads(model, runner.choices)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})

@@ -16,6 +16,7 @@ from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.cache.events import BlockTracker
@@ -24,6 +25,8 @@ from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.backend import GrammarCompiler, no_compiler, open_compiler
 from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
+from antiphon.model_worker.ranks.processes import RankProcesses, RankStart
+from antiphon.model_worker.ranks.protocol import LeadRank, RankedLauncher
 from antiphon.model_worker.speculation.ngram import open_drafter
 from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.model_worker.speculation.request_texts import RequestTexts
@@ -39,9 +42,10 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.config.speculation import SpeculationConfig
+    from antiphon.layers.weights import Tp
     from antiphon.model_card.files import ModelFiles, ModelLocation
-    from antiphon.model_worker.batching.plan import PlanRunner
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.batching.plan import Launcher, PlanRunner
+    from antiphon.model_worker.runner.model_runner import OpenModel, SampleExchange
     from antiphon.model_worker.speculation.ngram import NgramDrafter
     from antiphon.resolve.resolved_value import ResolvedValue
 
@@ -58,6 +62,19 @@ class Engine:
     """The resolved configuration; None for an engine that runs no model."""
     open_compiler: Callable[[], GrammarCompiler] = no_compiler
     """Makes the grammar compiler."""
+    lead: LeadRank | None = None
+    """The runner, if there are other ranks."""
+
+    def in_turn(self) -> Launcher:
+        """A launcher that computes plans when their outcomes are read."""
+        return self._ranked(InTurn(self.runner))
+
+    def in_thread(self) -> Launcher:
+        """A launcher that computes plans in a thread of its own."""
+        return self._ranked(ForwardThread(self.runner))
+
+    def _ranked(self, launcher: Launcher) -> Launcher:
+        return launcher if self.lead is None else RankedLauncher(launcher, self.lead)
 
     @property
     def ngrams(self) -> NgramDrafter | None:
@@ -73,8 +90,11 @@ class Engine:
         return self.resolved.bits.value
 
 
-def open_engine(settings: Settings) -> Engine:
-    """Load the model and make its page pools. Blocks for seconds."""
+def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engine:
+    """Load the model and make its page pools. Blocks for seconds.
+
+    Of several `ranks` this is the first one; the others load what it has resolved.
+    """
     try:
         files = model_files(settings)
         verify(files, settings.load, settings.model.path)
@@ -86,14 +106,31 @@ def open_engine(settings: Settings) -> Engine:
         implementation = _implementation(files, settings.model.implementation)
         draft_place = draft_files(settings)
         draft = None if draft_place is None else _draft_card(draft_place, settings)
-        resolved = resolve(settings, card, _device(), pooling, implementation, draft)
+        device = host_device()
+        resolved = resolve(settings, card, device, pooling, implementation, draft)
     except ConfigError as error:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
-    model = load_resolved(files, resolved, draft_place)
+    if ranks is None:
+        model, lead = load_resolved(files, resolved, draft_place), None
+    else:
+        model, lead = _load_with(ranks, files, RankStart.of(settings, resolved, device.arithmetic))
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales)
-    return Engine(core, model.runner, resolved, _compiler(settings, resolved, core.limits))
+    compiler = _compiler(settings, resolved, core.limits)
+    return Engine(core, lead or model.runner, resolved, compiler, lead)
+
+
+def _load_with(
+    ranks: RankProcesses, files: ModelLocation, start: RankStart
+) -> tuple[OpenModel, LeadRank]:
+    """Load the first rank's shard while the others load theirs."""
+    tp, lead = ranks.meet()
+    ranks.load(start)
+    model = load_resolved(files, start.resolved, tp=tp, exchange=lead)
+    lead.use(model.runner)
+    ranks.loaded()
+    return model, lead
 
 
 def _compiler(
@@ -105,7 +142,7 @@ def _compiler(
     return partial(open_compiler, tokenizer, limits.vocab_size, limits.end_ids, settings.grammar)
 
 
-def _device() -> HostDevice:
+def host_device() -> HostDevice:
     """This machine, whether the CPU kernels run on it, and its numerics."""
     # torch takes seconds to import; meanwhile the process reports that it is starting.
     from antiphon.kernels.cpu.extension import numerics_info, unavailable_reason  # noqa: PLC0415
@@ -116,7 +153,7 @@ def _device() -> HostDevice:
 
 
 def _implementation(files: ModelFiles, configured: str) -> ResolvedValue[str]:
-    from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415 (see `_device`)
+    from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415 (see `host_device`)
     from antiphon.model_worker.model.transformers_backend.support import implementation_of  # noqa: PLC0415
 
     try:
@@ -133,10 +170,18 @@ def _draft_card(files: ModelFiles, settings: Settings) -> DraftCard:
 
 
 def load_resolved(
-    place: ModelLocation, resolved: ResolvedConfig, draft: ModelLocation | None = None
+    place: ModelLocation,
+    resolved: ResolvedConfig,
+    draft: ModelLocation | None = None,
+    *,
+    tp: Tp | None = None,
+    exchange: SampleExchange | None = None,
 ) -> OpenModel:
-    """Load a model and its draft model by the resolved configuration. Blocks for seconds."""
-    import torch  # noqa: PLC0415 (it takes seconds, see `_device`)
+    """Load a model and its draft model by the resolved configuration. Blocks for seconds.
+
+    One of several ranks is `tp`, and gets its tokens by an `exchange`.
+    """
+    import torch  # noqa: PLC0415 (it takes seconds, see `host_device`)
 
     from antiphon.kernels.op import KernelUnavailable  # noqa: PLC0415
     from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415
@@ -144,7 +189,7 @@ def load_resolved(
 
     torch.set_num_threads(resolved.threads.value)
     try:
-        return open_model(place, resolved, draft=draft)
+        return open_model(place, resolved, draft=draft, tp=tp, exchange=exchange)
     except (ModelLoadError, KernelUnavailable) as error:
         raise CannotStart(str(error)) from error
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.state import ChoiceKey, Progress, RequestState
 from antiphon.model_worker.speculation.policy import Speculation, StepCosts
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.engine_core import EngineCore
     from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
-    from antiphon.model_worker.batching.plan import PlanRunner
+    from antiphon.model_worker.startup.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -
     return StepCosts(tuple(costs), tuple(rising))
 
 
-def choose_overlap(loop: BatchingLoop, core: EngineCore, runner: PlanRunner) -> ResolvedValue[bool]:
+def choose_overlap(loop: BatchingLoop, engine: Engine) -> ResolvedValue[bool]:
     """Let the loop launch steps ahead, in a thread for forward passes, if that proves faster.
 
     Runs decode steps in both ways in turn. The model has run before.
@@ -105,7 +104,8 @@ def choose_overlap(loop: BatchingLoop, core: EngineCore, runner: PlanRunner) -> 
     Raises:
         CannotStart: The model does not run.
     """
-    forward, in_turn, ratios = ForwardThread(runner), InTurn(runner), dict[int, float]()
+    core, ratios = engine.core, dict[int, float]()
+    forward, in_turn = engine.in_thread(), engine.in_turn()
     with _fixed_drafts(core.speculation):
         report, _ = _run(loop, 1, SamplingParams(max_new_tokens=2, ignore_eos=True))
         if report.seconds > STEP_S_MAX:

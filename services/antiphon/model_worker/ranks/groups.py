@@ -1,0 +1,167 @@
+"""The process groups of the ranks of a worker: gloo over TCP, each with connections of its own."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+import torch
+import torch.distributed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from antiphon.model_worker.batching.plan import Longs
+
+dist = cast("Any", torch.distributed)  # its stubs lack the collectives of a gloo group
+
+_START_TIMEOUT = timedelta(seconds=120)
+_IDLE_TIMEOUT = timedelta(days=3650)
+"""A rank waits for the next plan for as long as there is nothing to compute. What waits for a rank
+that is gone or stopped is ended by `Attendance`."""
+_MESSAGE_BYTES = 16 * 1024
+"""Size of the first broadcast of a message; a longer one takes a second. A plan of 256 decodes has
+8 KB."""
+_LENGTH_BYTES = 8
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class GlooGroup(Protocol):
+    """What is used of torch's `ProcessGroupGloo`."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object = ...) -> Work: ...
+
+    def allgather(self, out: list[list[torch.Tensor]], own: list[torch.Tensor]) -> Work: ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> Work: ...
+
+
+class TensorGroup:
+    """The ranks that share every layer: `antiphon.layers.weights.Tp` over gloo."""
+
+    def __init__(self, group: GlooGroup) -> None:
+        self._group = group
+        self.rank = group.rank()
+        self.ranks = group.size()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        self._group.allgather([parts], [x]).wait()
+        return torch.cat(parts, dim=-1)
+
+
+class GlooChannel:
+    """Messages of rank 0 in one order, and maxima over all ranks: a `RankChannel`."""
+
+    def __init__(self, plans: GlooGroup, control: GlooGroup) -> None:
+        self._plans, self._control = plans, control
+        self.rank = plans.rank()
+
+    def send(self, message: bytearray) -> None:
+        size = len(message)
+        first = np.zeros(_MESSAGE_BYTES, np.uint8)
+        first[:_LENGTH_BYTES] = np.frombuffer(size.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+        content = np.frombuffer(message, np.uint8)
+        fits = min(size, _MESSAGE_BYTES - _LENGTH_BYTES)
+        first[_LENGTH_BYTES : _LENGTH_BYTES + fits] = content[:fits]
+        self._broadcast(first)
+        if fits < size:
+            self._broadcast(content[fits:].copy())
+
+    def receive(self) -> bytearray:
+        first = np.empty(_MESSAGE_BYTES, np.uint8)
+        self._broadcast(first)
+        size = int.from_bytes(first[:_LENGTH_BYTES].tobytes(), "little")
+        fits = min(size, _MESSAGE_BYTES - _LENGTH_BYTES)
+        message = bytearray(size)
+        content = np.frombuffer(message, np.uint8)
+        content[:fits] = first[_LENGTH_BYTES : _LENGTH_BYTES + fits]
+        if fits < size:
+            self._broadcast(content[fits:])
+        return message
+
+    def max(self, values: Longs) -> Longs:
+        reduced = torch.as_tensor(values.copy())
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._control.allreduce([reduced], options).wait()
+        return reduced.numpy()
+
+    def _broadcast(self, content: NDArray[np.uint8]) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._plans.broadcast([torch.as_tensor(content)], options).wait()
+
+
+class RankGroups:
+    """All groups of one rank."""
+
+    def __init__(self, tensor: TensorGroup, channel: GlooChannel) -> None:
+        self.tensor, self.channel = tensor, channel
+
+    @classmethod
+    def open(
+        cls,
+        rank: int,
+        ranks: int,
+        store: tuple[str, int],
+        *,
+        listening: socket.socket | None = None,
+    ) -> RankGroups:
+        """Meet the other ranks at the `store`, an address at which rank 0 is `listening`.
+
+        Raises:
+            OSError: The store, or another rank, is not reached.
+        """
+        host, port = store
+        try:
+            meeting = dist.TCPStore(
+                host,
+                port,
+                is_master=listening is not None,
+                timeout=_START_TIMEOUT,
+                wait_for_workers=False,
+                master_listen_fd=None if listening is None else listening.detach(),
+            )
+            own = _own_address(host, port)
+            groups = [
+                _gloo(dist.PrefixStore(name, meeting), rank, ranks, own)
+                for name in ("tensor", "plans", "control")
+            ]
+        except RuntimeError as error:
+            raise OSError(f"ranks do not meet at {host}:{port}: {error}") from error
+        return cls(TensorGroup(groups[0]), GlooChannel(groups[1], groups[2]))
+
+
+def _gloo(store: object, rank: int, ranks: int, address: str) -> GlooGroup:
+    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  # torch's tests make it so, too
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
+    options._threads = 1  # noqa: SLF001  # collectives of a group come one after the other
+    options._timeout = _START_TIMEOUT  # noqa: SLF001
+    group = dist.ProcessGroupGloo(store, rank, ranks, options)
+    # Connections are made by the first collective: here, where a wait for them is bounded.
+    group.allreduce([torch.zeros(1)]).wait()
+    group._set_default_timeout(_IDLE_TIMEOUT)  # noqa: SLF001
+    return group
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine on the network of the store."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return probe.getsockname()[0]

@@ -1,0 +1,302 @@
+"""The protocol of a step on several ranks: one of them plans and samples, all of them compute.
+
+Rank 0 broadcasts each plan, and the tokens sampled from it, as messages in one order. Every rank
+checks a plan when it arrives, which may be while the plan before is computed, and all agree on it
+before any of them computes it. So a plan that one rank refuses is computed by none, and the loop of
+rank 0 runs its rows again in halves. From then on the ranks are in collectives: what fails there
+cannot be undone on the others, and ends all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import IntEnum
+from queue import SimpleQueue
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+
+from antiphon.model_worker.batching.plan import (
+    PLAIN,
+    DeviceLost,
+    Flags,
+    Ints,
+    Longs,
+    SamplingPart,
+    StepOutcome,
+    StepPlan,
+)
+from antiphon.model_worker.batching.plan_buffer import pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from threading import Thread
+
+    from antiphon.model_worker.batching.plan import Flight, Launcher
+
+log = logging.getLogger(__name__)
+
+Sampled = tuple[Ints, Flags | None]
+"""Tokens (L,) sampled from logits, and which logits (L,) have no token; None: all have one."""
+
+
+class StepMode(IntEnum):
+    """Kind of a forward pass: what ranks must agree on before they choose kernels for it."""
+
+    IDLE = 0
+    DECODE = 1
+    EXTEND = 2
+
+
+class StepFacts(msgspec.Struct, frozen=True, gc=False):
+    """What ranks compare of a plan; of a refused one, the number of the rank that refused it."""
+
+    refused_by: int = 0  # 1 + the rank; 0: none
+    step: int = 0
+    mode: int = StepMode.IDLE
+    tokens: int = 0
+    padded_tokens: int = 0
+    logits: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepFacts:
+        tokens, logits = len(plan.tokens), len(plan.logit_tokens)
+        mode = StepMode.IDLE
+        if tokens:
+            decodes = tokens == len(plan.slot) == logits
+            mode = StepMode.DECODE if decodes else StepMode.EXTEND
+        # The kernels of a CPU compute as many tokens as there are.
+        return cls(step=plan.step, mode=mode, tokens=tokens, padded_tokens=tokens, logits=logits)
+
+
+class StepRefused(Exception):
+    """A rank refused a plan: no rank computes it."""
+
+
+class RanksDisagree(Exception):
+    """The ranks hold different plans, or have failed to load: the instance cannot go on."""
+
+
+class RankChannel(Protocol):
+    """What ranks exchange beside tensors, over CPU groups of their own."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def send(self, message: bytearray) -> None:
+        """Broadcast a message, on rank 0."""
+        ...
+
+    def receive(self) -> bytearray:
+        """Wait for the next message of rank 0, on the others."""
+        ...
+
+    def max(self, values: Longs) -> Longs:
+        """The maximum over ranks of each of (N,), on all ranks at once."""
+        ...
+
+
+class RankRunner(Protocol):
+    """Computes one rank's shard of plans: see `PlanRunner`."""
+
+    def check(self, plan: StepPlan) -> StepPlan:
+        """Build what a plan needs of what earlier ones have changed  ->  the plan to run.
+
+        Called in the order of plans, and again for another plan of that step if it was refused.
+        Raises whatever is wrong with the plan.
+        """
+        ...
+
+    def run(
+        self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None
+    ) -> StepOutcome: ...
+
+
+class RankMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A plan, or what was sampled from the logits of an earlier one, or the end of the ranks."""
+
+    plan: StepPlan | None = None
+    step: int = 0
+    sampled: Ints | None = None  # (L,)
+    blocked: Flags | None = None  # (L,) logits without a token to sample; None: there are none
+
+
+def agree(channel: RankChannel, facts: StepFacts) -> StepFacts:
+    """Compare the facts of all ranks, and return them; a collective of all ranks.
+
+    Raises:
+        StepRefused: A rank has refused the plan.
+        RanksDisagree: The ranks hold different plans.
+    """
+    mine = np.array(msgspec.structs.astuple(facts), np.int64)
+    highest, lowest = np.split(channel.max(np.concatenate([mine, -mine])), 2)
+    if highest[0]:
+        raise StepRefused(f"rank {highest[0] - 1} refuses step {highest[1]}")
+    if (highest != -lowest).any():
+        raise RanksDisagree(f"from {(-lowest).tolist()} to {highest.tolist()}, here {facts}")
+    return facts
+
+
+class LeadRank:
+    """Rank 0: announces plans to the other ranks, and gives them what it samples."""
+
+    def __init__(self, channel: RankChannel) -> None:
+        self._channel = channel
+        self._runner: RankRunner | None = None
+        self._lost: DeviceLost | None = None
+        self._sending = Lock()  # plans and samples come from two threads, if steps overlap
+
+    def use(self, runner: RankRunner) -> None:
+        """Compute by this runner, which samples through `share`."""
+        self._runner = runner
+
+    def announce(self, plan: StepPlan) -> StepPlan:
+        """Send a plan to all ranks, and check it with them  ->  the plan to run.
+
+        Raises:
+            StepRefused: This or another rank refuses the plan, which no rank computes.
+            DeviceLost: A rank does not answer.
+        """
+        self._raise_lost()
+        error: Exception | None = None
+        try:
+            # The sampling part stays here: what it changes are logits.
+            self._send(RankMessage(plan=msgspec.structs.replace(plan, part=PLAIN)))
+            try:
+                plan = self._own.check(plan)
+                facts = StepFacts.of(plan)
+            except Exception as raised:  # noqa: BLE001  # the cause of what is raised
+                error, facts = raised, StepFacts(refused_by=1, step=plan.step)
+            agree(self._channel, facts)
+        except StepRefused as refused:
+            raise refused from error
+        except Exception as lost:
+            self._lost = DeviceLost(f"step {plan.step} was not agreed on")
+            raise self._lost from lost
+        return plan
+
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        """Compute an announced plan with the other ranks.
+
+        Raises:
+            DeviceLost: It failed: the other ranks are in the middle of it.
+        """
+        self._raise_lost()
+        try:
+            return self._own.run(plan, part)
+        except Exception as error:
+            self._lost = DeviceLost(f"step {plan.step} failed on rank 0")
+            raise self._lost from error
+
+    def make_drafts(self) -> Ints:
+        raise AssertionError("drafts of a model are made on one rank")
+
+    def share(self, step: int, sample: Callable[[], Sampled]) -> Sampled:
+        """Sample from the logits of a plan, and send the tokens to the other ranks."""
+        sampled, blocked = sample()
+        self._send(RankMessage(step=step, sampled=sampled, blocked=blocked))
+        return sampled, blocked
+
+    def end(self) -> None:
+        """End the other ranks after the launched plans."""
+        self._send(RankMessage())
+
+    def _send(self, message: RankMessage) -> None:
+        packed = pack(message)
+        with self._sending:
+            self._channel.send(packed)
+
+    def _raise_lost(self) -> None:
+        """Raise again what has ended the ranks: a later plan would wait for them for ever."""
+        if self._lost is not None:
+            raise DeviceLost(str(self._lost)) from self._lost
+
+    @property
+    def _own(self) -> RankRunner:
+        assert self._runner is not None, "the model is loaded"
+        return self._runner
+
+
+class FollowerRank:
+    """Any other rank: computes what rank 0 announces, until it ends."""
+
+    def __init__(self, channel: RankChannel) -> None:
+        self._channel = channel
+        self._plans = SimpleQueue[StepPlan | BaseException | None]()
+        self._sampled = SimpleQueue[RankMessage | BaseException]()
+
+    def receive(self, runner: RankRunner) -> None:
+        """Receive and check plans until the end. The body of a thread of its own."""
+        try:
+            while self._receive(runner):
+                pass
+        except BaseException as error:  # noqa: BLE001  # raised in the thread that computes
+            self._plans.put(error)
+            self._sampled.put(error)
+        else:
+            self._plans.put(None)
+            # Rank 0 may have failed in a step, and ended before it has sampled.
+            self._sampled.put(RanksDisagree("rank 0 has ended within a step"))
+
+    def compute(self, runner: RankRunner) -> None:
+        """Compute the plans that all ranks have agreed on, until the end."""
+        while (plan := self._plans.get()) is not None:
+            if isinstance(plan, BaseException):
+                raise plan
+            runner.run(plan)
+
+    def share(self, step: int, sample: Callable[[], Sampled]) -> Sampled:
+        """Wait for what rank 0 samples from the logits of a plan."""
+        message = self._sampled.get()
+        if isinstance(message, BaseException):
+            raise message
+        assert message.step == step, "samples come in the order of plans"
+        assert message.sampled is not None, "a message of samples"
+        return message.sampled, message.blocked
+
+    def _receive(self, runner: RankRunner) -> bool:
+        message = unpack(self._channel.receive(), RankMessage)
+        if message.plan is None:
+            if message.sampled is not None:
+                self._sampled.put(message)
+            return message.sampled is not None
+        plan = message.plan
+        try:
+            plan = runner.check(plan)
+            facts = StepFacts.of(plan)
+        except Exception:
+            # Not the end of this rank: the loop of rank 0 finds the request at fault.
+            log.exception("plan refused", extra={"step": plan.step})
+            facts = StepFacts(refused_by=1 + self._channel.rank, step=plan.step)
+        try:
+            agree(self._channel, facts)
+        except StepRefused:
+            return True
+        self._plans.put(plan)
+        return True
+
+
+class RankedLauncher:
+    """Launches plans that all ranks have agreed on."""
+
+    def __init__(self, inner: Launcher, lead: LeadRank) -> None:
+        self._inner, self._lead = inner, lead
+
+    @property
+    def thread(self) -> Thread | None:
+        return self._inner.thread
+
+    @property
+    def draft_failures(self) -> int:
+        return self._inner.draft_failures
+
+    def launch(self, plan: StepPlan) -> Flight:
+        return self._inner.launch(self._lead.announce(plan))
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def close(self) -> None:
+        self._inner.close()

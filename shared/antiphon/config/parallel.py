@@ -1,0 +1,62 @@
+"""How the ranks of a worker divide a model, and where they meet."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from msgspec import Meta
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.schema import Config
+
+Ranks = Annotated[int, Meta(ge=1, extra={"unit": "ranks"})]
+Nodes = Annotated[int, Meta(ge=1, extra={"unit": "machines"})]
+Node = Annotated[int, Meta(ge=0)]
+
+_ADDRESS = re.compile(r"[^\s:/]+:[1-9]\d{0,4}")
+
+
+class ParallelConfig(Config):
+    """Parallelism inside a worker: processes that compute one model together."""
+
+    tp_size: Ranks = 1
+    """Number of ranks over which every layer is split (tensor parallelism). Each is a process with
+    an even share of the worker's cores and memory."""
+    nodes: Nodes = 1
+    """Number of machines over which the ranks of a worker are spread evenly; on each, start
+    `python -m antiphon.model_worker` with its node_rank."""
+    node_rank: Node = 0
+    """Number of this machine among them. The one with number 0 serves; the others only compute."""
+    init_address: str = ""
+    """Address (`host:port`) at which rank 0 listens for the other ranks; empty: any free port of
+    this machine, which needs no address."""
+
+    def check(self) -> None:
+        """Check the fields against each other.
+
+        Raises:
+            ConfigError: These ranks cannot meet.
+        """
+        if self.tp_size % self.nodes:
+            raise ConfigError(
+                f"parallel.tp_size = {self.tp_size}: must be divisible by parallel.nodes = "
+                f"{self.nodes}"
+            )
+        if self.node_rank >= self.nodes:
+            raise ConfigError(
+                f"parallel.node_rank = {self.node_rank}: must be less than parallel.nodes = "
+                f"{self.nodes}"
+            )
+        if self.nodes > 1 and not self.init_address:
+            raise ConfigError(
+                "parallel.init_address (--dist-init-addr): must be set if there are several nodes"
+            )
+        if self.init_address and not _ADDRESS.fullmatch(self.init_address):
+            raise ConfigError(f"parallel.init_address = {self.init_address!r}: must be host:port")
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this machine."""
+        each = self.tp_size // self.nodes
+        return range(self.node_rank * each, (self.node_rank + 1) * each)

@@ -1,0 +1,147 @@
+"""Ranks of a worker: who has joined, who is silent, and processes that end together."""
+
+from __future__ import annotations
+
+import socket
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.config.parallel import ParallelConfig
+from antiphon.model_worker.ranks import membership
+from antiphon.model_worker.ranks.membership import (
+    BEAT_S,
+    JOIN_S,
+    MISSED_MAX,
+    MISSED_MAX_STARTING,
+    Attendance,
+    Attending,
+    Membership,
+    RankLost,
+    join,
+)
+from antiphon.model_worker.ranks.processes import RankProcesses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WAIT_S = 20.0
+STORE = 4321
+
+
+def beats(attendance: Attendance, count: int) -> list[str]:
+    return [reason for _ in range(count) if (reason := attendance.beat()) is not None]
+
+
+def test_a_silent_rank_is_lost_sooner_once_all_serve() -> None:
+    for serving, limit in ((False, MISSED_MAX_STARTING), (True, MISSED_MAX)):
+        attendance = Attendance(3)
+        assert [attendance.join(rank) for rank in (1, 2)] == [None, None]
+        if serving:
+            attendance.serve()
+        for _ in range(3):
+            assert beats(attendance, limit) == []
+            attendance.seen(1)
+            attendance.seen(2)
+        for _ in range(limit):
+            assert attendance.beat() is None
+            attendance.seen(1)
+        assert attendance.beat() == f"rank 2 has been silent for {limit * BEAT_S:.1f} s"
+
+
+def test_ranks_that_do_not_join_are_lost() -> None:
+    attendance = Attendance(3)
+    attendance.join(2)
+    for _ in range(round(JOIN_S / BEAT_S)):
+        attendance.seen(2)
+        assert attendance.beat() is None
+    assert attendance.beat() == "ranks [1] have not joined within 60 s"
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [(0, "there is no rank 0"), (3, "no rank 3"), (1, "1 has joined twice")],
+)
+def test_a_rank_joins_once(rank: int, reason: str) -> None:
+    attendance = Attendance(3)
+    assert attendance.join(1) is None
+    assert reason in (attendance.join(rank) or "")
+
+
+class Meeting:
+    """Rank 0 of several, and what it notices."""
+
+    def __init__(self, ranks: int) -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = listening.getsockname()
+        self.lost = SimpleQueue[str]()
+        self.membership = Membership(listening, ranks, STORE, self.lost.put)
+        self._closed = False
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.membership.stop()
+            self.membership.close()
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    meeting = Meeting(2)
+    yield meeting
+    meeting.close()
+
+
+def test_ranks_notice_the_end_of_each_other(meeting: Meeting) -> None:
+    connection, port = join(meeting.address, 1, 2)
+    assert port == STORE
+    ended = SimpleQueue[str]()
+    attending = Attending(connection, ended.put)
+    meeting.membership.serve()
+    meeting.close()
+    assert ended.get(timeout=WAIT_S) in (
+        "rank 0 has ended",
+        "the connection to rank 0 is broken: [Errno 104] Connection reset by peer",
+    )
+    attending.close()
+    connection.close()
+    assert meeting.lost.empty(), "the end was expected"
+
+
+def test_rank_0_notices_that_another_has_ended(meeting: Meeting) -> None:
+    connection, _ = join(meeting.address, 1, 2)
+    connection.close()
+    assert meeting.lost.get(timeout=WAIT_S) == "rank 1 has ended"
+
+
+def test_a_silent_connection_is_noticed(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MISSED_MAX", 2)
+    connection, _ = join(meeting.address, 1, 2)
+    meeting.membership.serve()
+    assert "rank 1 has been silent" in meeting.lost.get(timeout=WAIT_S)
+    connection.close()
+
+
+def test_ranks_of_another_number_are_refused(meeting: Meeting) -> None:
+    with pytest.raises(RankLost, match="rank 0 has refused this rank"):
+        join(meeting.address, 1, 4)
+    assert meeting.lost.get(timeout=WAIT_S) == "rank 1 was started as one of 4 ranks, not of 2"
+
+
+def test_whatever_is_no_rank_is_closed(meeting: Meeting) -> None:
+    with socket.create_connection(meeting.address, timeout=WAIT_S) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(100) == b""
+    connection, _ = join(meeting.address, 1, 2)
+    connection.close()
+
+
+def test_a_rank_that_ends_while_it_starts_is_lost() -> None:
+    lost = SimpleQueue[RankLost]()
+    ranks = RankProcesses(ParallelConfig(tp_size=2), "worker", lost.put)
+    ranks._children[0].kill()
+    reason = str(lost.get(timeout=WAIT_S))
+    assert reason in ("rank 1 has ended with status -9", "rank 1 has ended")
+    ranks.close()
+    assert ranks._children[0].poll() == -9
