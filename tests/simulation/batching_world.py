@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         Indices,
         Ints,
         Launcher,
+        PlanRunner,
         SamplingPart,
         StepOutcome,
         StepPlan,
@@ -277,7 +278,7 @@ class World:
         self.batching = EngineCore(
             self.limits, self.pools, index, self.rules, speculation=speculation
         )
-        self.runner = WorldRunner(groups, VOCAB_SIZE, seed)
+        self.runner = self._runner()
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
         self.loop = BatchingLoop(
@@ -300,11 +301,16 @@ class World:
         self._overtaken_before: Counter[ChoiceKey] = Counter()
         self._idle_turns: dict[ChoiceKey, int] = {}
 
+    def _runner(self) -> WorldRunner:
+        return WorldRunner(self.groups, VOCAB_SIZE, self.seed)
+
     def _launcher(self) -> Launcher:
-        """Whatever is given back or written too early is read by a plan that is computed late."""
-        launcher = Eager(self.runner) if self._eager else InTurn(self.runner)
-        self.watched = Watched(launcher, self.groups)
+        self.watched = Watched(self._launcher_of(self.runner), self.groups)
         return self.watched
+
+    def _launcher_of(self, runner: PlanRunner) -> Launcher:
+        """Whatever is given back or written too early is read by a plan that is computed late."""
+        return Eager(runner) if self._eager else InTurn(runner)
 
     def pick(self, name: str, *options: Any) -> Any:
         """One of the options, or what the test says of it."""

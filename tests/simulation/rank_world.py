@@ -1,0 +1,333 @@
+"""A world whose worker has several ranks: each runs in threads of its own, by the real protocol.
+
+What the ranks exchange passes a network of this process, which records it. A rank whose thread
+raises has ended, as its process would have: whatever waits for it fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from tests.simulation.batching_world import VOCAB_SIZE, RunFailed, World, WorldRunner
+from tests.simulation.hash_runner import HashRunner
+
+from antiphon.model_worker.batching.mailbox import Mail
+from antiphon.model_worker.ranks import protocol
+from antiphon.model_worker.ranks.protocol import FollowerRank, LeadRank, RankedLauncher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from antiphon.model_worker.batching.loop import StepReport
+    from antiphon.model_worker.batching.plan import (
+        Flight,
+        Ints,
+        Launcher,
+        Longs,
+        PlanRunner,
+        SamplingPart,
+        StepOutcome,
+        StepPlan,
+    )
+    from antiphon.model_worker.ranks.protocol import RankChannel
+
+WAIT_S = 20.0
+"""How long a rank waits for another one, which is there and never comes."""
+LAYERS = 2
+POINTS = ("receive", "layer 0", "layer 1", "sampling")
+"""Where a rank may fail beyond what can be undone."""
+
+
+class Hung(AssertionError):
+    """A rank waits in a collective that the others never reach."""
+
+
+class RankEnded(Exception):
+    """The process of a rank has ended, and with it its connections."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective as one rank calls it."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Network:
+    """Groups of ranks, in each of which all call the same collectives in the same order."""
+
+    def __init__(self, ranks: int, wait_s: float = WAIT_S) -> None:
+        self.ranks = ranks
+        self.calls: dict[tuple[str, int], list[Collective]] = defaultdict(list)  # group, rank
+        self._wait_s = wait_s
+        self._values: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
+        self._ended: set[int] = set()
+        self._changed = Condition()
+
+    def end(self, rank: int) -> None:
+        with self._changed:
+            self._ended.add(rank)
+            self._changed.notify_all()
+
+    def call(
+        self, group: str, rank: int, collective: Collective, value: Any, awaited: Sequence[int]
+    ) -> dict[int, Any]:
+        """Take part in the next collective of a group: the values of the ranks that are awaited."""
+        with self._changed:
+            calls = self.calls[group, rank]
+            values = self._values[group, len(calls)]
+            calls.append(collective)
+            values[rank] = value
+            self._changed.notify_all()
+            arrived = self._changed.wait_for(
+                lambda: values.keys() >= set(awaited) or not self._ended.isdisjoint(awaited),
+                self._wait_s,
+            )
+            if not arrived:
+                raise Hung(f"rank {rank} waits in {group}: {collective}")
+            if not values.keys() >= set(awaited):
+                raise RankEnded
+            return values
+
+    def check(self) -> None:
+        """Each rank has called what the others have, as far as it came."""
+        for group in {group for group, _ in self.calls}:
+            calls = [self.calls[group, rank] for rank in range(self.ranks)]
+            shortest = min(map(len, calls))
+            assert all(each[:shortest] == calls[0][:shortest] for each in calls), group
+
+
+class Channel:
+    def __init__(self, world: RankWorld, rank: int) -> None:
+        self._world, self._network, self.rank = world, world.network, rank
+
+    def send(self, message: bytearray) -> None:
+        self._broadcast(message, ())
+
+    def receive(self) -> bytearray:
+        self._world.reach(self.rank, "receive", len(self._network.calls["plans", self.rank]))
+        return bytearray(self._broadcast(None, (0,))[0])
+
+    def max(self, values: Longs) -> Longs:
+        call = Collective("max", values.shape, str(values.dtype))
+        found = self._network.call("control", self.rank, call, values, range(self._network.ranks))
+        return np.max([found[rank] for rank in range(self._network.ranks)], axis=0)
+
+    def _broadcast(self, message: bytearray | None, awaited: Sequence[int]) -> dict[int, Any]:
+        return self._network.call(
+            "plans", self.rank, Collective("broadcast", (), "uint8"), message, awaited
+        )
+
+
+class Shard:
+    """A rank's part of computing a plan: sums over ranks, before and after what may fail."""
+
+    def __init__(self, world: RankWorld, rank: int) -> None:
+        self._world, self.rank = world, rank
+
+    def check(self) -> None:
+        if self._world.refusing == self.rank:
+            raise RunFailed
+
+    def run_layers(self, plan: StepPlan) -> None:
+        network, ranks = self._world.network, range(self._world.network.ranks)
+        for layer in range(LAYERS):
+            self._world.reach(self.rank, f"layer {layer}", plan.step)
+            call = Collective("sum", (len(plan.tokens), 4), "float32")
+            network.call("tensor", self.rank, call, layer, ranks)
+
+
+class LeadRunner(WorldRunner):
+    world: RankWorld
+    shard: Shard
+    lead: LeadRank
+
+    def check(self, plan: StepPlan) -> StepPlan:
+        self.shard.check()
+        return self.tables.fill(plan)
+
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        self.last, self.planned = plan, self.planned.union(plan.slot.tolist())
+        self.shard.run_layers(plan)
+        outcome = HashRunner.run(self, plan, part)
+        if len(plan.logit_tokens):
+            self.lead.share(plan.step, lambda: (self._sampled(plan, outcome), None))
+        details = self._details(plan, outcome)
+        return msgspec.structs.replace(outcome, details=details)
+
+    def before_sampling(self) -> None:
+        self.world.reach(0, "sampling", self.plans)
+
+    def _sampled(self, plan: StepPlan, outcome: StepOutcome) -> Ints:
+        """What was accepted of each of the logits (L,), -1 where nothing was."""
+        ends = plan.query_start + plan.query_len
+        rows = np.searchsorted(ends, plan.logit_tokens, side="right")
+        place = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        index = outcome.starts[rows] + place
+        ids = np.append(outcome.token_ids, -1)
+        inside = index < outcome.starts[rows + 1]
+        return np.where(inside, ids[np.where(inside, index, -1)], -1).astype(np.int32)
+
+
+class FollowerRunner(HashRunner):
+    """Writes what the first rank writes, and takes what it has drawn."""
+
+    def __init__(self, world: RankWorld, shard: Shard, follower: FollowerRank) -> None:
+        super().__init__(world.groups, VOCAB_SIZE)
+        self._world, self._shard, self._follower = world, shard, follower
+        self._sampled: list[int] = []
+
+    def check(self, plan: StepPlan) -> StepPlan:
+        self._shard.check()
+        return self.tables.fill(plan)
+
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        self._shard.run_layers(plan)
+        self._sampled = []
+        if len(plan.logit_tokens):
+            sampled, _ = self._follower.share(plan.step, lambda: (np.zeros(0, np.int32), None))
+            self._sampled = sampled.tolist()
+        self._world.reach(self._shard.rank, "sampling", plan.step)
+        return super().run(plan, part)
+
+    def _draw(self, plan: StepPlan, row: int, contexts: list[Ints], logits: range) -> list[int]:
+        return [self._sampled[logit] for logit in logits if self._sampled[logit] >= 0]
+
+
+class Refusing:
+    """A launcher of plans that one of the ranks refuses where the world fails."""
+
+    def __init__(self, world: RankWorld, inner: Launcher) -> None:
+        self._world, self._inner = world, inner
+        self.thread: Thread | None = None
+        self.draft_failures = 0
+
+    def launch(self, plan: StepPlan) -> Flight:
+        runner, ranks = self._world.runner, self._world.network.ranks
+        self._world.refusing = None
+        if runner.fail or runner.stumble:
+            runner.stumble = False
+            runner.raised += 1
+            self._world.refusing = self._world.ranks_random.randrange(ranks)
+            self._world.seen[f"refused by {min(self._world.refusing, 1)}"] += 1
+        return self._inner.launch(plan)
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class RankWorld(World):
+    """A worker of several ranks. Where another world's plans fail, one of the ranks refuses them.
+
+    `failing` is a rank and the point at which it fails from a random step on, which ends them all.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        failing: tuple[int, str] | None = None,
+        wait_s: float = WAIT_S,
+        **said: Any,
+    ) -> None:
+        self.ranks_random = random.Random(f"ranks {seed}")
+        self.network = Network(self.ranks_random.choice([2, 2, 3, 4]), wait_s)
+        self.refusing: int | None = None
+        self.failing, self.failing_step = failing, self.ranks_random.randint(1, 60)
+        self.errors: dict[int, BaseException] = {}
+        self._threads: list[Thread] = []
+        super().__init__(seed, **{"draft_model": False, "stumbles": 0.05, **said})
+
+    def _runner(self) -> WorldRunner:
+        runner = LeadRunner(self.groups, VOCAB_SIZE, self.seed)
+        runner.world, runner.shard = self, Shard(self, 0)
+        runner.lead = self.lead = LeadRank(Channel(self, 0))
+        self.lead.use(runner)
+        self.followers = [self._start(rank) for rank in range(1, self.network.ranks)]
+        return runner
+
+    def _launcher_of(self, runner: PlanRunner) -> Launcher:
+        return Refusing(self, RankedLauncher(super()._launcher_of(self.lead), self.lead))
+
+    def reach(self, rank: int, point: str, count: int) -> None:
+        """A rank fails here if the world says so."""
+        if self.failing == (rank, point) and count >= self.failing_step:
+            raise RunFailed
+
+    def _start(self, rank: int) -> FollowerRunner:
+        follower = FollowerRank(Channel(self, rank))
+        runner = FollowerRunner(self, Shard(self, rank), follower)
+        for work in (follower.receive, follower.compute):
+            thread = Thread(target=self._run, args=(rank, work, runner))
+            self._threads.append(thread)
+            thread.start()
+        return runner
+
+    def _run(self, rank: int, work: Callable[[Any], None], runner: FollowerRunner) -> None:
+        try:
+            work(runner)
+        except BaseException as error:  # noqa: BLE001  # as its process would end
+            self.errors.setdefault(rank, error)
+            self.network.end(rank)
+
+    @contextmanager
+    def ranks_end(self) -> Iterator[None]:
+        """Afterwards rank 0 has ended, in order or by what it raises, and so have all others."""
+        try:
+            yield
+            if self.failing is None:
+                self.loop._finish_steps()
+            self.lead.end()
+        finally:
+            self.network.end(0)
+            for thread in self._threads:
+                thread.join(2 * WAIT_S)
+            assert not any(thread.is_alive() for thread in self._threads), "a rank is left"
+            self.network.check()
+
+    def turn(self, mail: Mail | None = None) -> StepReport:
+        if self.failing is None:
+            return super().turn(mail)
+        self.now += 1.0
+        report = self.loop.turn(mail or Mail())
+        self.receive(report)
+        return report
+
+    def check_ranks(self) -> None:
+        """All ranks have the same in their pages."""
+        assert not self.errors
+        for follower in self.followers:
+            for mine, theirs in zip(self.runner._pages, follower._pages, strict=True):
+                assert (mine == theirs).all(), "ranks have written different pages"
+
+
+@contextmanager
+def without_agreement() -> Iterator[None]:
+    """Each rank goes by its own check alone."""
+    right = protocol.agree
+
+    def wrong(channel: RankChannel, facts: protocol.StepFacts) -> protocol.StepFacts:
+        try:
+            return right(channel, facts)
+        except protocol.StepRefused:
+            if facts.refused_by:
+                raise
+            return facts
+
+    protocol.agree = wrong
+    try:
+        yield
+    finally:
+        protocol.agree = right

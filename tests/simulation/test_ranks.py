@@ -1,0 +1,71 @@
+"""Worlds of a worker with several ranks: they compute the same plans, or end together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.simulation.rank_world import POINTS, Hung, RankWorld, without_agreement
+from tests.simulation.worker_worlds import live, overlaps
+
+from antiphon.model_worker.batching.plan import DeviceLost
+
+TURNS = 80
+WORLDS = 60
+MANY = 2_000
+BATCH = 100
+
+
+def sound(seed: int, turns: int = TURNS, **said: Any) -> RankWorld:
+    """A world in which no choice notices that there are ranks, nor that one refuses a plan."""
+    world = RankWorld(seed, overlap=overlaps(seed), **said)
+    with world.ranks_end():
+        live(world, turns)
+    world.check_ranks()
+    return world
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("batch", range(4))
+def test_ranks_say_what_a_choice_says_alone(batch: int) -> None:
+    seen = Counter[str]()
+    for seed in range(batch * WORLDS // 4, (batch + 1) * WORLDS // 4):
+        seen += sound(seed).seen
+    assert seen["refused by 0"] > 0, "no plan was refused by the first rank"
+    assert seen["refused by 1"] > 0, "no plan was refused by another rank"
+    assert seen["drafts"] > 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize(
+    ("rank", "point"), [(rank, point) for rank in (0, 1) for point in POINTS[1 - rank :]]
+)
+def test_a_rank_that_fails_in_a_step_ends_all(rank: int, point: str, overlap: bool) -> None:
+    for seed in range(4):
+        world = RankWorld(seed, overlap=overlap, failing=(rank, point))
+        with world.ranks_end(), pytest.raises(DeviceLost):
+            live(world, 400)
+        assert not any(isinstance(error, Hung) for error in world.errors.values())
+
+
+@pytest.mark.timeout(120)
+def test_a_failure_that_is_not_agreed_on_is_found() -> None:
+    with without_agreement():
+        for seed in range(20):
+            world = RankWorld(seed, overlap=overlaps(seed), stumbles=0.3, wait_s=1.0)
+            try:
+                with world.ranks_end():
+                    live(world, TURNS)
+            except (AssertionError, DeviceLost):
+                return
+    raise AssertionError("no world has found it")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("batch", range(MANY // BATCH))
+def test_many_worlds_of_ranks_are_sound(batch: int) -> None:
+    for seed in range(1000 + batch * BATCH, 1000 + (batch + 1) * BATCH):
+        sound(seed)
