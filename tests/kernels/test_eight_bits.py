@@ -216,6 +216,45 @@ def test_heads_may_have_any_even_size(
 
 @every_attention
 @every_format
+@pytest.mark.parametrize("window", [None, 1, 6, 17, 50])
+@pytest.mark.parametrize(
+    ("group", "head_size"), [(1, 64), (3, 48), (4, 16), (6, 32), (7, 64), (13, 32)]
+)
+@pytest.mark.parametrize("page_tokens", [16, 48])
+def test_codes_of_whole_pages_may_be_widened_where_they_lie(
+    attention: Row,
+    format_: torch.dtype,
+    page_tokens: int,
+    group: int,
+    head_size: int,
+    window: int | None,
+) -> None:
+    """By tiles of any height, up to so many queries; what no query sees is a NaN."""
+    shape = a_shape(2, group, head_size, torch.bfloat16, window, page_tokens)
+    for lengths in ([1] * 9, [0, 1, 15, 16, 17, 63, 64, 65, 200]), ([3, 2, 12], [14, 61, 70]):
+        assert_equals_the_textbook(attention, Case(3, *lengths, shape), format_)
+
+
+@each_row(paged_attention, "attention", invariant=True)
+@every_format
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("group", [3, 7, 13])
+def test_a_query_has_the_same_bits_where_codes_are_copied_and_where_not(
+    attention: Row, format_: torch.dtype, group: int, window: int | None
+) -> None:
+    """They are copied of short pages, and for many queries."""
+    lengths = ROWS["all at once"]
+    results: list[Tensor] = []
+    for page_tokens in (4, 16):
+        shape = a_shape(2, group, 32, torch.bfloat16, window, page_tokens)
+        case = in_eight_bits(Case(8, *lengths, shape), format_)
+        results.append(attention(*case.arguments(), SCALES))
+    assert torch.equal(*results)
+    assert_same_bits_in_any_chunk(attention, case, SCALES)
+
+
+@every_attention
+@every_format
 def test_caps_and_sinks_work_on_it(attention: Row, format_: torch.dtype) -> None:
     case = in_eight_bits(Case(3, *ROWS["all at once"], a_shape()), format_)
     keys, values = (

@@ -12,26 +12,30 @@
 
 namespace ISA_NS {
 
-template <class T, int R = TILE_QUERIES>
+template <class T, class K, int R = TILE_QUERIES>
 INLINE void attend_tile_of(
     int64_t queries, const AttentionCall &call, const AttentionTask &task, int64_t first,
     const KeyBlock &block, AttentionScratch<T> &room) {
     if constexpr (R > 1) {
-        if (queries < R) return attend_tile_of<T, R - 1>(queries, call, task, first, block, room);
+        if (queries < R)
+            return attend_tile_of<T, K, R - 1>(queries, call, task, first, block, room);
     }
-    attend_tile<T, R>(call, task, first, block, room);
+    attend_tile<T, K, R>(call, task, first, block, room);
 }
 
-// Queries `first` to `last` - 1 of the task's meet a block.
-template <class T>
+// Queries `first` to `last` - 1 of the task's meet a block; K is what the cache is kept as.
+template <class T, class K>
 static void attend_in_tiles(
     const AttentionCall &call, const AttentionTask &task, int64_t first, int64_t last,
     const KeyBlock &block, AttentionScratch<T> &room) {
+    if constexpr (IN_BYTES<K>)
+        if (!TILES_WIDEN<T> || !room.widen)
+            return attend_in_tiles<T, T>(call, task, first, last, block, room);
     const int64_t tiles = ceil_div(last - first, TILE_QUERIES);
     for (int64_t i = 0; i < tiles; ++i) {
         // Tiles of like height: 7 queries are 4 and 3.
         const int64_t height = ceil_div(last - first, tiles - i);
-        attend_tile_of<T>(height, call, task, first, block, room);
+        attend_tile_of<T, TileWords<T, K>>(height, call, task, first, block, room);
         first += height;
     }
 }
@@ -104,7 +108,7 @@ static void attend_kept_as(
     static thread_local Scratch scratch;
     const int64_t group = call.shape.queries_per_head, window = call.shape.window;
     AttentionScratch<T> room(scratch, call, task);
-    BlockReader<T, K> reader(call, task, room.head);
+    BlockReader<T, K> reader(call, task, room.head, room.widen);
     AmxTiles squares;
     if constexpr (USES_AMX<T>) gather_queries(call, task, room);
     bool joined = false;
@@ -121,7 +125,7 @@ static void attend_kept_as(
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
         if constexpr (USES_AMX<T>)
             attend_amx(call, task, first * group, last * group, block, room, squares);
-        else attend_in_tiles(call, task, first * group, last * group, block, room);
+        else attend_in_tiles<T, K>(call, task, first * group, last * group, block, room);
         if (next.until <= 0 || next.begin % SEGMENT_KEYS == 0) {
             if (task.partial >= 0) {
                 const int64_t segment = (block.begin - task.key_begin) / SEGMENT_KEYS;

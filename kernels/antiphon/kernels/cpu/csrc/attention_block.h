@@ -60,6 +60,21 @@ struct AttentionSums {
     }
 };
 
+// Whether tiles widen codes of eight bits themselves, if there are few: for more of them, codes are
+// widened once and put down. Without byte permutes (fp8.h) there are too few registers for it.
+template <class T>
+static constexpr bool TILES_WIDEN = ANTIPHON_BF16 && std::is_same_v<T, bf16> && !USES_AMX<T>;
+static constexpr int WIDENING_TILES = 2;
+// What a tile's words are kept as, where the cache is kept as K.
+template <class T, class K> using TileWords = std::conditional_t<TILES_WIDEN<T>, K, T>;
+
+template <class T> INLINE bool tiles_widen(const AttentionCall &call, int64_t queries) {
+    const CacheShape &shape = call.shape;
+    const bool lie = shape.page_tokens % LANES == 0 && shape.head_size % LANES == 0;
+    return TILES_WIDEN<T> && shape.format != CacheFormat::model && call.cache.values && lie &&
+        queries <= WIDENING_TILES * TILE_QUERIES;
+}
+
 // What one task works in, cut from the thread's scratch memory.
 template <class T> struct AttentionScratch {
     HeadBlock<T> head;
@@ -67,13 +82,15 @@ template <class T> struct AttentionScratch {
     AttentionSums sums, total;     // of the segment that is gone through, and of those before it
     uint32_t *queries_transposed;  // (queries, square_words) for AMX alone
     int64_t square_words;          // words of a head, whole steps of AMX
+    bool widen;                    // whether tiles widen what is in eight bits
     BlockPrefetcher ahead;
     alignas(64) float scores[ROOM_QUERIES][KEYS];
     alignas(64) T shares[ROOM_QUERIES][KEYS];
 
     AttentionScratch(Scratch &scratch, const AttentionCall &call, const AttentionTask &task)
         : queries(task.queries * call.shape.queries_per_head),
-          ahead(call, prefetch_steps(call.shape)) {
+          widen(tiles_widen<T>(call, queries)),
+          ahead(call, prefetch_steps(call.shape, widen)) {
         const int64_t words = call.shape.head_size / WORD_VALUES<T>;
         width = ceil_div(call.shape.head_size, LANES) * LANES;
         square_words = ceil_div(words, AMX_ROWS) * AMX_ROWS;
@@ -111,41 +128,68 @@ template <class T> struct AttentionScratch {
             std::memset(queries_transposed, 0, queries * square_words * sizeof(uint32_t));
     }
 
-    // In how many steps of a tile's products the memory is asked for the next block. What is in eight
-    // bits is copied before the first of them, so that all of it must be there by then.
-    static int64_t prefetch_steps(const CacheShape &shape) {
+    // In how many steps of a tile's products the memory is asked for the next block. What is copied is
+    // so before the first of them, and all of it must be there by then.
+    static int64_t prefetch_steps(const CacheShape &shape, bool widen) {
         const int64_t words = ceil_div(shape.head_size, WORD_VALUES<T>);
         if (USES_AMX<T>) return ceil_div(words, AMX_ROWS) * (KEYS / LANES);
-        return shape.format == CacheFormat::model ? words + BLOCK_KEYS<T> / WORD_VALUES<T> : words;
+        const bool lie = shape.format == CacheFormat::model || widen;
+        return lie ? words + BLOCK_KEYS<T> / WORD_VALUES<T> : words;
     }
 };
 
-// acc[r] += each[r] . columns, over `steps` words of a row; `columns_at(step, v)` is where the words
-// of sixteen lanes lie.
-template <class T, int R, int V, class Columns>
+// acc[r] += each[r] . columns.
+template <class T, int R, int V>
+INLINE void add_step(
+    F32 (&acc)[R][V], const uint32_t *const (&each)[R], int64_t step, const I32 (&columns)[V]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+        const I32 word = splat_words(each[r] + step);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) acc[r][v] = dot_words<T>(acc[r][v], columns[v], word);
+    }
+}
+
+// The same over `steps` words of a row; `columns_at(step, v)` is where those of sixteen lanes lie, kept
+// as K.
+template <class T, class K, int R, int V, class Columns>
 INLINE void add_products(
     F32 (&acc)[R][V], const uint32_t *const (&each)[R], int64_t steps, BlockPrefetcher &ahead,
     Columns &&columns_at) {
-    for (int64_t step = 0; step < steps; ++step) {
-        ahead.step();
-        I32 columns[V];
+    if constexpr (!IN_BYTES<K>) {
+        for (int64_t step = 0; step < steps; ++step) {
+            ahead.step();
+            I32 columns[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) columns[v] = load_int(columns_at(step, v));
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            const I32 word = splat_words(each[r] + step);
+            for (int v = 0; v < V; ++v) columns[v] = load_int(columns_at(step, v));
+            add_step<T>(acc, each, step, columns);
+        }
+    } else {
+        // Codes are widened two steps at a time.
+        for (int64_t step = 0; step < steps; step += 2) {
+            ahead.step();
+            ahead.step();
+            const bool both = step + 1 < steps;
+            I32 columns[2][V];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) acc[r][v] = dot_words<T>(acc[r][v], columns[v], word);
+            for (int v = 0; v < V; ++v) {
+                const K *first = columns_at(step, v);
+                const auto widened = words_as<T>(first, both ? columns_at(step + 1, v) : first);
+                columns[0][v] = widened[0];
+                columns[1][v] = widened[1];
+            }
+            add_step<T>(acc, each, step, columns[0]);
+            if (!both) break;
+            add_step<T>(acc, each, step + 1, columns[1]);
         }
     }
 }
 
 // Call `body` for all of 0 .. vectors - 1: as a constant number of vectors, and where they begin.
-template <class Body> INLINE void in_tiles(int64_t vectors, Body &&body) {
+template <int MOST, class Body> INLINE void in_tiles(int64_t vectors, Body &&body) {
     int64_t v = 0;
-    for (; v + TILE_VECTORS <= vectors; v += TILE_VECTORS)
-        body(std::integral_constant<int, TILE_VECTORS>(), v);
-    if (TILE_VECTORS > 2 && v + 2 <= vectors) {
+    for (; v + MOST <= vectors; v += MOST) body(std::integral_constant<int, MOST>(), v);
+    if (MOST > 2 && v + 2 <= vectors) {
         body(std::integral_constant<int, 2>(), v);
         v += 2;
     }
@@ -261,23 +305,25 @@ INLINE void softmax_weights_all(
     }
 }
 
-// R queries, from `first` of the task's on, meet a block.
-template <class T, int R>
+// R queries, from `first` of the task's on, meet a block whose words are kept as K.
+template <class T, class K, int R>
 static void attend_tile(
     const AttentionCall &call, const AttentionTask &task, int64_t first, const KeyBlock &block,
     AttentionScratch<T> &room) {
+    // What is widened needs registers, too.
+    constexpr int VECTORS = IN_BYTES<K> && R > 4 ? 2 : TILE_VECTORS;
     const HeadBlock<T> &head = room.head;
     const uint32_t *each[R];
     for (int r = 0; r < R; ++r) each[r] = words_of(query_at<T>(call, task, first + r));
-    in_tiles(block.vectors(), [&](auto count, int64_t v) {
+    in_tiles<VECTORS>(block.vectors(), [&](auto count, int64_t v) {
         F32 acc[R][count];
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i) acc[r][i] = zeros();
         const uint32_t *keys[count];
         for (int i = 0; i < count; ++i) keys[i] = head.keys[v + i];
         const int64_t stride = head.key_stride;
-        add_products<T>(acc, each, head.words, room.ahead, [&](int64_t word, int i) {
-            return keys[i] + word * stride;
+        add_products<T, K>(acc, each, head.words, room.ahead, [&](int64_t word, int i) {
+            return words_after<T, K>(keys[i], word * stride);
         });
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i) store(room.scores[r] + (v + i) * LANES, acc[r][i]);
@@ -290,15 +336,15 @@ static void attend_tile(
 
     const int64_t begin = block.from / WORD_VALUES<T>, end = ceil_div(block.until, WORD_VALUES<T>);
     for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[r]) + begin;
-    in_tiles(room.width / LANES, [&](auto count, int64_t v) {
+    in_tiles<VECTORS>(room.width / LANES, [&](auto count, int64_t v) {
         F32 acc[R][count];
         float *sums = room.sums.values + first * room.width + v * LANES;
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i)
                 acc[r][i] = mul(load(sums + r * room.width + i * LANES), splat(kept[r]));
         const uint32_t *const *values = head.values + begin;
-        add_products<T>(acc, each, end - begin, room.ahead, [&](int64_t step, int i) {
-            return values[step] + (v + i) * LANES;
+        add_products<T, K>(acc, each, end - begin, room.ahead, [&](int64_t step, int i) {
+            return words_after<T, K>(values[step], (v + i) * LANES);
         });
         for (int r = 0; r < R; ++r)
             for (int i = 0; i < count; ++i) store(sums + r * room.width + i * LANES, acc[r][i]);

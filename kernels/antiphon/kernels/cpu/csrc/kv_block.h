@@ -35,10 +35,16 @@ INLINE const int32_t *table_of(const PagedRows &rows, int64_t row) {
     return rows.tables + row * rows.stride;
 }
 
+// Where a row of words of T goes on after some of them, if they are kept as K: codes are shorter.
+template <class T, class K> INLINE const K *words_after(const uint32_t *row, int64_t words) {
+    return reinterpret_cast<const K *>(row) + words * WORD_VALUES<T>;
+}
+
 // What a block is read as, and room for what is copied.
 template <class T> struct HeadBlock {
-    // Of sixteen keys each: word w at keys[v] + w * key_stride. Of vectors that no query attends to
-    // it is any memory that may be read, and so is what follows the last token of a vector.
+    // Of sixteen keys each: word w is key_stride words after the one before (words_after). Of vectors
+    // that no query attends to it is any memory that may be read, and so is what follows the last
+    // token of a vector.
     const uint32_t *keys[KEY_VECTORS];
     int64_t key_stride;
     const uint32_t
@@ -52,14 +58,16 @@ template <class T> struct HeadBlock {
 
 template <class T, class K> class BlockReader {
   public:
-    BlockReader(const AttentionCall &call, const AttentionTask &task, HeadBlock<T> &to)
+    // What is in eight bits is copied, or left to tiles that widen it.
+    BlockReader(
+        const AttentionCall &call, const AttentionTask &task, HeadBlock<T> &to, bool tiles_widen)
         : call_(call),
           layout_(call.shape),
           table_(table_of(call.rows, task.row)),
           head_(task.head),
           whole_(call.shape.page_tokens % LANES == 0),
           to_(to) {
-        const bool lie = !IN_BYTES<K>;
+        const bool lie = !IN_BYTES<K> || tiles_widen;
         // Tiles of AMX have whole steps of words, and their values lie one step beside the other.
         keys_lie_ = lie && whole_ && (!USES_AMX<T> || to.words % AMX_ROWS == 0);
         values_lie_ = lie && !USES_AMX<T> && layout_.head_size % LANES == 0;
@@ -188,15 +196,23 @@ template <class T, class K> class BlockReader {
     // What lies beside the first and the last key in a word may be anything.
     void cut_edges(const KeyBlock &block) {
         if constexpr (VALUES == 2) {
-            if (block.from % 2) keep(block.from / 2, 0xffff0000u);
-            if (block.until % 2) keep(block.until / 2, 0x0000ffffu);
+            if (block.from % 2) keep(block.from / 2, 1);
+            if (block.until % 2) keep(block.until / 2, 0);
         }
     }
-    void keep(int i, uint32_t mask) {
-        const uint32_t *from = to_.values[i];
-        uint32_t *to = value_row(i);
-        for (int64_t d = 0; d < layout_.head_size; ++d) to[d] = from[d] & mask;
-        to_.values[i] = to;
+    // Keep the first or the second key of a word alone.
+    void keep(int i, int which) {
+        if (values_lie_) keep_of<K>(i, which);
+        else keep_of<T>(i, which);
+    }
+    template <class N> void keep_of(int i, int which) {
+        const auto *from = reinterpret_cast<const N *>(to_.values[i]);
+        auto *to = reinterpret_cast<N *>(value_row(i));
+        for (int64_t d = 0; d < layout_.head_size; ++d) {
+            to[2 * d + which] = from[2 * d + which];
+            to[2 * d + 1 - which] = N{};
+        }
+        to_.values[i] = value_row(i);
     }
 
     // Keys that no query attends to weigh nothing, and so must be numbers, in whole steps of AMX.
