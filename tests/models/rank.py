@@ -19,6 +19,7 @@ import torch
 from tests.support.models import plan
 
 from antiphon.layers.weights import SingleRank
+from antiphon.model_worker.batching.loop import SWITCH_INTERVAL_S
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.ranks.groups import RankGroups
 from antiphon.model_worker.ranks.protocol import (
@@ -51,11 +52,11 @@ class LoneRank(SingleRank):
 
 
 class Pair:
-    def __init__(self) -> None:
+    def __init__(self, *, local: bool = True) -> None:
         listening = socket.create_server((HOST, 0))
         port = listening.getsockname()[1]
         self._other = subprocess.Popen([sys.executable, "-m", __name__, str(port)])
-        self._groups = RankGroups.open(0, 2, (HOST, port), listening=listening)
+        self._groups = RankGroups.open(0, 2, (HOST, port), listening=listening, local=local)
 
     @contextmanager
     def opened(self, folder: Path, **values: Any) -> Iterator[tuple[OpenModel, LeadRank]]:
@@ -86,6 +87,7 @@ def _open(
 
 def main(port: int) -> None:
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     groups = RankGroups.open(1, 2, (HOST, port))
     channel = groups.channel
     while (case := msgspec.msgpack.decode(channel.receive(), type=Case)).folder:

@@ -128,6 +128,16 @@ def test_two_ranks_say_what_one_says(pair: Pair, tmp_path: Path, family: str) ->
                 check_equal(outputs(model, kind, mode, lead), expected)
 
 
+@pytest.mark.timeout(60)
+def test_ranks_that_share_no_memory_say_the_same(tmp_path: Path) -> None:
+    write("llama", tmp_path)
+    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
+    pair = Pair(local=False)
+    with pair.opened(tmp_path, **OPEN) as (model, lead):
+        check_equal(outputs(model, "greedy", MODES["overlap"], lead), expected)
+    pair.close()
+
+
 def test_ranks_that_cannot_cut_the_model_are_refused(llama: Path) -> None:
     with pytest.raises(ModelLoadError, match="3 ranks"):
         load(llama, tp=LoneRank(1, 3))

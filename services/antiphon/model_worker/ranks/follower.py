@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import os
 import signal
+import sys
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.served_model import model_files
+from antiphon.model_worker.batching.loop import SWITCH_INTERVAL_S
 from antiphon.model_worker.ranks.membership import Attending, RankLost, address_of, join
 from antiphon.model_worker.ranks.processes import RankStart, start_local
 from antiphon.model_worker.ranks.protocol import FollowerRank, StepFacts, StepRefused, agree
@@ -71,6 +73,7 @@ def follow(
         follower = FollowerRank(groups.channel)
         runner = _load(groups, follower, instance)
         tune_gc()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # plans are checked while a collective is awaited
         Thread(target=follower.receive, args=(runner,), name="plans", daemon=True).start()
         follower.compute(runner)
         attending.close()

@@ -1,4 +1,4 @@
-"""The process groups of the ranks of a worker: gloo over TCP, each with connections of its own."""
+"""The process groups of the ranks of a worker: gloo over TCP, and shared memory on one machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import numpy as np
 import torch
 import torch.distributed
 
+from antiphon.model_worker.ranks.shared_memory import (
+    SharedMemoryGroup,
+    attach,
+    create,
+    is_supported,
+    layout,
+)
+
 if TYPE_CHECKING:
+    from mmap import mmap
+
     from numpy.typing import NDArray
 
     from antiphon.model_worker.batching.plan import Longs
@@ -29,6 +39,14 @@ _LENGTH_BYTES = 8
 
 class Work(Protocol):
     def wait(self) -> object: ...
+
+
+class KeyStore(Protocol):
+    """What is used of torch's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
 
 
 class GlooGroup(Protocol):
@@ -68,9 +86,11 @@ class TensorGroup:
 class GlooChannel:
     """Messages of rank 0 in one order, and maxima over all ranks: a `RankChannel`."""
 
-    def __init__(self, plans: GlooGroup, control: GlooGroup) -> None:
+    def __init__(self, plans: GlooGroup, control: TensorGroup | SharedMemoryGroup) -> None:
         self._plans, self._control = plans, control
         self.rank = plans.rank()
+        # What rank 0 sends is on its way while it goes on, until it sends again.
+        self._sending: tuple[Work, NDArray[np.uint8]] | None = None
 
     def send(self, message: bytearray) -> None:
         size = len(message)
@@ -96,23 +116,37 @@ class GlooChannel:
         return message
 
     def max(self, values: Longs) -> Longs:
-        reduced = torch.as_tensor(values.copy())
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        self._control.allreduce([reduced], options).wait()
-        return reduced.numpy()
+        gathered = self._control.all_gather(torch.as_tensor(values))
+        return gathered.view(self._control.ranks, len(values)).amax(dim=0).numpy()
 
     def _broadcast(self, content: NDArray[np.uint8]) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._plans.broadcast([torch.as_tensor(content)], options).wait()
+        if self._sending is not None:
+            self._sending[0].wait()
+        work = self._plans.broadcast([torch.as_tensor(content)], options)
+        if self.rank:
+            work.wait()
+        else:
+            self._sending = work, content
 
 
 class RankGroups:
     """All groups of one rank."""
 
-    def __init__(self, tensor: TensorGroup, channel: GlooChannel) -> None:
-        self.tensor, self.channel = tensor, channel
+    def __init__(
+        self,
+        tensor: TensorGroup | SharedMemoryGroup,
+        control: TensorGroup | SharedMemoryGroup,
+        channel: GlooChannel,
+    ) -> None:
+        self.tensor, self._control, self.channel = tensor, control, channel
+
+    def abort(self) -> None:
+        """Fail collectives over shared memory, which notice no process that has ended."""
+        for group in (self.tensor, self._control):
+            if isinstance(group, SharedMemoryGroup):
+                group.abort()
 
     @classmethod
     def open(
@@ -122,8 +156,11 @@ class RankGroups:
         store: tuple[str, int],
         *,
         listening: socket.socket | None = None,
+        local: bool = False,
     ) -> RankGroups:
         """Meet the other ranks at the `store`, an address at which rank 0 is `listening`.
+
+        Rank 0 says whether all ranks are `local`, on one machine.
 
         Raises:
             OSError: The store, or another rank, is not reached.
@@ -139,13 +176,32 @@ class RankGroups:
                 master_listen_fd=None if listening is None else listening.detach(),
             )
             own = _own_address(host, port)
+            memory = _share_memory(meeting, ranks, first=rank == 0, local=local)
             groups = [
                 _gloo(dist.PrefixStore(name, meeting), rank, ranks, own)
-                for name in ("tensor", "plans", "control")
+                for name in ("plans", "tensor", "control")
             ]
         except RuntimeError as error:
             raise OSError(f"ranks do not meet at {host}:{port}: {error}") from error
-        return cls(TensorGroup(groups[0]), GlooChannel(groups[1], groups[2]))
+        plans, *both = groups
+        tensor, control = map(TensorGroup, both)
+        if memory is not None:
+            tensor, control = (
+                SharedMemoryGroup(rank, ranks, memory, part) for part in layout(ranks)
+            )
+        return cls(tensor, control, GlooChannel(plans, control))
+
+
+def _share_memory(store: KeyStore, ranks: int, *, first: bool, local: bool) -> mmap | None:
+    """The memory that all ranks share, if they can."""
+    memory, path = None, ""
+    if first:
+        if local and is_supported():
+            memory, path = create(ranks)
+        store.set("memory", path)
+    elif path := store.get("memory").decode():
+        memory = attach(path)
+    return memory
 
 
 def _gloo(store: object, rank: int, ranks: int, address: str) -> GlooGroup:

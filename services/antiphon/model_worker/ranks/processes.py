@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.parallel import ParallelConfig
     from antiphon.layers.weights import Tp
-    from antiphon.model_worker.ranks.groups import GlooChannel
+    from antiphon.model_worker.ranks.groups import RankGroups
     from antiphon.service.service import Runtime
 
 log = logging.getLogger(__name__)
@@ -140,11 +140,11 @@ class RankProcesses:
         listening = bind(host, port)
         self._store = bind(host, 0)
         self._store_address: tuple[str, int] = (host, self._store.getsockname()[1])
-        self._ranks = parallel.tp_size
+        self._ranks, self._local = parallel.tp_size, parallel.nodes == 1
         self._lost = lost
         self._children: list[subprocess.Popen[bytes]] = []
         self._lead: LeadRank | None = None
-        self._channel: GlooChannel | None = None
+        self._groups: RankGroups | None = None
         address = (host, listening.getsockname()[1])
         try:
             self._children = start_local(parallel.local_ranks[1:], parallel, address, instance)
@@ -163,17 +163,23 @@ class RankProcesses:
         from antiphon.model_worker.ranks.groups import RankGroups  # noqa: PLC0415 (imports torch)
 
         try:
-            groups = RankGroups.open(0, self._ranks, self._store_address, listening=self._store)
+            groups = RankGroups.open(
+                0,
+                self._ranks,
+                self._store_address,
+                listening=self._store,
+                local=self._local,
+            )
         except OSError as error:
             raise CannotStart(str(error)) from error
-        self._channel = groups.channel
+        self._groups = groups
         self._lead = LeadRank(groups.channel)
         return groups.tensor, self._lead
 
     def load(self, start: RankStart) -> None:
         """Let the other ranks load their shards, while this one does."""
-        assert self._channel is not None, "the ranks have met"
-        self._channel.send(bytearray(msgspec.msgpack.encode(start)))
+        assert self._groups is not None, "the ranks have met"
+        self._groups.channel.send(bytearray(msgspec.msgpack.encode(start)))
 
     def loaded(self) -> None:
         """Wait until all ranks have loaded.
@@ -181,9 +187,9 @@ class RankProcesses:
         Raises:
             CannotStart: One has not; its log says why.
         """
-        assert self._channel is not None, "the ranks have met"
+        assert self._groups is not None, "the ranks have met"
         try:
-            agree(self._channel, StepFacts())
+            agree(self._groups.channel, StepFacts())
         except StepRefused as refused:
             raise CannotStart(f"a rank has not loaded the model: {refused}") from refused
         except Exception as error:
@@ -214,6 +220,8 @@ class RankProcesses:
     def _on_lost(self, reason: str) -> None:
         log.critical("rank lost", extra={"reason": reason})
         self._kill()
+        if self._groups is not None:
+            self._groups.abort()
         self._lost(RankLost(reason))
 
     def _kill(self) -> None:

@@ -1,0 +1,168 @@
+"""Collectives of ranks on one machine, over memory that they share.
+
+A decode has two sums a layer, of a few kilobytes each. By sockets each of them wakes two threads on
+every rank; here a rank writes its part, counts up, and reads the others' counts until they have
+done the same, which takes some microseconds where each rank has a core.
+
+Axes: R ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+SLOT_BYTES = 4 << 20
+"""Size of what a rank exchanges at a time; larger tensors are exchanged in pieces."""
+CONTROL_BYTES = 4 << 10
+"""The same of the facts that ranks agree on."""
+LINE_BYTES = 64
+"""Each count has a cache line of its own."""
+SPIN_S = 0.002
+"""How long a rank reads counts before it lets other threads run, where each rank has a core."""
+YIELD_S = 0.05
+"""How long it only lets them run, before it sleeps: a rank that loads is awaited for long."""
+SLEEP_S = 0.001
+CHECK_READS = 256
+
+
+def is_supported() -> bool:
+    """Whether writes become visible to other processors in their order, as this module needs."""
+    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
+
+
+class RanksEnded(Exception):
+    """The ranks end: a collective is not completed."""
+
+
+class SharedMemoryGroup:
+    """The ranks of one machine that share every layer: `antiphon.layers.weights.Tp`.
+
+    Sums are computed by every rank in the order of ranks, so all have the same bits, which depend
+    on nothing else in the tensor.
+
+    Layout of its part of the memory: R counts of completed writes, then two sets of R slots, used
+    in turn. A rank that writes to a set again has seen all others write to the other one, so they
+    have read this one.
+    """
+
+    def __init__(self, rank: int, ranks: int, memory: mmap.mmap, part: MemoryPart) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._slot_bytes = part.slot_bytes
+        slots = part.start + ranks * LINE_BYTES
+        self._counts = memoryview(memory)[part.start : slots].cast("q")
+        content = torch.frombuffer(memory, dtype=torch.uint8)
+        self._slots = content[slots : part.end(ranks)].view(2, ranks, part.slot_bytes)
+        self._others = [each * (LINE_BYTES // 8) for each in range(ranks) if each != rank]
+        self._own = rank * (LINE_BYTES // 8)
+        self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= ranks else 0.0
+        self._count = 0
+        self._aborted = False
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        for piece in self._pieces(x):
+            first, second, *others = self._exchange(piece)
+            torch.add(first, second, out=piece)
+            for other in others:
+                piece.add_(other)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        whole = [part.view(-1) for part in parts]
+        start = 0
+        for piece in self._pieces(x):
+            end = start + len(piece)
+            for part, written in zip(whole, self._exchange(piece), strict=True):
+                part[start:end] = written
+            start = end
+        return torch.cat(parts, dim=-1)
+
+    def abort(self) -> None:
+        """Fail the collectives of this rank, running and later ones. Any thread may call it."""
+        self._aborted = True
+
+    def _exchange(self, piece: Tensor) -> list[Tensor]:
+        """The pieces of all ranks, in their order, until the next but one exchange."""
+        size = piece.nbytes
+        slots = self._slots[self._count % 2, :, :size]
+        slots[self.rank].view(piece.dtype).copy_(piece)
+        self._count += 1
+        self._counts[self._own] = self._count
+        for other in self._others:
+            if self._counts[other] < self._count:
+                self._wait(other)
+        return [slot.view(piece.dtype) for slot in slots]
+
+    def _wait(self, other: int) -> None:
+        counts, count = self._counts, self._count
+        began = time.perf_counter()
+        while True:
+            for _ in range(CHECK_READS):
+                if counts[other] >= count:
+                    return
+            if self._aborted:
+                raise RanksEnded
+            waited_s = time.perf_counter() - began
+            if waited_s > YIELD_S:
+                time.sleep(SLEEP_S)
+            elif waited_s > self._spin_s:
+                os.sched_yield()
+
+    def _pieces(self, x: Tensor) -> Iterator[Tensor]:
+        """Parts of a contiguous tensor that fit into a slot; an empty tensor is one, too."""
+        flat, longest = x.view(-1), self._slot_bytes // x.element_size()
+        if len(flat) <= longest:
+            yield flat
+        else:
+            for start in range(0, len(flat), longest):
+                yield flat[start : start + longest]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """The part of the memory that one group has."""
+
+    start: int
+    slot_bytes: int
+
+    def end(self, ranks: int) -> int:
+        return self.start + ranks * (LINE_BYTES + 2 * self.slot_bytes)
+
+
+def layout(ranks: int) -> tuple[MemoryPart, MemoryPart]:
+    """The parts of tensors and of facts."""
+    tensors = MemoryPart(0, SLOT_BYTES)
+    return tensors, MemoryPart(tensors.end(ranks), CONTROL_BYTES)
+
+
+def create(ranks: int) -> tuple[mmap.mmap, str]:
+    """Memory for so many ranks, and the path by which processes of this machine open it."""
+    descriptor = os.memfd_create("antiphon-ranks")
+    size = layout(ranks)[-1].end(ranks)
+    os.ftruncate(descriptor, size)
+    return mmap.mmap(descriptor, size), f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def attach(path: str) -> mmap.mmap:
+    """Open memory that another process has created, and is still holding.
+
+    Raises:
+        OSError: It is not there.
+    """
+    with Path(path).open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
