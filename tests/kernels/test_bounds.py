@@ -91,10 +91,10 @@ def a_stack(
     return stack
 
 
-def run(stack: Any, tokens: int, groups: list[Any]) -> Any:
+def run(stack: Any, tokens: int, groups: list[Any], scale: torch.Tensor | None = None) -> Any:
     turns = torch.zeros(4, 1, 8)
     places = np.zeros(tokens, np.int32)
-    return stack.forward(torch.zeros(tokens, 16), [(turns, turns)], places, groups)
+    return stack.forward(torch.zeros(tokens, 16), [(turns, turns, scale)], places, groups)
 
 
 def ready_heads(heads: torch.Tensor, cache: torch.Tensor, norms: Any = None) -> Any:
@@ -130,6 +130,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "a stack without rows": lambda: run(a_stack(), 1, [None]),
     "a stack whose last layer no norm follows": lambda: run(a_stack(final=False), 1, [rows(1)]),
+    "factors of fewer positions": lambda: run(a_stack(), 1, [rows(1)], torch.ones(3)),
+    "factors of another dtype": lambda: run(
+        a_stack(), 1, [rows(1)], torch.ones(4, dtype=torch.bfloat16)
+    ),
     "a rotation that a pass has not": lambda: run(a_stack(rotary=1), 1, [rows(1)]),
     "a cap of nothing": lambda: a_stack(softcap=0.0),
     "sinks of other heads": lambda: a_stack(sinks=torch.ones(2)),

@@ -38,7 +38,7 @@ from antiphon.kernels.cpu.linear import PackedWeight
 from antiphon.kernels.norm import NormKind, NormWeights
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
-from antiphon.kernels.rotary import CosSinCache, QkNormWeights, RotarySpec, TokenCosSin
+from antiphon.kernels.rotary import CosSinCache, QkNormWeights, RotarySpec, Temperature, TokenCosSin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,6 +62,7 @@ class Shape:
     head_norms: tuple[NormKind, str] | None = None
     softcap: float | None = None
     sinks: bool = False
+    temperature: Temperature | None = None
     rotaries: tuple[RotarySpec | None, ...] = (RotarySpec(SIZE, 50.0),)
     experts: bool = False
     final: bool = True
@@ -94,6 +95,10 @@ SHAPES = {
     "parallel experts": Shape(parallel=True, experts=True, head_norms=("rms", "token")),
     "capped scores": Shape(softcap=2.5),
     "sinks": Shape(sinks=True),
+    "temperatures": Shape(rotaries=(None,), temperature=Temperature(floor=9, scale=0.3)),
+    "temperatures before norms and RoPE": Shape(
+        head_norms=("layer", "head"), temperature=Temperature(floor=9, scale=0.3)
+    ),
     "a multiplier": Shape(multiplier=0.22),
     "some layers without RoPE": Shape(rotaries=(None, RotarySpec(SIZE // 2, 50.0))),
 }
@@ -150,7 +155,12 @@ class Stacked:
         ]
         positions = world.turns.positions
         turns = [
-            replace(CosSinCache(each, dtype).at_positions(positions + 16), positions=positions)
+            replace(
+                CosSinCache(each, dtype, temperature=shape.temperature).at_positions(
+                    positions + 16
+                ),
+                positions=positions,
+            )
             for each in shape.rotaries
         ]
         final = weights(HIDDEN, shape.norm) if shape.final else None
@@ -213,7 +223,12 @@ class Stacked:
     ) -> Tensor:
         heads = layer.qkv.multiply(self._normed(ops, layer.attention_norms.before, stream))
         rows, pages = self.world.rows[cache.group], (cache.keys, cache.values)
-        turns, heads = self.turns[layer.rotary].by_token, heads.view(len(heads), -1, SIZE)
+        angles, heads = self.turns[layer.rotary], heads.view(len(heads), -1, SIZE)
+        turns = angles.by_token
+        if angles.query_scale is not None:
+            factors = angles.query_scale[torch.as_tensor(angles.positions)].view(-1, 1, 1)
+            queries, others = heads.split((HEADS * GROUP, 2 * HEADS), dim=1)
+            heads = torch.cat(((queries * factors).to(heads.dtype), others), dim=1)
         norms = layer.head_norms
         q = ops.qk_norm_rope_store(heads, *turns, *pages, rows.slot_mapping, norms, cache.scales)
         shaped = layer.softcap, layer.sinks

@@ -162,6 +162,7 @@ class TokenCosSin:
     cos: Tensor  # for every position up to the last, (P, 1, R)
     sin: Tensor  # likewise, signed as in `cos_sin`
     positions: NDArray[np.int32]  # (T,) int32
+    query_scale: Tensor | None = None  # (P,) float32, what multiplies queries before all else
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
@@ -169,34 +170,59 @@ class TokenCosSin:
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """Scores of the query at position p are multiplied by 1 + scale * ln(1 + (p + 1) // floor).
+
+    Source: Nakanishi 2025, arXiv:2501.19399, as used by Llama 4.
+    """
+
+    floor: int
+    scale: float
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The factors of positions (T,), float32."""
+        passed = torch.div(positions + 1, self.floor, rounding_mode="floor")
+        # In float64: the tail of a tensor is computed in another way, and must round to the same.
+        return (torch.log1p(passed.double()) * self.scale + 1.0).float()
+
+
 class CosSinCache:
     """`cos_sin` by position, cached up to the highest position requested so far.
+
+    With a temperature also what it multiplies queries by.
 
     Computing it in every pass would take longer than the rest of a small pass outside its layers.
     """
 
     def __init__(
-        self, rotary: RotarySpec | None, dtype: torch.dtype, device: torch.device | None = None
+        self,
+        rotary: RotarySpec | None,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        temperature: Temperature | None = None,
     ) -> None:
+        self._temperature = temperature
         self._rotary = rotary or RotarySpec(0, 1.0)
         self._dtype = dtype
         self._device = device
         self._known = _POSITIONS_MIN
-        self._cos, self._sin = self._computed(self._known)
+        self._cos, self._sin, self._query_scale = self._computed(self._known)
 
     def at_positions(self, positions: NDArray[np.int32]) -> TokenCosSin:
         # Python integers: numpy's maximum and torch's length go through Python, cold code.
         last = max(positions.tolist())
         if last >= self._known:
             known = 1 << last.bit_length()
-            self._cos, self._sin = self._computed(known)
+            self._cos, self._sin, self._query_scale = self._computed(known)
             self._known = known
-        return TokenCosSin(self._cos, self._sin, positions)
+        return TokenCosSin(self._cos, self._sin, positions, self._query_scale)
 
-    def _computed(self, positions: int) -> tuple[Tensor, Tensor]:
+    def _computed(self, positions: int) -> tuple[Tensor, Tensor, Tensor | None]:
         every = torch.arange(positions, device=self._device)
         frequencies = self._rotary.frequencies_at(every)
-        return cos_sin(frequencies, every, self._dtype, self._rotary.amplitude)
+        angles = cos_sin(frequencies, every, self._dtype, self._rotary.amplitude)
+        return *angles, None if self._temperature is None else self._temperature.of(every)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

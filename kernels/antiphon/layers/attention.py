@@ -10,7 +10,7 @@ import torch
 
 from antiphon.kernels.attention import NoCache
 from antiphon.kernels.kv import KvSpec
-from antiphon.kernels.rotary import QkNormWeights, RotarySpec
+from antiphon.kernels.rotary import QkNormWeights, RotarySpec, Temperature
 from antiphon.layers.context import AttentionParams, ForwardContext
 from antiphon.layers.linear import CheckpointLayout, LinearPart
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
@@ -91,21 +91,6 @@ class AttentionSpec:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Temperature:
-    """Scores of the query at position p are multiplied by 1 + scale * ln(1 + (p + 1) // floor).
-
-    Source: Nakanishi 2025, arXiv:2501.19399, as used by Llama 4.
-    """
-
-    floor: int
-    scale: float
-
-    def of(self, positions: Tensor) -> Tensor:
-        passed = torch.div(positions + 1, self.floor, rounding_mode="floor")
-        return torch.log1p(passed.float()) * self.scale + 1.0
-
-
 class Attention(Sublayer):
     """Grouped-query attention. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
@@ -122,8 +107,7 @@ class Attention(Sublayer):
             bias=spec.out_bias,
             stored=CheckpointLayout(transposed=names.transposed),
         )
-        self._causal, self._chunked = spec.causal, spec.chunked
-        self._temperature = spec.temperature
+        self.temperature = spec.temperature
         self._norms = None if spec.qk_norm is None else build_qk_norm(site, spec, spec.qk_norm)
         self.children = (self._qkv, self._out, self._norms)
         first = build.tp.rank * query_heads
@@ -153,8 +137,8 @@ class Attention(Sublayer):
             heads, gate = heads[:, :own], heads[:, own:]
         if self._norms is not None and self.params.norms is None:
             heads = self._norms(ctx, heads)
-        if self._temperature is not None:
-            heads = self._tempered(ctx, heads, self._temperature)
+        if self.temperature is not None:
+            heads = self._tempered(ctx, heads, self.temperature)
         mixed = ctx.attend(self._layer, heads, self.params)  # (T, Q, D)
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
@@ -182,8 +166,6 @@ class Attention(Sublayer):
         parts = {
             "QK norms over ranks": self._norms is not None and self._norms.weights is None,
             "gated attention": self._gated,
-            "chunked attention": self._chunked,
-            "temperatures by position": self._temperature is not None,
         }
         return next((part for part, has in parts.items() if has), None)
 

@@ -58,7 +58,7 @@ class FusedDecoderLayer:
     scale: float  # of scores
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # (Q,) a score of each query head that has no value
-    rotary: int = 0  # index of the layer's RoPE among those of a pass
+    rotary: int = 0  # index of the layer's angles among those of a pass
     experts: CompiledExperts | None = None
     # Both blocks read the stream that enters the layer; without a norm before it, the feed-forward
     # block reads what attention reads.
@@ -167,13 +167,13 @@ class FusedDecoder:
         turns: Sequence[TokenCosSin],
         groups: Sequence[AttentionMetadata],
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a forward pass; `turns` are of each RoPE that a layer has.
+        """Run a forward pass; `turns` are those that layers have an index of.
 
         residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: whether all
         of a token's elements are finite; None: all of all tokens are
         """
         compiled = [rows.compile() for rows in groups]
-        angles = [(each.cos, each.sin) for each in turns]
+        angles = [(each.cos, each.sin, each.query_scale) for each in turns]
         return self._compiled.forward(residual, angles, turns[0].positions, compiled)
 
     def score(
@@ -192,7 +192,7 @@ class FusedDecoder:
         assert self.scores, "made with ends"
         # Not cached: the C++ decoder keeps them, and advances them in `decode_next`.
         compiled = [rows.compile() for rows in groups]
-        angles = [(each.cos, each.sin) for each in turns]
+        angles = [(each.cos, each.sin, each.query_scale) for each in turns]
         positions = turns[0].positions
         return FusedDecoderOutput(
             *self._compiled.score(ids, logit_indices, angles, positions, compiled, argmax_only)

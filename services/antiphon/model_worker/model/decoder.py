@@ -44,8 +44,11 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.kv import LayerKvCache
-    from antiphon.kernels.rotary import RotarySpec
+    from antiphon.kernels.rotary import RotarySpec, Temperature
     from antiphon.layers.context import ForwardContext
+
+    PositionSpec = tuple[RotarySpec | None, Temperature | None]
+    """The RoPE of a layer, and the temperature of its queries."""
 
 SUBLAYERS: Mapping[type, Callable[..., Sublayer]] = {
     AttentionSpec: Attention,
@@ -117,13 +120,13 @@ class Decoder(Module):
 
     def stack(
         self, caches: Mapping[int, LayerKvCache | UncachedHeads]
-    ) -> tuple[FusedDecoder, tuple[RotarySpec | None, ...]]:
+    ) -> tuple[FusedDecoder, tuple[PositionSpec, ...]]:
         """Fuse the layers and the final norm, or the whole model, into one call of the kernels.
 
-        Also returns the kinds of RoPE that its layers have, None for no RoPE.
+        Also returns what its layers have of positions, each kind once.
         """
         spec = self._spec
-        rotaries: dict[RotarySpec | None, int] = {}
+        rotaries: dict[PositionSpec, int] = {}
         layers = [
             (layer.stacked(rotaries), caches[index]) for index, layer in enumerate(self.layers)
         ]
@@ -226,13 +229,13 @@ class DecoderLayer(Module):
         transformed = self._leave(ctx, norm("after_feed_forward"), self._feed_forward(ctx, entered))
         return _join(ctx, norm("with_feed_forward"), transformed, residual)
 
-    def stacked(self, rotaries: dict[RotarySpec | None, int]) -> FusedDecoderLayer:
-        """This layer in the form that the fused decoder takes; its RoPE gets an index."""
+    def stacked(self, rotaries: dict[PositionSpec, int]) -> FusedDecoderLayer:
+        """This layer in the form that the fused decoder takes; its RoPE has an index there."""
         mixer, feed_forward = self._mixer, self._feed_forward
         if not isinstance(mixer, Attention):
-            raise NotStackable(f"{type(mixer).__name__} has no place in it")
+            raise NotStackable(f"the fused decoder has no {type(mixer).__name__}")
         if mixer.unfused is not None:
-            raise NotStackable(f"it has no {mixer.unfused}")
+            raise NotStackable(f"the fused decoder has no {mixer.unfused}")
         gate_up = down = experts = None
         activation: ActivationKind = "silu"
         match feed_forward:
@@ -242,10 +245,11 @@ class DecoderLayer(Module):
                 gate_up, down = feed_forward.packed or (None, None)
                 activation = feed_forward.activation
             case _:
-                raise NotStackable("the feed-forward blocks differ from Llama's")
+                raise NotStackable("the fused decoder has no such feed-forward block")
         if mixer.packed is None or (experts is None and down is None):
             raise NotStackable("the linears are not packed on a single rank")
         qkv, out = mixer.packed
+        position = mixer.params.rotary, mixer.temperature
         return FusedDecoderLayer(
             qkv=qkv,
             out=out,
@@ -258,7 +262,7 @@ class DecoderLayer(Module):
             scale=mixer.params.scale,
             softcap=mixer.params.softcap,
             sinks=mixer.params.sinks,
-            rotary=rotaries.setdefault(mixer.params.rotary, len(rotaries)),
+            rotary=rotaries.setdefault(position, len(rotaries)),
             experts=experts,
             parallel=self._parallel,
             multiplier=self._multiplier,

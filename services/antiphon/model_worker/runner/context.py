@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder
     from antiphon.kernels.ops import Ops
     from antiphon.model_worker.batching.plan import Ints, StepPlan
+    from antiphon.model_worker.model.decoder import PositionSpec
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.pools import KvPool, StatePool
 
@@ -93,7 +94,7 @@ class ForwardContexts:
         self._deterministic = deterministic
         self._angles = cache(partial(CosSinCache, dtype=placement.dtype, device=placement.device))
         self._stack: FusedDecoder | None = None
-        self._stack_rotaries: tuple[RotarySpec | None, ...] = ()
+        self._stack_positions: tuple[PositionSpec, ...] = ()
         # With chunked attention, the rows of a sequence may differ from step to step.
         self._may_continue = not any(isinstance(kind, KvSpec) and kind.chunked for kind in kinds)
         self._kv_len: Ints | None = (
@@ -106,7 +107,7 @@ class ForwardContexts:
         try:
             _refuse_apart(self._ops, decoder.operations, fused=fused)
             caches = {**self._caches, **self._uncached}
-            self._stack, self._stack_rotaries = decoder.stack(caches)
+            self._stack, self._stack_positions = decoder.stack(caches)
         except NotStackable as error:
             refused = (("cpu", str(error)),)
             # It is batch-invariant if its operations are.
@@ -180,8 +181,11 @@ class ForwardContexts:
         )
 
     def _turns(self, positions: NDArray[np.int32]) -> list[TokenCosSin]:
-        """Of each RoPE of the fused decoder, at the positions of a pass."""
-        return [self._angles(rotary).at_positions(positions) for rotary in self._stack_rotaries]
+        """What the layers of the fused decoder have of the positions of a pass."""
+        return [
+            self._angles(rotary, temperature=temperature).at_positions(positions)
+            for rotary, temperature in self._stack_positions
+        ]
 
     def _whole_rows(self, plan: StepPlan) -> tuple[AttentionMetadata, ...]:
         """The rows as each kind of bidirectional layers sees them."""

@@ -214,6 +214,7 @@ at::Tensor qk_norm_rope_store(
         .sin = vector_of(sin, all, tokens * rotated),
         .rotated = rotated,
         .positions = nullptr,
+        .query_scale = nullptr,
         .norms = norms ? norms->plain(all, queries, shape.heads, shape.head_size) : NO_QK_NORMS,
         .q = q.mutable_data_ptr(),
         .q_stride = queries * shape.head_size,

@@ -199,8 +199,8 @@ class Stack {
         }
     }
 
-    // Cosines and sines, (positions, 1, R) both.
-    using Rotaries = std::vector<std::pair<at::Tensor, at::Tensor>>;
+    // Cosines and sines, (positions, 1, R) both, and factors of queries (positions,) float32.
+    using Rotaries = std::vector<std::tuple<at::Tensor, at::Tensor, Optional>>;
 
     // residual (T, hidden), overwritten; rotations; positions (T,); rows of each cache group -> normalised (T, hidden), and whether all numbers of each token are finite
     // (T,), or none if all are.
@@ -374,14 +374,20 @@ class Stack {
         rotaries_.clear();
         known_positions_ = learned_positions_;
         for (size_t i = 0; i < rotated_heads_.size(); ++i) {
-            const auto &[cos, sin] = rotaries[i];
+            const auto &[cos, sin, query_scale] = rotaries[i];
             const int64_t rotated = rotated_of(cos, rotated_heads_[i]), known = cos.size(0);
             rotaries_.push_back(
                 {vector_of(cos, like_, known * rotated), vector_of(sin, like_, known * rotated),
-                 rotated});
+                 rotated, query_scale ? floats_of(*query_scale, known) : nullptr});
             known_positions_ = std::min(known_positions_, known);
         }
         kept_rotaries_ = std::move(rotaries);
+    }
+
+    static const float *floats_of(const at::Tensor &tensor, int64_t count) {
+        TORCH_CHECK(
+            tensor.is_contiguous() && tensor.numel() == count, "a factor of queries a position");
+        return tensor.const_data_ptr<float>();
     }
 
     bool all_one_each() const {

@@ -119,10 +119,10 @@ template <class T> INLINE void add_rows(const T *x, const T *residual, int64_t s
     });
 }
 
-// Multiply a row by a factor.
-template <class T> INLINE void scale_row(T *x, float factor, int64_t size) {
+// A row times a factor; `out` may be `x`.
+template <class T> INLINE void scale_row(const T *x, float factor, int64_t size, T *out) {
     by_vectors(size, [&](int64_t i, auto part) {
-        store_part(x + i, mul(load_part(x + i, part), splat(factor)), part);
+        store_part(out + i, mul(load_part(x + i, part), splat(factor)), part);
     });
 }
 
@@ -235,7 +235,8 @@ INLINE void qk_norm_rope_store(
     const T *own_queries = from, *own_keys = from + queries * size;
     const T *own_values = own_keys + kv * size;
     const int64_t turned = call.rotated;
-    const int64_t turn = (call.positions ? call.positions[token] : token) * turned;
+    const int64_t position = call.positions ? call.positions[token] : token;
+    const int64_t turn = position * turned;
     const T *cos = static_cast<const T *>(call.cos) + turn;
     const T *sin = static_cast<const T *>(call.sin) + turn;
     const QkNorms &norms = call.norms;
@@ -257,8 +258,14 @@ INLINE void qk_norm_rope_store(
         if (x != to && turned < size)
             std::memcpy(to + turned, x + turned, (size - turned) * sizeof(T));
     };
-    for (int64_t i = head * group; i < (head + heads) * group; ++i)
-        ready(own_queries + i * size, norms.query, norms.query_bias, q + i * size);
+    for (int64_t i = head * group; i < (head + heads) * group; ++i) {
+        const T *own = own_queries + i * size;
+        if (call.query_scale) {
+            scale_row(own, call.query_scale[position], size, q + i * size);
+            own = q + i * size;
+        }
+        ready(own, norms.query, norms.query_bias, q + i * size);
+    }
 
     const KvLayout layout(call.shape);
     const int64_t page = call.places[token] / layout.tokens;

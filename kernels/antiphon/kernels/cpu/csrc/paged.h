@@ -104,6 +104,7 @@ struct QkNormRopeCall {
     const void *cos, *sin;     // (positions, R), sin signed: negative in the first half
     int64_t rotated;           // R, the numbers at the start of each head that are rotated
     const int32_t *positions;  // (T,) the row of each token; null: token t has row t
+    const float *query_scale;  // (positions,) what first multiplies queries; or null
     QkNorms norms;
     void *q;  // token t's rotated queries go to q + t * q_stride values; may be `heads`
     int64_t q_stride;
@@ -153,10 +154,12 @@ struct StackLayer {
     LayerCache cache;   // without keys: that of the pass
 };
 
-// Cosines and sines, (positions, rotated) both.
+// What queries and keys have of their positions: cosines and sines, (positions, rotated) both, and
+// factors of queries, (positions,), or null.
 struct StackRotary {
     const void *cos, *sin;
     int64_t rotated;
+    const float *query_scale;
 };
 
 // The rows of a pass as the layers of one cache group see them.

@@ -160,8 +160,13 @@ class StackRun {
     }
 
     void scale(void *row, float factor) const {
-        if (call_.dtype == Dtype::bf16) scale_row(static_cast<bf16 *>(row), factor, call_.hidden);
-        else scale_row(static_cast<float *>(row), factor, call_.hidden);
+        if (call_.dtype == Dtype::bf16) scale_as<bf16>(row, factor);
+        else scale_as<float>(row, factor);
+    }
+
+    template <class T> void scale_as(void *row, float factor) const {
+        T *x = static_cast<T *>(row);
+        scale_row(x, factor, call_.hidden, x);
     }
 
     void add_to(void *row, const void *other) const {
@@ -234,7 +239,8 @@ class StackRun {
                 const int64_t size = ends.head->outputs, begin = i % parts * SCAN_PART;
                 const int64_t left = size - begin, count = left < SCAN_PART ? left : SCAN_PART;
                 float *logits = ends.logits + i / parts * size;
-                if (ends.logits_scale != 1.0f) scale_row(logits + begin, ends.logits_scale, count);
+                if (ends.logits_scale != 1.0f)
+                    scale_row(logits + begin, ends.logits_scale, count, logits + begin);
                 if (ends.softcap != 0.0f) cap_row(logits + begin, ends.softcap, count);
                 ends.parts[i] = scan_part(logits, begin, count);
             },
@@ -325,6 +331,7 @@ class StackRun {
             .sin = rotary.sin,
             .rotated = rotary.rotated,
             .positions = call_.positions,
+            .query_scale = rotary.query_scale,
             .norms = layer.head_norms,
             .q = call_.heads,
             .q_stride = stride,

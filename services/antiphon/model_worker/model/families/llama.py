@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.layers.attention import AttentionNames, AttentionSpec, Temperature
+from antiphon.kernels.rotary import Temperature
+from antiphon.layers.attention import AttentionNames, AttentionSpec
 from antiphon.layers.moe import MoeSpec, SeparateExperts, StackedExperts
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.errors import ModelLoadError

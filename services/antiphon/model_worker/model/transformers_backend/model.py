@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder, UncachedHeads
     from antiphon.kernels.kv import LayerKvCache
-    from antiphon.kernels.rotary import RotarySpec
+    from antiphon.model_worker.model.decoder import PositionSpec
 
     Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -131,7 +131,7 @@ class TransformersDecoder:
 
     def stack(
         self, caches: Mapping[int, LayerKvCache | UncachedHeads]
-    ) -> tuple[FusedDecoder, tuple[RotarySpec | None, ...]]:
+    ) -> tuple[FusedDecoder, tuple[PositionSpec, ...]]:
         raise NotStackable("the model uses the transformers backend")
 
 
