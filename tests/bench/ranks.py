@@ -69,7 +69,7 @@ def one_rank(*, fused: bool) -> Callable[[StepPlan], object]:
 
 def main() -> None:
     pair = Pair()
-    tensor = pair._groups.tensor
+    tensor = pair.groups.tensor
     collectives = Collectives()
     for name in ("all_reduce", "all_gather"):
         setattr(tensor, name, collectives.timed(getattr(tensor, name)))

@@ -56,14 +56,14 @@ class Pair:
         listening = socket.create_server((HOST, 0))
         port = listening.getsockname()[1]
         self._other = subprocess.Popen([sys.executable, "-m", __name__, str(port)])
-        self._groups = RankGroups.open(0, 2, (HOST, port), listening=listening, local=local)
+        self.groups = RankGroups.open(0, 2, (HOST, port), listening=listening, local=local)
 
     @contextmanager
     def opened(self, folder: Path, **values: Any) -> Iterator[tuple[OpenModel, LeadRank]]:
         """A model on both ranks, and what computes its plans."""
-        channel, lead = self._groups.channel, LeadRank(self._groups.channel)
+        channel, lead = self.groups.channel, LeadRank(self.groups.channel)
         self._send(Case(str(folder), values))
-        model = _open(self._groups, lead, folder, values)
+        model = _open(self.groups, lead, folder, values)
         lead.use(model.runner)
         agree(channel, StepFacts())
         try:
@@ -76,7 +76,7 @@ class Pair:
         assert self._other.wait(10) == 0
 
     def _send(self, case: Case) -> None:
-        self._groups.channel.send(bytearray(msgspec.msgpack.encode(case)))
+        self.groups.channel.send(bytearray(msgspec.msgpack.encode(case)))
 
 
 def _open(

@@ -27,7 +27,6 @@ from antiphon.config.speculation import SpeculationConfig
 from antiphon.config.worker import CacheConfig, Policy
 from antiphon.model_card.files import find_files
 from antiphon.model_card.hub import PublishedFile
-from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.planner import QueueRules
@@ -53,7 +52,7 @@ SMALL = Settings(cache=CacheConfig(tokens_max=512))
 
 
 def loop_of(engine: Engine) -> BatchingLoop:
-    launcher = InTurn(engine.runner)
+    launcher = engine.in_turn()
     return BatchingLoop(engine.core, launcher, Mailbox(1), lambda _: None, clock=lambda: 7.0)
 
 

@@ -120,6 +120,23 @@ class Membership:
         self._closing.set()
         self._thread.join()
 
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait, once the watch has stopped, until all ranks have ended; whether they have."""
+        due = time.monotonic() + timeout_s
+        for connection in self._connections:
+            try:
+                while (left_s := due - time.monotonic()) > 0:
+                    connection.settimeout(left_s)
+                    if not connection.recv(4096):
+                        break
+                else:
+                    return False
+            except TimeoutError:
+                return False
+            except OSError:  # it is gone
+                continue
+        return True
+
     def close(self) -> None:
         """Close the connections, once the watch has stopped."""
         for key in list(self._selector.get_map().values()):

@@ -202,6 +202,8 @@ class RankProcesses:
         try:
             if self._lead is not None:
                 self._lead.end()
+                if not self._membership.wait_ended(LEAVE_S):
+                    log.warning("ranks do not end", extra={"seconds": LEAVE_S})
             for child in self._children:
                 child.wait(LEAVE_S)
         except (subprocess.TimeoutExpired, RuntimeError) as error:

@@ -1,0 +1,86 @@
+"""The ranks of a worker as processes, on one machine and as if they were on two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.model_worker.test_opening import SMALL, answers
+
+from antiphon.config.model import Dtype
+from antiphon.config.parallel import ParallelConfig
+from antiphon.model_worker.ranks.membership import RankLost
+from antiphon.model_worker.ranks.processes import RankProcesses
+from antiphon.model_worker.startup.engine import open_engine
+from antiphon.service.startup import CannotStart
+from antiphon.supervisor.ports import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from antiphon.config.settings import Settings
+
+
+PROMPTS = [[5, 6, 7], [11, 3, 90, 17] * 9, [8] * 20]
+WAIT_S = 30.0
+
+
+@contextmanager
+def others(parallel: ParallelConfig) -> Iterator[RankProcesses]:
+    """The ranks beside this process, which end in order."""
+    second: subprocess.Popen[bytes] | None = None
+    if parallel.nodes > 1:
+        second = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "antiphon.model_worker", "--parallel-node-rank", "1"),
+                *("--parallel-tp-size", str(parallel.tp_size)),
+                *("--parallel-nodes", str(parallel.nodes)),
+                *("--parallel-init-address", parallel.init_address),
+            ]
+        )
+    lost = SimpleQueue[RankLost]()
+    ranks = RankProcesses(parallel, "worker-0", lost.put)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+        if second is not None:
+            second.wait(WAIT_S)
+    assert lost.empty(), lost.get()
+    assert second is None or second.returncode == 0
+    assert all(child.returncode == 0 for child in ranks._children)
+
+
+def settings(parallel: ParallelConfig, **model: object) -> Settings:
+    return replace(
+        SMALL, model=replace(SMALL.model, dtype=Dtype.FLOAT32, **model), parallel=parallel
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_worker_of_two_ranks_answers_as_one_process(nodes: int) -> None:
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    parallel = ParallelConfig(tp_size=2, nodes=nodes, init_address=address)
+    expected = answers(open_engine(settings(ParallelConfig())), PROMPTS)
+    with others(parallel) as ranks:
+        engine = open_engine(settings(parallel), ranks)
+        assert answers(engine, PROMPTS) == expected
+        assert engine.resolved is not None
+        assert engine.resolved.bits.value.endswith("ranks:2")
+
+
+@pytest.mark.timeout(120)
+def test_a_model_that_ranks_cannot_share_is_refused_by_name() -> None:
+    parallel = ParallelConfig(tp_size=3)
+    ranks = RankProcesses(parallel, "worker-0", lambda _: None)
+    try:
+        with pytest.raises(CannotStart, match="3 ranks"):
+            open_engine(settings(parallel), ranks)
+    finally:
+        ranks.close()
