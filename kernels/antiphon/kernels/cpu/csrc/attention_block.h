@@ -90,7 +90,7 @@ template <class T> struct AttentionScratch {
     AttentionScratch(Scratch &scratch, const AttentionCall &call, const AttentionTask &task)
         : queries(task.queries * call.shape.queries_per_head),
           widen(tiles_widen<T>(call, queries)),
-          ahead(call, prefetch_steps(call.shape, widen)) {
+          ahead(call, prefetch_steps(call.shape, widen, queries)) {
         const int64_t words = call.shape.head_size / WORD_VALUES<T>;
         width = ceil_div(call.shape.head_size, LANES) * LANES;
         square_words = ceil_div(words, AMX_ROWS) * AMX_ROWS;
@@ -128,13 +128,16 @@ template <class T> struct AttentionScratch {
             std::memset(queries_transposed, 0, queries * square_words * sizeof(uint32_t));
     }
 
-    // In how many steps of a tile's products the memory is asked for the next block. What is copied is
-    // so before the first of them, and all of it must be there by then.
-    static int64_t prefetch_steps(const CacheShape &shape, bool widen) {
+    // In how many steps of products the memory is asked for the next block: those of one or two tiles,
+    // since requests that find no fill buffer hold up loads. What is in eight bits is copied before the
+    // first of them, or has so few lines that the first tile asks for them.
+    static int64_t prefetch_steps(const CacheShape &shape, bool widen, int64_t queries) {
         const int64_t words = ceil_div(shape.head_size, WORD_VALUES<T>);
+        const int64_t values = BLOCK_KEYS<T> / WORD_VALUES<T>;
         if (USES_AMX<T>) return ceil_div(words, AMX_ROWS) * (KEYS / LANES);
-        const bool lie = shape.format == CacheFormat::model || widen;
-        return lie ? words + BLOCK_KEYS<T> / WORD_VALUES<T> : words;
+        if (shape.format != CacheFormat::model) return widen ? words + values : words;
+        const int64_t times = ceil_div(ceil_div(shape.head_size, LANES), TILE_VECTORS);
+        return (queries > TILE_QUERIES ? 2 : 1) * (words + times * values);
     }
 };
 
