@@ -209,7 +209,7 @@ def test_a_row_that_is_not_finite_has_no_drafts(
     # The first row drafts the token and cannot read it; the third cannot be read at all.
     drafts = broken.draft({0: (9, 6), 1: (14, 5), 2: (7, 2)})
     assert drafts == [[*said(first, 3), -1, -1, -1], said(second, 5), [-1, -1]]
-    assert broken.model.pool._data.isfinite().all()
+    assert broken.model.pool.memory.data.view(broken.model.pool.dtype).isfinite().all()
     assert not broken.cached(2).any()
     # What is read again is as good as new, and so is what takes over the pages.
     broken.texts[2], broken.read[2] = [*third, *third], 0
@@ -253,7 +253,7 @@ def test_a_pass_that_raises_leaves_no_number_behind(
         with pytest.raises(LateFault):
             rows.draft({0: (5, 2), 1: (3, 1)})
     assert torch.equal(rows.cached(0), before)
-    assert rows.model.pool._data.count_nonzero() == before.count_nonzero()
+    assert rows.model.pool.memory.data.view(torch.float32).count_nonzero() == before.count_nonzero()
     assert rows.draft({0: (5, 2), 1: (3, 1)}) == [said([3, 4, 5, 6, 9], 2), said([7, 8, 9], 1)]
 
 

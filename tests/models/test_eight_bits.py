@@ -269,7 +269,7 @@ def test_a_page_has_a_quarter_of_the_bytes(tmp_path: Path, name: str) -> None:
     group = here.groups[0]
     assert 4 * group.page_bytes == wide.groups[0].page_bytes
     pool = here.runner.pools[0]
-    assert pool._data.nbytes == group.page_bytes * group.pages_total
+    assert pool.memory.data.nbytes == group.page_bytes * group.pages_total
 
 
 def test_what_a_failed_row_wrote_is_forgotten(llama: Saved) -> None:

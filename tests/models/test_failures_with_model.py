@@ -116,7 +116,7 @@ def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
     batch.add(range(20)).temperature = 1.0
     with pytest.raises(NoToken):
         batch.prefill()
-    assert not any(pool._data.any() for pool in model.runner.pools)
+    assert not any(pool.memory.data.any() for pool in model.runner.pools)
 
 
 def test_a_recording_of_the_model_is_replayed_from_its_file(llama: Path, tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ def test_page_bytes_are_those_of_the_pool(llama: Path, tmp_path: Path) -> None:
         model = open_model(llama, pages=8, dtype=dtype)
         layers, keys_and_values, heads, head_size = 4, 2, 2, 16
         assert model.groups[0].page_bytes == 4 * layers * keys_and_values * heads * head_size * item
-        pages = model.runner.pools[0]._data[:, :, 3]
-        assert pages.nbytes == model.groups[0].page_bytes
+        memory = model.runner.pools[0].memory
+        assert memory.data.nbytes == 8 * model.groups[0].page_bytes
 
 
 def test_all_latent_layers_share_a_group_of_one_vector_a_token(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from threading import Thread
 
     from antiphon.model_worker.batching.plan import (
@@ -508,6 +508,11 @@ class World:
                 return
         raise AssertionError("the requests do not end")
 
+    def in_flight(self, group: int) -> Iterable[int]:
+        """The pages of a group that transfers hold."""
+        del group
+        return ()
+
     # What holds after each turn.
 
     def check_pages(self) -> None:
@@ -515,6 +520,7 @@ class World:
         tables = [request.table for request in self.batching.running.values()]
         for index, pool in enumerate(self.pools.pools):
             listed = Counter(p for table in tables if table for p in table.pages(index))
+            listed.update(self.in_flight(index))
             del listed[HOLE]
             cached = sum(pool.holders(page) > count for page, count in listed.items())
             for page, count in listed.items():
@@ -629,7 +635,13 @@ class World:
                 self._overtaken.setdefault(key, self.now)
                 self.seen["overtaken"] += 1
                 plain = self.rules.policy is Policy.FCFS and not self.rules.priority
-                assert not plain or request.following is not None or request.started_s is not None
+                assert (
+                    not plain
+                    or request.following is not None
+                    or request.started_s is not None
+                    or request.fetched
+                    or request.fetching
+                )
 
     def check_decodes(self) -> None:
         """Whoever has begun to answer has a row in every plan, or in every other."""

@@ -5,16 +5,20 @@ A world that finds none of these would not find a fault of the same kind either.
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from tests.simulation.stored_world import StoredWorld
 from tests.simulation.worker_worlds import (
     drafting,
     drafting_states,
     keeping_states,
+    live,
+    overlaps,
     stumbling,
     with_grammars,
 )
@@ -22,8 +26,11 @@ from tests.simulation.worker_worlds import (
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.outcome import OutcomeProcessor
+from antiphon.model_worker.batching.page_transfers import PageTransfers
 from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.slot_tables import ChangeLog
+from antiphon.model_worker.cache.codec import PageCodec
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.cache.pages import PageTable
 from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.states import StateChains
@@ -209,7 +216,37 @@ def without_salts(_: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, state: namespaces.cache_namespace(self.origin)
 
 
+def freed_in_flight(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The pages of a late fetch are freed when its request stops waiting for it."""
+
+    def expire(self: PageTransfers, now: float) -> None:
+        for fetch in self._fetches.values():
+            if fetch.waiting and fetch.due <= now:
+                fetch.table.release()
+        right(self, now)
+
+    return expire
+
+
+def states_unchecked(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A record that has a state is not compared with its checksum."""
+
+    def check(self: PageCodec, record: Any, checksum: bytes) -> Any:
+        masks = right(self, record, hashlib.sha256(record).digest())
+        states = [group.kind is GroupKind.STATE for group in self.groups]
+        found = any(mask for mask, state in zip(masks, states, strict=True) if state)
+        return masks if found else right(self, record, checksum)
+
+    return check
+
+
+def stored(seed: int) -> None:
+    live(StoredWorld(seed, overlap=overlaps(seed)), 60)
+
+
 MUTANTS = (
+    Mutant("page in flight freed", PageTransfers, "expire", freed_in_flight, stored),
+    Mutant("state without checksum", PageCodec, "check", states_unchecked, stored),
     Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),
     Mutant("computed - 1", OutcomeProcessor, "commit", computed_off_by(-1), drafting),
     Mutant("mask of the token before", LogitsProcessors, "_mask", mask_before, with_grammars),

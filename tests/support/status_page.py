@@ -81,8 +81,9 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
         "No request uses it.",
     ),
     Role.KV_STORAGE: (
-        "Stores KV pages in memory and files, for callers on NATS",
-        "No request uses it.",
+        "Stores KV pages in memory and files, if workers are started with "
+        "`--hicache-storage-backend kv_storage`",
+        "Prefixes are computed again.",
     ),
 }
 """What each service does, and the effect of its death on requests."""
@@ -115,7 +116,9 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Hierarchical KV cache",
-        "The prefix cache is in the memory of its worker. kv_storage has no caller yet.",
+        "Prefixes are kept in the memory of their worker, and in kv_storage with "
+        "`--enable-hierarchical-cache --hicache-storage-backend kv_storage`. There is no level in "
+        "host memory, and no other storage.",
         "hicache",
     ),
     (

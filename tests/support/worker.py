@@ -99,7 +99,7 @@ def page_group(
     return CacheGroup(
         kind=kind,
         layers=(0,),
-        page_bytes=1,
+        tensors=(),
         page_tokens=page_tokens,
         pages_total=pages,
         window=window,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +18,8 @@ from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import repeat
-from antiphon.transfer.blobs import BlobServer, fetch_all, new_token
+from antiphon.transfer.blobs import BlobServer, new_token
+from antiphon.transfer.stream import stream_blobs
 from antiphon.wire.base import Role
 from antiphon.wire.claim import (
     Claim,
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 
 SWEEP_S = 1.0
+RECEIVERS = 4
+"""Puts whose pages are received at once."""
 BATCH_BYTES = 64 * 1024**2
 """About how many bytes of one put are in memory outside the tiers."""
 
@@ -53,12 +58,20 @@ class KvStorageService:
 
     role: ClassVar = Role.KV_STORAGE
 
-    def __init__(self, runtime: Runtime, address: str, store: PageStore, leases: Leases) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        address: str,
+        store: PageStore,
+        leases: Leases,
+        receiver: ThreadPoolExecutor,
+    ) -> None:
         self._runtime = runtime
         self._config = runtime.settings.kv_storage
         self._address = address
         self._store = store
         self._leases = leases
+        self._receiver = receiver
 
     @staticmethod
     @asynccontextmanager
@@ -66,11 +79,16 @@ class KvStorageService:
         config = runtime.settings.kv_storage
         bound = bind(config.host, config.port)
         address = address_for_others(bound, config.host, config.advertise_host)
-        with bound, ThreadPoolExecutor(1, thread_name_prefix="disk") as thread:
+        with (
+            bound,
+            ThreadPoolExecutor(1, thread_name_prefix="disk") as thread,
+            ThreadPoolExecutor(RECEIVERS, thread_name_prefix="receive") as receiver,
+        ):
             memory = MemoryTier(config.ram_bytes_max)
             disk = await asyncio.to_thread(_open_disk, config)
             leases = Leases(memory, runtime.clock.unix_ms)
-            service = KvStorageService(runtime, address, PageStore(memory, disk, thread), leases)
+            store = PageStore(memory, disk, thread)
+            service = KvStorageService(runtime, address, store, leases, receiver)
             runtime.group.create_task(BlobServer(bound, leases).run())
             runtime.group.create_task(repeat(leases.sweep, SWEEP_S))
             yield service
@@ -117,7 +135,7 @@ class KvStorageService:
         return PagesStored(stored=tuple(stored))
 
     async def _store_page(
-        self, offer: PageOffer, fetched: Mapping[bytes, bytearray], stored: Sequence[bytes]
+        self, offer: PageOffer, fetched: Mapping[bytes, bytes], stored: Sequence[bytes]
     ) -> bool:
         if offer.digest in self._store:
             return True
@@ -126,20 +144,20 @@ class KvStorageService:
         # Its predecessors are protected: without them it could not be found.
         return await self._store.put(Page(offer.digest, data, offer.claim.digest), stored)
 
-    async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytearray]:
+    async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytes]:
         """Fetch pages over one connection per address; unavailable ones are left out."""
+        bus_loop = asyncio.get_running_loop()
         bytes_max = self._config.page_bytes_max
         by_address: dict[str, list[PageOffer]] = {}
         for offer in offers:
             by_address.setdefault(offer.claim.address, []).append(offer)
-        fetched: dict[bytes, bytearray] = {}
+        fetched: dict[bytes, bytes] = {}
         for group in by_address.values():
             wanted = [offer for offer in group if offer.claim.size_bytes <= bytes_max]
             while wanted and (left_s := due_at - self._runtime.clock.now()) > 0:
-                claims = [offer.claim for offer in wanted]
-                got = await fetch_all(claims, timeout_s=left_s, bytes_max=bytes_max, prefix=True)
-                digests = [offer.digest for offer in wanted]
-                fetched |= dict(zip(digests, got, strict=False))
+                # A thread hashes one page while the kernel receives the next ones.
+                got = await bus_loop.run_in_executor(self._receiver, _receive, wanted, left_s)
+                fetched |= dict(zip([offer.digest for offer in wanted], got, strict=False))
                 # The page after the fetched ones is unavailable; later ones may be available.
                 wanted = wanted[len(got) + 1 :]
         return fetched
@@ -166,6 +184,17 @@ class KvStorageService:
             for token, page in lease.pages.items()
         )
         return PagesLeased(lease=lease.name, claims=claims)
+
+
+def _receive(offers: Sequence[PageOffer], timeout_s: float) -> list[bytes]:
+    """Fetch pages of one address, up to the first one that is unavailable or corrupt."""
+    pages: list[bytes] = []
+    blobs = stream_blobs([offer.claim for offer in offers], timeout_s=timeout_s)
+    for offer, blob in zip(offers, blobs, strict=False):
+        if not hmac.compare_digest(hashlib.sha256(blob).digest(), offer.claim.digest):
+            break
+        pages.append(bytes(blob))
+    return pages
 
 
 def _open_disk(config: KvStorageConfig) -> DiskTier | None:

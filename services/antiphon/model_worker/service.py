@@ -14,6 +14,7 @@ import msgspec
 from antiphon.model_card.served_model import served_name
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
+from antiphon.model_worker.batching.page_transfers import TransferLimits
 from antiphon.model_worker.control import ControlEndpoint, ControlMessage
 from antiphon.model_worker.grammar.backend import GrammarBackend, GrammarMetrics, GrammarQueue
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
@@ -21,6 +22,7 @@ from antiphon.model_worker.observability.recording import PlanDumps
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
+from antiphon.model_worker.protocol.page_store import KvStorageClient
 from antiphon.model_worker.protocol.peers import (
     NumericsCheck,
     free_slots,
@@ -166,18 +168,35 @@ class ModelWorker:
                 service._accounting.metrics.started(
                     load_s=loaded - began, warm_up_s=warmed - loaded
                 )
-                ended = event_loop.run_in_executor(thread, service._loop.run)
-                service._start(ended)
-                try:
-                    yield service
-                finally:
-                    service._mailbox.close()
-                    grammars.close()
-                    _, running = await asyncio.wait([ended], timeout=LEAVE_S)
-                    if running:
-                        log.error("a step does not end")
+                async with service._page_store():
+                    ended = event_loop.run_in_executor(thread, service._loop.run)
+                    service._start(ended)
+                    try:
+                        yield service
+                    finally:
+                        service._mailbox.close()
+                        grammars.close()
+                        _, running = await asyncio.wait([ended], timeout=LEAVE_S)
+                        if running:
+                            log.error("a step does not end")
         finally:
             thread.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def _page_store(self) -> AsyncGenerator[None]:
+        """Store blocks of pages outside the worker, if it is configured."""
+        engine, config = self._engine, self._runtime.settings.cache
+        if engine.codec is None:
+            yield
+            return
+        async with KvStorageClient.lifespan(
+            self._runtime, engine.codec, self._mailbox.land
+        ) as client:
+            limits = TransferLimits(
+                save_bytes_max=config.save_bytes_max, fetch_timeout_s=config.fetch_timeout_s
+            )
+            engine.core.batch.use_store(client, limits)
+            yield
 
     def _warm_up(self) -> StepReport:
         """Run the first steps, and decide what their durations decide."""

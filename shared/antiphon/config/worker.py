@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from antiphon.config.model import CacheDtype
-from antiphon.config.schema import Bytes, Config, Ratio, Requests, Seconds, Threads, Tokens
+from antiphon.config.schema import (
+    Bytes,
+    Config,
+    Host,
+    Port,
+    Ratio,
+    Requests,
+    Seconds,
+    Threads,
+    Tokens,
+)
 
 ChunkTokens = Annotated[int, Meta(ge=-1, extra={"unit": "tokens"})]
 Events = Annotated[int, Meta(ge=1, extra={"unit": "events"})]
@@ -176,6 +186,24 @@ class CacheConfig(Config):
     """Number of recurrent states in the pool; unset: from the free memory."""
     states_ratio: Multiple = 0.9
     """Ratio of the memory of recurrent states to the memory of KV pages."""
+    hierarchical: bool = False
+    """Enable a level of the prefix cache outside the worker, which cache.storage chooses."""
+    storage: Literal["none", "kv_storage"] = "none"
+    """Storage of cached prefixes outside the worker: kv_storage copies each block of 64 tokens to
+    the kv_storage service and fetches it from there, also after a restart; none disables it.
+    Requires cache.hierarchical."""
+    fetch_timeout_s: Seconds = 2.0
+    """Maximum time for which a request waits for blocks from storage, in seconds; after it they are
+    computed."""
+    save_bytes_max: Bytes = 256 * 1024**2
+    """Maximum size of blocks that wait to be copied to storage, in bytes; further ones are not
+    stored."""
+    host: Host = "127.0.0.1"
+    """Address of the port that kv_storage fetches blocks from."""
+    advertise_host: str = ""
+    """Host name announced to kv_storage; empty: `host`, or this machine's name if it is 0.0.0.0."""
+    port: Port = 0
+    """Port that kv_storage fetches blocks from; 0 takes any free port."""
 
 
 class GrammarConfig(Config):

@@ -459,6 +459,16 @@ ENCODER_TOKENS = _engine_counter(
 ENCODER_HIT_TOKENS = _engine_counter(
     "encoder_cache_hit_tokens_total", "Tokens of the images whose embedding was cached."
 )
+SAVED_BLOCKS = _counter(
+    "saved_blocks_total",
+    "Blocks of 64 tokens that were copied to storage, by result: stored, or why not.",
+    "result",
+)
+FETCHED_BLOCKS = _counter(
+    "fetched_blocks_total",
+    "Blocks of 64 tokens that requests looked for in storage, by result: found or missed.",
+    "result",
+)
 ENCODER_EVICTIONS = _engine_counter(
     "encoder_cache_evictions_total", "Embeddings evicted from the cache."
 )

@@ -81,8 +81,8 @@ async def fetch_all(
             raise RequestTooLarge.of(size_bytes=claim.size_bytes, bytes_max=bytes_max)
         if claim.address != address:
             raise InvalidRequest("claims of one fetch have several addresses")
-    tokens = [_token(claim) for claim in claims]
-    host, port = _host_and_port(address)
+    tokens = [token_bytes(claim) for claim in claims]
+    host, port = host_and_port(address)
     try:
         async with asyncio.timeout(timeout_s):
             await _fetch(host, port, claims, tokens, blobs)
@@ -144,14 +144,14 @@ async def write(connection: socket.socket, data: bytes | bytearray | memoryview)
     await asyncio.get_running_loop().sock_sendall(connection, data)
 
 
-def _token(claim: Claim) -> bytes:
+def token_bytes(claim: Claim) -> bytes:
     try:
         return bytes.fromhex(claim.token)
     except ValueError as error:
         raise InvalidRequest("a claim's token is not hexadecimal") from error
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise InvalidRequest(f"a claim's address is not host:port: {address}")
@@ -164,7 +164,7 @@ class BlobSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    data: bytes
+    data: bytes | bytearray
     expires_unix_ms: int
 
 
@@ -185,7 +185,9 @@ class BlobStore:
     def bytes_held(self) -> int:
         return self._bytes
 
-    def put(self, data: bytes, lifetime_s: float, *, checksum: bytes | None = None) -> Claim:
+    def put(
+        self, data: bytes | bytearray, lifetime_s: float, *, checksum: bytes | None = None
+    ) -> Claim:
         """Store bytes, which are not copied, and return the claim to fetch them.
 
         `checksum` is their SHA-256, if known: hashing megabytes here would block the event loop.
@@ -211,9 +213,14 @@ class BlobStore:
             expires_unix_ms=expires,
         )
 
-    def get(self, token: str) -> bytes | None:
+    def get(self, token: str) -> bytes | bytearray | None:
         blob = self._blobs.get(token)
         return None if blob is None or blob.expires_unix_ms < self._unix_ms() else blob.data
+
+    def discard(self, claim: Claim) -> None:
+        """Drop bytes that were fetched. Unknown claims are ignored."""
+        if (blob := self._blobs.pop(claim.token, None)) is not None:
+            self._bytes -= len(blob.data)
 
     def sweep(self) -> None:
         now = self._unix_ms()

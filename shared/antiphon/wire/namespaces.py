@@ -108,6 +108,11 @@ def prompt_digests(origin: PageOrigin, cache_salt: bytes, token_ids: bytes) -> b
     return block_digests(announced_root(cache_namespace(origin, cache_salt)), token_ids)
 
 
+def stored_name(namespace: bytes, block: bytes) -> bytes:
+    """Return the name under which a block leaves its worker; `block` is its digest in the chain."""
+    return _named(b"antiphon.page.v1", namespace[DIGEST_BYTES:], block)
+
+
 @functools.lru_cache(maxsize=64)
 def _halves(origin: PageOrigin) -> tuple[bytes, bytes]:
     public = _named(b"antiphon.kv.v1", origin.model_digest.encode(), origin.cluster_salt.encode())

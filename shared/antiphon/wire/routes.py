@@ -290,7 +290,7 @@ KV_CONTROL = RequestRoute(
 HEARTBEAT_SOURCES = {
     Role.SCHEDULER: (Role.SCHEDULER, Role.GATEWAY, Role.WORKER, Role.DETOKENIZER),
     Role.GATEWAY: (Role.SCHEDULER, Role.GATEWAY, Role.TOKENIZER, Role.WORKER, Role.DETOKENIZER),
-    Role.WORKER: (Role.GATEWAY, Role.WORKER, Role.SCHEDULER),
+    Role.WORKER: (Role.GATEWAY, Role.WORKER, Role.SCHEDULER, Role.KV_STORAGE),
     Role.DETOKENIZER: (Role.GATEWAY, Role.WORKER),
 }
 """Roles whose heartbeats a role receives: those whose state it acts on. Waking up for the others

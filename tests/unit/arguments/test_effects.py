@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import msgspec
 import pytest
-from tests.arguments import compare, compare_async, settings_of, shows
+from tests.arguments import compare, compare_async, refusal, settings_of, shows
 from tests.unit.config.test_resolve import CARD, DEVICE, GIB
 from tests.unit.gateway.calls import CHAT, post, stream
 from tests.unit.gateway.cluster import house
@@ -42,11 +42,12 @@ from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.model_worker.ranks.processes import RankProcesses
 from antiphon.model_worker.speculation.ngram import open_drafter
 from antiphon.model_worker.startup import checksums
-from antiphon.model_worker.startup.engine import drafts_max, open_engine_core
+from antiphon.model_worker.startup.engine import drafts_max, open_engine, open_engine_core
 from antiphon.resolve.draft import DraftCard, ResolvedDraft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.service.startup import CannotStart
 from antiphon.supervisor.ports import free_port
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
@@ -784,3 +785,18 @@ def test_disable_overlap_schedule_plans_each_step_after_the_one_before() -> None
         "--disable-overlap-schedule", observe=lambda settings: plan(settings).overlap.value
     )
     assert (given, without) == (False, True)
+
+
+@pytest.mark.argument("--hicache-storage-backend")
+@pytest.mark.argument("--enable-hierarchical-cache")
+def test_pages_are_copied_to_storage_outside_the_worker() -> None:
+    def codec(settings: Settings) -> bool:
+        """Whether the engine copies blocks of pages."""
+        return open_engine(settings).codec is not None
+
+    both = ("--enable-hierarchical-cache", "--hicache-storage-backend", "kv_storage")
+    assert compare(*both, observe=codec) == (True, False)
+    for half in (both[:1], both[1:]):
+        with pytest.raises(CannotStart, match="must be set together"):
+            open_engine(settings_of(*half))
+    assert "use kv_storage" in refusal(both[0], both[1], "mooncake")

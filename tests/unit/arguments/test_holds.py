@@ -232,7 +232,7 @@ def test_pages_have_no_tier_in_host_memory_to_bind() -> None:
     after, pools = compare_equal("--disable-hicache-numa-detect", observe=cores)
     assert (after, pools) == (before, 1)
     with pytest.raises(ConfigError, match=r"refused: .* KV pages live in the worker's memory"):
-        settings_of("--enable-hierarchical-cache")
+        settings_of("--hicache-size", "1")
 
 
 @pytest.mark.argument("--disable-tokenizer-batch-decode")

@@ -407,6 +407,7 @@ PORTS = (
     "health.port",
     "encoder.port",
     "kv_storage.port",
+    "cache.port",
     "supervisor.metrics_port_base",
     "supervisor.nats_port",
 )

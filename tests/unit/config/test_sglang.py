@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}', "bool": "true"}
 SETTABLE = {
+    "cache.storage": "kv_storage",
     "--log-requests-format": "json",
     "grammar.backend": "none",
     "gateway.sampling_defaults": "openai",

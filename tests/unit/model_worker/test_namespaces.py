@@ -23,6 +23,7 @@ from antiphon.wire.namespaces import (
     cache_namespace,
     cache_salt,
     prompt_digests,
+    stored_name,
     tenant_salt,
 )
 
@@ -98,7 +99,12 @@ def prompts(origin: PageOrigin, salt: bytes) -> bytes:
     return prompt_digests(origin, salt, pack_ids(PROMPT))
 
 
-PRIVATE = (tree, prefills_in_flight)
+def stored_blocks(origin: PageOrigin, salt: bytes) -> bytes:
+    block = prompts(origin, salt)[:DIGEST_BYTES]
+    return stored_name(cache_namespace(origin, salt), block)
+
+
+PRIVATE = (tree, prefills_in_flight, stored_blocks)
 """Consumers that know everything."""
 SHARED = (events, prompts)
 """Those whose keys are compared between services."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from antiphon.model_worker.batching.page_budget import Capacity
+    from antiphon.model_worker.batching.page_transfers import TransferDone
     from antiphon.model_worker.batching.plan import StepOutcome
     from antiphon.model_worker.batching.state import AnyProgress
     from antiphon.model_worker.cache.pages import CachePools
@@ -86,6 +87,8 @@ class EngineCore:
         self._requests: dict[ChoiceKey, Request] = {}
         self._arrivals = 0
         self._rows_launched = 0
+        self.starved = False
+        """Whether nothing can run before a transfer of pages ends."""
         self._log = ProgressLog(self.batch, limits.weight_version, limits.stream_interval)
         self._outcomes = OutcomeProcessor(
             batch=self.batch,
@@ -114,7 +117,9 @@ class EngineCore:
     @property
     def next_due(self) -> float | None:
         """When `expire` next has a request to end; None if there is no timeout."""
-        dues = (self._timeouts.next_due, self._pending_grammar.next_due)
+        transfers = self.batch.transfers
+        fetch_due = None if transfers is None else transfers.next_due
+        dues = (self._timeouts.next_due, self._pending_grammar.next_due, fetch_due)
         return min((due for due in dues if due is not None), default=None)
 
     def add(
@@ -172,9 +177,12 @@ class EngineCore:
             rows = self.batch.launch(*scheduled)
         self._rows_launched += len(rows)
         stalled = not len(rows) and not self._rows_launched
+        self.starved = False
         if stalled and self._pending_grammar:
             self._pending_grammar.executor.wait()
-        assert not stalled or self._pending_grammar or self.idle, "requests wait and nothing runs"
+        elif stalled and not self.idle:
+            assert self.batch.transfers, "requests wait and nothing runs"
+            self.starved = True
         return rows
 
     def launched(self, step: int) -> None:
@@ -186,6 +194,8 @@ class EngineCore:
         """End requests that timed out. Also called in a pause, in which no rows are planned."""
         if self._pending_grammar:
             self._outcomes.commit_pending()
+        if self.batch.transfers is not None:
+            self.batch.transfers.expire(now)
         if self._timeouts.any_due(now):
             self._end_overdue(self._timeouts.take_due(now))
         if self._pending_grammar:
@@ -195,6 +205,11 @@ class EngineCore:
         """Apply the outcome of a plan. Rows that are no longer current are skipped."""
         self._rows_launched -= len(rows)
         self._outcomes.commit(rows, outcome)
+
+    def land(self, done: TransferDone) -> None:
+        """End a transfer of pages; requests that waited for it find them in the prefix cache."""
+        if self.batch.transfers is not None:
+            self.batch.transfers.land(done)
 
     def fail_choice(self, key: ChoiceKey, error: EngineError) -> None:
         if (request := self._requests.get(key)) is None:

@@ -251,6 +251,8 @@ class BatchingLoop:
     def _apply(self, mail: Mail, now: float) -> tuple[ChoiceKey, ...]:
         """Add and drop choices; return those that were dropped for another worker to run."""
         core = self._core
+        for done in mail.landed:
+            core.land(done)
         for key, (state, matcher) in mail.runs.items():
             with self._guard(key):
                 core.add(key, state, now, matcher)
@@ -301,7 +303,7 @@ class BatchingLoop:
         return self._capacity
 
     def _take(self) -> Mail | None:
-        idle = not self._flights and (self.paused or self._core.idle)
+        idle = not self._flights and (self.paused or self._core.idle or self._core.starved)
         if idle:
             self.progress_count = 0
         # Requests may time out during a pause.

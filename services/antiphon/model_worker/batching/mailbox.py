@@ -6,6 +6,7 @@ import threading
 
 import msgspec
 
+from antiphon.model_worker.batching.page_transfers import TransferDone
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseWorker, SetWeightVersion
@@ -23,6 +24,7 @@ class Mail(msgspec.Struct, kw_only=True):
 
     `runs` have the matcher of the choice's grammar, if it has one. `drops` have the number of
     outputs that are part of the response, or None where it is unknown.
+    `landed` are transfers of pages that have ended.
     `requeues` are the choices of requests that go to another worker if none of them was started.
     """
 
@@ -30,9 +32,10 @@ class Mail(msgspec.Struct, kw_only=True):
     drops: dict[ChoiceKey, int | None] = {}
     requeues: dict[tuple[ChoiceKey, ...], None] = {}
     commands: list[ControlCommand] = []
+    landed: list[TransferDone] = []
 
     def __bool__(self) -> bool:
-        return bool(self.runs or self.drops or self.requeues or self.commands)
+        return bool(self.runs or self.drops or self.requeues or self.commands or self.landed)
 
 
 class Mailbox:
@@ -79,6 +82,12 @@ class Mailbox:
                 text = "too many pending control commands; retry later"
                 raise Overloaded(text, retry_after_s=1.0)
             self._mail.commands.append(command)
+            self._news.notify()
+
+    def land(self, done: TransferDone) -> None:
+        """Report a transfer of pages that has ended. The loop has started it, which bounds them."""
+        with self._news:
+            self._mail.landed.append(done)
             self._news.notify()
 
     def close(self) -> None:

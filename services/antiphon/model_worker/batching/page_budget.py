@@ -55,6 +55,8 @@ class PageBudget:
         self._pools = pools
         self._index = index
         self._batch = batch
+        self.in_flight: Sequence[int] = [0] * len(pools.groups)
+        """Pages by group that transfers hold: they are free, or can be evicted, once these end."""
         self.before_eviction: Callable[[], None] = lambda: None
         # A finished request frees its pages for certain only where no prefix cache holds on to
         # them, and only full groups need every page until then.
@@ -82,10 +84,10 @@ class PageBudget:
         return self.has_free(needs)
 
     def pending_free(self, needs: Sequence[int]) -> bool:
-        """Whether so many pages are free once the launched plans have finished."""
+        """Whether so many pages are free once launched plans and transfers have finished."""
         return all(
-            need <= pool.total - pool.used_count
-            for need, pool in zip(needs, self._pools.pools, strict=True)
+            need <= pool.total - pool.used_count + moving
+            for need, pool, moving in zip(needs, self._pools.pools, self.in_flight, strict=True)
         )
 
     def growth(self) -> list[Longs]:

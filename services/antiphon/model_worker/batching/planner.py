@@ -245,7 +245,7 @@ class StepPlanner:
             if budget.full or not batch.free_count:
                 break
             try:
-                if self._should_wait(request):
+                if self._should_wait(request) or self._fetch(request, now):
                     continue
                 end = self._admit_one(request, self._pages.reserved(), budget, now)
             except Exception as error:
@@ -277,11 +277,34 @@ class StepPlanner:
 
     def _should_wait(self, request: Request) -> bool:
         """Whether it cannot start yet, or should wait for another prefill of its prefix."""
-        if request.stalled:
+        if request.stalled or request.fetching:
             return True
         if request.urgent:
             return False
         return self._batch.prefix_sharing.should_wait(request, self._batch.cached_tokens)
+
+    def _fetch(self, request: Request, now: float) -> bool:
+        """Let a request wait for blocks of a page store, if enough of it may be there."""
+        batch, transfers = self._batch, self._batch.transfers
+        if transfers is None or request.urgent:
+            return False
+        cached, key = batch.cached_tokens(request), batch.key_of(request)
+        if not transfers.worth(request, cached):
+            return False
+        if transfers.joined(request, key, cached):
+            return True
+        if (table := self._admissible(request, self._pages.reserved())) is None:
+            return False
+        try:
+            worth = transfers.worth(request, table.committed)
+            if worth and self._pages.allocate(table, transfers.fetch_end(request)):
+                transfers.fetch(request, key, table, now)
+                return True
+        except Exception:
+            table.release()
+            raise
+        table.release()
+        return False
 
     def _admissible(self, request: Request, reserved: Sequence[int]) -> PageTable | None:
         """A table with the cached prefix of a waiting request, if all of the request fits."""

@@ -64,16 +64,20 @@ class Request:
         matcher: Its grammar matcher, if it has a grammar.
         filter: The tokens that its logits processors allow; made when it first gets a slot.
         stalled: It waits for its grammar matcher to accept its last tokens.
+        fetching: The transfer that it waits for, in phase FETCHING; 0 if it is in no such phase.
+        fetched: It has fetched blocks since it last waited: what is missing now is computed.
+        saved_blocks: Digests of its blocks that were given to a page store since it was started.
         stepwise: The allowed tokens depend on the token before, which must be known on the host.
     """
 
     __slots__ = (
         "__weakref__", "_details", "_length", "_reported", "arrival", "batch", "cache_key",
-        "cached_tokens", "end_ids", "ended", "filter", "finish", "following", "found_tokens", "key",
-        "leader_number", "matcher", "namespace", "outputs", "overtaken_before_s", "overtaken_s",
-        "passed_leaders", "place", "prefix", "prompt", "prompt_logprob_cursor",
-        "prompt_tokens", "queued_s", "rank", "retractions", "scores", "slot", "stalled",
-        "started_s", "state", "stepwise", "table", "tokens_max", "touched", "urgent",
+        "cached_tokens", "end_ids", "ended", "fetched", "fetching", "filter", "finish",
+        "following", "found_tokens", "key", "leader_number", "matcher", "namespace", "outputs",
+        "overtaken_before_s", "overtaken_s", "passed_leaders", "place", "prefix", "prompt",
+        "prompt_logprob_cursor", "prompt_tokens", "queued_s", "rank", "retractions",
+        "saved_blocks", "scores", "slot", "stalled", "started_s", "state", "stepwise", "table",
+        "tokens_max", "touched", "urgent",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +130,9 @@ class Request:
         self.passed_leaders: tuple[int, int] = (0, 0)
         self.cache_key: tuple[PageOrigin, CacheKey] | None = None
         self.namespace = b""
+        self.fetching = 0
+        self.fetched = False
+        self.saved_blocks: list[bytes] = []
         self.finish: Finish | None = None
         self.scores = outputs_max == 0 and not before
         if outputs_max <= before and not self.scores:
@@ -215,6 +222,7 @@ class Request:
         self.batch, self.slot, self.table = None, -1, None
         self.prefix = self.following = self.cache_key = None
         self.passed_leaders = (0, 0)
+        self.fetched, self.saved_blocks = False, []
 
     def end(self) -> None:
         """Mark it as ended. It has no slot any more."""

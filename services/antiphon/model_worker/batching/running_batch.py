@@ -11,6 +11,7 @@ import numpy as np
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.page_budget import PageBudget
+from antiphon.model_worker.batching.page_transfers import PageTransfers
 from antiphon.model_worker.batching.plan import (
     PLAIN,
     Flags,
@@ -33,6 +34,7 @@ from antiphon.wire.namespaces import PageOrigin, cache_namespace
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from antiphon.model_worker.batching.page_transfers import BlockStore, TransferLimits
     from antiphon.model_worker.batching.plan import Floats
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import EngineLimits, RequestState
@@ -55,6 +57,7 @@ class RunningBatch(SlotArrays):
         grammars: Number of running requests with a grammar.
         chains: Their recurrent states, by group of these.
         checkpoints: None without recurrent states or a prefix cache.
+        transfers: None without a page store.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class RunningBatch(SlotArrays):
         self.page_budget = PageBudget(limits, pools, index, self, indexed=indexed)
         self.origin = origin
         self.checkpoints = _checkpoints(limits, pools) if indexed else None
+        self.transfers: PageTransfers | None = None
         self.prefix_sharing = PrefixSharing(
             page_tokens=pools.page_tokens,
             key_of=self.key_of,
@@ -140,7 +144,10 @@ class RunningBatch(SlotArrays):
         if not table.outdated:  # else it may have been computed by other weights
             computed = min(request.computed, request.length)
             tokens = request.token_bytes(min(computed, tokens_max or computed))
-            self.index.insert(CacheKey(namespace=request.namespace, token_ids=tokens), table)
+            key = CacheKey(namespace=request.namespace, token_ids=tokens)
+            self.index.insert(key, table)
+            if self.transfers is not None:
+                self.transfers.save(request, key, table)
         if table.revision != self._revisions[request.slot]:
             self._rewrite(request, table)
 
@@ -155,6 +162,15 @@ class RunningBatch(SlotArrays):
     def namespace_of(self, state: RequestState) -> bytes:
         """The namespace of the pages that the current weights compute for a request."""
         return cache_namespace(self.origin, state.cache_salt)
+
+    def identify_weights(self, digest: str) -> None:
+        """Name the files of the weights in all keys from here on: pages will leave the process."""
+        self.origin = msgspec.structs.replace(self.origin, weights=digest)
+
+    def use_store(self, store: BlockStore, limits: TransferLimits) -> None:
+        """Copy blocks to a page store, and fetch them from it."""
+        self.transfers = PageTransfers(self.pools, self.index, store, limits)
+        self.page_budget.in_flight = self.transfers.pages
 
     # Requests come and go.
 

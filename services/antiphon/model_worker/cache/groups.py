@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from enum import StrEnum
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 HOLE = -1
 """A table entry without a page: nothing reads it any more, or there never was one."""
@@ -37,19 +42,51 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
 
 
+ITEM_BYTES: Final[Mapping[str, int]] = {
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+}
+"""By the names that torch gives dtypes."""
+
+
+class CacheTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layer of a group caches under one name: a tensor in each entry of its pages.
+
+    Attributes:
+        name: Of the group's other tensors, each has another one.
+        dtype: One of `ITEM_BYTES`.
+        shape: Of one entry, this rank's shard.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def entry_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """One pool of pages and how many of them a request needs.
 
     Attributes:
         layers: By index in their model: the draft model's for its group.
-        page_bytes: Bytes of a page, all layers together, this rank's shard.
+        tensors: What each layer caches; memory, codec and store know nothing else of the content.
+        entry_tokens: Consecutive tokens that share an entry.
         page_tokens: Tokens of a page; equal in all groups. States are cached at the end of a page.
         window: Tokens that a query attends to, itself included; only for a window group.
     """
 
     kind: GroupKind
     layers: tuple[int, ...]
-    page_bytes: int
+    tensors: tuple[CacheTensor, ...]
+    entry_tokens: int = 1
     page_tokens: int
     pages_total: int
     window: int | None = None
@@ -58,6 +95,22 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.kind is GroupKind.WINDOW) != (self.window is not None):
             raise ValueError("a window group, and only a window group, has a window")
+        if self.kind is not GroupKind.STATE and self.page_tokens % self.entry_tokens:
+            raise ValueError("an entry is shared by the tokens of one page")
+
+    @property
+    def page_entries(self) -> int:
+        """Entries that a page has room for: an even number, since two may share a 32-bit word."""
+        if self.kind is GroupKind.STATE:
+            return 1
+        entries = self.page_tokens // self.entry_tokens
+        return entries + entries % 2
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, all layers together, this rank's shard."""
+        entry_bytes = sum(tensor.entry_bytes for tensor in self.tensors)
+        return len(self.layers) * self.page_entries * entry_bytes
 
     def table_len(self, tokens: int) -> int:
         """Page-table entries of a request of `tokens` tokens, or its number of states."""

@@ -208,6 +208,15 @@ class PageTable:
                 left.append((index, begin, end))
         return left
 
+    def arrive(self, tokens: int) -> None:
+        """Commit tokens whose pages were filled from outside, and the state after them.
+
+        For a table that does not run; its next state was launched.
+        """
+        for chains in self.chains.values():
+            chains.commit(slice(0, 1))
+        self.commit(tokens)
+
     def truncate(self, tokens: int) -> None:
         """Release the pages beyond `tokens` tokens, which are those of rejected drafts."""
         assert tokens >= self.committed, "committed tokens were truncated"

@@ -136,6 +136,16 @@ class RadixIndex:
             # Only after it was touched, or its rank would be out of date from the start.
             self._evictor.grown(path[-1])
 
+    def insert_pages(self, key: CacheKey, table: PageTable, ready: int) -> None:
+        """Insert pages from outside: those of the first `ready` tokens of a key have arrived.
+
+        The table begins with the cached prefix that was found before; it has pages for the rest,
+        which may end beyond `ready`, and a launched state where the model has states.
+        """
+        if not table.outdated:
+            table.arrive(ready)
+            self.insert(key, table)
+
     def take_events(self) -> tuple[KvEvent, ...]:
         """Blocks stored and removed since the last call, if events are published."""
         if self._tracker is None:

@@ -28,6 +28,7 @@ from antiphon.model_worker.batching.plan import (
     StepPlan,
 )
 from antiphon.model_worker.batching.slot_tables import SlotTables
+from antiphon.model_worker.cache.codec import PageCodec
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
@@ -123,7 +124,7 @@ class ModelRunner:
             if group.kind not in (GroupKind.STATE, GroupKind.PASS, GroupKind.DRAFT)
         ]
         self.pools = tuple(KvPool(group, cache, placement) for group, _, cache in attending)
-        states = tuple(
+        states = self.states = tuple(
             StatePool(group, _state_of(spec, group), placement)
             for group in groups
             if group.kind is GroupKind.STATE
@@ -444,6 +445,14 @@ class OpenModel:
     spec: ModelSpec
     kv_scales: str = ""
     draft: DraftModel | None = None
+
+    def codec(self) -> PageCodec:
+        """Copies the blocks of all groups to bytes, and back."""
+        pools = [*self.runner.pools, *self.runner.states]
+        if self.draft is not None:
+            pools.append(self.draft.pool)
+        assert tuple(pool.group for pool in pools) == self.groups, "each group has its memory"
+        return PageCodec(self.groups, [pool.memory for pool in pools])
 
 
 def open_model(

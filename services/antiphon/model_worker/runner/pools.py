@@ -1,24 +1,23 @@
 """The cache groups of a model, and their pools of pages and states as tensors.
 
-Axes: L layers of the group, N tensors a layer (keys and values, or latents alone), P pages,
-S places of states, H matrices, K taps of a convolution, C its channels, I rows and J columns of a
-matrix.
+Axes: L layers of the group, P pages of a pool, N pages that are copied, S places of states, H
+matrices, K taps of a convolution, C its channels, I rows and J columns of a matrix.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 import torch
 
 from antiphon.kernels.attention import KvShape, NoCache
 from antiphon.kernels.cpu.extension import pool_zeros
 from antiphon.kernels.kv import (
     KvSpec,
-    is_fp8,
     key_pages_shape,
-    page_slots,
     value_pages_shape,
     zero_slots,
 )
@@ -26,15 +25,23 @@ from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
+from antiphon.model_worker.cache.groups import HOLE, CacheGroup, CacheTensor, GroupKind, Shard
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from antiphon.layers.weights import BuildContext
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import CacheSpec, ModelSpec
+
+    Bytes = NDArray[np.uint8]
+
+ALIGNMENT: Final = 64
+"""Bytes: tensors of a group begin at a cache line, whatever their dtypes."""
 
 
 def cache_groups(
@@ -105,25 +112,34 @@ def _group(
     cache: CacheSpec, layers: tuple[int, ...], build: BuildContext, page_tokens: int, total: int
 ) -> CacheGroup:
     ranks = build.tp.ranks
+    kind, tensors = GroupKind.PASS, tuple[CacheTensor, ...]()
     if isinstance(cache, StateSpec):
-        kind, page_bytes = GroupKind.STATE, cache.state_bytes(ranks, build.dtype)
-    elif isinstance(cache, NoCache):
-        kind, page_bytes = GroupKind.PASS, 0
-    else:
+        kind = GroupKind.STATE
+        tensors = (
+            _declared("convolution", build.dtype, cache.convolved(ranks)),
+            _declared("recurrence", torch.float32, cache.matrices(ranks)),
+        )
+    elif not isinstance(cache, NoCache):
         _refuse_cut_pages(cache, page_tokens)
         kind = GroupKind.FULL if cache.window is None else GroupKind.WINDOW
+        names = ("keys", "values")
         if isinstance(cache, LatentSizes):
-            kind = GroupKind.LATENT
-        page_bytes = page_slots(page_tokens) * cache.token_bytes(ranks, build.kv_dtype)
+            kind, names = GroupKind.LATENT, ("latents",)
+        entry = cache.heads_of(ranks), cache.head_size
+        tensors = tuple(_declared(name, build.kv_dtype, entry) for name in names)
     return CacheGroup(
         kind=kind,
         layers=layers,
-        page_bytes=len(layers) * page_bytes,
+        tensors=tensors,
         page_tokens=page_tokens,
         pages_total=total,
         window=cache.window if isinstance(cache, KvSpec) else None,
         shard=Shard(rank=build.tp.rank, ranks=ranks),
     )
+
+
+def _declared(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> CacheTensor:
+    return CacheTensor(name=name, dtype=str(dtype).removeprefix("torch."), shape=shape)
 
 
 def _refuse_cut_pages(cache: KvSpec | LatentSizes, page_tokens: int) -> None:
@@ -134,8 +150,55 @@ def _refuse_cut_pages(cache: KvSpec | LatentSizes, page_tokens: int) -> None:
         )
 
 
+class GroupMemory:
+    """The memory of one cache group: what it declares, for all its pages.
+
+    Of each tensor that the group declares, the pages of a layer lie one after the other, and the
+    layers likewise: so a page is read and written in one operation a tensor.
+    """
+
+    def __init__(self, group: CacheGroup, device: torch.device) -> None:
+        self.group = group
+        page_bytes = [group.page_entries * tensor.entry_bytes for tensor in group.tensors]
+        self._shapes = [(len(group.layers), group.pages_total, size) for size in page_bytes]
+        sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in self._shapes]
+        self.data = pool_zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._tensors: list[Tensor] = []
+        start = 0
+        for shape, size in zip(self._shapes, sizes, strict=True):
+            self._tensors.append(self.data[start : start + math.prod(shape)].view(shape))
+            start += size
+
+    def layer(self, index: int) -> list[Tensor]:
+        """Each declared tensor of the group's `index`-th layer, (P, bytes of a page in it)."""
+        return [tensor[index] for tensor in self._tensors]
+
+    def read(self, pages: Sequence[int], out: memoryview) -> None:
+        """Copy pages to bytes: of each tensor, those of each layer, in the order given."""
+        for stored, packed in self._packed(len(pages), out):
+            for place, page in enumerate(pages):
+                packed[:, place] = stored[:, page]
+
+    def write(self, pages: Sequence[int], data: memoryview) -> None:
+        """Copy what `read` has copied of so many pages to these; a hole leaves a page out."""
+        for stored, packed in self._packed(len(pages), data):
+            for place, page in enumerate(pages):
+                if page != HOLE:
+                    stored[:, page] = packed[:, place]
+
+    def _packed(self, count: int, data: memoryview) -> Iterator[tuple[Bytes, Bytes]]:
+        """Pairs of a tensor, (L, P, bytes), and its part of the packed pages, (L, N, bytes)."""
+        start = 0
+        for tensor, (layers, _, size) in zip(self._tensors, self._shapes, strict=True):
+            end = start + layers * count * size
+            packed = np.frombuffer(data[start:end], np.uint8).reshape(layers, count, size)
+            # By numpy, in one thread: it runs beside the threads of a forward pass.
+            yield tensor.numpy(), packed
+            start = end
+
+
 class KvPool:
-    """The KV cache of one cache group, (L, N, P) pages as `antiphon.kernels.kv` lays them out."""
+    """The KV cache of one cache group, pages as `antiphon.kernels.kv` lays them out."""
 
     def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
         self.group = group
@@ -143,11 +206,7 @@ class KvPool:
         page = (group.pages_total, group.page_tokens, heads, size, build.dtype)
         self._shapes = (key_pages_shape(*page), value_pages_shape(*page))[: spec.tensors]
         self.dtype = build.kv_dtype
-        self._data = pool_zeros(
-            *(len(group.layers), spec.tensors, *self._shapes[0]),
-            dtype=torch.uint8 if is_fp8(build.kv_dtype) else build.kv_dtype,
-            device=build.device,
-        )
+        self.memory = GroupMemory(group, build.device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Pages of keys and of values of the group's `index`-th layer; latents are both."""
@@ -161,8 +220,9 @@ class KvPool:
                 zero_slots(pages, slots, values=place == 1)
 
     def _layer(self, index: int) -> list[Tensor]:
-        layer = self._data[index].view(self.dtype)
-        return [pages.view(shape) for pages, shape in zip(layer, self._shapes, strict=True)]
+        tensors = self.memory.layer(index)
+        pairs = zip(tensors, self._shapes, strict=True)
+        return [_viewed(pages, self.dtype, shape) for pages, shape in pairs]
 
 
 class StatePool:
@@ -173,14 +233,16 @@ class StatePool:
 
     def __init__(self, group: CacheGroup, spec: StateSpec, build: BuildContext) -> None:
         self.group = group
-        ranks, places = build.tp.ranks, (len(group.layers), group.pages_total)
-        self._convolved = torch.zeros(
-            (*places, *spec.convolved(ranks)), dtype=build.dtype, device=build.device
-        )
-        self._matrices = torch.zeros(
-            (*places, *spec.matrices(ranks)), dtype=torch.float32, device=build.device
-        )
+        ranks = build.tp.ranks
+        self._convolved = (build.dtype, (group.pages_total, *spec.convolved(ranks)))
+        self._matrices = (torch.float32, (group.pages_total, *spec.matrices(ranks)))
+        self.memory = GroupMemory(group, build.device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Both of the group's `index`-th layer: (S, K - 1, C) and (S, H, I, J)."""
-        return self._convolved[index], self._matrices[index]
+        convolved, matrices = self.memory.layer(index)
+        return _viewed(convolved, *self._convolved), _viewed(matrices, *self._matrices)
+
+
+def _viewed(pages: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return pages.view(dtype).view(shape)

@@ -30,11 +30,12 @@ from antiphon.model_worker.ranks.protocol import LeadRank, RankedLauncher
 from antiphon.model_worker.speculation.ngram import open_drafter
 from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.model_worker.speculation.request_texts import RequestTexts
-from antiphon.model_worker.startup.checksums import verify, verify_digest
+from antiphon.model_worker.startup.checksums import content_digest, verify, verify_digest
 from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.draft import DraftCard, check_draft_tokenizer, naming_draft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.startup import CannotStart
+from antiphon.wire.digests import BLOCK_TOKENS
 from antiphon.wire.namespaces import PageOrigin
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from antiphon.layers.weights import Tp
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.batching.plan import Launcher, PlanRunner
+    from antiphon.model_worker.cache.codec import PageCodec
     from antiphon.model_worker.runner.model_runner import OpenModel, SampleExchange
     from antiphon.model_worker.speculation.ngram import NgramDrafter
     from antiphon.resolve.resolved_value import ResolvedValue
@@ -64,6 +66,8 @@ class Engine:
     """Makes the grammar compiler."""
     lead: LeadRank | None = None
     """The runner, if there are other ranks."""
+    codec: PageCodec | None = None
+    """Copies blocks of pages, if they are stored outside the worker."""
 
     def in_turn(self) -> Launcher:
         """A launcher that computes plans when their outcomes are read."""
@@ -95,6 +99,11 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
 
     Of several `ranks` this is the first one; the others load what it has resolved.
     """
+    if settings.cache.hierarchical != (settings.cache.storage != "none"):
+        raise CannotStart(
+            "cache.hierarchical and cache.storage must be set together: "
+            "--enable-hierarchical-cache --hicache-storage-backend kv_storage"
+        )
     try:
         files = model_files(settings)
         verify(files, settings.load, settings.model.path)
@@ -118,7 +127,31 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales)
     compiler = _compiler(settings, resolved, core.limits)
-    return Engine(core, lead or model.runner, resolved, compiler, lead)
+    codec = None
+    if settings.cache.hierarchical:
+        codec = _open_codec(model, resolved, pools, ranks=ranks is not None)
+        places = [files] if draft_place is None else [files, draft_place]
+        core.batch.identify_weights(" ".join(map(content_digest, places)))
+    return Engine(core, lead or model.runner, resolved, compiler, lead, codec)
+
+
+def _open_codec(
+    model: OpenModel, resolved: ResolvedConfig, pools: CachePools, *, ranks: bool
+) -> PageCodec:
+    """The codec of a model whose blocks are stored outside the worker.
+
+    Raises:
+        CannotStart: They cannot be stored.
+    """
+    if not resolved.prefix.value:
+        raise CannotStart(f"cache.storage requires the prefix cache: {resolved.prefix.reason}")
+    if ranks:
+        raise CannotStart("cache.storage: pages of several ranks are not stored; use one rank")
+    if BLOCK_TOKENS % pools.page_tokens:
+        raise CannotStart(
+            f"cache.storage: cluster.page_tokens = {pools.page_tokens} must divide {BLOCK_TOKENS}"
+        )
+    return model.codec()
 
 
 def _load_with(
