@@ -44,6 +44,12 @@ def test_any_range_of_a_choice_is_read_whatever_is_appended_to_others() -> None:
             assert outputs.read_logprobs(start, end).tolist() == [-t for t in ids[start:end]]
 
 
+def test_ids_that_a_choice_brings_are_in_a_store_that_grows_for_them() -> None:
+    store = TokenStore()
+    kept = [store.open(np.full(1, number, np.int32)) for number in range(200)]
+    assert [outputs.read(0, 1).item() for outputs in kept] == [*range(len(kept))]
+
+
 def test_what_was_read_does_not_change_when_its_chunk_is_used_again() -> None:
     store = TokenStore()
     outputs = store.open(ints(1, 2, 3))

@@ -38,7 +38,8 @@ class TokenStore:
         outputs = OutputIds(self)
         for start in range(0, len(ids), CHUNK_TOKENS):
             part = ids[start : start + CHUNK_TOKENS]
-            self._ids[outputs.add_chunk(), : len(part)] = part
+            chunk = outputs.add_chunk()  # replaces the arrays if they are full
+            self._ids[chunk, : len(part)] = part
         return outputs
 
     def write(self, chunks: Indices, offsets: Indices, ids: Ints, logprobs: Floats | None) -> None:
