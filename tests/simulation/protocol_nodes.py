@@ -27,12 +27,13 @@ from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.scheduler.outbox import SealCall
 from antiphon.service.peers import LivenessConfig, Peer, PeerChange, PeerTable
 from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Message, Process, ProcessState, Role
-from antiphon.wire.codec import pack_ids
+from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
@@ -48,6 +49,7 @@ from antiphon.wire.routes import (
     TEXT,
     TOKENS,
 )
+from antiphon.wire.seal import AttemptsSealed, SealAttempts
 from antiphon.wire.submit import (
     CancelAccepted,
     CancelRequest,
@@ -75,6 +77,7 @@ STEP_S = 0.02
 RUNNING_MAX = 4
 PRECEDENCE = PriorityPolicy(priority=True, preempt_threshold=4, max_overtake_s=2.0)
 PROMPT_ID = 99
+SEALED_BYTES_MAX = 1000 * 1024
 HIDDEN = 300
 """So that the details of a whole answer fill several messages."""
 
@@ -116,7 +119,7 @@ class Node:
         self.state = ProcessState.READY
         self.thawed_ms = 0
         self.replaced: Callable[[Node], None] = lambda _: None
-        self._frozen_until = 0.0
+        self.frozen_until = 0.0
         patience = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = PeerTable(self.process, "digest", self.clock, patience)
         network.parties.append(self)
@@ -127,8 +130,8 @@ class Node:
         self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._judge)
 
     def run(self, act: Callable[[], object]) -> None:
-        if self.alive and self.clock.now() < self._frozen_until:
-            self.timeline.at(self._frozen_until, lambda: self.run(act))
+        if self.alive and self.clock.now() < self.frozen_until:
+            self.timeline.at(self.frozen_until, lambda: self.run(act))
         elif self.alive:
             act()
 
@@ -141,14 +144,14 @@ class Node:
         self.timeline.after(0.0, lambda: self.run(again))
 
     def freeze(self, seconds: float) -> None:
-        self._frozen_until = max(self._frozen_until, self.clock.now() + seconds)
-        left_s = self._frozen_until - self.clock.now()
+        self.frozen_until = max(self.frozen_until, self.clock.now() + seconds)
+        left_s = self.frozen_until - self.clock.now()
         self.thawed_ms = self.clock.unix_ms() + round(left_s * 1000)
 
     @property
     def answers(self) -> bool:
         """Whether a call to it is answered now."""
-        silent_until = max(self._frozen_until, self.mute_until, self.deaf_until)
+        silent_until = max(self.frozen_until, self.mute_until, self.deaf_until)
         return self.alive and self.clock.now() >= silent_until
 
     def die(self) -> None:
@@ -356,8 +359,19 @@ class SchedulerNode(Node):
                     self.say(COMMAND, action, worker=action.worker.instance)
                 case NoticeBatch():
                     self.say(NOTICE, action, gateway=action.gateway.instance)
+                case SealCall():
+                    self._seal(action)
                 case _:
                     pass
+
+    def _seal(self, call: SealCall) -> None:
+        def answer(reply: AttemptsSealed | EngineError) -> None:
+            if isinstance(reply, AttemptsSealed):
+                self.leader.on_sealed(call, reply)
+                self._flush()
+
+        to = call.detokenizer
+        self.network.call(self, DETOKENIZER_CONTROL, call.message, answer, detokenizer=to)
 
 
 @dataclass
@@ -409,7 +423,7 @@ class WorkerNode(Node):
         network: Network,
         instance: str,
         life: int,
-        answer: Callable[[bytes, int], bytes],
+        answer: Callable[[bytes, int, bytes], bytes],
         begun: Callable[[RequestId, int], None],
         fickle: float,
     ) -> None:
@@ -498,7 +512,10 @@ class WorkerNode(Node):
         for action in actions:
             if isinstance(action, RunChoice):
                 said = len(action.state.output_ids) // 4
-                answer = self._answer(action.state.prompt_ids, action.state.choice)
+                before = bytes(list(unpack_ids(action.state.output_ids)))
+                answer = self._answer(action.state.prompt_ids, action.state.choice, before)
+                if before:
+                    self.engine.begin(action.key, list(before))
                 prompt_tokens = len(action.state.prompt_ids) // 4
                 reported = action.state.sampling.details_from(prompt_tokens)
                 if reported is not None and said:
@@ -586,7 +603,7 @@ class DetokenizerNode(Node):
         here = {"detokenizer": instance}
         network.listen(self, TOKENS, self._on_tokens, **here)
         network.listen(self, OPEN, self._on_open, model=MODEL)
-        network.listen(self, DETOKENIZER_CONTROL, self._on_resume, **here)
+        network.listen(self, DETOKENIZER_CONTROL, self._on_control, **here)
 
     def start(self) -> None:
         super().start()
@@ -612,8 +629,10 @@ class DetokenizerNode(Node):
         if not self.peers.is_expired(open_list.not_after_unix_ms, open_list.owner):
             self._act(self.machine.on_open_list(open_list, self.clock.now()))
 
-    def _on_resume(self, resume: ResumeText) -> TextResumed:
-        rows, actions = self.machine.on_resume(resume)
+    def _on_control(self, message: ResumeText | SealAttempts) -> TextResumed | AttemptsSealed:
+        if isinstance(message, SealAttempts):
+            return self.machine.on_seal(message, SEALED_BYTES_MAX)
+        rows, actions = self.machine.on_resume(message)
         self._act(actions)
         return TextResumed(rows=rows)
 

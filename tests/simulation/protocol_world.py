@@ -157,6 +157,7 @@ class World:
         self.network.apart_ms = round(1000 * apart_s)
         self.stories: dict[RequestId, Story] = {}
         self._asked: dict[bytes, Story] = {}
+        self._answers: dict[tuple[bytes, int], list[bytes]] = {}
         self.begun: Counter[tuple[RequestId, int]] = Counter()
         self._last_deadline = 0.0
         self._lives = itertools.count(1)
@@ -184,6 +185,11 @@ class World:
     @property
     def now(self) -> float:
         return self.timeline.clock.now()
+
+    def run_past_freezes(self, seconds: float) -> None:
+        """Run for so long after the last frozen process has woken up."""
+        thawed_at = max(node.frozen_until for node in self.nodes)
+        self.run(max(0.0, thawed_at + seconds - self.now))
 
     def run(self, seconds: float) -> None:
         self.timeline.run_until(self.now + seconds)
@@ -425,18 +431,32 @@ class World:
         start = self.random.choice((-1, -1, 0, 20))
         return TokenOutputParams(logprobs=True, top=1, hidden=True, prompt_start=start)
 
-    def _answer(self, prompt_ids: bytes, choice: int) -> bytes:
-        """Make up what a run will say."""
+    def _answer(self, prompt_ids: bytes, choice: int, before: bytes) -> bytes:
+        """Make up what a run will say, which continues what one before it has said."""
         story = self._asked[prompt_ids]
         letters = self.random.choices(LETTERS, k=self.random.randint(1, 120))
         stops = story.submit.stop.strings
         if stops:
             letters.insert(self.random.randrange(len(letters)), STOP)
         answer = "".join(letters)
+        if before:
+            answer = _whole_letters(before, self._answers[prompt_ids, choice]) + answer
+        self._answers.setdefault((prompt_ids, choice), []).append(answer.encode())
         text, found, _ = answer.partition(STOP) if stops else (answer, "", "")
         tokens = (text + found).encode()
         story.choices[choice].truths.append(Truth(text, len(tokens), tokens))
         return answer.encode()
+
+
+def _whole_letters(before: bytes, answers: list[bytes]) -> str:
+    """The bytes that were said, up to the end of their last letter in the answer they are of."""
+    answer = next(one for one in answers if one.startswith(before))
+    for end in range(len(before), len(answer) + 1):
+        try:
+            return answer[:end].decode()
+        except UnicodeDecodeError:
+            continue
+    raise AssertionError("an answer ends within a letter")
 
 
 def check_story(story: Story) -> None:

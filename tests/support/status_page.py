@@ -68,13 +68,12 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
     ),
     Role.WORKER: (
         "Runs the model: continuous batching, paged KV cache, prefix cache",
-        "Requests whose text has reached the gateway end with the error `worker_lost`. Others run "
-        "again, at most once.",
+        "Its requests continue on another worker, or on the same one once it has restarted, from "
+        "the output so far.",
     ),
     Role.DETOKENIZER: (
         "Turns token ids into text and finds stop strings",
-        "Requests whose text has reached the gateway end with the error `unavailable`. Others "
-        "continue if it restarts in time, or run again with another one, at most once.",
+        "Workers send its requests to another one, or to the same one once it has restarted.",
     ),
     Role.ENCODER: (
         "Computes embeddings of images with CLIP and SigLIP towers, for callers on NATS",
@@ -133,9 +132,9 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     ("gRPC", "The interfaces are HTTP and NATS.", "grpc"),
     ("Files API", "Content comes in the request.", "files"),
     (
-        "Migration of running requests",
-        "A request whose worker or detokenizer dies ends with a typed error, unless it has no "
-        "text yet.",
+        "Loss of a whole host",
+        "A request whose worker and detokenizer die together ends with the error `worker_lost`, "
+        "unless it has no text yet.",
         "",
     ),
     (

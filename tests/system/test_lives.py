@@ -30,8 +30,8 @@ FAILURES = {
     "gateway-0": _CLOSED | _ABSENT,
     "tokenizer-0": _ABSENT,
     "scheduler-0": _ABSENT,
-    "worker-0": _ABSENT | {"worker_lost"},
-    "detokenizer-0": _ABSENT,
+    "worker-0": set[str](),
+    "detokenizer-0": set[str](),
     "encoder-0": set[str](),
     "kv_storage-0": set[str](),
 }

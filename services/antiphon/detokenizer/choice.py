@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -11,8 +12,9 @@ import msgspec
 from antiphon.detokenizer.incremental import Decode, IncrementalDecoder, TokenTexts
 from antiphon.text.stop_patterns import StopPatternMatcher, compile_pattern
 from antiphon.wire.base import Attempt, FinishReason, Process, Usage
-from antiphon.wire.codec import id_count
+from antiphon.wire.codec import id_count, pack_ids
 from antiphon.wire.sampling import SPACE_MAX, StopStrings, ThinkingMarks
+from antiphon.wire.seal import SealedChoice
 from antiphon.wire.text import Origin, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsBuffer, TokenOutputsChunk
 
@@ -41,14 +43,14 @@ class ChoiceState:
         first: The first offset: 0, or less if prompt tokens are included in the token outputs.
         offset: The next offset that is accepted.
         emitted: The offset up to which the text of every token has been emitted.
-        tokens: Number of accepted output tokens.
+        output_ids: The accepted output tokens, int32.
         origins: Where its tokens come from, in their order.
         end: Set once; no token is accepted after it.
     """
 
     def __init__(self, decode: Decode, stop: StopStrings, first: int = 0) -> None:
         self.first = self.offset = self.emitted = first
-        self.tokens = 0
+        self.output_ids = array("i")
         self.origins: tuple[Origin, ...] = ()
         self.end: ChoiceResult | None = None
         self._details = TokenOutputsBuffer(first)
@@ -56,6 +58,11 @@ class ChoiceState:
         self._scanner = StopScanner(stop.strings, stop.include, stop.patterns)
         self._thinking = None if stop.thinking is None else ThinkingCounter(stop.thinking)
         self._text = bytearray()
+
+    @property
+    def tokens(self) -> int:
+        """Number of accepted output tokens."""
+        return len(self.output_ids)
 
     @property
     def text_bytes(self) -> int:
@@ -102,7 +109,7 @@ class ChoiceState:
     def push(self, token_id: int) -> None:
         assert self.end is None, "a token after the end of its choice"
         self.offset += 1
-        self.tokens += 1
+        self.output_ids.append(token_id)
         self._emit(self._decoder.push(token_id))
 
     def finish(self, end: ChoiceResult) -> None:
@@ -113,6 +120,18 @@ class ChoiceState:
             self._text += self._scanner.flush().encode()
             self.end = end
         self._update_emitted()
+
+    def sealed(self, index: int, *, with_details: bool) -> SealedChoice:
+        """What was accepted, for an attempt that continues from there."""
+        end = self.end
+        matched = None if end is None or isinstance(end.matched_stop, str) else end.matched_stop
+        return SealedChoice(
+            choice=index,
+            output_ids=pack_ids(self.output_ids),
+            details=self._details.read(self.first, self.offset) if with_details else None,
+            finish_reason=None if end is None else end.finish_reason,
+            matched_stop=matched,
+        )
 
     def can_resume_at(self, text_offset: int, token_offset: int) -> bool:
         """Whether it can be sent from these offsets: within the text, not inside a character."""
@@ -361,6 +380,12 @@ class DetokenizerRequest:
         return self.error is not None or all(choice.end is not None for choice in choices)
 
     @property
+    def earlier(self) -> tuple[Attempt, ...]:
+        """The attempts whose outputs it continues, the first one first."""
+        continues, lineage = self.stream.continues, self.stream.lineage
+        return lineage if continues is None else (*lineage, continues)
+
+    @property
     def usage(self) -> Usage:
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices.values():
@@ -381,6 +406,7 @@ class DetokenizerRequest:
                 choice=index,
                 attempt=self.attempt,
                 continues=self.stream.continues,
+                lineage=self.stream.lineage,
                 text_offset=0,
                 finish_reason=FinishReason.ERROR,
                 error=self.error,
@@ -401,12 +427,15 @@ class DetokenizerRequest:
                 choice=index,
                 attempt=self.attempt,
                 continues=self.stream.continues,
+                lineage=self.stream.lineage,
                 text_offset=text_offset,
                 text=text,
                 details=pieces[number] if pieces else None,
                 finish_reason=end.finish_reason if end else None,
                 matched_stop=end.matched_stop if end else None,
                 usage=self.usage,
+                tokens=choice.tokens,
+                reasoning_tokens=choice.reasoning_tokens,
                 origins=self._origins(index, choice),
                 error=end.error if end else None,
             )

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.detokenizer.choice import ChoiceResult, ChoiceState, DetokenizerRequest
 from antiphon.detokenizer.incremental import Decode, TokenTexts
 from antiphon.detokenizer.streams import StreamTable
@@ -21,6 +23,7 @@ from antiphon.wire.base import Attempt, FinishReason, Process
 from antiphon.wire.codec import split_rows, unpack_ids
 from antiphon.wire.command import ResendTokens, StopChoice, TokenCursor
 from antiphon.wire.errors import EngineError, Internal, Overloaded, encode_error
+from antiphon.wire.seal import AttemptsSealed, SealedRequest
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 from antiphon.wire.tokens import TokenColumns, TokenStep
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from antiphon.wire.ids import InstanceId, RequestId
+    from antiphon.wire.seal import SealAttempts, SealRequest
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews, TokenRow, TokenStream
 
@@ -42,6 +46,8 @@ FORGET_MS = 10_000
 """How long past its deadline a request is kept for a silent gateway."""
 UNLISTED_S = 2.0
 """How long a request may be missing from its gateway's full list before it counts as closed."""
+SEALS_MAX = 65_536
+"""Maximum number of seals that are remembered; the oldest ones are forgotten."""
 OWNERS_GONE_MAX = 256
 """Maximum number of dead gateways that are remembered."""
 BATCH_BYTES_MAX = 128 * 1024
@@ -102,6 +108,9 @@ class Detokenizer:
         self._stopped_at: dict[tuple[RequestId, Attempt, int | None], float] = {}  # by choice
         self._lists: dict[Process, int] = {}  # version of each gateway's last list
         self._dead_owners: OrderedDict[Process, None] = OrderedDict()  # dead gateways
+        # Up to which attempt a request is sealed. A frozen worker may send its rows much later, and
+        # perhaps they would be the first ones of the request here.
+        self._sealed: OrderedDict[RequestId, Attempt] = OrderedDict()
 
     @property
     def live(self) -> int:
@@ -179,6 +188,47 @@ class Detokenizer:
                     reaction.add_rows(resume.gateway, request.rows(index, start, token_start))
         return sum(map(len, reaction.rows.values())), list(self._batches(reaction))
 
+    def on_seal(self, message: SealAttempts, bytes_max: int) -> AttemptsSealed:
+        """Accept nothing more of these attempts, and return what was accepted.
+
+        A reply has at most `bytes_max`. A request that takes more by itself is not returned.
+        """
+        sealed: list[SealedRequest] = []
+        size_bytes = 0
+        for one in message.requests:
+            found = self._seal(one, bytes_max)
+            size_bytes += _sealed_bytes(found)
+            if size_bytes > bytes_max:
+                break
+            sealed.append(found)
+        return AttemptsSealed(detokenizer=self._process, requests=tuple(sealed))
+
+    def _seal(self, one: SealRequest, bytes_max: int) -> SealedRequest:
+        request_id, attempt = one.request_id, one.attempt
+        request = self.requests.get(request_id)
+        if request is not None and request.attempt > attempt:
+            return SealedRequest(request_id=request_id, attempt=request.attempt, sealed=False)
+        before = self._sealed.pop(request_id, attempt)
+        self._sealed[request_id] = max(before, attempt)
+        if len(self._sealed) > SEALS_MAX:
+            self._sealed.popitem(last=False)
+        if request is None:
+            return SealedRequest(request_id=request_id)
+        with_details = request.stream.details_from is not None
+        sealed = SealedRequest(
+            request_id=request_id,
+            attempt=request.attempt,
+            lineage=request.earlier,
+            failed=request.error is not None,
+            choices=tuple(
+                choice.sealed(index, with_details=with_details)
+                for index, choice in request.choices.items()
+            ),
+        )
+        if (size_bytes := _sealed_bytes(sealed)) > bytes_max:
+            return msgspec.structs.replace(sealed, size_bytes=size_bytes, choices=())
+        return sealed
+
     def on_tick(self, now: float, unix_ms: int) -> list[Action]:
         """Send pending resend requests, and forget requests long past their deadline."""
         for request in list(self.requests.values()):
@@ -225,7 +275,10 @@ class Detokenizer:
     ) -> DetokenizerRequest | None:
         """Return the request that a row belongs to; None if the row cannot be used."""
         request = self.requests.get(row.request_id)
-        if request is not None and row.attempt <= request.attempt:
+        sealed = self._sealed.get(row.request_id)
+        if sealed is not None and row.attempt <= sealed:
+            reaction.actions += self._stop(row, worker, now)
+        elif request is not None and row.attempt <= request.attempt:
             if row.attempt == request.attempt:
                 return request
             reaction.actions += self._stop(row, worker, now)
@@ -359,6 +412,15 @@ class Detokenizer:
 
     def _owned(self, owner: Process) -> list[DetokenizerRequest]:
         return [request for request in self.requests.values() if request.owner == owner]
+
+
+def _sealed_bytes(sealed: SealedRequest) -> int:
+    """An upper bound."""
+    outputs = (
+        len(choice.output_ids) + (0 if choice.details is None else choice.details.size_bytes)
+        for choice in sealed.choices
+    )
+    return _ROW_BYTES * (1 + len(sealed.choices)) + sum(outputs)
 
 
 def _row_bytes(row: TextRow) -> int:

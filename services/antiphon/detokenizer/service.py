@@ -22,6 +22,7 @@ from antiphon.wire.command import ResendTokens
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
+from antiphon.wire.seal import AttemptsSealed, SealAttempts
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 from antiphon.wire.tokens import TokenNews, TokenStep
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+SEALED_ENVELOPE_BYTES = 4 * 1024
+"""More than a reply takes besides its sealed requests."""
 
 
 class DetokenizerService:
@@ -80,7 +83,7 @@ class DetokenizerService:
             StreamEndpoint(route=OPEN, apply=self._on_open, address={"model": self._model}),
             RequestEndpoint(
                 route=DETOKENIZER_CONTROL,
-                handler=self._on_resume,
+                handler=self._on_control,
                 address=here,
                 while_draining=True,
             ),
@@ -131,8 +134,13 @@ class DetokenizerService:
             case _:
                 pass
 
-    async def _on_resume(self, resume: ResumeText, _: object) -> TextResumed:
-        rows, actions = self._machine.on_resume(resume)
+    async def _on_control(
+        self, message: ResumeText | SealAttempts, _: object
+    ) -> TextResumed | AttemptsSealed:
+        if isinstance(message, SealAttempts):
+            bytes_max = self._runtime.settings.bus.payload_bytes_max - SEALED_ENVELOPE_BYTES
+            return self._machine.on_seal(message, bytes_max)
+        rows, actions = self._machine.on_resume(message)
         self._do(actions)
         return TextResumed(rows=rows)
 

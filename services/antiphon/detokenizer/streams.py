@@ -45,7 +45,8 @@ class StreamTable:
         if (number := row.stream_number) is None:
             return
         streams = self._streams.setdefault(worker, {})
-        if number in streams:
+        known = streams.get(number)
+        if known is not None and known.attempt >= row.attempt:
             return
         has_outputs = request.stream.details_from is not None
         streams[number] = NumberedStream(row.request_id, row.choice, row.attempt, has_outputs)

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
+    from antiphon.wire.ids import InstanceId
 
 
 @dataclass(frozen=True, slots=True)
 class HeldAttempt:
     attempt: Attempt
     worker: Process
+    detokenizer: InstanceId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class WorkerReport:
     beat: Heartbeat
     received_at: float
     held: Mapping[RequestId, Attempt]
+    detokenizers: Mapping[RequestId, InstanceId | None]
     ended: set[RequestId]
 
 
@@ -50,6 +53,7 @@ class WorkerAssignments:
             now,
             # A requeued request is not held: it must not count as running there.
             {held.request_id: held.attempt for held in load.running if not held.returned},
+            {held.request_id: held.detokenizer for held in load.running},
             {held.request_id for held in load.running if held.ended},
         )
         return report
@@ -57,7 +61,7 @@ class WorkerAssignments:
     def find(self, request_id: RequestId, attempt: Attempt | None = None) -> HeldAttempt | None:
         """Return where a request is held: the given attempt of it, or by default the highest."""
         found = [
-            HeldAttempt(report.held[request_id], worker)
+            HeldAttempt(report.held[request_id], worker, report.detokenizers[request_id])
             for worker, report in self._reports.items()
             if request_id in report.held and attempt in (None, report.held[request_id])
         ]

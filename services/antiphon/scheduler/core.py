@@ -22,9 +22,10 @@ from antiphon.wire.base import Process, Role, Term, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
 
 if TYPE_CHECKING:
-    from antiphon.scheduler.outbox import Action
+    from antiphon.scheduler.outbox import Action, SealCall
     from antiphon.service.clock import Clock
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
+    from antiphon.wire.seal import AttemptsSealed
     from antiphon.wire.submit import (
         CancelAccepted,
         CancelRequest,
@@ -117,6 +118,13 @@ class SchedulerCore:
         if self._lists.apply(change, self._clock.now()) and self._reconciliation is not None:
             self._reconciliation.on_open_list(change)
         return True
+
+    def on_sealed(self, call: SealCall, answer: AttemptsSealed | None) -> None:
+        """Apply a detokenizer's reply; None if it gave none: it is asked again."""
+        leader_term = self._leader_term
+        if leader_term is not None and answer is not None:
+            leader_term.migration.on_sealed(call, answer)
+            leader_term.bind_waiting()
 
     def tick(self, *, link_up: bool, joins: int) -> None:
         """Do the time-dependent work, several times a heartbeat; `joins`: `Link.connect_count`."""

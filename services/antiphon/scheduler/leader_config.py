@@ -21,7 +21,7 @@ ATTEMPT_TIMEOUT_BEATS = 20
 """An attempt has failed after so many heartbeats without a worker or a detokenizer for it."""
 FREE_AFTER_MS = 2_000
 """How long past its deadline a request is freed here. Its gateway has closed it by then."""
-FAILED_ATTEMPTS_MAX = 2
+FAILED_ATTEMPTS_MAX = 3
 """Failed attempts after which a request ends: the request itself may be what kills workers."""
 
 RESTART_PAUSE_BEATS = 2

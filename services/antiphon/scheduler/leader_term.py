@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.scheduler.cluster_view import HeldAttempt, WorkerAssignments
 from antiphon.scheduler.leader_config import FAILED_ATTEMPTS_MAX, GRACE_BEATS, LeaderConfig
+from antiphon.scheduler.migration import Migration
 from antiphon.scheduler.outbox import (
     CommandOutbox,
     FailedRequest,
@@ -20,6 +21,7 @@ from antiphon.scheduler.outbox import (
     RequestRequeued,
     admit_bytes,
     admit_command,
+    rebind_command,
 )
 from antiphon.scheduler.placement import Dispatcher, Placement, PlacementTarget
 from antiphon.scheduler.queue import DrainRate, QueuePolicy, SchedulerQueue
@@ -48,7 +50,7 @@ from antiphon.wire.submit import CancelAccepted, CancelRequest, SubmitAccepted, 
 if TYPE_CHECKING:
     from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.service.clock import Clock
-    from antiphon.service.peers import PeerTable
+    from antiphon.service.peers import Peer, PeerTable
     from antiphon.wire.ids import ModelName, RequestId
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class LeaderTerm:
         self._matching = Dispatcher(self.queue, self.ledger, self._placement, self.clock)
         self._rate = DrainRate()
         self.outbox = CommandOutbox(self.term, self.clock, self.rules)
+        self.migration = Migration(self)
         self._numbers = itertools.count(1)
 
     def clear_ready(self) -> None:
@@ -105,7 +108,8 @@ class LeaderTerm:
             entry.submit = request
             if request.attempt_floor is not None:
                 self.follow(entry, request.attempt_floor)
-                self.bind_waiting()
+            self.migration.conclude(entry)
+            self.bind_waiting()
         return SubmitAccepted(
             request_id=request.request_id,
             term=self.term,
@@ -137,6 +141,11 @@ class LeaderTerm:
                 "the scheduler receives no valid heartbeats from this gateway", retry_after_s=0.5
             )
 
+    def detokenizer_of(self, worker: Process) -> Peer | None:
+        """The detokenizer of a worker, if any is ready."""
+        instance = self._placement.detokenizer_of(worker.instance)
+        return None if instance is None else self.peers.find(instance)
+
     def bind_waiting(self) -> None:
         while self.ready and (match := self._matching.next()) is not None:
             if match.place is not None:
@@ -148,18 +157,20 @@ class LeaderTerm:
 
     def adopt(self, entry: RequestEntry, held: HeldAttempt) -> None:
         """Accept the binding that a worker reports, and abort the attempt bound elsewhere."""
-        self._leave(entry)
+        self.leave(entry)
         self.queue.remove(entry.request_id)
-        self.ledger.bind(entry, Binding(held.attempt, held.worker, None, self.clock.now()))
+        binding = Binding(held.attempt, held.worker, held.detokenizer, self.clock.now())
+        self.ledger.bind(entry, binding)
 
     def follow(self, entry: RequestEntry, attempt: Attempt) -> None:
         """Accept the attempt that the gateway shows. No other attempt can serve it from now on."""
         now = self.clock.now()
         entry.followed = attempt
-        if entry.request_id in self.queue:
+        if entry.request_id in self.queue and not entry.continues(attempt):
             self.queue.remove(entry.request_id)
             entry.seen_at = now
-        if entry.binding is None or entry.binding.attempt == attempt:
+        binding = entry.binding
+        if binding is None or attempt in (binding.attempt, *binding.continues):
             entry.disputed_at = None
             return
         if (held := self.assignments.find(entry.request_id, attempt)) is not None:
@@ -167,13 +178,33 @@ class LeaderTerm:
         elif entry.disputed_at is None:
             entry.disputed_at = now
         elif now - entry.disputed_at >= self.rules.beats(GRACE_BEATS):
-            self.fail(entry, WorkerLost("the answer that was being read is lost"))
+            self.fail_attempt(entry, WorkerLost("the answer that was being read is lost"))
 
     def admit(self, entry: RequestEntry) -> None:
-        """Send an admit to a bound request's worker. Repeating it changes nothing there."""
+        """Send a bound request to its worker. Repeating it changes nothing there."""
         assert entry.binding is not None
         entry.binding.admitted_at = now = self.clock.now()
-        self.outbox.command(entry.binding.worker, admit_command(entry, now))
+        if entry.binding.rebound:
+            self.outbox.command(entry.binding.worker, rebind_command(entry))
+        else:
+            self.outbox.command(entry.binding.worker, admit_command(entry, now))
+
+    def rebind(self, entry: RequestEntry, detokenizer: Peer) -> None:
+        """Let another detokenizer read a request, which goes on as it is at its worker."""
+        old = entry.binding
+        assert old is not None
+        attempt = Attempt(term=self.term, n=next(self._numbers))
+        binding = Binding(
+            attempt,
+            old.worker,
+            detokenizer.process.instance,
+            self.clock.now(),
+            detokenizer.heartbeat.reads,
+            (*old.continues, old.attempt),
+            rebound=True,
+        )
+        self.ledger.bind(entry, binding)
+        self.admit(entry)
 
     def abort(self, request_id: RequestId, held: HeldAttempt) -> None:
         """Send an abort of an attempt to its worker. The attempt takes a slot until applied."""
@@ -183,7 +214,7 @@ class LeaderTerm:
     def restart(self, entry: RequestEntry) -> None:
         """Put a request back at its old queue position: it restarts as a new attempt."""
         assert entry.restartable
-        self._leave(entry)
+        self.leave(entry)
         entry.seen_at = self.clock.now()
         self._queue(entry)
 
@@ -201,7 +232,7 @@ class LeaderTerm:
 
     def drop(self, entry: RequestEntry) -> None:
         """Free a request that is not wanted any more, and abort it where it runs."""
-        self._leave(entry)
+        self.leave(entry)
         self.forget(entry)
 
     def forget(self, entry: RequestEntry) -> None:
@@ -224,11 +255,11 @@ class LeaderTerm:
         self.drop(entry)
 
     def fail_attempt(self, entry: RequestEntry, error: EngineError) -> None:
-        """Restart a request after a failed attempt if none of its output was read; else fail it."""
+        """Continue a request after a failed attempt; fail it after some of them."""
         entry.failed_attempts += 1
         entry.queued_at = self.clock.now()  # it may have been started, so the wait begins anew
-        if entry.restartable and entry.failed_attempts < FAILED_ATTEMPTS_MAX:
-            self.restart(entry)
+        if entry.failed_attempts < FAILED_ATTEMPTS_MAX:
+            self.migration.begin(entry)
         else:
             self.fail(entry, error)
 
@@ -292,7 +323,9 @@ class LeaderTerm:
         now = self.clock.now()
         self.queue.start(entry.request_id, now)
         attempt = Attempt(term=self.term, n=next(self._numbers))
-        binding = Binding(attempt, place.worker, place.detokenizer, now, place.reads)
+        detokenizer, reads = self.migration.detokenizer(entry, place)
+        earlier = entry.sealed.attempts if entry.sealed else ()
+        binding = Binding(attempt, place.worker, detokenizer, now, reads, earlier)
         self.ledger.bind(entry, binding, place.charge)
         self.caches.expect(place.worker, submit.block_digests, now)
         self._rate.record(now)
@@ -303,7 +336,7 @@ class LeaderTerm:
         )
         self.admit(entry)
 
-    def _leave(self, entry: RequestEntry) -> None:
+    def leave(self, entry: RequestEntry) -> None:
         """Unbind and abort what may run there: an admit in transit is in no report yet."""
         binding = entry.binding
         self.ledger.unbind(entry)

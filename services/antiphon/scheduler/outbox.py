@@ -13,19 +13,21 @@ import msgspec
 from antiphon.scheduler.leader_config import GRACE_BEATS, LeaderConfig
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.codec import split_rows
-from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch
+from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch, Rebind
+from antiphon.wire.seal import SEALS_MAX, SealAttempts
 from antiphon.wire.submit import LostRequest, NoticeBatch
 from antiphon.wire.tokens import TokenColumns, TokenStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from antiphon.scheduler.request_table import RequestEntry
+    from antiphon.scheduler.request_table import RequestEntry, SealedOutput
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Attempt, Process, Term
     from antiphon.wire.errors import ErrorReply
-    from antiphon.wire.ids import RequestId
+    from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.sampling import SamplingParams
+    from antiphon.wire.seal import SealedChoice, SealRequest
 
 
 ENVELOPE_BYTES = 8 * 1024
@@ -59,7 +61,15 @@ class RequestRemoved:
     request_id: RequestId
 
 
-Action = CommandBatch | NoticeBatch | RequestBound | RequestRequeued | RequestRemoved
+@dataclass(frozen=True, slots=True)
+class SealCall:
+    """A call of a detokenizer. Its reply, if one arrives, goes to `SchedulerCore.on_sealed`."""
+
+    detokenizer: InstanceId
+    message: SealAttempts
+
+
+Action = CommandBatch | NoticeBatch | SealCall | RequestBound | RequestRequeued | RequestRemoved
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,7 @@ class CommandOutbox:
         self._commands: dict[Process, list[Command]] = {}
         self._lost: dict[Process, dict[RequestId, FailedRequest]] = {}
         self._lacking: dict[Process, tuple[RequestId, ...]] = {}
+        self._seals: dict[InstanceId, list[SealRequest]] = {}
         self._actions: list[Action] = []
 
     def command(self, worker: Process, command: Command) -> None:
@@ -92,6 +103,9 @@ class CommandOutbox:
     def notice(self, lost: FailedRequest) -> None:
         self._lost.setdefault(lost.owner, {})[lost.request_id] = lost
 
+    def seal(self, detokenizer: InstanceId, request: SealRequest) -> None:
+        self._seals.setdefault(detokenizer, []).append(request)
+
     def request_resubmission(self, gateway: Process, requests: Sequence[RequestId]) -> None:
         self._lacking[gateway] = tuple(requests[:RESUBMISSIONS_MAX])
 
@@ -99,8 +113,9 @@ class CommandOutbox:
         self._actions.append(action)
 
     def take_actions(self) -> list[Action]:
-        actions = [*self._batches(), *self._notices(), *self._actions]
+        actions = [*self._batches(), *self._notices(), *self._seal_calls(), *self._actions]
         self._commands, self._lost, self._lacking, self._actions = {}, {}, {}, []
+        self._seals = {}
         return actions
 
     def forget(self, worker: Process) -> None:
@@ -135,6 +150,12 @@ class CommandOutbox:
             for gateway in {**self._lost, **self._lacking}
         ]
 
+    def _seal_calls(self) -> Iterator[SealCall]:
+        for detokenizer, requests in self._seals.items():
+            for start in range(0, len(requests), SEALS_MAX):
+                part = tuple(requests[start : start + SEALS_MAX])
+                yield SealCall(detokenizer, SealAttempts(leader=self._term, requests=part))
+
     def _not_after(self) -> int:
         # After this time the same message is sent again anyway.
         return self._clock.unix_ms() + round(self._rules.beats(GRACE_BEATS) * 1000)
@@ -149,9 +170,11 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
         request_id=entry.request_id,
         owner=entry.owner,
         attempt=binding.attempt,
+        continues=entry.sealed.attempts[-1] if entry.sealed else None,
+        lineage=entry.sealed.attempts[:-1] if entry.sealed else (),
         detokenizer=binding.detokenizer,
         prompt_ids=submit.prompt_ids,
-        choices=tuple(ChoiceOutput(choice=index) for index in range(submit.choices)),
+        choices=_outputs(entry.sealed, submit.choices),
         sampling=submit.sampling,
         stop=submit.stop,
         priority=submit.priority,
@@ -165,11 +188,52 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
     )
 
 
+def rebind_command(entry: RequestEntry) -> Rebind:
+    binding = entry.binding
+    assert binding is not None
+    assert binding.detokenizer is not None
+    return Rebind(
+        request_id=entry.request_id,
+        attempt=binding.attempt,
+        continues=binding.continues[-1],
+        detokenizer=binding.detokenizer,
+        columns=TokenColumns.__name__ in binding.reads,
+    )
+
+
+def _outputs(sealed: SealedOutput | None, choices: int) -> tuple[ChoiceOutput, ...]:
+    if sealed is None:
+        return tuple(ChoiceOutput(choice=index) for index in range(choices))
+    return tuple(
+        ChoiceOutput(
+            choice=choice.choice,
+            output_ids=choice.output_ids,
+            details=choice.details,
+            finish_reason=choice.finish_reason,
+            matched_stop=choice.matched_stop,
+        )
+        for choice in sealed.choices
+    )
+
+
 def command_bytes(command: Command) -> int:
     """An upper bound."""
     if not isinstance(command, Admit):
         return ENVELOPE_BYTES
-    return admit_bytes(command.prompt_ids, command.stop.texts, command.sampling)
+    outputs = sum(map(_output_bytes, command.choices))
+    return outputs + admit_bytes(command.prompt_ids, command.stop.texts, command.sampling)
+
+
+def continuation_bytes(entry: RequestEntry) -> int:
+    """Size of the admit that continues a sealed request: an upper bound."""
+    submit, sealed = entry.submit, entry.sealed
+    assert submit is not None
+    outputs = sum(map(_output_bytes, () if sealed is None else sealed.choices))
+    return outputs + admit_bytes(submit.prompt_ids, submit.stop.texts, submit.sampling)
+
+
+def _output_bytes(choice: ChoiceOutput | SealedChoice) -> int:
+    return len(choice.output_ids) + (0 if choice.details is None else choice.details.size_bytes)
 
 
 def admit_bytes(prompt_ids: bytes, stop: tuple[str, ...], sampling: SamplingParams) -> int:

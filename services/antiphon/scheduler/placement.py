@@ -163,7 +163,7 @@ class Placement:
 
         # Ties go by name, so that a simulation is reproducible.
         best = min(candidates, key=cost)
-        if (detokenizer := self._detokenizer_of(best.worker.instance)) is None:
+        if (detokenizer := self.detokenizer_of(best.worker.instance)) is None:
             return None
         found, peer = cached.get(best.worker, 0), self.peers.find(detokenizer)
         reads = () if peer is None else peer.heartbeat.reads
@@ -187,7 +187,7 @@ class Placement:
                 longest = max(longest or 0, beat.worker.context_tokens)
         return longest
 
-    def _detokenizer_of(self, worker: InstanceId) -> InstanceId | None:
+    def detokenizer_of(self, worker: InstanceId) -> InstanceId | None:
         ready = [peer.process.instance for peer in self._working(Role.DETOKENIZER)]
         current = self._detokenizers.get(worker)
         if current in ready:

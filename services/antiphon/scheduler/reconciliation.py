@@ -56,14 +56,15 @@ class Reconciliation:
         unowned = self._unowned_since.get(worker, {})
         self._unowned_since[worker] = {}
         for request_id, attempt in held.items():
-            self._reconcile_held(request_id, HeldAttempt(attempt, worker), unowned)
+            detokenizer = report.detokenizers[request_id]
+            self._reconcile_held(request_id, HeldAttempt(attempt, worker, detokenizer), unowned)
         for entry in self._ledger.bound_to(worker):
             assert entry.binding is not None
             if held.get(entry.request_id) == entry.binding.attempt:
                 if entry.request_id not in report.ended:
                     entry.seen_at = self._clock.now()
             elif self._leader_term.ready:
-                self._miss(entry, peer)
+                self._miss(entry, peer, held.get(entry.request_id))
         self._ledger.capacity(worker).report(load.running)
         if load.refused is not None and load.refused.leader == self._leader_term.term:
             self._requeue_refused(worker, held)
@@ -89,6 +90,7 @@ class Reconciliation:
     def on_detokenizer_died(self, detokenizer: InstanceId) -> None:
         """Record the time of death. It may return in time: workers send everything again."""
         self._dead_detokenizers.setdefault(detokenizer, self._clock.now())
+        self._leader_term.migration.on_detokenizer_died(detokenizer)
 
     def on_detokenizer_heartbeat(self, detokenizer: InstanceId) -> None:
         self._dead_detokenizers.pop(detokenizer, None)
@@ -103,6 +105,7 @@ class Reconciliation:
         beat = now - self._resent_at >= self._rules.beat_s
         self._end_due(unix_ms)
         self._end_orphans(now)
+        self._leader_term.migration.rebind_orphans()
         if self._leader_term.ready:  # before that, a request that seems to wait may be running
             self._end_waits(now, beat=beat)
         self._leader_term.tombstones.expire(unix_ms)
@@ -155,6 +158,8 @@ class Reconciliation:
             self._abort(request_id, held)
         elif entry is None:
             self._reconcile_unknown_held(request_id, held, unowned)
+        elif entry.is_sealed(held.attempt):
+            self._abort(request_id, held)
         elif entry.binding is None:
             if entry.followed in (None, held.attempt):
                 self._leader_term.adopt(entry, held)
@@ -200,11 +205,18 @@ class Reconciliation:
         if self._clock.now() - since >= self._rules.beats(GRACE_BEATS):
             self._abort(request_id, held)
 
-    def _miss(self, entry: RequestEntry, peer: Peer) -> None:
-        """Handle a bound request that its worker lacks: the admit was lost, or it ended."""
+    def _miss(self, entry: RequestEntry, peer: Peer, held: Attempt | None) -> None:
+        """Handle a bound request that its worker lacks: the admit was lost, or it ended.
+
+        `held` is another attempt of it at this worker.
+        """
         binding = entry.binding
         assert binding is not None
         if self._clock.now() - binding.admitted_at < self._rules.beats(GRACE_BEATS):
+            return
+        if binding.rebound:
+            if held == binding.continues[-1]:
+                self._leader_term.admit(entry)
             return
         if not entry.restartable:
             return  # it has run, so it ended; `_check_age` decides
@@ -216,6 +228,11 @@ class Reconciliation:
     def _check_age(self, entry: RequestEntry) -> None:
         """Fail an attempt that no worker runs or no detokenizer decodes for too long."""
         now = self._clock.now()
+        if entry.sealing is not None:
+            self._leader_term.migration.check(entry)
+            return
+        if entry.binding is None and entry.sealed is not None and entry.sealed.ended:
+            return  # its gateway is about to close it
         detokenizer = entry.binding.detokenizer if entry.binding else None
         silent_since = self._dead_detokenizers.get(detokenizer, now) if detokenizer else now
         give_up_s = self._rules.beats(ATTEMPT_TIMEOUT_BEATS)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from antiphon.service.priority import PriorityPolicy
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
+    from antiphon.wire.seal import SealedChoice, SealedRequest
     from antiphon.wire.submit import SubmitRequest
 
 STALE_LEAST = 64
@@ -27,15 +28,61 @@ TOMBSTONES_MAX = 65_536
 """Maximum number of ids; beyond it the one that expires first is dropped."""
 
 
+@dataclass(frozen=True, slots=True)
+class SealedOutput:
+    """The output of a request that its next attempt continues.
+
+    Attributes:
+        attempts: The sealed ones of which it is, the last one last.
+        failed: The detokenizer has ended the request with an error.
+    """
+
+    attempts: tuple[Attempt, ...]
+    detokenizer: InstanceId
+    choices: tuple[SealedChoice, ...]
+    failed: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.failed or all(choice.finish_reason is not None for choice in self.choices)
+
+
+@dataclass(slots=True)
+class Sealing:
+    """A request whose attempts are being sealed.
+
+    Attributes:
+        attempt: The one to be sealed, with all earlier ones.
+        waiting: The detokenizers that have not answered.
+        found: What was found so far.
+    """
+
+    attempt: Attempt
+    waiting: set[InstanceId]
+    began_at: float
+    asked_at: float
+    found: SealedRequest | None = None
+    found_at: InstanceId | None = None
+
+
 @dataclass(slots=True)
 class Binding:
-    """`detokenizer` is unknown if another leader chose it; `reads` are of its heartbeat."""
+    """Where a request runs.
+
+    Attributes:
+        detokenizer: Unknown if a worker of an earlier version reported the binding.
+        reads: What the detokenizer reads, by its heartbeat.
+        continues: The attempts whose output this one continues, the last one last.
+        rebound: It goes on as it was at its worker, which has another detokenizer.
+    """
 
     attempt: Attempt
     worker: Process
     detokenizer: InstanceId | None
     admitted_at: float
     reads: tuple[str, ...] = ()
+    continues: tuple[Attempt, ...] = ()
+    rebound: bool = False
 
 
 @dataclass(slots=True)
@@ -51,6 +98,9 @@ class RequestEntry:
         seen_at: When it was last bound, or last reported as running by its worker.
         disputed_at: Since when the gateway follows another attempt than the bound one.
         policy_key: Its sort key by the schedule policy, once it has waited.
+        sealing: Set while its attempts are being sealed.
+        sealed: What its next attempt continues.
+        sealed_to: The highest attempt that was sealed, or is being.
     """
 
     request_id: RequestId
@@ -68,6 +118,9 @@ class RequestEntry:
     failed_attempts: int = 0
     requeued_by: set[Process] = field(default_factory=set["Process"])
     policy_key: float | None = None
+    sealing: Sealing | None = None
+    sealed: SealedOutput | None = None
+    sealed_to: Attempt | None = None
 
     @classmethod
     def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> RequestEntry:
@@ -80,8 +133,15 @@ class RequestEntry:
 
     @property
     def restartable(self) -> bool:
-        """Whether it may restart: none of its text was shown, and its submit is known."""
-        return self.submit is not None and self.followed is None
+        """Whether it may be bound: its submit is known, and the text shown is of sealed output."""
+        return self.submit is not None and self.sealing is None and self.continues(self.followed)
+
+    def continues(self, attempt: Attempt | None) -> bool:
+        """Whether its next attempt has all output of this one; None has no output."""
+        return attempt is None or (self.sealed is not None and attempt in self.sealed.attempts)
+
+    def is_sealed(self, attempt: Attempt) -> bool:
+        return self.sealed_to is not None and attempt <= self.sealed_to
 
     def wait(self, now: float) -> None:
         self.seen_at = now

@@ -13,7 +13,13 @@ from antiphon.bus.transport import BusDown, Subscription
 from antiphon.model_card.served_model import served_name
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.scheduler.outbox import Action, RequestBound, RequestRemoved, RequestRequeued
+from antiphon.scheduler.outbox import (
+    Action,
+    RequestBound,
+    RequestRemoved,
+    RequestRequeued,
+    SealCall,
+)
 from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
@@ -24,7 +30,17 @@ from antiphon.telemetry.tracing import Span, span
 from antiphon.wire.base import Process, Role, Term
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.errors import EngineError, Unavailable
-from antiphon.wire.routes import CANCEL, COMMAND, KV_EVENTS, KV_REPLAY, NOTICE, OPEN, SUBMIT
+from antiphon.wire.routes import (
+    CANCEL,
+    COMMAND,
+    DETOKENIZER_CONTROL,
+    KV_EVENTS,
+    KV_REPLAY,
+    NOTICE,
+    OPEN,
+    SUBMIT,
+)
+from antiphon.wire.seal import AttemptsSealed
 from antiphon.wire.submit import (
     CancelAccepted,
     CancelRequest,
@@ -45,6 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICKS_A_BEAT = 5
+SEAL_TIMEOUT_S = 1.0
 
 
 class SchedulerService:
@@ -189,6 +206,8 @@ class SchedulerService:
         match action:
             case CommandBatch():
                 self._runtime.bus.publish(COMMAND, action, worker=action.worker.instance)
+            case SealCall():
+                self._runtime.group.create_task(isolated(self._seal, action), name="seal")
             case NoticeBatch():
                 self._metrics.lost.inc(len(action.requests))
                 self._runtime.bus.publish(NOTICE, action, gateway=action.gateway.instance)
@@ -200,6 +219,22 @@ class SchedulerService:
                 log.info("request requeued", extra=fields)
             case RequestRemoved(request_id):
                 self._end_span(request_id)
+
+    async def _seal(self, call: SealCall) -> None:
+        try:
+            answer = await self._runtime.bus.call(
+                DETOKENIZER_CONTROL,
+                call.message,
+                timeout_s=SEAL_TIMEOUT_S,
+                detokenizer=call.detokenizer,
+            )
+        except EngineError as error:
+            fields = {"detokenizer": call.detokenizer, "code": error.code}
+            log.warning("attempts not sealed", extra=fields)
+            return
+        if isinstance(answer, AttemptsSealed):
+            self._core.on_sealed(call, answer)
+            self._news.set()
 
     def _note_bound(self, bound: RequestBound) -> None:
         self._metrics.bound.labels(bound.worker.instance).inc()

@@ -8,13 +8,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from antiphon.wire.base import Attempt, Message, Process, Term, Value
+from antiphon.wire.base import Attempt, FinishReason, Message, Process, Term, Value
 from antiphon.wire.bounds import (
     CHOICES_MAX,
     ChoiceIndex,
     Count,
     Milliseconds,
     Number,
+    Signed,
     TokenOffset,
     UnixMs,
     check_ids,
@@ -27,14 +28,19 @@ from antiphon.wire.token_outputs import TokenOutputs
 
 
 class ChoiceOutput(Value):
-    """Output of a choice before this attempt; empty the first time. int32, little-endian.
+    """Output of a choice before this attempt; empty the first time. Ids are int32, little-endian.
 
-    `details` are the token outputs sealed with the ids: of the prompt tokens, then of the output.
+    Attributes:
+        details: The token outputs sealed with the ids: of the prompt tokens, then of the output.
+        finish_reason: Why the choice has ended; unset if it is to be continued.
+        matched_stop: The token id that ended it, if one did.
     """
 
     choice: ChoiceIndex
     output_ids: bytes = b""
     details: TokenOutputs | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: Signed | None = None
 
     def __post_init__(self) -> None:
         check_ids(self.output_ids)
@@ -46,6 +52,7 @@ class Admit(Value, tag=True):
     Limits, seed, positions and usage count from the start of the prompt, whatever the attempt.
 
     Attributes:
+        lineage: The sealed attempts that `continues` continues, the first one first.
         cache_salt: Only requests with the same salt share its cached pages.
         waited_ms: How long it has waited in queues so far; the queue time continues from there.
         steps: Whether its detokenizer reads `TokenStep`. Only workers up to version 0.4 ask.
@@ -57,6 +64,7 @@ class Admit(Value, tag=True):
     owner: Process
     attempt: Attempt
     continues: Attempt | None = None
+    lineage: tuple[Attempt, ...] = ()
     detokenizer: InstanceId
     prompt_ids: bytes
     choices: Annotated[tuple[ChoiceOutput, ...], Meta(min_length=1, max_length=CHOICES_MAX)]
@@ -77,6 +85,23 @@ class Admit(Value, tag=True):
             raise ValueError("a choice is named twice")
 
 
+class Rebind(Value, tag=True):
+    """Send all of a request to another detokenizer, as another attempt that continues `continues`.
+
+    The outputs go on as they are: nothing is computed again. Unknown ids are ignored.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    continues: Attempt
+    detokenizer: InstanceId
+    columns: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attempt <= self.continues:
+            raise ValueError("an attempt can only continue an earlier one")
+
+
 class Abort(Value, tag=True):
     """Stop a request and release its slot and pages. Unknown ids are ignored.
 
@@ -89,7 +114,7 @@ class Abort(Value, tag=True):
     error: ErrorReply | None = None
 
 
-Command = Admit | Abort
+Command = Admit | Rebind | Abort
 
 
 class CommandBatch(Message):

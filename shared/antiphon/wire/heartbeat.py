@@ -33,6 +33,7 @@ class RunningRequest(Value):
 
     Attributes:
         tokens: Output tokens so far, of all choices.
+        detokenizer: Where they are sent; unset by workers up to version 0.4.
         ended: It holds neither a slot nor pages, only its ids, until its owner stops listing it.
         waiting: No step has computed any part of it yet; its pages are not in `pages_promised`.
         returned: The worker requeues it: it has not started and never will under this attempt.
@@ -42,6 +43,7 @@ class RunningRequest(Value):
     request_id: RequestId
     attempt: Attempt
     tokens: Count
+    detokenizer: InstanceId | None = None
     ended: bool = False
     waiting: bool = False
     returned: bool = False

@@ -19,6 +19,7 @@ from antiphon.wire import (
     generate,
     heartbeat,
     kv_events,
+    seal,
     submit,
     text,
     tokenize,
@@ -255,9 +256,9 @@ TOKENS = Route(
 )
 DETOKENIZER_CONTROL = RequestRoute(
     subject="detokenizer.{detokenizer}.control",
-    carries=(text.ResumeText,),
-    replies=(text.TextResumed,),
-    senders=(Role.GATEWAY,),
+    carries=(text.ResumeText, seal.SealAttempts),
+    replies=(text.TextResumed, seal.AttemptsSealed),
+    senders=(Role.GATEWAY, Role.SCHEDULER),
     listeners=(Role.DETOKENIZER,),
 )
 TEXT = Route(

@@ -37,10 +37,14 @@ class TextRow(Value):
 
     Attributes:
         continues: The sealed attempt that this one continues, if any.
+        lineage: The sealed attempts that `continues` continues, the first one first.
         text_offset: Start of `text`, in UTF-8 bytes of the choice's text.
         details: Token outputs of roughly the tokens of this text, if the request asked for them.
         finish_reason: The detokenizer's proposal to end the choice; the owner decides.
-        usage: The request's token counts as known to this detokenizer.
+        usage: The request's token counts as known to this detokenizer. It may lack tokens of other
+            choices, which are sent to it again.
+        tokens: Output tokens of this choice, as of this row. 0: as `usage` says.
+        reasoning_tokens: Those of them that are reasoning.
         origins: Origins of all tokens of the choice so far: on its first row, on the first resent
             row, on a row before which they changed, and on the last one.
     """
@@ -49,12 +53,15 @@ class TextRow(Value):
     choice: ChoiceIndex
     attempt: Attempt
     continues: Attempt | None = None
+    lineage: tuple[Attempt, ...] = ()
     text_offset: TextOffset
     text: str = ""
     details: TokenOutputsChunk | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | Signed | None = None
     usage: Usage | None = None
+    tokens: Count = 0
+    reasoning_tokens: Count = 0
     origins: tuple[Origin, ...] = ()
     error: ErrorReply | None = None
 

@@ -26,7 +26,8 @@ class TokenStream(Value):
     """What a detokenizer must know of a request; on an attempt's first row, and on a resend.
 
     `details_from` is the first offset with token outputs in each choice: 0, or less if those of
-    prompt tokens are returned, too. Unset, there are none.
+    prompt tokens are returned, too. Unset, there are none. `lineage` are the attempts that the
+    continued one continues itself, the first one first.
     """
 
     owner: Process
@@ -35,6 +36,7 @@ class TokenStream(Value):
     cached_tokens: Count = 0
     choices: Choices = 1
     continues: Attempt | None = None
+    lineage: tuple[Attempt, ...] = ()
     stop: StopStrings = StopStrings()
     deadline_unix_ms: UnixMs
     traceparent: str | None = None

@@ -9,16 +9,17 @@ from tests.support.clock import ManualClock
 
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.scheduler.outbox import Action, RequestBound
+from antiphon.scheduler.outbox import Action, RequestBound, SealCall
 from antiphon.service.peers import LivenessConfig, PeerTable
 from antiphon.wire.base import Attempt, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.command import Abort, Admit, Command, CommandBatch
+from antiphon.wire.command import Abort, Admit, Command, CommandBatch, Rebind
 from antiphon.wire.digests import block_digests
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId, TenantId
 from antiphon.wire.kv_events import BlocksStored, KvEvents
 from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.seal import AttemptsSealed, SealedChoice, SealedRequest
 from antiphon.wire.submit import (
     CancelRequest,
     LostRequest,
@@ -91,11 +92,13 @@ class Actor:
         self.process = who
         self.state = ProcessState.READY
         self.silent = False
+        self.deaf = False  # answers no calls
         self.loading = False
         self.leads: Term | None = None
         self.reads: tuple[str, ...] = ()
         self.load = WORKER_LOAD
         self.open: dict[RequestId, OpenRequest] = {}
+        self.outputs: dict[RequestId, SealedRequest] = {}  # of a detokenizer
         self._version = 0
         self._stage = stage
 
@@ -156,6 +159,18 @@ class Actor:
         self.open[request_id] = msgspec.structs.replace(line, attempt=attempt)
         self.list(whole=False)
 
+    def accepted(self, admit: Admit, *outputs: list[int], **fields: Any) -> None:
+        """Hold these outputs of an attempt, as a detokenizer."""
+        choices = tuple(
+            SealedChoice(choice=index, output_ids=pack_ids(ids))
+            for index, ids in enumerate(outputs)
+        )
+        earlier = () if admit.continues is None else (*admit.lineage, admit.continues)
+        sealed = SealedRequest(
+            request_id=admit.request_id, attempt=admit.attempt, lineage=earlier, choices=choices
+        )
+        self.outputs[admit.request_id] = msgspec.structs.replace(sealed, **fields)
+
     def closes(self, request_id: str) -> None:
         del self.open[RequestId(request_id)]
         self.list(whole=False, closed=(RequestId(request_id),))
@@ -205,7 +220,21 @@ class Stage:
             self.listen()
 
     def listen(self) -> None:
-        self.actions += self.leader.take_actions()
+        """Take the leader's actions, and answer its calls."""
+        while actions := self.leader.take_actions():
+            self.actions += actions
+            for action in actions:
+                if isinstance(action, SealCall):
+                    self._seal(action)
+
+    def _seal(self, call: SealCall) -> None:
+        for actor in self.actors:
+            if actor.process.instance == call.detokenizer and not (actor.silent or actor.deaf):
+                asked = (one.request_id for one in call.message.requests)
+                unknown = ((each, SealedRequest(request_id=each)) for each in asked)
+                requests = tuple(actor.outputs.get(each, empty) for each, empty in unknown)
+                answer = AttemptsSealed(detokenizer=actor.process, requests=requests)
+                self.leader.on_sealed(call, answer)
 
     def submit(
         self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: Any
@@ -260,6 +289,9 @@ class Stage:
 
     def aborts(self, worker: Actor | None = None) -> list[Abort]:
         return [command for command in self.commands(worker) if isinstance(command, Abort)]
+
+    def rebinds(self) -> list[Rebind]:
+        return [command for command in self.commands() if isinstance(command, Rebind)]
 
     def lost(self) -> list[LostRequest]:
         return [lost for batch in self.of(NoticeBatch) for lost in batch.requests]

@@ -13,7 +13,8 @@ from tests.unit.scheduler.stage import (
 )
 
 from antiphon.scheduler.leader_config import LeaderConfig
-from antiphon.wire.base import ProcessState, Role
+from antiphon.scheduler.outbox import SealCall
+from antiphon.wire.base import FinishReason, ProcessState, Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import (
     Cancelled,
@@ -24,6 +25,7 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.ids import RequestId
+from antiphon.wire.seal import SealedChoice, SealedRequest
 
 
 def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
@@ -366,7 +368,8 @@ def test_a_gateways_next_life_ends_the_requests_of_the_last() -> None:
     assert stage.leader.open_requests == 0
 
 
-def test_unread_requests_of_a_dead_worker_restart_ahead_of_the_queue() -> None:
+def test_unread_requests_of_a_dead_worker_keep_their_places_in_the_queue() -> None:
+    """While they are sealed, the next one takes a slot."""
     stage, _, first, _ = usual(LeaderConfig(look_ahead=1))
     stage.submit_all(4)
     stage.actions.clear()
@@ -374,12 +377,12 @@ def test_unread_requests_of_a_dead_worker_restart_ahead_of_the_queue() -> None:
     stage.enter(Role.WORKER, "worker-0", life=2)
     stage.pass_s(2.0)  # until the last one counts as silent
     again = stage.admits()
-    assert {admit.request_id for admit in again} == {"r0", "r1", "r2"}
-    assert {admit.attempt.n for admit in again} == {4, 5, 6}
+    assert [admit.request_id for admit in again] == ["r3", "r0", "r1"]
+    assert [admit.attempt.n for admit in again] == [4, 5, 6]
     assert not stage.lost()
 
 
-def test_read_request_of_a_dead_worker_is_lost_with_notices_until_closed() -> None:
+def test_read_request_without_output_anywhere_is_lost_with_notices_until_closed() -> None:
     stage, gateway, worker, _ = usual()
     request = stage.submit("r")
     (admit,) = stage.admits()
@@ -397,14 +400,14 @@ def test_read_request_of_a_dead_worker_is_lost_with_notices_until_closed() -> No
     assert not stage.lost()
 
 
-def test_a_request_under_which_two_workers_have_died_is_not_given_to_a_third() -> None:
+def test_a_request_under_which_three_workers_have_died_is_not_given_to_a_fourth() -> None:
     stage, _, worker, _ = usual()
     stage.submit("r")
-    for life in (2, 3):
+    for life in (2, 3, 4):
         stage.actors.remove(worker)
         worker = stage.enter(Role.WORKER, "worker-0", life)
         stage.pass_s(2.0)
-    assert len(stage.admits()) == 2
+    assert len(stage.admits()) == 3
     assert [lost.request_id for lost in stage.lost()] == ["r"]
 
 
@@ -442,16 +445,94 @@ def test_shown_attempt_that_no_worker_runs_ends_as_lost() -> None:
     assert not stage.admits()
 
 
-def test_a_request_whose_detokenizer_stays_dead_begins_again_with_another() -> None:
-    stage, _, worker, detokenizer = usual()
-    stage.submit("r")
-    worker.runs(running(stage.admits()[0]))
+def test_request_whose_detokenizer_has_died_is_sent_to_another() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    worker.runs(running(admit))
+    gateway.follows(request.request_id, admit.attempt)
     detokenizer.silent = True
+    stage.pass_s(4.0)
+    assert not stage.rebinds(), "there is no other"
     stage.enter(Role.DETOKENIZER, "detokenizer-1")
-    stage.pass_s(11.0)
-    assert [admit.detokenizer for admit in stage.admits()] == ["detokenizer-0"]
-    stage.pass_s(2.5)
-    assert [admit.detokenizer for admit in stage.admits()][1:] == ["detokenizer-1"]
+    stage.pass_s(0.5)
+    (rebind,) = stage.rebinds()
+    assert (rebind.detokenizer, rebind.continues) == ("detokenizer-1", admit.attempt)
+    assert rebind.attempt > admit.attempt
+    stage.pass_s(2.0)
+    assert stage.rebinds()[1:] == [rebind], "its worker has not applied it"
+    worker.runs(held(request.request_id, rebind.attempt, detokenizer="detokenizer-1"))
+    stage.actions.clear()
+    stage.pass_s(4.0)
+    assert (stage.rebinds(), stage.admits(), stage.lost()) == ([], [], [])
+
+
+def test_read_request_of_a_dead_worker_continues_on_another() -> None:
+    """The next attempt has all that was accepted, whichever attempt its gateway follows."""
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r", choices=2)
+    (first,) = stage.admits()
+    gateway.follows(request.request_id, first.attempt)
+    detokenizer.accepted(first, [1, 2], [3])
+    for life in (2, 3):
+        stage.actors.remove(worker)
+        worker = stage.enter(Role.WORKER, "worker-0", life)
+        stage.pass_s(2.0)
+        if life == 2:
+            detokenizer.accepted(stage.admits()[-1], [1, 2, 4], [3])
+    _, second, third = stage.admits()
+    assert (second.continues, second.lineage) == (first.attempt, ())
+    assert [choice.output_ids for choice in second.choices] == [pack_ids([1, 2]), pack_ids([3])]
+    assert (third.continues, third.lineage) == (second.attempt, (first.attempt,))
+    assert [choice.output_ids for choice in third.choices] == [pack_ids([1, 2, 4]), pack_ids([3])]
+    assert not stage.lost()
+
+
+def test_request_that_has_ended_at_its_detokenizer_runs_nowhere_again() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    gateway.follows(request.request_id, admit.attempt)
+    ended = SealedChoice(choice=0, output_ids=pack_ids([1]), finish_reason=FinishReason.STOP)
+    detokenizer.accepted(admit, choices=(ended,))
+    stage.actors.remove(worker)
+    stage.enter(Role.WORKER, "worker-0", 2)
+    stage.pass_s(20.0)
+    assert (stage.admits(), stage.lost()) == ([admit], [])
+    gateway.closes(request.request_id)
+    assert stage.leader.open_requests == 0
+
+
+def test_late_attempt_of_another_leader_is_sealed_instead() -> None:
+    """The detokenizer follows an attempt that this leader did not know."""
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    gateway.follows(request.request_id, admit.attempt)
+    later = other_attempt(9)
+    detokenizer.outputs[request.request_id] = SealedRequest(
+        request_id=request.request_id, attempt=later, sealed=False
+    )
+    stage.actors.remove(worker)
+    stage.enter(Role.WORKER, "worker-0", 2)
+    stage.pass_s(4.0)
+    asked = [call.message.requests[0].attempt for call in stage.of(SealCall)]
+    assert asked[:2] == [admit.attempt, later]
+    assert set(asked[2:]) == {later}
+
+
+def test_output_that_no_detokenizer_seals_is_given_up() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    gateway.follows(request.request_id, admit.attempt)
+    detokenizer.deaf = True
+    stage.actors.remove(worker)
+    stage.enter(Role.WORKER, "worker-0", 2)
+    stage.pass_s(8.0)
+    assert (len(stage.of(SealCall)) > 5, stage.lost()) == (True, [])
+    stage.pass_s(6.0)
+    assert {lost.request_id for lost in stage.lost()} == {request.request_id}
 
 
 def test_nothing_dies_while_the_link_is_down() -> None:

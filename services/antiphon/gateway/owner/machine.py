@@ -199,15 +199,9 @@ class Owner:
         return self._take_actions()
 
     def detokenizer_died(self, detokenizer: Process) -> list[Action]:
-        """End the requests whose text a dead detokenizer was producing: it is lost."""
+        """Expect no more of a dead detokenizer: another one sends its text, as another attempt."""
         self._gaps.forget(detokenizer)
         self._timers.drop(("feed", detokenizer))
-        for request in list(self._requests.values()):
-            if request.detokenizer == detokenizer:
-                lost = Unavailable(
-                    "the response was lost because a process failed", retry_after_s=1.0
-                )
-                self._end_and_cancel(request, lost)
         return self._take_actions()
 
     def notice_arrived(self, batch: NoticeBatch, offset_ms: int = 0) -> list[Action]:

@@ -34,6 +34,7 @@ class OwnedChoice:
         self.bytes_shown = 0
         self.tokens_shown = first_token
         self.finished = False
+        self.tokens = self.reasoning_tokens = 0
         self.origins: tuple[Origin, ...] = ()
         self._first_token = first_token
         self._bytes_known = 0
@@ -145,7 +146,8 @@ class OwnedRequest:
     def follow(self, row: TextRow, detokenizer: Process) -> bool:
         """Decide whether to deliver a row's attempt, switching to it if allowed.
 
-        A higher attempt is followed if it continues the current one, or if nothing was delivered.
+        A higher attempt is followed if it continues the current one, directly or by others between,
+        or if nothing was delivered.
         """
         if row.attempt == self.attempt:
             # A new incarnation of the detokenizer lacks choices that the worker finished before.
@@ -153,7 +155,7 @@ class OwnedRequest:
         if self.attempt is not None:
             if row.attempt < self.attempt:
                 return False
-            if self.has_output and row.continues != self.attempt:
+            if self.has_output and self.attempt not in (row.continues, *row.lineage):
                 return False
         self.attempt = row.attempt
         self.detokenizer = detokenizer
@@ -173,10 +175,12 @@ class OwnedRequest:
         text = choice.append_text(row.text_offset, row.text)
         details = choice.append_outputs(row.details)
         if row.usage is not None:
-            self.usage = row.usage
+            choice.tokens, choice.reasoning_tokens = row.tokens, row.reasoning_tokens
+            self.usage = self._usage(row.usage)
         choice.origins = row.origins or choice.origins
         if text or details:
-            yield TextDelta(row.choice, offset, text, row.usage, details, choice.origins)
+            usage = None if row.usage is None else self.usage
+            yield TextDelta(row.choice, offset, text, usage, details, choice.origins)
         if row.finish_reason is not None:
             choice.finished = True
             yield Finished(
@@ -186,6 +190,14 @@ class OwnedRequest:
                 choice.bytes_shown,
                 choice.origins,
             )
+
+    def _usage(self, known: Usage) -> Usage:
+        """The counts of all choices: the detokenizer of a row may not know those of others yet."""
+        tokens = sum(choice.tokens for choice in self._choices)
+        if not tokens:
+            return known
+        reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+        return msgspec.structs.replace(known, completion_tokens=tokens, reasoning_tokens=reasoning)
 
     def abort(self) -> Iterator[Finished]:
         for index, choice in enumerate(self._choices):

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.batching.state import WIRE_IDS
+from antiphon.model_worker.batching.state import WIRE_IDS, Finish
+from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import ID_BYTES, id_count
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsBuffer, join_token_outputs
 from antiphon.wire.tokens import TokenRow, TokenStream
@@ -14,9 +15,10 @@ from antiphon.wire.tokens import TokenRow, TokenStream
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress
+    from antiphon.model_worker.batching.state import ChoiceKey, Progress
     from antiphon.model_worker.batching.token_store import OutputIds
-    from antiphon.wire.command import Admit, ChoiceOutput
+    from antiphon.wire.base import Attempt
+    from antiphon.wire.command import Admit, ChoiceOutput, Rebind
 
 ROW_IDS_MAX = 16_384
 """Maximum ids of a row: a replay after an outage is split into messages of a sane size."""
@@ -45,7 +47,7 @@ class HeldChoice:
         self.key = key
         self.slot = -1
         self.length = id_count(output.output_ids)
-        self.finish: Finish | None = None
+        self.finish: Finish | None = _sealed_finish(output)
         self.has_logprobs = params is not None and params.logprobs
         self._request_id = admit.request_id
         self._attempt = admit.attempt
@@ -54,7 +56,8 @@ class HeldChoice:
         self._outputs: OutputIds | None = None
         self._in_store = params is not None and params.sampled_only
         self._details = None if details_from is None else TokenOutputsBuffer(details_from)
-        if self._details is not None and output.details is not None and output.output_ids:
+        sealed = bool(output.output_ids) or self.finish is not None
+        if self._details is not None and output.details is not None and sealed:
             self._details.append(output.details)
         self._first = self._sent = details_from or 0
         self._end_sent = self._number_sent = False
@@ -102,16 +105,34 @@ class HeldChoice:
             self._details.truncate(self._sent)
 
     def stop(self, offset: int | None = None) -> int:
-        """End it without a finish message, cut at `offset`; return the number of ids cut off."""
-        overrun = 0 if offset is None else max(0, self.length - max(0, offset))
+        """End it without a finish message, cut at `offset`; return the number of ids cut off.
+
+        A detokenizer that takes the place of the one which has cut it there needs the outputs
+        before.
+        """
+        if offset is None:
+            self.silence()
+            return 0
+        overrun = max(0, self.length - max(0, offset))
         self.length -= overrun
-        self.silence()
+        if self._details is not None:
+            self._details.truncate(self.length)
+        self.finish = self.finish or Finish(reason=FinishReason.STOP)
+        self._stopped = True
         return overrun
 
     def silence(self) -> None:
         """Send no more of it, not even again."""
         self._stopped = True
         self._outputs = self._details = None
+
+    def rebind(self, attempt: Attempt, *, columns: bool) -> None:
+        """Send all of it again, as another attempt. One that was silenced has nothing to send."""
+        self._attempt = attempt
+        self._number = self.key if columns else None
+        if self.finish is not None:
+            self._stopped = False
+        self.rewind(self._first)
 
     def rewind(self, offset: int) -> None:
         """Send again from `offset` on, the finish included."""
@@ -210,6 +231,12 @@ class HeldChoice:
         return found or (None, 0), None
 
 
+def _sealed_finish(output: ChoiceOutput) -> Finish | None:
+    if output.finish_reason is None:
+        return None
+    return Finish(reason=output.finish_reason, matched_stop=output.matched_stop)
+
+
 class HeldRequest:
     """A request from its admission until its owner no longer lists it.
 
@@ -240,6 +267,7 @@ class HeldRequest:
             details_from=admit.sampling.details_from(prompt_tokens),
             choices=len(admit.choices),
             continues=admit.continues,
+            lineage=admit.lineage,
             stop=admit.stop,
             deadline_unix_ms=admit.deadline_unix_ms,  # by its owner's clock
             traceparent=admit.traceparent,
@@ -257,6 +285,18 @@ class HeldRequest:
     @property
     def tokens(self) -> int:
         return sum(choice.length for choice in self.choices)
+
+    def rebind(self, message: Rebind) -> None:
+        """Send all of it to another detokenizer."""
+        stream = self._stream
+        earlier = (
+            stream.lineage if stream.continues is None else (*stream.lineage, stream.continues)
+        )
+        self.attempt, self.detokenizer = message.attempt, message.detokenizer
+        self._stream = msgspec.structs.replace(stream, continues=message.continues, lineage=earlier)
+        self._introduced = False
+        for choice in self.choices:
+            choice.rebind(message.attempt, columns=message.columns)
 
     def rewind(self, offsets: dict[int, int]) -> None:
         """Send again from these offsets on, by choice; from the start where none is given."""

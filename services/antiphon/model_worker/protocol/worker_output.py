@@ -17,7 +17,7 @@ from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, Re
 from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import PlainStreams, TokenOutbox
-from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.command import Abort, Admit, CommandBatch, Rebind, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
 from antiphon.wire.heartbeat import RunningRequest
 
@@ -115,6 +115,7 @@ class WorkerOutput:
                 request_id=held.request_id,
                 attempt=held.attempt,
                 tokens=held.tokens,
+                detokenizer=held.detokenizer,
                 ended=not held.live,
                 waiting=not held.started,
                 returned=held.requeued,
@@ -131,6 +132,8 @@ class WorkerOutput:
             try:
                 if isinstance(command, Admit):
                     self._admit(command, now_ms)
+                elif isinstance(command, Rebind):
+                    self._rebind(command)
                 else:
                     self._abort(command)
             except Exception:
@@ -345,7 +348,8 @@ class WorkerOutput:
             self._stop(known, known.choices)
         self._held[held.request_id] = held
         for choice in held.choices:
-            self._choices[choice.key] = (held, choice)
+            if choice.live:
+                self._choices[choice.key] = (held, choice)
         if len(held.choices) > self.live_max:
             error = InvalidRequest(f"n must be at most {self.live_max}", param="n")
             for choice in held.choices:
@@ -354,6 +358,15 @@ class WorkerOutput:
             self._requeue(held)
         else:
             self._actions += runs
+
+    def _rebind(self, message: Rebind) -> None:
+        held = self._held.get(message.request_id)
+        if held is None or held.attempt != message.continues:
+            return
+        for choice in held.choices:
+            self._plain.close(choice)
+        held.rebind(message)
+        self._outbox.put(held)
 
     def _requeue(self, held: HeldRequest) -> None:
         """Requeue a request for another attempt. Heartbeats list it until the leader aborts it."""
@@ -444,4 +457,5 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
             choice,
         )
         for choice, output in zip(held.choices, admit.choices, strict=True)
+        if choice.live
     ]

@@ -1,0 +1,191 @@
+"""Continues requests whose attempt has failed: their output is sealed, then they are bound again.
+
+The detokenizer of an attempt fixes its output. Once it has sealed the attempt it accepts no more
+tokens of it, so that a worker which wakes up later changes nothing, and the next attempt continues
+from what was accepted. A seal that is answered twice, or to two leaders, gives the same output.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from antiphon.scheduler.leader_config import ATTEMPT_TIMEOUT_BEATS
+from antiphon.scheduler.outbox import SealCall, continuation_bytes
+from antiphon.scheduler.request_table import RequestEntry, SealedOutput, Sealing
+from antiphon.wire.base import Role
+from antiphon.wire.errors import WorkerLost
+from antiphon.wire.seal import AttemptsSealed, SealedRequest, SealRequest
+
+if TYPE_CHECKING:
+    from antiphon.scheduler.leader_config import LeaderConfig
+    from antiphon.scheduler.outbox import CommandOutbox
+    from antiphon.scheduler.placement import PlacementTarget
+    from antiphon.scheduler.queue import SchedulerQueue
+    from antiphon.scheduler.request_table import RequestTable
+    from antiphon.service.clock import Clock
+    from antiphon.service.peers import Peer, PeerTable
+    from antiphon.wire.base import Attempt, Process
+    from antiphon.wire.errors import EngineError
+    from antiphon.wire.ids import InstanceId, ModelName, RequestId
+
+log = logging.getLogger(__name__)
+
+
+class Leader(Protocol):
+    """What a migration needs of the leader term."""
+
+    model: ModelName
+    rules: LeaderConfig
+    clock: Clock
+    peers: PeerTable
+    ledger: RequestTable
+    queue: SchedulerQueue
+    outbox: CommandOutbox
+    ready: bool
+
+    def leave(self, entry: RequestEntry) -> None: ...
+
+    def restart(self, entry: RequestEntry) -> None: ...
+
+    def rebind(self, entry: RequestEntry, detokenizer: Peer) -> None: ...
+
+    def fail(self, entry: RequestEntry, error: EngineError) -> None: ...
+
+    def detokenizer_of(self, worker: Process) -> Peer | None: ...
+
+
+class Migration:
+    """The requests of a leader term that are between two attempts."""
+
+    def __init__(self, leader_term: Leader) -> None:
+        self._leader_term = leader_term
+        self._peers = leader_term.peers
+        self._clock = leader_term.clock
+        self._rules = leader_term.rules
+        self._orphans: dict[RequestId, Attempt] = {}  # their detokenizers have died
+
+    def begin(self, entry: RequestEntry) -> None:
+        """Seal all attempts of a request, wherever its detokenizer may be, and unbind it."""
+        binding = entry.binding
+        known = [each for each in (entry.followed, entry.sealed_to) if each is not None]
+        if binding is not None:
+            known.append(binding.attempt)
+        self._leader_term.leave(entry)
+        self._leader_term.queue.remove(entry.request_id)
+        if not known:
+            self._leader_term.restart(entry)
+            return
+        detokenizer = None if binding is None else binding.detokenizer
+        alive = self._alive()
+        waiting = alive if detokenizer is None or detokenizer not in alive else {detokenizer}
+        now = self._clock.now()
+        entry.seen_at, entry.sealed_to = now, max(known)
+        entry.sealing = Sealing(max(known), waiting, now, now)
+        self._ask(entry, entry.sealing)
+        self.conclude(entry)
+
+    def on_sealed(self, call: SealCall, answer: AttemptsSealed) -> None:
+        asked = {one.request_id: one.attempt for one in call.message.requests}
+        for sealed in answer.requests:
+            entry = self._leader_term.ledger.find(sealed.request_id)
+            sealing = None if entry is None else entry.sealing
+            if entry is None or sealing is None or asked.get(entry.request_id) != sealing.attempt:
+                continue
+            if not sealed.sealed:
+                if sealed.attempt is None or sealed.attempt <= sealing.attempt:
+                    continue  # no answer to this question
+                # An attempt of another leader, which this one has not known.
+                entry.sealed_to = sealing.attempt = sealed.attempt
+                sealing.waiting = self._alive()
+                self._ask(entry, sealing)
+                continue
+            sealing.waiting.discard(call.detokenizer)
+            found = sealing.found.attempt if sealing.found is not None else None
+            if sealed.attempt is not None and (found is None or found < sealed.attempt):
+                sealing.found, sealing.found_at = sealed, call.detokenizer
+            self.conclude(entry)
+
+    def on_detokenizer_died(self, detokenizer: InstanceId) -> None:
+        """Nothing more is accepted there, and what was is lost: workers send it to another one."""
+        for entry in self._leader_term.ledger.entries():
+            if entry.sealing is not None and detokenizer in entry.sealing.waiting:
+                entry.sealing.waiting.discard(detokenizer)
+                self.conclude(entry)
+            elif entry.binding is not None and entry.binding.detokenizer == detokenizer:
+                self._orphans[entry.request_id] = entry.binding.attempt
+        self.rebind_orphans()
+
+    def rebind_orphans(self) -> None:
+        """Bind requests without a detokenizer to another one, as soon as there is one."""
+        if not self._leader_term.ready:
+            return
+        for request_id, attempt in list(self._orphans.items()):
+            entry = self._leader_term.ledger.find(request_id)
+            binding = None if entry is None else entry.binding
+            if entry is None or binding is None or binding.attempt != attempt:
+                del self._orphans[request_id]
+            elif (detokenizer := self._leader_term.detokenizer_of(binding.worker)) is not None:
+                del self._orphans[request_id]
+                self._leader_term.rebind(entry, detokenizer)
+
+    def check(self, entry: RequestEntry) -> None:
+        """Ask again for what was not answered, and give up after some time."""
+        sealing, now = entry.sealing, self._clock.now()
+        assert sealing is not None
+        if now - sealing.began_at >= self._rules.beats(ATTEMPT_TIMEOUT_BEATS):
+            self._leader_term.fail(entry, WorkerLost("no detokenizer sealed the output"))
+        elif sealing.waiting and now - sealing.asked_at >= self._rules.beat_s:
+            self._ask(entry, sealing)
+
+    def conclude(self, entry: RequestEntry) -> None:
+        """Queue a request that is sealed, if its submit is known: it may come later."""
+        sealing = entry.sealing
+        if sealing is None or sealing.waiting or entry.submit is None:
+            return
+        entry.sealing = None
+        entry.seen_at = self._clock.now()
+        found = sealing.found
+        if found is not None:
+            if found.size_bytes is not None:
+                self._leader_term.fail(entry, WorkerLost("the output is too large to be continued"))
+                return
+            entry.sealed = self._output(found, sealing.found_at)
+            if entry.sealed.ended:
+                return  # the end reaches the gateway, which closes it
+            if continuation_bytes(entry) > self._rules.payload_bytes_max:
+                self._leader_term.fail(entry, WorkerLost("the output is too large to be continued"))
+                return
+        if not entry.restartable:
+            self._leader_term.fail(entry, WorkerLost("the answer that was being read is lost"))
+            return
+        log.info("request migrates", extra={"request_id": entry.request_id})
+        self._leader_term.restart(entry)
+
+    def detokenizer(
+        self, entry: RequestEntry, place: PlacementTarget
+    ) -> tuple[InstanceId, tuple[str, ...]]:
+        """The detokenizer of the next attempt, and what it reads: the one that has its text."""
+        if entry.sealed is not None:
+            peer = self._peers.find(entry.sealed.detokenizer)
+            if peer is not None and self._peers.is_alive(peer.process):
+                return peer.process.instance, peer.heartbeat.reads
+        return place.detokenizer, place.reads
+
+    @staticmethod
+    def _output(found: SealedRequest, detokenizer: InstanceId | None) -> SealedOutput:
+        assert found.attempt is not None
+        assert detokenizer is not None
+        attempts = (*found.lineage, found.attempt)
+        return SealedOutput(attempts, detokenizer, found.choices, failed=found.failed)
+
+    def _ask(self, entry: RequestEntry, sealing: Sealing) -> None:
+        sealing.asked_at = self._clock.now()
+        request = SealRequest(request_id=entry.request_id, attempt=sealing.attempt)
+        for detokenizer in sorted(sealing.waiting):  # so that a simulation is reproducible
+            self._leader_term.outbox.seal(detokenizer, request)
+
+    def _alive(self) -> set[InstanceId]:
+        model = self._leader_term.model
+        peers = self._peers.with_role(Role.DETOKENIZER)
+        return {peer.process.instance for peer in peers if peer.heartbeat.model == model}

@@ -1,0 +1,76 @@
+"""Scheduler to detokenizer: seal attempts of requests, to continue them on other workers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from antiphon.wire.base import Attempt, FinishReason, Message, Process, Term, Value
+from antiphon.wire.bounds import CHOICES_MAX, ChoiceIndex, Number, Signed, check_ids
+from antiphon.wire.ids import RequestId
+from antiphon.wire.token_outputs import TokenOutputs
+
+SEALS_MAX = 64
+"""Maximum number of requests in one `SealAttempts`."""
+
+
+class SealRequest(Value):
+    """Accept no more tokens of this attempt of a request, or of an earlier one."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+class SealAttempts(Message):
+    """Seal these attempts, and return the outputs that were accepted. Repeating it is harmless."""
+
+    leader: Term
+    requests: Annotated[tuple[SealRequest, ...], Meta(max_length=SEALS_MAX)]
+
+
+class SealedChoice(Value):
+    """The accepted output of a choice.
+
+    Attributes:
+        output_ids: int32, little-endian.
+        details: The token outputs of all of these tokens, and of the prompt, if they are returned.
+        finish_reason: Why it has ended, if it has. One that ended by a stop string has all of it.
+        matched_stop: The token id that ended it, if one did.
+    """
+
+    choice: ChoiceIndex
+    output_ids: bytes = b""
+    details: TokenOutputs | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: Signed | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(self.output_ids)
+
+
+class SealedRequest(Value):
+    """What a detokenizer holds of a request.
+
+    Attributes:
+        attempt: The attempt that it follows; unset if it has accepted no tokens of the request.
+        lineage: The sealed attempts that this one continues, the first one first.
+        sealed: Whether `attempt` accepts no more tokens. Not if it is later than the one to seal.
+        failed: The request has ended with an error there.
+        size_bytes: The outputs are too large to be sent, and this is their size.
+    """
+
+    request_id: RequestId
+    attempt: Attempt | None = None
+    lineage: tuple[Attempt, ...] = ()
+    sealed: bool = True
+    failed: bool = False
+    size_bytes: Number | None = None
+    choices: Annotated[tuple[SealedChoice, ...], Meta(max_length=CHOICES_MAX)] = ()
+
+
+class AttemptsSealed(Message):
+    """The sealed requests, as many as fit into a message: the others are to be asked for again."""
+
+    detokenizer: Process
+    requests: tuple[SealedRequest, ...]

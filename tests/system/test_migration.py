@@ -1,0 +1,91 @@
+"""A worker or a detokenizer is killed: streams go on, and say what they say without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from openai import OpenAI
+from tests.system.stack import Stack, module_stack, pages_in_use, wait_until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+
+STREAMS = 6
+TOKENS = 1200
+DEADLINE_S = 60.0
+
+stack = module_stack("--enable-deterministic-inference")
+
+
+class Reader(threading.Thread):
+    """Streams completions: greedy, seeded, of two choices, with logprobs, and under a pattern."""
+
+    def __init__(self, stack: Stack, number: int) -> None:
+        super().__init__()
+        self.texts = ["", ""]
+        self.tokens: list[tuple[str, float]] = []
+        self.usage = 0
+        self.error: Exception | None = None
+        self._stack = stack
+        self._number = number
+
+    def run(self) -> None:
+        number = self._number
+        try:
+            with OpenAI(base_url=f"{self._stack.url}/v1", api_key="none", max_retries=0) as client:
+                stream = client.completions.create(
+                    model=self._stack.model,
+                    prompt=f"Count from {number} to 900:",
+                    max_tokens=TOKENS,
+                    temperature=number % 2,
+                    seed=number,
+                    n=2 if number == 3 else 1,
+                    logprobs=0 if number == 4 else None,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    timeout=DEADLINE_S,
+                    extra_body={"regex": r"([0-9]{1,3}, )+"} if number == 5 else IGNORE_EOS,
+                )
+                for chunk in stream:
+                    if chunk.usage is not None:
+                        self.usage = chunk.usage.completion_tokens
+                    for choice in chunk.choices:
+                        self.texts[choice.index] += choice.text
+                        if (found := choice.logprobs) is not None:
+                            pairs = zip(found.tokens or (), found.token_logprobs or (), strict=True)
+                            self.tokens += [(token, round(value, 4)) for token, value in pairs]
+        except Exception as error:  # noqa: BLE001  # whatever it is, the test names it
+            self.error = error
+
+
+IGNORE_EOS = {"ignore_eos": True}
+
+
+def read(stack: Stack, victim: str | None = None) -> list[tuple[object, ...]]:
+    """What the clients read while a process is killed with their first words out."""
+    readers = [Reader(stack, number) for number in range(STREAMS)]
+    for reader in readers:
+        reader.start()
+    if victim is not None:
+        wait_until(lambda: all(reader.texts[0] for reader in readers), 30, "the first words")
+        pid = stack.pid(victim)
+        assert pid is not None
+        unread = [reader.is_alive() for reader in readers]
+        os.kill(pid, signal.SIGKILL)
+        assert all(unread), "they had ended before the kill"
+    for reader in readers:
+        reader.join(DEADLINE_S)
+        assert not reader.is_alive(), "a request hangs"
+    assert [reader.error for reader in readers] == [None] * len(readers)
+    return [(*reader.texts, reader.tokens, reader.usage) for reader in readers]
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "detokenizer-0"])
+def test_streams_survive_the_process_that_serves_them(stack: Stack, victim: str) -> None:
+    wait_until(stack.healthy, 30, "healthy before the kill")
+    undisturbed = read(stack)
+    assert read(stack, victim) == undisturbed
+    wait_until(stack.healthy, 30, f"healthy after {victim}")
+    wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
