@@ -18,6 +18,7 @@ from antiphon.wire.errors import WorkerLost
 from antiphon.wire.seal import AttemptsSealed, SealedRequest, SealRequest
 
 if TYPE_CHECKING:
+    from antiphon.scheduler.cluster_view import WorkerAssignments
     from antiphon.scheduler.leader_config import LeaderConfig
     from antiphon.scheduler.outbox import CommandOutbox
     from antiphon.scheduler.placement import PlacementTarget
@@ -39,6 +40,7 @@ class Leader(Protocol):
     rules: LeaderConfig
     clock: Clock
     peers: PeerTable
+    assignments: WorkerAssignments
     ledger: RequestTable
     queue: SchedulerQueue
     outbox: CommandOutbox
@@ -117,14 +119,21 @@ class Migration:
         self.rebind_orphans()
 
     def rebind_orphans(self) -> None:
-        """Bind requests without a detokenizer to another one, as soon as there is one."""
+        """Bind requests without a detokenizer to another one, as soon as there is one.
+
+        A worker must have reported the request with its detokenizer: workers up to version 0.4 do
+        not, and could not read the command nor those beside it.
+        """
         if not self._leader_term.ready:
             return
+        find = self._leader_term.assignments.find
         for request_id, attempt in list(self._orphans.items()):
             entry = self._leader_term.ledger.find(request_id)
             binding = None if entry is None else entry.binding
             if entry is None or binding is None or binding.attempt != attempt:
                 del self._orphans[request_id]
+            elif (held := find(request_id, attempt)) is None or held.detokenizer is None:
+                continue
             elif (detokenizer := self._leader_term.detokenizer_of(binding.worker)) is not None:
                 del self._orphans[request_id]
                 self._leader_term.rebind(entry, detokenizer)
