@@ -1,4 +1,4 @@
-"""Ranks of a worker: who has joined, who is silent, and processes that end together."""
+"""Ranks of a worker: which have joined, which are silent, and processes that end together."""
 
 from __future__ import annotations
 

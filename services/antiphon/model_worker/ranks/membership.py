@@ -1,4 +1,4 @@
-"""Which ranks of a worker are there: each has a connection to rank 0, and says so again and again.
+"""Liveness of the ranks of a worker: each has a connection to rank 0, with a heartbeat in it.
 
 The connections are made before anything is loaded, and each side notices at once if the other one
 ends. A rank that is stopped, or on a machine that is gone, is noticed by its silence. Everything
