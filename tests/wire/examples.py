@@ -498,7 +498,7 @@ EVERY: tuple[Message, ...] = (
                 failed=True,
                 size_bytes=70,
                 choices=(
-                    seal.SealedChoice(
+                    command.ChoiceOutput(
                         choice=1,
                         output_ids=pack_ids((9, 8)),
                         details=DETAILS,

@@ -13,8 +13,8 @@ from antiphon.detokenizer.incremental import Decode, IncrementalDecoder, TokenTe
 from antiphon.text.stop_patterns import StopPatternMatcher, compile_pattern
 from antiphon.wire.base import Attempt, FinishReason, Process, Usage
 from antiphon.wire.codec import id_count, pack_ids
+from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.sampling import SPACE_MAX, StopStrings, ThinkingMarks
-from antiphon.wire.seal import SealedChoice
 from antiphon.wire.text import Origin, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsBuffer, TokenOutputsChunk
 
@@ -121,11 +121,11 @@ class ChoiceState:
             self.end = end
         self._update_emitted()
 
-    def sealed(self, index: int, *, with_details: bool) -> SealedChoice:
+    def sealed(self, index: int, *, with_details: bool) -> ChoiceOutput:
         """What was accepted, for an attempt that continues from there."""
         end = self.end
         matched = None if end is None or isinstance(end.matched_stop, str) else end.matched_stop
-        return SealedChoice(
+        return ChoiceOutput(
             choice=index,
             output_ids=pack_ids(self.output_ids),
             details=self._details.read(self.first, self.offset) if with_details else None,
@@ -378,12 +378,6 @@ class DetokenizerRequest:
     def ended(self) -> bool:
         choices = self.choices.values()
         return self.error is not None or all(choice.end is not None for choice in choices)
-
-    @property
-    def earlier(self) -> tuple[Attempt, ...]:
-        """The attempts whose outputs it continues, the first one first."""
-        continues, lineage = self.stream.continues, self.stream.lineage
-        return lineage if continues is None else (*lineage, continues)
 
     @property
     def usage(self) -> Usage:

@@ -218,7 +218,7 @@ class Detokenizer:
         sealed = SealedRequest(
             request_id=request_id,
             attempt=request.attempt,
-            lineage=request.earlier,
+            lineage=request.stream.earlier,
             failed=request.error is not None,
             choices=tuple(
                 choice.sealed(index, with_details=with_details)

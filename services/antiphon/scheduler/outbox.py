@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.sampling import SamplingParams
-    from antiphon.wire.seal import SealedChoice, SealRequest
+    from antiphon.wire.seal import SealRequest
 
 
 ENVELOPE_BYTES = 8 * 1024
@@ -204,16 +204,7 @@ def rebind_command(entry: RequestEntry) -> Rebind:
 def _outputs(sealed: SealedOutput | None, choices: int) -> tuple[ChoiceOutput, ...]:
     if sealed is None:
         return tuple(ChoiceOutput(choice=index) for index in range(choices))
-    return tuple(
-        ChoiceOutput(
-            choice=choice.choice,
-            output_ids=choice.output_ids,
-            details=choice.details,
-            finish_reason=choice.finish_reason,
-            matched_stop=choice.matched_stop,
-        )
-        for choice in sealed.choices
-    )
+    return sealed.choices
 
 
 def command_bytes(command: Command) -> int:
@@ -232,7 +223,7 @@ def continuation_bytes(entry: RequestEntry) -> int:
     return outputs + admit_bytes(submit.prompt_ids, submit.stop.texts, submit.sampling)
 
 
-def _output_bytes(choice: ChoiceOutput | SealedChoice) -> int:
+def _output_bytes(choice: ChoiceOutput) -> int:
     return len(choice.output_ids) + (0 if choice.details is None else choice.details.size_bytes)
 
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from antiphon.service.priority import PriorityPolicy
     from antiphon.wire.base import Attempt, Process
+    from antiphon.wire.command import ChoiceOutput
     from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
-    from antiphon.wire.seal import SealedChoice, SealedRequest
+    from antiphon.wire.seal import SealedRequest
     from antiphon.wire.submit import SubmitRequest
 
 STALE_LEAST = 64
@@ -39,7 +40,7 @@ class SealedOutput:
 
     attempts: tuple[Attempt, ...]
     detokenizer: InstanceId
-    choices: tuple[SealedChoice, ...]
+    choices: tuple[ChoiceOutput, ...]
     failed: bool = False
 
     @property

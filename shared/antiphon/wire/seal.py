@@ -6,10 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from antiphon.wire.base import Attempt, FinishReason, Message, Process, Term, Value
-from antiphon.wire.bounds import CHOICES_MAX, ChoiceIndex, Number, Signed, check_ids
+from antiphon.wire.base import Attempt, Message, Process, Term, Value
+from antiphon.wire.bounds import CHOICES_MAX, Number
+from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.ids import RequestId
-from antiphon.wire.token_outputs import TokenOutputs
 
 SEALS_MAX = 64
 """Maximum number of requests in one `SealAttempts`."""
@@ -29,26 +29,6 @@ class SealAttempts(Message):
     requests: Annotated[tuple[SealRequest, ...], Meta(max_length=SEALS_MAX)]
 
 
-class SealedChoice(Value):
-    """The accepted output of a choice.
-
-    Attributes:
-        output_ids: int32, little-endian.
-        details: The token outputs of all of these tokens, and of the prompt, if they are returned.
-        finish_reason: Why it has ended, if it has. One that ended by a stop string has all of it.
-        matched_stop: The token id that ended it, if one did.
-    """
-
-    choice: ChoiceIndex
-    output_ids: bytes = b""
-    details: TokenOutputs | None = None
-    finish_reason: FinishReason | None = None
-    matched_stop: Signed | None = None
-
-    def __post_init__(self) -> None:
-        check_ids(self.output_ids)
-
-
 class SealedRequest(Value):
     """What a detokenizer holds of a request.
 
@@ -58,6 +38,7 @@ class SealedRequest(Value):
         sealed: Whether `attempt` accepts no more tokens. Not if it is later than the one to seal.
         failed: The request has ended with an error there.
         size_bytes: The outputs are too large to be sent, and this is their size.
+        choices: One that ended by a stop string has all of it.
     """
 
     request_id: RequestId
@@ -66,7 +47,7 @@ class SealedRequest(Value):
     sealed: bool = True
     failed: bool = False
     size_bytes: Number | None = None
-    choices: Annotated[tuple[SealedChoice, ...], Meta(max_length=CHOICES_MAX)] = ()
+    choices: Annotated[tuple[ChoiceOutput, ...], Meta(max_length=CHOICES_MAX)] = ()
 
 
 class AttemptsSealed(Message):

@@ -41,6 +41,11 @@ class TokenStream(Value):
     deadline_unix_ms: UnixMs
     traceparent: str | None = None
 
+    @property
+    def earlier(self) -> tuple[Attempt, ...]:
+        """The attempts whose outputs this one continues, the first one first."""
+        return self.lineage if self.continues is None else (*self.lineage, self.continues)
+
 
 class TokenRow(Value):
     """New tokens of one choice.

@@ -13,13 +13,13 @@ from antiphon.scheduler.outbox import Action, RequestBound, SealCall
 from antiphon.service.peers import LivenessConfig, PeerTable
 from antiphon.wire.base import Attempt, Process, ProcessState, Role, Term
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.command import Abort, Admit, Command, CommandBatch, Rebind
+from antiphon.wire.command import Abort, Admit, ChoiceOutput, Command, CommandBatch, Rebind
 from antiphon.wire.digests import block_digests
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId, TenantId
 from antiphon.wire.kv_events import BlocksStored, KvEvents
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.seal import AttemptsSealed, SealedChoice, SealedRequest
+from antiphon.wire.seal import AttemptsSealed, SealedRequest
 from antiphon.wire.submit import (
     CancelRequest,
     LostRequest,
@@ -162,7 +162,7 @@ class Actor:
     def accepted(self, admit: Admit, *outputs: list[int], **fields: Any) -> None:
         """Hold these outputs of an attempt, as a detokenizer."""
         choices = tuple(
-            SealedChoice(choice=index, output_ids=pack_ids(ids))
+            ChoiceOutput(choice=index, output_ids=pack_ids(ids))
             for index, ids in enumerate(outputs)
         )
         earlier = () if admit.continues is None else (*admit.lineage, admit.continues)

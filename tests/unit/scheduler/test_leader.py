@@ -16,6 +16,7 @@ from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import SealCall
 from antiphon.wire.base import FinishReason, ProcessState, Role
 from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -25,7 +26,7 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.ids import RequestId
-from antiphon.wire.seal import SealedChoice, SealedRequest
+from antiphon.wire.seal import SealedRequest
 
 
 def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
@@ -496,7 +497,7 @@ def test_request_that_has_ended_at_its_detokenizer_runs_nowhere_again() -> None:
     request = stage.submit("r")
     (admit,) = stage.admits()
     gateway.follows(request.request_id, admit.attempt)
-    ended = SealedChoice(choice=0, output_ids=pack_ids([1]), finish_reason=FinishReason.STOP)
+    ended = ChoiceOutput(choice=0, output_ids=pack_ids([1]), finish_reason=FinishReason.STOP)
     detokenizer.accepted(admit, choices=(ended,))
     stage.actors.remove(worker)
     stage.enter(Role.WORKER, "worker-0", 2)

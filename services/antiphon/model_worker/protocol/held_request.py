@@ -288,12 +288,10 @@ class HeldRequest:
 
     def rebind(self, message: Rebind) -> None:
         """Send all of it to another detokenizer."""
-        stream = self._stream
-        earlier = (
-            stream.lineage if stream.continues is None else (*stream.lineage, stream.continues)
-        )
         self.attempt, self.detokenizer = message.attempt, message.detokenizer
-        self._stream = msgspec.structs.replace(stream, continues=message.continues, lineage=earlier)
+        self._stream = msgspec.structs.replace(
+            self._stream, continues=message.continues, lineage=self._stream.earlier
+        )
         self._introduced = False
         for choice in self.choices:
             choice.rebind(message.attempt, columns=message.columns)
