@@ -213,6 +213,7 @@ async def broker(service: Mapping, folder: Path) -> AsyncIterator[str]:
 
 SERVICES = sorted(path.parent.name for path in (ROOT / "services/antiphon").glob("*/__main__.py"))
 OVERLAYS = ("compose.gpu.yaml", "compose.observability.yaml")
+SAVED_BLOCK = re.compile(r'^antiphon_saved_blocks_total\{.*result="stored".*\} [1-9]', re.MULTILINE)
 LEAVE_S = 4.0
 """What a process may take after its drain, before it ends itself."""
 
@@ -308,6 +309,7 @@ def test_a_service_is_built_for_its_name_and_configured_as_it_understands(
         "gateway": settings.gateway.host,
         "encoder": settings.encoder.host,
         "kv_storage": settings.kv_storage.host,
+        "model_worker": settings.cache.host,
     }
     assert {settings.health.host, listening.get(name, "0.0.0.0")} == {"0.0.0.0"}
     drain_s = settings.service.drain_timeout_s
@@ -415,7 +417,8 @@ def test_docker_compose_accepts_it(overlay: str | None, secrets: dict[str, str])
 async def test_the_same_commands_without_containers_hold_a_conversation(
     secrets: dict[str, str], tmp_path: Path
 ):
-    async with composed(secrets, tmp_path) as stack:
+    stored = {"HIERARCHICAL_CACHE": "true", "CACHE_STORAGE": "kv_storage"}
+    async with composed(secrets | stored, tmp_path) as stack:
         for name in SERVICES:
             assert await stack.probe(name) == 0, name
         over_http = await ask_over_http(stack.url)
@@ -425,6 +428,8 @@ async def test_the_same_commands_without_containers_hold_a_conversation(
         await leave_early(stack.nats_url, secrets["NATS_CLIENT_DEFAULT_PASSWORD"])
         drawn = dashboard_metrics()
         await until(lambda: all(name in stack.metrics("gateway") for name in drawn), 15)
+        await ask_over_http(stack.url, "What is 17 + 25? " * 12)
+        await until(lambda: SAVED_BLOCK.search(stack.metrics("gateway")) is not None, 15)
         for name in sorted(SERVICES, key=lambda name: name != "gateway"):
             assert await stack.stop(name) == 0, stack.log(name)
         assert await stack.probe("gateway") != 0
@@ -433,11 +438,11 @@ async def test_the_same_commands_without_containers_hold_a_conversation(
     assert "Violation" not in (tmp_path / "nats.log").read_text()
 
 
-async def ask_over_http(url: str) -> str:
+async def ask_over_http(url: str, question: str = "What is 17 + 25?") -> str:
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         answer = await client.chat.completions.create(
             model="antiphon-small",
-            messages=[{"role": "user", "content": "What is 17 + 25?"}],
+            messages=[{"role": "user", "content": question}],
             temperature=0,
         )
     return answer.choices[0].message.content or ""
