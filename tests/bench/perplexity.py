@@ -24,7 +24,7 @@ from antiphon import embedded
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.rotary import apply_rotary, cos_sin
-from antiphon.layers.context import AttentionParams, ForwardContext
+from antiphon.layers.context import AttentionParams, ForwardContext, LocalExperts
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.weights import SingleRank
 
@@ -67,6 +67,7 @@ def logits(model: LoadedModel, row: Row) -> Tensor:
     ctx = ForwardContext(
         ops=select(DeviceCapability("cpu", dtype=build.dtype)),
         tp=SingleRank(),
+        experts=LocalExperts(),
         attend=WholeSequence(mixer.query_heads, mixer.kv_heads, cos, sin),
     )
     hidden, _ = model.decoder.forward(ctx, torch.tensor(row.token_ids))

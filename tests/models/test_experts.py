@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,24 +12,26 @@ from tests.models.parity import check_logits, error, save, texts
 from tests.models.rank import LoneRank
 from tests.models.specs import BY_NAME
 from tests.models.stepper import logits_of
-from tests.support.models import change_config, change_tensors, open_model
+from tests.support.models import change_config, change_tensors, load, open_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.routing import RoutingSpec
-from antiphon.layers.context import AttentionParams, ForwardContext
+from antiphon.layers.context import AttentionParams, ForwardContext, LocalExperts
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.moe import (
     ClampedSwish,
     Experts,
     ExpertsSpec,
+    MixtureOfExperts,
     SeparateExperts,
     StackedExperts,
 )
 from antiphon.layers.sublayer import LayerBuildContext
 from antiphon.layers.weights import BuildContext, SingleRank
 from antiphon.model_card.card import read_card
+from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,23 +64,31 @@ def no_attention(layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
     raise AssertionError(f"experts do not attend: {layer}, {heads.shape}, {params}")
 
 
-CONTEXT = ForwardContext(ops=select(DeviceCapability("cpu")), tp=SingleRank(), attend=no_attention)
+CONTEXT = ForwardContext(
+    ops=select(DeviceCapability("cpu")),
+    tp=SingleRank(),
+    experts=LocalExperts(),
+    attend=no_attention,
+)
 
 
-def site_of(rank: SingleRank, device: str) -> LayerBuildContext:
-    build = BuildContext(rank, torch.float32, torch.device(device))
+def site_of(rank: SingleRank, device: str, ep_ranks: int = 1) -> LayerBuildContext:
+    build = BuildContext(rank, torch.float32, torch.device(device), ep_ranks=ep_ranks)
     method = LinearMethod.PLAIN
     return LayerBuildContext(layer=0, name="layer", hidden=HIDDEN, build=build, method=method)
 
 
-def built(spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor]) -> Experts:
-    experts = Experts(site_of(LoneRank(rank, ranks), "cpu"), spec)
+def built(
+    spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor], ep_ranks: int = 1
+) -> Experts:
+    experts = Experts(site_of(LoneRank(rank, ranks), "cpu", ep_ranks), spec)
     taken = {source.name: source for source in experts.sources()}
     assert {name: source.shape for name, source in taken.items()} == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
     }
     for name, source in taken.items():
-        source.load(tensors[name])
+        if source.load is not None:
+            source.load(tensors[name])
     experts.pack()
     return experts
 
@@ -93,17 +103,58 @@ def drawn(spec: ExpertsSpec) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize(("ranks", "ep_ranks"), [(2, 1), (2, 2), (4, 2), (3, 3)])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_what_ranks_make_sums_to_what_one_makes(spec: ExpertsSpec) -> None:
+def test_what_ranks_make_sums_to_what_one_makes(
+    spec: ExpertsSpec, ranks: int, ep_ranks: int
+) -> None:
     tensors, generator = drawn(spec), torch.Generator().manual_seed(1)
     x = torch.randn(30, HIDDEN, generator=generator)
     scores = torch.randn(30, COUNT, generator=generator)
     chosen, shares = CONTEXT.ops.route(scores, None, RoutingSpec(top_k=2))
     alone = built(spec, 0, 1, tensors)(CONTEXT, x, chosen, shares)
-    parts = [built(spec, rank, 2, tensors)(CONTEXT, x, chosen, shares) for rank in range(2)]
+    parts = [
+        built(spec, rank, ranks, tensors, ep_ranks)(CONTEXT, x, chosen, shares)
+        for rank in range(ranks)
+    ]
     assert float(alone.std()) > 0.1
     torch.testing.assert_close(sum(parts), alone)
     assert not torch.allclose(parts[0], alone)
+
+
+def test_a_rank_reads_its_own_experts_alone() -> None:
+    site = site_of(LoneRank(1, 2), "meta", ep_ranks=2)
+    read = [source.name for source in Experts(site, SPECS["separate"]).sources() if source.load]
+    assert len(read) == 3 * COUNT // 2
+    assert {int(name.split(".")[3]) for name in read} == {3, 4, 5}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_packed_experts_of_ranks_sum_to_those_of_one(tmp_path: Path, ranks: int) -> None:
+    row = BY_NAME["mixtral"]
+    save(replace(row, fields={**row.fields, "num_local_experts": 8}), tmp_path)
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
+
+    def made(**said: Any) -> list[Tensor]:
+        decoder = load(tmp_path, dtype="float32", linear="packed", **said).own_decoder
+        layers = [layer._feed_forward for layer in decoder.layers]
+        return [layer(CONTEXT, x) for layer in layers if isinstance(layer, MixtureOfExperts)]
+
+    alone, parts = made(), [made(tp=LoneRank(rank, ranks), ep_ranks=ranks) for rank in range(ranks)]
+    for whole, *each in zip(alone, *parts, strict=True):
+        torch.testing.assert_close(sum(each), whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "ep_ranks", "message"),
+    [("mixtral", 4, "6 are not divisible by 4 expert-parallel"), ("qwen2", 2, "has no experts")],
+)
+def test_experts_that_cannot_be_spread_are_refused(
+    tmp_path: Path, family: str, ep_ranks: int, message: str
+) -> None:
+    save(BY_NAME[family], tmp_path)
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path, tp=LoneRank(0, ep_ranks), ep_ranks=ep_ranks)
 
 
 def test_separate_and_stacked_tensors_are_the_same_experts() -> None:

@@ -128,6 +128,18 @@ def test_two_ranks_say_what_one_says(pair: Pair, tmp_path: Path, family: str) ->
                 check_equal(outputs(model, kind, mode, lead), expected)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss", "deepseek-v3"])
+def test_ranks_with_whole_experts_say_what_one_says(
+    pair: Pair, tmp_path: Path, family: str
+) -> None:
+    write(family, tmp_path)
+    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
+    for mode in MODES.values():
+        with pair.opened(tmp_path, **OPEN, ep_ranks=2) as (model, lead):
+            check_equal(outputs(model, "greedy", mode, lead), expected)
+
+
 @pytest.mark.timeout(60)
 def test_ranks_that_share_no_memory_say_the_same(tmp_path: Path) -> None:
     write("llama", tmp_path)

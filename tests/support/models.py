@@ -65,6 +65,7 @@ def plan(
         "page_tokens": 4,
         "cache_dtype": CacheDtype.AUTO,
         "cache_scales": "",
+        "ep_ranks": 1,
         **values,
     }
     resolved = {name: ResolvedValue(value, "a test") for name, value in decided.items()}

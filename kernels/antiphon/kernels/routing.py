@@ -91,7 +91,8 @@ def combine(rows: Tensor, pair: Tensor, shares: Tensor) -> Tensor:
     The sum is taken in float32, in the order of a token's choices, so it does not depend on the
     rest of the batch.
 
-    rows (N, D); pair (N,) int64, each pair once; shares (T, K) float32  ->  (T, D), dtype of rows
+    rows (N, D); pair (N,) int64, each once or, if another rank has its expert, never; shares (T, K)
+    float32  ->  (T, D), dtype of rows
     """
     tokens, choices = shares.shape
     spread = rows.new_zeros(tokens * choices, rows.shape[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -66,12 +66,51 @@ residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: wh
 token's elements are finite; None: all of all tokens are."""
 
 
+class ExpertRanks(Protocol):
+    """The ranks over which the experts of every layer are spread, as a layer reaches them."""
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        """Tokens of this rank (T, D)  ->  those that its experts may have to process, (N, D)."""
+        ...
+
+    def combine(self, made: Tensor) -> Tensor:
+        """What its experts made of these  ->  what those of all ranks made of its tokens, (T, D).
+
+        `made` may be overwritten.
+        """
+        ...
+
+
+class LocalExperts:
+    """All experts are on this rank."""
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        return x
+
+    def combine(self, made: Tensor) -> Tensor:
+        return made
+
+
+class SummedExperts:
+    """Every rank has all tokens, and a part of the experts: of their number, width, or both."""
+
+    def __init__(self, tp: Tp) -> None:
+        self._tp = tp
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        return x
+
+    def combine(self, made: Tensor) -> Tensor:
+        return self._tp.all_reduce(made)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
     """One forward pass."""
 
     ops: Ops  # the kernels chosen for this device
     tp: Tp  # the tensor-parallel group
+    experts: ExpertRanks
     attend: AttentionBackend  # attention over the paged KV cache, with RoPE
     states_of: StateLookup | None = None  # the recurrent states; unset: no layer has one
     # Attention over the latent cache; unset: no layer has one.

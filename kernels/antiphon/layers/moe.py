@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.weights import BuildContext
 
     Take = Callable[["_Expert", LoadedWeight], None]
 
@@ -122,10 +123,11 @@ class MixtureOfExperts(Sublayer):
         if self.packed is not None:
             return self.packed.forward(x)
         if self._compiled is not None:
-            routed = ctx.tp.all_reduce(self._compiled.forward(x))
+            made = self._compiled.forward(ctx.experts.dispatch(x))
         else:
-            chosen, shares = self._router(ctx, x)
-            routed = ctx.tp.all_reduce(self._experts(ctx, x, chosen, shares))
+            tokens = ctx.experts.dispatch(x)
+            made = self._experts(ctx, tokens, *self._router(ctx, tokens))
+        routed = ctx.experts.combine(made)
         if self._shared is None:
             return routed
         shared = self._shared(ctx, x)
@@ -165,6 +167,7 @@ class MixtureOfExperts(Sublayer):
             correction=self._router.correction,
             gate_up=gate_up,
             down=down,
+            first=self._experts.share.numbers.start,
             activation=activation,
             apply_router_weight_on_input=spec.apply_router_weight_on_input,
             shared=shared,
@@ -210,23 +213,50 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsShare:
+    """A rank's share of the experts of a layer: some of them, and a part of the width of each."""
+
+    numbers: range
+    width: slice
+
+    @classmethod
+    def of(cls, spec: ExpertsSpec, build: BuildContext, layer: str) -> ExpertsShare:
+        """The share of the rank that builds the layer.
+
+        Raises:
+            ValueError: The experts cannot be shared out evenly; names the layer.
+        """
+        tp, parts = build.tp, build.ep_ranks
+        each = tp.ranks // parts
+        if spec.count % parts:
+            raise ValueError(
+                f"{layer}.experts: {spec.count} are not divisible by {parts} expert-parallel ranks"
+            )
+        if spec.width % each:
+            raise ValueError(f"{layer}.experts: {spec.width} is not divisible by {each} ranks")
+        part, piece = divmod(tp.rank, each)
+        count, width = spec.count // parts, spec.width // each
+        numbers = range(part * count, (part + 1) * count)
+        return cls(numbers, slice(piece * width, (piece + 1) * width))
+
+
+@dataclass(frozen=True, slots=True)
 class _Expert:
     gate_up: LinearWeights
     down: LinearWeights
 
 
 class Experts(Module):
-    """The parts of all experts on this rank; each is two linears of its own."""
+    """This rank's share of all experts; each is two linears of its own."""
 
     def __init__(self, site: LayerBuildContext, spec: ExpertsSpec) -> None:
-        build = site.build
         self._site, self._spec = site, spec
-        # Every expert is sharded over ranks, by its width.
-        self._width = build.share(spec.width, f"{site.name}.experts")
-        self._start = build.tp.rank * self._width
-        # The outputs are summed over ranks, so only one rank adds the bias.
-        self._down_bias = spec.bias and build.tp.rank == 0
-        self._experts = [self._expert(number) for number in range(spec.count)]
+        self.share = ExpertsShare.of(spec, site.build, site.name)
+        own = self.share.width
+        self._width = own.stop - own.start
+        # The outputs of an expert's parts are summed, so only one rank adds the bias.
+        self._down_bias = spec.bias and own.start == 0
+        self._experts = [self._expert(number) for number in self.share.numbers]
         gate = "activation.silu_mul" if spec.activation == "silu" else "activation.gate"
         if isinstance(spec.activation, ClampedSwish):
             gate = "activation.clamped_swish_mul"
@@ -237,7 +267,11 @@ class Experts(Module):
 
         chosen (T, K) int64, shares (T, K) float32
         """
-        pair, bounds = sort_by_expert(chosen, len(self._experts))
+        pair, bounds = sort_by_expert(chosen, self._spec.count)
+        numbers = self.share.numbers
+        bounds = bounds[numbers.start : numbers.stop + 1]
+        pair = pair[bounds[0] : bounds[-1]]
+        bounds = [bound - bounds[0] for bound in bounds]
         rows = x.index_select(0, pair // chosen.shape[1])  # (N, D)
         if self._spec.apply_router_weight_on_input:
             rows = (rows * shares.flatten()[pair, None]).to(x.dtype)
@@ -251,7 +285,7 @@ class Experts(Module):
 
     @property
     def packed(self) -> tuple[list[CompiledLinear], list[CompiledLinear]] | None:
-        """Gate and up of each expert, and down; None unless all are packed."""
+        """Gate and up of each expert here, and down; None unless all are packed."""
         gate_up = [expert.gate_up.packed for expert in self._experts]
         down = [expert.down.packed for expert in self._experts]
         if None in gate_up or None in down:
@@ -289,15 +323,18 @@ class Experts(Module):
         return ctx.ops.gate(gate_up, activation)
 
     def _cut(self, into: int) -> RankSlice:
-        return RankSlice(slice(self._start, self._start + self._width), slice(None), into)
+        return RankSlice(self.share.width, slice(None), into)
 
     @property
     def _down_cut(self) -> RankSlice:
-        return RankSlice(slice(None), slice(self._start, self._start + self._width), 0)
+        return RankSlice(slice(None), self.share.width, 0)
 
     def _separate(self, names: SeparateExperts) -> Iterator[WeightSource]:
         hidden, width = self._site.hidden, self._spec.width
-        for number, expert in enumerate(self._experts):
+        numbers = self.share.numbers
+        for number in range(self._spec.count):
+            here = number in numbers
+            expert = self._experts[number - numbers.start if here else 0]
             parts = (
                 (names.gate, (width, hidden), self._cut(0), expert.gate_up, True),
                 (names.up, (width, hidden), self._cut(self._width), expert.gate_up, True),
@@ -306,10 +343,11 @@ class Experts(Module):
             for template, shape, cut, weights, biased in parts:
                 name = self._site.tensor_name(template.format(number))
                 part = LinearPart(name, shape[0], shards=1)
-                yield from weight_sources(part, shape[1], cut, self._site.build, weights)
+                sources = [*weight_sources(part, shape[1], cut, self._site.build, weights)]
                 if self._spec.bias:
-                    load = partial(weights.load, "bias", cut=cut) if biased else void
-                    yield WeightSource(f"{name}.bias", shape[:1], load)
+                    load = partial(weights.load, "bias", cut=cut) if biased else None
+                    sources.append(WeightSource(f"{name}.bias", shape[:1], load))
+                yield from sources if here else [source.elsewhere() for source in sources]
 
     def _stacked(self, names: StackedExperts) -> Iterator[WeightSource]:
         count, hidden, width = self._spec.count, self._site.hidden, self._spec.width
@@ -338,7 +376,7 @@ class Experts(Module):
         def load(field: WeightField, tensor: Tensor) -> None:
             held[field.suffix] = tensor.clone() if field is not fields[-1] else tensor
             if field is fields[-1]:
-                for number, expert in enumerate(self._experts):
+                for number, expert in zip(self.share.numbers, self._experts, strict=True):
                     own = {suffix: tensor[number] for suffix, tensor in held.items()}
                     take(expert, storage.dequantize(own, *shape))
                 held.clear()
@@ -353,7 +391,7 @@ class Experts(Module):
 
     def _each(self, take: Take) -> Callable[[Tensor], None]:
         def load(tensor: Tensor) -> None:
-            for number, expert in enumerate(self._experts):
+            for number, expert in zip(self.share.numbers, self._experts, strict=True):
                 take(expert, tensor[number].t())
 
         return load

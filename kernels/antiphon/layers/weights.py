@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -28,8 +28,13 @@ class WeightSource:
     name: str
     # Of the whole tensor, whatever part of it this rank has; a length may be `ANY`.
     shape: tuple[int, ...]
-    load: Callable[[Tensor], None]  # copies this rank's part of the whole tensor
+    # Copies this rank's part of the whole tensor; None: other ranks have it, and it is not read.
+    load: Callable[[Tensor], None] | None
     dtypes: tuple[torch.dtype, ...] = FLOATS  # allowed dtypes
+
+    def elsewhere(self) -> WeightSource:
+        """The same tensor, of which this rank has no part."""
+        return replace(self, load=None)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape matches; a scalar may have no axis."""
@@ -102,7 +107,8 @@ class BuildContext:
     """The context in which every layer is built: the rank, dtype and device of its weights.
 
     `quantization` gives the linears that the checkpoint quantizes; unset: none. `cache_dtype` is
-    the dtype of the KV cache; unset: that of the model.
+    the dtype of the KV cache; unset: that of the model. The ranks are `ep_ranks` equal parts: each
+    has a range of the experts of every layer, and its ranks have a range of their width.
     """
 
     tp: Tp
@@ -110,6 +116,7 @@ class BuildContext:
     device: torch.device
     quantization: CheckpointQuantization | None = None
     cache_dtype: torch.dtype | None = None
+    ep_ranks: int = 1
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -23,6 +23,9 @@ class ParallelConfig(Config):
     tp_size: Ranks = 1
     """Number of ranks over which every layer is split (tensor parallelism). Each is a process with
     an even share of the worker's cores and memory."""
+    ep_size: Ranks = 1
+    """Number of equal parts of the ranks over which the experts of every layer are spread (expert
+    parallelism); must divide tp_size. 1: each rank has a part of every expert."""
     nodes: Nodes = 1
     """Number of machines over which the ranks of a worker are spread evenly; on each, start
     `python -m antiphon.model_worker` with its node_rank."""
@@ -42,6 +45,10 @@ class ParallelConfig(Config):
             raise ConfigError(
                 f"parallel.tp_size = {self.tp_size}: must be divisible by parallel.nodes = "
                 f"{self.nodes}"
+            )
+        if self.tp_size % self.ep_size:
+            raise ConfigError(
+                f"parallel.ep_size = {self.ep_size}: must divide parallel.tp_size = {self.tp_size}"
             )
         if self.node_rank >= self.nodes:
             raise ConfigError(

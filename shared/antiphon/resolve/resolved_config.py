@@ -36,6 +36,7 @@ from antiphon.resolve.resolved_value import ResolvedValue
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from antiphon.config.parallel import ParallelConfig
     from antiphon.config.settings import Settings
     from antiphon.model_card.card import ModelCard
     from antiphon.resolve.device import HostDevice
@@ -62,6 +63,7 @@ POOLING_FILL_TOKENS = 1024
 layers (its plan, and the messages with its results) is shared by four times as many texts."""
 TILES_ISA = "amx"
 ONE_RANK = ResolvedValue(1, "parallel.tp_size")
+CUT_EXPERTS = ResolvedValue(1, "parallel.ep_size")
 NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
 
 
@@ -102,6 +104,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     overlap: ResolvedValue[bool]
     grammar: ResolvedValue[str]
     ranks: ResolvedValue[int] = ONE_RANK
+    ep_ranks: ResolvedValue[int] = CUT_EXPERTS
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
 
     @property
@@ -181,7 +184,7 @@ def resolve(
         quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
         bits=_numerics_digest(
-            device, card, dtype.value, linear.value, kept, cache_dtype.value, ranks.value
+            device, card, dtype.value, linear.value, kept, cache_dtype.value, settings.parallel
         ),
         implementation=layers,
         pooling=_pooling(settings, pooling),
@@ -212,6 +215,7 @@ def resolve(
         overlap=overlap,
         grammar=_grammar(settings, card, pooling),
         ranks=ranks,
+        ep_ranks=ResolvedValue(settings.parallel.ep_size, "parallel.ep_size"),
         draft=beside,
     )
 
@@ -397,7 +401,7 @@ def _numerics_digest(
     linear: LinearFormat,
     kept: WeightStorage,
     cache: CacheDtype,
-    ranks: int,
+    parallel: ParallelConfig,
 ) -> ResolvedValue[str]:
     """In the form of a config digest, so that differing fields of two workers can be named."""
     parts = {"dtype": str(dtype), "linear": str(linear), **kept.numerics, **device.arithmetic}
@@ -405,8 +409,10 @@ def _numerics_digest(
         parts["cache"] = str(cache)
     if card.rope_factors is not None:
         parts["rope"] = card.rope_factors
-    if ranks > 1:
-        parts["ranks"] = str(ranks)
+    if parallel.tp_size > 1:
+        parts["ranks"] = str(parallel.tp_size)
+    if parallel.ep_size > 1:
+        parts["expert ranks"] = str(parallel.ep_size)
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return ResolvedValue(text, "what the numerics depend on, besides the model")
 

@@ -18,7 +18,7 @@ from tests.support.models import load
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.layers.context import AttentionParams, ForwardContext
+from antiphon.layers.context import AttentionParams, ForwardContext, LocalExperts
 from antiphon.layers.moe import MixtureOfExperts
 from antiphon.layers.weights import SingleRank
 
@@ -52,7 +52,7 @@ class Way:
 
 def ways(shape: ExpertsShape) -> dict[str, Way]:
     ops = select(DeviceCapability("cpu", torch.bfloat16))
-    context = ForwardContext(ops=ops, tp=SingleRank(), attend=no_attention)
+    context = ForwardContext(ops=ops, tp=SingleRank(), experts=LocalExperts(), attend=no_attention)
     found: dict[str, Way] = {}
     for name in WEIGHT_BYTES:
         linear = "packed" if name == APART else name

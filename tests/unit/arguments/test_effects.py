@@ -513,6 +513,15 @@ def test_tp_size_divides_a_model_over_ranks() -> None:
     assert given == (2, without[1] // 2, DEVICE.cores // 2, without[3] // 2)
 
 
+@pytest.mark.argument("--ep-size")
+def test_ep_size_spreads_experts_over_ranks() -> None:
+    base = ("--tp-size", "4")
+    given, without = compare(
+        "--ep-size", "2", observe=lambda settings: plan(settings).ep_ranks.value, base=base
+    )
+    assert (given, without) == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "expected", "base"),
     [
@@ -551,6 +560,7 @@ def test_dist_init_addr_is_where_ranks_meet() -> None:
     ("line", "message"),
     [
         ("--tp 3 --nnodes 2 --dist-init-addr a:1", "tp_size = 3: must be divisible by parallel"),
+        ("--tp 3 --ep 2", "ep_size = 2: must divide parallel.tp_size = 3"),
         ("--tp 2 --nnodes 2", "(--dist-init-addr): must be set if there are several nodes"),
         ("--tp 2 --dist-init-addr one", "init_address = 'one': must be host:port"),
         ("--node-rank 1", "node_rank = 1: must be less than parallel.nodes = 1"),

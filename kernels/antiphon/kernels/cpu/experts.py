@@ -22,7 +22,7 @@ class CompiledExperts(Protocol):
     """Experts of the CPU extension. The bits of a row do not depend on the other rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route, apply the chosen experts, and sum: (T, D)  ->  (T, D)."""
+        """Route, apply the chosen experts that are here, and sum: (T, D)  ->  (T, D)."""
         ...
 
 
@@ -33,8 +33,10 @@ class PackedExperts:
     routing: RoutingSpec
     router: CompiledLinear  # to E outputs, in float32
     correction: Tensor | None  # (E,) float32, as in `route`
-    gate_up: list[CompiledLinear]  # of each expert, in halves
+    # Gate and up of each expert that is here, in halves: those from `first` on.
+    gate_up: list[CompiledLinear]
     down: list[CompiledLinear]
+    first: int
     activation: ActivationKind | tuple[float, float]  # or alpha and limit of a clamped swish
     apply_router_weight_on_input: bool = False
     # Gate and up, and down, of an expert with SiLU that takes every token.
@@ -56,6 +58,7 @@ class PackedExperts:
             "CompiledExperts",
             library.MixtureOfExperts(
                 router=self.router,
+                first=self.first,
                 gate_up=self.gate_up,
                 down=self.down,
                 shared_gate_up=shared_gate_up,

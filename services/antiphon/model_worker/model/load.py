@@ -127,7 +127,9 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
                 f"linear weights cannot be stored as {method.value!r} here: {lacks}"
             )
     cache_dtype = CACHE_DTYPES.get(plan.cache_dtype.value)
-    build = BuildContext(tp or SingleRank(), dtype, device, cache_dtype=cache_dtype)
+    build = BuildContext(
+        tp or SingleRank(), dtype, device, cache_dtype=cache_dtype, ep_ranks=plan.ep_ranks.value
+    )
     if spec is None:
         log.info(
             "transformers' own modules run this model",
@@ -140,6 +142,8 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
         if cache_dtype:
             scales = take_scales(Checkpoint.open(files), len(spec.layers))
     else:
+        if build.ep_ranks > 1 and not spec.has_experts:
+            raise ModelLoadError(f"{files.folder}: parallel.ep_size: this model has no experts")
         if plan.pooling.value is not None:
             spec = _without_logits(spec)
         if stored is not None:

@@ -189,6 +189,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return not any(isinstance(mixer.cache, NoCache) for mixer in mixers)
 
     @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.feed_forward, MoeSpec) for layer in self.layers)
+
+    @property
     def tied(self) -> bool:
         return isinstance(self.head, HeadSpec) and self.head.tied
 

@@ -137,21 +137,24 @@ class Checkpoint:
                 yield name
 
     def load(self, sources: Iterable[WeightSource]) -> None:
-        """Load every source; each tensor is read once, then released. Call `compare` first.
+        """Load every source that has a part here; each tensor is read once, then released.
+
+        Call `compare` first.
 
         Other threads read tensors, but only this one copies them: each thread that allocates keeps
         some of the memory that it frees.
         """
-        takers: dict[str, list[WeightSource]] = {}
+        takers: dict[str, list[Callable[[Tensor], None]]] = {}
         for source in sources:
-            takers.setdefault(source.name, []).append(source)
+            if source.load is not None:
+                takers.setdefault(source.name, []).append(source.load)
         tensors = [self.tensors[name] for name in takers]
         progress = LoadProgress(sum(tensor.data.size_bytes for tensor in tensors))
         contents = prefetch_tensors([tensor.data for tensor in tensors])
         for tensor, takes, content in zip(tensors, takers.values(), contents, strict=True):
             numbers = tensor.decode(content)
-            for source in takes:
-                source.load(numbers)
+            for take in takes:
+                take(numbers)
             tensor.data.release()
             progress.add(tensor.data.size_bytes)
         trim()

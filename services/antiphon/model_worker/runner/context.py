@@ -23,6 +23,8 @@ from antiphon.layers.context import (
     ForwardContext,
     LatentAttentionBackend,
     LatentAttentionParams,
+    LocalExperts,
+    SummedExperts,
 )
 from antiphon.model_worker.model.decoder import NotStackable
 from antiphon.model_worker.runner.input_batch import InputBatch, PlanRefused
@@ -77,6 +79,8 @@ class ForwardContexts:
         self._decoder = model.decoder
         self._ops = ops
         self._tp = placement.tp
+        alone = placement.tp.ranks == 1
+        self._experts = LocalExperts() if alone else SummedExperts(placement.tp)
         self._caches = {
             layer: LayerKvCache(index, *pool.layer(place), model.kv_scales.get(layer, UNSCALED))
             for index, pool in enumerate(pools)
@@ -172,6 +176,7 @@ class ForwardContexts:
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
+            experts=self._experts,
             attend=self._attend(plan, batch, angles),
             states_of=partial(_states_of, self._states, batch.states) if batch.states else None,
             attend_latent=self._attend_latent(batch, angles) if self._latent else None,

@@ -40,12 +40,17 @@ char *scratch(int64_t bytes) {
 }  // namespace
 
 MixtureOfExperts::MixtureOfExperts(
-    const Linears &linears, const Routing &routing, std::optional<at::Tensor> correction,
-    Activation activation, float alpha, float limit, bool share_on_input)
+    const Linears &linears, int64_t first, const Routing &routing,
+    std::optional<at::Tensor> correction, Activation activation, float alpha, float limit,
+    bool share_on_input)
     : correction_(std::move(correction)), shared_{}, packed_{} {
-    const auto count = static_cast<int64_t>(linears.gate_up.size());
+    const auto held = static_cast<int64_t>(linears.gate_up.size());
+    const int64_t count = linears.router->packed().outputs;
     TORCH_CHECK(
-        count > 0 && linears.down.size() == linears.gate_up.size(), "an expert has two linears");
+        held > 0 && linears.down.size() == linears.gate_up.size(), "an expert has two linears");
+    TORCH_CHECK(
+        0 <= first && first + held <= count, "there are ", count, " experts, not ", held, " from ",
+        first, " on");
     for (const auto &part : {linears.gate_up, linears.down})
         for (const Linear *linear : part) TORCH_CHECK(linear != nullptr, "None is no linear");
     TORCH_CHECK(
@@ -79,6 +84,8 @@ MixtureOfExperts::MixtureOfExperts(
         .hidden = hidden,
         .width = width,
         .count = count,
+        .first = first,
+        .held = held,
         .routing = routing,
         .router = linears.router->packed(),
         .correction = correction_ ? correction_->const_data_ptr<float>() : nullptr,
@@ -159,10 +166,10 @@ int64_t MixtureOfExperts::lay_out(ExpertsRoom &room, int64_t tokens, Part &&part
 namespace {
 
 std::unique_ptr<MixtureOfExperts> made(
-    const Linear &router, std::vector<const Linear *> gate_up, std::vector<const Linear *> down,
-    const Linear *shared_gate_up, const Linear *shared_down, const Linear *shared_gate,
-    int64_t top_k, bool sigmoid, bool renormalised, double factor, int64_t groups,
-    int64_t groups_kept, int64_t group_best, std::optional<at::Tensor> correction,
+    const Linear &router, int64_t first, std::vector<const Linear *> gate_up,
+    std::vector<const Linear *> down, const Linear *shared_gate_up, const Linear *shared_down,
+    const Linear *shared_gate, int64_t top_k, bool sigmoid, bool renormalised, double factor,
+    int64_t groups, int64_t groups_kept, int64_t group_best, std::optional<at::Tensor> correction,
     Activation activation, double alpha, double limit, bool share_on_input) {
     const MixtureOfExperts::Linears linears = {
         .router = &router,
@@ -182,7 +189,7 @@ std::unique_ptr<MixtureOfExperts> made(
         .group_best = group_best,
     };
     return std::make_unique<MixtureOfExperts>(
-        linears, routing, std::move(correction), activation, static_cast<float>(alpha),
+        linears, first, routing, std::move(correction), activation, static_cast<float>(alpha),
         static_cast<float>(limit), share_on_input);
 }
 
@@ -191,12 +198,13 @@ std::unique_ptr<MixtureOfExperts> made(
 void bind_experts(py::module_ &module) {
     py::class_<MixtureOfExperts>(module, "MixtureOfExperts")
         .def(
-            py::init(&made), py::kw_only(), py::arg("router"), py::arg("gate_up"), py::arg("down"),
-            py::arg("shared_gate_up"), py::arg("shared_down"), py::arg("shared_gate"),
-            py::arg("top_k"), py::arg("sigmoid"), py::arg("renormalised"), py::arg("factor"),
-            py::arg("groups"), py::arg("groups_kept"), py::arg("group_best"), py::arg("correction"),
-            py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("share_on_input"),
-            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
-            py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>())
+            py::init(&made), py::kw_only(), py::arg("router"), py::arg("first"), py::arg("gate_up"),
+            py::arg("down"), py::arg("shared_gate_up"), py::arg("shared_down"),
+            py::arg("shared_gate"), py::arg("top_k"), py::arg("sigmoid"), py::arg("renormalised"),
+            py::arg("factor"), py::arg("groups"), py::arg("groups_kept"), py::arg("group_best"),
+            py::arg("correction"), py::arg("activation"), py::arg("alpha"), py::arg("limit"),
+            py::arg("share_on_input"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(),
+            py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>(),
+            py::keep_alive<1, 8>())
         .def("forward", &MixtureOfExperts::forward);
 }

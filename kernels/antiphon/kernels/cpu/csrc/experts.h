@@ -243,8 +243,9 @@ static void sort_by_expert(const ExpertsCall &call) {
             .rows = rows,
         };
     };
-    for (int64_t expert = 0; expert < count; ++expert) {
-        const int64_t row = room.bounds[expert], rows = room.bounds[expert + 1] - row;
+    for (int64_t expert = 0; expert < experts.held; ++expert) {
+        const int32_t *bounds = room.bounds + experts.first + expert;
+        const int64_t row = bounds[0], rows = bounds[1] - row;
         if (rows == 0) continue;
         const PackedExpert &each = experts.experts[expert];
         const bool silu = experts.activation == Activation::silu;
@@ -290,6 +291,7 @@ template <class T> class ExpertsRun {
         const ExpertsRoom &room = call_.room;
         const int64_t size = experts_.hidden, top_k = experts_.routing.top_k;
         const int32_t *rows = room.row_of_pair + token * top_k;
+        const int32_t *chosen = room.chosen + token * top_k;
         const float *shares = room.shares + token * top_k;
         const T *made = static_cast<const T *>(room.made);
         const T *shared = nullptr;
@@ -300,6 +302,7 @@ template <class T> class ExpertsRun {
         by_vectors(size, [&](int64_t i, auto part) {
             F32 total = zeros();
             for (int64_t k = 0; k < top_k; ++k) {
+                if (!is_held(chosen[k])) continue;
                 const F32 one = load_part(made + rows[k] * size + i, part);
                 total = add(total, experts_.share_on_input ? one : mul(one, splat(shares[k])));
             }
@@ -313,6 +316,10 @@ template <class T> class ExpertsRun {
     }
 
   private:
+    bool is_held(int64_t expert) const {
+        return expert >= experts_.first && expert < experts_.first + experts_.held;
+    }
+
     void route() {
         const int64_t tokens = call_.tokens;
         ExpertJob job = {

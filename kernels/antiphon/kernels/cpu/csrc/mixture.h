@@ -20,10 +20,12 @@ class MixtureOfExperts {
         const Linear *shared_gate_up, *shared_down, *shared_gate;  // or null
     };
 
+    // The experts of `linears` are those from `first` on, of as many as the router has outputs.
     // Raises if the linears do not fit each other.
     MixtureOfExperts(
-        const Linears &linears, const Routing &routing, std::optional<at::Tensor> correction,
-        Activation activation, float alpha, float limit, bool share_on_input);
+        const Linears &linears, int64_t first, const Routing &routing,
+        std::optional<at::Tensor> correction, Activation activation, float alpha, float limit,
+        bool share_on_input);
     MixtureOfExperts(const MixtureOfExperts &) = delete;
     MixtureOfExperts &operator=(const MixtureOfExperts &) = delete;
 

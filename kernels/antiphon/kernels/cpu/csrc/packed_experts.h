@@ -1,7 +1,8 @@
 // A mixture of experts as both sides of the table know it; experts.h computes it.
 // Plain data; its creator owns the memory.
 //
-// Axes: T tokens, E experts, K experts chosen for a token, W their width, S that of the shared one.
+// Axes: T tokens, E experts, H of them held here, K experts chosen for a token, W their width, S that
+// of the shared one.
 
 #pragma once
 
@@ -22,14 +23,15 @@ struct PackedExpert {
     PackedLinear gate_up, down;  // gate_up in halves
 };
 
-// out = sum over chosen experts of share * expert(x), and the shared expert's.
+// out = sum over chosen experts that are held here of share * expert(x), and the shared expert's.
 struct PackedExperts {
     Dtype dtype;
     int64_t hidden, width, count;
+    int64_t first, held;  // of all experts, those that are here
     Routing routing;
     PackedLinear router;              // (E, hidden) float32, of whatever dtype the rest is
     const float *correction;          // (E,) added to scores where experts are chosen; or null
-    const PackedExpert *experts;      // (E,)
+    const PackedExpert *experts;      // (H,)
     Activation activation;            // activation(gate) * up, or the clamped swish
     float alpha, limit;               // of the clamped swish
     bool share_on_input;              // shares multiply what goes in, not what comes out
