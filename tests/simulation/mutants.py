@@ -5,7 +5,6 @@ A world that finds none of these would not find a fault of the same kind either.
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from antiphon.model_worker.cache.pages import PageTable
 from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
+from antiphon.transfer.checksums import page_checksum
 from antiphon.wire import namespaces
 
 if TYPE_CHECKING:
@@ -231,11 +231,11 @@ def freed_in_flight(right: Callable[..., Any]) -> Callable[..., Any]:
 def states_unchecked(right: Callable[..., Any]) -> Callable[..., Any]:
     """A record that has a state is not compared with its checksum."""
 
-    def check(self: PageCodec, record: Any, checksum: bytes) -> Any:
-        masks = right(self, record, hashlib.sha256(record).digest())
+    def check(self: PageCodec, name: bytes, record: Any, checksum: bytes) -> Any:
+        masks = right(self, name, record, page_checksum(record))
         states = [group.kind is GroupKind.STATE for group in self.groups]
         found = any(mask for mask, state in zip(masks, states, strict=True) if state)
-        return masks if found else right(self, record, checksum)
+        return masks if found else right(self, name, record, checksum)
 
     return check
 

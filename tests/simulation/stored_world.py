@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from antiphon.model_worker.batching.page_transfers import (
 )
 from antiphon.model_worker.cache.codec import PageCodec, RecordInvalid, UsableBlocks
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, CacheTensor, GroupKind
+from antiphon.transfer.checksums import page_checksum
 from antiphon.wire.namespaces import stored_name
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ class FaultyStore:
 
     def _end_save(self, transfer: BlockTransfer) -> TransferDone:
         for number, pages in enumerate(transfer.blocks, start=transfer.first):
-            record = self._codec.encode(pages)
             name = stored_name(transfer.namespace, transfer.digests[number])
-            self.records.setdefault(name, (bytes(record), hashlib.sha256(record).digest()))
+            record = self._codec.encode(name, pages)
+            self.records.setdefault(name, (bytes(record), page_checksum(record)))
         self._world.seen["saved"] += len(transfer.blocks)
         return TransferDone(number=transfer.number)
 
@@ -122,7 +122,7 @@ class FaultyStore:
             if self._random.random() < 0.1:
                 record[self._random.randrange(len(record))] ^= 1 << self._random.randrange(8)
             try:
-                masks = self._codec.check(memoryview(record), checksum)
+                masks = self._codec.check(name, memoryview(record), checksum)
             except RecordInvalid:
                 self._world.seen["flipped"] += 1
                 break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -12,13 +11,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from antiphon.kv_storage.store import DiskTier, MemoryTier, Page, PageStore
+from antiphon.kv_storage.disk import DiskTier
+from antiphon.kv_storage.pages import Page
+from antiphon.kv_storage.store import MemoryTier, PageStore
 from antiphon.service.clock import time_left_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import repeat
 from antiphon.transfer.blobs import BlobServer, new_token
+from antiphon.transfer.checksums import page_checksum
 from antiphon.transfer.stream import stream_blobs
 from antiphon.wire.base import Role
 from antiphon.wire.claim import (
@@ -84,8 +86,8 @@ class KvStorageService:
             ThreadPoolExecutor(1, thread_name_prefix="disk") as thread,
             ThreadPoolExecutor(RECEIVERS, thread_name_prefix="receive") as receiver,
         ):
-            memory = MemoryTier(config.ram_bytes_max)
             disk = await asyncio.to_thread(_open_disk, config)
+            memory = MemoryTier(config.ram_bytes_max, over_disk=disk is not None)
             leases = Leases(memory, runtime.clock.unix_ms)
             store = PageStore(memory, disk, thread)
             service = KvStorageService(runtime, address, store, leases, receiver)
@@ -128,21 +130,18 @@ class KvStorageService:
             missing = [offer for offer in offers if offer.digest not in self._store]
             fetched = await self._fetch(missing, due_at)
             for offer in offers:
-                reachable = offer.parent is None or offer.parent in self._store
-                if reachable and await self._store_page(offer, fetched, stored):
-                    stored.append(offer.digest)
+                if await self._store_page(offer, fetched):
+                    stored.append(offer.digest)  # noqa: PERF401  # one after the other
         await self._store.touch(stored)
         return PagesStored(stored=tuple(stored))
 
-    async def _store_page(
-        self, offer: PageOffer, fetched: Mapping[bytes, bytes], stored: Sequence[bytes]
-    ) -> bool:
+    async def _store_page(self, offer: PageOffer, fetched: Mapping[bytes, bytes]) -> bool:
         if offer.digest in self._store:
             return True
         if (data := fetched.get(offer.digest)) is None:
             return False
-        # Its predecessors are protected: without them it could not be found.
-        return await self._store.put(Page(offer.digest, data, offer.claim.digest), stored)
+        page = Page(offer.digest, offer.parent, data, offer.claim.digest)
+        return await self._store.put(page)
 
     async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytes]:
         """Fetch pages over one connection per address; unavailable ones are left out."""
@@ -191,7 +190,7 @@ def _receive(offers: Sequence[PageOffer], timeout_s: float) -> list[bytes]:
     pages: list[bytes] = []
     blobs = stream_blobs([offer.claim for offer in offers], timeout_s=timeout_s)
     for offer, blob in zip(offers, blobs, strict=False):
-        if not hmac.compare_digest(hashlib.sha256(blob).digest(), offer.claim.digest):
+        if not hmac.compare_digest(page_checksum(blob), offer.claim.digest):
             break
         pages.append(bytes(blob))
     return pages

@@ -21,7 +21,7 @@ class Claim(Value):
     Attributes:
         address: `host:port` of the process that holds them.
         token: Identifies the bytes there; unguessable.
-        digest: SHA-256, verified by the fetching process.
+        digest: SHA-256, or of a stored page BLAKE3; verified by the fetching process.
         expires_unix_ms: After this time the bytes may have been dropped.
     """
 

@@ -12,13 +12,15 @@ import pytest
 from msgspec.structs import replace
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
-from tests.support.wait import until
 
 from antiphon.config.settings import KvStorageConfig
+from antiphon.kv_storage.disk import HEADER_BYTES
 from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
-from antiphon.transfer.blobs import BlobGone, BlobServer, BlobStore, fetch_all
+from antiphon.transfer.blobs import BlobGone, BlobServer, BlobStore
+from antiphon.transfer.checksums import page_checksum
+from antiphon.transfer.stream import stream_blobs
 from antiphon.wire.claim import (
     Claim,
     GetPages,
@@ -77,7 +79,11 @@ class Worker:
         chain = chain_of(pages)
         parents = (None, *chain)
         return tuple(
-            PageOffer(digest=digest, parent=parent, claim=self.shelf.put(page, 60))
+            PageOffer(
+                digest=digest,
+                parent=parent,
+                claim=self.shelf.put(page, 60, checksum=page_checksum(page)),
+            )
             for digest, parent, page in zip(chain, parents, pages, strict=False)
         )
 
@@ -102,7 +108,20 @@ class Worker:
 
 
 async def fetched(claims: Sequence[Claim]) -> list[bytes]:
-    return [bytes(page) for page in await fetch_all(claims, timeout_s=5, bytes_max=10**7)]
+    """Fetch pages as a worker does, and compare each with its checksum.
+
+    Raises:
+        BlobGone: Not all are there.
+    """
+
+    def receive() -> list[bytes]:
+        return [bytes(page) for page in stream_blobs(claims, timeout_s=5)]
+
+    pages = await asyncio.to_thread(receive)
+    if len(pages) < len(claims):
+        raise BlobGone("a page is not there")
+    assert [page_checksum(page) for page in pages] == [claim.digest for claim in claims]
+    return pages
 
 
 @asynccontextmanager
@@ -243,34 +262,39 @@ async def test_a_miss_leaves_no_lease_behind() -> None:
         assert report().load == 0
 
 
-async def test_what_leaves_memory_is_found_on_disk_and_survives_a_restart(tmp_path: Path) -> None:
+async def test_everything_stored_survives_a_restart_where_there_is_a_disk(tmp_path: Path) -> None:
     pages = pages_of(6)
     chain = chain_of(pages)
     small = {"ram_bytes_max": 2 * PAGE_BYTES, "disk_path": str(tmp_path / "pages")}
     async with node(**small) as worker:
         assert await worker.put(worker.offer(pages)) == chain
         assert await worker.held(chain) == 6
-        leased = await worker.lease(chain[:2])
-        assert await fetched(leased.claims) == pages[:2]
     async with node(**small) as worker:
-        held = await worker.held(chain)
-        assert held >= 4, "what had left memory for disk"
-        leased = await worker.lease(chain[:held])
-        assert await fetched(leased.claims) == pages[: len(leased.claims)]
-        assert len(leased.claims) == 2, "as many as memory has room for"
+        assert await worker.held(chain) == 6
+        leased = await worker.lease(chain)
+        assert await fetched(leased.claims) == pages[:2], "as many as memory has room for"
+        await worker.release(leased.lease)
+        leased = await worker.lease(chain[2:])
+        assert await fetched(leased.claims) == pages[2:4]
+        more = pages_of(1, 7)
+        named = (chain_of([*pages, *more])[-1], chain[-1])
+        offer = worker.offer(more)[0]
+        assert await worker.put([replace(offer, digest=named[0], parent=named[1])]) == named[:1]
 
 
-async def test_a_page_that_went_bad_on_disk_is_a_miss(tmp_path: Path) -> None:
+async def test_a_page_that_went_bad_on_disk_is_a_miss_with_all_that_follow(tmp_path: Path) -> None:
     pages = pages_of(3)
     chain = chain_of(pages)
     async with node(ram_bytes_max=PAGE_BYTES, disk_path=str(tmp_path)) as worker:
         await worker.put(worker.offer(pages))
-        file = tmp_path / f"{chain[0].hex()}.page"
-        await until(file.exists)
+        leased = await worker.lease(chain[2:])  # now the others are on disk alone
+        await worker.release(leased.lease)
+        file = tmp_path / f"{chain[1].hex()}.page"
         file.write_bytes(file.read_bytes()[:-1] + b"?")
-        assert (await worker.lease(chain)).claims == ()
-        assert await worker.held(chain) == 0
-        assert await worker.put(worker.offer(pages[:1])) == chain[:1]
+        assert (await worker.lease(chain[1:])).claims == ()
+        assert await worker.held(chain) == 1
+        assert await worker.put(worker.offer(pages)[2:]) == (), "nothing leads to it"
+        assert await worker.put(worker.offer(pages)) == chain
         assert await worker.held(chain) == 3
 
 
@@ -317,8 +341,8 @@ async def test_whatever_is_asked_at_a_time_what_is_leased_is_right(
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 async def test_end_of_a_chain_is_evicted_before_its_beginning(tier: str, tmp_path: Path) -> None:
     sizes: dict[str, float | str] = {"ram_bytes_max": 4 * PAGE_BYTES}
-    if tier == "disk":  # memory holds none of them; a file begins with a checksum
-        sizes = {"ram_bytes_max": 10, "disk_bytes_max": 4 * (PAGE_BYTES + 32)}
+    if tier == "disk":  # memory holds none of them
+        sizes = {"ram_bytes_max": 10, "disk_bytes_max": 4 * (PAGE_BYTES + HEADER_BYTES)}
         sizes["disk_path"] = str(tmp_path / "pages")
     old, new = pages_of(3, 1), pages_of(2, 2)
     async with node(**sizes) as worker:

@@ -1,19 +1,21 @@
 """The page codec: blocks of 64 tokens as bytes, of every cache group, for use outside the process.
 
-A record has, after a tag, a word for each group: a bit for each page of the block that is in it.
-The pages follow, group by group. A page of full attention or latents is always there; one of a
-window only if it was still kept, and a state only at a checkpoint. What the bytes of a page mean is
-part of its namespace (`wire.namespaces`), and therefore of the name of the record.
+A record has, after a tag and its name, a word for each group: a bit for each page of the block that
+is in it. The pages follow, group by group. A page of full attention or latents is always there; one
+of a window only if it was still kept, and a state only at a checkpoint. What the bytes of a page
+mean is part of its namespace (`wire.namespaces`), and therefore of the name of the record. The name
+is in the record so that its checksum covers it: a store that answers with another block, or one of
+another namespace, is found out by the reader.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import struct
 from typing import TYPE_CHECKING, Final, Protocol
 
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
+from antiphon.transfer.checksums import page_checksum
 from antiphon.wire.digests import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
 BlockPages = tuple[tuple[int, ...], ...]
 """By group, the pages of a block; a hole where there is none, or where none is wanted."""
 
-TAG: Final = b"AKB1"
+TAG: Final = b"AKB2"
+NAME_BYTES: Final = 32
 
 
 class RecordInvalid(Exception):
-    """A record has another checksum than its claim, or not the pages of its groups."""
+    """A record has another checksum than its claim, or another name, or not these groups' pages."""
 
 
 class PageMemory(Protocol):
@@ -47,7 +50,7 @@ class PageCodec:
         assert len(groups) == len(memories), "each group has its memory"
         self.groups = tuple(groups)
         self._memories = tuple(memories)
-        self._header = struct.Struct(f"<{len(TAG)}s{len(groups)}Q")
+        self._header = struct.Struct(f"<{len(TAG)}s{NAME_BYTES}s{len(groups)}Q")
         self.block_pages = BLOCK_TOKENS // groups[0].page_tokens
 
     @property
@@ -58,31 +61,33 @@ class PageCodec:
         )
         return self._header.size + most
 
-    def encode(self, block: BlockPages) -> bytearray:
-        """Copy a block to a record."""
+    def encode(self, name: bytes, block: BlockPages) -> bytearray:
+        """Copy a block to a record of this name."""
         present = [[page for page in pages if page != HOLE] for pages in block]
         sizes = [
             len(pages) * group.page_bytes for pages, group in zip(present, self.groups, strict=True)
         ]
         record = bytearray(self._header.size + sum(sizes))
-        self._header.pack_into(record, 0, TAG, *map(_mask, block))
+        self._header.pack_into(record, 0, TAG, name, *map(_mask, block))
         start, view = self._header.size, memoryview(record)
         for memory, pages, size in zip(self._memories, present, sizes, strict=True):
             memory.read(pages, view[start : start + size])
             start += size
         return record
 
-    def check(self, record: memoryview, checksum: bytes) -> tuple[int, ...]:
+    def check(self, name: bytes, record: memoryview, checksum: bytes) -> tuple[int, ...]:
         """Verify a record; return by group which pages it has, as bits.
 
         Raises:
-            RecordInvalid: It is not what was written.
+            RecordInvalid: It is not what was written under this name.
         """
-        if not hmac.compare_digest(hashlib.sha256(record).digest(), checksum):
+        if not hmac.compare_digest(page_checksum(record), checksum):
             raise RecordInvalid("another checksum than that of its claim")
         if len(record) < self._header.size or bytes(record[: len(TAG)]) != TAG:
             raise RecordInvalid("no record of a block")
-        _, *masks = self._header.unpack_from(record)
+        _, named, *masks = self._header.unpack_from(record)
+        if named != name:
+            raise RecordInvalid("the record of another block")
         sizes = [
             mask.bit_count() * group.page_bytes
             for mask, group in zip(masks, self.groups, strict=True)

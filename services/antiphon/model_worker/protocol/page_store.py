@@ -20,6 +20,7 @@ from antiphon.model_worker.cache.codec import RecordInvalid, UsableBlocks
 from antiphon.service.startup import address_for_others, bind
 from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import BlobServer, BlobStore
+from antiphon.transfer.checksums import page_checksum
 from antiphon.transfer.stream import stream_blobs
 from antiphon.wire.base import Role
 from antiphon.wire.claim import (
@@ -139,7 +140,7 @@ class KvStorageClient:
                 copies: list[tuple[int, bytearray, bytes]] = []
                 if missing and self._nodes:
                     copies = await self._event_loop.run_in_executor(
-                        self._saver, self._copy, transfer, missing
+                        self._saver, self._copy, transfer, names, missing
                     )
                 self._land(TransferDone(number=transfer.number))
                 landed = True
@@ -156,13 +157,14 @@ class KvStorageClient:
                     self._land(TransferDone(number=transfer.number))
 
     def _copy(
-        self, transfer: BlockTransfer, numbers: Sequence[int]
+        self, transfer: BlockTransfer, names: Sequence[bytes], numbers: Sequence[int]
     ) -> list[tuple[int, bytearray, bytes]]:
         """Number, bytes and checksum of these blocks; in a thread."""
         copies: list[tuple[int, bytearray, bytes]] = []
         for number in numbers:
-            record = self._codec.encode(transfer.blocks[number - transfer.first])
-            copies.append((number, record, hashlib.sha256(record).digest()))
+            block = transfer.blocks[number - transfer.first]
+            record = self._codec.encode(names[number], block)
+            copies.append((number, record, page_checksum(record)))
         return copies
 
     async def _put(
@@ -246,13 +248,19 @@ class KvStorageClient:
             return 0  # these are no blocks of ours
         try:
             return await self._event_loop.run_in_executor(
-                self._fetcher, self._receive, transfer, claims, due
+                self._fetcher, self._receive, transfer, names, claims, due
             )
         finally:
             release = self._release(node, reply.lease)
             self._runtime.group.create_task(release, name="page-lease")
 
-    def _receive(self, transfer: BlockTransfer, claims: Sequence[Claim], due: float) -> int:
+    def _receive(
+        self,
+        transfer: BlockTransfer,
+        names: Sequence[bytes],
+        claims: Sequence[Claim],
+        due: float,
+    ) -> int:
         """Receive, verify and write blocks, in a thread; how many are usable.
 
         A record is written only after it was verified as a whole, so that a page is what was saved
@@ -264,8 +272,9 @@ class KvStorageClient:
             return 0
         blobs = stream_blobs(claims, timeout_s=left_s)
         try:
-            for claim, pages, record in zip(claims, transfer.blocks, blobs, strict=False):
-                masks = self._codec.check(record, claim.digest)
+            rows = zip(names[transfer.first :], claims, transfer.blocks, blobs, strict=False)
+            for name, claim, pages, record in rows:
+                masks = self._codec.check(name, record, claim.digest)
                 self._codec.decode(record, masks, pages, states=False)
                 if usable.add(masks, pages):
                     self._codec.decode(record, masks, pages, states=True)

@@ -1,0 +1,208 @@
+"""Blocks go to kv_storage and come back over a bus and real sockets; what goes wrong is a miss."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
+from tests.support.page_store import PageStoreUser, PageStoreUsers
+from tests.support.services import QUICK, Running, running
+from tests.support.wait import until
+
+from antiphon.config.settings import CacheConfig, KvStorageConfig
+from antiphon.kv_storage.pages import Page
+from antiphon.kv_storage.service import KvStorageService
+from antiphon.model_worker.cache.groups import CacheGroup, CacheTensor, GroupKind
+from antiphon.transfer.checksums import page_checksum
+from antiphon.wire.digests import BLOCK_TOKENS, block_digests, split_digests
+from antiphon.wire.namespaces import PageOrigin, announced_root, cache_namespace, stored_name
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.kv_storage.store import PageStore
+    from antiphon.model_worker.cache.codec import BlockPages
+
+PAGE_TOKENS = 16
+BLOCK_PAGES = BLOCK_TOKENS // PAGE_TOKENS
+NAMESPACE = cache_namespace(PageOrigin(model_digest="model", weights="1"))
+SETTINGS = replace(QUICK, cache=replace(CacheConfig(), fetch_timeout_s=5.0))
+GROUPS = (
+    CacheGroup(
+        kind=GroupKind.FULL,
+        layers=(0, 1),
+        tensors=(CacheTensor(name="keys", dtype="bfloat16", shape=(2, 8)),),
+        page_tokens=PAGE_TOKENS,
+        pages_total=64,
+    ),
+)
+
+
+def ids(blocks: int, seed: int = 0) -> bytes:
+    """The token ids of a prompt of so many blocks, as bytes."""
+    tokens = range(seed, seed + blocks * BLOCK_TOKENS)
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def pages(blocks: int, first: int = 0) -> list[BlockPages]:
+    starts = range(first, first + blocks * BLOCK_PAGES, BLOCK_PAGES)
+    return [(tuple(range(start, start + BLOCK_PAGES)),) for start in starts]
+
+
+def names(prompt: bytes, namespace: bytes = NAMESPACE) -> list[bytes]:
+    digests = split_digests(block_digests(announced_root(namespace), prompt))
+    return [stored_name(namespace, digest) for digest in digests]
+
+
+@asynccontextmanager
+async def cluster(
+    nodes: int = 1, **storage: float | str
+) -> AsyncGenerator[tuple[PageStoreUser, list[Running[KvStorageService]]]]:
+    """A worker and the nodes that it knows."""
+    broker = MemoryBroker()
+    settings = replace(SETTINGS, kv_storage=replace(KvStorageConfig(), **storage))
+    async with AsyncExitStack() as stack:
+        started = [
+            await stack.enter_async_context(
+                running(
+                    KvStorageService,
+                    MemoryTransport(broker),
+                    settings=settings,
+                    instance=f"kv_storage-{number}",
+                )
+            )
+            for number in range(nodes)
+        ]
+        worker = await stack.enter_async_context(
+            running(PageStoreUsers(GROUPS), MemoryTransport(broker), settings=settings)
+        )
+        client = worker.service.client
+        await until(lambda: len(client._nodes) == nodes)
+        worker.service.fill(1)
+        yield worker.service, started
+
+
+def store(node: Running[KvStorageService]) -> PageStore:
+    return node.service._store
+
+
+async def stored(node: Running[KvStorageService], prompt: bytes) -> None:
+    """Wait until a node has all blocks of a prompt."""
+    await until(lambda: all(name in store(node) for name in names(prompt)))
+
+
+def same(worker: PageStoreUser, some: Sequence[BlockPages], others: Sequence[BlockPages]) -> bool:
+    return [worker.content(block) for block in some] == [worker.content(each) for each in others]
+
+
+async def test_fetched_blocks_are_those_that_were_saved() -> None:
+    async with cluster() as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(4), pages(4))
+        await stored(node, ids(4))
+        assert await worker.fetch(NAMESPACE, ids(6), pages(6, 32)) == 4
+        assert same(worker, pages(4), pages(4, 32))
+
+
+async def test_blocks_of_another_namespace_are_a_miss() -> None:
+    other = cache_namespace(PageOrigin(model_digest="model", weights="2"))
+    assert announced_root(other) == announced_root(NAMESPACE)
+    async with cluster() as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(4), pages(4))
+        await stored(node, ids(4))
+        assert await worker.fetch(other, ids(4), pages(4, 32)) == 0
+
+
+async def put_as(node: Running[KvStorageService], name: bytes, record: bytes) -> None:
+    """Let a node answer for a name with another record, and its own checksum of that."""
+    assert await store(node).put(Page(name, None, record, page_checksum(record)))
+
+
+@pytest.mark.parametrize("wrong", ["another name", "no record", "too large", "cut"])
+async def test_record_that_a_node_takes_for_another_is_a_miss(wrong: str) -> None:
+    async with cluster() as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(1), pages(1))
+        await stored(node, ids(1))
+        page = await store(node).load(names(ids(1))[0])
+        assert page is not None
+        record = {
+            "another name": bytes(page.data),
+            "no record": b"nothing of ours",
+            "too large": bytes(page.data) * 2,
+            "cut": bytes(page.data)[:-1],
+        }[wrong]
+        await put_as(node, names(ids(1, 7))[0], record)
+        before = worker.content(pages(1, 32)[0])
+        assert await worker.fetch(NAMESPACE, ids(1, 7), pages(1, 32)) == 0
+        assert worker.content(pages(1, 32)[0]) == before
+        assert await worker.fetch(NAMESPACE, ids(1), pages(1, 32)) == 1
+
+
+async def test_flipped_bit_ends_what_is_used_before_it() -> None:
+    async with cluster() as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(4), pages(4))
+        await stored(node, ids(4))
+        page = store(node).memory.get(names(ids(4))[2])
+        assert page is not None
+        assert isinstance(page.data, bytes)
+        flipped = bytearray(page.data)
+        flipped[len(flipped) // 2] ^= 1
+        store(node).memory._pages[page.digest] = Page(
+            page.digest, page.parent, bytes(flipped), page.checksum
+        )
+        assert await worker.fetch(NAMESPACE, ids(4), pages(4, 32)) == 2
+        assert same(worker, pages(2), pages(2, 32))
+
+
+async def test_chain_is_whole_on_one_of_several_nodes_and_few_move_with_a_lost_one() -> None:
+    prompts = [ids(3, 1000 * number) for number in range(12)]
+    async with cluster(nodes=2) as (worker, nodes):
+        for prompt in prompts:
+            await worker.save(NAMESPACE, prompt, pages(3))
+            await until(lambda p=prompt: any(names(p)[-1] in store(node) for node in nodes))
+        where = [[all(n in store(node) for n in names(p)) for node in nodes] for p in prompts]
+        assert all(sorted(held) == [False, True] for held in where)
+        assert {held.index(True) for held in where} == {0, 1}
+        for prompt in prompts:
+            assert await worker.fetch(NAMESPACE, prompt, pages(3, 32)) == 3
+        await nodes[0].ended()
+        await until(lambda: len(worker.client._nodes) == 1)
+        for prompt, held in zip(prompts, where, strict=True):
+            found = await worker.fetch(NAMESPACE, prompt, pages(3, 32))
+            assert found == (3 if held[1] else 0)
+        for prompt in prompts:
+            await worker.save(NAMESPACE, prompt, pages(3))
+            await stored(nodes[1], prompt)
+
+
+async def test_node_that_does_not_answer_costs_no_more_than_the_deadline() -> None:
+    async with cluster() as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(4), pages(4))
+        await stored(node, ids(4))
+        never = asyncio.Event()
+
+        async def load(_: bytes) -> None:
+            await never.wait()
+
+        object.__setattr__(node.service._store, "load", load)
+        began = time.monotonic()
+        assert await worker.fetch(NAMESPACE, ids(4), pages(4, 32), timeout_s=0.2) == 0
+        assert time.monotonic() - began < 3
+
+
+async def test_blocks_whose_predecessor_was_evicted_are_offered_again() -> None:
+    async with cluster(ram_bytes_max=20_000) as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(3), pages(3))
+        await stored(node, ids(3))
+        for seed in range(1, 6):
+            await worker.save(NAMESPACE, ids(3, 1000 * seed), pages(3))
+            await until(lambda s=seed: names(ids(3, 1000 * s))[0] in store(node))
+        assert not all(name in store(node) for name in names(ids(3)))
+        await worker.save(NAMESPACE, ids(4), pages(4))  # refused, since the end is missing
+        await until(lambda: not worker.client._known.keys() & set(names(ids(4))))
+        await worker.save(NAMESPACE, ids(4), pages(4))
+        await stored(node, ids(4))
