@@ -254,6 +254,18 @@ class World:
             node.die()
             self.timeline.after(self.random.uniform(0.3, 4), lambda: self._succeed(kind, node))
 
+    def crash_host(self) -> None:
+        """Kill a worker and a detokenizer at once: only the owners have what they were sent."""
+        number = self.random.randrange(2)
+        self.crash("worker", self.workers[number])
+        self.crash("detokenizer", self.detokenizers[number])
+
+    def crash_worker_beside_frozen_detokenizer(self) -> None:
+        """Kill a worker; the detokenizer of its host answers nothing, and wakes up later."""
+        number = self.random.randrange(2)
+        self.crash("worker", self.workers[number])
+        self.detokenizers[number].freeze(self.random.uniform(2, 8))
+
     def crash_leader(self) -> None:
         leaders = [node for node in self.schedulers if node.alive and node.leader.term]
         if leaders:

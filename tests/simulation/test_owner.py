@@ -18,6 +18,8 @@ from tests.simulation.owner_world import (
 
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.wire.base import Attempt, Term
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -29,11 +31,13 @@ from antiphon.wire.errors import (
 )
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import RequestId
+from antiphon.wire.seal import SealRequest
 from antiphon.wire.submit import (
     CancelRequest,
     LostRequest,
     NoticeBatch,
     OpenList,
+    OwnerSeal,
     SubmitAccepted,
     SubmitRequest,
 )
@@ -264,6 +268,60 @@ def test_row_beyond_the_text_is_dropped_and_asked_for() -> None:
     assert not any(isinstance(a, Deliver) and isinstance(a.event, TextDelta) for a in actions)
 
 
+def test_sealed_output_is_submitted_and_only_a_later_attempt_that_continues_it_is_shown() -> None:
+    world, say = talking("on", ids=(7, 8))
+    say(2, text="e", n=1, begin=2, ids=(9,), tokens=3)
+    (submit,) = seal(world, 1)
+    output = ChoiceOutput(choice=0, output_ids=pack_ids((7, 8, 9)))
+    assert submit.attempt_floor == attempt(world, 1)
+    assert submit.sealed == OwnerSeal(
+        sealed_to=attempt(world, 1), attempts=(attempt(world, 1),), choices=(output,)
+    )
+    say(3, text=" late", n=1, begin=3, ids=(1,), tokens=4)
+    assert received(world).text == "one"
+    say(4, text=" more", n=2, begin=3, continues=1, ids=(7, 8, 9, 5))
+    assert received(world).text == "one more"
+    (submit,) = seal(world, 2)
+    assert submit.sealed is not None
+    assert submit.sealed.attempts == (attempt(world, 1), attempt(world, 2))
+    assert submit.sealed.choices[0].output_ids == pack_ids((7, 8, 9, 5))
+
+
+def test_seal_of_an_attempt_before_the_shown_one_changes_nothing() -> None:
+    world, say = talking("one", ids=(7,))
+    say(2, text=" two", n=2, begin=3, continues=1, ids=(7, 8))
+    (submit,) = seal(world, 1)
+    assert (submit.attempt_floor, submit.sealed) == (attempt(world, 2), None)
+    say(3, text=" three", n=2, begin=7, ids=(9,), tokens=3)
+    assert received(world).text == "one two three"
+
+
+def test_sealed_request_without_output_begins_again() -> None:
+    world, say = talking("", ids=(7,))
+    (submit,) = seal(world, 1)
+    assert submit.sealed == OwnerSeal(sealed_to=attempt(world, 1))
+    say(2, text="fresh", n=2, ids=(8,))
+    (submit,) = seal(world, 2)
+    assert submit.sealed is not None
+    assert submit.sealed.choices[0].output_ids == pack_ids((8,))
+
+
+def test_output_without_ids_is_not_sealed_and_ends_as_lost() -> None:
+    """A detokenizer of an earlier version sends none."""
+    world, _ = talking("one")
+    assert seal(world, 1) == []
+    assert isinstance(end(world).error, WorkerLost)
+
+
+def test_missing_ids_are_fetched_although_no_text_is_missing() -> None:
+    world, _ = talking("ab", ids=(7,))
+    actions = world.owner.text_arrived(
+        batch_of(world, 2, text="c", n=1, begin=2, ids=(9,), tokens=3)
+    )
+    asked = [action for action in actions if isinstance(action, ResumeText)]
+    assert [(place.text_offset, place.tokens) for place in asked[0].places] == [(2, 1)]
+
+
 def test_lost_tail_shows_in_the_heartbeats() -> None:
     world, _ = talking("ab")
     sender = world.detokenizer.process
@@ -316,9 +374,17 @@ def check_lists(world: World) -> None:
 
 
 def batch_of(
-    world: World, seq: int, *, text: str, n: int, begin: int = 0, continues: int | None = None
+    world: World,
+    seq: int,
+    *,
+    text: str,
+    n: int,
+    begin: int = 0,
+    continues: int | None = None,
+    ids: Sequence[int] = (),
+    tokens: int | None = None,
 ) -> TextBatch:
-    """Text of the detokenizer in an attempt; `begin` in bytes."""
+    """Text of the detokenizer in an attempt; `begin` in bytes. `ids` are the last of `tokens`."""
     row = TextRow(
         request_id=RequestId("r"),
         choice=0,
@@ -326,19 +392,31 @@ def batch_of(
         continues=None if continues is None else attempt(world, continues),
         text_offset=begin,
         text=text,
+        tokens=len(ids) if tokens is None else tokens,
+        ids=pack_ids(ids),
     )
     return TextBatch(detokenizer=world.detokenizer.process, gateway=ME, seq=seq, rows=(row,))
 
 
-def talking(text: str) -> tuple[World, Callable[..., None]]:
+def talking(text: str, ids: Sequence[int] = ()) -> tuple[World, Callable[..., None]]:
     """A world whose one request has been accepted and has shown `text`."""
     world = waiting(loss=0.0)
 
     def say(seq: int, **said: Any) -> None:
         world.do(world.owner.text_arrived(batch_of(world, seq, **said)))
 
-    say(1, text=text, n=1)
+    say(1, text=text, n=1, ids=ids)
     return world, say
+
+
+def seal(world: World, n: int) -> list[SubmitRequest]:
+    """What the owner submits when the leader asks it to seal an attempt."""
+    one = SealRequest(request_id=RequestId("r"), attempt=attempt(world, n))
+    batch = msgspec.structs.replace(notice(world, n), requests=(), seals=(one,))
+    actions = world.owner.notice_arrived(batch)
+    world.do(actions)
+    world.do(world.owner.submit_answered(RequestId("r"), accepted(world)))
+    return [action for action in actions if isinstance(action, SubmitRequest)]
 
 
 def attempt(world: World, n: int) -> Attempt:

@@ -35,6 +35,8 @@ FAULTS: dict[str, Fault] = {
     "crash_leader": World.crash_leader,
     "crash_detokenizer": crash("detokenizer"),
     "crash_gateway": crash("gateway"),
+    "crash_host": World.crash_host,
+    "crash_worker_beside_frozen_detokenizer": World.crash_worker_beside_frozen_detokenizer,
     "freeze": World.freeze,
     "mute": World.mute,
     "deaf": World.deaf,
@@ -55,6 +57,8 @@ UNNOTICED: dict[str, Fault] = {
         "crash_leader",
         "crash_worker",
         "crash_detokenizer",
+        "crash_host",
+        "crash_worker_beside_frozen_detokenizer",
         "replace_frozen_worker",
         "replace_frozen_detokenizer",
     )

@@ -178,7 +178,7 @@ def _services() -> Iterator[str]:
     )
     yield (
         "\n`antiphon serve` restarts processes that die; services that are started one by one need "
-        "a process manager.\nRunning requests are not migrated to another process.\n"
+        "a process manager.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""A worker or a detokenizer is killed: streams go on, and say what they say without it."""
+"""Processes that serve streams are killed: these go on, and say what they say without it."""
 
 from __future__ import annotations
 
@@ -63,17 +63,18 @@ class Reader(threading.Thread):
 IGNORE_EOS = {"ignore_eos": True}
 
 
-def read(stack: Stack, victim: str | None = None) -> list[tuple[object, ...]]:
-    """What the clients read while a process is killed with their first words out."""
+def read(stack: Stack, victims: tuple[str, ...] = ()) -> list[tuple[object, ...]]:
+    """What the clients read while processes are killed with their first words out."""
     readers = [Reader(stack, number) for number in range(STREAMS)]
     for reader in readers:
         reader.start()
-    if victim is not None:
+    if victims:
         wait_until(lambda: all(reader.texts[0] for reader in readers), 30, "the first words")
-        pid = stack.pid(victim)
-        assert pid is not None
+        pids = [pid for name in victims if (pid := stack.pid(name)) is not None]
+        assert len(pids) == len(victims)
         unread = [reader.is_alive() for reader in readers]
-        os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         assert all(unread), "they had ended before the kill"
     for reader in readers:
         reader.join(DEADLINE_S)
@@ -82,10 +83,21 @@ def read(stack: Stack, victim: str | None = None) -> list[tuple[object, ...]]:
     return [(*reader.texts, reader.tokens, reader.usage) for reader in readers]
 
 
-@pytest.mark.parametrize("victim", ["worker-0", "detokenizer-0"])
-def test_streams_survive_the_process_that_serves_them(stack: Stack, victim: str) -> None:
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("worker-0",),
+        ("detokenizer-0",),
+        ("worker-0", "detokenizer-0", "encoder-0", "kv_storage-0"),
+    ],
+    ids=["worker", "detokenizer", "host"],
+)
+def test_streams_survive_the_processes_that_serve_them(
+    stack: Stack, victims: tuple[str, ...]
+) -> None:
+    """After the death of a whole host, only the gateway has what was generated."""
     wait_until(stack.healthy, 30, "healthy before the kill")
     undisturbed = read(stack)
-    assert read(stack, victim) == undisturbed
-    wait_until(stack.healthy, 30, f"healthy after {victim}")
+    assert read(stack, victims) == undisturbed
+    wait_until(stack.healthy, 30, f"healthy after {victims}")
     wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")

@@ -309,6 +309,19 @@ EVERY: tuple[Message, ...] = (
         deadline_unix_ms=DEADLINE,
         attempt_floor=FIRST,
         traceparent=TRACE,
+        sealed=submit.OwnerSeal(
+            sealed_to=SECOND,
+            attempts=(FIRST,),
+            choices=(
+                command.ChoiceOutput(
+                    choice=1,
+                    output_ids=pack_ids((9, 8)),
+                    details=DETAILS,
+                    finish_reason=FinishReason.STOP,
+                    matched_stop=2,
+                ),
+            ),
+        ),
     ),
     submit.SubmitAccepted(request_id=REQUEST, term=TERM, position=3),
     submit.CancelRequest(request_id=REQUEST, owner=GATEWAY, deadline_unix_ms=DEADLINE),
@@ -327,6 +340,7 @@ EVERY: tuple[Message, ...] = (
         gateway=GATEWAY,
         requests=(submit.LostRequest(request_id=REQUEST, attempt=FIRST, error=ERROR),),
         lacking=(OTHER_REQUEST,),
+        seals=(seal.SealRequest(request_id=REQUEST, attempt=SECOND),),
         not_after_unix_ms=DEADLINE,
     ),
     command.CommandBatch(
@@ -340,6 +354,7 @@ EVERY: tuple[Message, ...] = (
                 attempt=SECOND,
                 continues=FIRST,
                 lineage=(FIRST,),
+                owner_sealed=True,
                 detokenizer=DETOKENIZER.instance,
                 prompt_ids=pack_ids((1, 2, 3)),
                 choices=(
@@ -433,6 +448,7 @@ EVERY: tuple[Message, ...] = (
                     choices=2,
                     continues=FIRST,
                     lineage=(FIRST,),
+                    owner_sealed=True,
                     stop=STOP,
                     deadline_unix_ms=DEADLINE,
                     traceparent=TRACE,
@@ -475,13 +491,18 @@ EVERY: tuple[Message, ...] = (
                     text.Origin(start=3, worker=WORKER.instance, weights="step-7", retractions=1),
                 ),
                 error=ERROR,
+                ids=pack_ids((9, 8)),
             ),
         ),
     ),
     text.ResumeText(
         detokenizer=DETOKENIZER,
         gateway=GATEWAY,
-        places=(text.ChoiceCursor(request_id=REQUEST, choice=1, text_offset=12, token_offset=-2),),
+        places=(
+            text.ChoiceCursor(
+                request_id=REQUEST, choice=1, text_offset=12, token_offset=-2, tokens=5
+            ),
+        ),
     ),
     text.TextResumed(rows=2),
     seal.SealAttempts(

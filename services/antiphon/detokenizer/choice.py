@@ -12,7 +12,7 @@ import msgspec
 from antiphon.detokenizer.incremental import Decode, IncrementalDecoder, TokenTexts
 from antiphon.text.stop_patterns import StopPatternMatcher, compile_pattern
 from antiphon.wire.base import Attempt, FinishReason, Process, Usage
-from antiphon.wire.codec import id_count, pack_ids
+from antiphon.wire.codec import ID_BYTES, id_count, pack_ids
 from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.sampling import SPACE_MAX, StopStrings, ThinkingMarks
 from antiphon.wire.text import Origin, TextRow
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from antiphon.wire.tokens import TokenRow, TokenStream
 
 PIECE_BYTES: Final = 64 * 1024
-"""Maximum text, and maximum token outputs, in one row: an answer may be larger than a message."""
+"""Maximum text, token outputs and token ids in one row: an answer may be larger than a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,10 @@ class ChoiceState:
     Attributes:
         first: The first offset: 0, or less if prompt tokens are included in the token outputs.
         offset: The next offset that is accepted.
-        emitted: The offset up to which the text of every token has been emitted.
+        emitted: The offset up to which token outputs are sent: they determine at least all emitted
+            text, as those after a token of which only a part is emitted do.
         output_ids: The accepted output tokens, int32.
+        ids_sent: How many of them its gateway was sent.
         origins: Where its tokens come from, in their order.
         end: Set once; no token is accepted after it.
     """
@@ -51,6 +53,7 @@ class ChoiceState:
     def __init__(self, decode: Decode, stop: StopStrings, first: int = 0) -> None:
         self.first = self.offset = self.emitted = first
         self.output_ids = array("i")
+        self.ids_sent = 0
         self.origins: tuple[Origin, ...] = ()
         self.end: ChoiceResult | None = None
         self._details = TokenOutputsBuffer(first)
@@ -133,10 +136,10 @@ class ChoiceState:
             matched_stop=matched,
         )
 
-    def can_resume_at(self, text_offset: int, token_offset: int) -> bool:
+    def can_resume_at(self, text_offset: int, token_offset: int, tokens: int) -> bool:
         """Whether it can be sent from these offsets: within the text, not inside a character."""
         inside = text_offset <= len(self._text) and self.first <= token_offset <= self.emitted
-        return inside and self._border(text_offset) == text_offset
+        return inside and tokens <= self.tokens and self._border(text_offset) == text_offset
 
     def text_chunks(self, text_offset: int) -> Iterator[tuple[int, str]]:
         """Yield the text beyond a byte offset as (offset, text); at least one, perhaps empty."""
@@ -146,6 +149,13 @@ class ChoiceState:
             if end == len(self._text):
                 return
             text_offset = end
+
+    def id_chunks(self, id_start: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the output ids from an index on as (end, ids); at least one, perhaps empty."""
+        step = PIECE_BYTES // ID_BYTES
+        for start in range(id_start, max(id_start + 1, self.tokens), step):
+            end = min(self.tokens, start + step)
+            yield end, pack_ids(self.output_ids[start:end])
 
     def token_output_chunks(self, token_offset: int) -> Iterator[tuple[int, TokenOutputs]]:
         """Yield token outputs from an offset on as (offset, outputs); at least one, perhaps empty.
@@ -173,7 +183,9 @@ class ChoiceState:
         if isinstance(shown, StopMatch):
             self.end = ChoiceResult(FinishReason.STOP, matched_stop=shown.stop)
             shown = shown.text
-        self._text += shown.encode()
+        if shown:
+            self._text += shown.encode()
+            self.emitted = self.offset
 
     def _border(self, text_offset: int) -> int:
         """The last offset up to `text_offset` where a character begins or the text ends."""
@@ -392,8 +404,13 @@ class DetokenizerRequest:
             reasoning_tokens=reasoning_tokens,
         )
 
-    def rows(self, index: int, text_start: int, token_start: int) -> Iterator[TextRow]:
-        """Yield text and token outputs from these offsets; the last row has the end, if any."""
+    def rows(
+        self, index: int, text_start: int, token_start: int, id_start: int
+    ) -> Iterator[TextRow]:
+        """Yield text, token outputs and ids from these offsets; the last row has the end, if any.
+
+        Ids come before the text that they determine.
+        """
         if self.error is not None:
             yield TextRow(
                 request_id=self.request_id,
@@ -407,7 +424,9 @@ class DetokenizerRequest:
             )
             return
         choice = self.choices[index]
-        texts = list(choice.text_chunks(text_start))
+        ids = list(choice.id_chunks(id_start))
+        choice.ids_sent = choice.tokens
+        texts = [(text_start, "")] * (len(ids) - 1) + list(choice.text_chunks(text_start))
         pieces = self._detail_pieces(choice, token_start)
         texts += [(choice.text_bytes, "")] * (len(pieces) - len(texts))
         # Each row names the end of the outputs, so that a gateway that has the last row sees a gap.
@@ -416,6 +435,7 @@ class DetokenizerRequest:
             pieces += [rest] * (len(texts) - len(pieces))
         for number, (text_offset, text) in enumerate(texts):
             end = choice.end if number == len(texts) - 1 else None
+            tokens, packed = ids[min(number, len(ids) - 1)]
             yield TextRow(
                 request_id=self.request_id,
                 choice=index,
@@ -428,7 +448,8 @@ class DetokenizerRequest:
                 finish_reason=end.finish_reason if end else None,
                 matched_stop=end.matched_stop if end else None,
                 usage=self.usage,
-                tokens=choice.tokens,
+                tokens=tokens,
+                ids=packed if number < len(ids) else b"",
                 reasoning_tokens=choice.reasoning_tokens,
                 origins=self._origins(index, choice),
                 error=end.error if end else None,

@@ -183,9 +183,10 @@ class Detokenizer:
                 token_start = place.token_offset if place else None
                 token_start = choice.first if token_start is None else token_start
                 # Any other offset is one in another attempt's text, which cannot be continued.
-                if choice.can_resume_at(start, token_start):
+                ids = place.tokens if place else 0
+                if choice.can_resume_at(start, token_start, ids):
                     request.origins_sent.pop(index, None)
-                    reaction.add_rows(resume.gateway, request.rows(index, start, token_start))
+                    reaction.add_rows(resume.gateway, request.rows(index, start, token_start, ids))
         return sum(map(len, reaction.rows.values())), list(self._batches(reaction))
 
     def on_seal(self, message: SealAttempts, bytes_max: int) -> AttemptsSealed:
@@ -298,9 +299,10 @@ class Detokenizer:
     def _begin(
         self, row: TokenRow, stream: TokenStream, worker: Process, now: float
     ) -> DetokenizerRequest:
-        """Start an attempt. One that continues the current one keeps its ids and text."""
+        """Start an attempt. One that continues the output sealed here keeps its ids and text."""
         previous = self.requests.get(row.request_id)
-        if previous is not None and stream.continues == previous.attempt:
+        continued = previous is not None and stream.continues == previous.attempt
+        if previous is not None and continued and not stream.owner_sealed:
             choices = previous.choices
         else:
             first = stream.details_from or 0
@@ -338,7 +340,8 @@ class Detokenizer:
             choice.finish(ChoiceResult(row.finish_reason, row.matched_stop, row.error))
         has_outputs = request.stream.details_from is not None and choice.emitted > token_start
         if choice.text_bytes > text_start or has_outputs or choice.end is not None:
-            reaction.add_rows(request.owner, request.rows(row.choice, text_start, token_start))
+            rows = request.rows(row.choice, text_start, token_start, choice.ids_sent)
+            reaction.add_rows(request.owner, rows)
 
     def _fail(
         self, row: TokenRow, worker: Process, error: Exception, now: float, reaction: Reaction
@@ -348,7 +351,7 @@ class Detokenizer:
         request = self.requests.get(row.request_id)
         if request is not None and request.attempt == row.attempt:
             request.error = encode_error(public)
-            reaction.add_rows(request.owner, request.rows(row.choice, 0, 0))
+            reaction.add_rows(request.owner, request.rows(row.choice, 0, 0, 0))
         elif row.stream is not None:
             reaction.add_rows(row.stream.owner, [_ended(row, public)])
         reaction.actions += self._stop(row, worker, now)
@@ -425,7 +428,7 @@ def _sealed_bytes(sealed: SealedRequest) -> int:
 
 def _row_bytes(row: TextRow) -> int:
     details = 0 if row.details is None else row.details.size_bytes
-    return _ROW_BYTES + len(row.text.encode()) + details
+    return _ROW_BYTES + len(row.text.encode()) + len(row.ids) + details
 
 
 def _ended(row: TokenRow, error: EngineError) -> TextRow:

@@ -10,6 +10,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.scheduler.cluster_view import HeldAttempt, WorkerAssignments
 from antiphon.scheduler.leader_config import FAILED_ATTEMPTS_MAX, GRACE_BEATS, LeaderConfig
 from antiphon.scheduler.migration import Migration
@@ -105,7 +107,9 @@ class LeaderTerm:
         ):
             raise DuplicateRequest("a live request has this id")
         else:
-            entry.submit = request
+            entry.submit = msgspec.structs.replace(request, sealed=None)
+            if request.sealed is not None:
+                self.migration.on_owner_sealed(entry, request.sealed)
             if request.attempt_floor is not None:
                 self.follow(entry, request.attempt_floor)
             self.migration.conclude(entry)
@@ -169,6 +173,8 @@ class LeaderTerm:
         if entry.request_id in self.queue and not entry.continues(attempt):
             self.queue.remove(entry.request_id)
             entry.seen_at = now
+        if entry.sealing is not None and entry.sealing.attempt < attempt:
+            self.migration.begin(entry)
         binding = entry.binding
         if binding is None or attempt in (binding.attempt, *binding.continues):
             entry.disputed_at = None
@@ -282,13 +288,19 @@ class LeaderTerm:
 
     def _accept(self, request: SubmitRequest) -> None:
         held = self.assignments.find(request.request_id, request.attempt_floor)
-        if held is None and request.attempt_floor is None:
+        sealed = request.sealed
+        if held is not None and sealed is not None and held.attempt <= sealed.sealed_to:
+            held = None
+        if held is None and sealed is None and request.attempt_floor is None:
             self._reject_overload(request)
         due_ms = self.peers.to_local_ms(request.deadline_unix_ms, request.owner)
-        entry = RequestEntry.of(request, self.clock.now(), due_ms)
+        submit = msgspec.structs.replace(request, sealed=None)
+        entry = RequestEntry.of(submit, self.clock.now(), due_ms)
         self.ledger.add(entry)
         if held is not None:
             self.adopt(entry, held)
+        elif sealed is not None:
+            self.migration.on_owner_sealed(entry, sealed)
         elif entry.restartable:
             self._queue(entry)
 

@@ -3,6 +3,7 @@
 The detokenizer of an attempt fixes its output. Once it has sealed the attempt it accepts no more
 tokens of it, so that a worker which wakes up later changes nothing, and the next attempt continues
 from what was accepted. A seal that is answered twice, or to two leaders, gives the same output.
+Where no detokenizer has the output, its owner seals what it has delivered, which is less or equal.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from antiphon.scheduler.leader_config import ATTEMPT_TIMEOUT_BEATS
+from antiphon.scheduler.leader_config import ATTEMPT_TIMEOUT_BEATS, SEAL_TIMEOUT_BEATS
 from antiphon.scheduler.outbox import SealCall, continuation_bytes
 from antiphon.scheduler.request_table import RequestEntry, SealedOutput, Sealing
 from antiphon.wire.base import Role
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.errors import EngineError
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
+    from antiphon.wire.submit import OwnerSeal
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +96,8 @@ class Migration:
             sealing = None if entry is None else entry.sealing
             if entry is None or sealing is None or asked.get(entry.request_id) != sealing.attempt:
                 continue
+            if sealing.by_owner:
+                continue  # too late: the owner may have sealed less, and follows nothing else
             if not sealed.sealed:
                 if sealed.attempt is None or sealed.attempt <= sealing.attempt:
                     continue  # no answer to this question
@@ -108,12 +112,31 @@ class Migration:
                 sealing.found, sealing.found_at = sealed, call.detokenizer
             self.conclude(entry)
 
+    def on_owner_sealed(self, entry: RequestEntry, seal: OwnerSeal) -> None:
+        """Continue from what the owner has delivered, unless a later attempt is known."""
+        sealing, binding = entry.sealing, entry.binding
+        if sealing is None and binding is None and entry.is_sealed(seal.sealed_to):
+            return  # it waits for its next attempt already
+        known = [each.attempt for each in (sealing, binding) if each is not None]
+        if any(attempt > seal.sealed_to for attempt in known):
+            return  # the owner will follow it, or be asked to seal it, too
+        entry.sealing, entry.sealed_to = None, seal.sealed_to
+        entry.sealed = SealedOutput(seal.attempts, None, seal.choices) if seal.attempts else None
+        entry.followed = seal.attempts[-1] if seal.attempts else None
+        self._leader_term.leave(entry)
+        self._leader_term.queue.remove(entry.request_id)
+        self._continue(entry)
+
     def on_detokenizer_died(self, detokenizer: InstanceId) -> None:
         """Nothing more is accepted there, and what was is lost: workers send it to another one."""
         for entry in self._leader_term.ledger.entries():
+            sealed = entry.sealed
             if entry.sealing is not None and detokenizer in entry.sealing.waiting:
                 entry.sealing.waiting.discard(detokenizer)
                 self.conclude(entry)
+            elif sealed is not None and sealed.ended and sealed.detokenizer == detokenizer:
+                entry.sealed = None  # with its end, which may not have reached the gateway
+                self.begin(entry)
             elif entry.binding is not None and entry.binding.detokenizer == detokenizer:
                 self._orphans[entry.request_id] = entry.binding.attempt
         self.rebind_orphans()
@@ -143,30 +166,37 @@ class Migration:
         sealing, now = entry.sealing, self._clock.now()
         assert sealing is not None
         if now - sealing.began_at >= self._rules.beats(ATTEMPT_TIMEOUT_BEATS):
-            self._leader_term.fail(entry, WorkerLost("no detokenizer sealed the output"))
-        elif sealing.waiting and now - sealing.asked_at >= self._rules.beat_s:
+            self._leader_term.fail(entry, WorkerLost("the output was not sealed"))
+        elif now - sealing.began_at >= self._rules.beats(SEAL_TIMEOUT_BEATS) and sealing.waiting:
+            sealing.waiting.clear()
+            self.conclude(entry)
+        elif now - sealing.asked_at >= self._rules.beat_s:
             self._ask(entry, sealing)
 
     def conclude(self, entry: RequestEntry) -> None:
         """Queue a request that is sealed, if its submit is known: it may come later."""
         sealing = entry.sealing
-        if sealing is None or sealing.waiting or entry.submit is None:
+        if sealing is None or sealing.waiting or sealing.by_owner or entry.submit is None:
             return
-        entry.sealing = None
-        entry.seen_at = self._clock.now()
         found = sealing.found
         if found is not None:
             if found.size_bytes is not None:
                 self._leader_term.fail(entry, WorkerLost("the output is too large to be continued"))
                 return
             entry.sealed = self._output(found, sealing.found_at)
-            if entry.sealed.ended:
-                return  # the end reaches the gateway, which closes it
-            if continuation_bytes(entry) > self._rules.payload_bytes_max:
-                self._leader_term.fail(entry, WorkerLost("the output is too large to be continued"))
-                return
-        if not entry.restartable:
-            self._leader_term.fail(entry, WorkerLost("the answer that was being read is lost"))
+        if not entry.continues(entry.followed):
+            sealing.by_owner = True
+            self._ask(entry, sealing)
+            return
+        entry.sealing = None
+        entry.seen_at = self._clock.now()
+        if entry.sealed is None or not entry.sealed.ended:  # else the end reaches the gateway
+            self._continue(entry)
+
+    def _continue(self, entry: RequestEntry) -> None:
+        """Queue a sealed request, to be bound again."""
+        if continuation_bytes(entry) > self._rules.payload_bytes_max:
+            self._leader_term.fail(entry, WorkerLost("the output is too large to be continued"))
             return
         log.info("request migrates", extra={"request_id": entry.request_id})
         self._leader_term.restart(entry)
@@ -175,7 +205,7 @@ class Migration:
         self, entry: RequestEntry, place: PlacementTarget
     ) -> tuple[InstanceId, tuple[str, ...]]:
         """The detokenizer of the next attempt, and what it reads: the one that has its text."""
-        if entry.sealed is not None:
+        if entry.sealed is not None and entry.sealed.detokenizer is not None:
             peer = self._peers.find(entry.sealed.detokenizer)
             if peer is not None and self._peers.is_alive(peer.process):
                 return peer.process.instance, peer.heartbeat.reads
@@ -191,6 +221,8 @@ class Migration:
     def _ask(self, entry: RequestEntry, sealing: Sealing) -> None:
         sealing.asked_at = self._clock.now()
         request = SealRequest(request_id=entry.request_id, attempt=sealing.attempt)
+        if sealing.by_owner:
+            self._leader_term.outbox.seal_by_owner(entry.owner, request)
         for detokenizer in sorted(sealing.waiting):  # so that a simulation is reproducible
             self._leader_term.outbox.seal(detokenizer, request)
 

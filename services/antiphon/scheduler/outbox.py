@@ -95,6 +95,7 @@ class CommandOutbox:
         self._lost: dict[Process, dict[RequestId, FailedRequest]] = {}
         self._lacking: dict[Process, tuple[RequestId, ...]] = {}
         self._seals: dict[InstanceId, list[SealRequest]] = {}
+        self._owner_seals: dict[Process, list[SealRequest]] = {}
         self._actions: list[Action] = []
 
     def command(self, worker: Process, command: Command) -> None:
@@ -106,6 +107,9 @@ class CommandOutbox:
     def seal(self, detokenizer: InstanceId, request: SealRequest) -> None:
         self._seals.setdefault(detokenizer, []).append(request)
 
+    def seal_by_owner(self, gateway: Process, request: SealRequest) -> None:
+        self._owner_seals.setdefault(gateway, []).append(request)
+
     def request_resubmission(self, gateway: Process, requests: Sequence[RequestId]) -> None:
         self._lacking[gateway] = tuple(requests[:RESUBMISSIONS_MAX])
 
@@ -115,7 +119,7 @@ class CommandOutbox:
     def take_actions(self) -> list[Action]:
         actions = [*self._batches(), *self._notices(), *self._seal_calls(), *self._actions]
         self._commands, self._lost, self._lacking, self._actions = {}, {}, {}, []
-        self._seals = {}
+        self._seals, self._owner_seals = {}, {}
         return actions
 
     def forget(self, worker: Process) -> None:
@@ -145,9 +149,10 @@ class CommandOutbox:
                     for one in self._lost.get(gateway, {}).values()
                 ),
                 lacking=self._lacking.get(gateway, ()),
+                seals=tuple(self._owner_seals.get(gateway, ())[:RESUBMISSIONS_MAX]),
                 not_after_unix_ms=self._not_after(),
             )
-            for gateway in {**self._lost, **self._lacking}
+            for gateway in {**self._lost, **self._lacking, **self._owner_seals}
         ]
 
     def _seal_calls(self) -> Iterator[SealCall]:
@@ -172,6 +177,7 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
         attempt=binding.attempt,
         continues=entry.sealed.attempts[-1] if entry.sealed else None,
         lineage=entry.sealed.attempts[:-1] if entry.sealed else (),
+        owner_sealed=entry.sealed is not None and entry.sealed.detokenizer is None,
         detokenizer=binding.detokenizer,
         prompt_ids=submit.prompt_ids,
         choices=_outputs(entry.sealed, submit.choices),

@@ -35,11 +35,12 @@ class SealedOutput:
 
     Attributes:
         attempts: The sealed ones of which it is, the last one last.
+        detokenizer: The one that has sealed it, which has its text; None: its owner has sealed it.
         failed: The detokenizer has ended the request with an error.
     """
 
     attempts: tuple[Attempt, ...]
-    detokenizer: InstanceId
+    detokenizer: InstanceId | None
     choices: tuple[ChoiceOutput, ...]
     failed: bool = False
 
@@ -55,6 +56,7 @@ class Sealing:
     Attributes:
         attempt: The one to be sealed, with all earlier ones.
         waiting: The detokenizers that have not answered.
+        by_owner: No detokenizer has the output, so that its owner is to seal what it delivered.
         found: What was found so far.
     """
 
@@ -62,6 +64,7 @@ class Sealing:
     waiting: set[InstanceId]
     began_at: float
     asked_at: float
+    by_owner: bool = False
     found: SealedRequest | None = None
     found_at: InstanceId | None = None
 

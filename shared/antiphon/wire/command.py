@@ -53,6 +53,7 @@ class Admit(Value, tag=True):
 
     Attributes:
         lineage: The sealed attempts that `continues` continues, the first one first.
+        owner_sealed: The output was sealed by the owner and not by a detokenizer.
         cache_salt: Only requests with the same salt share its cached pages.
         waited_ms: How long it has waited in queues so far; the queue time continues from there.
         steps: Whether its detokenizer reads `TokenStep`. Only workers up to version 0.4 ask.
@@ -65,6 +66,7 @@ class Admit(Value, tag=True):
     attempt: Attempt
     continues: Attempt | None = None
     lineage: tuple[Attempt, ...] = ()
+    owner_sealed: bool = False
     detokenizer: InstanceId
     prompt_ids: bytes
     choices: Annotated[tuple[ChoiceOutput, ...], Meta(min_length=1, max_length=CHOICES_MAX)]

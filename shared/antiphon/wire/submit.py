@@ -7,11 +7,35 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
-from antiphon.wire.bounds import Choices, Count, LongText, Milliseconds, Number, UnixMs, check_ids
+from antiphon.wire.bounds import (
+    CHOICES_MAX,
+    Choices,
+    Count,
+    LongText,
+    Milliseconds,
+    Number,
+    UnixMs,
+    check_ids,
+)
+from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ModelName, RequestId, TenantId
 from antiphon.wire.namespaces import CacheSalt
 from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
+from antiphon.wire.seal import SealRequest
+
+
+class OwnerSeal(Value):
+    """The output of a request that its owner has delivered, to be continued from there.
+
+    Attributes:
+        sealed_to: The owner accepts no more text of this attempt, or of an earlier one.
+        attempts: Those of which the output is, the last one last; none if there is no output.
+    """
+
+    sealed_to: Attempt
+    attempts: tuple[Attempt, ...] = ()
+    choices: Annotated[tuple[ChoiceOutput, ...], Meta(max_length=CHOICES_MAX)] = ()
 
 
 class SubmitRequest(Message):
@@ -28,6 +52,8 @@ class SubmitRequest(Message):
             attempt that continues it may follow.
         waited_ms: Time since it was first sent: its queue time and position count from there,
             whichever scheduler leads.
+        sealed: What the owner has delivered, after a leader asked it to seal the request, until it
+            follows a later attempt.
     """
 
     request_id: RequestId
@@ -46,6 +72,7 @@ class SubmitRequest(Message):
     deadline_unix_ms: UnixMs
     attempt_floor: Attempt | None = None
     traceparent: str | None = None
+    sealed: OwnerSeal | None = None
 
     def __post_init__(self) -> None:
         check_ids(self.prompt_ids)
@@ -110,7 +137,7 @@ class LostRequest(Value):
 
 
 class NoticeBatch(Message):
-    """Requests that one gateway must end, and requests that it must submit again.
+    """Requests that one gateway must end, submit again, or seal and submit again.
 
     Lost requests are repeated at each heartbeat until the gateway's open list no longer has them,
     lacking ones at each whole open list that has them. There is no `seq`: repeats are harmless, and
@@ -119,12 +146,15 @@ class NoticeBatch(Message):
     Attributes:
         lacking: In the gateway's open list but unknown to the leader. Those whose submission is
             still in flight need no action; those that the leader had accepted are submitted again.
+        seals: To be sealed by the owner, since no detokenizer has their output. Repeated at each
+            heartbeat until it has submitted them.
     """
 
     leader: Term
     gateway: Process
     requests: tuple[LostRequest, ...]
     lacking: tuple[RequestId, ...] = ()
+    seals: tuple[SealRequest, ...] = ()
     not_after_unix_ms: UnixMs
 
 

@@ -44,6 +44,9 @@ class TextRow(Value):
         usage: The request's token counts as known to this detokenizer. It may lack tokens of other
             choices, which are sent to it again.
         tokens: Output tokens of this choice, as of this row. 0: as `usage` says.
+        ids: The last of these tokens, int32, little-endian: those that the gateway was not sent
+            before. Rows of one choice join in their ids as they do in their text, and the ids of a
+            row determine at least the text up to its end.
         reasoning_tokens: Those of them that are reasoning.
         origins: Origins of all tokens of the choice so far: on its first row, on the first resent
             row, on a row before which they changed, and on the last one.
@@ -64,6 +67,7 @@ class TextRow(Value):
     reasoning_tokens: Count = 0
     origins: tuple[Origin, ...] = ()
     error: ErrorReply | None = None
+    ids: bytes = b""
 
 
 class TextBatch(Message):
@@ -78,13 +82,14 @@ class TextBatch(Message):
 class ChoiceCursor(Value):
     """How much of a choice the gateway has: text in UTF-8 bytes, token outputs up to an offset.
 
-    `token_offset` unset: no token outputs yet.
+    `token_offset` unset: no token outputs yet. `tokens` is the number of output ids.
     """
 
     request_id: RequestId
     choice: ChoiceIndex
     text_offset: TextOffset
     token_offset: TokenOffset | None = None
+    tokens: Count = 0
 
 
 class ResumeText(Message):

@@ -181,6 +181,10 @@ class TokenOutputsBuffer:
         """Bytes of one token's outputs; 0 as long as there are none."""
         return sum(map(len, self._columns)) // len(self) if len(self) else 0
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self._columns))
+
     def append(self, details: TokenOutputs) -> None:
         if not self._columns:
             self._columns = tuple(map(bytearray, details.columns))

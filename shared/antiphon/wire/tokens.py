@@ -27,7 +27,8 @@ class TokenStream(Value):
 
     `details_from` is the first offset with token outputs in each choice: 0, or less if those of
     prompt tokens are returned, too. Unset, there are none. `lineage` are the attempts that the
-    continued one continues itself, the first one first.
+    continued one continues itself, the first one first. `owner_sealed`: the owner has fixed what is
+    continued, so that a detokenizer which still holds the attempt before may have accepted more.
     """
 
     owner: Process
@@ -37,6 +38,7 @@ class TokenStream(Value):
     choices: Choices = 1
     continues: Attempt | None = None
     lineage: tuple[Attempt, ...] = ()
+    owner_sealed: bool = False
     stop: StopStrings = StopStrings()
     deadline_unix_ms: UnixMs
     traceparent: str | None = None

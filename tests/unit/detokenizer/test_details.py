@@ -113,9 +113,9 @@ def test_details_come_with_the_text_of_their_tokens() -> None:
 def test_details_wait_while_their_text_may_begin_a_stop_string() -> None:
     bench = Bench("abENx", StopStrings(strings=("END",)))
     (row,) = bench.push(0, 4)
-    assert (row.text, covered([row])) == ("ab", (0, 0))
+    assert (row.text, covered([row])) == ("ab", (0, 2))
     (row,) = bench.push(4, 5)
-    assert (row.text, covered([row])) == ("ENx", (0, 5))
+    assert (row.text, covered([row])) == ("ENx", (2, 5))
 
 
 def test_token_outputs_after_a_stop_string_are_dropped() -> None:

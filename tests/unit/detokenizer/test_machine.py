@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
 from tests.support.services import process
 
+from antiphon.detokenizer.choice import PIECE_BYTES
 from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, SendStop
 from antiphon.wire.base import Attempt, FinishReason, Term
-from antiphon.wire.codec import encode, pack_ids, pack_numbers
+from antiphon.wire.codec import encode, pack_ids, pack_numbers, unpack_ids
 from antiphon.wire.command import ResendTokens
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import StopStrings
@@ -220,6 +222,41 @@ def test_a_resume_of_much_text_comes_in_messages_of_bounded_size():
         shown[out.request_id] += out.text
         assert (out.finish_reason is not None) == (shown[out.request_id] == truth)
     assert set(shown.values()) == {truth}
+
+
+def test_rows_bring_the_ids_of_their_text_once_and_a_resume_brings_the_missing_ones():
+    m = begun(row("añ", stop=StopStrings(strings=("bc",))))
+    (held,) = texts(m.on_tokens(batch(2, row("zb", 3)), 0.0))
+    (end,) = texts(m.on_tokens(batch(3, row("x", 5, finish=FinishReason.LENGTH)), 0.0))
+    assert (held.text, held.tokens, unpack_ids(held.ids)) == ("z", 5, array("i", list(b"zb")))
+    assert (end.text, end.tokens, unpack_ids(end.ids)) == ("bx", 6, array("i", list(b"x")))
+    cursor = ChoiceCursor(request_id=REQUEST, choice=0, text_offset=4, tokens=5)
+    _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(cursor,)))
+    (again,) = texts(actions)
+    assert (again.text, again.tokens, again.ids) == ("bx", 6, end.ids)
+    (whole,) = resumed(m)[1]
+    assert (whole.text, whole.ids) == ("añzbx", pack_ids("añzbx".encode()))
+
+
+def test_ids_of_much_text_come_in_rows_of_bounded_size_before_the_text():
+    m = Detokenizer(HERE, lambda ids, _: "t" * len(ids), requests_max=8)
+    tokens = 3 * PIECE_BYTES // 4 + 5
+    m.on_tokens(batch(1, row("t" * tokens)), 0.0)
+    rows = resumed(m)[1]
+    ends = [PIECE_BYTES // 4 * n for n in (1, 2, 3)] + [tokens]
+    assert [each.tokens for each in rows] == ends
+    assert [len(each.ids) for each in rows] == [PIECE_BYTES, PIECE_BYTES, PIECE_BYTES, 20]
+    assert [len(each.text) for each in rows] == [0, 0, 0, tokens]
+
+
+def test_output_sealed_by_its_owner_is_not_continued_from_what_was_accepted_here():
+    """This detokenizer had accepted more than the owner was sent."""
+    m = begun(row("abcd"))
+    again = row("ab", n=2, continues=attempt(1))
+    assert again.stream is not None
+    stream = replace(again.stream, owner_sealed=True)
+    (first,) = texts(m.on_tokens(batch(2, replace(again, stream=stream)), 0.0))
+    assert (first.text_offset, first.text, first.tokens) == (0, "ab", 2)
 
 
 def test_a_place_inside_a_character_is_another_attempts_and_hurts_no_other_request():

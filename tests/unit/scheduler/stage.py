@@ -19,7 +19,7 @@ from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId, TenantId
 from antiphon.wire.kv_events import BlocksStored, KvEvents
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.seal import AttemptsSealed, SealedRequest
+from antiphon.wire.seal import AttemptsSealed, SealedRequest, SealRequest
 from antiphon.wire.submit import (
     CancelRequest,
     LostRequest,
@@ -298,6 +298,9 @@ class Stage:
 
     def asked(self) -> list[RequestId]:
         return [request_id for batch in self.of(NoticeBatch) for request_id in batch.lacking]
+
+    def owner_seals(self) -> list[SealRequest]:
+        return [seal for batch in self.of(NoticeBatch) for seal in batch.seals]
 
     def batches(self) -> list[CommandBatch]:
         return self.of(CommandBatch)

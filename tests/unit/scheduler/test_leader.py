@@ -26,7 +26,8 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.ids import RequestId
-from antiphon.wire.seal import SealedRequest
+from antiphon.wire.seal import SealedRequest, SealRequest
+from antiphon.wire.submit import OwnerSeal
 
 
 def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
@@ -340,7 +341,7 @@ def test_what_is_lost_or_cancelled_is_not_asked_for() -> None:
     worker.runs(running(admit))
     gateway.follows(request.request_id, admit.attempt)
     stage.actors.remove(worker)
-    stage.pass_s(4.0)
+    stage.pass_s(14.0)
     assert {lost.request_id for lost in stage.lost()} == {"r"}
     stage.cancel(request)
     stage.pass_s(1.0)
@@ -389,7 +390,7 @@ def test_read_request_without_output_anywhere_is_lost_with_notices_until_closed(
     (admit,) = stage.admits()
     gateway.follows(request.request_id, admit.attempt)
     worker.silent = True
-    stage.pass_s(4.5)
+    stage.pass_s(14.5)
     notices = stage.lost()
     assert len(notices) >= 3
     assert {(lost.attempt, lost.error.code) for lost in notices} == {(admit.attempt, "worker_lost")}
@@ -441,7 +442,7 @@ def test_shown_attempt_that_no_worker_runs_ends_as_lost() -> None:
     request = stage.submit("r", attempt_floor=other_attempt(0))
     stage.pass_s(2.5)
     assert stage.leader.open_requests == 1, "a worker that is silent and not dead may run it"
-    stage.pass_s(1.5)
+    stage.pass_s(12.0)
     assert {lost.request_id for lost in stage.lost()} == {request.request_id}
     assert not stage.admits()
 
@@ -525,7 +526,75 @@ def test_late_attempt_of_another_leader_is_sealed_instead() -> None:
     assert set(asked[2:]) == {later}
 
 
-def test_output_that_no_detokenizer_seals_is_given_up() -> None:
+def test_output_of_a_dead_host_continues_from_what_its_owner_has_delivered() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r", choices=2)
+    (first,) = stage.admits()
+    gateway.follows(request.request_id, first.attempt)
+    worker.silent = detokenizer.silent = True
+    stage.enter(Role.WORKER, "worker-1")
+    stage.enter(Role.DETOKENIZER, "detokenizer-1")
+    stage.pass_s(3.0)
+    asked = SealRequest(request_id=request.request_id, attempt=first.attempt)
+    assert set(stage.owner_seals()) == {asked}
+    outputs = tuple(ChoiceOutput(choice=n, output_ids=pack_ids(range(n + 1))) for n in range(2))
+    sealed = OwnerSeal(sealed_to=first.attempt, attempts=(first.attempt,), choices=outputs)
+    again = msgspec.structs.replace(request, attempt_floor=first.attempt, sealed=sealed)
+    stage.leader.submit(again)
+    stage.pass_s(0.5)
+    (second,) = stage.admits()[1:]
+    assert (second.continues, second.lineage, second.owner_sealed) == (first.attempt, (), True)
+    assert (second.detokenizer, second.choices) == ("detokenizer-1", outputs)
+    stage.leader.submit(again)
+    stage.pass_s(0.5)
+    assert {admit.attempt for admit in stage.admits()[1:]} == {second.attempt}
+    assert not stage.lost()
+
+
+def test_attempt_that_its_owner_has_sealed_is_not_adopted_by_a_new_leader() -> None:
+    """Another leader has asked the owner, which refuses the text of what still runs."""
+    stage, *_ = usual()
+    old = other_attempt(0)
+    second = stage.enter(Role.WORKER, "worker-1")
+    second.reports(held(RequestId("r"), old))
+    output = ChoiceOutput(choice=0, output_ids=pack_ids([5]))
+    sealed = OwnerSeal(sealed_to=old, attempts=(old,), choices=(output,))
+    stage.submit("r", attempt_floor=old, sealed=sealed)
+    stage.pass_s(0.6)
+    assert [abort.attempt for abort in stage.aborts(second)][:1] == [old]
+    assert {(admit.continues, admit.choices) for admit in stage.admits()} == {(old, (output,))}
+
+
+def test_output_that_ended_at_a_detokenizer_which_died_is_sealed_by_its_owner() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    gateway.follows(request.request_id, admit.attempt)
+    ended = ChoiceOutput(choice=0, output_ids=pack_ids([1]), finish_reason=FinishReason.STOP)
+    detokenizer.accepted(admit, choices=(ended,))
+    worker.silent = True
+    stage.pass_s(3.0)
+    assert not stage.owner_seals()
+    detokenizer.silent = True
+    stage.pass_s(3.0)
+    assert {seal.attempt for seal in stage.owner_seals()} == {admit.attempt}
+
+
+def test_later_attempt_that_the_owner_follows_is_sealed_in_place_of_the_known_one() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    gateway.follows(request.request_id, admit.attempt)
+    worker.silent = detokenizer.silent = True
+    stage.pass_s(3.0)
+    later = other_attempt(9)
+    gateway.follows(request.request_id, later)
+    stage.pass_s(1.0)
+    assert stage.owner_seals()[0].attempt == admit.attempt
+    assert stage.owner_seals()[-1].attempt == later
+
+
+def test_output_that_is_not_sealed_is_given_up() -> None:
     stage, gateway, worker, detokenizer = usual()
     request = stage.submit("r")
     (admit,) = stage.admits()
@@ -534,7 +603,8 @@ def test_output_that_no_detokenizer_seals_is_given_up() -> None:
     stage.actors.remove(worker)
     stage.enter(Role.WORKER, "worker-0", 2)
     stage.pass_s(8.0)
-    assert (len(stage.of(SealCall)) > 5, stage.lost()) == (True, [])
+    assert (len(stage.of(SealCall)), len(stage.owner_seals()) > 5) == (3, True)
+    assert not stage.lost()
     stage.pass_s(6.0)
     assert {lost.request_id for lost in stage.lost()} == {request.request_id}
 

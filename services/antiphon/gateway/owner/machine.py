@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from antiphon.gateway.owner.actions import Accepted, Action, Deliver, Ended, TextDelta
 from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, StreamGaps, is_failure
-from antiphon.wire.base import Process, Term
+from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,6 +23,7 @@ from antiphon.wire.errors import (
     Internal,
     Overloaded,
     Unavailable,
+    WorkerLost,
     WrongTerm,
     decode_error,
 )
@@ -207,7 +208,8 @@ class Owner:
     def notice_arrived(self, batch: NoticeBatch, offset_ms: int = 0) -> list[Action]:
         """End what the leader has given up, unless a later attempt is already followed.
 
-        A request that the leader had accepted and lost is submitted again. `offset_ms` converts the
+        A request that the leader had accepted and lost is submitted again, and one whose output no
+        detokenizer has is sealed and submitted. `offset_ms` converts the
         leader's times to this process's clock.
         """
         stale = self._term is not None and batch.leader < self._term
@@ -226,6 +228,9 @@ class Owner:
             if request.is_settled and request.term == batch.leader
         ]
         self._submit_soon(forgotten)
+        for one in batch.seals:
+            if (request := self._requests.get(one.request_id)) is not None:
+                self._seal(request, one.attempt)
         return self._take_actions()
 
     def leader_changed(self, leading: Term | None) -> list[Action]:
@@ -268,6 +273,19 @@ class Owner:
         return self._open_list.whole()
 
     # Submission.
+
+    def _seal(self, request: OwnedRequest, attempt: Attempt) -> None:
+        """Fix the output as it was delivered, and submit it. A leader asks again if it gets none.
+
+        One that has missed a later attempt learns of it by the same submit.
+        """
+        try:
+            request.seal(attempt)
+        except WorkerLost as error:
+            self._end(request, error)
+            return
+        if not request.submitting:
+            self._submit(request)
 
     def _submit(self, request: OwnedRequest) -> None:
         request.submitting = True

@@ -10,10 +10,12 @@ import msgspec
 from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.service.sequence import Arrival, SeqReceiver
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
-from antiphon.wire.codec import id_count
-from antiphon.wire.errors import Internal
-from antiphon.wire.submit import OpenList, OpenRequest, SubmitRequest
+from antiphon.wire.codec import ID_BYTES, id_count
+from antiphon.wire.command import ChoiceOutput
+from antiphon.wire.errors import Internal, WorkerLost
+from antiphon.wire.submit import OpenList, OpenRequest, OwnerSeal, SubmitRequest
 from antiphon.wire.text import ChoiceCursor, Origin, TextRow
+from antiphon.wire.token_outputs import TokenOutputsBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,8 +29,18 @@ if TYPE_CHECKING:
 _LISTS_VALID = 3  # a list this many intervals old is no longer valid
 
 
+DETAILS_BYTES_MAX = 16 * 1024 * 1024
+"""Maximum token outputs kept of one request; with more, its output cannot be sealed here."""
+
+
 class OwnedChoice:
-    """Delivery state of one choice: places text by byte offset, token outputs by token."""
+    """Delivery state of one choice: places text by byte offset, token outputs and ids by token.
+
+    Attributes:
+        ids: The output ids, which determine at least the text delivered: int32, little-endian.
+        has_all_ids: Whether detokenizers have sent them; those up to version 0.4 do not.
+        outputs: The token outputs delivered, if any were requested.
+    """
 
     def __init__(self, first_token: int = 0) -> None:
         self.bytes_shown = 0
@@ -36,9 +48,18 @@ class OwnedChoice:
         self.finished = False
         self.tokens = self.reasoning_tokens = 0
         self.origins: tuple[Origin, ...] = ()
+        self.ids = bytearray()
+        self.has_all_ids = True
+        self.outputs = TokenOutputsBuffer(first_token)
+        self._ids_known = 0
+        self._finish: Finished | None = None
         self._first_token = first_token
         self._bytes_known = 0
         self._tokens_known = first_token
+
+    @property
+    def id_count(self) -> int:
+        return len(self.ids) // ID_BYTES
 
     @property
     def started(self) -> bool:
@@ -48,17 +69,35 @@ class OwnedChoice:
     def has_gap(self) -> bool:
         """Whether output beyond a gap has arrived."""
         beyond = self._bytes_known > self.bytes_shown or self._tokens_known > self.tokens_shown
-        return beyond and not self.finished
+        return (beyond or self._ids_known > self.id_count) and not self.finished
 
     def reset_gaps(self) -> None:
         """Forget output beyond a gap, which was of another attempt."""
         self._bytes_known, self._tokens_known = self.bytes_shown, self.tokens_shown
+        self._ids_known = self.id_count
+
+    def restart(self) -> None:
+        """Forget the ids of an attempt that is not continued; nothing of it was delivered."""
+        self.ids.clear()
+        self.outputs = TokenOutputsBuffer(self._first_token)
 
     def is_contiguous(self, row: TextRow) -> bool:
         token_offset = self.tokens_shown if row.details is None else row.details.offset
         self._bytes_known = max(self._bytes_known, row.text_offset)
         self._tokens_known = max(self._tokens_known, token_offset)
-        return row.text_offset <= self.bytes_shown and token_offset <= self.tokens_shown
+        id_start = row.tokens - id_count(row.ids)
+        self._ids_known = max(self._ids_known, id_start)
+        return (
+            row.text_offset <= self.bytes_shown
+            and token_offset <= self.tokens_shown
+            and id_start <= self.id_count
+        )
+
+    def append_ids(self, row: TextRow) -> None:
+        if row.text or row.tokens:
+            self.has_all_ids = row.tokens > 0
+        if (more := row.tokens - self.id_count) > 0:
+            self.ids += row.ids[-more * ID_BYTES :]
 
     def append_text(self, offset: int, text: str) -> str:
         """Return the new part of `text`, which must join the delivered text."""
@@ -72,7 +111,34 @@ class OwnedChoice:
             return None
         piece = piece.beyond(self.tokens_shown)
         self.tokens_shown = piece.end
+        self.outputs.append(piece.details)
         return piece
+
+    def finish(self, row: TextRow, reason: FinishReason) -> Finished:
+        self.finished = True
+        self._finish = Finished(
+            row.choice, reason, row.matched_stop, self.bytes_shown, self.origins
+        )
+        return self._finish
+
+    def sealed(self, index: int, *, with_outputs: bool) -> ChoiceOutput:
+        """What was delivered, for an attempt that continues from there.
+
+        Ids without token outputs are not sealed: those that determine the text have them.
+        """
+        finish = self._finish
+        matched = None if finish is None else finish.matched_stop
+        ids, outputs = bytes(self.ids), None
+        if with_outputs:
+            outputs = self.outputs.read(self._first_token, self.outputs.end)
+            ids = ids[: ID_BYTES * max(0, self.outputs.end)]
+        return ChoiceOutput(
+            choice=index,
+            output_ids=ids,
+            details=outputs,
+            finish_reason=None if finish is None else finish.reason,
+            matched_stop=None if isinstance(matched, str) else matched,
+        )
 
 
 class OwnedRequest:
@@ -83,6 +149,8 @@ class OwnedRequest:
         self.opened_at = now
         self.last_event_at = now
         self.attempt: Attempt | None = None  # the attempt that is followed
+        self.earlier: tuple[Attempt, ...] = ()  # those that it continues, the first one first
+        self.sealed_to: Attempt | None = None  # no text is accepted up to this attempt
         self.detokenizer: Process | None = None  # incarnation that sends it
         self.accepted = False  # a leader has, or had, the request
         self.term: Term | None = None  # of the leader that accepted it last
@@ -120,6 +188,7 @@ class OwnedRequest:
         return msgspec.structs.replace(
             self.submit,
             attempt_floor=self.attempt if self.has_output else None,
+            sealed=self._sealed(),
             waited_ms=round((now - self.opened_at) * 1000),
         )
 
@@ -137,6 +206,7 @@ class OwnedRequest:
                 choice=index,
                 text_offset=choice.bytes_shown,
                 token_offset=None if self._details_from is None else choice.tokens_shown,
+                tokens=choice.id_count,
             )
 
     def is_past(self, attempt: Attempt | None) -> bool:
@@ -147,21 +217,59 @@ class OwnedRequest:
         """Decide whether to deliver a row's attempt, switching to it if allowed.
 
         A higher attempt is followed if it continues the current one, directly or by others between,
-        or if nothing was delivered.
+        or if nothing was delivered. One that was sealed is not.
         """
+        if self.sealed_to is not None and row.attempt <= self.sealed_to:
+            return False
         if row.attempt == self.attempt:
             # A new incarnation of the detokenizer lacks choices that the worker finished before.
             return detokenizer == self.detokenizer
         if self.attempt is not None:
             if row.attempt < self.attempt:
                 return False
-            if self.has_output and self.attempt not in (row.continues, *row.lineage):
-                return False
+            if self.attempt not in (row.continues, *row.lineage):
+                if self.has_output:
+                    return False
+                for choice in self._choices:
+                    choice.restart()
         self.attempt = row.attempt
+        self.earlier = row.lineage if row.continues is None else (*row.lineage, row.continues)
         self.detokenizer = detokenizer
         for choice in self._choices:
             choice.reset_gaps()
         return True
+
+    def seal(self, attempt: Attempt) -> bool:
+        """Accept no more text up to this attempt; False if a later one is followed.
+
+        Raises:
+            WorkerLost: Its output is not here as ids, or there are too many token outputs.
+        """
+        if self.is_past(attempt):
+            return False
+        self.sealed_to = attempt if self.sealed_to is None else max(attempt, self.sealed_to)
+        outputs = sum(choice.outputs.size_bytes for choice in self._choices)
+        if not all(choice.has_all_ids for choice in self._choices):
+            raise WorkerLost("a detokenizer of an earlier version had the output and is lost")
+        if outputs > DETAILS_BYTES_MAX:
+            raise WorkerLost(f"{outputs} bytes of token outputs are too many to be continued")
+        return True
+
+    def _sealed(self) -> OwnerSeal | None:
+        """What was sealed, until a later attempt is followed."""
+        if self.sealed_to is None or self.is_past(self.sealed_to):
+            return None
+        if self.attempt is None or not self.has_output:
+            return OwnerSeal(sealed_to=self.sealed_to)
+        with_outputs = self._details_from is not None
+        return OwnerSeal(
+            sealed_to=self.sealed_to,
+            attempts=(*self.earlier, self.attempt),
+            choices=tuple(
+                choice.sealed(index, with_outputs=with_outputs)
+                for index, choice in enumerate(self._choices)
+            ),
+        )
 
     def apply(self, row: TextRow) -> Iterator[TextDelta | Finished]:
         if not 0 <= row.choice < len(self._choices):
@@ -172,6 +280,7 @@ class OwnedRequest:
         if not choice.is_contiguous(row):
             return
         offset = choice.bytes_shown  # offset of the new text, whatever was repeated before it
+        choice.append_ids(row)
         text = choice.append_text(row.text_offset, row.text)
         details = choice.append_outputs(row.details)
         if row.usage is not None:
@@ -182,14 +291,7 @@ class OwnedRequest:
             usage = None if row.usage is None else self.usage
             yield TextDelta(row.choice, offset, text, usage, details, choice.origins)
         if row.finish_reason is not None:
-            choice.finished = True
-            yield Finished(
-                row.choice,
-                row.finish_reason,
-                row.matched_stop,
-                choice.bytes_shown,
-                choice.origins,
-            )
+            yield choice.finish(row, row.finish_reason)
 
     def _usage(self, known: Usage) -> Usage:
         """The counts of all choices: the detokenizer of a row may not know those of others yet."""

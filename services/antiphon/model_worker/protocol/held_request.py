@@ -268,6 +268,7 @@ class HeldRequest:
             choices=len(admit.choices),
             continues=admit.continues,
             lineage=admit.lineage,
+            owner_sealed=admit.owner_sealed,
             stop=admit.stop,
             deadline_unix_ms=admit.deadline_unix_ms,  # by its owner's clock
             traceparent=admit.traceparent,
@@ -290,7 +291,10 @@ class HeldRequest:
         """Send all of it to another detokenizer."""
         self.attempt, self.detokenizer = message.attempt, message.detokenizer
         self._stream = msgspec.structs.replace(
-            self._stream, continues=message.continues, lineage=self._stream.earlier
+            self._stream,
+            continues=message.continues,
+            lineage=self._stream.earlier,
+            owner_sealed=False,
         )
         self._introduced = False
         for choice in self.choices:
