@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
+from tests.support.services import QUICK, Running, running
+from tests.support.wait import until
 
+from antiphon.config.settings import KvStorageConfig
+from antiphon.kv_storage.service import KvStorageService
 from antiphon.model_worker.batching.page_transfers import BlockTransfer, TransferDone
 from antiphon.model_worker.cache.codec import PageCodec
+from antiphon.model_worker.cache.groups import CacheGroup, CacheTensor, GroupKind
 from antiphon.model_worker.protocol.page_store import KvStorageClient
 from antiphon.model_worker.runner.pools import GroupMemory
 from antiphon.service.service import Report
@@ -22,10 +29,21 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.model_worker.cache.codec import BlockPages
-    from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.service.service import Runtime
 
 FETCH_TIMEOUT_S = 5.0
+PAGE_TOKENS = 16
+BLOCK_PAGES = BLOCK_TOKENS // PAGE_TOKENS
+KEYS = (
+    CacheGroup(
+        kind=GroupKind.FULL,
+        layers=(0, 1),
+        tensors=(CacheTensor(name="keys", dtype="bfloat16", shape=(2, 8)),),
+        page_tokens=PAGE_TOKENS,
+        pages_total=64,
+    ),
+)
+"""The cache of a model with keys alone."""
 
 
 class PageStoreUser:
@@ -41,7 +59,7 @@ class PageStoreUser:
         self.client = client
         self.memories = memories
         self.runtime = runtime
-        self._landed = landed
+        self.landed = landed
         self._numbers = count(1)
 
     def endpoints(self) -> tuple[()]:
@@ -76,7 +94,7 @@ class PageStoreUser:
         """Copy the blocks of a prompt, and return when the worker's pages are free."""
         transfer = self._transfer(namespace, ids, blocks)
         self.client.save(transfer)
-        assert await self._landed.get() == TransferDone(number=transfer.number)
+        assert await self.landed.get() == TransferDone(number=transfer.number)
 
     async def fetch(
         self,
@@ -88,7 +106,7 @@ class PageStoreUser:
         """Fetch the blocks of a prompt into these pages; how many can be used."""
         transfer = self._transfer(namespace, ids, blocks, timeout_s)
         self.client.fetch(transfer)
-        done = await self._landed.get()
+        done = await self.landed.get()
         assert done.number == transfer.number
         return done.blocks
 
@@ -125,3 +143,31 @@ class PageStoreUsers:
         codec, landed = PageCodec(self._groups, memories), asyncio.Queue[TransferDone]()
         async with KvStorageClient.lifespan(runtime, codec, landed.put_nowait) as client:
             yield PageStoreUser(client, memories, landed, runtime)
+
+
+@asynccontextmanager
+async def cluster(
+    nodes: int = 1, groups: Sequence[CacheGroup] = KEYS, **storage: float | str
+) -> AsyncGenerator[tuple[PageStoreUser, list[Running[KvStorageService]]]]:
+    """A worker and the nodes that it knows."""
+    broker = MemoryBroker()
+    settings = replace(QUICK, kv_storage=replace(KvStorageConfig(), **storage))
+    async with AsyncExitStack() as stack:
+        started = [
+            await stack.enter_async_context(
+                running(
+                    KvStorageService,
+                    MemoryTransport(broker),
+                    settings=settings,
+                    instance=f"kv_storage-{number}",
+                )
+            )
+            for number in range(nodes)
+        ]
+        worker = await stack.enter_async_context(
+            running(PageStoreUsers(groups), MemoryTransport(broker), settings=settings)
+        )
+        client = worker.service.client
+        await until(lambda: len(client._nodes) == nodes)
+        worker.service.fill(1)
+        yield worker.service, started

@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from msgspec.structs import replace
-from tests.support.memory_bus import MemoryBroker, MemoryTransport
-from tests.support.page_store import PageStoreUser, PageStoreUsers
-from tests.support.services import QUICK, Running, running
+from tests.support.page_store import BLOCK_PAGES, cluster
 from tests.support.wait import until
 
-from antiphon.config.settings import CacheConfig, KvStorageConfig
 from antiphon.kv_storage.pages import Page
-from antiphon.kv_storage.service import KvStorageService
-from antiphon.model_worker.cache.groups import CacheGroup, CacheTensor, GroupKind
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests, split_digests
 from antiphon.wire.namespaces import PageOrigin, announced_root, cache_namespace, stored_name
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import Sequence
 
+    from tests.support.page_store import PageStoreUser
+    from tests.support.services import Running
+
+    from antiphon.kv_storage.service import KvStorageService
     from antiphon.kv_storage.store import PageStore
     from antiphon.model_worker.cache.codec import BlockPages
 
-PAGE_TOKENS = 16
-BLOCK_PAGES = BLOCK_TOKENS // PAGE_TOKENS
 NAMESPACE = cache_namespace(PageOrigin(model_digest="model", weights="1"))
-SETTINGS = replace(QUICK, cache=replace(CacheConfig(), fetch_timeout_s=5.0))
-GROUPS = (
-    CacheGroup(
-        kind=GroupKind.FULL,
-        layers=(0, 1),
-        tensors=(CacheTensor(name="keys", dtype="bfloat16", shape=(2, 8)),),
-        page_tokens=PAGE_TOKENS,
-        pages_total=64,
-    ),
-)
 
 
 def ids(blocks: int, seed: int = 0) -> bytes:
@@ -57,34 +42,6 @@ def pages(blocks: int, first: int = 0) -> list[BlockPages]:
 def names(prompt: bytes, namespace: bytes = NAMESPACE) -> list[bytes]:
     digests = split_digests(block_digests(announced_root(namespace), prompt))
     return [stored_name(namespace, digest) for digest in digests]
-
-
-@asynccontextmanager
-async def cluster(
-    nodes: int = 1, **storage: float | str
-) -> AsyncGenerator[tuple[PageStoreUser, list[Running[KvStorageService]]]]:
-    """A worker and the nodes that it knows."""
-    broker = MemoryBroker()
-    settings = replace(SETTINGS, kv_storage=replace(KvStorageConfig(), **storage))
-    async with AsyncExitStack() as stack:
-        started = [
-            await stack.enter_async_context(
-                running(
-                    KvStorageService,
-                    MemoryTransport(broker),
-                    settings=settings,
-                    instance=f"kv_storage-{number}",
-                )
-            )
-            for number in range(nodes)
-        ]
-        worker = await stack.enter_async_context(
-            running(PageStoreUsers(GROUPS), MemoryTransport(broker), settings=settings)
-        )
-        client = worker.service.client
-        await until(lambda: len(client._nodes) == nodes)
-        worker.service.fill(1)
-        yield worker.service, started
 
 
 def store(node: Running[KvStorageService]) -> PageStore:
