@@ -67,8 +67,9 @@ test-unit: setup  ## The fast tests of one package: PKG=gateway; ARGS are pytest
 test-kernels: setup  ## Operations against their references
 	$(BIN)/pytest -q tests/kernels tests/models
 
-test-faults: test-tools  ## Killed services, lost messages, simulated worlds
-	$(BIN)/pytest -q tests/simulation tests/system -m "not gpu"
+test-faults: test-tools  ## Simulated worlds, killed services, and all faults under load: writes docs/reliability.md
+	$(BIN)/pytest -q tests/simulation tests/system/test_lives.py tests/system/test_migration.py -m "not gpu and not long"
+	$(BIN)/python -m tests.faults.matrix
 
 test-long: setup  ## Tests that take minutes
 	$(BIN)/pytest -q -m "long and not gpu"

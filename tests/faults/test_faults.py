@@ -1,0 +1,34 @@
+"""Each kind of fault once, of real processes under load: nothing is lost, and nothing is wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+from tests.faults.faults import EACH_KIND, Fault
+from tests.faults.matrix import FaultBed, fault_bed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+CLIENTS = 20
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def bed() -> AsyncIterator[FaultBed]:
+    async with fault_bed(CLIENTS) as running:
+        yield running
+
+
+@pytest.mark.parametrize("fault", EACH_KIND, ids=[fault.name for fault in EACH_KIND])
+async def test_no_request_is_lost_and_none_says_anything_else(bed: FaultBed, fault: Fault) -> None:
+    outcome = await bed.suffer(fault)
+    assert (outcome.lost, outcome.wrong) == ([], [])
+    assert outcome.hit == CLIENTS
+    assert outcome.complete >= CLIENTS
