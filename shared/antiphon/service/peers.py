@@ -227,7 +227,7 @@ class PeerTable:
     def on_heartbeat(self, beat: Heartbeat) -> None:
         """Process a heartbeat. Our own ones come back, too: they prove that the link works."""
         if beat.process == self._process:
-            self._on_own_heartbeat()
+            self._on_own_heartbeat(beat)
             return
         now_ms = self._clock.unix_ms()
         timing = self._timings.get(beat.process) or ClockOffset()
@@ -273,12 +273,15 @@ class PeerTable:
         silence_max = 2 * self._liveness.heartbeat_s
         return self._echo_at is not None and self._clock.now() - self._echo_at <= silence_max
 
-    def _on_own_heartbeat(self) -> None:
+    def _on_own_heartbeat(self, beat: Heartbeat) -> None:
         now = self._clock.now()
         if not self._link_whole():
             for peer in self._peers.values():
                 self._peers[peer.process.instance] = replace(peer, received_at=now)
-        if self._echoed_at is not None and now - self._echoed_at >= self._liveness.suspect_s:
+        # A process that was frozen right after its start has sent no heartbeat since its first one.
+        sent_at = now - (self._clock.unix_ms() - self._sent_ms(beat)) / 1000
+        heard_at = sent_at if self._echoed_at is None else self._echoed_at
+        if now - heard_at >= self._liveness.suspect_s:
             self._silent_until = now
         self._echo_at = self._echoed_at = now
 

@@ -226,6 +226,16 @@ def test_peers_record_a_process_with_our_name_before_our_first_heartbeat() -> No
     assert world.peers.take_name_conflict() is not None
 
 
+@pytest.mark.parametrize(("late_s", "yields"), [(6.0, True), (0.2, False)])
+def test_a_process_that_froze_before_its_first_heartbeat_came_back_may_have_lost_its_name(
+    late_s: float, *, yields: bool
+) -> None:
+    world = World(joined=False)
+    world.beat(US.instance, US.incarnation, late_s=late_s)
+    world.beat(US.instance, "another")
+    assert bool(world.peers.take_name_conflict()) == yields
+
+
 @pytest.mark.parametrize("ahead_s", [1.5, 2.5, -2.5, 4.9, -4.9])
 def test_peers_measure_how_far_a_clock_is_from_ours(world: World, ahead_s: float) -> None:
     for turn in range(20):
