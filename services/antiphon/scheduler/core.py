@@ -18,10 +18,12 @@ from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
 from antiphon.scheduler.worker_caches import WorkerCaches
 from antiphon.service.peers import Peer, PeerChange, PeerTable
-from antiphon.wire.base import Process, Role, Term, leading_term
+from antiphon.wire.base import Attempt, Process, Role, Term, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from antiphon.scheduler.outbox import Action, SealCall
     from antiphon.service.clock import Clock
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
@@ -101,6 +103,7 @@ class SchedulerCore:
         }
 
     def submit(self, request: SubmitRequest) -> SubmitAccepted:
+        self._observe_attempts([request.attempt_floor])
         return self._require_leader_term().submit(request)
 
     def cancel(self, request: CancelRequest) -> CancelAccepted:
@@ -115,14 +118,18 @@ class SchedulerCore:
             return False
         if change.model != self._model or not self._peers.is_alive(change.owner):
             return True
-        if self._lists.apply(change, self._clock.now()) and self._reconciliation is not None:
-            self._reconciliation.on_open_list(change)
+        if self._lists.apply(change, self._clock.now()):
+            self._observe_attempts(line.attempt for line in change.opened)
+            if self._reconciliation is not None:
+                self._reconciliation.on_open_list(change)
         return True
 
     def on_sealed(self, call: SealCall, answer: AttemptsSealed | None) -> None:
         """Apply a detokenizer's reply; None if it gave none: it is asked again."""
-        leader_term = self._leader_term
-        if leader_term is not None and answer is not None:
+        if answer is None:
+            return
+        self._observe_attempts(sealed.attempt for sealed in answer.requests)
+        if (leader_term := self._leader_term) is not None:
             leader_term.migration.on_sealed(call, answer)
             leader_term.bind_waiting()
 
@@ -195,10 +202,23 @@ class SchedulerCore:
             if not self._leadership.observe_term(load.term):
                 self._peers.reject_heartbeat(peer.heartbeat, "worker.term")
             self._check_term()
+        self._observe_attempts(report.held.values())
         self._note_stall(peer.process, is_stalled=stalled(load, self._rules.stall_s))
         self._update_ready()
         if self._reconciliation is not None:
             self._reconciliation.on_worker_report(peer, load, report)
+
+    def _observe_attempts(self, attempts: Iterable[Attempt | None]) -> None:
+        """Give up a term that is lower than that of an attempt: a higher one is claimed next.
+
+        Attempts are ordered by their terms, so what this term bound would be refused wherever this
+        attempt is known. It is of a term that no live scheduler and no worker has told of.
+        """
+        term = self._leadership.term
+        latest = max((each.term for each in attempts if each is not None), default=None)
+        if term is not None and latest is not None and latest > term:
+            self._leadership.observe_term(latest)
+            self._check_term()
 
     def _peer_died(self, peer: Peer) -> None:
         process = peer.process

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from antiphon.scheduler.request_table import RequestTable
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peer, PeerTable
-    from antiphon.wire.base import Attempt, Process
+    from antiphon.wire.base import Attempt, Process, Term
     from antiphon.wire.errors import EngineError
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
     from antiphon.wire.submit import OwnerSeal
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 class Leader(Protocol):
     """What a migration needs of the leader term."""
 
+    term: Term
     model: ModelName
     rules: LeaderConfig
     clock: Clock
@@ -195,6 +196,11 @@ class Migration:
 
     def _continue(self, entry: RequestEntry) -> None:
         """Queue a sealed request, to be bound again."""
+        sealed_to = entry.sealed_to
+        if sealed_to is not None and sealed_to.term > self._leader_term.term:
+            # Of a term that no election gives: what is bound in this one would be refused.
+            self._leader_term.fail(entry, WorkerLost("the answer that was being read is lost"))
+            return
         if continuation_bytes(entry) > self._rules.payload_bytes_max:
             self._leader_term.fail(entry, WorkerLost("the output is too large to be continued"))
             return

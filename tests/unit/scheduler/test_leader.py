@@ -512,9 +512,9 @@ def test_late_attempt_of_another_leader_is_sealed_instead() -> None:
     """The detokenizer follows an attempt that this leader did not know."""
     stage, gateway, worker, detokenizer = usual()
     request = stage.submit("r")
-    (admit,) = stage.admits()
-    gateway.follows(request.request_id, admit.attempt)
-    later = other_attempt(9)
+    earlier, later = other_attempt(0), other_attempt(0, n=2)
+    gateway.follows(request.request_id, earlier)
+    worker.reports(held(request.request_id, earlier))
     detokenizer.outputs[request.request_id] = SealedRequest(
         request_id=request.request_id, attempt=later, sealed=False
     )
@@ -522,7 +522,7 @@ def test_late_attempt_of_another_leader_is_sealed_instead() -> None:
     stage.enter(Role.WORKER, "worker-0", 2)
     stage.pass_s(4.0)
     asked = [call.message.requests[0].attempt for call in stage.of(SealCall)]
-    assert asked[:2] == [admit.attempt, later]
+    assert asked[:2] == [earlier, later]
     assert set(asked[2:]) == {later}
 
 
@@ -587,11 +587,27 @@ def test_later_attempt_that_the_owner_follows_is_sealed_in_place_of_the_known_on
     gateway.follows(request.request_id, admit.attempt)
     worker.silent = detokenizer.silent = True
     stage.pass_s(3.0)
-    later = other_attempt(9)
+    later = msgspec.structs.replace(admit.attempt, n=9)
     gateway.follows(request.request_id, later)
     stage.pass_s(1.0)
     assert stage.owner_seals()[0].attempt == admit.attempt
     assert stage.owner_seals()[-1].attempt == later
+
+
+def test_output_of_a_term_that_no_election_gives_is_given_up() -> None:
+    """No attempt of this leader comes after it, so none would be followed."""
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    later = other_attempt(2**40)
+    gateway.follows(request.request_id, later)
+    worker.reports(held(request.request_id, later))
+    detokenizer.outputs[request.request_id] = SealedRequest(
+        request_id=request.request_id, attempt=later, choices=(ChoiceOutput(choice=0),)
+    )
+    stage.actors.remove(worker)
+    stage.enter(Role.WORKER, "worker-0", 2)
+    stage.pass_s(4.0)
+    assert {lost.request_id for lost in stage.lost()} == {request.request_id}
 
 
 def test_output_that_is_not_sealed_is_given_up() -> None:

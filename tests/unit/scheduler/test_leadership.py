@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.scheduler.stage import Actor, Stage, process, usual
+from tests.unit.scheduler.stage import Actor, Stage, held, other_attempt, process, usual
 
 from antiphon.wire.base import Process, Role, Term
 from antiphon.wire.errors import Unavailable, WrongTerm
+from antiphon.wire.seal import SealedRequest
 
 ANOTHER = process("scheduler-9")
 
@@ -97,6 +98,30 @@ def test_a_term_that_a_worker_has_obeyed_is_surpassed() -> None:
     worker_obeyed(stage, 7, process("scheduler-0", life=0))
     stage.pass_s(1.2)
     assert stage.leader.term == mine(8)
+
+
+@pytest.mark.parametrize("teller", ["gateway", "submit", "worker", "detokenizer"])
+def test_the_term_of_an_attempt_is_surpassed(teller: str) -> None:
+    """Its leader and workers are gone: only requests tell of it, and they follow later attempts."""
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    later = other_attempt(9)
+    match teller:
+        case "gateway":
+            gateway.follows(request.request_id, later)
+        case "submit":
+            with pytest.raises(Unavailable):
+                stage.submit("s", attempt_floor=later)
+        case "worker":
+            worker.reports(held(request.request_id, later))
+        case _:
+            sealed = SealedRequest(request_id=request.request_id, attempt=later, sealed=False)
+            detokenizer.outputs[request.request_id] = sealed
+            gateway.follows(request.request_id, admit.attempt)
+            worker.silent = True
+    stage.pass_s(4.0)
+    assert stage.leader.term == mine(10)
 
 
 def test_silence_while_the_link_is_down_makes_no_leader() -> None:
