@@ -115,7 +115,8 @@ class World:
             eps=EPS,
             norm="layer",
         )
-        return stack(self.residual.clone(), [self.turns], self.groups)
+        hidden, finite, _ = stack(self.residual.clone(), [self.turns], self.groups)
+        return hidden, finite
 
     def _cache_of(self, index: int) -> LayerKvCache | UncachedHeads:
         if self.bidirectional:

@@ -103,6 +103,7 @@ def a_world(
             correction=None,
             gate_up=[linear(HIDDEN, 2 * EXPERT_WIDTH, halves=True) for _ in range(count)],
             down=[linear(EXPERT_WIDTH, HIDDEN) for _ in range(count)],
+            first=0,
             activation="silu",
             shared=(linear(HIDDEN, 2 * WIDTH, halves=True), linear(WIDTH, HIDDEN)),
             shared_gate=linear(HIDDEN, 1) if count % 2 else None,
@@ -197,7 +198,8 @@ def fed_forward(layer: FusedDecoderLayer, ops: Ops, normed: Tensor) -> Tensor:
 
 def fused(world: World, caches: list[LayerKvCache]) -> tuple[Tensor, Tensor | None]:
     layers = zip(world.layers, caches, strict=True)
-    return decoder_of(world, layers)(world.residual.clone(), [world.turns], world.rows)
+    hidden, finite, _ = decoder_of(world, layers)(world.residual.clone(), [world.turns], world.rows)
+    return hidden, finite
 
 
 def decoder_of(
@@ -212,6 +214,7 @@ def decoder_of(
         final_norm=NormWeights(world.final_norm),
         eps=EPS,
         ends=ends,
+        aux_layers=() if ends is None else (1, 2),
     )
 
 
@@ -443,8 +446,11 @@ def same(one: FusedDecoderOutput | None, other: FusedDecoderOutput) -> bool:
     assert one is not None
     assert one.argmax is not None
     assert other.argmax is not None
+    assert one.aux is not None
+    assert other.aux is not None
     return (
         torch.equal(one.hidden, other.hidden)
+        and torch.equal(one.aux, other.aux)
         and torch.equal(one.logits, other.logits)
         and one.argmax.tolist() == other.argmax.tolist()
         and one.finite is other.finite is one.logits_finite is other.logits_finite is None
@@ -518,7 +524,8 @@ def test_a_bare_result_is_the_likeliest_alone_where_all_is_finite(going: bool) -
         bare = walk.again(stack, bare=True) if going else walk.score(stack, bare=True)
         assert bare is not None
         if not bad:
-            assert bare[:-1] == (None, None, None, None)
+            assert bare[:4] == (None, None, None, None)
+            assert bare.aux is not None
             assert bare.argmax is not None
             assert bare.argmax.tolist() == full.logits.argmax(dim=1).tolist()
     assert said(bare.finite) == said(bare.logits_finite) == [True, False, True]

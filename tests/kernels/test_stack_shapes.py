@@ -167,7 +167,10 @@ class Stacked:
         return cls(world, shape, final, turns)
 
     def fused(
-        self, caches: list[LayerKvCache], ends: EmbeddingAndHead | None = None
+        self,
+        caches: list[LayerKvCache],
+        ends: EmbeddingAndHead | None = None,
+        aux_layers: tuple[int, ...] = (),
     ) -> FusedDecoder:
         return FusedDecoder(
             zip(self.world.layers, caches, strict=True),
@@ -177,16 +180,24 @@ class Stacked:
             eps=EPS,
             norm=self.shape.norm,
             ends=ends,
+            aux_layers=aux_layers,
         )
 
     def run(self, caches: list[LayerKvCache]) -> tuple[Tensor, Tensor | None]:
         world = self.world
-        return self.fused(caches)(world.residual.clone(), self.turns, world.rows)
+        hidden, finite, aux = self.fused(caches)(world.residual.clone(), self.turns, world.rows)
+        assert aux is None
+        return hidden, finite
 
     def one_by_one(self, ops: Ops, caches: list[LayerKvCache]) -> Tensor:
         """The layers as the decoder runs them when they are not fused."""
-        stream = self.world.residual
+        return self.streams(ops, caches)[-1]
+
+    def streams(self, ops: Ops, caches: list[LayerKvCache]) -> list[Tensor]:
+        """The streams that enter the layers, and the last one, normalised."""
+        stream, entering = self.world.residual, list[Tensor]()
         for layer, cache in zip(self.world.layers, caches, strict=True):
+            entering.append(stream)
             attended = self._left(
                 ops, layer, layer.attention_norms, self._attended(ops, layer, cache, stream)
             )
@@ -200,7 +211,7 @@ class Stacked:
             made = self._fed_forward(ops, layer, read)
             stream = stream + self._left(ops, layer, layer.mlp_norms, made)
             stream = self._normed(ops, layer.mlp_norms.of_sum, stream)
-        return self._normed(ops, self.final_norm, stream)
+        return [*entering, self._normed(ops, self.final_norm, stream)]
 
     def _normed(self, ops: Ops, norm: NormWeights | None, x: Tensor) -> Tensor:
         if norm is None:
@@ -259,6 +270,33 @@ def test_a_stack_has_the_bits_of_its_operations(isa: str, dtype: torch.dtype, sh
             for one, other in zip(apart, together, strict=True):
                 assert torch.equal(one.keys, other.keys)
                 assert torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("aux_layers", [(1,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_streams_that_enter_auxiliary_layers_are_kept(
+    isa: str, shape: Shape, aux_layers: tuple[int, ...]
+) -> None:
+    dtype = torch.bfloat16
+    with using(isa):
+        ops = select(DeviceCapability("cpu", dtype=dtype))
+        for passed in PASSES.values():
+            stacked = Stacked.of(shape, dtype, passed)
+            world = stacked.world
+            streams = stacked.streams(ops, world.copied_caches())
+            stack = stacked.fused(world.copied_caches(), aux_layers=aux_layers)
+            hidden, _, aux = stack(world.residual.clone(), stacked.turns, world.rows)
+            assert aux is not None
+            assert torch.equal(aux, torch.cat([streams[layer] for layer in aux_layers], dim=-1))
+            assert torch.equal(hidden, streams[-1])
+
+
+@pytest.mark.parametrize("aux_layers", [(3,), (-1,), (2, 1), (1, 1)])
+def test_auxiliary_layers_are_layers_in_their_order(aux_layers: tuple[int, ...]) -> None:
+    stacked = Stacked.of(next(iter(SHAPES.values())), torch.bfloat16, PASSES["one decode"])
+    with pytest.raises(RuntimeError, match="auxiliary layers are layers, ascending"):
+        stacked.fused(stacked.world.copied_caches(), aux_layers=aux_layers)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -376,7 +376,7 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
     kind: frozenset(fields.split())
     for kind, fields in {
         ModelSpec: "vocabulary hidden norm_name layer_name ignored prefix"
-        " old_endings passed_over further_layers",
+        " old_endings passed_over further_layers draft_head",
         EmbeddingSpec: "name types_count norm_name",
         HeadSpec: "name tied",
         ClassificationHeadSpec: "labels name",
@@ -384,7 +384,7 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         LayerSpec: "norms",
         # What has no weight, or another shape of it, could not be loaded otherwise.
         NormSpec: "eps affine bias",
-        AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary",
+        AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary inputs",
         LatentSpec: "sizes query_latent rotary",
         ParallelMixersSpec: "",
         MixerBranch: "",

@@ -80,6 +80,7 @@ class AttentionSpec:
     # the head's query in the checkpoint's tensor.
     gated: bool = False
     names: AttentionNames = field(default_factory=AttentionNames)
+    inputs: int | None = None  # width of what it reads; None: that of the residual stream
 
     @property
     def cache(self) -> KvSpec | NoCache:
@@ -100,7 +101,9 @@ class Attention(Sublayer):
         self._head_size = spec.head_size
         self._gated = spec.gated
         query_heads = build.share(spec.query_heads, f"{site.name}.attention")
-        self._qkv = site.column("attention.qkv", _parts(site, spec), bias=spec.qkv_bias)
+        self._qkv = site.column(
+            "attention.qkv", _parts(site, spec), bias=spec.qkv_bias, inputs=spec.inputs
+        )
         self._out = site.row(
             names.out,
             spec.query_heads * spec.head_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -60,10 +60,20 @@ LatentAttentionBackend = Callable[[int, Tensor, Tensor, LatentAttentionParams], 
 and latents (T, R + O), of which the last O are rotated, and its parameters  ->  (T, Q, V). Axes as
 in `antiphon.kernels.latent`."""
 
-FusedForward = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+class HiddenStates(NamedTuple):
+    """What the layers make of the tokens of a pass."""
+
+    hidden: Tensor  # (T, hidden), normalised
+    finite: Tensor | None  # (T,) whether all of a token's elements are; None: all of all tokens are
+    # (T, layers * hidden), the residual stream as it enters each of the context's `aux_layers`;
+    # None: there are none.
+    aux: Tensor | None = None
+
+
+FusedForward = Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
 """All layers of a forward pass and the final norm in one call, with the bits of layer by layer:
-residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: whether all of a
-token's elements are finite; None: all of all tokens are."""
+residual (T, hidden), overwritten  ->  `HiddenStates`."""
 
 
 class ExpertRanks(Protocol):
@@ -119,3 +129,4 @@ class ForwardContext:
     # (T,) int32, the type of each token; unset: all are of type 0.
     token_types: Tensor | None = None
     fused: FusedForward | None = None  # unset: this pass runs layer by layer
+    aux_layers: tuple[int, ...] = ()  # ascending; see `HiddenStates.aux`

@@ -41,12 +41,21 @@ class LayerBuildContext:
         return f"{self.name}.{tensor}"
 
     def column(
-        self, name: str, parts: tuple[LinearPart, ...], *, bias: bool, halves: bool = False
+        self,
+        name: str,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        halves: bool = False,
+        inputs: int | None = None,
     ) -> ColumnLinear:
-        """A linear from the residual stream to this rank's share of each part."""
+        """A linear from the residual stream to this rank's share of each part.
+
+        `inputs`: the width of what it reads in place of the stream.
+        """
         return ColumnLinear(
             f"{self.name}.{name}",
-            self.hidden,
+            inputs or self.hidden,
             parts,
             bias=bias,
             build=self.build,

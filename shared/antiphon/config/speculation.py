@@ -29,17 +29,18 @@ class MatchType(StrEnum):
 class SpeculationConfig(Config):
     """Speculative decoding: tokens are drafted, and a decode step verifies several of a request."""
 
-    algorithm: Literal["none", "ngram", "standalone"] = "none"
+    algorithm: Literal["none", "ngram", "standalone", "eagle3"] = "none"
     """Source of draft tokens: none disables speculative decoding; ngram drafts what followed the
     same tokens in earlier prompts and outputs of the same tenant and cache salt; standalone drafts
-    with the small model draft_model."""
+    with the small model draft_model; eagle3 drafts with draft_model, a draft head of EAGLE-3 that
+    was trained for the served model."""
     verify_tokens: TokensToVerify = 8
     """Maximum number of tokens of a request in one decode step: its last token and the draft tokens
     after it."""
     draft_model: str = ""
     """Path or name of the draft model, as in model.path: a small model with the vocabulary of the
-    served one, whose layers all attend to the whole context. Required by standalone, and refused
-    with any other algorithm."""
+    served one, whose layers all attend to the whole context; or a draft head for it. Required by
+    standalone and eagle3, and refused with any other algorithm."""
     draft_steps: Tokens | None = None
     """Maximum number of tokens that the draft model drafts for a request in one step; a decode step
     then verifies one more, whatever verify_tokens is. Unset: verify_tokens - 1."""
@@ -73,16 +74,18 @@ class SpeculationConfig(Config):
     """Maximum number of tokens of all external corpora, about 70 bytes each."""
 
     def __post_init__(self) -> None:
-        if self.algorithm == "standalone" and not self.draft_model:
+        drafts = self.algorithm in ("standalone", "eagle3")
+        if drafts and not self.draft_model:
             raise ValueError(
-                "algorithm = standalone drafts with a model: set draft_model "
+                f"algorithm = {self.algorithm} drafts with a model: set draft_model "
                 "(--speculative-draft-model-path)"
             )
-        if self.draft_model and self.algorithm != "standalone":
+        if self.draft_model and not drafts:
             raise ValueError(
                 f"draft_model (--speculative-draft-model-path) is not used by algorithm = "
-                f"{self.algorithm}: set algorithm = standalone (--speculative-algorithm STANDALONE)"
-                ", or leave draft_model unset"
+                f"{self.algorithm}: set algorithm = standalone "
+                "(--speculative-algorithm STANDALONE) or eagle3 (EAGLE3), or leave draft_model "
+                "unset"
             )
         window_max = min(self.ngram_window_max, self.ngram_depth - 1)
         if self.ngram_window_min > window_max:

@@ -154,6 +154,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     """A classifier's labels, in the order of its scores."""
     causal: bool = True
     """Whether attention is causal. Without causal attention there is no KV cache."""
+    target_hidden_size: int | None = None
+    """Hidden size of the model that a draft head drafts for."""
 
     def kv_bytes(self, dtype: Dtype | CacheDtype, ranks: int = 1) -> int:
         """KV cache bytes of one token (keys and values, or latents) in all caching layers.
@@ -235,6 +237,9 @@ def read_card(location: ModelLocation) -> ModelCard:
         task=task,
         labels=_labels(config) if task is Task.SCORE else (),
         causal=not (is_bidirectional(architecture) or config.bidirectional),
+        target_hidden_size=config.target_hidden_size or config.hidden_size
+        if task is Task.DRAFT
+        else None,
     )
 
 
@@ -303,6 +308,7 @@ class _CardFields(msgspec.Struct):
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int | None = None
+    target_hidden_size: int | None = None
     num_nextn_predict_layers: int = 0
     """Multi-token prediction layers after the last layer, which are not loaded."""
 

@@ -257,9 +257,17 @@ class Task(StrEnum):
     """Embeddings only."""
     SCORE = "score"
     """Scores per label, or a reward; it can also embed."""
+    DRAFT = "draft"
+    """Draft tokens of the model whose hidden states it reads."""
+
+
+DRAFT_HEADS = ("LlamaForCausalLMEagle3",)
+"""Architectures that draft for another model, whose embeddings they use."""
 
 
 def task_of(architecture: str) -> Task:
+    if architecture in DRAFT_HEADS:
+        return Task.DRAFT
     if architecture.endswith(("ForSequenceClassification", "ForRewardModel")):
         return Task.SCORE
     # Masked tokens are not served; the layers below their head can embed.
@@ -287,6 +295,8 @@ def unused_prefixes(architecture: str) -> tuple[str, ...]:
     """Prefixes of tensors in a checkpoint that belong to another task than the architecture's."""
     if architecture in MULTIMODAL_ARCHITECTURES:
         return (*VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
+    if architecture in DRAFT_HEADS:
+        return ("embed_tokens.", "t2d")
     embeds = is_bidirectional(architecture) and task_of(architecture) is Task.EMBED
     return _OTHER_HEADS if embeds else ()
 

@@ -56,7 +56,7 @@ def draft_files(settings: Settings) -> ModelFiles | None:
 def draft_settings(settings: Settings) -> Settings | None:
     """Return the settings as if the draft model was the served one; None without a draft model."""
     speculation = settings.speculation
-    if speculation.algorithm != "standalone":
+    if not speculation.draft_model:
         return None
     model = replace(
         settings.model,

@@ -61,12 +61,20 @@ def check_draft(settings: Settings, card: ModelCard, draft: ModelCard) -> None:
         ConfigError: It cannot, with the reason.
     """
     named = f"speculation.draft_model = {settings.speculation.draft_model}"
+    algorithm = settings.speculation.algorithm
     if card.task is not Task.GENERATE or settings.model.embedding:
         raise ConfigError(
-            "speculation.algorithm = standalone: the served model generates no tokens, so that "
+            f"speculation.algorithm = {algorithm}: the served model generates no tokens, so that "
             "there is nothing to draft; use none"
         )
-    if draft.task is not Task.GENERATE or not draft.causal:
+    if algorithm == "eagle3":
+        _check_draft_head(named, card, draft)
+    elif draft.task is Task.DRAFT:
+        raise ConfigError(
+            f"{named}: {draft.architecture} is a draft head; set speculation.algorithm = eagle3 "
+            "(--speculative-algorithm EAGLE3)"
+        )
+    elif draft.task is not Task.GENERATE or not draft.causal:
         raise ConfigError(f"{named}: {draft.architecture} does not generate text token by token")
     if draft.vocabulary_size != card.vocabulary_size:
         raise ConfigError(
@@ -82,6 +90,19 @@ def check_draft(settings: Settings, card: ModelCard, draft: ModelCard) -> None:
         raise ConfigError(
             f"{named}: a draft model with latent attention (MLA) is not supported; use one that "
             "caches keys and values"
+        )
+
+
+def _check_draft_head(named: str, card: ModelCard, draft: ModelCard) -> None:
+    if draft.task is not Task.DRAFT:
+        raise ConfigError(
+            f"{named}: {draft.architecture} is no draft head of EAGLE-3; a model of its own drafts "
+            "with speculation.algorithm = standalone (--speculative-algorithm STANDALONE)"
+        )
+    if draft.target_hidden_size != card.hidden_size:
+        raise ConfigError(
+            f"{named}: it drafts for a model with hidden states of {draft.target_hidden_size} "
+            f"elements, and those of the served model have {card.hidden_size}"
         )
 
 
@@ -113,10 +134,13 @@ def check_draft_tokenizer(settings: Settings) -> None:
 def check_draft_context(settings: Settings, draft: ModelCard, context_tokens: int) -> None:
     """Check that a draft model can read the longest request that is served.
 
+    Configs of draft heads say how long the texts were that they were trained on: they draft worse
+    beyond, and read on.
+
     Raises:
         ConfigError: It cannot, with the context length that it allows.
     """
-    if draft.context_tokens < context_tokens:
+    if draft.task is not Task.DRAFT and draft.context_tokens < context_tokens:
         raise ConfigError(
             f"speculation.draft_model = {settings.speculation.draft_model}: its context of "
             f"{draft.context_tokens} tokens is shorter than the {context_tokens} that are served; "

@@ -98,6 +98,10 @@ def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
     return beside
 
 
+AUX_LAYERS = 3
+"""Layers of the served model that draft heads usually read."""
+
+
 def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
     """Approximate peak of the activations of a forward pass of `tokens` tokens.
 
@@ -109,6 +113,9 @@ def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
     if card.latent is not None:
         attention, expanded = card.latent.token_numbers(card.heads), EXPANDED_BYTES_MAX
     width = 3 * card.hidden_size + attention + _feed_forward_numbers(card)
+    if card.target_hidden_size is not None:
+        # What a draft head reads of the served model, which keeps it; and twice the stream.
+        width += 2 * AUX_LAYERS * card.target_hidden_size + 2 * card.hidden_size
     recurrent = 0 if card.states is None else card.states.activation_bytes(tokens)
     return tokens * item_bytes(dtype) * width + expanded + recurrent
 
@@ -124,7 +131,7 @@ def _feed_forward_numbers(card: ModelCard) -> int:
 
 def logits_bytes(card: ModelCard, rows: int) -> int:
     """Peak memory of sampling a token for each of `rows` rows."""
-    if card.task is not Task.GENERATE:
+    if card.task not in (Task.GENERATE, Task.DRAFT):
         return 0
     return LOGIT_COPIES * rows * card.vocabulary_size * LOGIT_BYTES
 

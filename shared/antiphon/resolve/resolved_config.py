@@ -144,6 +144,11 @@ def resolve(
     `draft` is the draft model of speculative decoding, if the settings name one. Numbers of
     threads, bytes and pages are those of one rank.
     """
+    if card.task is Task.DRAFT:
+        raise ConfigError(
+            f"model.path: {card.architecture} is a draft head, which only drafts for another "
+            "model: set it as speculation.draft_model (--speculative-draft-model-path)"
+        )
     ranks = _ranks(settings)
     layers = implementation or ResolvedValue(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":

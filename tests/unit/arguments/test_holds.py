@@ -269,7 +269,7 @@ def test_request_whose_numbers_are_not_finite_ends_with_an_error(mixture: Path) 
     def ends(settings: Settings) -> list[tuple[int, str]]:
         """The ends of two requests, one of which has a token without a finite embedding."""
         engine = open_engine(settings)
-        table = cast("Any", engine.runner)._model.own_decoder._embedding.table
+        table = cast("Any", engine.runner)._model.own_decoder.embedding.table
         table[poison] = torch.nan
         return finishes(engine, [[5, poison, 7], [9] * 40])
 

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 MIB = 1024**2
 DRAFT = replace(CARD, layers=1, weights=Weights(50 * MIB, 100 * MIB, Dtype.BFLOAT16))
+HEAD = replace(
+    DRAFT,
+    architecture="LlamaForCausalLMEagle3",
+    task=Task.DRAFT,
+    target_hidden_size=CARD.hidden_size,
+    context_tokens=64,
+)
+EAGLE3 = ("--speculative-algorithm", "EAGLE3")
 OWN = ResolvedValue("antiphon", "a family of Antiphon's")
 
 
@@ -131,6 +139,37 @@ def test_draft_model_that_cannot_draft_is_refused(draft: ModelCard, reason: str)
     said = re.escape("speculation.draft_model = small: ") + ".*" + re.escape(reason)
     with pytest.raises(ConfigError, match=said):
         decide(draft=draft)
+
+
+def test_draft_head_may_have_been_trained_on_shorter_texts() -> None:
+    plan = decide(*EAGLE3, draft=HEAD)
+    assert plan.context_tokens.value == decide().context_tokens.value > HEAD.context_tokens
+    draft, own = plan.draft.value, decide().draft.value
+    assert draft is not None
+    assert own is not None
+    assert draft.token_bytes == own.token_bytes
+    assert draft.activation_bytes.value > own.activation_bytes.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "draft", "reason"),
+    [
+        ((), HEAD, "is a draft head; set speculation.algorithm = eagle3"),
+        (EAGLE3, DRAFT, "LlamaForCausalLM is no draft head of EAGLE-3"),
+        (EAGLE3, replace(HEAD, target_hidden_size=8), "a model with hidden states of 8 elements"),
+        (EAGLE3, replace(HEAD, vocabulary_size=99), "its vocabulary has 99 tokens"),
+    ],
+)
+def test_draft_head_that_does_not_fit_is_refused(
+    arguments: tuple[str, ...], draft: ModelCard, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^speculation.draft_model = small: .*{reason}"):
+        decide(*arguments, draft=draft)
+
+
+def test_draft_head_is_not_served_alone() -> None:
+    with pytest.raises(ConfigError, match=r"only drafts .* \(--speculative-draft-model-path\)"):
+        resolve(settings_of(), HEAD, DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def sample_warmly(line: Line, seed: int) -> None:
 def poisoned(llama: Path) -> OpenModel:
     """A model in which one token's embedding is NaN: its row fails, and only its own."""
     model = opened(llama)
-    embedding = model.runner._model.own_decoder._embedding
+    embedding = model.runner._model.own_decoder.embedding
     assert embedding is not None
     assert embedding.table is not None
     embedding.table[POISON] = torch.nan

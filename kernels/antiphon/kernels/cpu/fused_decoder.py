@@ -97,6 +97,8 @@ class FusedDecoderOutput(NamedTuple):
     logits_finite: Tensor | None  # (L,) bool, as `finite`
     # (L,) int32, the first of the highest logits; None: not computed.
     argmax: NDArray[np.int32] | None
+    # (T, layers * hidden), the residual stream as it enters the auxiliary layers; None: no layers.
+    aux: Tensor | None = None
 
 
 class FusedDecoder:
@@ -116,8 +118,12 @@ class FusedDecoder:
         eps: float,
         norm: NormKind = "rms",
         ends: EmbeddingAndHead | None = None,
+        aux_layers: Sequence[int] = (),
     ) -> None:
-        """Without a `final_norm` the stream behind the last layer is the result, a norm itself."""
+        """Without a `final_norm` the stream behind the last layer is the result, a norm itself.
+
+        Every pass outputs the stream as it enters each of `aux_layers`, ascending, too.
+        """
         self.scores = ends is not None
         library = extension.load()
         self._compiled = library.Stack(
@@ -149,6 +155,7 @@ class FusedDecoder:
                 if isinstance(cache, UncachedHeads)
                 else (cache.keys, cache.values, *cache.scales),
             )
+        self._compiled.set_aux_layers(list(aux_layers))
         if ends is not None:
             looked_up = isinstance(ends.embedding, Tensor)
             self._compiled.set_ends(
@@ -166,11 +173,12 @@ class FusedDecoder:
         residual: Tensor,
         turns: Sequence[TokenCosSin],
         groups: Sequence[AttentionMetadata],
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run a forward pass; `turns` are those that layers have an index of.
 
-        residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: whether all
-        of a token's elements are finite; None: all of all tokens are
+        residual (T, hidden), overwritten  ->  (T, hidden) normalised; (T,) bool: whether all of a
+        token's elements are finite, None: all of all tokens are; and (T, layers * hidden) the
+        stream as it enters the auxiliary layers, None: no layers
         """
         compiled = [rows.compile() for rows in groups]
         angles = [(each.cos, each.sin, each.query_scale) for each in turns]

@@ -259,6 +259,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
     future_start: Flags | None = None  # (R,) see above
     draft_counts: Ints | None = None  # (R,) drafts to make after each row, by a draft model
+    next_tokens: Ints | None = None  # (R,) beside these: the token after a chunk that samples none
 
 
 class RowStatus(IntEnum):

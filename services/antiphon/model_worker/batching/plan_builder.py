@@ -11,7 +11,10 @@ from antiphon.model_worker.batching.logprobs import pooling_request, token_types
 from antiphon.model_worker.batching.plan import StepPlan, future
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from antiphon.model_worker.batching.plan import Ints, Longs, SamplingPart
+    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.running_batch import RunningBatch
 
@@ -31,9 +34,13 @@ def build_plan(
         query_len = kv_len - rows.starts.astype(np.int32)
         query_end = np.cumsum(query_len, dtype=np.int32)
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
-    pooling, types = None, None
+    pooling, types, next_tokens = None, None, None
+    if rows.draft_counts is not None:
+        next_tokens = np.zeros(count, np.int32)
     if rows.verified < count:
         chunks = [batch.running[slot] for slot in slots[rows.verified :].tolist()]
+        if next_tokens is not None:
+            next_tokens[rows.verified :] = _next_tokens(chunks, rows.ends[rows.verified :])
         if (pooling := pooling_request(chunks, rows)) is not None:
             types = token_types(chunks, rows)
     return StepPlan(
@@ -51,6 +58,7 @@ def build_plan(
         token_types=types,
         future_start=rows.future_start,
         draft_counts=rows.draft_counts,
+        next_tokens=next_tokens,
         changes=batch.changes.read(),
     )
 
@@ -75,6 +83,14 @@ def _tokens(rows: StepRows, batch: RunningBatch) -> Ints:
         else:
             tokens.append(batch.running[slot].ids(start, end))
     return np.concatenate(tokens).astype(np.int32, copy=False)
+
+
+def _next_tokens(chunks: Iterable[Request], ends: Longs) -> list[int]:
+    """The token after each chunk, (R,); 0 where it is to be sampled."""
+    return [
+        chunk.ids(end, end + 1).item() if end < chunk.length else 0
+        for chunk, end in zip(chunks, ends.tolist(), strict=True)
+    ]
 
 
 def _last_each(ends: Ints, counts: Longs) -> Ints:

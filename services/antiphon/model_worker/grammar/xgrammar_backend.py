@@ -96,9 +96,9 @@ class XgrammarGrammar:
         )
 
     def start(self, stop_token_ids: Sequence[int]) -> XgrammarMatcher:
-        ends = sorted(self.eos_ids(stop_token_ids))
-        matcher = xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=ends)
-        return XgrammarMatcher(matcher, self.utf8)
+        ends = self.eos_ids(stop_token_ids)
+        matcher = xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=sorted(ends))
+        return XgrammarMatcher(matcher, self.utf8, self.vocabulary.tokens, ends)
 
 
 class XgrammarMatcher:
@@ -108,8 +108,16 @@ class XgrammarMatcher:
     here bounds that: callers run it where no other sequence waits for it.
     """
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, utf8: Utf8) -> None:
+    def __init__(
+        self,
+        matcher: xgrammar.GrammarMatcher,
+        utf8: Utf8,
+        tokens: Sequence[bytes],
+        ends: frozenset[int],
+    ) -> None:
         self._matcher = matcher
+        self._tokens = tokens
+        self._ends = ends
         self._utf8 = utf8
         self._utf8_states = [START]  # before each token, and after the last one
 
@@ -118,6 +126,8 @@ class XgrammarMatcher:
         return self._matcher.is_terminated()
 
     def accept(self, token: int) -> bool:
+        if token < len(self._tokens) and not self._tokens[token] and token not in self._ends:
+            return False  # no grammar has a token without text; xgrammar writes a warning of each
         try:
             accepted = self._matcher.accept_token(token)
         except _RAISED as error:

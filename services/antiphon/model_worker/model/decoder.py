@@ -19,6 +19,7 @@ from antiphon.kernels.cpu.fused_decoder import (
 )
 from antiphon.layers.attention import Attention, AttentionSpec
 from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
+from antiphon.layers.context import HiddenStates
 from antiphon.layers.embedding import AddedEmbedding, VocabParallelEmbedding
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.mla import LatentAttention, LatentSpec
@@ -85,14 +86,14 @@ class Decoder(Module):
         self.layers = [DecoderLayer(*each) for each in zip(sites, spec.layers, strict=True)]
         # A table that is only looked up is fastest in its stored layout, one row a token.
         table_method = method if spec.tied else LinearMethod.PLAIN
-        self._embedding = _table(spec, spec.embedding.name, build, table_method)
+        self.embedding = _table(spec, spec.embedding.name, build, table_method)
         self._entry = EmbeddingTransform(spec, build)
         self._norm = self._head = self._score = None
         if spec.norm_name is not None:
             self._norm = build_norm(spec.norm, spec.norm_name, spec.hidden, build)
         match spec.head:
             case HeadSpec(tied=True):
-                self._head = self._embedding
+                self._head = self.embedding
             case HeadSpec(name=name, bias=bias):
                 self._head = _table(spec, name, build, method, bias=bias)
             case ClassificationHeadSpec():
@@ -101,25 +102,26 @@ class Decoder(Module):
                 pass
         head = None if spec.tied else self._head
         ends = (self._norm, head, self._score)
-        self.children = (self._embedding, self._entry, *self.layers, *ends)
+        self.children = (self.embedding, self._entry, *self.layers, *ends)
 
-    def forward(self, ctx: ForwardContext, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run the layers on tokens (T,).
-
-        Returns the hidden states (T, hidden), ready for the head, and (T,) bool: whether all of a
-        token's elements are finite; None: all of all tokens are.
-        """
-        residual = self._entry(ctx, self._embedding.embed(ctx, tokens))
+    def forward(self, ctx: ForwardContext, tokens: Tensor) -> HiddenStates:
+        """Run the layers on tokens (T,)."""
+        residual = self._entry(ctx, self.embedding.embed(ctx, tokens))
         if ctx.fused is not None:
-            return ctx.fused(residual)
-        pending = None
-        for layer in self.layers:
+            return HiddenStates(*ctx.fused(residual))
+        pending, aux = None, list["Tensor"]()
+        for index, layer in enumerate(self.layers):
+            if index in ctx.aux_layers:
+                aux.append(residual.clone() if pending is None else residual + pending)
             pending, residual = layer(ctx, pending, residual)
         hidden, _ = _enter(ctx, self._norm, pending, residual)
-        return hidden, ctx.ops.finite_rows(hidden)
+        entered = torch.cat(aux, dim=-1) if aux else None
+        return HiddenStates(hidden, ctx.ops.finite_rows(hidden), entered)
 
     def stack(
-        self, caches: Mapping[int, LayerKvCache | UncachedHeads]
+        self,
+        caches: Mapping[int, LayerKvCache | UncachedHeads],
+        aux_layers: tuple[int, ...] = (),
     ) -> tuple[FusedDecoder, tuple[PositionSpec, ...]]:
         """Fuse the layers and the final norm, or the whole model, into one call of the kernels.
 
@@ -142,13 +144,14 @@ class Decoder(Module):
             eps=spec.norm.eps,
             norm=spec.norm.kernel,
             ends=self._ends(),
+            aux_layers=aux_layers,
         )
         return fused, tuple(rotaries)
 
     def _ends(self) -> EmbeddingAndHead | None:
         """Embedding and head for the fused decoder, if it has all that they need."""
         head, spec, entry = self._head, self._spec.head, self._entry
-        packed, table = self._embedding.packed, self._embedding.table
+        packed, table = self.embedding.packed, self.embedding.table
         embedding = table if packed is None else packed
         if not isinstance(spec, HeadSpec) or not entry.stackable or embedding is None:
             return None

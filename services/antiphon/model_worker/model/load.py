@@ -39,6 +39,7 @@ from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.decoder import Decoder
+from antiphon.model_worker.model.draft_head import DraftHead
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec
 from antiphon.model_worker.model.registry import family_of
@@ -92,13 +93,18 @@ class LoadedModel:
     """
 
     spec: ModelSpec
-    decoder: Decoder | TransformersDecoder
+    decoder: Decoder | DraftHead | TransformersDecoder
     build: BuildContext
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict[int, "KvScales"])
 
     @property
     def own_decoder(self) -> Decoder:
         assert isinstance(self.decoder, Decoder), "its layers are those of transformers"
+        return self.decoder
+
+    @property
+    def draft_head(self) -> DraftHead:
+        assert isinstance(self.decoder, DraftHead), "a model on its own"
         return self.decoder
 
 
@@ -155,7 +161,7 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
             storage = gguf_storage(files.weights)
             build = replace(build, quantization=CheckpointQuantization(quantized, storage))
         try:
-            decoder = Decoder(spec, build, linear)
+            decoder = (Decoder if spec.draft_head is None else DraftHead)(spec, build, linear)
             checkpoint = Checkpoint.open(files, list(decoder.sources()))
             scales = take_scales(checkpoint, len(spec.layers))
             load_weights(decoder, checkpoint, spec, stored)
@@ -166,7 +172,7 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
 
 
 def load_weights(
-    decoder: Decoder,
+    decoder: Decoder | DraftHead,
     checkpoint: Checkpoint,
     spec: ModelSpec,
     quantization: schemes.QuantizationConfig | None = None,

@@ -15,6 +15,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.model_worker.model.errors import UnknownArchitecture
 from antiphon.model_worker.model.families.bert import BERT, MODERNBERT, ROBERTA
 from antiphon.model_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from antiphon.model_worker.model.families.eagle3 import EAGLE3
 from antiphon.model_worker.model.families.falcon_h1 import FALCON_H1
 from antiphon.model_worker.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from antiphon.model_worker.model.families.gpt import GPT2, GPT_NEOX, GPT_OSS, PHI, STARCODER2
@@ -93,6 +94,9 @@ FAMILIES: dict[str, ModelFamily] = {
     "Qwen3Model": embedding_model(QWEN3),
 }
 
+DRAFT_HEADS: dict[str, ModelFamily] = {"LlamaForCausalLMEagle3": EAGLE3}
+"""Those that only draft for another model."""
+
 BASES: dict[str, str] = {
     "BertForMaskedLM": "BertModel",
     "ModernBertForMaskedLM": "ModernBertModel",
@@ -105,7 +109,8 @@ BASES: dict[str, str] = {
 def find_family(architectures: tuple[str, ...]) -> ModelFamily:
     """The family of the first supported architecture."""
     for architecture in architectures:
-        if family := FAMILIES.get(BASES.get(architecture, architecture)):
+        name = BASES.get(architecture, architecture)
+        if family := FAMILIES.get(name) or DRAFT_HEADS.get(name):
             return family
     named = ", ".join(architectures) or "none"
     raise UnknownArchitecture(

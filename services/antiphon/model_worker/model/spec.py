@@ -150,6 +150,27 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     softcap: float | None = None
 
 
+class DraftHeadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a draft head reads of the model that it drafts for, and what it can draft.
+
+    Attributes:
+        target_hidden: Hidden size of that model.
+        aux_layers: The layers of that model whose inputs it reads, ascending; None: the second,
+            one in the middle and one near the end, by `aux_layers_of`.
+        aux_count: Number of these layers.
+        vocabulary: Number of tokens that it can draft.
+    """
+
+    target_hidden: int
+    aux_layers: tuple[int, ...] | None
+    aux_count: int
+    vocabulary: int
+
+    def aux_layers_of(self, layers: int) -> tuple[int, ...]:
+        """The layers whose inputs it reads of a model of so many."""
+        return self.aux_layers or (2, layers // 2, layers - 3)
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One model: everything that is needed to build its decoder.
 
@@ -164,6 +185,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         passed_over: Prefixes of tensors that the checkpoint may contain and that are not loaded.
         further_layers: Number of multi-token-prediction layers after the last that the checkpoint
             may contain; they are not loaded.
+        draft_head: It is a draft head, whose only layer reads hidden states of another model.
     """
 
     vocabulary: int
@@ -181,6 +203,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     old_endings: tuple[tuple[str, str], ...] = ()
     passed_over: tuple[str, ...] = ()
     further_layers: int = 0
+    draft_head: DraftHeadSpec | None = None
 
     @property
     def causal(self) -> bool:

@@ -185,7 +185,12 @@ def _closed(plan: StepPlan) -> StepPlan:
     tables = [np.where(table == UNKNOWN_STATE, HOLE, table) for table in plan.page_tables]
     part = PLAIN if plan.part is None else plan.part
     return msgspec.structs.replace(
-        plan, page_tables=tuple(tables), part=part, future_start=None, draft_counts=None
+        plan,
+        page_tables=tuple(tables),
+        part=part,
+        future_start=None,
+        draft_counts=None,
+        next_tokens=None,
     )
 
 

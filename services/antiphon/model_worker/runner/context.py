@@ -21,12 +21,14 @@ from antiphon.layers.context import (
     AttentionBackend,
     AttentionParams,
     ForwardContext,
+    HiddenStates,
     LatentAttentionBackend,
     LatentAttentionParams,
     LocalExperts,
     SummedExperts,
 )
 from antiphon.model_worker.model.decoder import NotStackable
+from antiphon.model_worker.model.draft_head import DraftHead
 from antiphon.model_worker.runner.input_batch import InputBatch, PlanRefused
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ class ForwardContexts:
     """Makes the context of each forward pass of one model on one rank.
 
     `fused=False` runs the layers one by one where they could be one call; `deterministic` leaves
-    out what makes the bits of a token depend on the rest of the batch.
+    out what makes the bits of a token depend on the rest of the batch. Passes output the residual
+    stream as it enters each of `aux_layers`, too.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class ForwardContexts:
         *,
         fused: bool,
         deterministic: bool = False,
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
         placement = model.build
         self._decoder = model.decoder
@@ -96,6 +100,7 @@ class ForwardContexts:
         self._causal = model.spec.causal
         self._texts, self._uncached = _whole_texts(model)
         self._deterministic = deterministic
+        self._aux_layers = aux_layers
         self._angles = cache(partial(CosSinCache, dtype=placement.dtype, device=placement.device))
         self._stack: FusedDecoder | None = None
         self._stack_positions: tuple[PositionSpec, ...] = ()
@@ -111,11 +116,11 @@ class ForwardContexts:
         try:
             _refuse_apart(self._ops, decoder.operations, fused=fused)
             caches = {**self._caches, **self._uncached}
-            self._stack, self._stack_positions = decoder.stack(caches)
+            self._stack, self._stack_positions = decoder.stack(caches, self._aux_layers)
         except NotStackable as error:
             refused = (("cpu", str(error)),)
             # It is batch-invariant if its operations are.
-            return BackendChoice(STACK, decoder.forward, BY_LAYER, refused, invariant=True)
+            return BackendChoice(STACK, self.run_layers, BY_LAYER, refused, invariant=True)
         return BackendChoice(STACK, self._stack, "cpu", (), invariant=True)
 
     def score(
@@ -147,20 +152,21 @@ class ForwardContexts:
 
     def run_layers(
         self, plan: StepPlan, batch: InputBatch, tokens: Ints
-    ) -> tuple[ForwardContext, Tensor, Tensor | None]:
-        """The context of a forward pass, its hidden states (T, hidden) and which are finite."""
-        ctx = self.of(plan, batch)
+    ) -> tuple[ForwardContext, HiddenStates]:
+        """The context of a forward pass, and its hidden states."""
+        decoder, ctx = self._decoder, self.of(plan, batch)
+        assert not isinstance(decoder, DraftHead), "its layer reads more than tokens"
         token_ids = torch.as_tensor(tokens.astype(np.int64))
-        return ctx, *self._decoder.forward(ctx, token_ids)
+        return ctx, decoder.forward(ctx, token_ids)
 
     def score_by_layer(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
         """`score` in several calls. Only requested rows get logits, since the head is wide."""
-        ctx, hidden, finite = self.run_layers(plan, batch, tokens)
+        ctx, (hidden, finite, aux) = self.run_layers(plan, batch, tokens)
         wanted = hidden
         if len(plan.logit_tokens) < len(hidden):
             wanted = hidden.index_select(0, torch.as_tensor(plan.logit_tokens))
         logits = self._decoder.logits(ctx, wanted)
-        return FusedDecoderOutput(hidden, finite, logits, self._ops.finite_rows(logits), None)
+        return FusedDecoderOutput(hidden, finite, logits, self._ops.finite_rows(logits), None, aux)
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
         positions = batch.positions
@@ -183,6 +189,7 @@ class ForwardContexts:
             positions=torch.as_tensor(positions),
             token_types=None if plan.token_types is None else torch.as_tensor(plan.token_types),
             fused=fused,
+            aux_layers=self._aux_layers,
         )
 
     def _turns(self, positions: NDArray[np.int32]) -> list[TokenCosSin]:

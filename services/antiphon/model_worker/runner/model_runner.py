@@ -6,6 +6,7 @@ Axes: R rows, T tokens, L rows of logits, V vocabulary.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
@@ -33,7 +34,7 @@ from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import ForwardContexts
-from antiphon.model_worker.runner.draft_model import DraftModel
+from antiphon.model_worker.runner.draft_model import DraftHeadModel, DraftModel
 from antiphon.model_worker.runner.input_batch import (
     InputBatch,
     PlanRefused,
@@ -51,7 +52,7 @@ from antiphon.model_worker.runner.pools import (
 from antiphon.model_worker.runner.sampling import Sampler, accept, greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Generator, Iterable
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -135,7 +136,13 @@ class ModelRunner:
         if deterministic:
             require_invariant(model, self.ops.choices)
         self._contexts = ForwardContexts(
-            model, self.ops, self.pools, states, fused=fused, deterministic=deterministic
+            model,
+            self.ops,
+            self.pools,
+            states,
+            fused=fused,
+            deterministic=deterministic,
+            aux_layers=() if draft is None else draft.aux_layers,
         )
         self._tables = SlotTables(groups)
         self._slots = SlotState()
@@ -150,7 +157,8 @@ class ModelRunner:
             for choice in self.ops.choices
         )
         self._checked: dict[int, InputBatch] = {}  # by step
-        self._undrafted: StepOutcome | None = None
+        self._undrafted: tuple[StepOutcome, Tensor | None] | None = None
+        self._aux: Tensor | None = None  # of the last pass, what a draft model reads of it
         self._step: int | None = None
         self._columns: SamplingColumns | None = None
         self._greedy = False
@@ -206,7 +214,8 @@ class ModelRunner:
         if plan.draft_counts is not None:
             self._slots.record_places(plan, outcome.computed, self._states)
             outcome = msgspec.structs.replace(outcome, plan=plan)
-            self._undrafted = outcome
+            self._undrafted = outcome, self._aux
+        self._aux = None
         return outcome
 
     def make_drafts(self) -> Ints:
@@ -214,8 +223,9 @@ class ModelRunner:
 
         Drafts of a pass that fails are token 0, and cost only the time to verify them  ->  (R, K)
         """
-        outcome, self._undrafted = self._undrafted, None
-        assert outcome is not None, "the last plan asks for no drafts"
+        undrafted, self._undrafted = self._undrafted, None
+        assert undrafted is not None, "the last plan asks for no drafts"
+        outcome, aux = undrafted
         assert self.draft is not None, "the plan was refused"
         plan = outcome.plan
         assert plan is not None, "plans with drafts are returned"
@@ -223,7 +233,7 @@ class ModelRunner:
         drafts = np.zeros((len(plan.slot), plan.draft_counts.max(initial=0)), np.int32)
         try:
             # Where there is none it is token 0: the host makes its masks along what is verified.
-            drafts = np.maximum(_draft(self.draft, plan, outcome), 0)
+            drafts = np.maximum(self.draft.draft_after(plan, outcome, aux), 0)
         finally:
             self._slots.record_drafts(plan.slot, drafts)
         return drafts
@@ -234,6 +244,7 @@ class ModelRunner:
         tokens = plan.tokens
         bare = self._takes_argmax(plan)
         scored = self._contexts.score(plan, batch, tokens, bare=bare)
+        self._aux = None if scored is None else scored.aux
         if bare and scored is not None and scored.argmax is not None:
             # No torch call is left, and entering inference mode costs as much as the remaining
             # work.
@@ -245,6 +256,7 @@ class ModelRunner:
                 return self._pool(plan, batch, tokens)
             if scored is None:
                 scored = self._score(plan, batch, tokens)
+                self._aux = scored.aux
             if plan.part is None:
                 assert wait is not None, "a plan without a sampling part"
                 plan = msgspec.structs.replace(plan, part=wait())
@@ -336,7 +348,7 @@ class ModelRunner:
         """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
         if self._pooler is None:
             raise PlanRefused(f"step {plan.step}: this runner has no pooler")
-        ctx, hidden, finite = self._contexts.run_layers(plan, batch, tokens)
+        ctx, (hidden, finite, _) = self._contexts.run_layers(plan, batch, tokens)
         rows = len(plan.slot)
         failed = batch.failed_rows(finite, None)
         failed = np.zeros(rows, np.bool_) if failed is None else failed
@@ -403,28 +415,6 @@ def _either(
     return one | other
 
 
-def _draft(draft: DraftModel, plan: StepPlan, outcome: StepOutcome) -> Ints:
-    """The drafts (R, K) after rows: after what of them was computed, and the last token sampled."""
-    counts = plan.draft_counts
-    assert counts is not None, "the plan asks for drafts"
-    counts = np.where(np.diff(outcome.starts) > 0, counts, np.int32(0))
-    drafts = np.zeros((len(counts), counts.max(initial=0)), np.int32)
-    read = np.flatnonzero(outcome.computed > 0)
-    if not len(read):
-        return drafts
-    pieces: list[Ints] = []
-    for row in read.tolist():
-        start, end = plan.query_start.item(row), outcome.starts.item(row + 1)
-        pieces.append(plan.tokens[start : start + outcome.computed.item(row)])
-        if counts[row]:
-            pieces.append(outcome.token_ids[end - 1 : end])
-    lengths = (outcome.computed + (counts > 0))[read].astype(np.int32)
-    ends = (plan.kv_len - plan.query_len)[read] + lengths
-    tokens = np.concatenate(pieces).astype(np.int32, copy=False)
-    drafts[read] = draft.draft(tokens, lengths, ends, plan.page_tables[-1][read], counts[read])
-    return drafts
-
-
 def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
     """The state spec that all layers of a group of recurrent states share."""
     caches = [mixer.cache for mixer in spec.layers[group.layers[0]].mixers]
@@ -474,7 +464,7 @@ def open_model(
             KV cache there.
     """
     # First, since it loads faster: what is wrong with it is found before the wait for the model.
-    drafting = None if draft is None else open_draft_model(draft, plan)
+    drafter = None if draft is None else load_draft_model(draft, plan)
     model = load(place, plan, tp=tp)
     groups = cache_groups(
         model.spec,
@@ -483,7 +473,9 @@ def open_model(
         pages=plan.cache_pages.value,
         states=plan.cache_states.value,
     )
-    if drafting is not None:
+    drafting = None
+    if drafter is not None:
+        drafting = open_draft_model(drafter, model, plan)
         groups = (*groups, drafting.group)
     pooling = plan.pooling.value
     pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
@@ -500,23 +492,42 @@ def open_model(
     return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales), drafting)
 
 
-def open_draft_model(place: ModelLocation, plan: ResolvedConfig) -> DraftModel:
-    """Load the draft model as planned and allocate its pages, as many as the served model's.
-
-    Raises:
-        ModelLoadError: It cannot be served, or cannot draft.
-        KernelUnavailable: This build does not support the device or an 8-bit KV cache there.
-    """
+@contextmanager
+def _naming_draft(plan: ResolvedConfig) -> Generator[None]:
+    """Errors of a draft model do not say of which model they are, nor whose settings."""
     own = plan.draft.value
     assert own is not None, "a plan without a draft model"
     try:
-        model = load(place, plan.of_draft())
-        draft = DraftModel(model, page_tokens=plan.page_tokens.value, pages=plan.cache_pages.value)
-        require_native_reads(model, draft.choices)
+        yield
     except (ModelLoadError, KernelUnavailable) as error:
-        # The served model's errors do not say of which model they are, nor whose settings.
-        named = f"speculation.draft_model = {own.model.value}"
-        raise type(error)(f"{named}: {error}") from error
+        raise type(error)(f"speculation.draft_model = {own.model.value}: {error}") from error
+
+
+def load_draft_model(place: ModelLocation, plan: ResolvedConfig) -> LoadedModel:
+    """Load the draft model as planned.
+
+    Raises:
+        ModelLoadError: It cannot be loaded.
+        KernelUnavailable: This build does not support the device.
+    """
+    with _naming_draft(plan):
+        return load(place, plan.of_draft())
+
+
+def open_draft_model(model: LoadedModel, served: LoadedModel, plan: ResolvedConfig) -> DraftModel:
+    """Allocate the pages of a draft model, as many as the served model's.
+
+    Raises:
+        ModelLoadError: It cannot draft for this model.
+        KernelUnavailable: This build does not support an 8-bit KV cache on the device.
+    """
+    page_tokens, pages = plan.page_tokens.value, plan.cache_pages.value
+    with _naming_draft(plan):
+        if model.spec.draft_head is None:
+            draft = DraftModel(model, page_tokens=page_tokens, pages=pages)
+        else:
+            draft = DraftHeadModel(model, served, page_tokens=page_tokens, pages=pages)
+        require_native_reads(model, draft.choices)
     log.info("kernels of the draft model", extra={"table": "\n" + table(draft.choices)})
     return draft
 

@@ -274,7 +274,7 @@ def _speculation(settings: Settings, resolved: ResolvedConfig) -> Speculation | 
 
 def drafts_max(config: SpeculationConfig) -> int:
     """Maximum number of draft tokens of a request in one step."""
-    if config.algorithm == "standalone" and config.draft_steps is not None:
+    if config.draft_model and config.draft_steps is not None:
         return config.draft_steps
     return config.verify_tokens - 1
 

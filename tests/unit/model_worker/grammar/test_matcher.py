@@ -657,3 +657,14 @@ def test_a_token_is_allowed_as_its_bytes_are(tokens: list[bytes]) -> None:
         for token, written in enumerate(tokens):
             fits = wellformed(text + written) if written else state == START
             assert bits[token] == fits
+
+
+def test_a_token_without_text_is_refused_without_a_word(
+    compiled: Compile, vocabulary: TokenVocabulary, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Drafts may hold any token; xgrammar's own check writes a line about each."""
+    textless = [token for token, text in enumerate(vocabulary.tokens) if not text and token != END]
+    matcher = compiled(GrammarKind.REGEX, "a+").start(())
+    assert textless
+    assert not any(matcher.accept(token) for token in textless)
+    assert capfd.readouterr() == ("", "")

@@ -199,12 +199,28 @@ class Stack {
         }
     }
 
+    // Each pass gives the stream as it enters these layers, ascending, too.
+    void set_aux_layers(std::vector<int64_t> layers) {
+        int64_t least = 0;
+        for (const int64_t layer : layers) {
+            TORCH_CHECK(
+                least <= layer && layer < static_cast<int64_t>(layers_.size()),
+                "auxiliary layers are layers, ascending");
+            least = layer + 1;
+        }
+        can_decode_next_ = false;
+        aux_layers_ = std::move(layers);
+    }
+
     // Cosines and sines, (positions, 1, R) both, and factors of queries (positions,) float32.
     using Rotaries = std::vector<std::tuple<at::Tensor, at::Tensor, Optional>>;
 
-    // residual (T, hidden), overwritten; rotations; positions (T,); rows of each cache group -> normalised (T, hidden), and whether all numbers of each token are finite
-    // (T,), or none if all are.
-    std::pair<at::Tensor, Optional> forward(
+    using States = std::tuple<at::Tensor, Optional, Optional>;
+
+    // residual (T, hidden), overwritten; rotations; positions (T,); rows of each cache group ->
+    // normalised (T, hidden); whether all numbers of each token are finite (T,), or none if all
+    // are; the streams that enter the auxiliary layers (T, layers * hidden), or none.
+    States forward(
         const at::Tensor &residual, Rotaries rotaries, const Ints &positions, GroupMetadata rows) {
         can_decode_next_ = false;
         TORCH_CHECK(
@@ -216,16 +232,18 @@ class Stack {
         at::Tensor out = at::empty_like(residual);
         call_.residual = residual.mutable_data_ptr();
         call_.out = out.mutable_data_ptr();
+        Optional aux = reserve_aux();
         compute();
-        return {out, flags_of(call_.finite, call_.tokens)};
+        return {out, flags_of(call_.finite, call_.tokens), std::move(aux)};
     }
 
-    using Scores = std::tuple<Optional, Optional, Optional, Optional, Ints>;
+    using Scores = std::tuple<Optional, Optional, Optional, Optional, Ints, Optional>;
 
     // ids (T,); wanted (L,) tokens whose logits are, rising; the others as above -> normalised
     // (T, hidden); whether all numbers of each token are finite, as above; logits (L, V) float32;
-    // of each row the same; the first of its greatest (L,). A bare result has the last alone, if
-    // all numbers are finite: to make Python's tensors takes as long as all other glue.
+    // of each row the same; the first of its greatest (L,); the streams that enter the auxiliary
+    // layers, as above. A bare result has the last two alone, if all numbers are finite: to make
+    // Python's tensors takes as long as all other glue.
     Scores score(
         const Ints &ids, const Ints &logit_indices, Rotaries rotaries, const Ints &positions,
         GroupMetadata rows, bool argmax_only) {
@@ -356,6 +374,9 @@ class Stack {
             .out = nullptr,
             .finite = nullptr,
             .ends = nullptr,
+            .aux_layers = aux_layers_.data(),
+            .aux_count = static_cast<int64_t>(aux_layers_.size()),
+            .aux = nullptr,
             .normed = nullptr,
             .added = nullptr,
             .heads = nullptr,
@@ -404,13 +425,23 @@ class Stack {
         ends_->logits =
             static_cast<float *>(logits_.reserve({count, ends_->head->outputs}, at::kFloat));
         ends_->argmax = argmax.mutable_data();
+        Optional aux = reserve_aux();
         compute();
         Optional finite = flags_of(call_.finite, tokens);
         Optional logits_finite = flags_of(ends_->finite, count);
-        if (argmax_only && !finite && !logits_finite) return {{}, {}, {}, {}, argmax};
-        return {
-            states_.tensor(), std::move(finite), logits_.tensor(), std::move(logits_finite),
-            std::move(argmax)};
+        if (argmax_only && !finite && !logits_finite)
+            return {{}, {}, {}, {}, std::move(argmax), std::move(aux)};
+        return {states_.tensor(),         std::move(finite), logits_.tensor(),
+                std::move(logits_finite), std::move(argmax), std::move(aux)};
+    }
+
+    // Memory for the streams that enter the auxiliary layers, if there are any.
+    Optional reserve_aux() {
+        const auto count = static_cast<int64_t>(aux_layers_.size());
+        if (count == 0) return std::nullopt;
+        at::Tensor aux = at::empty({call_.tokens, count * hidden_}, like_.options());
+        call_.aux = aux.mutable_data_ptr();
+        return aux;
     }
 
     void compute() {
@@ -580,6 +611,7 @@ class Stack {
     std::vector<const MixtureOfExperts *> mixtures_;  // of each layer, or null
     std::vector<ExpertsRoom> experts_rooms_;          // likewise
     std::vector<ExpertsPlan> experts_plans_;
+    std::vector<int64_t> aux_layers_;
     std::vector<at::Tensor> kept_;
     std::vector<QkNormTensors> head_norms_;
     int64_t vocabulary_ = 0;  // tokens that have an embedding
@@ -620,6 +652,7 @@ void bind_stack(py::module_ &module) {
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
             py::arg("scale"), py::arg("positions"), py::arg("head"), py::arg("logits_scale"),
             py::arg("softcap"), py::keep_alive<1, 2>(), py::keep_alive<1, 6>())
+        .def("set_aux_layers", &Stack::set_aux_layers)
         .def("forward", &Stack::forward)
         .def("score", &Stack::score)
         .def("decode_next", &Stack::decode_next);

@@ -221,6 +221,10 @@ struct StackCall {
     void *out;                 // (T, hidden), normalised
     bool *finite;              // (T,)
     const StackEnds *ends;     // null: the residual stream is given, and no logits are wanted
+    // Layers before which the stream is copied, ascending, to (T, aux_count, hidden).
+    const int64_t *aux_layers;
+    int64_t aux_count;
+    void *aux;
     // Room: normed and added (T, hidden), heads (T, G * H + 2 H, D), mixed (T, G * H, D),
     // gated (T, width); and what attention adds beside a parallel block, (T, hidden).
     void *normed, *added, *heads, *mixed, *gated, *attended;

@@ -18,9 +18,10 @@ namespace ISA_NS {
 // So few rows are normalised by the thread that finishes the linear before; more are shared out.
 static constexpr int64_t ROWS_IN_PASSING = 4;
 
-// Phases of a stack of so many layers, at most: seven a layer and its experts', the first norm, and
-// for logits the choice of hidden states, the head and a look at what it gave.
-static constexpr int64_t stack_phases(int64_t layers) { return (7 + EXPERTS_PHASES) * layers + 4; }
+// Phases of a stack of so many layers, at most: seven a layer, its experts' and a copy of the stream
+// before it, the first norm, and for logits the choice of hidden states, the head and a look at what
+// it gave.
+static constexpr int64_t stack_phases(int64_t layers) { return (8 + EXPERTS_PHASES) * layers + 4; }
 
 class StackRun {
   public:
@@ -28,8 +29,9 @@ class StackRun {
 
     void run() {
         enter();
-        for (int64_t i = 0; i < call_.count; ++i) {
+        for (int64_t i = 0, aux = 0; i < call_.count; ++i) {
             const StackLayer &layer = call_.layers[i];
+            if (aux < call_.aux_count && call_.aux_layers[aux] == i) copy_stream(aux++);
             const PackedLinear *next = i + 1 < call_.count ? &call_.layers[i + 1].qkv : head();
             const PackedLinear *within = layer.experts ? nullptr : &layer.gate_up;
             const Epilogue epilogue = layer.gate_up.halves ? Epilogue::gate : Epilogue::activate;
@@ -204,6 +206,16 @@ class StackRun {
         if (ends.scale != 1.0f) scale(to, ends.scale);
         if (ends.learned_positions)
             add_to(to, row_of(ends.learned_positions, call_.positions[token]));
+    }
+
+    // The stream as it enters a layer becomes the `aux`-th of a token's auxiliary hidden states.
+    void copy_stream(int64_t aux) {
+        in_blocks(norm_block(), [&](int64_t first, int64_t last) {
+            for (int64_t token = first; token < last; ++token)
+                std::memcpy(
+                    row_of(call_.aux, token * call_.aux_count + aux), row_of(call_.residual, token),
+                    row_bytes());
+        });
     }
 
     int64_t row_bytes() const { return call_.hidden * (call_.dtype == Dtype::bf16 ? 2 : 4); }

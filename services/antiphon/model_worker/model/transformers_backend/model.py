@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.context import AttentionParams, ForwardContext
+from antiphon.layers.context import AttentionParams, ForwardContext, HiddenStates
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.decoder import NotStackable
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -113,7 +113,7 @@ class TransformersDecoder:
         self.operations = frozenset({"attention.heads", "attention.paged"})
         """Names of the kernels that its layers call."""
 
-    def forward(self, ctx: ForwardContext, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, ctx: ForwardContext, tokens: Tensor) -> HiddenStates:
         """As `Decoder.forward`."""
         assert ctx.positions is not None
 
@@ -122,7 +122,7 @@ class TransformersDecoder:
             return mixed[..., : call.value.shape[-1]]
 
         hidden = _run_layers(self._base, attend, tokens, ctx.positions.long())
-        return hidden, ctx.ops.finite_rows(hidden)
+        return HiddenStates(hidden, ctx.ops.finite_rows(hidden))
 
     def logits(self, _: ForwardContext | None, hidden: Tensor) -> Tensor:
         """Logits of hidden states (L, hidden)  ->  (L, V) float32."""
@@ -130,7 +130,9 @@ class TransformersDecoder:
         return self._head(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits[0].float()
 
     def stack(
-        self, caches: Mapping[int, LayerKvCache | UncachedHeads]
+        self,
+        caches: Mapping[int, LayerKvCache | UncachedHeads],
+        aux_layers: tuple[int, ...] = (),
     ) -> tuple[FusedDecoder, tuple[PositionSpec, ...]]:
         raise NotStackable("the model uses the transformers backend")
 
