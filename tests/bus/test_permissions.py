@@ -17,14 +17,14 @@ from tests.support.wait import until
 from tests.wire.examples import EXAMPLES, TERM, WORKER
 
 from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, EndpointCounters, answer_discovery
+from antiphon.bus.discovery import DISCOVERY_CLIENTS, EndpointCounters, answer_discovery
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import compose_config, user, users, users_text
 from antiphon.bus.server import ServerSettings
 from antiphon.wire.base import Role
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, TenantId
-from antiphon.wire.routes import CLIENT, COMMAND, ROUTES, Party, RequestRoute, Route
+from antiphon.wire.routes import CLIENT, COMMAND, OPERATOR, ROUTES, Party, RequestRoute, Route
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

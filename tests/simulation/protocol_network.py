@@ -56,6 +56,16 @@ class Party(Protocol):
         ...
 
 
+class Supervisor:
+    """Sends, and receives nothing."""
+
+    name = "supervisor"
+    mute_until = deaf_until = 0.0
+
+    def run(self, act: Callable[[], object]) -> None:
+        act()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weather:
     """How messages fare. Shares are of single deliveries; order within a subject is kept."""

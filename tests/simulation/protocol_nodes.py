@@ -41,6 +41,7 @@ from antiphon.wire.routes import (
     CANCEL,
     COMMAND,
     DETOKENIZER_CONTROL,
+    EXIT,
     HEARTBEAT,
     NOTICE,
     OPEN,
@@ -124,6 +125,7 @@ class Node:
         self.peers = PeerTable(self.process, "digest", self.clock, patience)
         network.parties.append(self)
         network.listen(self, HEARTBEAT, self._receive)
+        network.listen(self, EXIT, lambda message: self.peers.on_exit(message.process))
 
     def start(self) -> None:
         self.every(BEAT_S, self.beat)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from tests.simulation.protocol_network import Network, Timeline, Weather
+from tests.simulation.protocol_network import Network, Supervisor, Timeline, Weather
 from tests.simulation.protocol_nodes import (
     MODEL,
     DetokenizerNode,
@@ -20,14 +21,16 @@ from tests.simulation.protocol_nodes import (
     WorkerNode,
 )
 
+from antiphon.bus.transport import BusDown
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent
 from antiphon.gateway.owner.actions import TextDelta as Text
 from antiphon.wire.base import Process, Term
 from antiphon.wire.bounds import INT64_MAX
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import CommandBatch
+from antiphon.wire.heartbeat import ProcessExited
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId, TenantId
-from antiphon.wire.routes import COMMAND, HEARTBEAT
+from antiphon.wire.routes import COMMAND, EXIT, HEARTBEAT
 from antiphon.wire.sampling import SamplingParams, StopStrings, TokenOutputParams
 from antiphon.wire.submit import SubmitRequest
 
@@ -152,6 +155,12 @@ class World:
         apart_s: float = 0.0,
     ) -> None:
         self.random = random.Random(f"world {seed}")
+        self.watched = 0.5
+        """The share of deaths that are seen by a supervisor."""
+        self.poison: set[RequestId] = set()
+        """A worker dies soon after it has begun to compute one of these."""
+        self._watched = random.Random(f"supervisors {seed}")
+        self._supervisor = Supervisor()
         self.timeline = Timeline()
         self.network = Network(self.timeline, seed, weather)
         self.network.apart_ms = round(1000 * apart_s)
@@ -250,9 +259,15 @@ class World:
     def crash(self, kind: str, which: Node | None = None) -> None:
         """Kill one of a kind; another life of it comes after a while."""
         node = which or self.random.choice(self._kinds[kind][0])
-        if node.alive:
-            node.die()
-            self.timeline.after(self.random.uniform(0.3, 4), lambda: self._succeed(kind, node))
+        if not node.alive:
+            return
+        node.die()
+        if self._watched.random() < self.watched:  # by its supervisor
+            exited = ProcessExited(process=node.process)
+            with suppress(BusDown):
+                name = node.process.instance
+                self.network.publish(self._supervisor, EXIT, exited, instance=name)
+        self.timeline.after(self.random.uniform(0.3, 4), lambda: self._succeed(kind, node))
 
     def crash_host(self) -> None:
         """Kill a worker and a detokenizer at once: only the owners have what they were sent."""
@@ -411,6 +426,13 @@ class World:
 
     def _begin(self, request_id: RequestId, choice: int) -> None:
         self.begun[request_id, choice] += 1
+        if request_id in self.poison:
+            self.timeline.after(0.01, partial(self._poisoned, request_id))
+
+    def _poisoned(self, request_id: RequestId) -> None:
+        for worker in self.workers:
+            if any(one.begun and one.state.request_id == request_id for one in worker.running):
+                self.crash("worker", worker)
 
     def _deliver(self, request_id: RequestId, event: StreamEvent) -> None:
         story = self.stories[request_id]

@@ -14,7 +14,7 @@ import pytest
 from tests.simulation.protocol_network import Weather
 from tests.simulation.protocol_world import SETTLE_S, World
 
-from antiphon.wire.errors import Cancelled
+from antiphon.wire.errors import Cancelled, RequestQuarantined
 
 Fault = Callable[[World], None]
 
@@ -166,6 +166,26 @@ def test_no_request_notices_one_fault(fault: Fault, seed: int) -> None:
     world.check_recovered()
     world.finish()
     assert_all_succeeded(world)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_that_kills_its_workers_is_quarantined_and_no_other_one(seed: int) -> None:
+    """The others ran beside it, and have begun alone, too, after two deaths."""
+    world = World(seed, SLOW)
+    world.watched = 1.0
+    world.run(SETTLE_S)
+    world.load(40, 4, deadline_s=(80, 90))
+    world.run(2)
+    poison = world.ask(60)
+    world.poison.add(poison.submit.request_id)
+    world.run(40)
+    assert poison.ended is not None
+    assert isinstance(poison.error, RequestQuarantined)
+    world.check_recovered()
+    world.finish()
+    codes = Counter(one.error.code for one in world.stories.values() if one.error is not None)
+    codes -= Counter(cancelled=len(world.stories))
+    assert codes == {"request_quarantined": 1}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -605,6 +605,7 @@ EVERY: tuple[Message, ...] = (
         not_after_unix_ms=DEADLINE,
     ),
     heartbeat.Discover(asker=GATEWAY),
+    heartbeat.ProcessExited(process=WORKER),
     heartbeat.ClaimName(process=GATEWAY, held=True),
     heartbeat.NameTaken(process=GATEWAY),
     heartbeat.MetricsReport(

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from antiphon.wire import routes
 from antiphon.wire.base import Role
 from antiphon.wire.ids import TenantId
-from antiphon.wire.routes import CLIENT, ROUTES, DeliveryMode, RequestRoute, Route, escape, inbox
+from antiphon.wire.routes import (
+    CLIENT,
+    OPERATOR,
+    ROUTES,
+    DeliveryMode,
+    RequestRoute,
+    Route,
+    escape,
+    inbox,
+)
 
 names = st.text(min_size=1)
 
@@ -39,7 +48,7 @@ def test_no_subject_can_be_another_routes() -> None:
 
 @pytest.mark.parametrize("route", ROUTES, ids=name)
 def test_route_names_its_parties_and_messages(route: Route) -> None:
-    parties = {*Role, CLIENT}
+    parties = {*Role, CLIENT, OPERATOR}
     assert route.carries
     assert route.senders
     assert route.listeners

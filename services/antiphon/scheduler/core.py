@@ -17,7 +17,7 @@ from antiphon.scheduler.leader_term import LeaderTerm
 from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
 from antiphon.scheduler.worker_caches import WorkerCaches
-from antiphon.service.peers import Peer, PeerChange, PeerTable
+from antiphon.service.peers import Liveness, Peer, PeerChange, PeerTable
 from antiphon.wire.base import Attempt, Process, Role, Term, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
 
@@ -233,7 +233,8 @@ class SchedulerCore:
                 self._assignments.forget(process)
                 self._stalled.discard(process)
                 if reconciliation is not None:
-                    reconciliation.on_worker_died(process)
+                    exited = peer.liveness is Liveness.EXITED
+                    reconciliation.on_worker_died(process, exited=exited)
             case Role.DETOKENIZER:
                 if reconciliation is not None:
                     reconciliation.on_detokenizer_died(process.instance)

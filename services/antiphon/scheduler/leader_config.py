@@ -23,8 +23,13 @@ ATTEMPT_TIMEOUT_BEATS = 20
 """An attempt has failed after so many heartbeats without a worker or a detokenizer for it."""
 FREE_AFTER_MS = 2_000
 """How long past its deadline a request is freed here. Its gateway has closed it by then."""
-FAILED_ATTEMPTS_MAX = 3
-"""Failed attempts after which a request ends: the request itself may be what kills workers."""
+MIGRATIONS_MAX = 3
+"""How often a request migrates at most."""
+DEATHS_MAX = 2
+"""So many workers may have died while they computed a request; then it runs alone at first, since
+it may be what killed them, and ends if its worker dies again."""
+ALONE_STEPS = 8
+"""How many tokens a choice of such a request gets before its worker takes other requests."""
 
 RESTART_PAUSE_BEATS = 2
 """How long a scheduler stands by after a failed term; doubled after each further one."""

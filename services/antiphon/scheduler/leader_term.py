@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.scheduler.cluster_view import HeldAttempt, WorkerAssignments
-from antiphon.scheduler.leader_config import FAILED_ATTEMPTS_MAX, GRACE_BEATS, LeaderConfig
+from antiphon.scheduler.leader_config import (
+    ALONE_STEPS,
+    ATTEMPT_TIMEOUT_BEATS,
+    DEATHS_MAX,
+    GRACE_BEATS,
+    MIGRATIONS_MAX,
+    LeaderConfig,
+)
 from antiphon.scheduler.migration import Migration
 from antiphon.scheduler.outbox import (
     CommandOutbox,
@@ -41,6 +48,7 @@ from antiphon.wire.errors import (
     DuplicateRequest,
     EngineError,
     Overloaded,
+    RequestQuarantined,
     RequestTooLarge,
     Unavailable,
     WorkerLost,
@@ -84,6 +92,7 @@ class LeaderTerm:
         self.outbox = CommandOutbox(self.term, self.clock, self.rules)
         self.migration = Migration(self)
         self._numbers = itertools.count(1)
+        self._isolated: dict[RequestId, float] = {}  # since when no two workers are ready
 
     def clear_ready(self) -> None:
         """Wait for reports again: the link was down, so missing ones mean nothing."""
@@ -249,7 +258,10 @@ class LeaderTerm:
 
     def fail(self, entry: RequestEntry, error: EngineError) -> None:
         """End a request that cannot continue: notices go to its gateway until it has closed it."""
-        attempt = entry.followed or (entry.binding.attempt if entry.binding else None)
+        bound = entry.binding.attempt if entry.binding else None
+        # The latest one that its gateway may follow, which it does not have to have listed yet.
+        known = [each for each in (entry.followed, entry.sealed_to, bound) if each is not None]
+        attempt = max(known, default=None)
         log.warning(
             "request lost",
             extra={"request_id": entry.request_id, "code": error.code, "reason": error.message},
@@ -262,19 +274,45 @@ class LeaderTerm:
 
     def fail_attempt(self, entry: RequestEntry, error: EngineError) -> None:
         """Continue a request after a failed attempt; fail it after some of them."""
-        entry.failed_attempts += 1
+        entry.migrations += 1
         entry.queued_at = self.clock.now()  # it may have been started, so the wait begins anew
-        if entry.failed_attempts < FAILED_ATTEMPTS_MAX:
+        if entry.migrations <= MIGRATIONS_MAX:
             self.migration.begin(entry)
         else:
             self.fail(entry, error)
 
-    def on_worker_died(self, worker: Process) -> None:
+    def on_worker_died(self, worker: Process, *, exited: bool) -> None:
+        """Continue the requests of a dead worker.
+
+        One that was computed when the worker is known to have ended may be why. A silent worker
+        may be cut off, and a request that waited there had no part in it.
+        """
         self.outbox.forget(worker)
+        waiting = self.ledger.capacity(worker).reported_waiting
         for entry in self.ledger.bound_to(worker):
+            if exited and entry.request_id not in waiting:
+                entry.deaths += 1
+            if entry.deaths > DEATHS_MAX:
+                text = f"{entry.deaths} workers died while they computed this request"
+                self.fail(entry, RequestQuarantined(text))
+                continue
+            if entry.isolated:
+                self._isolated.setdefault(entry.request_id, self.clock.now())
             self.fail_attempt(entry, WorkerLost("the worker that ran the request has died"))
         self.ledger.close(worker)
         self.bind_waiting()
+
+    def end_isolated(self) -> None:
+        """End requests that must begin alone while only one worker is ready: they may kill it."""
+        now, possible = self.clock.now(), self._placement.can_isolate
+        for request_id, since in list(self._isolated.items()):
+            if (entry := self.ledger.find(request_id)) is None:
+                del self._isolated[request_id]
+            elif possible or entry.binding is not None:
+                self._isolated[request_id] = now
+            elif now - since >= self.rules.beats(ATTEMPT_TIMEOUT_BEATS):
+                text = f"{entry.deaths} workers died while they computed this request"
+                self.fail(entry, RequestQuarantined(f"{text}, and only one is ready"))
 
     def _reject_ended(self, request: SubmitRequest) -> None:
         due_ms = self.peers.to_local_ms(request.deadline_unix_ms, request.owner)
@@ -339,6 +377,9 @@ class LeaderTerm:
         earlier = entry.sealed.attempts if entry.sealed else ()
         binding = Binding(attempt, place.worker, detokenizer, now, reads, earlier)
         self.ledger.bind(entry, binding, place.charge)
+        if entry.isolated:
+            until = entry.tokens + ALONE_STEPS * submit.choices
+            self.ledger.capacity(place.worker).alone = (entry.request_id, until)
         self.caches.expect(place.worker, submit.block_digests, now)
         self._rate.record(now)
         cached, waited_s = place.cached_blocks, now - entry.since

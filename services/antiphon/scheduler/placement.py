@@ -34,6 +34,10 @@ QUEUE_SCAN_MAX = 64
 """How many waiting requests are checked for a worker that those before them cannot use."""
 
 
+ALONE_WORKERS_MIN = 2
+"""So many workers must be ready to risk one."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementTarget:
     """The worker and the detokenizer of a request.
@@ -108,6 +112,26 @@ class Placement:
         ]
         others = [one for one in candidates if one.worker not in avoid]
         return self._best(submit, others or candidates)
+
+    def choose_alone(self, submit: SubmitRequest) -> tuple[PlacementTarget | None, Process | None]:
+        """Choose a worker for a request that must begin alone there; or one that has to be emptied.
+
+        There is none while another request runs alone, nor for the last worker that is ready: if
+        the request kills it, no request is served.
+        """
+        if not self.can_isolate or any(one.account.alone for one in self._healthy()):
+            return None, None
+        able = [one for one in self.able(submit) if not one.account.suspended]
+        if not able:
+            return None, None
+        emptiest = min(able, key=lambda one: one.account.occupied)
+        if emptiest.account.occupied:
+            return None, emptiest.worker
+        return self._best(submit, [emptiest]), emptiest.worker
+
+    @property
+    def can_isolate(self) -> bool:
+        return sum(1 for _ in self._healthy()) >= ALONE_WORKERS_MIN
 
     def choose_preempting(self, submit: SubmitRequest) -> PlacementTarget | None:
         """Choose a worker without a free slot that runs requests which this one preempts."""
@@ -245,9 +269,15 @@ class Dispatcher:
         """
         reserved: set[Process] = set()
         for request_id in itertools.islice(self.queue.in_order(self.clock.now()), QUEUE_SCAN_MAX):
+            entry, submit = self._waiting(request_id)
+            if entry.isolated and entry.deadline_unix_ms > self.clock.unix_ms():
+                place, worker = self.placement.choose_alone(submit)
+                if place is not None:
+                    return QueueExit(entry, submit, place)
+                reserved.update(() if worker is None else (worker,))
+                continue
             if (match := self._match(request_id, reserved)) is not None:
                 return match
-            _, submit = self._waiting(request_id)
             reserved.update(one.worker for one in self.placement.able(submit))
             if not self.placement.has_free_slots_outside(reserved):
                 break
@@ -268,6 +298,8 @@ class Dispatcher:
         if (request_id := self.queue.highest()) is None:
             return None
         entry, submit = self._waiting(request_id)
+        if entry.isolated:
+            return None
         place = self.placement.choose_preempting(submit)
         return None if place is None else QueueExit(entry, submit, place)
 

@@ -83,9 +83,9 @@ class Reconciliation:
                 self._line(change.owner, line)
         self._leader_term.bind_waiting()
 
-    def on_worker_died(self, worker: Process) -> None:
+    def on_worker_died(self, worker: Process, *, exited: bool) -> None:
         self._unowned_since.pop(worker, None)
-        self._leader_term.on_worker_died(worker)
+        self._leader_term.on_worker_died(worker, exited=exited)
 
     def on_detokenizer_died(self, detokenizer: InstanceId) -> None:
         """Record the time of death. It may return in time: workers send everything again."""
@@ -106,6 +106,7 @@ class Reconciliation:
         self._end_due(unix_ms)
         self._end_orphans(now)
         self._leader_term.migration.rebind_orphans()
+        self._leader_term.end_isolated()
         if self._leader_term.ready:  # before that, a request that seems to wait may be running
             self._end_waits(now, beat=beat)
         self._leader_term.tombstones.expire(unix_ms)

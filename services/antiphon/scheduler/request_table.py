@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.leader_config import FREE_AFTER_MS, LeaderConfig
+from antiphon.scheduler.leader_config import DEATHS_MAX, FREE_AFTER_MS, LeaderConfig
+from antiphon.wire.codec import id_count
 from antiphon.wire.ids import InstanceId, RequestId
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class RequestEntry:
         seen_at: When it was last bound, or last reported as running by its worker.
         disputed_at: Since when the gateway follows another attempt than the bound one.
         policy_key: Its sort key by the schedule policy, once it has waited.
+        migrations: How many of its attempts have failed.
+        deaths: How many workers are known to have died while they computed it.
         sealing: Set while its attempts are being sealed.
         sealed: What its next attempt continues.
         sealed_to: The highest attempt that was sealed, or is being.
@@ -119,7 +122,8 @@ class RequestEntry:
     binding: Binding | None = None
     disputed_at: float | None = None
     number: int = 0
-    failed_attempts: int = 0
+    migrations: int = 0
+    deaths: int = 0
     requeued_by: set[Process] = field(default_factory=set["Process"])
     policy_key: float | None = None
     sealing: Sealing | None = None
@@ -134,6 +138,17 @@ class RequestEntry:
 
     def __post_init__(self) -> None:
         self.seen_at, self.queued_at = self.since, self.came_at
+
+    @property
+    def isolated(self) -> bool:
+        """Whether its next attempt has to begin on a worker without other requests."""
+        return self.deaths >= DEATHS_MAX
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens with which its next attempt begins, of all choices."""
+        choices = () if self.sealed is None else self.sealed.choices
+        return sum(id_count(choice.output_ids) for choice in choices)
 
     @property
     def restartable(self) -> bool:
@@ -323,17 +338,21 @@ class WorkerCapacity:
     Attributes:
         costs: Of the requests bound to it, ended ones included.
         orphans: Requests that it ran at its last report although they are not bound to it.
+        reported_waiting: Requests that it had not started by its last report.
         ended: Requests bound to it that had ended by its last report.
         suspended: It has requeued a request since its last report; it gets none before the next.
         pages_back: Pages of prompts that have left since its last report, which counts them as
             taken.
+        alone: A request that runs there alone until it has so many output tokens.
     """
 
     costs: dict[RequestId, RequestCost] = field(default_factory=dict[RequestId, RequestCost])
     orphans: set[RequestId] = field(default_factory=set[RequestId])
+    reported_waiting: set[RequestId] = field(default_factory=set[RequestId])
     ended: set[RequestId] = field(default_factory=set[RequestId])
     suspended: bool = False
     pages_back: int = 0
+    alone: tuple[RequestId, int] | None = None
 
     def bind(self, request_id: RequestId, charge: RequestCost) -> None:
         self.costs[request_id] = charge
@@ -342,12 +361,16 @@ class WorkerCapacity:
     def unbind(self, request_id: RequestId) -> None:
         """Stop counting a request, unless the next report holds it."""
         charge = self.costs.pop(request_id, None)
+        if self.alone is not None and self.alone[0] == request_id:
+            self.alone = None
         if charge is not None and not charge.waiting and request_id not in self.ended:
             self.pages_back += charge.pages
         self.ended.discard(request_id)
 
     def report(self, lines: Iterable[RunningRequest]) -> None:
         self.orphans, self.ended = set(), set()
+        lines = list(lines)
+        self.reported_waiting = {line.request_id for line in lines if line.waiting}
         self.suspended, self.pages_back = False, 0
         for line in lines:
             if (charge := self.costs.get(line.request_id)) is not None:
@@ -355,6 +378,9 @@ class WorkerCapacity:
                 charge.computing = line.waiting or not line.tokens
                 if line.ended:
                     self.ended.add(line.request_id)
+                if self.alone is not None and self.alone[0] == line.request_id:
+                    over = line.ended or line.tokens >= self.alone[1]
+                    self.alone = None if over else self.alone
             elif not line.ended:
                 self.orphans.add(line.request_id)
 
@@ -406,8 +432,8 @@ class WorkerCapacity:
         rejects it itself. The new request may preempt those in `yielding`.
         """
         occupied = self.occupied
-        if self.suspended or occupied == 0:
-            return not self.suspended
+        if self.suspended or self.alone is not None or occupied == 0:
+            return not self.suspended and self.alone is None
         if occupied + charge.choices > load.running_max + rules.waiting_max:
             return False  # it would requeue the request
         live = {name: one for name, one in self.costs.items() if name not in self.ended}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.wire.base import Process, Role
+from antiphon.wire.routes import OPERATOR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +25,6 @@ Response = dict[str, object]
 
 PREFIX = "$SRV"
 VERBS = ("PING", "INFO", "STATS")
-OPERATOR = "operator"
-"""The party of tools outside the request path, such as the command line."""
 DISCOVERY_CLIENTS = (Role.GATEWAY, OPERATOR)
 """Parties that may send the verbs: the gateway, for the console, and the operator."""
 

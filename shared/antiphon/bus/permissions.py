@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from antiphon.bus.discovery import DISCOVERY_CLIENTS, OPERATOR, VERBS, subjects
+from antiphon.bus.discovery import DISCOVERY_CLIENTS, VERBS, subjects
 from antiphon.bus.server import ServerSettings, config_text
 from antiphon.wire.base import WIRE_VERSION, Role
 from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, TenantId
@@ -22,6 +22,7 @@ from antiphon.wire.routes import (
     CLIENT,
     DISCOVER,
     HEARTBEAT,
+    OPERATOR,
     ROUTES,
     Party,
     RequestRoute,
@@ -124,10 +125,11 @@ def _subscribed(party: Party, tenant: TenantId) -> Iterator[str]:
 
 def _operator(cluster: ClusterName) -> NatsUser:
     prefix = f"{cluster}.v{WIRE_VERSION}."
+    published = sorted(_published(OPERATOR))
     return NatsUser(
         name=OPERATOR,
         password=_password(OPERATOR),
-        publish=("$SRV.>", prefix + DISCOVER.subject_filter()),
+        publish=("$SRV.>", *(prefix + subject for subject in (*published, DISCOVER.subject))),
         subscribe=(prefix + HEARTBEAT.subject_filter(), f"{prefix}{inbox(OPERATOR)}.>"),
     )
 

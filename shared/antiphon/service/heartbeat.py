@@ -14,8 +14,8 @@ from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.service import Report, Runtime, Service
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import EngineError, RequestTooLarge
-from antiphon.wire.heartbeat import Discover, Heartbeat
-from antiphon.wire.routes import DISCOVER, HEARTBEAT, HEARTBEAT_SOURCES
+from antiphon.wire.heartbeat import Discover, Heartbeat, ProcessExited
+from antiphon.wire.routes import DISCOVER, EXIT, HEARTBEAT, HEARTBEAT_SOURCES
 
 if TYPE_CHECKING:
     from antiphon.service.instance_name import InstanceName
@@ -49,6 +49,7 @@ class Heartbeater:
                 StreamEndpoint(route=HEARTBEAT, apply=self._on_heartbeat, address=address)
             )
         await self._runtime.listen(StreamEndpoint(route=DISCOVER, apply=self._on_discover))
+        await self._runtime.listen(StreamEndpoint(route=EXIT, apply=self._on_exit))
         self._runtime.bus.link.on_connect(self._on_connected)
         await self._on_connected()
 
@@ -124,6 +125,9 @@ class Heartbeater:
         self._runtime.peers.on_heartbeat(beat)
         if self._runtime.peers.take_name_conflict() is not None:
             self._name.recheck()
+
+    def _on_exit(self, message: ProcessExited) -> None:
+        self._runtime.peers.on_exit(message.process)
 
     def _on_discover(self, question: Discover) -> None:
         """Reply after a random delay: the whole cluster receives it at once."""

@@ -34,7 +34,9 @@ class Liveness(StrEnum):
     SUSPECT = "suspect"
     """Gets no new work but keeps its requests."""
     DEAD = "dead"
-    """No longer listed. Its requests are lost, or continue elsewhere."""
+    """No longer listed, after silence. Its requests continue elsewhere, or are lost."""
+    EXITED = "exited"
+    """No longer listed, and it is certain that the process has ended."""
 
 
 class PeerChange(StrEnum):
@@ -241,6 +243,15 @@ class PeerTable:
         else:
             self._accept(beat, timing)
 
+    def on_exit(self, process: Process) -> None:
+        """Remove a peer at once: the process that started it has seen its end.
+
+        If that is not true, its next heartbeat brings it back.
+        """
+        peer = self._peers.get(process.instance)
+        if peer is not None and peer.process == process:
+            self._remove_dead(peer, Liveness.EXITED)
+
     def update_liveness(self, *, link_up: bool, connect_count: int) -> float:
         """Update the liveness of all peers; return the time until the next update, in seconds.
 
@@ -259,7 +270,7 @@ class PeerTable:
         for peer in list(self._peers.values()):
             liveness = self._liveness_of(peer)
             if liveness is Liveness.DEAD:
-                self._remove_dead(peer)
+                self._remove_dead(peer, liveness)
             elif liveness is not peer.liveness:
                 self._put(PeerChange.CHANGED, replace(peer, liveness=liveness))
         due_s = min(map(self._due_s, self._peers.values()), default=beat_s)
@@ -328,7 +339,7 @@ class PeerTable:
                 if not self._link_whole() or self._liveness_of(known) is Liveness.ALIVE:
                     self.reject_heartbeat(beat, "instance", timing.offset_ms or 0)
                     return
-                self._remove_dead(known)
+                self._remove_dead(known, Liveness.EXITED)
             # Old heartbeats of a dead incarnation may still be in transit; only later ones revive
             # it.
             self._former.pop(beat.process, None)
@@ -363,14 +374,19 @@ class PeerTable:
             return max(dead_s, self._liveness.owner_s)
         return dead_s
 
-    def _remove_dead(self, peer: Peer) -> None:
+    def _remove_dead(self, peer: Peer, liveness: Liveness) -> None:
         del self._peers[peer.process.instance]
         _remember(self._former, peer.process, self._timings.pop(peer.process))
         beat = peer.heartbeat
-        fields = {"role": beat.role, "peer": peer.process.instance, "state": beat.state}
+        fields = {
+            "role": beat.role,
+            "peer": peer.process.instance,
+            "state": beat.state,
+            "liveness": liveness,
+        }
         level = logging.INFO if beat.state is ProcessState.DRAINING else logging.WARNING
         log.log(level, "peer died", extra=fields)
-        self._notify(PeerChange.DIED, replace(peer, liveness=Liveness.DEAD))
+        self._notify(PeerChange.DIED, replace(peer, liveness=liveness))
 
     def _put(self, change: PeerChange, peer: Peer) -> None:
         self._peers[peer.process.instance] = peer

@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.permissions import NatsUser, anonymous_user, user, users_text
 from antiphon.bus.server import RunningServer, ServerFailed, ServerSettings, find, start
 from antiphon.service.startup import die_with
 from antiphon.supervisor.child import Restarts, stop_process
 from antiphon.supervisor.ports import is_free
 from antiphon.wire.base import Role
+from antiphon.wire.routes import OPERATOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,7 +22,7 @@ from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from antiphon.config.settings import Settings
     from antiphon.supervisor.ports import PortRange
@@ -174,10 +174,12 @@ class Child:
             await self.start()
             await self.fails_to_start()
 
-    async def keep_running(self) -> None:
+    async def keep_running(self, on_exit: Callable[[], None] = lambda: None) -> None:
+        """Start it again whenever it has ended; `on_exit` is called at once when it has."""
         loop = asyncio.get_running_loop()
         while True:
             status = await self.died()
+            on_exit()
             pause_s = self.restarts.pause_s(loop.time())
             fields = {"instance": self.instance, "status": status, "pause_s": pause_s}
             log.warning("service died", extra=fields)

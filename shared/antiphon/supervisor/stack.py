@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
@@ -21,7 +22,6 @@ from rich.progress import (
 from rich.text import Text
 
 from antiphon.bus.bus import Bus
-from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.transport import BusDown
 from antiphon.config.errors import ConfigError
@@ -45,7 +45,9 @@ from antiphon.supervisor.child import Child
 from antiphon.supervisor.liveness import HangDetector, Readiness
 from antiphon.supervisor.ports import PortRange, free_port, is_free
 from antiphon.wire.base import Process, Role
+from antiphon.wire.heartbeat import ProcessExited
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
+from antiphon.wire.routes import EXIT, OPERATOR
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -131,8 +133,8 @@ class ServiceStack:
             readiness = await self._wait_ready(url, stop)
             if not stop.is_set():
                 self._announce(url, readiness)
-                async with self._listening(url, readiness):
-                    await self._supervise(stop, readiness)
+                async with self._listening(url, readiness) as bus:
+                    await self._supervise(stop, readiness, bus)
         finally:
             await self._stop(now)
 
@@ -242,7 +244,7 @@ class ServiceStack:
         return readiness
 
     @asynccontextmanager
-    async def _listening(self, url: str, readiness: Readiness) -> AsyncGenerator[None]:
+    async def _listening(self, url: str, readiness: Readiness) -> AsyncGenerator[Bus]:
         name = InstanceId(f"supervisor-{os.getpid()}")
         config = replace(self._settings.bus, url=url)
         if self._passwords is not None:
@@ -256,7 +258,7 @@ class ServiceStack:
         try:
             async with bus:
                 await readiness.listen(bus)
-                yield
+                yield bus
         except BusDown as error:
             raise CannotServe(f"no NATS server responds at {url}: {error}") from error
 
@@ -297,12 +299,16 @@ class ServiceStack:
         for text in (ready, EXAMPLE.format(scheme=scheme, host=host, port=port, key=key)):
             self._console.print(text, highlight=False, soft_wrap=True)
 
-    async def _supervise(self, stop: asyncio.Event, readiness: Readiness) -> None:
+    async def _supervise(self, stop: asyncio.Event, readiness: Readiness, bus: Bus) -> None:
         timeout_s = self._settings.supervisor.hang_timeout_s
         hangs = HangDetector(
             self._children, readiness.health_port, self._settings.health, timeout_s
         )
-        jobs = [self._trim_logs, hangs.run, *(child.keep_running for child in self._children)]
+        kept = [
+            partial(child.keep_running, partial(_announce_exit, child.instance, readiness, bus))
+            for child in self._children
+        ]
+        jobs = [self._trim_logs, hangs.run, *kept]
         if self._broker is not None:
             jobs.append(self._broker.keep_running)
         async with asyncio.TaskGroup() as group:
@@ -333,6 +339,14 @@ class ServiceStack:
         await now.wait()
         for child in self._children:
             child.kill()
+
+
+def _announce_exit(instance: InstanceId, readiness: Readiness, bus: Bus) -> None:
+    """Let all others know of a death at once, so that they need not wait for its silence."""
+    if (beat := readiness.heartbeats.get(instance)) is None:
+        return
+    with suppress(BusDown):  # then they notice the silence
+        bus.publish(EXIT, ProcessExited(process=beat.process), instance=instance)
 
 
 async def _set_after(wait: Callable[[], Awaitable[object]], event: asyncio.Event) -> None:

@@ -16,6 +16,7 @@ EngineError               code               status  retry
 ├── Overloaded            overloaded         503     after_s  nothing was started
 ├── Unavailable           unavailable        503     after_s  draining, or no responders
 ├── WorkerLost            worker_lost        503     never    the worker died; the stream ends
+│   └── RequestQuarantined  request_quarantined  503  never  workers died while they computed it
 ├── DeadlineExceeded      deadline           504     never
 ├── Cancelled             cancelled          499     never    the client disconnected
 └── Internal              internal           500     never    our bug; the log has the traceback
@@ -195,6 +196,10 @@ class Unavailable(EngineError, code="unavailable", status=503):
 
 class WorkerLost(EngineError, code="worker_lost", status=503):
     """The worker of a running request died, and the request ends with it."""
+
+
+class RequestQuarantined(WorkerLost, code="request_quarantined", status=503):
+    """Several workers died while they computed this request, which may be the reason."""
 
 
 class DeadlineExceeded(EngineError, code="deadline", status=504):

@@ -194,6 +194,16 @@ class NameTaken(Message):
     process: Process
 
 
+class ProcessExited(Message):
+    """This incarnation has ended, as its supervisor has seen: it is dead without any silence.
+
+    Sent once. A lost one costs the usual silence; a wrong one is corrected by the next heartbeat of
+    the process.
+    """
+
+    process: Process
+
+
 FAMILIES_MAX = 256
 SERIES_MAX = 1024
 """Maximum series of one metric in one process."""

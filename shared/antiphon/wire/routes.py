@@ -49,6 +49,8 @@ class DeliveryMode(StrEnum):
 
 CLIENT = "client"
 """A sender or listener outside the cluster: a NATS client of one tenant."""
+OPERATOR = "operator"
+"""The party of tools outside the request path: the supervisor and the command line."""
 ALL_ROLES = tuple(Role)
 
 Party = Role | str
@@ -309,6 +311,13 @@ NAME = RequestRoute(
     replies=(heartbeat.NameTaken,),
     senders=ALL_ROLES,
     listeners=ALL_ROLES,
+)
+EXIT = Route(
+    subject="process.{instance}.exit",
+    carries=(heartbeat.ProcessExited,),
+    senders=(OPERATOR,),
+    listeners=ALL_ROLES,
+    delivery=DeliveryMode.ALL,
 )
 DISCOVER = Route(
     subject="discover",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from tests.unit.scheduler.stage import (
+    Actor,
     Stage,
     held,
     open_entry,
@@ -10,6 +11,7 @@ from tests.unit.scheduler.stage import (
     process,
     running,
     usual,
+    waiting,
 )
 
 from antiphon.scheduler.leader_config import LeaderConfig
@@ -402,15 +404,93 @@ def test_read_request_without_output_anywhere_is_lost_with_notices_until_closed(
     assert not stage.lost()
 
 
-def test_a_request_under_which_three_workers_have_died_is_not_given_to_a_fourth() -> None:
+def test_request_that_three_silent_workers_have_had_migrates_a_third_time_and_no_more() -> None:
+    stage, _, worker, _ = usual()
+    stage.submit("r")
+    for life in (2, 3, 4, 5):
+        stage.actors.remove(worker)
+        stage.pass_s(3.0)
+        worker = stage.enter(Role.WORKER, "worker-0", life)
+        stage.pass_s(0.5)
+    assert len(stage.admits()) == 4
+    assert {(lost.request_id, lost.error.code) for lost in stage.lost()} == {("r", "worker_lost")}
+
+
+def dead_twice(*others: str) -> tuple[Stage, Actor]:
+    """Two workers have ended while they computed `poison`, of which one is back already."""
+    stage, _, worker, _ = usual()
+    stage.submit("poison")
+    for name in others:
+        stage.submit(name)
+    for life in (2, 3):
+        worker.runs(*map(running, stage.admits()))
+        stage.pass_s(0.5)
+        stage.actions.clear()
+        stage.actors.remove(worker)
+        stage.peers.on_exit(worker.process)
+        worker = stage.enter(Role.WORKER, "worker-0", life)
+        stage.pass_s(1.0)
+    return stage, worker
+
+
+def test_request_under_which_two_workers_have_ended_is_not_given_to_the_last_one() -> None:
+    stage, _ = dead_twice()
+    assert (stage.admits(), stage.lost()) == ([], [])
+    stage.pass_s(10.0)
+    (lost,) = {each.request_id: each for each in stage.lost()}.values()
+    assert (lost.request_id, lost.error.code) == ("poison", "request_quarantined")
+    assert not stage.admits()
+
+
+def test_request_under_which_two_workers_have_ended_begins_alone_and_then_goes_on() -> None:
+    stage, first = dead_twice()
+    second = stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(0.5)
+    (admit,) = stage.admits()
+    alone, other = (first, second) if stage.admits(first) else (second, first)
+    for number in range(5):
+        stage.submit(f"r{number}")
+    assert not stage.admits(alone)[1:]
+    assert [each.request_id for each in stage.admits(other)] == ["r0", "r1", "r2", "r3"]
+    other.runs(*map(running, stage.admits(other)))
+    alone.runs(held(RequestId("poison"), admit.attempt, tokens=7))
+    stage.pass_s(1.0)
+    assert not stage.admits(alone)[1:]
+    alone.runs(held(RequestId("poison"), admit.attempt, tokens=8))
+    stage.pass_s(1.0)
+    assert [each.request_id for each in stage.admits(alone)[1:]] == ["r4"]
+
+
+def test_request_that_ends_a_third_worker_is_quarantined_and_its_companions_are_not() -> None:
+    stage, first = dead_twice("healthy")
+    second = stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(0.5)
+    (admit,) = stage.admits()
+    assert admit.request_id == "poison", "one at a time"
+    alone = first if stage.admits(first) else second
+    alone.runs(running(admit))
+    stage.actors.remove(alone)
+    stage.peers.on_exit(alone.process)
+    stage.enter(Role.WORKER, alone.process.instance, 9)
+    stage.pass_s(2.0)
+    assert {(lost.request_id, lost.error.code) for lost in stage.lost()} == {
+        ("poison", "request_quarantined")
+    }
+    assert {each.request_id for each in stage.admits()[1:]} == {"healthy"}
+
+
+def test_request_that_waited_at_a_worker_that_ended_does_not_count_its_death() -> None:
     stage, _, worker, _ = usual()
     stage.submit("r")
     for life in (2, 3, 4):
+        worker.runs(waiting(stage.admits()[-1]))
+        stage.pass_s(0.5)
         stage.actors.remove(worker)
+        stage.peers.on_exit(worker.process)
         worker = stage.enter(Role.WORKER, "worker-0", life)
-        stage.pass_s(2.0)
-    assert len(stage.admits()) == 3
-    assert [lost.request_id for lost in stage.lost()] == ["r"]
+        stage.pass_s(0.5)
+    assert len(stage.admits()) == 4
+    assert not stage.lost()
 
 
 def test_of_two_attempts_the_one_that_the_owner_follows_goes_on() -> None:
@@ -481,8 +561,9 @@ def test_read_request_of_a_dead_worker_continues_on_another() -> None:
     detokenizer.accepted(first, [1, 2], [3])
     for life in (2, 3):
         stage.actors.remove(worker)
+        stage.pass_s(3.0)
         worker = stage.enter(Role.WORKER, "worker-0", life)
-        stage.pass_s(2.0)
+        stage.pass_s(0.5)
         if life == 2:
             detokenizer.accepted(stage.admits()[-1], [1, 2, 4], [3])
     _, second, third = stage.admits()

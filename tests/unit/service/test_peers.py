@@ -99,6 +99,24 @@ def test_silence_makes_suspect_then_dead(world: World, silence_s: float, verdict
     assert world.verdict() == verdict
 
 
+def test_exit_makes_dead_at_once_and_only_the_process_that_it_names(world: World) -> None:
+    world.beat(incarnation="1")
+    world.peers.on_exit(process("worker-0", "0"))
+    assert world.died() == []
+    world.peers.on_exit(process("worker-0", "1"))
+    assert (world.died(), world.verdict()) == (["1"], "dead")
+    world.beat(incarnation="2")
+    assert world.verdict() == "alive"
+
+
+def test_exit_that_was_not_true_is_corrected_by_the_next_heartbeat(world: World) -> None:
+    world.beat()
+    world.peers.on_exit(process("worker-0", "1"))
+    world.run(0.5)
+    world.beat()
+    assert world.news() == [(change, "1") for change in ("appeared", "died", "appeared")]
+
+
 def test_watchers_get_each_change_once_and_in_order(world: World) -> None:
     world.beat()
     world.run(4)
