@@ -135,7 +135,7 @@ class KvStorageService:
         await self._store.touch(stored)
         return PagesStored(stored=tuple(stored))
 
-    async def _store_page(self, offer: PageOffer, fetched: Mapping[bytes, bytes]) -> bool:
+    async def _store_page(self, offer: PageOffer, fetched: Mapping[bytes, bytearray]) -> bool:
         if offer.digest in self._store:
             return True
         if (data := fetched.get(offer.digest)) is None:
@@ -143,14 +143,14 @@ class KvStorageService:
         page = Page(offer.digest, offer.parent, data, offer.claim.digest)
         return await self._store.put(page)
 
-    async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytes]:
+    async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytearray]:
         """Fetch pages over one connection per address; unavailable ones are left out."""
         bus_loop = asyncio.get_running_loop()
         bytes_max = self._config.page_bytes_max
         by_address: dict[str, list[PageOffer]] = {}
         for offer in offers:
             by_address.setdefault(offer.claim.address, []).append(offer)
-        fetched: dict[bytes, bytes] = {}
+        fetched: dict[bytes, bytearray] = {}
         for group in by_address.values():
             wanted = [offer for offer in group if offer.claim.size_bytes <= bytes_max]
             while wanted and (left_s := due_at - self._runtime.clock.now()) > 0:
@@ -185,14 +185,15 @@ class KvStorageService:
         return PagesLeased(lease=lease.name, claims=claims)
 
 
-def _receive(offers: Sequence[PageOffer], timeout_s: float) -> list[bytes]:
+def _receive(offers: Sequence[PageOffer], timeout_s: float) -> list[bytearray]:
     """Fetch pages of one address, up to the first one that is unavailable or corrupt."""
-    pages: list[bytes] = []
-    blobs = stream_blobs([offer.claim for offer in offers], timeout_s=timeout_s)
+    pages: list[bytearray] = []
+    blobs = stream_blobs([offer.claim for offer in offers], timeout_s=timeout_s, kept=True)
     for offer, blob in zip(offers, blobs, strict=False):
         if not hmac.compare_digest(page_checksum(blob), offer.claim.digest):
             break
-        pages.append(bytes(blob))
+        assert isinstance(blob.obj, bytearray)
+        pages.append(blob.obj)
     return pages
 
 

@@ -105,7 +105,6 @@ async def test_flipped_bit_ends_what_is_used_before_it() -> None:
         await stored(node, ids(4))
         page = store(node).memory.get(names(ids(4))[2])
         assert page is not None
-        assert isinstance(page.data, bytes)
         flipped = bytearray(page.data)
         flipped[len(flipped) // 2] ^= 1
         store(node).memory._pages[page.digest] = Page(
