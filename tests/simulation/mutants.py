@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from tests.simulation.seal_orders import ORDERS
+from tests.simulation.seal_orders import live as live_in_order
 from tests.simulation.stored_world import StoredWorld
 from tests.simulation.worker_worlds import (
     drafting,
@@ -22,6 +24,9 @@ from tests.simulation.worker_worlds import (
     with_grammars,
 )
 
+from antiphon.detokenizer.choice import ChoiceState
+from antiphon.detokenizer.machine import Detokenizer
+from antiphon.gateway.owner.request import OwnedChoice
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.outcome import OutcomeProcessor
@@ -36,6 +41,7 @@ from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire import namespaces
+from antiphon.wire.codec import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -73,6 +79,15 @@ class Mutant:
         except AssertionError:
             return False
         return True
+
+
+def seal_order(number: int) -> None:
+    """One of the orders in which a request is sealed twice, spread over all of them."""
+    live_in_order(ORDERS[number * len(ORDERS) // SEEDS])
+
+
+def owner_seal_order(number: int) -> None:
+    live_in_order(ORDERS[number * len(ORDERS) // SEEDS], forgets=True)
 
 
 # Faults.
@@ -244,7 +259,29 @@ def stored(seed: int) -> None:
     live(StoredWorld(seed, overlap=overlaps(seed)), 60)
 
 
+def answered_with_more(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A seal that does not hold: the second answer has what was accepted after the first."""
+
+    def seal(self: Detokenizer, one: Any, bytes_max: int) -> Any:
+        sealed = right(self, one, bytes_max)
+        self._sealed.pop(one.request_id, None)
+        return sealed
+
+    return seal
+
+
+def one_id_short(right: Callable[..., Any]) -> Callable[..., Any]:
+    def sealed(self: Any, index: int, **options: Any) -> Any:
+        output = right(self, index, **options)
+        return msgspec.structs.replace(output, output_ids=output.output_ids[:-ID_BYTES])
+
+    return sealed
+
+
 MUTANTS = (
+    Mutant("seal answered with more", Detokenizer, "_seal", answered_with_more, seal_order),
+    Mutant("sealed ids one short", ChoiceState, "sealed", one_id_short, seal_order),
+    Mutant("owner's ids one short", OwnedChoice, "sealed", one_id_short, owner_seal_order),
     Mutant("page in flight freed", PageTransfers, "expire", freed_in_flight, stored),
     Mutant("state without checksum", PageCodec, "check", states_unchecked, stored),
     Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),

@@ -180,8 +180,8 @@ class Actor:
 class Stage:
     """The leader under test, its peers, and its actions since `actions` was last cleared."""
 
-    def __init__(self, rules: LeaderConfig | None = None) -> None:
-        self.clock = ManualClock()
+    def __init__(self, rules: LeaderConfig | None = None, clock: ManualClock | None = None) -> None:
+        self.clock = clock or ManualClock()
         patience = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = PeerTable(ME, "digest", self.clock, patience)
         self.leader = SchedulerCore(ME, MODEL, rules or LeaderConfig(), self.clock, self.peers)
