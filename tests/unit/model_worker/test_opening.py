@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import shutil
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +29,7 @@ from antiphon.config.speculation import SpeculationConfig
 from antiphon.config.worker import CacheConfig, Policy
 from antiphon.model_card.files import find_files
 from antiphon.model_card.hub import PublishedFile
+from antiphon.model_worker.batching.flights import ForwardThread
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.planner import QueueRules
@@ -218,25 +221,49 @@ def test_a_text_that_cannot_be_indexed_ends_its_request_alone() -> None:
     assert engine.core.pools.used()[0] == engine.core.pools.loose()[0]
 
 
-@pytest.mark.parametrize("faster", [False, True])
+@pytest.mark.parametrize(
+    ("in_turn", "ahead", "sparing", "reason"),
+    [
+        (1.0, 1.5, 1.6, "0.67 with 1 rows, 0.67 with 16 rows; {} and a core left to the loop"),
+        (1.5, 1.0, 1.6, "1.50 with 1 rows, 1.50 with 16 rows; {} and a core left to the loop"),
+        (1.5, 1.2, 1.0, "{} and a core left to the loop; 1.25 with 1 rows, 1.25 with 16 rows"),
+    ],
+)
 def test_overlap_is_chosen_where_it_is_faster(
-    faster: bool, monkeypatch: pytest.MonkeyPatch
+    in_turn: float, ahead: float, sparing: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = warm_up._decode_seconds
+    real, runs = warm_up._decode_seconds, Counter[float]()
+    threads: dict[float, int] = {}
 
     def seconds(loop: BatchingLoop, rows: int) -> float:
         assert real(loop, rows) > 0
-        return 1.0 if (loop._ahead > 0) == faster else 1.5
+        launcher = loop._launcher
+        took = in_turn
+        if isinstance(launcher, ForwardThread):
+            assert isinstance(launcher._begin, partial)
+            (count,) = launcher._begin.args
+            took = ahead if count == 2 else sparing
+            threads[took] = count
+        runs[took] += 1
+        return took
 
     monkeypatch.setattr(warm_up, "_decode_seconds", seconds)
     monkeypatch.setattr(warm_up, "STEP_S_MAX", 60.0)  # however busy the machine is
     engine = open_engine(SMALL)
     loop = loop_of(engine)
+    assert engine.resolved is not None
+    two = msgspec.structs.replace(engine.resolved.threads, value=2)
+    engine.resolved = msgspec.structs.replace(engine.resolved, threads=two)
     chosen = warm_up.choose_overlap(loop, engine)
-    speed = "1.50" if faster else "0.67"
-    reason = f"its measured speed: {speed} with 1 rows, {speed} with 16 rows"
-    assert (chosen.value, chosen.reason) == (faster, reason)
+    spared = f"{in_turn / sparing:.2f}"
+    reason = reason.format(f"{spared} with 1 rows, {spared} with 16 rows")
+    faster = in_turn > min(ahead, sparing)
+    assert (chosen.value, chosen.reason) == (faster, f"its measured speed: {reason}")
     assert (loop._ahead, len(loop.native_threads)) == (int(faster), int(faster))
+    assert threads == {ahead: 2, sparing: 1}
+    # Each way has run as often as steps in turn, but one that is far behind once with as many rows.
+    slow = {took: 2 for took in (ahead, sparing) if in_turn < 0.9 * took}
+    assert runs == {in_turn: 10, ahead: 10, sparing: 10} | slow
     expected = answers(open_engine(SMALL), [[5, 6, 7]])
     assert answers(engine, [[5, 6, 7]], loop) == expected
 

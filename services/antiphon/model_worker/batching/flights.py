@@ -13,6 +13,8 @@ import numpy as np
 from antiphon.model_worker.batching.plan import DeviceLost, Ints, SamplingPart, StepOutcome
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from antiphon.model_worker.batching.plan import PlanRunner, StepPlan
 
 log = logging.getLogger(__name__)
@@ -107,10 +109,14 @@ class InTurnFlight:
 
 
 class ForwardThread:
-    """Computes plans in a thread of its own, which begins with the first one."""
+    """Computes plans in a thread of its own, which begins with the first one.
 
-    def __init__(self, runner: PlanRunner) -> None:
+    It calls `begin` before that: what a runner keeps by thread is set there.
+    """
+
+    def __init__(self, runner: PlanRunner, begin: Callable[[], None] | None = None) -> None:
         self._runner = runner
+        self._begin = begin
         self._drafting = Drafting(runner)
         self._flights = SimpleQueue[ThreadFlight | None]()
         self._last: ThreadFlight | None = None
@@ -142,6 +148,8 @@ class ForwardThread:
             self.thread = None
 
     def _run(self) -> None:
+        if self._begin is not None:
+            self._begin()
         while (flight := self._flights.get()) is not None:
             flight.compute(self._runner, self._drafting)
 

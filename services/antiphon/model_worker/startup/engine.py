@@ -73,9 +73,17 @@ class Engine:
         """A launcher that computes plans when their outcomes are read."""
         return self._ranked(InTurn(self.runner))
 
-    def in_thread(self) -> Launcher:
-        """A launcher that computes plans in a thread of its own."""
-        return self._ranked(ForwardThread(self.runner))
+    def in_thread(self, *, spared: int = 0) -> Launcher:
+        """A launcher that computes plans in a thread of its own.
+
+        Kernels use all threads but the `spared` ones, which the batching loop may have.
+        """
+        begin = None
+        if self.resolved is not None:
+            import torch  # noqa: PLC0415 (it takes seconds, see `host_device`)
+
+            begin = partial(torch.set_num_threads, self.resolved.threads.value - spared)
+        return self._ranked(ForwardThread(self.runner, begin))
 
     def _ranked(self, launcher: Launcher) -> Launcher:
         return launcher if self.lead is None else RankedLauncher(launcher, self.lead)

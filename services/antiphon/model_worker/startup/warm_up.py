@@ -21,10 +21,11 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
 
     from antiphon.model_worker.batching.engine_core import EngineCore
     from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
+    from antiphon.model_worker.batching.plan import Launcher
     from antiphon.model_worker.startup.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -99,31 +100,60 @@ def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -
 def choose_overlap(loop: BatchingLoop, engine: Engine) -> ResolvedValue[bool]:
     """Let the loop launch steps ahead, in a thread for forward passes, if that proves faster.
 
-    Runs decode steps in both ways in turn. The model has run before.
+    Kernels then use all cores, or leave one to the loop. Runs decode steps in all ways in turn, but
+    drops a way that is far behind. The model has run before.
 
     Raises:
         CannotStart: The model does not run.
     """
-    core, ratios = engine.core, dict[int, float]()
-    forward, in_turn = engine.in_thread(), engine.in_turn()
+    core = engine.core
     with _fixed_drafts(core.speculation):
         report, _ = _run(loop, 1, SamplingParams(max_new_tokens=2, ignore_eos=True))
         if report.seconds > STEP_S_MAX:
             return ResolvedValue(value=False, reason=f"a step takes {1e3 * report.seconds:.0f} ms")
+        in_turn, ways = engine.in_turn(), {"": engine.in_thread()}
+        if engine.resolved is not None and engine.resolved.threads.value > 1:
+            ways[SPARING] = engine.in_thread(spared=1)
+        speeds: dict[str, dict[int, float]] = {name: {} for name in ways}
         for rows in sorted({min(rows, core.limits.running_max) for rows in OVERLAP_ROWS}):
-            seconds: tuple[list[float], list[float]] = [], []
-            for _ in range(OVERLAP_PAIRS):
-                loop.use(in_turn, ahead=0)
-                seconds[0].append(_decode_seconds(loop, rows))
-                loop.use(forward, ahead=1)
-                seconds[1].append(_decode_seconds(loop, rows))
-            ratios[rows] = median(seconds[0]) / median(seconds[1])
-    faster = geometric_mean(ratios.values()) >= OVERLAP_GAIN_MIN
-    if not faster:
+            for name, ratio in _overlap_speeds(loop, in_turn, ways, rows).items():
+                speeds[name][rows] = ratio
+    gains = {name: geometric_mean(ratios.values()) for name, ratios in speeds.items()}
+    best, *others = sorted(ways, key=gains.__getitem__, reverse=True)
+    faster = gains[best] >= OVERLAP_GAIN_MIN
+    if faster:
+        loop.use(ways.pop(best), ahead=1)
+    else:
         loop.use(in_turn, ahead=0)
-        forward.close()
-    speeds = ", ".join(f"{ratio:.2f} with {rows} rows" for rows, ratio in ratios.items())
-    return ResolvedValue(value=faster, reason=f"its measured speed: {speeds}")
+    for launcher in ways.values():
+        launcher.close()
+    said = (
+        ", ".join(f"{ratio:.2f} with {rows} rows" for rows, ratio in speeds[name].items()) + name
+        for name in (best, *others)
+    )
+    return ResolvedValue(value=faster, reason=f"its measured speed: {'; '.join(said)}")
+
+
+SPARING = " and a core left to the loop"
+OVERLAP_DROPPED = 0.9
+"""A way that is so much slower than steps in turn is not run again with as many rows."""
+
+
+def _overlap_speeds(
+    loop: BatchingLoop, in_turn: Launcher, ways: Mapping[str, Launcher], rows: int
+) -> dict[str, float]:
+    """The speed of decode steps that are launched ahead in these ways, against steps in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    alone: list[float] = []
+    for _ in range(OVERLAP_PAIRS):
+        loop.use(in_turn, ahead=0)
+        alone.append(_decode_seconds(loop, rows))
+        for name, taken in seconds.items():
+            if taken and alone[0] < OVERLAP_DROPPED * taken[0]:
+                continue
+            loop.use(ways[name], ahead=1)
+            taken.append(_decode_seconds(loop, rows))
+    return {name: median(alone) / median(taken) for name, taken in seconds.items()}
 
 
 @contextmanager
