@@ -102,6 +102,7 @@ class Mixture:
             correction=self.correction,
             gate_up=[each.linear for each in self.gate_up],
             down=[each.linear for each in self.down],
+            first=0,
             activation=kind.activation,
             apply_router_weight_on_input=kind.on_input,
             shared=self.shared and (self.shared[0].linear, self.shared[1].linear),
@@ -237,6 +238,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
             "correction": None,
             "gate_up": [each.linear for each in mixture.gate_up],
             "down": [each.linear for each in mixture.down],
+            "first": 0,
             "activation": "silu",
         }
         PackedExperts(**parts | changes).compile()  # pyright: ignore[reportArgumentType]
@@ -248,8 +250,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
         made(routing=RoutingSpec(top_k=5, groups=2))
     with pytest.raises(RuntimeError, match="two linears"):
         made(down=[mixture.down[0].linear])
-    with pytest.raises(RuntimeError, match="a linear of 72 to 80 where one of 72 to 8 belongs"):
-        made(router=mixture.gate_up[0].linear)
+    with pytest.raises(RuntimeError, match="there are 8 experts, not 8 from 1 on"):
+        made(first=1)
+    with pytest.raises(RuntimeError, match="a linear of 40 to 72 where one of 72 to 72 belongs"):
+        made(router=mixture.down[0].linear)
     with pytest.raises(RuntimeError, match="correction"):
         made(correction=torch.zeros(COUNT + 1))
     with pytest.raises(RuntimeError, match="x must be"):
