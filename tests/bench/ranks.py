@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec.structs import replace
 from tests.bench.models import LLAMA_135M, made
-from tests.models.rank import Pair
+from tests.models.rank import Ranks
 from tests.support.models import load
 from tests.support.worker import decode_plan
 
@@ -68,7 +68,7 @@ def one_rank(*, fused: bool) -> Callable[[StepPlan], object]:
 
 
 def main() -> None:
-    pair = Pair()
+    pair = Ranks(tp=2)
     tensor = pair.groups.tensor
     collectives = Collectives()
     for name in ("all_reduce", "all_gather"):

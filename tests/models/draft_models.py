@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
     from antiphon.model_worker.speculation.policy import Drafter
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.model_worker.batching.plan import PlanRunner
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
     from antiphon.model_worker.speculation.policy import Drafter
     from antiphon.wire.errors import ErrorReply
 
@@ -92,7 +92,7 @@ class ModelLoop:
 
     With a `drafter`, or the draft model of the runner, decodes verify up to `drafts_max` drafts
     each, whatever a step costs. So many steps are launched `ahead`, by default one with `overlap`.
-    With a `lead` the model is the first of several ranks.
+    With a `lead` the model is the first of several ranks; with several `flights` these are stages.
     """
 
     def __init__(
@@ -124,9 +124,8 @@ class ModelLoop:
         runner = runner or lead or model.runner
         launcher = ForwardThread(runner) if overlap else InTurn(runner)
         self._launcher = launcher if lead is None else RankedLauncher(launcher, lead)
-        self.loop = BatchingLoop(
-            self.core, self._launcher, Mailbox(1), self._read, ahead=ahead if overlap else 0
-        )
+        ahead = sizes.flights - 1 if sizes.flights > 1 else ahead if overlap else 0
+        self.loop = BatchingLoop(self.core, self._launcher, Mailbox(1), self._read, ahead=ahead)
         self.outputs: list[Output] = []
         self.reports: list[StepReport] = []
         self._reader = ProgressReader()

@@ -27,7 +27,8 @@ from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.load import LoadedModel
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.opening import OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.resolve.memory import weight_bytes
 
@@ -232,6 +233,7 @@ def without_tensors(saved: Saved) -> Iterator[tuple[str, OpenModel]]:
         decoder = model.runner._model.own_decoder
         for source in decoder.sources():
             if _NUMBER.sub("*", source.name) == kind:
+                assert source.load is not None
                 source.load(torch.zeros(source.shape))
         decoder.pack()
         yield kind, model

@@ -1,7 +1,7 @@
-"""Two ranks of a model: this process is the first, and another one runs this file as the second.
+"""Ranks of a model: this process is the first, and others run this file as the others.
 
-One pair of processes serves any number of models, one after the other, by the protocol with which
-the ranks of a worker do.
+The same processes serve any number of models, one after the other, by the protocol with which the
+ranks of a worker do.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from antiphon.layers.weights import SingleRank
 from antiphon.model_worker.batching.loop import SWITCH_INTERVAL_S
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.ranks.groups import RankGroups
+from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.model_worker.ranks.protocol import (
     FollowerRank,
     LeadRank,
@@ -29,7 +30,7 @@ from antiphon.model_worker.ranks.protocol import (
     StepRefused,
     agree,
 )
-from antiphon.model_worker.runner.model_runner import OpenModel, open_model
+from antiphon.model_worker.runner.opening import OpenModel, open_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +39,7 @@ HOST = "127.0.0.1"
 
 
 class Case(msgspec.Struct):
-    """A model that both ranks load; without a folder, the end."""
+    """A model that all ranks load; without a folder, the end."""
 
     folder: str = ""
     values: dict[str, Any] = {}
@@ -51,16 +52,20 @@ class LoneRank(SingleRank):
         self.rank, self.ranks = rank, ranks
 
 
-class Pair:
-    def __init__(self, *, local: bool = True) -> None:
+class Ranks:
+    def __init__(self, tp: int = 1, pp: int = 1, *, local: bool = True) -> None:
+        self.layout = layout = RankLayout(tp, pp)
         listening = socket.create_server((HOST, 0))
         port = listening.getsockname()[1]
-        self._other = subprocess.Popen([sys.executable, "-m", __name__, str(port)])
-        self.groups = RankGroups.open(0, 2, (HOST, port), listening=listening, local=local)
+        self._others = [
+            subprocess.Popen([sys.executable, "-m", __name__, *map(str, (port, rank, tp, pp))])
+            for rank in range(1, layout.ranks)
+        ]
+        self.groups = RankGroups.open(0, layout, (HOST, port), listening=listening, local=local)
 
     @contextmanager
     def opened(self, folder: Path, **values: Any) -> Iterator[tuple[OpenModel, LeadRank]]:
-        """A model on both ranks, and what computes its plans."""
+        """A model on all ranks, and what computes its plans."""
         channel, lead = self.groups.channel, LeadRank(self.groups.channel)
         self._send(Case(str(folder), values))
         model = _open(self.groups, lead, folder, values)
@@ -73,7 +78,7 @@ class Pair:
 
     def close(self) -> None:
         self._send(Case())
-        assert self._other.wait(10) == 0
+        assert [other.wait(10) for other in self._others] == [0] * len(self._others)
 
     def _send(self, case: Case) -> None:
         self.groups.channel.send(bytearray(msgspec.msgpack.encode(case)))
@@ -82,13 +87,14 @@ class Pair:
 def _open(
     groups: RankGroups, exchange: LeadRank | FollowerRank, folder: Path, values: dict[str, Any]
 ) -> OpenModel:
-    return open_model(folder, plan(folder, **values), tp=groups.tensor, exchange=exchange)
+    chosen = plan(folder, **values)
+    return open_model(folder, chosen, tp=groups.tensor, pp=groups.pipeline, exchange=exchange)
 
 
-def main(port: int) -> None:
+def main(port: int, rank: int, tp: int, pp: int) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    groups = RankGroups.open(1, 2, (HOST, port))
+    groups = RankGroups.open(rank, RankLayout(tp, pp), (HOST, port))
     channel = groups.channel
     while (case := msgspec.msgpack.decode(channel.receive(), type=Case)).folder:
         follower = FollowerRank(channel)
@@ -96,7 +102,7 @@ def main(port: int) -> None:
             runner = _open(groups, follower, Path(case.folder), case.values).runner
         except ModelLoadError:
             with suppress(StepRefused):
-                agree(channel, StepFacts(refused_by=2))
+                agree(channel, StepFacts(refused_by=1 + rank))
             continue
         agree(channel, StepFacts())
         receiving = Thread(target=follower.receive, args=(runner,))
@@ -106,4 +112,4 @@ def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.model_runner import ModelRunner as Rank
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
 
 
 SAMPLING = ("temperature", "top_p", "min_p", "top_k", "seed", "choice")

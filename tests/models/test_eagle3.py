@@ -24,7 +24,8 @@ from antiphon.config.speculation import SpeculationConfig
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.runner.draft_model import DraftHeadModel
-from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.opening import OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.model_worker.startup.engine import open_engine
 from antiphon.model_worker.startup.warm_up import warm_up

@@ -29,7 +29,8 @@ from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import CACHE_DTYPES, scales_digest
-from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.opening import OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:

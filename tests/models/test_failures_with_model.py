@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints, PlanRunner
     from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.observability.flight_recorder import StepRecord
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
 
 CURSE = VOCABULARY - 1
 COUNT = 5

@@ -22,7 +22,7 @@ from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.input_batch import PlanRefused
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
 
 RANDOM = np.random.default_rng(11)
 PROMPT = RANDOM.integers(0, VOCABULARY, 21).tolist()

@@ -19,7 +19,7 @@ from antiphon.model_worker.model.errors import ModelLoadError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
 
 CPU = torch.device("cpu")
 LACKING = unsupported_reason(LinearMethod.PACKED, CPU, torch.float32)

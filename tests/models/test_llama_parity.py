@@ -19,7 +19,8 @@ from antiphon import embedded
 from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.spec import PRE, ModelSpec, Norms
-from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.opening import OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 
 if TYPE_CHECKING:

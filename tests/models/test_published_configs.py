@@ -38,7 +38,7 @@ from antiphon.model_worker.startup.engine import open_engine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
 
 LITE = "deepseek-v2 without groups and bottleneck"
 

@@ -39,6 +39,7 @@ def others(parallel: ParallelConfig) -> Iterator[RankProcesses]:
             [
                 *(sys.executable, "-m", "antiphon.model_worker", "--parallel-node-rank", "1"),
                 *("--parallel-tp-size", str(parallel.tp_size)),
+                *("--parallel-pp-size", str(parallel.pp_size)),
                 *("--parallel-nodes", str(parallel.nodes)),
                 *("--parallel-init-address", parallel.init_address),
             ]
@@ -64,23 +65,34 @@ def settings(parallel: ParallelConfig, **model: object) -> Settings:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_worker_of_two_ranks_answers_as_one_process(nodes: int) -> None:
+@pytest.mark.parametrize(("tp", "pp", "said"), [(2, 1, "ranks:2"), (1, 2, "stages:2")])
+def test_a_worker_of_two_ranks_answers_as_one_process(
+    tp: int, pp: int, said: str, nodes: int
+) -> None:
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    parallel = ParallelConfig(tp_size=2, nodes=nodes, init_address=address)
+    parallel = ParallelConfig(tp_size=tp, pp_size=pp, nodes=nodes, init_address=address)
     expected = answers(open_engine(settings(ParallelConfig())), PROMPTS)
     with others(parallel) as ranks:
         engine = open_engine(settings(parallel), ranks)
         assert answers(engine, PROMPTS) == expected
         assert engine.resolved is not None
-        assert engine.resolved.bits.value.endswith("ranks:2")
+        assert engine.resolved.bits.value.endswith(said)
 
 
 @pytest.mark.timeout(120)
-def test_a_model_that_ranks_cannot_share_is_refused_by_name() -> None:
-    parallel = ParallelConfig(tp_size=3)
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(tp_size=3), "3 ranks"),
+        (ParallelConfig(tp_size=2, ep_size=2), "parallel.ep_size: this model has no experts"),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_refused_by_name(
+    parallel: ParallelConfig, message: str
+) -> None:
     ranks = RankProcesses(parallel, "worker-0", lambda _: None)
     try:
-        with pytest.raises(CannotStart, match="3 ranks"):
+        with pytest.raises(CannotStart, match=message):
             open_engine(settings(parallel), ranks)
     finally:
         ranks.close()

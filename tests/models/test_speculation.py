@@ -26,7 +26,8 @@ from tests.support.worker import state
 
 from antiphon.config.speculation import SpeculationConfig
 from antiphon.model_worker.batching.state import ChoiceKey
-from antiphon.model_worker.runner.model_runner import ModelRunner, OpenModel
+from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.opening import OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.model_worker.speculation.policy import DraftCounts, Speculation
 from antiphon.model_worker.startup.engine import open_engine

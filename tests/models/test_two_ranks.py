@@ -1,4 +1,4 @@
-"""A model on two ranks says what it says on one."""
+"""A model on several ranks says what it says on one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from tests.models.draft_models import by_ngrams
 from tests.models.model_loop import LINEAR, ModelLoop, Output
 from tests.models.parity import save
-from tests.models.rank import LoneRank, Pair
+from tests.models.rank import LoneRank, Ranks
 from tests.models.specs import BY_NAME
 from tests.models.tiny import write_llama
 from tests.support.models import load, open_model
 from tests.support.worker import state
 
+from antiphon.layers.weights import BuildContext, SingleRank
 from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.ranks.pipeline import Pipeline
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import AllowRange, TokenOutputParams
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.ranks.protocol import LeadRank
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
 
 NEAR_TIE = 1e-3
 """Ranks add in another order: of two tokens whose logprobs are so close either may be taken."""
@@ -55,13 +58,28 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     # B and C of the one group are on both ranks; its norm could not be.
     "falcon-h1 with one group": {"mamba_n_groups": 1, "mamba_rms_norm": False},
 }
+STAGED = ("llama", "llama with one kv head", "gpt-oss", "deepseek-v3", "qwen3-next", "falcon-h1")
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    pair = Pair()
-    yield pair
-    pair.close()
+def pair() -> Iterator[Ranks]:
+    yield from opened(tp=2)
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[Ranks]:
+    yield from opened(pp=2)
+
+
+@pytest.fixture(scope="module")
+def square() -> Iterator[Ranks]:
+    yield from opened(tp=2, pp=2)
+
+
+def opened(tp: int = 1, pp: int = 1) -> Iterator[Ranks]:
+    ranks = Ranks(tp, pp)
+    yield ranks
+    ranks.close()
 
 
 def write(name: str, folder: Path) -> None:
@@ -85,7 +103,11 @@ def requests(kind: str, vocabulary: int) -> list[RequestState]:
 
 
 def outputs(
-    model: OpenModel, kind: str, mode: Mapping[str, Any], lead: LeadRank | None = None
+    model: OpenModel,
+    kind: str,
+    mode: Mapping[str, Any],
+    lead: LeadRank | None = None,
+    stages: int = 1,
 ) -> list[Output]:
     mode = dict(mode)
     retract_at, drafts = mode.pop("retract_at", ()), mode.pop("drafts", False)
@@ -95,6 +117,7 @@ def outputs(
         drafter=by_ngrams() if drafts else None,
         step_tokens_max=64,
         chunk_tokens=16,
+        flights=stages,
         **mode,
     )
     found = loop.run(requests(kind, model.spec.vocabulary), retract_at=retract_at)
@@ -119,7 +142,7 @@ def check_equal(ours: list[Output], theirs: list[Output]) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_say_what_one_says(pair: Pair, tmp_path: Path, family: str) -> None:
+def test_two_ranks_say_what_one_says(pair: Ranks, tmp_path: Path, family: str) -> None:
     write(family, tmp_path)
     for kind in KINDS:
         expected = outputs(open_model(tmp_path, **OPEN), kind, {})
@@ -131,7 +154,7 @@ def test_two_ranks_say_what_one_says(pair: Pair, tmp_path: Path, family: str) ->
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss", "deepseek-v3"])
 def test_ranks_with_whole_experts_say_what_one_says(
-    pair: Pair, tmp_path: Path, family: str
+    pair: Ranks, tmp_path: Path, family: str
 ) -> None:
     write(family, tmp_path)
     expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
@@ -140,14 +163,59 @@ def test_ranks_with_whole_experts_say_what_one_says(
             check_equal(outputs(model, "greedy", mode, lead), expected)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", STAGED)
+def test_stages_say_what_one_says(stages: Ranks, tmp_path: Path, family: str) -> None:
+    write(family, tmp_path)
+    for kind in KINDS:
+        expected = outputs(open_model(tmp_path, **OPEN), kind, {})
+        for mode in MODES.values() if kind == "greedy" else [MODES["overlap"]]:
+            with stages.opened(tmp_path, **OPEN) as (model, lead):
+                found = outputs(model, kind, mode, lead, 2)
+            # Every layer computes what it computes on one rank.
+            assert [each.ids for each in found] == [each.ids for each in expected]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_stages_of_ranks_say_what_one_says(square: Ranks, tmp_path: Path, family: str) -> None:
+    write(family, tmp_path)
+    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
+    for mode in MODES.values():
+        with square.opened(tmp_path, **OPEN) as (model, lead):
+            check_equal(outputs(model, "greedy", mode, lead, 2), expected)
+
+
+@pytest.mark.timeout(60)
+def test_stages_that_share_no_memory_say_the_same(tmp_path: Path) -> None:
+    write("llama", tmp_path)
+    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
+    ranks = Ranks(pp=2, local=False)
+    with ranks.opened(tmp_path, **OPEN) as (model, lead):
+        found = outputs(model, "greedy", MODES["overlap"], lead, 2)
+    assert [each.ids for each in found] == [each.ids for each in expected]
+    ranks.close()
+
+
 @pytest.mark.timeout(60)
 def test_ranks_that_share_no_memory_say_the_same(tmp_path: Path) -> None:
     write("llama", tmp_path)
     expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
-    pair = Pair(local=False)
+    pair = Ranks(tp=2, local=False)
     with pair.opened(tmp_path, **OPEN) as (model, lead):
         check_equal(outputs(model, "greedy", MODES["overlap"], lead), expected)
     pair.close()
+
+
+def test_stages_have_ranges_of_nearly_the_same_length() -> None:
+    def layers(stage: int, stages: int) -> range:
+        pipeline = Pipeline(stage, stages, None, None)
+        build = BuildContext(SingleRank(), torch.float32, torch.device("cpu"), pp=pipeline)
+        return build.stage_layers(8)
+
+    assert [layers(stage, 3) for stage in range(3)] == [range(3), range(3, 6), range(6, 8)]
+    with pytest.raises(ValueError, match="8 layers are fewer than 9 pipeline stages"):
+        layers(0, 9)
 
 
 def test_ranks_that_cannot_cut_the_model_are_refused(llama: Path) -> None:

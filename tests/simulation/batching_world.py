@@ -250,7 +250,7 @@ class World:
             groups = [] if state == "only" else groups
             groups.append(self._group(GroupKind.STATE, page_tokens, None))
         flights = random.Random(f"flights {seed}")
-        self.ahead = flights.choice([1, 1, 2, 3]) if overlap else 0
+        self.ahead = self._ahead(flights, overlap=overlap)
         self._eager = flights.random() < 0.5
         self.draft_model = state != "only" and said.get("draft_model", flights.random() < 0.4)
         if self.draft_model:
@@ -322,6 +322,10 @@ class World:
             return page_group(self._states.randint(4, 40), kind, page_tokens=page_tokens)
         pages = self.random.randint(96, 240) // page_tokens
         return page_group(pages, kind, window, page_tokens=page_tokens)
+
+    def _ahead(self, flights: random.Random, *, overlap: bool) -> int:
+        """How many steps are launched ahead of the one whose outcome is read."""
+        return flights.choice([1, 1, 2, 3]) if overlap else 0
 
     def _limits(self) -> EngineLimits:
         running_max = self.pick("running_max", 1, 3, 16)

@@ -7,7 +7,7 @@ raises has ended, as its process would have: whatever waits for it fails.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition, Thread
@@ -19,7 +19,9 @@ from tests.simulation.batching_world import VOCAB_SIZE, RunFailed, World, WorldR
 from tests.simulation.hash_runner import HashRunner
 
 from antiphon.model_worker.batching.mailbox import Mail
+from antiphon.model_worker.batching.plan import Sampled, StepOutcome
 from antiphon.model_worker.ranks import protocol
+from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.model_worker.ranks.protocol import FollowerRank, LeadRank, RankedLauncher
 
 if TYPE_CHECKING:
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
         Longs,
         PlanRunner,
         SamplingPart,
-        StepOutcome,
         StepPlan,
     )
+    from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.ranks.protocol import RankChannel
 
 WAIT_S = 20.0
@@ -53,9 +55,15 @@ class RankEnded(Exception):
     """The process of a rank has ended, and with it its connections."""
 
 
+LAYOUTS = (
+    *(RankLayout(tp=2), RankLayout(tp=2), RankLayout(tp=3), RankLayout(tp=4)),
+    *(RankLayout(pp=2), RankLayout(tp=2, pp=2), RankLayout(pp=3)),
+)
+
+
 @dataclass(frozen=True)
 class Collective:
-    """A collective as one rank calls it."""
+    """A collective as one rank calls it, or a transfer as both of its ranks do."""
 
     kind: str
     shape: tuple[int, ...]
@@ -63,10 +71,13 @@ class Collective:
 
 
 class Network:
-    """Groups of ranks, in each of which all call the same collectives in the same order."""
+    """Groups of ranks, in each of which all call the same collectives in the same order.
 
-    def __init__(self, ranks: int, wait_s: float = WAIT_S) -> None:
-        self.ranks = ranks
+    A link between two stages is a group of two, whose sends and receives match in pairs.
+    """
+
+    def __init__(self, layout: RankLayout, wait_s: float = WAIT_S) -> None:
+        self.layout, self.ranks = layout, layout.ranks
         self.calls: dict[tuple[str, int], list[Collective]] = defaultdict(list)  # group, rank
         self._wait_s = wait_s
         self._values: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
@@ -98,10 +109,19 @@ class Network:
                 raise RankEnded
             return values
 
+    def members(self, group: str) -> list[int]:
+        layout, (kind, *at) = self.layout, group.split()
+        if kind == "tensor":
+            return [layout.rank(int(at[0]), member) for member in range(layout.tp)]
+        if kind == "link":
+            sender, member = map(int, at)
+            return [layout.rank(stage, member) for stage in (sender, sender + 1)]
+        return [*range(self.ranks)]
+
     def check(self) -> None:
         """Each rank has called what the others have, as far as it came."""
         for group in {group for group, _ in self.calls}:
-            calls = [self.calls[group, rank] for rank in range(self.ranks)]
+            calls = [self.calls[group, rank] for rank in self.members(group)]
             shortest = min(map(len, calls))
             assert all(each[:shortest] == calls[0][:shortest] for each in calls), group
 
@@ -139,11 +159,30 @@ class Shard:
             raise RunFailed
 
     def run_layers(self, plan: StepPlan) -> None:
-        network, ranks = self._world.network, range(self._world.network.ranks)
+        network, layout = self._world.network, self._world.network.layout
+        stage, member = layout.stage(self.rank), layout.member(self.rank)
+        if stage:
+            assert self._pass(plan, stage - 1, [layout.rank(stage - 1, member)]) == plan.step
+        group = f"tensor {stage}"
         for layer in range(LAYERS):
             self._world.reach(self.rank, f"layer {layer}", plan.step)
             call = Collective("sum", (len(plan.tokens), 4), "float32")
-            network.call("tensor", self.rank, call, layer, ranks)
+            network.call(group, self.rank, call, layer, network.members(group))
+        if not self.is_last:
+            self._pass(plan, stage, [])
+
+    @property
+    def is_last(self) -> bool:
+        layout = self._world.network.layout
+        return layout.stage(self.rank) == layout.pp - 1
+
+    def _pass(self, plan: StepPlan, sender: int, awaited: Sequence[int]) -> int | None:
+        """Send the stream of a plan, or receive it from the rank that is awaited: its step."""
+        network = self._world.network
+        group = f"link {sender} {network.layout.member(self.rank)}"
+        call = Collective("pass", (len(plan.tokens), 4), "float32")
+        values = network.call(group, self.rank, call, plan.step, awaited)
+        return values[awaited[0]] if awaited else None
 
 
 class LeadRunner(WorldRunner):
@@ -160,7 +199,7 @@ class LeadRunner(WorldRunner):
         self.shard.run_layers(plan)
         outcome = HashRunner.run(self, plan, part)
         if len(plan.logit_tokens):
-            self.lead.share(plan.step, lambda: (self._sampled(plan, outcome), None))
+            self.lead.share(plan.step, lambda: Sampled(self._sampled(plan, outcome)))
         details = self._details(plan, outcome)
         return msgspec.structs.replace(outcome, details=details)
 
@@ -185,22 +224,50 @@ class FollowerRunner(HashRunner):
         super().__init__(world.groups, VOCAB_SIZE)
         self._world, self._shard, self._follower = world, shard, follower
         self._sampled: list[int] = []
+        self._unsampled = deque["StepPlan"]()
 
     def check(self, plan: StepPlan) -> StepPlan:
         self._shard.check()
         return self.tables.fill(plan)
 
     def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        if self._shard.is_last:
+            self._shard.run_layers(plan)
+            return self._record(plan)
+        # As `StageRunner` does, it goes on before the plan is sampled from.
+        self.settle()
+        assert not (plan.tokens < 0).any(), "stages wait for no token"
+        self._world.seen["passed on"] += bool(self._unsampled)
         self._shard.run_layers(plan)
+        self._unsampled.append(plan)
+        return NOTHING
+
+    def settle(self) -> None:
+        while self._unsampled and (
+            not len(self._unsampled[0].logit_tokens) or self._follower.shared
+        ):
+            self._record(self._unsampled.popleft())
+
+    def _record(self, plan: StepPlan) -> StepOutcome:
         self._sampled = []
         if len(plan.logit_tokens):
-            sampled, _ = self._follower.share(plan.step, lambda: (np.zeros(0, np.int32), None))
-            self._sampled = sampled.tolist()
+            self._sampled = self._follower.share(plan.step, _not_here).tokens.tolist()
         self._world.reach(self._shard.rank, "sampling", plan.step)
-        return super().run(plan, part)
+        return super().run(plan)
 
     def _draw(self, plan: StepPlan, row: int, contexts: list[Ints], logits: range) -> list[int]:
         return [self._sampled[logit] for logit in logits if self._sampled[logit] >= 0]
+
+
+def _not_here() -> Sampled:
+    raise AssertionError("only rank 0 samples")
+
+
+NO_INTS = np.zeros(0, np.int32)
+NOTHING = StepOutcome(
+    step=0, starts=np.zeros(1, np.int32), token_ids=NO_INTS, status=NO_INTS, computed=NO_INTS
+)
+"""What an earlier stage knows of a plan that it has passed on."""
 
 
 class Refusing:
@@ -243,12 +310,19 @@ class RankWorld(World):
         **said: Any,
     ) -> None:
         self.ranks_random = random.Random(f"ranks {seed}")
-        self.network = Network(self.ranks_random.choice([2, 2, 3, 4]), wait_s)
+        self.network = Network(self.ranks_random.choice(LAYOUTS), wait_s)
         self.refusing: int | None = None
         self.failing, self.failing_step = failing, self.ranks_random.randint(1, 60)
         self.errors: dict[int, BaseException] = {}
         self._threads: list[Thread] = []
         super().__init__(seed, **{"draft_model": False, "stumbles": 0.05, **said})
+
+    def _ahead(self, flights: random.Random, *, overlap: bool) -> int:
+        stages = self.network.layout.pp
+        return stages - 1 if stages > 1 else super()._ahead(flights, overlap=overlap)
+
+    def _limits(self) -> EngineLimits:
+        return msgspec.structs.replace(super()._limits(), flights=self.network.layout.pp)
 
     def _runner(self) -> WorldRunner:
         runner = LeadRunner(self.groups, VOCAB_SIZE, self.seed)
@@ -278,6 +352,8 @@ class RankWorld(World):
     def _run(self, rank: int, work: Callable[[Any], None], runner: FollowerRunner) -> None:
         try:
             work(runner)
+            if work.__name__ == "compute":
+                runner.settle()
         except BaseException as error:  # noqa: BLE001  # as its process would end
             self.errors.setdefault(rank, error)
             self.network.end(rank)

@@ -12,8 +12,8 @@ from tests.simulation.worker_worlds import live, overlaps
 from antiphon.model_worker.batching.plan import DeviceLost
 
 TURNS = 80
-WORLDS = 60
-MANY = 2_000
+WORLDS = 200
+MANY = 3_000
 BATCH = 100
 
 
@@ -35,6 +35,7 @@ def test_ranks_say_what_a_choice_says_alone(batch: int) -> None:
     assert seen["refused by 0"] > 0, "no plan was refused by the first rank"
     assert seen["refused by 1"] > 0, "no plan was refused by another rank"
     assert seen["drafts"] > 0
+    assert seen["passed on"] > 0, "no stage went on before a plan was sampled from"
 
 
 @pytest.mark.timeout(120)

@@ -19,7 +19,7 @@ from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import LoadedModel, load_weights
 from antiphon.model_worker.model.transformers_backend.support import implementation_of
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner import model_runner
+from antiphon.model_worker.runner import opening
 from antiphon.resolve.resolved_config import ResolvedConfig
 from antiphon.resolve.resolved_value import ResolvedValue
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from antiphon.layers.weights import Tp
     from antiphon.model_worker.model.spec import ModelSpec
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
 
 
 def plan(
@@ -77,7 +77,7 @@ def load(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> Loaded
 
 
 def open_model(place: ModelLocation, *, tp: Tp | None = None, **values: Any) -> OpenModel:
-    return model_runner.open_model(place, plan(place, **values), tp=tp)
+    return opening.open_model(place, plan(place, **values), tp=tp)
 
 
 def with_spec(

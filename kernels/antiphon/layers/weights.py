@@ -94,6 +94,24 @@ class SingleRank:
         return x
 
 
+class Pp(Protocol):
+    """The pipeline of a rank: its stage, and how the residual stream passes from stage to stage."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    def send(self, x: Tensor) -> None:
+        """Send to the next stage, which receives in this order. May return before it does."""
+        ...
+
+    def receive(self, out: Tensor) -> None:
+        """Wait for what the stage before sends, of the shape and dtype of `out`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
     """Which linears of a checkpoint are quantized, and their method in memory."""
@@ -108,7 +126,8 @@ class BuildContext:
 
     `quantization` gives the linears that the checkpoint quantizes; unset: none. `cache_dtype` is
     the dtype of the KV cache; unset: that of the model. The ranks are `ep_ranks` equal parts: each
-    has a range of the experts of every layer, and its ranks have a range of their width.
+    has a range of the experts of every layer, and its ranks have a range of their width. `pp` is
+    unset where there is one stage, which has all layers.
     """
 
     tp: Tp
@@ -117,6 +136,30 @@ class BuildContext:
     quantization: CheckpointQuantization | None = None
     cache_dtype: torch.dtype | None = None
     ep_ranks: int = 1
+    pp: Pp | None = None
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp is None or self.pp.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp is None or self.pp.stage == self.pp.stages - 1
+
+    def stage_layers(self, count: int) -> range:
+        """Those of so many layers that this stage has. The first stages have one more, if any.
+
+        Raises:
+            ValueError: There are fewer layers than stages.
+        """
+        if self.pp is None:
+            return range(count)
+        stage, stages = self.pp.stage, self.pp.stages
+        if count < stages:
+            raise ValueError(f"{count} layers are fewer than {stages} pipeline stages")
+        each, more = divmod(count, stages)
+        start = stage * each + min(stage, more)
+        return range(start, start + each + (stage < more))
 
     @property
     def kv_dtype(self) -> torch.dtype:

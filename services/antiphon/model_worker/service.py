@@ -104,7 +104,9 @@ class ModelWorker:
         self._kv_events = KvEventPublisher(runtime.process, settings.cache.events_max)
         self._mailbox = Mailbox(live_max)
         self._reports = ReportQueue(take=self._on_queued_report, wait_s=wait_s)
-        self._loop = BatchingLoop(engine.core, engine.in_turn(), self._mailbox, self._on_report)
+        self._loop = BatchingLoop(
+            engine.core, engine.in_turn(), self._mailbox, self._on_report, ahead=engine.ahead
+        )
         batching = settings.batching
         self._dumps = PlanDumps(
             batching.dump_folder,
@@ -203,7 +205,9 @@ class ModelWorker:
         engine = self._engine
         core, resolved = engine.core, engine.resolved
         report = warm_up(self._loop, core, pools=core.limits.pool_width is not None)
-        if resolved is not None and resolved.overlap.value:
+        if engine.ahead and resolved is not None and resolved.overlap.value:
+            self._loop.use(engine.in_thread(), ahead=engine.ahead)
+        elif resolved is not None and resolved.overlap.value:
             overlap = choose_overlap(self._loop, engine)
             engine.resolved = msgspec.structs.replace(resolved, overlap=overlap)
             log.info("overlap", extra={"value": overlap.value, "reason": overlap.reason})

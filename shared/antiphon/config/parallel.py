@@ -23,6 +23,9 @@ class ParallelConfig(Config):
     tp_size: Ranks = 1
     """Number of ranks over which every layer is split (tensor parallelism). Each is a process with
     an even share of the worker's cores and memory."""
+    pp_size: Ranks = 1
+    """Number of stages into which the layers are divided (pipeline parallelism), each of tp_size
+    ranks. Stages compute different requests at the same time."""
     ep_size: Ranks = 1
     """Number of equal parts of the ranks over which the experts of every layer are spread (expert
     parallelism); must divide tp_size. 1: each rank has a part of every expert."""
@@ -41,10 +44,10 @@ class ParallelConfig(Config):
         Raises:
             ConfigError: These ranks cannot meet.
         """
-        if self.tp_size % self.nodes:
+        if self.ranks % self.nodes:
             raise ConfigError(
-                f"parallel.tp_size = {self.tp_size}: must be divisible by parallel.nodes = "
-                f"{self.nodes}"
+                f"parallel.tp_size * parallel.pp_size = {self.ranks}: must be divisible by "
+                f"parallel.nodes = {self.nodes}"
             )
         if self.tp_size % self.ep_size:
             raise ConfigError(
@@ -63,7 +66,12 @@ class ParallelConfig(Config):
             raise ConfigError(f"parallel.init_address = {self.init_address!r}: must be host:port")
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks of a worker, of all stages."""
+        return self.tp_size * self.pp_size
+
+    @property
     def local_ranks(self) -> range:
         """The ranks of this machine."""
-        each = self.tp_size // self.nodes
+        each = self.ranks // self.nodes
         return range(self.node_rank * each, (self.node_rank + 1) * each)

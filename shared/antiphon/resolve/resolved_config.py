@@ -64,6 +64,7 @@ layers (its plan, and the messages with its results) is shared by four times as 
 TILES_ISA = "amx"
 ONE_RANK = ResolvedValue(1, "parallel.tp_size")
 CUT_EXPERTS = ResolvedValue(1, "parallel.ep_size")
+ONE_STAGE = ResolvedValue(1, "parallel.pp_size")
 NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
 
 
@@ -105,6 +106,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     grammar: ResolvedValue[str]
     ranks: ResolvedValue[int] = ONE_RANK
     ep_ranks: ResolvedValue[int] = CUT_EXPERTS
+    stages: ResolvedValue[int] = ONE_STAGE
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
 
     @property
@@ -149,7 +151,7 @@ def resolve(
             f"model.path: {card.architecture} is a draft head, which only drafts for another "
             "model: set it as speculation.draft_model (--speculative-draft-model-path)"
         )
-    ranks = _ranks(settings)
+    ranks, stages = _ranks(settings, pooling), settings.parallel.pp_size
     layers = implementation or ResolvedValue(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":
         card = card.with_full_heads()
@@ -157,7 +159,8 @@ def resolve(
     dtype = _dtype(settings, card, device)
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
-    kept = resolve_weight_storage(settings, card, dtype.value, linear).over(ranks.value)
+    kept = resolve_weight_storage(settings, card, dtype.value, linear)
+    kept = kept.over(settings.parallel.ranks)
     context = _context(settings, card)
     page_tokens = settings.cluster.page_tokens
     whole = _whole(settings, card)
@@ -167,10 +170,10 @@ def resolve(
     memory = memory_budget(
         settings, card, device.memory_bytes, dtype.value, kept.bytes.value, step.value, beside.value
     )
-    state_bytes = card.state_bytes(dtype.value, ranks.value)
+    state_bytes = _staged(card.state_bytes(dtype.value, ranks.value), card, stages)
     states = state_count(settings, state_bytes, memory, pool_bytes(settings, memory))
     held = states.value * state_bytes
-    token_bytes = card.kv_bytes(cache_dtype.value, ranks.value)
+    token_bytes = _staged(card.kv_bytes(cache_dtype.value, ranks.value), card, stages)
     each = f"{token_bytes} bytes per token"
     if beside.value is not None:
         each += f", and {beside.value.token_bytes.value} of the draft model"
@@ -216,11 +219,14 @@ def resolve(
         fill_tokens=_fill(settings, device, step.value, pooling),
         mixed=_mixed(settings),
         prefix=_prefix(settings, card, pooling),
-        running_max=_running(settings, pages.value, step.value, states, overlap=overlap.value),
+        running_max=_running(
+            settings, pages.value, step.value, states, overlap=overlap.value or stages > 1
+        ),
         overlap=overlap,
         grammar=_grammar(settings, card, pooling),
         ranks=ranks,
         ep_ranks=ResolvedValue(settings.parallel.ep_size, "parallel.ep_size"),
+        stages=ResolvedValue(stages, "parallel.pp_size"),
         draft=beside,
     )
 
@@ -254,18 +260,22 @@ def _within(settings: Settings, device: HostDevice) -> HostDevice:
     )
 
 
-def _ranks(settings: Settings) -> ResolvedValue[int]:
-    settings.parallel.check()
-    ranks = settings.parallel.tp_size
+def _ranks(settings: Settings, pooling: Pooling | None) -> ResolvedValue[int]:
+    parallel, ranks = settings.parallel, settings.parallel.tp_size
+    parallel.check()
+    said = f"parallel.tp_size = {ranks}"
+    if parallel.pp_size > 1:
+        said = f"parallel.pp_size = {parallel.pp_size}"
+        if pooling is not None:
+            raise ConfigError(f"{said}: a model that only pools has one stage")
+    if parallel.ranks > 1 and settings.speculation.draft_model:
+        raise ConfigError(f"speculation.draft_model: {said}: a draft model runs on one rank only")
     if ranks == 1:
         return ONE_RANK
-    said = f"parallel.tp_size = {ranks}"
     if settings.model.deterministic:
         raise ConfigError(
             f"model.deterministic: {said}: sums over ranks depend on the size of a batch"
         )
-    if settings.speculation.draft_model:
-        raise ConfigError(f"speculation.draft_model: {said}: a draft model runs on one rank only")
     reason = "parallel.tp_size; layers run one by one, since the fused decoder sums over no ranks"
     return ResolvedValue(ranks, reason)
 
@@ -399,6 +409,11 @@ def _deterministic(
     return ResolvedValue(value=True, reason=reason)
 
 
+def _staged(all_layers: int, card: ModelCard, stages: int) -> int:
+    """What of a size of all layers the stage with the most layers has."""
+    return -(-all_layers * -(-card.layers // stages) // card.layers)
+
+
 def _numerics_digest(
     device: HostDevice,
     card: ModelCard,
@@ -418,6 +433,8 @@ def _numerics_digest(
         parts["ranks"] = str(parallel.tp_size)
     if parallel.ep_size > 1:
         parts["expert ranks"] = str(parallel.ep_size)
+    if parallel.pp_size > 1:
+        parts["stages"] = str(parallel.pp_size)
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return ResolvedValue(text, "what the numerics depend on, besides the model")
 
@@ -555,6 +572,8 @@ def _overlap(settings: Settings, pooling: Pooling | None) -> ResolvedValue[bool]
         return ResolvedValue(value=False, reason="batching.overlap")
     if pooling is not None:
         return ResolvedValue(value=False, reason="nothing is generated")
+    if settings.parallel.pp_size > 1:
+        return ResolvedValue(value=True, reason="batching.overlap; stages wait for each other")
     return ResolvedValue(value=True, reason="batching.overlap, if the warm-up finds it faster")
 
 

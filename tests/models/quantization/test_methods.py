@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.kernels.cpu.linear import Grouping
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
 
 LACKING = extension.unavailable_reason()
 ALL = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
@@ -329,6 +329,7 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
     for source in linear.sources():
         suffix = source.name.removeprefix("a")
         tensor = made.stored.get(suffix)
+        assert source.load is not None
         source.load(made.stored[suffixes[suffix]] if tensor is None else tensor)
     expected = stored.extract("weight", outputs, made.whole)
     assert linear._weights.table is not None

@@ -513,6 +513,16 @@ def test_tp_size_divides_a_model_over_ranks() -> None:
     assert given == (2, without[1] // 2, DEVICE.cores // 2, without[3] // 2)
 
 
+@pytest.mark.argument("--pp-size")
+def test_pp_size_divides_the_layers_into_stages() -> None:
+    def share(settings: Settings) -> tuple[int, int, int]:
+        resolved = plan(settings)
+        return resolved.stages.value, resolved.weight_bytes.value, resolved.threads.value
+
+    given, without = compare("--pp-size", "2", observe=share)
+    assert given == (2, without[1] // 2, DEVICE.cores // 2)
+
+
 @pytest.mark.argument("--ep-size")
 def test_ep_size_spreads_experts_over_ranks() -> None:
     base = ("--tp-size", "4")
@@ -559,7 +569,7 @@ def test_dist_init_addr_is_where_ranks_meet() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--tp 3 --nnodes 2 --dist-init-addr a:1", "tp_size = 3: must be divisible by parallel"),
+        ("--tp 3 --nnodes 2 --dist-init-addr a:1", "pp_size = 3: must be divisible by parallel"),
         ("--tp 3 --ep 2", "ep_size = 2: must divide parallel.tp_size = 3"),
         ("--tp 2 --nnodes 2", "(--dist-init-addr): must be set if there are several nodes"),
         ("--tp 2 --dist-init-addr one", "init_address = 'one': must be host:port"),
@@ -568,6 +578,10 @@ def test_dist_init_addr_is_where_ranks_meet() -> None:
         (
             "--tp 2 --speculative-algorithm STANDALONE --speculative-draft-model-path m",
             "speculation.draft_model: parallel.tp_size = 2: a draft model runs on one rank only",
+        ),
+        (
+            "--pp-size 2 --speculative-algorithm STANDALONE --speculative-draft-model-path m",
+            "speculation.draft_model: parallel.pp_size = 2: a draft model runs on one rank only",
         ),
     ],
 )

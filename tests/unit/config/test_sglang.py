@@ -294,7 +294,10 @@ def test_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
         ("one two", "two: no such argument"),
         ("one --model-path two", "one: --model-path already sets the model"),
         ("--max-model-len 8", "--max-model-len: no such argument; use --context-length"),
-        ("--pp-size 2", "--pp-size 2: refused: It would split the layers into pipeline stages"),
+        (
+            "--attn-cp-size 2",
+            "--attn-cp-size 2: refused: It would split the attention",
+        ),
         ("--api-key schlüssel", "--api-key: access.api_key = ***: must be text matching"),
         (
             "--lora-paths a=b c=d",
@@ -380,7 +383,7 @@ def test_flat_yaml_file_of_sglangs_empty_defaults_sets_nothing(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pp-size: 2", "pp-size 2: refused: It would split the layers"),
+        ("attn-cp-size: 2", "attn-cp-size 2: refused: It would split the attention"),
         ("enable-lora: true", "enable-lora: refused: It would serve LoRA adapters"),
         (
             "max-running-request: 2",

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from antiphon.model_worker.ranks import shared_memory
+from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.model_worker.ranks.shared_memory import (
+    MemoryParts,
     RanksEnded,
     SharedMemoryGroup,
+    SharedMemoryLink,
     attach,
     create,
     is_supported,
-    layout,
 )
 
 if TYPE_CHECKING:
@@ -28,11 +30,12 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="no memory is shared 
 
 
 def groups(ranks: int) -> list[SharedMemoryGroup]:
-    memory, path = create(ranks)
-    part = layout(ranks)[0]
+    parts = MemoryParts(RankLayout(tp=ranks))
+    memory, path = create(parts)
     others = (attach(path) for _ in range(1, ranks))
     return [
-        SharedMemoryGroup(rank, ranks, each, part) for rank, each in enumerate([memory, *others])
+        SharedMemoryGroup(rank, each, parts.tensors[0])
+        for rank, each in enumerate([memory, *others])
     ]
 
 
@@ -80,3 +83,26 @@ def test_a_rank_that_waits_for_one_that_has_ended_can_be_ended(
         first.abort()
         with pytest.raises(RanksEnded):
             ended.result(10)
+
+
+def test_what_one_stage_sends_the_next_receives_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", 1024)
+    parts = MemoryParts(RankLayout(tp=2, pp=3))
+    memory, path = create(parts)
+    assert sorted(parts.links) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    part = parts.links[1, 0]
+    sender, receiver = (SharedMemoryLink(each, part, 6) for each in (memory, attach(path)))
+    generator = torch.Generator().manual_seed(1)
+    sent = [torch.randn(rows, 100, generator=generator) for rows in (1, 9, 0, 3) * 5]
+
+    def send() -> None:
+        for x in sent:
+            sender.send(x)
+
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(send)
+        for x in sent:
+            out = torch.empty_like(x)
+            receiver.receive(out)
+            assert torch.equal(out, x)
+        sending.result(10)

@@ -18,7 +18,7 @@ from antiphon.model_worker.runner.input_batch import InputBatch, SlotState
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.model_worker.runner.model_runner import OpenModel
+    from antiphon.model_worker.runner.opening import OpenModel
     from antiphon.model_worker.runner.pools import KvPool
 
 RANDOM = np.random.default_rng(2)

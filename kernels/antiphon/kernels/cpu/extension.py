@@ -74,8 +74,8 @@ def huge_zeros(*size: int, dtype: torch.dtype) -> Tensor:
 
 
 def pool_zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros for memory with scattered reads: in huge pages, where possible."""
-    if device.type == "cpu" and unavailable_reason() is None:
+    """Zeros for memory with scattered reads: in huge pages, where possible and if there are any."""
+    if math.prod(size) and device.type == "cpu" and unavailable_reason() is None:
         return huge_zeros(*size, dtype=dtype)
     return torch.zeros(size, dtype=dtype, device=device)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -315,6 +315,20 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     details: LogprobsBatch | None = None
     vectors: PooledVectors | None = None
     plan: StepPlan | None = None
+
+
+class Sampled(NamedTuple):
+    """What the logits of a plan gave.
+
+    Attributes:
+        tokens: (L,) sampled from them.
+        blocked: (L,) those that have no token to sample; None: all have one.
+        failed: (R,) rows that are not finite; None: all are.
+    """
+
+    tokens: Ints
+    blocked: Flags | None = None
+    failed: Flags | None = None
 
 
 class DeviceLost(Exception):

@@ -69,6 +69,7 @@ class RunningBatch(SlotArrays):
         self.index = index
         self.store = TokenStore()
         self.step_tokens_max = limits.step_tokens_max
+        self._flights = limits.flights
         self.steps = 0
         self.grammars = 0
         self.running: dict[int, Request] = {}
@@ -244,9 +245,13 @@ class RunningBatch(SlotArrays):
         """The slots whose next token can be computed now.
 
         A token in flight counts as known, unless it will be the last one, or the slot is blocked.
+        With several flights none does, and each flight has its share of all that decode.
         """
         slots = self.decoding
         in_flight = self.in_flight_tokens[slots.at]
+        if self._flights > 1:
+            share = -(-len(slots) // self._flights)
+            return slots.take(np.flatnonzero(in_flight == 0)[:share])
         if not np.count_nonzero(in_flight):
             return slots
         ends = self.length[slots.at] + in_flight

@@ -41,6 +41,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             of the other kind.
         pool_width: Width of the pooled vector of a model that generates no tokens. None: a
             generative model, which pools nothing.
+        flights: Steps in flight at once, each of other requests: one for each pipeline stage.
         checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
     """
 
@@ -59,6 +60,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int = 1  # output tokens from one message of a stream to the next
     hidden_states: bool = False
     pool_width: int | None = None
+    flights: int = 1
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
     checkpoint_tokens: int = 256

@@ -68,7 +68,11 @@ class NotStackable(Exception):
 
 
 class Decoder(Module):
-    """Layers between an embedding and the final norm with a head."""
+    """Layers between an embedding and the final norm with a head.
+
+    Of several pipeline stages each has some of the layers; the first one has the embedding, and the
+    last one the norm and the head.
+    """
 
     def __init__(
         self, spec: ModelSpec, build: BuildContext, method: LinearMethod = LinearMethod.PLAIN
@@ -79,44 +83,91 @@ class Decoder(Module):
             self.kernels = frozenset({"logits.softcap"})
         self._dtype = build.dtype
         self._spec = spec
+        self._pp = build.pp
+        self._next = None if build.is_last_stage else build.pp
+        self._numbers = build.stage_layers(len(spec.layers))
         sites = (
             LayerBuildContext(index, spec.layer_name.format(index), spec.hidden, build, method)
-            for index in range(len(spec.layers))
+            for index in self._numbers
         )
-        self.layers = [DecoderLayer(*each) for each in zip(sites, spec.layers, strict=True)]
-        # A table that is only looked up is fastest in its stored layout, one row a token.
-        table_method = method if spec.tied else LinearMethod.PLAIN
-        self.embedding = _table(spec, spec.embedding.name, build, table_method)
-        self._entry = EmbeddingTransform(spec, build)
-        self._norm = self._head = self._score = None
+        specs = spec.layers[self._numbers.start : self._numbers.stop]
+        self.layers = [DecoderLayer(*each) for each in zip(sites, specs, strict=True)]
+        self.embedding = self._entry = self._norm = self._head = self._score = None
+        # Fused layers end in a norm; what it makes in a stage before the last one, nothing reads.
+        self._unread = None if self._next is None else build_norm(spec.norm, "", spec.hidden, build)
+        first, last = build.is_first_stage, build.is_last_stage
+        if first:
+            # A table that is only looked up is fastest in its stored layout, one row a token.
+            table_method = method if spec.tied and last else LinearMethod.PLAIN
+            self.embedding = _table(spec, spec.embedding.name, build, table_method)
+            self._entry = EmbeddingTransform(spec, build)
+        if last:
+            self._build_head(build, method)
+        head = None if self._head is self.embedding else self._head
+        ends = (self._norm, head, self._score)
+        self.children = (self.embedding, self._entry, *self.layers, *ends)
+
+    def _build_head(self, build: BuildContext, method: LinearMethod) -> None:
+        spec = self._spec
         if spec.norm_name is not None:
             self._norm = build_norm(spec.norm, spec.norm_name, spec.hidden, build)
         match spec.head:
             case HeadSpec(tied=True):
-                self._head = self.embedding
+                self._head = self.embedding or _table(spec, spec.embedding.name, build, method)
             case HeadSpec(name=name, bias=bias):
                 self._head = _table(spec, name, build, method, bias=bias)
             case ClassificationHeadSpec():
                 self._score = ClassificationHead(spec.head, spec.hidden, build, method)
             case None:
                 pass
-        head = None if spec.tied else self._head
-        ends = (self._norm, head, self._score)
-        self.children = (self.embedding, self._entry, *self.layers, *ends)
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Prefixes of tensors that other stages load."""
+        if self._pp is None:
+            return ()
+        spec, embedding = self._spec, self._spec.embedding
+        names = [spec.layer_name.format(i) for i in range(len(spec.layers))]
+        names = [name for i, name in enumerate(names) if i not in self._numbers]
+        if self.embedding is None:
+            names += filter(None, (embedding.positions, embedding.types, embedding.norm_name))
+            names.append(embedding.name)
+        if self._head is None:
+            names += [spec.norm_name or ""]
+            names += [spec.head.name] if isinstance(spec.head, HeadSpec) else []
+        return tuple(f"{name}." for name in names if name)
 
     def forward(self, ctx: ForwardContext, tokens: Tensor) -> HiddenStates:
-        """Run the layers on tokens (T,)."""
-        residual = self._entry(ctx, self.embedding.embed(ctx, tokens))
+        """Run the layers on tokens (T,); stages pass the residual stream on to each other.
+
+        The hidden states of a stage before the last one are that stream.
+        """
+        residual = self._enter(ctx, tokens)
         if ctx.fused is not None:
-            return HiddenStates(*ctx.fused(residual))
-        pending, aux = None, list["Tensor"]()
-        for index, layer in enumerate(self.layers):
-            if index in ctx.aux_layers:
-                aux.append(residual.clone() if pending is None else residual + pending)
-            pending, residual = layer(ctx, pending, residual)
-        hidden, _ = _enter(ctx, self._norm, pending, residual)
-        entered = torch.cat(aux, dim=-1) if aux else None
-        return HiddenStates(hidden, ctx.ops.finite_rows(hidden), entered)
+            states = HiddenStates(*ctx.fused(residual))
+            if self._next is None:
+                return states
+            hidden, aux = residual, None  # the sum behind the last layer
+        else:
+            pending, entering = None, list["Tensor"]()
+            for index, layer in zip(self._numbers, self.layers, strict=True):
+                if index in ctx.aux_layers:
+                    entering.append(residual.clone() if pending is None else residual + pending)
+                pending, residual = layer(ctx, pending, residual)
+            hidden, _ = _enter(ctx, self._norm, pending, residual)
+            aux = torch.cat(entering, dim=-1) if entering else None
+        if self._next is not None:
+            self._next.send(hidden)
+        return HiddenStates(hidden, ctx.ops.finite_rows(hidden), aux)
+
+    def _enter(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
+        """The residual stream as it enters the layers, (T, hidden)."""
+        if self.embedding is not None and self._entry is not None:
+            return self._entry(ctx, self.embedding.embed(ctx, tokens))
+        assert self._pp is not None, "a later stage"
+        stream = torch.empty(len(tokens), self._spec.hidden, dtype=self._dtype)
+        self._pp.receive(stream)
+        return stream
 
     def stack(
         self,
@@ -130,17 +181,21 @@ class Decoder(Module):
         spec = self._spec
         rotaries: dict[PositionSpec, int] = {}
         layers = [
-            (layer.stacked(rotaries), caches[index]) for index, layer in enumerate(self.layers)
+            (layer.stacked(rotaries), caches[index])
+            for index, layer in zip(self._numbers, self.layers, strict=True)
         ]
         if len({spec.norm, *(layer.norm for layer in spec.layers)}) > 1:
             raise NotStackable("the norms differ between layers")
-        if self._norm is not None and self._norm.weights is None:
+        final_norm = self._norm or self._unread
+        if final_norm is not None and final_norm.weights is None:
             raise NotStackable("a norm without weights has no kernel")
+        if self._next is not None and spec.layers[self._numbers[-1]].norms.with_feed_forward:
+            raise NotStackable("a stage ends in a norm of the stream")
         fused = FusedDecoder(
             layers,
             hidden=spec.hidden,
             dtype=self._dtype,
-            final_norm=None if self._norm is None else self._norm.weights,
+            final_norm=None if final_norm is None else final_norm.weights,
             eps=spec.norm.eps,
             norm=spec.norm.kernel,
             ends=self._ends(),
@@ -151,6 +206,8 @@ class Decoder(Module):
     def _ends(self) -> EmbeddingAndHead | None:
         """Embedding and head for the fused decoder, if it has all that they need."""
         head, spec, entry = self._head, self._spec.head, self._entry
+        if self.embedding is None or entry is None:
+            return None
         packed, table = self.embedding.packed, self.embedding.table
         embedding = table if packed is None else packed
         if not isinstance(spec, HeadSpec) or not entry.stackable or embedding is None:

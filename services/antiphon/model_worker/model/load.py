@@ -34,7 +34,7 @@ from antiphon.layers.quantization.four_bit import (
     TorchaoInt4Storage,
 )
 from antiphon.layers.quantization.word_packed import AwqStorage, GptqStorage, PackQuantizedStorage
-from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank, Tp
+from antiphon.layers.weights import BuildContext, CheckpointQuantization, Pp, SingleRank, Tp
 from antiphon.model_card.files import ModelFiles, ModelLocation, files_at
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.model.config_file import read_config
@@ -108,11 +108,13 @@ class LoadedModel:
         return self.decoder
 
 
-def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) -> LoadedModel:
+def load(
+    place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None, pp: Pp | None = None
+) -> LoadedModel:
     """Build the decoder that config.json describes and load its weights as planned.
 
     A plan that pools leaves out the head that computes logits, even if the checkpoint has it.
-    `tp` is this rank in a tensor-parallel group; unset for a single rank.
+    `tp` is this rank in a tensor-parallel group, unset for a single rank; `pp` likewise its stage.
 
     Raises:
         ModelLoadError: Anything is missing, unknown or does not fit; raised before anything runs.
@@ -134,7 +136,12 @@ def load(place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None) ->
             )
     cache_dtype = CACHE_DTYPES.get(plan.cache_dtype.value)
     build = BuildContext(
-        tp or SingleRank(), dtype, device, cache_dtype=cache_dtype, ep_ranks=plan.ep_ranks.value
+        tp or SingleRank(),
+        dtype,
+        device,
+        cache_dtype=cache_dtype,
+        ep_ranks=plan.ep_ranks.value,
+        pp=pp,
     )
     if spec is None:
         log.info(
@@ -195,6 +202,8 @@ def load_weights(
     count = len(spec.layers)
     further = range(count, count + spec.further_layers)
     passed_over = spec.passed_over
+    if isinstance(decoder, Decoder):
+        passed_over += decoder.elsewhere
     passed_over += tuple(spec.layer_name.format(index) + "." for index in further)
     checkpoint.compare(sources, ignored, blank, passed_over)
     if unread := sum(name.startswith(passed_over) for name in checkpoint.tensors):

@@ -9,12 +9,14 @@ import argparse
 import sys
 
 from antiphon.model_worker.ranks.follower import follow
+from antiphon.model_worker.ranks.layout import RankLayout
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m antiphon.model_worker.ranks", description=__doc__)
     parser.add_argument("--address", required=True, help="host:port of rank 0")
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--tp-size", type=int, required=True)
+    parser.add_argument("--pp-size", type=int, required=True)
     parser.add_argument("--instance", required=True, help="name in the log")
     parser.add_argument("--parent-pid", type=int, required=True, help="ends with that process")
     arguments = parser.parse_args()
@@ -23,7 +25,7 @@ if __name__ == "__main__":
         follow(
             (host, int(port)),
             rank=arguments.rank,
-            ranks=arguments.ranks,
+            ranks=RankLayout(arguments.tp_size, arguments.pp_size),
             instance=arguments.instance,
             parent_pid=arguments.parent_pid,
         )

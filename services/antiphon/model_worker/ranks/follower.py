@@ -15,6 +15,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.served_model import model_files
 from antiphon.model_worker.batching.loop import SWITCH_INTERVAL_S
+from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.model_worker.ranks.membership import Attending, RankLost, address_of, join
 from antiphon.model_worker.ranks.processes import RankStart, start_local
 from antiphon.model_worker.ranks.protocol import FollowerRank, StepFacts, StepRefused, agree
@@ -37,14 +38,15 @@ def follow_node(parallel: ParallelConfig, instance: str) -> int:
     first, *others = parallel.local_ranks
     address = address_of(parallel)
     start_local(others, parallel, address, instance)
-    return follow(address, rank=first, ranks=parallel.tp_size, instance=f"{instance}.{first}")
+    ranks = RankLayout(parallel.tp_size, parallel.pp_size)
+    return follow(address, rank=first, ranks=ranks, instance=f"{instance}.{first}")
 
 
 def follow(
     address: tuple[str, int],
     *,
     rank: int,
-    ranks: int,
+    ranks: RankLayout,
     instance: str,
     parent_pid: int | None = None,
 ) -> int:
@@ -61,7 +63,7 @@ def follow(
     try:
         if parent_pid is not None:
             die_with(parent_pid)
-        connection, store_port = join(address, rank, ranks)
+        connection, store_port = join(address, rank, ranks.ranks)
     except (CannotStart, RankLost) as error:
         log.error(logs.CANNOT_START, extra={"reason": str(error)})  # noqa: TRY400  # one line
         return CANNOT_START
@@ -104,7 +106,7 @@ def _load(groups: RankGroups, follower: FollowerRank, instance: str) -> RankRunn
         if channel.rank not in settings.parallel.local_ranks:  # of the machine of rank 0
             verify_digest(files, settings.cluster.model_digest)
         _check_arithmetic(host_device().arithmetic, start.arithmetic)
-        model = load_resolved(files, start.resolved, tp=groups.tensor, exchange=follower)
+        model = load_resolved(files, start.resolved, ranks=groups, exchange=follower)
     except (CannotStart, ConfigError):
         _report(channel, refused_by=1 + channel.rank)
         raise

@@ -10,20 +10,25 @@ import numpy as np
 import torch
 import torch.distributed
 
+from antiphon.layers.weights import SingleRank, Tp
+from antiphon.model_worker.ranks.pipeline import Pipeline
 from antiphon.model_worker.ranks.shared_memory import (
+    MemoryParts,
     SharedMemoryGroup,
+    SharedMemoryLink,
     attach,
     create,
     is_supported,
-    layout,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from mmap import mmap
 
     from numpy.typing import NDArray
 
     from antiphon.model_worker.batching.plan import Longs
+    from antiphon.model_worker.ranks.layout import RankLayout
 
 dist = cast("Any", torch.distributed)  # its stubs lack the collectives of a gloo group
 
@@ -62,6 +67,10 @@ class GlooGroup(Protocol):
 
     def broadcast(self, tensors: list[torch.Tensor], options: object) -> Work: ...
 
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
 
 class TensorGroup:
     """The ranks that share every layer: `antiphon.layers.weights.Tp` over gloo."""
@@ -81,6 +90,19 @@ class TensorGroup:
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         self._group.allgather([parts], [x]).wait()
         return torch.cat(parts, dim=-1)
+
+
+class GlooLink:
+    """To or from one other rank of a group: a `Link`."""
+
+    def __init__(self, group: GlooGroup, rank: int) -> None:
+        self._group, self._rank = group, rank
+
+    def send(self, x: torch.Tensor) -> None:
+        self._group.send([x], self._rank, 0).wait()
+
+    def receive(self, out: torch.Tensor) -> None:
+        self._group.recv([out], self._rank, 0).wait()
 
 
 class GlooChannel:
@@ -136,23 +158,24 @@ class RankGroups:
 
     def __init__(
         self,
-        tensor: TensorGroup | SharedMemoryGroup,
-        control: TensorGroup | SharedMemoryGroup,
+        tensor: Tp,
+        pipeline: Pipeline | None,
         channel: GlooChannel,
+        in_memory: Sequence[SharedMemoryGroup | SharedMemoryLink] = (),
     ) -> None:
-        self.tensor, self._control, self.channel = tensor, control, channel
+        self.tensor, self.pipeline, self.channel = tensor, pipeline, channel
+        self._in_memory = in_memory
 
     def abort(self) -> None:
         """Fail collectives over shared memory, which notice no process that has ended."""
-        for group in (self.tensor, self._control):
-            if isinstance(group, SharedMemoryGroup):
-                group.abort()
+        for each in self._in_memory:
+            each.abort()
 
     @classmethod
     def open(
         cls,
         rank: int,
-        ranks: int,
+        ranks: RankLayout,
         store: tuple[str, int],
         *,
         listening: socket.socket | None = None,
@@ -176,28 +199,63 @@ class RankGroups:
                 master_listen_fd=None if listening is None else listening.detach(),
             )
             own = _own_address(host, port)
-            memory = _share_memory(meeting, ranks, first=rank == 0, local=local)
-            groups = [
-                _gloo(dist.PrefixStore(name, meeting), rank, ranks, own)
-                for name in ("plans", "tensor", "control")
-            ]
+            parts = MemoryParts(ranks)
+            memory = _share_memory(meeting, parts, first=rank == 0, local=local)
+
+            def gloo(name: str, member: int = rank, members: int = ranks.ranks) -> GlooGroup:
+                return _gloo(dist.PrefixStore(name, meeting), member, members, own)
+
+            plans = gloo("plans")
+            if memory is not None:
+                return _in_memory(rank, ranks, memory, parts, plans)
+            return _over_network(rank, ranks, gloo, plans)
         except RuntimeError as error:
             raise OSError(f"ranks do not meet at {host}:{port}: {error}") from error
-        plans, *both = groups
-        tensor, control = map(TensorGroup, both)
-        if memory is not None:
-            tensor, control = (
-                SharedMemoryGroup(rank, ranks, memory, part) for part in layout(ranks)
-            )
-        return cls(tensor, control, GlooChannel(plans, control))
 
 
-def _share_memory(store: KeyStore, ranks: int, *, first: bool, local: bool) -> mmap | None:
+def _in_memory(
+    rank: int, ranks: RankLayout, memory: mmap, parts: MemoryParts, plans: GlooGroup
+) -> RankGroups:
+    stage, member = ranks.stage(rank), ranks.member(rank)
+    control = SharedMemoryGroup(rank, memory, parts.control)
+    tensor = SharedMemoryGroup(member, memory, parts.tensors[stage])
+    before, after = (
+        SharedMemoryLink(memory, parts.links[sender, member], ranks.ranks)
+        if (sender, member) in parts.links
+        else None
+        for sender in (stage - 1, stage)
+    )
+    return RankGroups(
+        tensor if ranks.tp > 1 else SingleRank(),
+        Pipeline(stage, ranks.pp, before, after) if ranks.pp > 1 else None,
+        GlooChannel(plans, control),
+        [each for each in (control, tensor, before, after) if each is not None],
+    )
+
+
+def _over_network(
+    rank: int, ranks: RankLayout, gloo: Callable[..., GlooGroup], plans: GlooGroup
+) -> RankGroups:
+    stage, member, pipeline = ranks.stage(rank), ranks.member(rank), None
+    tensor = SingleRank()
+    if ranks.tp > 1:
+        tensor = TensorGroup(gloo(f"tensor {stage}", member, ranks.tp))
+    if ranks.pp > 1:
+        group = gloo("stages")
+        before, after = (
+            GlooLink(group, ranks.rank(other, member)) if 0 <= other < ranks.pp else None
+            for other in (stage - 1, stage + 1)
+        )
+        pipeline = Pipeline(stage, ranks.pp, before, after)
+    return RankGroups(tensor, pipeline, GlooChannel(plans, TensorGroup(gloo("control"))))
+
+
+def _share_memory(store: KeyStore, parts: MemoryParts, *, first: bool, local: bool) -> mmap | None:
     """The memory that all ranks share, if they can."""
     memory, path = None, ""
     if first:
         if local and is_supported():
-            memory, path = create(ranks)
+            memory, path = create(parts)
         store.set("memory", path)
     elif path := store.get("memory").decode():
         memory = attach(path)

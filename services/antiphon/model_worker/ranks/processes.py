@@ -15,6 +15,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
+from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.model_worker.ranks.membership import Membership, RankLost, address_of
 from antiphon.model_worker.ranks.protocol import LeadRank, StepFacts, StepRefused, agree
 from antiphon.resolve.resolved_config import ResolvedConfig
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from antiphon.config.parallel import ParallelConfig
-    from antiphon.layers.weights import Tp
     from antiphon.model_worker.ranks.groups import RankGroups
     from antiphon.service.service import Runtime
 
@@ -71,7 +71,8 @@ def start_local(
             [
                 *(sys.executable, "-m", "antiphon.model_worker.ranks"),
                 *("--address", f"{host}:{port}", "--rank", str(rank)),
-                *("--ranks", str(parallel.tp_size), "--instance", f"{instance}.{rank}"),
+                *("--tp-size", str(parallel.tp_size), "--pp-size", str(parallel.pp_size)),
+                *("--instance", f"{instance}.{rank}"),
                 *("--parent-pid", str(os.getpid())),
             ],
             stdin=subprocess.DEVNULL,
@@ -88,7 +89,7 @@ async def open_ranks(runtime: Runtime) -> AsyncGenerator[RankProcesses | None]:
     end: a collective with ranks on other machines may hang.
     """
     parallel = runtime.settings.parallel
-    if parallel.tp_size == 1:
+    if parallel.ranks == 1:
         yield None
         return
     event_loop = asyncio.get_running_loop()
@@ -140,7 +141,8 @@ class RankProcesses:
         listening = bind(host, port)
         self._store = bind(host, 0)
         self._store_address: tuple[str, int] = (host, self._store.getsockname()[1])
-        self._ranks, self._local = parallel.tp_size, parallel.nodes == 1
+        self._ranks = RankLayout(parallel.tp_size, parallel.pp_size)
+        self._local = parallel.nodes == 1
         self._lost = lost
         self._children: list[subprocess.Popen[bytes]] = []
         self._lead: LeadRank | None = None
@@ -151,10 +153,10 @@ class RankProcesses:
         except OSError as error:
             raise CannotStart(f"a rank cannot be started: {error}") from error
         self._membership = Membership(
-            listening, self._ranks, self._store_address[1], self._on_lost, self._ended
+            listening, parallel.ranks, self._store_address[1], self._on_lost, self._ended
         )
 
-    def meet(self) -> tuple[Tp, LeadRank]:
+    def meet(self) -> tuple[RankGroups, LeadRank]:
         """Connect the groups of all ranks. Blocks; imports torch.
 
         Raises:
@@ -174,7 +176,7 @@ class RankProcesses:
             raise CannotStart(str(error)) from error
         self._groups = groups
         self._lead = LeadRank(groups.channel)
-        return groups.tensor, self._lead
+        return groups, self._lead
 
     def load(self, start: RankStart) -> None:
         """Let the other ranks load their shards, while this one does."""

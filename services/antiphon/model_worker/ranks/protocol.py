@@ -24,6 +24,7 @@ from antiphon.model_worker.batching.plan import (
     Flags,
     Ints,
     Longs,
+    Sampled,
     SamplingPart,
     StepOutcome,
     StepPlan,
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Flight, Launcher
 
 log = logging.getLogger(__name__)
-
-Sampled = tuple[Ints, Flags | None]
-"""Tokens (L,) sampled from logits, and which logits (L,) have no token; None: all have one."""
 
 
 class StepMode(IntEnum):
@@ -120,7 +118,8 @@ class RankMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     plan: StepPlan | None = None
     step: int = 0
     sampled: Ints | None = None  # (L,)
-    blocked: Flags | None = None  # (L,) logits without a token to sample; None: there are none
+    blocked: Flags | None = None  # (L,) as in `Sampled`
+    failed: Flags | None = None  # (R,)
 
 
 def agree(channel: RankChannel, facts: StepFacts) -> StepFacts:
@@ -193,11 +192,16 @@ class LeadRank:
     def make_drafts(self) -> Ints:
         raise AssertionError("drafts of a model are made on one rank")
 
+    @property
+    def shared(self) -> bool:
+        return True  # it samples itself
+
     def share(self, step: int, sample: Callable[[], Sampled]) -> Sampled:
         """Sample from the logits of a plan, and send the tokens to the other ranks."""
-        sampled, blocked = sample()
-        self._send(RankMessage(step=step, sampled=sampled, blocked=blocked))
-        return sampled, blocked
+        sampled = sample()
+        tokens, blocked, failed = sampled
+        self._send(RankMessage(step=step, sampled=tokens, blocked=blocked, failed=failed))
+        return sampled
 
     def end(self) -> None:
         """End the other ranks after the launched plans."""
@@ -247,6 +251,11 @@ class FollowerRank:
                 raise plan
             runner.run(plan)
 
+    @property
+    def shared(self) -> bool:
+        """Whether rank 0 has sampled from the logits of the next plan: `share` does not wait."""
+        return not self._sampled.empty()
+
     def share(self, step: int, sample: Callable[[], Sampled]) -> Sampled:
         """Wait for what rank 0 samples from the logits of a plan."""
         message = self._sampled.get()
@@ -254,7 +263,7 @@ class FollowerRank:
             raise message
         assert message.step == step, "samples come in the order of plans"
         assert message.sampled is not None, "a message of samples"
-        return message.sampled, message.blocked
+        return Sampled(message.sampled, message.blocked, message.failed)
 
     def _receive(self, runner: RankRunner) -> bool:
         message = unpack(self._channel.receive(), RankMessage)

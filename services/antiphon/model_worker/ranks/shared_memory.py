@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.model_worker.ranks.layout import RankLayout
+
 SLOT_BYTES = 4 << 20
 """Size of what a rank exchanges at a time; larger tensors are exchanged in pieces."""
 CONTROL_BYTES = 4 << 10
@@ -47,6 +49,45 @@ class RanksEnded(Exception):
     """The ranks end: a collective is not completed."""
 
 
+class Counts:
+    """Counts that only grow, each written by one rank and read by others."""
+
+    def __init__(self, memory: memoryview, ranks: int) -> None:
+        """`ranks` are those that wait here: whether each has a core decides how."""
+        self._counts = memory.cast("q")
+        self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= ranks else 0.0
+        self._aborted = False
+
+    def set(self, index: int, count: int) -> None:
+        self._counts[index * (LINE_BYTES // 8)] = count
+
+    def wait(self, index: int, count: int) -> None:
+        """Wait until one of the counts is so high.
+
+        Raises:
+            RanksEnded: It was aborted.
+        """
+        counts, at = self._counts, index * (LINE_BYTES // 8)
+        if counts[at] >= count:
+            return
+        began = time.perf_counter()
+        while True:
+            for _ in range(CHECK_READS):
+                if counts[at] >= count:
+                    return
+            if self._aborted:
+                raise RanksEnded
+            waited_s = time.perf_counter() - began
+            if waited_s > YIELD_S:
+                time.sleep(SLEEP_S)
+            elif waited_s > self._spin_s:
+                os.sched_yield()
+
+    def abort(self) -> None:
+        """Fail whatever waits here or will. Any thread may call it."""
+        self._aborted = True
+
+
 class SharedMemoryGroup:
     """The ranks of one machine that share every layer: `antiphon.layers.weights.Tp`.
 
@@ -58,22 +99,20 @@ class SharedMemoryGroup:
     have read this one.
     """
 
-    def __init__(self, rank: int, ranks: int, memory: mmap.mmap, part: MemoryPart) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, memory: mmap.mmap, part: MemoryPart) -> None:
+        self.rank, self.ranks = rank, part.ranks
+        ranks = part.ranks
         self._slot_bytes = part.slot_bytes
         slots = part.start + ranks * LINE_BYTES
-        self._counts = memoryview(memory)[part.start : slots].cast("q")
+        self._counts = Counts(memoryview(memory)[part.start : slots], ranks)
         content = torch.frombuffer(memory, dtype=torch.uint8)
-        self._slots = content[slots : part.end(ranks)].view(2, ranks, part.slot_bytes)
-        self._others = [each * (LINE_BYTES // 8) for each in range(ranks) if each != rank]
-        self._own = rank * (LINE_BYTES // 8)
-        self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= ranks else 0.0
+        self._slots = content[slots : part.end].view(2, ranks, part.slot_bytes)
+        self._others = [each for each in range(ranks) if each != rank]
         self._count = 0
-        self._aborted = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        for piece in self._pieces(x):
+        for piece in _pieces(x, self._slot_bytes):
             first, second, *others = self._exchange(piece)
             torch.add(first, second, out=piece)
             for other in others:
@@ -85,7 +124,7 @@ class SharedMemoryGroup:
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         whole = [part.view(-1) for part in parts]
         start = 0
-        for piece in self._pieces(x):
+        for piece in _pieces(x, self._slot_bytes):
             end = start + len(piece)
             for part, written in zip(whole, self._exchange(piece), strict=True):
                 part[start:end] = written
@@ -94,7 +133,7 @@ class SharedMemoryGroup:
 
     def abort(self) -> None:
         """Fail the collectives of this rank, running and later ones. Any thread may call it."""
-        self._aborted = True
+        self._counts.abort()
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
         """The pieces of all ranks, in their order, until the next but one exchange."""
@@ -102,60 +141,100 @@ class SharedMemoryGroup:
         slots = self._slots[self._count % 2, :, :size]
         slots[self.rank].view(piece.dtype).copy_(piece)
         self._count += 1
-        self._counts[self._own] = self._count
+        self._counts.set(self.rank, self._count)
         for other in self._others:
-            if self._counts[other] < self._count:
-                self._wait(other)
+            self._counts.wait(other, self._count)
         return [slot.view(piece.dtype) for slot in slots]
 
-    def _wait(self, other: int) -> None:
-        counts, count = self._counts, self._count
-        began = time.perf_counter()
-        while True:
-            for _ in range(CHECK_READS):
-                if counts[other] >= count:
-                    return
-            if self._aborted:
-                raise RanksEnded
-            waited_s = time.perf_counter() - began
-            if waited_s > YIELD_S:
-                time.sleep(SLEEP_S)
-            elif waited_s > self._spin_s:
-                os.sched_yield()
 
-    def _pieces(self, x: Tensor) -> Iterator[Tensor]:
-        """Parts of a contiguous tensor that fit into a slot; an empty tensor is one, too."""
-        flat, longest = x.view(-1), self._slot_bytes // x.element_size()
-        if len(flat) <= longest:
-            yield flat
-        else:
-            for start in range(0, len(flat), longest):
-                yield flat[start : start + longest]
+class SharedMemoryLink:
+    """From one rank to another: a `Link`.
+
+    Layout of its part of the memory: how many pieces were written, how many were read, and two
+    slots, used in turn. So a sender is at most two pieces ahead.
+    """
+
+    def __init__(self, memory: mmap.mmap, part: MemoryPart, ranks: int) -> None:
+        slots = part.start + 2 * LINE_BYTES
+        self._counts = Counts(memoryview(memory)[part.start : slots], ranks)
+        content = torch.frombuffer(memory, dtype=torch.uint8)
+        self._slots = content[slots : slots + 2 * part.slot_bytes].view(2, part.slot_bytes)
+        self._slot_bytes = part.slot_bytes
+        self._count = 0
+
+    def send(self, x: Tensor) -> None:
+        for piece in _pieces(x, self._slot_bytes):
+            self._counts.wait(1, self._count - 1)
+            self._slot(piece).copy_(piece)
+            self._count += 1
+            self._counts.set(0, self._count)
+
+    def receive(self, out: Tensor) -> None:
+        for piece in _pieces(out, self._slot_bytes):
+            self._counts.wait(0, self._count + 1)
+            piece.copy_(self._slot(piece))
+            self._count += 1
+            self._counts.set(1, self._count)
+
+    def abort(self) -> None:
+        """Fail what waits here or will. Any thread may call it."""
+        self._counts.abort()
+
+    def _slot(self, piece: Tensor) -> Tensor:
+        return self._slots[self._count % 2, : piece.nbytes].view(piece.dtype)
+
+
+def _pieces(x: Tensor, slot_bytes: int) -> Iterator[Tensor]:
+    """Parts of a contiguous tensor that fit into a slot; an empty tensor is one, too."""
+    flat, longest = x.view(-1), slot_bytes // x.element_size()
+    if len(flat) <= longest:
+        yield flat
+    else:
+        for start in range(0, len(flat), longest):
+            yield flat[start : start + longest]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """The part of the memory that one group has."""
+    """The part of the memory that so many ranks have."""
 
     start: int
     slot_bytes: int
+    ranks: int
 
-    def end(self, ranks: int) -> int:
-        return self.start + ranks * (LINE_BYTES + 2 * self.slot_bytes)
-
-
-def layout(ranks: int) -> tuple[MemoryPart, MemoryPart]:
-    """The parts of tensors and of facts."""
-    tensors = MemoryPart(0, SLOT_BYTES)
-    return tensors, MemoryPart(tensors.end(ranks), CONTROL_BYTES)
+    @property
+    def end(self) -> int:
+        return self.start + self.ranks * (LINE_BYTES + 2 * self.slot_bytes)
 
 
-def create(ranks: int) -> tuple[mmap.mmap, str]:
-    """Memory for so many ranks, and the path by which processes of this machine open it."""
+class MemoryParts:
+    """The parts of the memory of a worker.
+
+    Attributes:
+        control: Of the facts of all ranks.
+        tensors: Of the sums of each stage.
+        links: By the stage that sends, and the member of both stages.
+    """
+
+    def __init__(self, ranks: RankLayout) -> None:
+        self.control = part = MemoryPart(0, CONTROL_BYTES, ranks.ranks)
+        self.tensors = list[MemoryPart]()
+        for _ in range(ranks.pp):
+            self.tensors.append(part := MemoryPart(part.end, SLOT_BYTES, ranks.tp))
+        self.links = dict[tuple[int, int], MemoryPart]()
+        for stage in range(ranks.pp - 1):
+            for member in range(ranks.tp):
+                # Two counts and two slots, as one rank of two has them.
+                part = MemoryPart(part.end, SLOT_BYTES, 2)
+                self.links[stage, member] = part
+        self.size = part.end
+
+
+def create(parts: MemoryParts) -> tuple[mmap.mmap, str]:
+    """Memory with these parts, and the path by which processes of this machine open it."""
     descriptor = os.memfd_create("antiphon-ranks")
-    size = layout(ranks)[-1].end(ranks)
-    os.ftruncate(descriptor, size)
-    return mmap.mmap(descriptor, size), f"/proc/{os.getpid()}/fd/{descriptor}"
+    os.ftruncate(descriptor, parts.size)
+    return mmap.mmap(descriptor, parts.size), f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def attach(path: str) -> mmap.mmap:

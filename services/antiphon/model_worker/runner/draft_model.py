@@ -58,7 +58,7 @@ class DraftModel:
         if not isinstance(spec.head, HeadSpec):
             raise ModelLoadError("a draft model must generate text")
         self.group = draft_group(spec, build, page_tokens=page_tokens, pages=pages)
-        attends = attention_of(spec, self.group)
+        attends = attention_of(spec, 0)
         self.ops = select(DeviceCapability(build.device.type, build.dtype), forced)
         self.pool = KvPool(self.group, attends[1], build)
         self._shapes = (kv_shape(model, self.group, *attends),)
@@ -210,6 +210,7 @@ class DraftHeadModel(DraftModel):
                 "the served model runs on transformers' modules, which give no hidden states of "
                 "single layers to a draft head"
             )
+        assert served.decoder.embedding is not None, "a served model of one stage"
         self._head = model.draft_head
         self._embedding = served.decoder.embedding
 

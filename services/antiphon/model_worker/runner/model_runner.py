@@ -6,8 +6,6 @@ Axes: R rows, T tokens, L rows of logits, V vocabulary.
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,52 +13,47 @@ import msgspec
 import numpy as np
 import torch
 
-from antiphon.kernels.op import REFERENCE, BackendChoice, DeviceCapability, KernelUnavailable, table
+from antiphon.kernels.op import REFERENCE, BackendChoice, DeviceCapability, KernelUnavailable
 from antiphon.kernels.ops import select
 from antiphon.kernels.recurrent import StateSpec
-from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_worker.batching.plan import (
     Flags,
     Ints,
     RowStatus,
+    Sampled,
     SamplingColumns,
     SamplingPart,
     StepOutcome,
     StepPlan,
 )
 from antiphon.model_worker.batching.slot_tables import SlotTables
-from antiphon.model_worker.cache.codec import PageCodec
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
-from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import ForwardContexts
-from antiphon.model_worker.runner.draft_model import DraftHeadModel, DraftModel
 from antiphon.model_worker.runner.input_batch import (
     InputBatch,
     PlanRefused,
     SlotState,
 )
 from antiphon.model_worker.runner.logprobs import LogprobsComputer
-from antiphon.model_worker.runner.pooling import Pooler
 from antiphon.model_worker.runner.pools import (
     KvPool,
     StatePool,
     attention_of,
-    cache_groups,
     kv_shape,
 )
 from antiphon.model_worker.runner.sampling import Sampler, accept, greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
-    from antiphon.layers.weights import Tp
+    from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import ModelSpec
-    from antiphon.resolve.resolved_config import ResolvedConfig
+    from antiphon.model_worker.runner.draft_model import DraftModel
+    from antiphon.model_worker.runner.pooling import Pooler
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +67,15 @@ BLOCKS = frozenset(
     }
 )
 """Operations of layers and heads, which only some models call."""
-READER = "attention.paged"
-"""The operation that reads the cache for every token."""
-
-
-Sampled = tuple[Ints, Flags | None]
-"""Tokens (L,) sampled from logits, and which logits (L,) have no token; None: all have one."""
 
 
 class SampleExchange(Protocol):
     """Gives all ranks of a worker the tokens that one of them samples."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether the next `share` does not wait for another rank."""
+        ...
 
     def share(self, step: int, sample: Callable[[], Sampled]) -> Sampled: ...
 
@@ -120,14 +112,14 @@ class ModelRunner:
             raise KernelUnavailable(f"this runner computes on cpu, not on {placement.device}")
         self.ops = select(DeviceCapability(placement.device.type, placement.dtype), forced)
         attending = [
-            (group, *attention_of(spec, group))
-            for group in groups
+            (group, *attention_of(spec, index))
+            for index, group in enumerate(groups)
             if group.kind not in (GroupKind.STATE, GroupKind.PASS, GroupKind.DRAFT)
         ]
         self.pools = tuple(KvPool(group, cache, placement) for group, _, cache in attending)
         states = self.states = tuple(
-            StatePool(group, _state_of(spec, group), placement)
-            for group in groups
+            StatePool(group, _state_of(spec, index), placement)
+            for index, group in enumerate(groups)
             if group.kind is GroupKind.STATE
         )
         self._states_count = len(states)
@@ -250,7 +242,9 @@ class ModelRunner:
             # work.
             if batch.decodes and scored.finite is None and scored.logits_finite is None:
                 return self._conclude_decodes(plan, scored.argmax)
-            return self._conclude(plan, batch, tokens, scored, scored.argmax)
+            failed = batch.failed_rows(scored.finite, scored.logits_finite)
+            sampled = Sampled(scored.argmax, None, failed)
+            return self._conclude(plan, batch, tokens, scored, sampled)
         with torch.inference_mode():
             if plan.pooling is not None:
                 return self._pool(plan, batch, tokens)
@@ -262,10 +256,10 @@ class ModelRunner:
                 plan = msgspec.structs.replace(plan, part=wait())
             sample = partial(self._sample, plan, batch, tokens, scored)
             if self._exchange is not None and len(plan.logit_tokens):
-                sampled, blocked = self._exchange.share(plan.step, sample)
+                sampled = self._exchange.share(plan.step, sample)
             else:
-                sampled, blocked = sample()
-            return self._conclude(plan, batch, tokens, scored, sampled, blocked)
+                sampled = sample()
+            return self._conclude(plan, batch, tokens, scored, sampled)
 
     def _sample(
         self, plan: StepPlan, batch: InputBatch, tokens: Ints, scored: FusedDecoderOutput
@@ -277,7 +271,7 @@ class ModelRunner:
         sampled = self._sampler.sample(
             plan.sampling, scored.logits, batch.logit_row, batch.logit_position, argmax
         )
-        return sampled, blocked
+        return Sampled(sampled, blocked, batch.failed_rows(scored.finite, scored.logits_finite))
 
     def _takes_argmax(self, plan: StepPlan) -> bool:
         """Whether the argmax is all a plan needs of its logits; cached by the plan's layout."""
@@ -309,19 +303,11 @@ class ModelRunner:
         batch: InputBatch,
         tokens: Ints,
         scored: FusedDecoderOutput,
-        sampled: Ints,
-        blocked: NDArray[np.bool_] | None = None,
+        sampled: Sampled,
     ) -> StepOutcome:
-        """The outcome of sampled tokens (L,); `blocked` (L,) logits have no token to sample."""
-        rows = len(plan.slot)
-        failed = batch.failed_rows(scored.finite, scored.logits_finite)
-        # A row in which only a token after a draft is blocked accepts what comes before it.
-        ended = _either(failed, None if blocked is None else batch.first_logits(blocked))
-        if batch.decodes and ended is None:  # no draft tokens
-            starts, token_ids = _one_each(rows), sampled
-        else:
-            wanted, row = plan.logit_tokens, batch.logit_row
-            starts, token_ids = accept(tokens, wanted, row, sampled, rows, ended, blocked)
+        """The outcome of what was sampled."""
+        rows, failed = len(plan.slot), sampled.failed
+        starts, token_ids, ended = self._accept(plan, batch, tokens, sampled)
         head = partial(self._head, plan, batch)
         details = self._logprobs.compute(
             plan, scored.hidden, scored.logits, head, (starts, token_ids)
@@ -343,6 +329,20 @@ class ModelRunner:
             computed=batch.computed(np.diff(starts), status),
             details=details,
         )
+
+    def _accept(
+        self, plan: StepPlan, batch: InputBatch, tokens: Ints, sampled: Sampled
+    ) -> tuple[Ints, Ints, Flags | None]:
+        """Offsets of accepted tokens (R + 1,), these, and which rows (R,) end; None: none does."""
+        token_ids, blocked, failed = sampled
+        rows = len(plan.slot)
+        # A row in which only a token after a draft is blocked accepts what comes before it.
+        ended = _either(failed, None if blocked is None else batch.first_logits(blocked))
+        if batch.decodes and ended is None:  # no draft tokens
+            return _one_each(rows), token_ids, None
+        wanted, row = plan.logit_tokens, batch.logit_row
+        starts, token_ids = accept(tokens, wanted, row, token_ids, rows, ended, blocked)
+        return starts, token_ids, ended
 
     def _pool(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> StepOutcome:
         """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
@@ -389,6 +389,25 @@ class ModelRunner:
             pool.zero(rows.slot_mapping[wiped])
 
 
+def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
+    """Deterministic mode: check that the bits of a row depend on that row alone."""
+    if not model.decoder.invariant:
+        raise KernelUnavailable(
+            "deterministic inference: results of torch's matmul depend on batch composition; "
+            "set model.linear to packed"
+        )
+    if model.build.tp.ranks > 1:
+        raise KernelUnavailable("deterministic inference: only one rank is supported")
+    others = BLOCKS - model.decoder.operations
+    for choice in choices:
+        if not choice.invariant and choice.op not in others:
+            reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.refused)
+            raise KernelUnavailable(
+                f"deterministic inference: {choice.op} runs on {choice.backend}, whose "
+                f"results depend on batch composition ({reasons})"
+            )
+
+
 @cache
 def _one_each(rows: int) -> Ints:
     """Offsets of accepted tokens if each row has one, (R + 1,); shared by many outcomes."""
@@ -415,150 +434,8 @@ def _either(
     return one | other
 
 
-def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
+def _state_of(spec: ModelSpec, index: int) -> StateSpec:
     """The state spec that all layers of a group of recurrent states share."""
-    caches = [mixer.cache for mixer in spec.layers[group.layers[0]].mixers]
-    return next(cache for cache in caches if isinstance(cache, StateSpec))
-
-
-@dataclass(frozen=True, slots=True)
-class OpenModel:
-    """A loaded model, ready to run plans whose page tables are in the order of `groups`.
-
-    Attributes:
-        groups: Those of the model, and last that of its draft model.
-        kv_scales: Digest of the scales of an 8-bit KV cache; empty without scales.
-    """
-
-    runner: ModelRunner
-    groups: tuple[CacheGroup, ...]
-    spec: ModelSpec
-    kv_scales: str = ""
-    draft: DraftModel | None = None
-
-    def codec(self) -> PageCodec:
-        """Copies the blocks of all groups to bytes, and back."""
-        pools = [*self.runner.pools, *self.runner.states]
-        if self.draft is not None:
-            pools.append(self.draft.pool)
-        assert tuple(pool.group for pool in pools) == self.groups, "each group has its memory"
-        return PageCodec(self.groups, [pool.memory for pool in pools])
-
-
-def open_model(
-    place: ModelLocation,
-    plan: ResolvedConfig,
-    *,
-    draft: ModelLocation | None = None,
-    tp: Tp | None = None,
-    exchange: SampleExchange | None = None,
-) -> OpenModel:
-    """Load a model as planned and allocate the pages and states of its cache groups.
-
-    `draft` is the location of its draft model, which the plan must have. One of several ranks is
-    `tp`, and gets its tokens by an `exchange`.
-
-    Raises:
-        ModelLoadError: The folder cannot be served; raised before anything runs.
-        KernelUnavailable: This build does not support the device, deterministic mode or an 8-bit
-            KV cache there.
-    """
-    # First, since it loads faster: what is wrong with it is found before the wait for the model.
-    drafter = None if draft is None else load_draft_model(draft, plan)
-    model = load(place, plan, tp=tp)
-    groups = cache_groups(
-        model.spec,
-        model.build,
-        page_tokens=plan.page_tokens.value,
-        pages=plan.cache_pages.value,
-        states=plan.cache_states.value,
-    )
-    drafting = None
-    if drafter is not None:
-        drafting = open_draft_model(drafter, model, plan)
-        groups = (*groups, drafting.group)
-    pooling = plan.pooling.value
-    pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
-    runner = ModelRunner(
-        model,
-        groups,
-        pooler=pooler,
-        deterministic=plan.deterministic.value,
-        draft=drafting,
-        exchange=exchange,
-    )
-    require_native_reads(model, runner.choices)
-    log.info("kernels", extra={"table": "\n" + table(runner.choices)})
-    return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales), drafting)
-
-
-@contextmanager
-def _naming_draft(plan: ResolvedConfig) -> Generator[None]:
-    """Errors of a draft model do not say of which model they are, nor whose settings."""
-    own = plan.draft.value
-    assert own is not None, "a plan without a draft model"
-    try:
-        yield
-    except (ModelLoadError, KernelUnavailable) as error:
-        raise type(error)(f"speculation.draft_model = {own.model.value}: {error}") from error
-
-
-def load_draft_model(place: ModelLocation, plan: ResolvedConfig) -> LoadedModel:
-    """Load the draft model as planned.
-
-    Raises:
-        ModelLoadError: It cannot be loaded.
-        KernelUnavailable: This build does not support the device.
-    """
-    with _naming_draft(plan):
-        return load(place, plan.of_draft())
-
-
-def open_draft_model(model: LoadedModel, served: LoadedModel, plan: ResolvedConfig) -> DraftModel:
-    """Allocate the pages of a draft model, as many as the served model's.
-
-    Raises:
-        ModelLoadError: It cannot draft for this model.
-        KernelUnavailable: This build does not support an 8-bit KV cache on the device.
-    """
-    page_tokens, pages = plan.page_tokens.value, plan.cache_pages.value
-    with _naming_draft(plan):
-        if model.spec.draft_head is None:
-            draft = DraftModel(model, page_tokens=page_tokens, pages=pages)
-        else:
-            draft = DraftHeadModel(model, served, page_tokens=page_tokens, pages=pages)
-        require_native_reads(model, draft.choices)
-    log.info("kernels of the draft model", extra={"table": "\n" + table(draft.choices)})
-    return draft
-
-
-def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
-    """Deterministic mode: check that the bits of a row depend on that row alone."""
-    if not model.decoder.invariant:
-        raise KernelUnavailable(
-            "deterministic inference: results of torch's matmul depend on batch composition; "
-            "set model.linear to packed"
-        )
-    if model.build.tp.ranks > 1:
-        raise KernelUnavailable("deterministic inference: only one rank is supported")
-    others = BLOCKS - model.decoder.operations
-    for choice in choices:
-        if not choice.invariant and choice.op not in others:
-            reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.refused)
-            raise KernelUnavailable(
-                f"deterministic inference: {choice.op} runs on {choice.backend}, whose "
-                f"results depend on batch composition ({reasons})"
-            )
-
-
-def require_native_reads(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
-    """8-bit KV cache: check that no operation of the model reads it through torch."""
-    if model.build.cache_dtype is None:
-        return
-    for choice in choices:
-        reads = choice.op == READER and choice.op in model.decoder.operations
-        if reads and choice.backend == REFERENCE:
-            raise KernelUnavailable(
-                f"fp8 KV cache: {choice.op}, which this model needs, runs on torch, which converts "
-                "fp8 ten times slower than attention reads it"
-            )
+    cache, _ = spec.cache_groups()[index]
+    assert isinstance(cache, StateSpec), "a group of states"
+    return cache

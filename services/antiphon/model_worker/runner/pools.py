@@ -47,13 +47,22 @@ ALIGNMENT: Final = 64
 def cache_groups(
     spec: ModelSpec, build: BuildContext, *, page_tokens: int, pages: int, states: int = 64
 ) -> tuple[CacheGroup, ...]:
-    """The model's cache groups on this rank, each with a pool of `pages` pages or `states`.
+    """The model's cache groups, each with a pool of `pages` pages or `states`.
+
+    All ranks have the same groups, each with its layers of them: maybe none, on a pipeline stage.
 
     Raises:
         ModelLoadError: The chunks of chunked attention are not whole pages.
     """
+    here = build.stage_layers(len(spec.layers))
     return tuple(
-        _group(cache, layers, build, page_tokens, states if isinstance(cache, StateSpec) else pages)
+        _group(
+            cache,
+            tuple(layer for layer in layers if layer in here),
+            build,
+            page_tokens,
+            states if isinstance(cache, StateSpec) else pages,
+        )
         for cache, layers in spec.cache_groups()
     )
 
@@ -78,10 +87,11 @@ def draft_group(
 
 
 def attention_of(
-    spec: ModelSpec, group: CacheGroup
+    spec: ModelSpec, index: int
 ) -> tuple[AttentionSpec | LatentSpec, KvSpec | LatentSizes]:
-    """An attention layer of the group and its cache spec, which all layers of the group share."""
-    mixers = spec.layers[group.layers[0]].mixers
+    """An attention layer of a group and its cache spec, which all layers of the group share."""
+    _, layers = spec.cache_groups()[index]
+    mixers = spec.layers[layers[0]].mixers
     mixer = next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
     assert not isinstance(mixer.cache, NoCache), "a group of pages"
     return mixer, mixer.cache

@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.config.speculation import SpeculationConfig
-    from antiphon.layers.weights import Tp
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.batching.plan import Launcher, PlanRunner
     from antiphon.model_worker.cache.codec import PageCodec
-    from antiphon.model_worker.runner.model_runner import OpenModel, SampleExchange
+    from antiphon.model_worker.ranks.groups import RankGroups
+    from antiphon.model_worker.runner.model_runner import SampleExchange
+    from antiphon.model_worker.runner.opening import OpenModel
     from antiphon.model_worker.speculation.ngram import NgramDrafter
     from antiphon.resolve.resolved_value import ResolvedValue
 
@@ -68,6 +69,11 @@ class Engine:
     """The runner, if there are other ranks."""
     codec: PageCodec | None = None
     """Copies blocks of pages, if they are stored outside the worker."""
+
+    @property
+    def ahead(self) -> int:
+        """Steps that are launched before an outcome is read, so that all stages are busy."""
+        return self.core.limits.flights - 1
 
     def in_turn(self) -> Launcher:
         """A launcher that computes plans when their outcomes are read."""
@@ -166,9 +172,9 @@ def _load_with(
     ranks: RankProcesses, files: ModelLocation, start: RankStart
 ) -> tuple[OpenModel, LeadRank]:
     """Load the first rank's shard while the others load theirs."""
-    tp, lead = ranks.meet()
+    groups, lead = ranks.meet()
     ranks.load(start)
-    model = load_resolved(files, start.resolved, tp=tp, exchange=lead)
+    model = load_resolved(files, start.resolved, ranks=groups, exchange=lead)
     lead.use(model.runner)
     ranks.loaded()
     return model, lead
@@ -215,22 +221,24 @@ def load_resolved(
     resolved: ResolvedConfig,
     draft: ModelLocation | None = None,
     *,
-    tp: Tp | None = None,
+    ranks: RankGroups | None = None,
     exchange: SampleExchange | None = None,
 ) -> OpenModel:
     """Load a model and its draft model by the resolved configuration. Blocks for seconds.
 
-    One of several ranks is `tp`, and gets its tokens by an `exchange`.
+    One of several `ranks` gets its tokens by an `exchange`.
     """
     import torch  # noqa: PLC0415 (it takes seconds, see `host_device`)
 
     from antiphon.kernels.op import KernelUnavailable  # noqa: PLC0415
     from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415
-    from antiphon.model_worker.runner.model_runner import open_model  # noqa: PLC0415
+    from antiphon.model_worker.runner.opening import open_model  # noqa: PLC0415
 
     torch.set_num_threads(resolved.threads.value)
     try:
-        return open_model(place, resolved, draft=draft, tp=tp, exchange=exchange)
+        if ranks is None:
+            return open_model(place, resolved, draft=draft)
+        return open_model(place, resolved, tp=ranks.tensor, pp=ranks.pipeline, exchange=exchange)
     except (ModelLoadError, KernelUnavailable) as error:
         raise CannotStart(str(error)) from error
 
@@ -307,6 +315,7 @@ def _limits(
         stream_interval=batching.stream_interval,
         hidden_states=batching.hidden_states,
         pool_width=None if pooling is None else pooling.card.width,
+        flights=resolved.stages.value,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,
         checkpoint_tokens=settings.cache.checkpoint_tokens,

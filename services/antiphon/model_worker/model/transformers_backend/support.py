@@ -71,7 +71,7 @@ def load_transformers(
     refusals = (
         (linear not in ("plain", "packed"), f"keep no linears as {linear!r}"),
         (quantized, "are not asked for quantized checkpoints"),
-        (build.tp.ranks > 1, "run on one rank only"),
+        (build.tp.ranks > 1 or build.pp is not None, "run on one rank only"),
         (files.format is LoadFormat.GGUF, "take no GGUF files"),
     )
     for holds, reason in refusals:

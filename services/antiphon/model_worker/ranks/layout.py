@@ -1,0 +1,32 @@
+"""Which part of a model each rank of a worker has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class RankLayout(NamedTuple):
+    """Ranks by number: those of the last pipeline stage first, since rank 0 samples.
+
+    What it samples from is computed there; the first stage, whose layers are run first, learns the
+    tokens from the plans and samples that all ranks are sent.
+    """
+
+    tp: int = 1
+    """Ranks of a stage, which share each of its layers."""
+    pp: int = 1
+    """Stages."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+    def stage(self, rank: int) -> int:
+        return self.pp - 1 - rank // self.tp
+
+    def member(self, rank: int) -> int:
+        """The number of a rank in its stage."""
+        return rank % self.tp
+
+    def rank(self, stage: int, member: int) -> int:
+        return (self.pp - 1 - stage) * self.tp + member
