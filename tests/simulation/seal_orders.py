@@ -12,7 +12,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from tests.support.clock import ManualClock
-from tests.unit.scheduler.stage import GATEWAY, MODEL, Actor, Stage, held, open_entry, process
+from tests.unit.scheduler.stage import GATEWAY, MODEL, Actor, Stage, open_entry, process, sent_to
 
 from antiphon.config.gateway import GatewayConfig
 from antiphon.detokenizer.machine import Detokenizer
@@ -162,8 +162,8 @@ class SealOrders:
             line = open_entry(self._request, request.attempt)
             actor.open[line.request_id] = line
         elif actor.role is Role.WORKER and (admit := self._running.get(actor.process)) is not None:
-            where = self.detokenizer._process.instance
-            actor.runs(held(admit.request_id, admit.attempt, detokenizer=where))
+            where = self.detokenizer._process
+            actor.runs(sent_to(where, admit.request_id, admit.attempt))
 
     def _serve(self, leader: Leader, *, to_end: bool = False) -> None:
         """Run what a leader has admitted since, and carry its notices."""

@@ -356,6 +356,7 @@ EVERY: tuple[Message, ...] = (
                 lineage=(FIRST,),
                 owner_sealed=True,
                 detokenizer=DETOKENIZER.instance,
+                detokenizer_incarnation=DETOKENIZER.incarnation,
                 prompt_ids=pack_ids((1, 2, 3)),
                 choices=(
                     command.ChoiceOutput(
@@ -382,6 +383,7 @@ EVERY: tuple[Message, ...] = (
                 attempt=SECOND,
                 continues=FIRST,
                 detokenizer=DETOKENIZER.instance,
+                detokenizer_incarnation=DETOKENIZER.incarnation,
                 columns=True,
             ),
             command.Abort(request_id=OTHER_REQUEST, attempt=FIRST, error=ERROR),
@@ -448,6 +450,7 @@ EVERY: tuple[Message, ...] = (
                     choices=2,
                     continues=FIRST,
                     lineage=(FIRST,),
+                    detokenizer_incarnation=DETOKENIZER.incarnation,
                     owner_sealed=True,
                     stop=STOP,
                     deadline_unix_ms=DEADLINE,
@@ -561,6 +564,7 @@ EVERY: tuple[Message, ...] = (
                     attempt=FIRST,
                     tokens=40,
                     detokenizer=DETOKENIZER.instance,
+                    detokenizer_incarnation=DETOKENIZER.incarnation,
                     ended=True,
                     waiting=True,
                     returned=True,

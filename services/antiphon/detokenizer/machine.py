@@ -285,6 +285,8 @@ class Detokenizer:
             reaction.actions += self._stop(row, worker, now)
         elif row.stream is None:
             reaction.missing = True  # the row that begins the attempt was lost
+        elif row.stream.detokenizer_incarnation not in (None, self._process.incarnation):
+            pass  # an earlier process of this name fixes its tokens; its leader binds it anew
         elif row.stream.owner in self._dead_owners:
             pass  # its worker drops it too; if the gateway is only late, it is sent again
         elif request is None and len(self.requests) >= self._requests_max:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from antiphon.wire.base import Process
 from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import OpenList, OpenRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.wire.base import Attempt, Process
-    from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
-    from antiphon.wire.ids import InstanceId
+    from antiphon.wire.base import Attempt
+    from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
 class HeldAttempt:
     attempt: Attempt
     worker: Process
-    detokenizer: InstanceId | None = None
+    detokenizer: Process | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class WorkerReport:
     beat: Heartbeat
     received_at: float
     held: Mapping[RequestId, Attempt]
-    detokenizers: Mapping[RequestId, InstanceId | None]
+    detokenizers: Mapping[RequestId, Process | None]
     ended: set[RequestId]
 
 
@@ -53,7 +53,7 @@ class WorkerAssignments:
             now,
             # A requeued request is not held: it must not count as running there.
             {held.request_id: held.attempt for held in load.running if not held.returned},
-            {held.request_id: held.detokenizer for held in load.running},
+            {held.request_id: _detokenizer(held) for held in load.running},
             {held.request_id for held in load.running if held.ended},
         )
         return report
@@ -73,6 +73,12 @@ class WorkerAssignments:
 
     def forget(self, worker: Process) -> None:
         self._reports.pop(worker, None)
+
+
+def _detokenizer(held: RunningRequest) -> Process | None:
+    if held.detokenizer is None or held.detokenizer_incarnation is None:
+        return None
+    return Process(instance=held.detokenizer, incarnation=held.detokenizer_incarnation)
 
 
 @dataclass(slots=True)

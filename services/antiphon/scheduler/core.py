@@ -181,7 +181,7 @@ class SchedulerCore:
         elif peer.heartbeat.role is Role.WORKER:
             self._on_worker_heartbeat(peer)
         elif peer.heartbeat.role is Role.DETOKENIZER and self._reconciliation is not None:
-            self._reconciliation.on_detokenizer_heartbeat(peer.process.instance)
+            self._reconciliation.on_detokenizer_heartbeat(peer.process)
 
     def _on_scheduler_heartbeat(self, peer: Peer) -> None:
         claims = self._peers.claims(self._model)
@@ -237,7 +237,7 @@ class SchedulerCore:
                     reconciliation.on_worker_died(process, exited=exited)
             case Role.DETOKENIZER:
                 if reconciliation is not None:
-                    reconciliation.on_detokenizer_died(process.instance)
+                    reconciliation.on_detokenizer_died(process)
             case _:
                 pass
 

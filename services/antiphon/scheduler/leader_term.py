@@ -156,8 +156,7 @@ class LeaderTerm:
 
     def detokenizer_of(self, worker: Process) -> Peer | None:
         """The detokenizer of a worker, if any is ready."""
-        instance = self._placement.detokenizer_of(worker.instance)
-        return None if instance is None else self.peers.find(instance)
+        return self._placement.detokenizer_of(worker.instance)
 
     def bind_waiting(self) -> None:
         while self.ready and (match := self._matching.next()) is not None:
@@ -212,7 +211,7 @@ class LeaderTerm:
         binding = Binding(
             attempt,
             old.worker,
-            detokenizer.process.instance,
+            detokenizer.process,
             self.clock.now(),
             detokenizer.heartbeat.reads,
             (*old.continues, old.attempt),

@@ -82,8 +82,8 @@ class Migration:
             self._leader_term.restart(entry)
             return
         detokenizer = None if binding is None else binding.detokenizer
-        alive = self._alive()
-        waiting = alive if detokenizer is None or detokenizer not in alive else {detokenizer}
+        known_alive = detokenizer is not None and self._peers.is_alive(detokenizer)
+        waiting = {detokenizer.instance} if detokenizer and known_alive else self._alive()
         now = self._clock.now()
         entry.seen_at, entry.sealed_to = now, max(known)
         entry.sealing = Sealing(max(known), waiting, now, now)
@@ -91,6 +91,8 @@ class Migration:
         self.conclude(entry)
 
     def on_sealed(self, call: SealCall, answer: AttemptsSealed) -> None:
+        if not self._peers.is_alive(answer.detokenizer):
+            return  # of an earlier process of this name; the present one has sealed nothing
         asked = {one.request_id: one.attempt for one in call.message.requests}
         for sealed in answer.requests:
             entry = self._leader_term.ledger.find(sealed.request_id)
@@ -110,7 +112,7 @@ class Migration:
             sealing.waiting.discard(call.detokenizer)
             found = sealing.found.attempt if sealing.found is not None else None
             if sealed.attempt is not None and (found is None or found < sealed.attempt):
-                sealing.found, sealing.found_at = sealed, call.detokenizer
+                sealing.found, sealing.found_at = sealed, answer.detokenizer
             self.conclude(entry)
 
     def on_owner_sealed(self, entry: RequestEntry, seal: OwnerSeal) -> None:
@@ -128,19 +130,24 @@ class Migration:
         self._leader_term.queue.remove(entry.request_id)
         self._continue(entry)
 
-    def on_detokenizer_died(self, detokenizer: InstanceId) -> None:
+    def on_detokenizer_died(self, detokenizer: Process) -> None:
         """Nothing more is accepted there, and what was is lost: workers send it to another one."""
         for entry in self._leader_term.ledger.entries():
             sealed = entry.sealed
-            if entry.sealing is not None and detokenizer in entry.sealing.waiting:
-                entry.sealing.waiting.discard(detokenizer)
+            if entry.sealing is not None and detokenizer.instance in entry.sealing.waiting:
+                entry.sealing.waiting.discard(detokenizer.instance)
                 self.conclude(entry)
             elif sealed is not None and sealed.ended and sealed.detokenizer == detokenizer:
                 entry.sealed = None  # with its end, which may not have reached the gateway
                 self.begin(entry)
             elif entry.binding is not None and entry.binding.detokenizer == detokenizer:
-                self._orphans[entry.request_id] = entry.binding.attempt
+                self.add_orphan(entry)
         self.rebind_orphans()
+
+    def add_orphan(self, entry: RequestEntry) -> None:
+        """Note that the detokenizer to which a request is bound is dead."""
+        assert entry.binding is not None
+        self._orphans[entry.request_id] = entry.binding.attempt
 
     def rebind_orphans(self) -> None:
         """Bind requests without a detokenizer to another one, as soon as there is one.
@@ -156,6 +163,8 @@ class Migration:
             binding = None if entry is None else entry.binding
             if entry is None or binding is None or binding.attempt != attempt:
                 del self._orphans[request_id]
+            elif attempt.term > self._leader_term.term:
+                continue  # no attempt of this term comes after it
             elif (held := find(request_id, attempt)) is None or held.detokenizer is None:
                 continue
             elif (detokenizer := self._leader_term.detokenizer_of(binding.worker)) is not None:
@@ -209,16 +218,16 @@ class Migration:
 
     def detokenizer(
         self, entry: RequestEntry, place: PlacementTarget
-    ) -> tuple[InstanceId, tuple[str, ...]]:
+    ) -> tuple[Process, tuple[str, ...]]:
         """The detokenizer of the next attempt, and what it reads: the one that has its text."""
         if entry.sealed is not None and entry.sealed.detokenizer is not None:
-            peer = self._peers.find(entry.sealed.detokenizer)
-            if peer is not None and self._peers.is_alive(peer.process):
-                return peer.process.instance, peer.heartbeat.reads
+            peer = self._peers.find(entry.sealed.detokenizer.instance)
+            if peer is not None and peer.process == entry.sealed.detokenizer:
+                return peer.process, peer.heartbeat.reads
         return place.detokenizer, place.reads
 
     @staticmethod
-    def _output(found: SealedRequest, detokenizer: InstanceId | None) -> SealedOutput:
+    def _output(found: SealedRequest, detokenizer: Process | None) -> SealedOutput:
         assert found.attempt is not None
         assert detokenizer is not None
         attempts = (*found.lineage, found.attempt)

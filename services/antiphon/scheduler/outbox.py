@@ -178,7 +178,8 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
         continues=entry.sealed.attempts[-1] if entry.sealed else None,
         lineage=entry.sealed.attempts[:-1] if entry.sealed else (),
         owner_sealed=entry.sealed is not None and entry.sealed.detokenizer is None,
-        detokenizer=binding.detokenizer,
+        detokenizer=binding.detokenizer.instance,
+        detokenizer_incarnation=binding.detokenizer.incarnation,
         prompt_ids=submit.prompt_ids,
         choices=_outputs(entry.sealed, submit.choices),
         sampling=submit.sampling,
@@ -202,7 +203,8 @@ def rebind_command(entry: RequestEntry) -> Rebind:
         request_id=entry.request_id,
         attempt=binding.attempt,
         continues=binding.continues[-1],
-        detokenizer=binding.detokenizer,
+        detokenizer=binding.detokenizer.instance,
+        detokenizer_incarnation=binding.detokenizer.incarnation,
         columns=TokenColumns.__name__ in binding.reads,
     )
 

@@ -48,7 +48,7 @@ class PlacementTarget:
     """
 
     worker: Process
-    detokenizer: InstanceId
+    detokenizer: Process
     reads: tuple[str, ...]
     charge: RequestCost
     cached_blocks: int
@@ -189,10 +189,9 @@ class Placement:
         best = min(candidates, key=cost)
         if (detokenizer := self.detokenizer_of(best.worker.instance)) is None:
             return None
-        found, peer = cached.get(best.worker, 0), self.peers.find(detokenizer)
-        reads = () if peer is None else peer.heartbeat.reads
+        found, reads = cached.get(best.worker, 0), detokenizer.heartbeat.reads
         charge = request_cost(submit, best.load, blocks - found)
-        return PlacementTarget(best.worker, detokenizer, reads, charge, found)
+        return PlacementTarget(best.worker, detokenizer.process, reads, charge, found)
 
     def _healthy(self) -> Iterator[Candidate]:
         for peer in self._working(Role.WORKER):
@@ -211,11 +210,11 @@ class Placement:
                 longest = max(longest or 0, beat.worker.context_tokens)
         return longest
 
-    def detokenizer_of(self, worker: InstanceId) -> InstanceId | None:
-        ready = [peer.process.instance for peer in self._working(Role.DETOKENIZER)]
+    def detokenizer_of(self, worker: InstanceId) -> Peer | None:
+        ready = {peer.process.instance: peer for peer in self._working(Role.DETOKENIZER)}
         current = self._detokenizers.get(worker)
-        if current in ready:
-            return current
+        if current is not None and current in ready:
+            return ready[current]
         if not ready:
             return None
         workers = {peer.process.instance for peer in self._working(Role.WORKER)}
@@ -223,7 +222,7 @@ class Placement:
         taken = list(self._detokenizers.values())
         chosen = min(ready, key=taken.count)
         self._detokenizers[worker] = chosen
-        return chosen
+        return ready[chosen]
 
     def _working(self, role: Role) -> list[Peer]:
         return [

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from antiphon.scheduler.outbox import FailedRequest
     from antiphon.service.peers import Peer
     from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
-    from antiphon.wire.ids import InstanceId, RequestId
+    from antiphon.wire.ids import RequestId
     from antiphon.wire.submit import OpenList, OpenRequest
 
 
@@ -48,7 +48,7 @@ class Reconciliation:
         self._unowned_since: dict[Process, dict[RequestId, float]] = {}
         # Consecutive full lists without the request.
         self._unlisted: dict[Process, dict[RequestId, int]] = {}
-        self._dead_detokenizers: dict[InstanceId, float] = {}  # and the time of death
+        self._dead_detokenizers: dict[Process, float] = {}  # since when requests wait for them
         self._resent_at = self._clock.now()
 
     def on_worker_report(self, peer: Peer, load: WorkerLoad, report: WorkerReport) -> None:
@@ -87,12 +87,11 @@ class Reconciliation:
         self._unowned_since.pop(worker, None)
         self._leader_term.on_worker_died(worker, exited=exited)
 
-    def on_detokenizer_died(self, detokenizer: InstanceId) -> None:
-        """Record the time of death. It may return in time: workers send everything again."""
-        self._dead_detokenizers.setdefault(detokenizer, self._clock.now())
+    def on_detokenizer_died(self, detokenizer: Process) -> None:
         self._leader_term.migration.on_detokenizer_died(detokenizer)
 
-    def on_detokenizer_heartbeat(self, detokenizer: InstanceId) -> None:
+    def on_detokenizer_heartbeat(self, detokenizer: Process) -> None:
+        """It may return in time: workers send everything again."""
         self._dead_detokenizers.pop(detokenizer, None)
 
     def tick(self) -> None:
@@ -234,13 +233,18 @@ class Reconciliation:
             return
         if entry.binding is None and entry.sealed is not None and entry.sealed.ended:
             return  # its gateway is about to close it
-        detokenizer = entry.binding.detokenizer if entry.binding else None
-        silent_since = self._dead_detokenizers.get(detokenizer, now) if detokenizer else now
+        silent_since, binding = now, entry.binding
+        detokenizer = None if binding is None else binding.detokenizer
+        if detokenizer is not None and not self._peers.is_alive(detokenizer):
+            silent_since = self._dead_detokenizers.setdefault(detokenizer, now)
+            if now - silent_since >= self._rules.beats(GRACE_BEATS):
+                # It died before this leader knew of the request.
+                self._leader_term.migration.add_orphan(entry)
         give_up_s = self._rules.beats(ATTEMPT_TIMEOUT_BEATS)
         # Of another leader's, or of a gateway that was dead for a while: a live worker that runs it
         # reports it before its missed heartbeats would make it dead.
         unheld_s = self._rules.beats(self._rules.dead_beats + 1)
-        if now - entry.seen_at >= (give_up_s if entry.binding else unheld_s):
+        if now - entry.seen_at >= (give_up_s if binding else unheld_s):
             self._leader_term.fail_attempt(entry, WorkerLost("no worker runs the request any more"))
         elif now - silent_since >= give_up_s:
             self._leader_term.fail_attempt(

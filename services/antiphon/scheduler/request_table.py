@@ -41,7 +41,7 @@ class SealedOutput:
     """
 
     attempts: tuple[Attempt, ...]
-    detokenizer: InstanceId | None
+    detokenizer: Process | None
     choices: tuple[ChoiceOutput, ...]
     failed: bool = False
 
@@ -67,7 +67,7 @@ class Sealing:
     asked_at: float
     by_owner: bool = False
     found: SealedRequest | None = None
-    found_at: InstanceId | None = None
+    found_at: Process | None = None
 
 
 @dataclass(slots=True)
@@ -75,7 +75,8 @@ class Binding:
     """Where a request runs.
 
     Attributes:
-        detokenizer: Unknown if a worker of an earlier version reported the binding.
+        detokenizer: The process that fixes its output; unknown if a worker of an earlier version
+            reported the binding.
         reads: What the detokenizer reads, by its heartbeat.
         continues: The attempts whose output this one continues, the last one last.
         rebound: It goes on as it was at its worker, which has another detokenizer.
@@ -83,7 +84,7 @@ class Binding:
 
     attempt: Attempt
     worker: Process
-    detokenizer: InstanceId | None
+    detokenizer: Process | None
     admitted_at: float
     reads: tuple[str, ...] = ()
     continues: tuple[Attempt, ...] = ()

@@ -21,7 +21,7 @@ from antiphon.wire.bounds import (
     check_ids,
 )
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.ids import DEFAULT_TENANT, InstanceId, RequestId, TenantId
+from antiphon.wire.ids import DEFAULT_TENANT, Incarnation, InstanceId, RequestId, TenantId
 from antiphon.wire.namespaces import CacheSalt
 from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 from antiphon.wire.token_outputs import TokenOutputs
@@ -54,6 +54,8 @@ class Admit(Value, tag=True):
     Attributes:
         lineage: The sealed attempts that `continues` continues, the first one first.
         owner_sealed: The output was sealed by the owner and not by a detokenizer.
+        detokenizer_incarnation: Of the process of that name that fixes the tokens of this attempt;
+            unset by leaders up to version 0.4.
         cache_salt: Only requests with the same salt share its cached pages.
         waited_ms: How long it has waited in queues so far; the queue time continues from there.
         steps: Whether its detokenizer reads `TokenStep`. Only workers up to version 0.4 ask.
@@ -68,6 +70,7 @@ class Admit(Value, tag=True):
     lineage: tuple[Attempt, ...] = ()
     owner_sealed: bool = False
     detokenizer: InstanceId
+    detokenizer_incarnation: Incarnation | None = None
     prompt_ids: bytes
     choices: Annotated[tuple[ChoiceOutput, ...], Meta(min_length=1, max_length=CHOICES_MAX)]
     sampling: SamplingParams
@@ -97,6 +100,7 @@ class Rebind(Value, tag=True):
     attempt: Attempt
     continues: Attempt
     detokenizer: InstanceId
+    detokenizer_incarnation: Incarnation
     columns: bool = False
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from antiphon.wire.base import (
     Value,
 )
 from antiphon.wire.bounds import Count, Finite, Number, Port, Positive, ShortText, Signed, UnixMs
-from antiphon.wire.ids import InstanceId, ModelName, RequestId
+from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 
 
 class StreamSeq(Value):
@@ -34,6 +34,7 @@ class RunningRequest(Value):
     Attributes:
         tokens: Output tokens so far, of all choices.
         detokenizer: Where they are sent; unset by workers up to version 0.4.
+        detokenizer_incarnation: Of the process there that fixes the tokens of this attempt.
         ended: It holds neither a slot nor pages, only its ids, until its owner stops listing it.
         waiting: No step has computed any part of it yet; its pages are not in `pages_promised`.
         returned: The worker requeues it: it has not started and never will under this attempt.
@@ -44,6 +45,7 @@ class RunningRequest(Value):
     attempt: Attempt
     tokens: Count
     detokenizer: InstanceId | None = None
+    detokenizer_incarnation: Incarnation | None = None
     ended: bool = False
     waiting: bool = False
     returned: bool = False

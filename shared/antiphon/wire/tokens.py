@@ -17,7 +17,7 @@ from antiphon.wire.bounds import (
 )
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.ids import RequestId
+from antiphon.wire.ids import Incarnation, RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.token_outputs import TokenOutputs
 
@@ -27,8 +27,10 @@ class TokenStream(Value):
 
     `details_from` is the first offset with token outputs in each choice: 0, or less if those of
     prompt tokens are returned, too. Unset, there are none. `lineage` are the attempts that the
-    continued one continues itself, the first one first. `owner_sealed`: the owner has fixed what is
-    continued, so that a detokenizer which still holds the attempt before may have accepted more.
+    continued one continues itself, the first one first. `detokenizer_incarnation` is of the one
+    process that accepts tokens of this attempt; unset, any of its name does. `owner_sealed`: the
+    owner has fixed what is continued, so that a detokenizer which still holds the attempt before
+    may have accepted more.
     """
 
     owner: Process
@@ -38,6 +40,7 @@ class TokenStream(Value):
     choices: Choices = 1
     continues: Attempt | None = None
     lineage: tuple[Attempt, ...] = ()
+    detokenizer_incarnation: Incarnation | None = None
     owner_sealed: bool = False
     stop: StopStrings = StopStrings()
     deadline_unix_ms: UnixMs

@@ -15,7 +15,7 @@ from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, S
 from antiphon.wire.base import Attempt, FinishReason, Term
 from antiphon.wire.codec import encode, pack_ids, pack_numbers, unpack_ids
 from antiphon.wire.command import ResendTokens
-from antiphon.wire.ids import RequestId
+from antiphon.wire.ids import Incarnation, RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.submit import OpenList, OpenRequest
 from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextRow
@@ -71,6 +71,11 @@ def row(
         finish_reason=finish,
         stream_number=number,
     )
+
+
+def bound_to(incarnation: Incarnation, first: TokenRow) -> TokenRow:
+    assert first.stream is not None
+    return replace(first, stream=replace(first.stream, detokenizer_incarnation=incarnation))
 
 
 def batch(seq: int, *rows: TokenRow) -> TokenBatch:
@@ -172,6 +177,17 @@ def test_an_attempt_that_continues_keeps_text_and_one_that_does_not_begins_again
     assert [(r.text_offset, r.text) for r in more] == [(2, "c")]
     again = texts(m.on_tokens(batch(3, row("xyz", n=3)), 0.0))
     assert [(r.text_offset, r.text) for r in again] == [(0, "xyz")]
+
+
+def test_an_attempt_of_an_earlier_process_of_this_name_is_not_accepted():
+    """Its tokens were fixed there: a worker that wakes up sends more than was sealed."""
+    m = machine()
+    theirs, ours = process("detokenizer-0", "before").incarnation, HERE.incarnation
+    assert texts(m.on_tokens(batch(1, bound_to(theirs, row("abz"))), 0.0)) == []
+    assert not m.requests
+    going_on = bound_to(ours, row("abc", n=2, continues=attempt(1)))
+    (more,) = texts(m.on_tokens(batch(2, going_on), 0.0))
+    assert (more.attempt, more.text) == (attempt(2), "abc")
 
 
 def test_stop_string_cuts_text_and_usage_and_stops_the_worker():

@@ -43,6 +43,7 @@ from antiphon.wire.command import (
     ChoiceOutput,
     Command,
     CommandBatch,
+    Rebind,
     ResendTokens,
     StopChoice,
     TokenCursor,
@@ -357,6 +358,27 @@ def test_a_resend_goes_from_the_named_offsets_and_from_zero_where_none_is_named(
     assert ends == [(offset, FinishReason.LENGTH) for offset in (2, 3, 0)]
     assert [row.stream is not None for row in again] == [True, False, True]
     assert [row.stream is not None for row in before] == [True, False, True]
+
+
+def test_each_attempt_names_the_process_of_its_detokenizer() -> None:
+    bench = Bench(admit(detokenizer_incarnation=DETOKENIZER.incarnation))
+    bench.step(1, [5])
+    successor = process(DETOKENIZER.instance, "next").incarnation
+    for incarnation in (DETOKENIZER.incarnation, successor):
+        (row,) = bench.rows()
+        assert row.stream is not None
+        assert row.stream.detokenizer_incarnation == incarnation
+        (held,) = bench.output.held()
+        assert held.detokenizer_incarnation == incarnation
+        bench.command(
+            Rebind(
+                request_id=R,
+                attempt=attempt(2),
+                continues=attempt(1),
+                detokenizer=DETOKENIZER.instance,
+                detokenizer_incarnation=successor,
+            )
+        )
 
 
 def test_a_resend_to_another_life_of_the_worker_or_of_another_detokenizer_is_ignored() -> None:

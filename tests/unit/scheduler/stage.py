@@ -337,6 +337,16 @@ def running(admit: Admit, *, ended: bool = False) -> RunningRequest:
     return held(admit.request_id, admit.attempt, ended=ended)
 
 
+def sent_to(detokenizer: Process, request_id: RequestId, attempt: Attempt) -> RunningRequest:
+    """A running request whose worker names its detokenizer."""
+    return held(
+        request_id,
+        attempt,
+        detokenizer=detokenizer.instance,
+        detokenizer_incarnation=detokenizer.incarnation,
+    )
+
+
 def waiting(admit: Admit) -> RunningRequest:
     return held(admit.request_id, admit.attempt, tokens=0, waiting=True)
 

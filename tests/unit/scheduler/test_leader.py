@@ -10,6 +10,7 @@ from tests.unit.scheduler.stage import (
     other_attempt,
     process,
     running,
+    sent_to,
     usual,
     waiting,
 )
@@ -28,7 +29,7 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.ids import RequestId
-from antiphon.wire.seal import SealedRequest, SealRequest
+from antiphon.wire.seal import AttemptsSealed, SealedRequest, SealRequest
 from antiphon.wire.submit import OwnerSeal
 
 
@@ -536,20 +537,67 @@ def test_request_whose_detokenizer_has_died_is_sent_to_another() -> None:
     detokenizer.silent = True
     stage.pass_s(4.0)
     assert not stage.rebinds(), "there is no other"
-    stage.enter(Role.DETOKENIZER, "detokenizer-1")
+    another = stage.enter(Role.DETOKENIZER, "detokenizer-1")
     stage.pass_s(0.5)
     assert not stage.rebinds(), "its worker may be of a version that reads no such command"
-    worker.runs(held(request.request_id, admit.attempt, detokenizer="detokenizer-0"))
+    worker.runs(sent_to(detokenizer.process, admit.request_id, admit.attempt))
     stage.pass_s(0.7)
     (rebind,) = stage.rebinds()
     assert (rebind.detokenizer, rebind.continues) == ("detokenizer-1", admit.attempt)
     assert rebind.attempt > admit.attempt
     stage.pass_s(2.0)
     assert stage.rebinds()[1:] == [rebind], "its worker has not applied it"
-    worker.runs(held(request.request_id, rebind.attempt, detokenizer="detokenizer-1"))
+    worker.runs(sent_to(another.process, rebind.request_id, rebind.attempt))
     stage.actions.clear()
     stage.pass_s(4.0)
     assert (stage.rebinds(), stage.admits(), stage.lost()) == ([], [], [])
+
+
+def test_requests_of_a_dead_detokenizer_are_bound_to_the_next_process_of_its_name() -> None:
+    """Tokens of an attempt are fixed by one process, and its successor accepts none of it."""
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    assert admit.detokenizer_incarnation == detokenizer.process.incarnation
+    worker.runs(sent_to(detokenizer.process, admit.request_id, admit.attempt))
+    gateway.follows(request.request_id, admit.attempt)
+    detokenizer.silent = True
+    stage.pass_s(2.0)
+    successor = stage.enter(Role.DETOKENIZER, "detokenizer-0", 2)
+    stage.pass_s(0.7)
+    (rebind,) = stage.rebinds()
+    assert rebind.detokenizer_incarnation == successor.process.incarnation
+
+
+def test_leader_rebinds_a_request_whose_detokenizer_had_died_before_it_led() -> None:
+    stage, _, worker, detokenizer = usual()
+    old = other_attempt(0)
+    worker.runs(sent_to(process("detokenizer-0", 0), RequestId("r"), old))
+    stage.submit("r", attempt_floor=old)
+    stage.pass_s(3.0)
+    rebind = stage.rebinds()[0]
+    assert (rebind.continues, rebind.detokenizer_incarnation) == (
+        old,
+        detokenizer.process.incarnation,
+    )
+
+
+def test_seal_by_an_earlier_process_of_a_detokenizers_name_does_not_count() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    gateway.follows(request.request_id, admit.attempt)
+    detokenizer.deaf = worker.silent = True
+    stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(3.0)
+    call = stage.of(SealCall)[-1]
+    zombie = process("detokenizer-0", 0)
+    nothing = SealedRequest(request_id=request.request_id)
+    stage.leader.on_sealed(call, AttemptsSealed(detokenizer=zombie, requests=(nothing,)))
+    detokenizer.accepted(admit, [1, 2])
+    detokenizer.deaf = False
+    stage.pass_s(1.0)
+    assert [choice.output_ids for choice in stage.admits()[-1].choices] == [pack_ids([1, 2])]
 
 
 def test_read_request_of_a_dead_worker_continues_on_another() -> None:

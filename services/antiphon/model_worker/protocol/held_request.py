@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.token_store import OutputIds
     from antiphon.wire.base import Attempt
     from antiphon.wire.command import Admit, ChoiceOutput, Rebind
+    from antiphon.wire.ids import Incarnation
 
 ROW_IDS_MAX = 16_384
 """Maximum ids of a row: a replay after an outage is split into messages of a sane size."""
@@ -268,6 +269,7 @@ class HeldRequest:
             choices=len(admit.choices),
             continues=admit.continues,
             lineage=admit.lineage,
+            detokenizer_incarnation=admit.detokenizer_incarnation,
             owner_sealed=admit.owner_sealed,
             stop=admit.stop,
             deadline_unix_ms=admit.deadline_unix_ms,  # by its owner's clock
@@ -278,6 +280,10 @@ class HeldRequest:
             for choice, key in zip(admit.choices, keys, strict=True)
         ]
         self._introduced = False
+
+    @property
+    def detokenizer_incarnation(self) -> Incarnation | None:
+        return self._stream.detokenizer_incarnation
 
     @property
     def live(self) -> bool:
@@ -294,6 +300,7 @@ class HeldRequest:
             self._stream,
             continues=message.continues,
             lineage=self._stream.earlier,
+            detokenizer_incarnation=message.detokenizer_incarnation,
             owner_sealed=False,
         )
         self._introduced = False

@@ -116,6 +116,7 @@ class WorkerOutput:
                 attempt=held.attempt,
                 tokens=held.tokens,
                 detokenizer=held.detokenizer,
+                detokenizer_incarnation=held.detokenizer_incarnation,
                 ended=not held.live,
                 waiting=not held.started,
                 returned=held.requeued,
