@@ -231,6 +231,10 @@ def without_salts(_: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, state: namespaces.cache_namespace(self.origin)
 
 
+def without_shard(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda origin: right(msgspec.structs.replace(origin, shard=""))
+
+
 def freed_in_flight(right: Callable[..., Any]) -> Callable[..., Any]:
     """The pages of a late fetch are freed when its request stops waiting for it."""
 
@@ -304,6 +308,7 @@ MUTANTS = (
         logprobs_of_the_row_before,
         drafting,
     ),
+    Mutant("key of another shard", namespaces, "_halves", without_shard, stored),
     Mutant("key without tenant", namespaces, "tenant_salt", without_tenant, keeping_states),
     Mutant("key without salts", RunningBatch, "namespace_of", without_salts, keeping_states),
     Mutant("matcher left ahead", GrammarMatcher, "propose", never_rolled_back, with_grammars),

@@ -1,4 +1,7 @@
-"""A worker beside a page store that is slow, loses blocks, flips bits, and reports twice."""
+"""A worker beside a page store that is slow, loses blocks, flips bits, and reports twice.
+
+The store also has, of each block, what another shard of it holds.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from tests.simulation.batching_world import World
+from tests.simulation.batching_world import SCOPES, World
 
 from antiphon.model_worker.batching.page_transfers import (
     BlockTransfer,
@@ -17,7 +20,7 @@ from antiphon.model_worker.batching.page_transfers import (
 from antiphon.model_worker.cache.codec import PageCodec, RecordInvalid, UsableBlocks
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, CacheTensor, GroupKind
 from antiphon.transfer.checksums import page_checksum
-from antiphon.wire.namespaces import stored_name
+from antiphon.wire.namespaces import cache_namespace, cache_salt, stored_name, tenant_salt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -70,17 +73,25 @@ class HashStates:
                 self._runner._states[self._group, page] = state[1 : 1 + state[0]].copy()
 
 
+class OtherPages(HashPages):
+    """The same pages as another shard has them."""
+
+    def read(self, pages: Sequence[int], out: memoryview) -> None:
+        out[:] = (self._pages[list(pages)] + 1).tobytes()
+
+
 class FaultyStore:
     """A page store, whose transfers end in any later turn, or with a part of their blocks."""
 
     available = True
 
-    def __init__(self, codec: PageCodec, world: StoredWorld) -> None:
+    def __init__(self, codec: PageCodec, other: PageCodec, world: StoredWorld) -> None:
         self.records: dict[bytes, tuple[bytes, bytes]] = {}
         self.landed: list[TransferDone] = []
-        self._codec = codec
+        self._codec, self._other = codec, other
         self._world = world
         self._random = random.Random(f"store {world.seed}")
+        self._shards_random = random.Random(f"shards {world.seed}")
         self._saves: list[BlockTransfer] = []
         self._fetches: list[BlockTransfer] = []
         self._ended: list[TransferDone] = []
@@ -104,10 +115,14 @@ class FaultyStore:
             self.landed.append(self._random.choice(self._ended))
 
     def _end_save(self, transfer: BlockTransfer) -> TransferDone:
+        shards = [(self._codec, transfer.namespace)]
+        if (namespace := self._world.other_namespace(transfer.namespace)) is not None:
+            shards.insert(self._shards_random.randrange(2), (self._other, namespace))
         for number, pages in enumerate(transfer.blocks, start=transfer.first):
-            name = stored_name(transfer.namespace, transfer.digests[number])
-            record = self._codec.encode(name, pages)
-            self.records.setdefault(name, (bytes(record), page_checksum(record)))
+            for codec, namespace in shards:
+                name = stored_name(namespace, transfer.digests[number])
+                record = codec.encode(name, pages)
+                self.records.setdefault(name, (bytes(record), page_checksum(record)))
         self._world.seen["saved"] += len(transfer.blocks)
         return TransferDone(number=transfer.number)
 
@@ -156,12 +171,30 @@ class StoredWorld(World):
             else HashPages(self.runner, index)
             for index, group in enumerate(self.groups)
         ]
-        self.store = FaultyStore(PageCodec(self.groups, memories), self)
+        others = [
+            OtherPages(self.runner, index) if isinstance(memory, HashPages) else memory
+            for index, memory in enumerate(memories)
+        ]
+        codec, other = PageCodec(self.groups, memories), PageCodec(self.groups, others)
+        self.store = FaultyStore(codec, other, self)
+        batch = self.batching.batch
+        batch.origin = msgspec.structs.replace(batch.origin, shard="0/2")
         self.limits_of_transfers = TransferLimits(
             save_bytes_max=source.choice([4096, 1 << 20]), fetch_timeout_s=6.0, fetch_tokens=1
         )
         self.batching.batch.use_store(self.store, self.limits_of_transfers)
         self._share = source.choice([0.1, 0.5, 0.9])
+
+    def other_namespace(self, namespace: bytes) -> bytes | None:
+        """That of the other shard, whose origin is else the same; None: weights have changed."""
+        origin = self.batching.batch.origin
+        other = msgspec.structs.replace(origin, shard="1/2")
+        for tenant, salt in SCOPES:
+            digest = cache_salt(salt)
+            digest = tenant_salt(tenant, digest) if tenant else digest
+            if cache_namespace(origin, digest) == namespace:
+                return cache_namespace(other, digest)
+        return None
 
     def _group(self, kind: GroupKind, page_tokens: int, window: int | None) -> CacheGroup:
         group = super()._group(kind, page_tokens, window)
