@@ -186,6 +186,25 @@ def test_stages_of_ranks_say_what_one_says(square: Ranks, tmp_path: Path, family
             check_equal(outputs(model, "greedy", mode, lead, 2), expected)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+def test_two_ranks_repeat_themselves_to_the_bit(pair: Ranks, tmp_path: Path, family: str) -> None:
+    """Whatever else is in the batch, and however the steps are cut."""
+    write(family, tmp_path)
+
+    def bits(mode: Mapping[str, Any], number: int | None = None) -> list[list[tuple[int, Any]]]:
+        with pair.opened(tmp_path, **OPEN, deterministic=True) as (model, lead):
+            loop = ModelLoop(model, lead=lead, step_tokens_max=64, **mode)
+            states = requests("greedy", model.spec.vocabulary)
+            chosen = states if number is None else [states[number]]
+            return [[(t.token_id, t.logprob) for t in out.tokens] for out in loop.run(chosen)]
+
+    together = bits({"overlap": True, "chunk_tokens": 16})
+    assert together == bits({"chunk_tokens": 8})
+    for number, expected in enumerate(together):
+        assert bits({"chunk_tokens": None}, number) == [expected]
+
+
 @pytest.mark.timeout(60)
 def test_stages_that_share_no_memory_say_the_same(tmp_path: Path) -> None:
     write("llama", tmp_path)

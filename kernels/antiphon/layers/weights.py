@@ -76,6 +76,11 @@ class Tp(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    @property
+    def invariant(self) -> bool:
+        """Whether sums are batch-invariant: their bits depend on no other element."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks; `x` may be overwritten."""
         ...
@@ -86,6 +91,7 @@ class Tp(Protocol):
 class SingleRank:
     rank = 0
     ranks = 1
+    invariant = True
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

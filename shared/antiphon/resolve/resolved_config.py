@@ -272,9 +272,10 @@ def _ranks(settings: Settings, pooling: Pooling | None) -> ResolvedValue[int]:
         raise ConfigError(f"speculation.draft_model: {said}: a draft model runs on one rank only")
     if ranks == 1:
         return ONE_RANK
-    if settings.model.deterministic:
+    if settings.model.deterministic and parallel.nodes > 1:
         raise ConfigError(
-            f"model.deterministic: {said}: sums over ranks depend on the size of a batch"
+            f"model.deterministic: parallel.nodes = {parallel.nodes}: sums over machines depend on "
+            "the size of a batch"
         )
     reason = "parallel.tp_size; layers run one by one, since the fused decoder sums over no ranks"
     return ResolvedValue(ranks, reason)

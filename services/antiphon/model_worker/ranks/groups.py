@@ -75,6 +75,8 @@ class GlooGroup(Protocol):
 class TensorGroup:
     """The ranks that share every layer: `antiphon.layers.weights.Tp` over gloo."""
 
+    invariant = False  # gloo sums each part of a tensor in an order of its own
+
     def __init__(self, group: GlooGroup) -> None:
         self._group = group
         self.rank = group.rank()

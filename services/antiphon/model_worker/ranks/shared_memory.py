@@ -99,6 +99,8 @@ class SharedMemoryGroup:
     have read this one.
     """
 
+    invariant = True
+
     def __init__(self, rank: int, memory: mmap.mmap, part: MemoryPart) -> None:
         self.rank, self.ranks = rank, part.ranks
         ranks = part.ranks
