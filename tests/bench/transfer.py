@@ -15,12 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
-from tests.bench.summary import Measurement, arguments, here, measured, report
+from tests.bench.summary import Measurement, arguments, here, measured, report, single
 from tests.support.nats import NatsServer
 from tests.support.page_store import PageStoreUsers
 from tests.support.services import CLUSTER, QUICK, running
@@ -34,7 +36,7 @@ from antiphon.wire.digests import BLOCK_TOKENS
 from antiphon.wire.namespaces import PageOrigin, cache_namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncGenerator, Iterator
 
     from tests.support.page_store import PageStoreUser
 
@@ -46,6 +48,7 @@ PAGE_TOKENS = 16
 BLOCK_PAGES = BLOCK_TOKENS // PAGE_TOKENS
 NAMESPACE = cache_namespace(PageOrigin(model_digest="model", weights="1"))
 NODE_BYTES = 2 * 1024**3
+TICKS_S = os.sysconf("SC_CLK_TCK")
 _KEYS = CacheTensor(name="keys", dtype="bfloat16", shape=(3, 64))
 GROUP = CacheGroup(
     kind=GroupKind.FULL,
@@ -105,24 +108,44 @@ def pages(blocks: int, first: int = 0) -> list[BlockPages]:
     return [(tuple(range(start, start + BLOCK_PAGES)),) for start in starts]
 
 
-async def measure_round(worker: PageStoreUser, port: int, blocks: int, number: int) -> list[float]:
-    """Bytes/s of a save, of a fetch and of raw TCP, one after the other."""
-    ids, size, seconds = prompt(blocks, number), blocks * BLOCK_BYTES, list[float]()
+def cpu_s(*pids: int) -> float:
+    """CPU time of processes so far, of all their threads."""
+    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(user) + int(system) for *_, user, system in (s[:13] for s in stats)) / TICKS_S
+
+
+@dataclass
+class Arm:
+    """What one way of moving pages took, round by round; `pid` is the process at its other end."""
+
+    pid: int
+    gb_s: list[float] = field(default_factory=list[float])
+    cpu_s: float = 0.0
+
+    @asynccontextmanager
+    async def timed(self, size_bytes: int) -> AsyncGenerator[None]:
+        cpu_before, began = cpu_s(os.getpid(), self.pid), time.perf_counter()
+        yield
+        self.gb_s.append(size_bytes / 1e9 / (time.perf_counter() - began))
+        self.cpu_s += cpu_s(os.getpid(), self.pid) - cpu_before
+
+
+async def measure_round(
+    worker: PageStoreUser, arms: dict[str, Arm], port: int, blocks: int, number: int
+) -> None:
+    """A save, a fetch and raw TCP of as many bytes, one after the other."""
+    ids, size = prompt(blocks, number), blocks * BLOCK_BYTES
     client = worker.client
     known = len(client._known) + blocks
-    began = time.perf_counter()
-    await worker.save(NAMESPACE, ids, pages(blocks))
-    while len(client._known) < known:  # noqa: ASYNC110  # it reports to no one what is stored
-        await asyncio.sleep(0.0005)
-    seconds.append(time.perf_counter() - began)
-    began = time.perf_counter()
-    found = await worker.fetch(NAMESPACE, ids, pages(blocks, blocks * BLOCK_PAGES))
-    seconds.append(time.perf_counter() - began)
+    async with arms["save"].timed(size):
+        await worker.save(NAMESPACE, ids, pages(blocks))
+        while len(client._known) < known:  # noqa: ASYNC110  # it reports to no one what is stored
+            await asyncio.sleep(0.002)  # less is no time at all in uvloop
+    async with arms["fetch"].timed(size):
+        found = await worker.fetch(NAMESPACE, ids, pages(blocks, blocks * BLOCK_PAGES))
     assert found == blocks, "all blocks are there"
-    began = time.perf_counter()
-    await asyncio.to_thread(receive, port, blocks)
-    seconds.append(time.perf_counter() - began)
-    return [size / each for each in seconds]
+    async with arms["raw TCP"].timed(size):
+        await asyncio.to_thread(receive, port, blocks)
 
 
 async def measure(case: str, rounds: int) -> list[Measurement]:
@@ -134,20 +157,14 @@ async def measure(case: str, rounds: int) -> list[Measurement]:
             health=QUICK.health,
             cache=CacheConfig(save_bytes_max=NODE_BYTES),
         )
-        flags = (
-            "--cluster-name",
-            CLUSTER,
-            "--bus-url",
-            nats.url,
-            "--kv-storage-ram-bytes-max",
-            str(NODE_BYTES),
-        )
+        flags = ("--cluster-name", CLUSTER, "--bus-url", nats.url)
+        memory = ("--kv-storage-ram-bytes-max", str(NODE_BYTES), "--health-port", "0")
         named = ("--instance", "kv_storage-0", "--parent-pid", str(os.getpid()))
         node = process(
-            *("-m", "antiphon.kv_storage", *named, *flags, "--health-port", "0"),
+            *("-m", "antiphon.kv_storage", *named, *flags, *memory),
             environment=child_environment(Settings()),
         )
-        with node, process("-c", SENDER, str(BLOCK_BYTES)) as sender:
+        with node as storage, process("-c", SENDER, str(BLOCK_BYTES)) as sender:
             assert sender.stdout is not None
             port = int(sender.stdout.readline())
             transport = NatsTransport(settings.bus, name="bench")
@@ -155,20 +172,23 @@ async def measure(case: str, rounds: int) -> list[Measurement]:
                 service = worker.service
                 await until(lambda: service.client.available, 30)
                 service.fill(1)
-                await measure_round(service, port, blocks, 0)
-                found = [
-                    await measure_round(service, port, blocks, number)
-                    for number in range(1, rounds + 1)
-                ]
-    arms = dict(zip(("save", "fetch", "raw TCP"), zip(*found, strict=True), strict=True))
-    rows = [
-        measured("GB/s", [value / 1e9 for value in values], case=case, arm=arm)
-        for arm, values in arms.items()
-    ]
-    for arm in ("save", "fetch"):
-        ratios = [one / raw for one, raw in zip(arms[arm], arms["raw TCP"], strict=True)]
-        rows.append(measured("GB/s", ratios, case=case, arm=arm, against="raw TCP"))
-    return rows
+                ends = {"save": storage, "fetch": storage, "raw TCP": sender}
+                arms = {name: Arm(end.pid) for name, end in ends.items()}
+                warm_up = {name: Arm(end.pid) for name, end in ends.items()}
+                await measure_round(service, warm_up, port, blocks, 0)
+                for number in range(1, rounds + 1):
+                    await measure_round(service, arms, port, blocks, number)
+    return list(_rows(case, arms))
+
+
+def _rows(case: str, arms: dict[str, Arm]) -> Iterator[Measurement]:
+    size_gb, raw = CASES[case] * BLOCK_BYTES / 1e9, arms["raw TCP"]
+    for name, arm in arms.items():
+        yield measured("GB/s", arm.gb_s, case=case, arm=name)
+        yield single("cpu_s/GB", arm.cpu_s / len(arm.gb_s) / size_gb, case=case, arm=name)
+        if arm is not raw:
+            ratios = [one / other for one, other in zip(arm.gb_s, raw.gb_s, strict=True)]
+            yield measured("ratio", ratios, case=case, arm=name, against="raw TCP")
 
 
 def main() -> None:

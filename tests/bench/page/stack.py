@@ -20,6 +20,15 @@ CPU time of the batching loop outside the model, in us, with all slots in use: p
 planning plus committing its sampled tokens. Medians of {steps:,} steps, with the 10th and 90th
 percentile in parentheses: [tests/bench/planning.py](../tests/bench/planning.py).
 """
+TRANSFER_HEAD = """
+## Pages through kv_storage
+
+Blocks of 64 tokens of the 135M shape ({block_mb:.2f} MB each) to a node on the same machine and
+back, and as many bytes of raw TCP, in turns: GB/s from the call to the last byte, medians of
+{rounds} rounds, with the 10th and 90th percentile in parentheses, and CPU time a GB of both
+processes. The target for a fetch is half of raw TCP:
+[tests/bench/transfer.py](../tests/bench/transfer.py).
+"""
 SERVICES_HEAD = """
 ## CPU use of the services
 
@@ -74,6 +83,22 @@ def planned(summary: Summary) -> Iterable[str]:
     yield markdown(
         ("load", "plan", "plan and commit"),
         lines(summary, "**{plan_us:.0f tenths}**", "{step_us:.0f tenths}"),
+    )
+
+
+def transferred(summary: Summary) -> Iterable[str]:
+    block_mb = float(summary.setup["block_bytes"]) / 1e6
+    yield TRANSFER_HEAD.format(block_mb=block_mb, rounds=summary.setup["rounds"]) + "\n"
+    yield machine_line(summary) + ".\n\n"
+    arms = ("save", "fetch", "raw TCP")
+    yield markdown(
+        ("", *arms, "fetch / raw TCP", *(f"CPU s/GB, {arm}" for arm in arms)),
+        lines(
+            summary,
+            *(f"{{GB/s {arm}:.2f tenths}}" for arm in arms),
+            "**{ratio fetch:.2f tenths}**",
+            *(f"{{cpu_s/GB {arm}:.2f}}" for arm in arms),
+        ),
     )
 
 

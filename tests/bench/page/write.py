@@ -36,6 +36,7 @@ SECTIONS: tuple[tuple[str, Callable[[Summary], Iterable[str]]], ...] = (
     ("steps", worker.steps),
     ("share", worker.shares),
     ("planning", stack.planned),
+    ("transfer", stack.transferred),
     ("loading", worker.loading_weights),
     ("attention-fp8", worker.eight_bits),
     ("grammar", engine.grammar),
