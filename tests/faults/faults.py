@@ -8,6 +8,8 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tests.system.stack import heartbeats
+
 if TYPE_CHECKING:
     from tests.support.nats import NatsServer
     from tests.system.stack import Stack
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 How = Literal["kill", "freeze"]
 HOST = ("worker-0", "detokenizer-0", "encoder-0", "kv_storage-0")
 """What dies with the machine that a worker is on."""
+LEADER = "the leading scheduler"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class Fault:
     """Something that happens to processes.
 
     Attributes:
-        members: Instances of services; none: the broker.
+        members: Instances of services, or the leader; none: the broker.
         down_s: How long a process is frozen, or the broker is away. A killed service is started
             again by the supervisor at once.
         owner: The gateway is hit: streams that it owns may end, each as a right beginning.
@@ -39,7 +42,8 @@ class Fault:
         if not self.members:
             await self._to_broker(broker)
             return
-        pids = [stack.pid(member) for member in self.members]
+        members = [await leader_of(stack) if one == LEADER else one for one in self.members]
+        pids = [stack.pid(member) for member in members]
         assert None not in pids, f"{self.name}: {self.members} do not all live"
         number = signal.SIGKILL if self.how == "kill" else signal.SIGSTOP
         for pid in pids:
@@ -61,6 +65,14 @@ class Fault:
         await broker.start()
 
 
+async def leader_of(stack: Stack) -> str:
+    """The scheduler that leads."""
+    beats = await heartbeats(
+        stack.nats_url, lambda beats: any(beat.leads is not None for beat in beats.values())
+    )
+    return next(name for name, beat in beats.items() if beat.leads is not None)
+
+
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -69,7 +81,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-SERVICES = ("worker-0", "detokenizer-0", "scheduler-0", "tokenizer-0", "kv_storage-0", "gateway-0")
+SERVICES = ("worker-0", "detokenizer-0", LEADER, "tokenizer-0", "kv_storage-0", "gateway-0")
 
 
 def _of(member: str, how: How, down_s: float = 0.0) -> Fault:

@@ -2,7 +2,7 @@
 
     python -m tests.faults.matrix  # every fault; writes docs/reliability.md
 
-The stack has two workers, tokenizers and detokenizers, and a broker of the test's own. Clients
+The stack has two schedulers, workers, tokenizers and detokenizers, and a broker of its own. Clients
 stream requests of all kinds, one after the other. A fault happens when each reads its first words;
 the load ends when each has read a whole answer that it asked for after the fault.
 """
@@ -35,6 +35,7 @@ ARGUMENTS = (
     *("--dp-size", str(len(WORKERS))),
     *("--tokenizer-worker-num", "2"),
     *("--detokenizer-worker-num", "2"),
+    *("--supervisor-schedulers", "2"),
 )
 PAGE = Path("docs/reliability.md")
 CLIENTS = 64
@@ -157,9 +158,9 @@ def page(outcomes: Sequence[Outcome], commit: str) -> str:
         "What faults of real processes do to requests: `make test-faults` writes this page.",
         f"Measured at commit {commit} with {CLIENTS} clients, which stream one request after",
         "the other: greedy, sampled, under a pattern, with two choices, and with tools; with",
-        "prompts of about 128 and 1,500 tokens. Two workers, tokenizers and detokenizers of the",
-        "embedded model in deterministic mode, one broker, all on one machine. Every answer is",
-        "compared with that of the same request without a fault.",
+        "prompts of about 128 and 1,500 tokens. Two schedulers, tokenizers, detokenizers and",
+        "workers of the embedded model in deterministic mode, one broker, all on one machine.",
+        "Every answer is compared with that of the same request without a fault.",
         "",
         "*hit*: streams that were open. *lost*: requests without an answer. *wrong*: answers that",
         "differ in any byte, finish reason or token count. *ended*: streams of a gateway that was",

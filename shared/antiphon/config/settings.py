@@ -136,6 +136,9 @@ class SupervisorConfig(Config):
     """Number of tokenizers. Together they use no more threads than there are cores."""
     detokenizers: Processes = 1
     """Number of detokenizers."""
+    schedulers: Processes = 1
+    """Number of schedulers. One of them leads, and another takes over within some heartbeats when
+    that one ends or freezes; with one alone, requests that come while it is frozen are refused."""
     start_timeout_s: Seconds = 60.0
     """Maximum time until all services are ready, in seconds."""
     stop_timeout_s: Seconds = 25.0

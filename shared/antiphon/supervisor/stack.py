@@ -74,6 +74,7 @@ _FLAGS = {
     "workers": "--dp-size",
     "tokenizers": "--tokenizer-worker-num",
     "detokenizers": "--detokenizer-worker-num",
+    "schedulers": "--supervisor-schedulers",
 }
 """The settings with numbers of processes, and their short flags."""
 
@@ -400,6 +401,7 @@ def _count(settings: Settings, role: Role) -> int:
         Role.WORKER: supervisor.workers,
         Role.TOKENIZER: supervisor.tokenizers,
         Role.DETOKENIZER: supervisor.detokenizers,
+        Role.SCHEDULER: supervisor.schedulers,
     }
     return counts.get(role, 1)
 
