@@ -212,7 +212,7 @@ class SchedulerCore:
         """Give up a term that is lower than that of an attempt: a higher one is claimed next.
 
         Attempts are ordered by their terms, so what this term bound would be refused wherever this
-        attempt is known. It is of a term that no live scheduler and no worker has told of.
+        attempt is known. It is of a term that no live scheduler and no worker has named.
         """
         term = self._leadership.term
         latest = max((each.term for each in attempts if each is not None), default=None)
