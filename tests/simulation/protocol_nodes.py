@@ -508,7 +508,7 @@ class WorkerNode(Node):
 
     def _watch(self, change: PeerChange, peer: Peer) -> None:
         if change is PeerChange.DIED and peer.heartbeat.role is Role.GATEWAY:
-            self._act(self.output.owner_died(peer.process))
+            self._act(self.output.owner_died(peer.process, self.clock.unix_ms()))
 
     def _act(self, actions: Iterable[WorkerAction]) -> None:
         for action in actions:
@@ -647,7 +647,7 @@ class DetokenizerNode(Node):
         elif peer.heartbeat.role is Role.WORKER:
             self.machine.on_worker_died(peer.process)
         elif peer.heartbeat.role is Role.GATEWAY and change is PeerChange.DIED:
-            self._act(self.machine.on_owner_died(peer.process))
+            self._act(self.machine.on_owner_died(peer.process, self.clock.now()))
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:

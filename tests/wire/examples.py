@@ -54,6 +54,9 @@ STOP = sampling.StopStrings(
         begin="<think>", end="</think>", cuts=("<tool_call>",), inside=True, again=True
     ),
 )
+RESUME = submit.ResumeWindow(
+    window_ms=30_000, fingerprint=bytes(range(32)), created_unix_s=1_767_225_000
+)
 PROCESSORS = (
     sampling.DisallowTokens(token_ids=(5, 6)),
     sampling.AllowTokens(token_ids=(7, 70_000)),
@@ -135,6 +138,38 @@ CHAT = (
     ),
 )
 
+SUBMIT = submit.SubmitRequest(
+    request_id=REQUEST,
+    owner=GATEWAY,
+    tenant=TenantId("acme"),
+    model=MODEL,
+    digest=DIGESTS[0],
+    prompt_ids=pack_ids((1, 2, 3)),
+    block_digests=b"".join(DIGESTS),
+    choices=2,
+    sampling=SAMPLING,
+    stop=STOP,
+    priority=5,
+    cache_salt=DIGESTS[0],
+    waited_ms=1500,
+    deadline_unix_ms=DEADLINE,
+    attempt_floor=FIRST,
+    traceparent=TRACE,
+    sealed=submit.OwnerSeal(
+        sealed_to=SECOND,
+        attempts=(FIRST,),
+        choices=(
+            command.ChoiceOutput(
+                choice=1,
+                output_ids=pack_ids((9, 8)),
+                details=DETAILS,
+                finish_reason=FinishReason.STOP,
+                matched_stop=2,
+            ),
+        ),
+    ),
+    resume=RESUME,
+)
 EVERY: tuple[Message, ...] = (
     generate.GenerateRequest(
         key=KEY,
@@ -292,40 +327,19 @@ EVERY: tuple[Message, ...] = (
         claim=CLAIM,
         cached=True,
     ),
-    submit.SubmitRequest(
-        request_id=REQUEST,
-        owner=GATEWAY,
-        tenant=TenantId("acme"),
-        model=MODEL,
-        digest=DIGESTS[0],
-        prompt_ids=pack_ids((1, 2, 3)),
-        block_digests=b"".join(DIGESTS),
-        choices=2,
-        sampling=SAMPLING,
-        stop=STOP,
-        priority=5,
-        cache_salt=DIGESTS[0],
-        waited_ms=1500,
-        deadline_unix_ms=DEADLINE,
-        attempt_floor=FIRST,
-        traceparent=TRACE,
-        sealed=submit.OwnerSeal(
-            sealed_to=SECOND,
-            attempts=(FIRST,),
-            choices=(
-                command.ChoiceOutput(
-                    choice=1,
-                    output_ids=pack_ids((9, 8)),
-                    details=DETAILS,
-                    finish_reason=FinishReason.STOP,
-                    matched_stop=2,
-                ),
-            ),
-        ),
-    ),
+    SUBMIT,
     submit.SubmitAccepted(request_id=REQUEST, term=TERM, position=3),
     submit.CancelRequest(request_id=REQUEST, owner=GATEWAY, deadline_unix_ms=DEADLINE),
     submit.CancelAccepted(request_id=REQUEST),
+    submit.AdoptRequest(
+        request_id=REQUEST, tenant=TenantId("acme"), owner=GATEWAY, fingerprint=DIGESTS[0]
+    ),
+    submit.RequestAdopted(
+        submit=SUBMIT,
+        term=TERM,
+        attempt=FIRST,
+        changed=True,
+    ),
     submit.OpenList(
         model=MODEL,
         owner=GATEWAY,
@@ -377,6 +391,7 @@ EVERY: tuple[Message, ...] = (
                 tenant=TenantId("acme"),
                 deadline_unix_ms=DEADLINE,
                 traceparent=TRACE,
+                resume_ms=30_000,
             ),
             command.Rebind(
                 request_id=REQUEST,
@@ -385,6 +400,8 @@ EVERY: tuple[Message, ...] = (
                 detokenizer=DETOKENIZER.instance,
                 detokenizer_incarnation=DETOKENIZER.incarnation,
                 columns=True,
+                owner=GATEWAY,
+                deadline_unix_ms=DEADLINE,
             ),
             command.Abort(request_id=OTHER_REQUEST, attempt=FIRST, error=ERROR),
         ),
@@ -455,6 +472,7 @@ EVERY: tuple[Message, ...] = (
                     stop=STOP,
                     deadline_unix_ms=DEADLINE,
                     traceparent=TRACE,
+                    resume_ms=30_000,
                 ),
                 weights="step-7",
                 retractions=1,

@@ -370,6 +370,7 @@ class DetokenizerRequest:
         listed_at: When the gateway's open list last named it, or when it began.
         origins_sent: How many origins were sent to the gateway, by choice.
         error: The error that ended the whole request, after a failure here.
+        unowned_at: When its gateway has died, unless another one has adopted it.
     """
 
     request_id: RequestId
@@ -381,10 +382,16 @@ class DetokenizerRequest:
     listed_at: float
     origins_sent: dict[int, int] = field(default_factory=dict[int, int])
     error: ErrorReply | None = None
+    unowned_at: float | None = None
 
     @property
     def owner(self) -> Process:
         return self.stream.owner
+
+    def is_abandoned(self, now: float) -> bool:
+        """Whether its gateway is dead, and no other one has adopted it in time."""
+        since = self.unowned_at
+        return since is not None and now - since >= self.stream.resume_ms / 1000
 
     @property
     def ended(self) -> bool:

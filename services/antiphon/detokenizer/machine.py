@@ -167,7 +167,7 @@ class Detokenizer:
         actions: list[Action] = []
         for request in self._owned(owner):
             if request.request_id in listed:
-                request.listed_at = now
+                request.listed_at, request.unowned_at = now, None
             elif now - request.listed_at > UNLISTED_S:
                 actions += self._drop(request)
         return actions
@@ -232,15 +232,20 @@ class Detokenizer:
 
     def on_tick(self, now: float, unix_ms: int) -> list[Action]:
         """Send pending resend requests, and forget requests long past their deadline."""
+        actions: list[Action] = []
         for request in list(self.requests.values()):
             due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
             if unix_ms > due_ms + FORGET_MS:
                 self._forget(request.request_id)
+            elif request.is_abandoned(now):
+                actions += self._drop(request)
         self._stopped_at = {
             k: at for k, at in self._stopped_at.items() if now - at < RESEND_INTERVAL_S
         }
         pending = list(self._resend_pending)
-        return [action for worker in pending for action in self._request_resend(worker, now)]
+        for worker in pending:
+            actions += self._request_resend(worker, now)
+        return actions
 
     def on_worker_died(self, worker: Process) -> None:
         self._seen.pop(worker, None)
@@ -249,14 +254,23 @@ class Detokenizer:
         self._resend_requested_at.pop(worker, None)
         self._resend_pending.discard(worker)
 
-    def on_owner_died(self, owner: Process) -> list[Action]:
-        """Forget the requests of a dead gateway, and stop those that still run."""
+    def on_owner_died(self, owner: Process, now: float) -> list[Action]:
+        """Forget the requests of a dead gateway, and stop those that still run.
+
+        Those that another gateway may adopt are kept for a while.
+        """
         self._lists.pop(owner, None)
         # Its rows may still be in transit: they must not begin its requests again.
         self._dead_owners[owner] = None
         if len(self._dead_owners) > OWNERS_GONE_MAX:
             self._dead_owners.popitem(last=False)
-        return [action for request in self._owned(owner) for action in self._drop(request)]
+        actions: list[Action] = []
+        for request in self._owned(owner):
+            if request.stream.resume_ms:
+                request.unowned_at = now
+            else:
+                actions += self._drop(request)
+        return actions
 
     def _apply(self, row: TokenRow, worker: Process, now: float, reaction: Reaction) -> None:
         try:
@@ -287,7 +301,7 @@ class Detokenizer:
             reaction.missing = True  # the row that begins the attempt was lost
         elif row.stream.detokenizer_incarnation not in (None, self._process.incarnation):
             pass  # an earlier process of this name fixes its tokens; its leader binds it anew
-        elif row.stream.owner in self._dead_owners:
+        elif row.stream.owner in self._dead_owners and not row.stream.resume_ms:
             pass  # its worker drops it too; if the gateway is only late, it is sent again
         elif request is None and len(self.requests) >= self._requests_max:
             reaction.actions += self._stop(row, worker, now)
@@ -295,13 +309,21 @@ class Detokenizer:
             full = Overloaded(text, retry_after_s=1.0)
             reaction.add_rows(row.stream.owner, [_ended(row, full)])
         else:
-            return self._begin(row, row.stream, worker, now)
+            return self._begin(row, row.stream, worker, now, reaction)
         return None
 
     def _begin(
-        self, row: TokenRow, stream: TokenStream, worker: Process, now: float
+        self,
+        row: TokenRow,
+        stream: TokenStream,
+        worker: Process,
+        now: float,
+        reaction: Reaction,
     ) -> DetokenizerRequest:
-        """Start an attempt. One that continues the output sealed here keeps its ids and text."""
+        """Start an attempt. One that continues the output sealed here keeps its ids and text.
+
+        All of that is sent to a gateway that has adopted the request.
+        """
         previous = self.requests.get(row.request_id)
         continued = previous is not None and stream.continues == previous.attempt
         if previous is not None and continued and not stream.owner_sealed:
@@ -315,6 +337,11 @@ class Detokenizer:
             row.request_id, stream, row.attempt, worker, choices, self._tokens, listed_at=now
         )
         self.requests[row.request_id] = request
+        if stream.owner in self._dead_owners:
+            request.unowned_at = now
+        if previous is not None and previous.owner != stream.owner:
+            for index, choice in choices.items():
+                reaction.add_rows(stream.owner, request.rows(index, 0, choice.first, 0))
         return request
 
     def _accept(

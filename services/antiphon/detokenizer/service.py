@@ -126,7 +126,7 @@ class DetokenizerService:
             case PeerChange.DIED, Role.WORKER:
                 self._machine.on_worker_died(process)
             case PeerChange.DIED, Role.GATEWAY:
-                self._do(self._machine.on_owner_died(process))
+                self._do(self._machine.on_owner_died(process, now))
             case _, Role.WORKER:
                 for stream in peer.heartbeat.streams:
                     if stream.receiver == self._runtime.process.instance:

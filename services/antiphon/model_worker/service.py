@@ -331,7 +331,7 @@ class ModelWorker:
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
         if change is PeerChange.DIED and peer.heartbeat.role is Role.GATEWAY:
-            self._apply(self._output.owner_died, peer.process)
+            self._apply(self._output.owner_died, peer.process, self._runtime.clock.unix_ms())
         if change is not PeerChange.DIED:
             self._numerics.compare(peer.heartbeat, self._runtime.health.state)
 

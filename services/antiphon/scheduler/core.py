@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
     from antiphon.wire.seal import AttemptsSealed
     from antiphon.wire.submit import (
+        AdoptRequest,
         CancelAccepted,
         CancelRequest,
         OpenList,
+        RequestAdopted,
         SubmitAccepted,
         SubmitRequest,
     )
@@ -105,6 +107,9 @@ class SchedulerCore:
     def submit(self, request: SubmitRequest) -> SubmitAccepted:
         self._observe_attempts([request.attempt_floor])
         return self._require_leader_term().submit(request)
+
+    def adopt(self, message: AdoptRequest) -> RequestAdopted:
+        return self._require_leader_term().adopt_request(message)
 
     def cancel(self, request: CancelRequest) -> CancelAccepted:
         leader_term = self._require_leader_term()

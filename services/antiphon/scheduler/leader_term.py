@@ -47,15 +47,25 @@ from antiphon.wire.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     EngineError,
+    GatewayLost,
+    InvalidRequest,
     Overloaded,
     RequestQuarantined,
     RequestTooLarge,
     Unavailable,
+    UnknownStream,
     WorkerLost,
     decode_error,
     encode_error,
 )
-from antiphon.wire.submit import CancelAccepted, CancelRequest, SubmitAccepted, SubmitRequest
+from antiphon.wire.submit import (
+    AdoptRequest,
+    CancelAccepted,
+    CancelRequest,
+    RequestAdopted,
+    SubmitAccepted,
+    SubmitRequest,
+)
 
 if TYPE_CHECKING:
     from antiphon.scheduler.worker_caches import WorkerCaches
@@ -128,6 +138,61 @@ class LeaderTerm:
             term=self.term,
             position=self.queue.position(request.request_id),
         )
+
+    def adopt_request(self, message: AdoptRequest) -> RequestAdopted:
+        """Give a request to the gateway at which its client resumes it.
+
+        Raises:
+            UnknownStream: There is no such request of this tenant that can be resumed.
+            InvalidRequest: The client's request is another one.
+            Unavailable: The request is not known yet to this leader, or the gateway is not.
+        """
+        entry = self.ledger.find(message.request_id)
+        if entry is not None and entry.submit is None:
+            raise Unavailable("the request is not known yet", retry_after_s=0.5)
+        submit = None if entry is None else entry.submit
+        if entry is None or submit is None or submit.tenant != message.tenant:
+            raise UnknownStream("there is no such stream")
+        if submit.resume is None:
+            raise UnknownStream("the stream was not started with a time to resume it")
+        if submit.resume.fingerprint != message.fingerprint:
+            raise InvalidRequest("a stream is resumed with the request that it was started with")
+        if not self.peers.is_alive(message.owner):
+            raise Unavailable("no valid heartbeats from this gateway", retry_after_s=0.5)
+        if changed := entry.owner != message.owner:
+            self._change_owner(entry, submit, message.owner)
+        assert entry.submit is not None
+        return RequestAdopted(
+            submit=entry.submit, term=self.term, attempt=entry.followed, changed=changed
+        )
+
+    def _change_owner(self, entry: RequestEntry, submit: SubmitRequest, owner: Process) -> None:
+        """All of its text is sent to the new owner, since the worker sends everything again."""
+        binding = entry.binding
+        attempt = entry.followed if binding is None else binding.attempt
+        lost = encode_error(GatewayLost("the stream was resumed at another gateway"))
+        self.outbox.notice(
+            FailedRequest(entry.request_id, entry.owner, attempt, lost, entry.deadline_unix_ms)
+        )
+        self.ledger.change_owner(entry, owner)
+        deadline_unix_ms = entry.deadline_unix_ms - (self.peers.offset_ms(owner) or 0)
+        entry.submit = msgspec.structs.replace(
+            submit,
+            owner=owner,
+            deadline_unix_ms=deadline_unix_ms,
+            attempt_floor=entry.followed,
+            sealed=None,
+        )
+        log.info(
+            "request adopted", extra={"request_id": entry.request_id, "gateway": owner.instance}
+        )
+        if binding is None or binding.detokenizer is None:
+            return
+        detokenizer = self.peers.find(binding.detokenizer.instance)
+        if detokenizer is None or detokenizer.process != binding.detokenizer:
+            detokenizer = self.detokenizer_of(binding.worker)
+        if detokenizer is not None:  # else it is bound to another one as soon as there is one
+            self.rebind(entry, detokenizer)
 
     def has_ended(self, request_id: RequestId) -> bool:
         return request_id in self.tombstones or request_id in self.failed
@@ -204,7 +269,7 @@ class LeaderTerm:
             self.outbox.command(entry.binding.worker, admit_command(entry, now))
 
     def rebind(self, entry: RequestEntry, detokenizer: Peer) -> None:
-        """Let another detokenizer read a request, which goes on as it is at its worker."""
+        """Let a detokenizer read all of a request, which goes on as it is at its worker."""
         old = entry.binding
         assert old is not None
         attempt = Attempt(term=self.term, n=next(self._numbers))

@@ -192,6 +192,7 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
         tenant=submit.tenant,
         deadline_unix_ms=submit.deadline_unix_ms,
         traceparent=submit.traceparent,
+        resume_ms=submit.resume_ms,
     )
 
 
@@ -206,6 +207,8 @@ def rebind_command(entry: RequestEntry) -> Rebind:
         detokenizer=binding.detokenizer.instance,
         detokenizer_incarnation=binding.detokenizer.incarnation,
         columns=TokenColumns.__name__ in binding.reads,
+        owner=entry.owner,
+        deadline_unix_ms=None if entry.submit is None else entry.submit.deadline_unix_ms,
     )
 
 

@@ -49,6 +49,7 @@ class Reconciliation:
         # Consecutive full lists without the request.
         self._unlisted: dict[Process, dict[RequestId, int]] = {}
         self._dead_detokenizers: dict[Process, float] = {}  # since when requests wait for them
+        self._dead_owners: dict[Process, float] = {}  # of requests, and since when they are dead
         self._resent_at = self._clock.now()
 
     def on_worker_report(self, peer: Peer, load: WorkerLoad, report: WorkerReport) -> None:
@@ -128,11 +129,14 @@ class Reconciliation:
                 self._leader_term.drop(entry)
 
     def _end_orphans(self, now: float) -> None:
-        for owner in self._ledger.owners():
-            if self._peers.is_alive(owner):
-                continue
+        dead = [owner for owner in self._ledger.owners() if not self._peers.is_alive(owner)]
+        self._dead_owners = {owner: self._dead_owners.get(owner, now) for owner in dead}
+        for owner, since in self._dead_owners.items():
             self._unlisted.pop(owner, None)
             for entry in list(self._ledger.owned(owner).values()):
+                resume_ms = 0 if entry.submit is None else entry.submit.resume_ms
+                if now - since < resume_ms / 1000:
+                    continue  # another gateway may adopt it
                 # A submit may arrive before its gateway's first heartbeat, and after the last.
                 if now - entry.since >= self._rules.beats(GRACE_BEATS):
                     self._leader_term.drop(entry)
@@ -299,7 +303,9 @@ class Reconciliation:
     def _close(self, request_id: RequestId, owner: Process) -> None:
         """Forget a request that its gateway has ended. Its submit may still be in transit."""
         entry = self._ledger.find(request_id)
-        if entry is not None and entry.owner == owner:
+        if entry is not None and entry.owner != owner:
+            return  # another gateway has adopted it
+        if entry is not None:
             self._leader_term.forget(entry)
         self._drop_failed(lambda failed: (failed.owner, failed.request_id) == (owner, request_id))
         until = self._clock.unix_ms() + round(self._rules.tombstone_s * 1000)

@@ -215,6 +215,13 @@ class RequestTable:
         if not self._owned[entry.owner]:
             del self._owned[entry.owner]
 
+    def change_owner(self, entry: RequestEntry, owner: Process) -> None:
+        del self._owned[entry.owner][entry.request_id]
+        if not self._owned[entry.owner]:
+            del self._owned[entry.owner]
+        entry.owner = owner
+        self._owned.setdefault(owner, {})[entry.request_id] = entry
+
     def bind(
         self, entry: RequestEntry, binding: Binding, charge: RequestCost | None = None
     ) -> None:

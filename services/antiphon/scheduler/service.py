@@ -31,6 +31,7 @@ from antiphon.wire.base import Process, Role, Term
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.routes import (
+    ADOPT,
     CANCEL,
     COMMAND,
     DETOKENIZER_CONTROL,
@@ -42,10 +43,12 @@ from antiphon.wire.routes import (
 )
 from antiphon.wire.seal import AttemptsSealed
 from antiphon.wire.submit import (
+    AdoptRequest,
     CancelAccepted,
     CancelRequest,
     NoticeBatch,
     OpenList,
+    RequestAdopted,
     SubmitAccepted,
     SubmitRequest,
 )
@@ -131,6 +134,11 @@ class SchedulerService:
             raise
         finally:
             self._news.set()
+
+    async def _adopt(self, message: AdoptRequest, _: object) -> RequestAdopted:
+        adopted = self._core.adopt(message)
+        self._news.set()
+        return adopted
 
     async def _cancel(self, request: CancelRequest, _: object) -> CancelAccepted:
         accepted = self._core.cancel(request)
@@ -284,6 +292,7 @@ class SchedulerService:
         address = {"model": self._model}
         return (
             RequestEndpoint(route=SUBMIT, handler=self._submit, address=address),
+            RequestEndpoint(route=ADOPT, handler=self._adopt, address=address),
             RequestEndpoint(
                 route=CANCEL, handler=self._cancel, address=address, while_draining=True
             ),

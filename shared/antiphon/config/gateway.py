@@ -57,6 +57,11 @@ class GatewayConfig(Config):
     unread_bytes_max: Bytes = 1024 * 1024
     """Maximum output buffered for a slow client, in bytes; beyond it the request is aborted. Prompt
     logprobs arrive at once and may exceed it for some seconds."""
+    resumable_max: Requests = 256
+    """Maximum number of streams with X-Antiphon-Resume that are kept without a client, or after
+    their end; beyond it the oldest cannot be resumed any more, and end."""
+    resumable_bytes_max: Bytes = 64 * 1024 * 1024
+    """Maximum size of the prompts of such streams, in bytes."""
     details_bytes_max: Bytes = 256 * 1024 * 1024
     """Maximum size of the logprobs, token IDs and hidden states in the responses to one body, in
     bytes, estimated before the request runs; larger ones get a 400."""

@@ -61,6 +61,7 @@ class Admit(Value, tag=True):
         steps: Whether its detokenizer reads `TokenStep`. Only workers up to version 0.4 ask.
         columns: Whether its detokenizer reads `TokenColumns`.
         tenant: Tenants are served round-robin when the worker compiles grammars.
+        resume_ms: How long it goes on after its owner has died: another gateway may adopt it.
     """
 
     request_id: RequestId
@@ -83,6 +84,7 @@ class Admit(Value, tag=True):
     tenant: TenantId = DEFAULT_TENANT
     deadline_unix_ms: UnixMs
     traceparent: str | None = None
+    resume_ms: Milliseconds = 0
 
     def __post_init__(self) -> None:
         check_ids(self.prompt_ids)
@@ -91,9 +93,14 @@ class Admit(Value, tag=True):
 
 
 class Rebind(Value, tag=True):
-    """Send all of a request to another detokenizer, as another attempt that continues `continues`.
+    """Send all of a request again, as another attempt that continues `continues`.
 
-    The outputs go on as they are: nothing is computed again. Unknown ids are ignored.
+    It goes to another detokenizer, or for another owner. The outputs go on as they are: nothing is
+    computed again. Unknown ids are ignored.
+
+    Attributes:
+        owner: The gateway that owns it from now on; unset: the one before.
+        deadline_unix_ms: Its deadline, by the clock of this owner.
     """
 
     request_id: RequestId
@@ -102,6 +109,8 @@ class Rebind(Value, tag=True):
     detokenizer: InstanceId
     detokenizer_incarnation: Incarnation
     columns: bool = False
+    owner: Process | None = None
+    deadline_unix_ms: UnixMs | None = None
 
     def __post_init__(self) -> None:
         if self.attempt <= self.continues:

@@ -6,6 +6,7 @@ EngineError               code               status  retry
 │   ├── Unsupported       unsupported        400     never    known, but not in this build or model
 │   ├── UnknownModel      model_not_found    404     never
 │   ├── UnknownResponse   response_not_found 404     never    unknown or expired
+│   ├── UnknownStream     stream_not_found   404     never    unknown, ended, or of another tenant
 │   └── RequestTooLarge   request_too_large  413     never
 │       └── HeadersTooLarge  request_headers_too_large  431  never
 ├── Unauthorized          invalid_api_key    401     never    no API key, or an unknown one
@@ -17,6 +18,7 @@ EngineError               code               status  retry
 ├── Unavailable           unavailable        503     after_s  draining, or no responders
 ├── WorkerLost            worker_lost        503     never    the worker died; the stream ends
 │   └── RequestQuarantined  request_quarantined  503  never  workers died while they computed it
+├── GatewayLost           gateway_lost       503     never    the gateway lost the request
 ├── DeadlineExceeded      deadline           504     never
 ├── Cancelled             cancelled          499     never    the client disconnected
 └── Internal              internal           500     never    our bug; the log has the traceback
@@ -146,6 +148,10 @@ class UnknownResponse(InvalidRequest, code="response_not_found", status=404):
         return cls(f"response with id '{response_id}' not found.", param="id")
 
 
+class UnknownStream(InvalidRequest, code="stream_not_found", status=404):
+    """No stream of this tenant can be resumed under this id."""
+
+
 class RequestTooLarge(InvalidRequest, code="request_too_large", status=413):
     """A body or message exceeds its size limit."""
 
@@ -200,6 +206,10 @@ class WorkerLost(EngineError, code="worker_lost", status=503):
 
 class RequestQuarantined(WorkerLost, code="request_quarantined", status=503):
     """Several workers died while they computed this request, which may be the reason."""
+
+
+class GatewayLost(EngineError, code="gateway_lost", status=503):
+    """The gateway does not own the request any more: another one does, or it was silent."""
 
 
 class DeadlineExceeded(EngineError, code="deadline", status=504):

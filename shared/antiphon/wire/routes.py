@@ -195,6 +195,13 @@ CANCEL = RequestRoute(
     senders=(Role.GATEWAY,),
     listeners=(Role.SCHEDULER,),
 )
+ADOPT = RequestRoute(
+    subject="scheduler.{model}.adopt",
+    carries=(submit.AdoptRequest,),
+    replies=(submit.RequestAdopted,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.SCHEDULER,),
+)
 OPEN = Route(
     subject="scheduler.{model}.open",
     carries=(submit.OpenList,),

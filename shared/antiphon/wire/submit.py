@@ -38,6 +38,24 @@ class OwnerSeal(Value):
     choices: Annotated[tuple[ChoiceOutput, ...], Meta(max_length=CHOICES_MAX)] = ()
 
 
+FINGERPRINT_BYTES = 32
+"""Size of the digest of a client's request."""
+
+
+class ResumeWindow(Value):
+    """A client may resume the output of this request, at any gateway.
+
+    Attributes:
+        window_ms: How long the request goes on without its owner, and the owner without its client.
+        fingerprint: SHA-256 of the client's request: it is sent again to resume the output.
+        created_unix_s: When the request was received; part of some responses.
+    """
+
+    window_ms: Milliseconds
+    fingerprint: Annotated[bytes, Meta(max_length=FINGERPRINT_BYTES)] = b""
+    created_unix_s: Number = 0
+
+
 class SubmitRequest(Message):
     """A request for the scheduler's queue. With the same id and digest it is a retry.
 
@@ -54,6 +72,7 @@ class SubmitRequest(Message):
             whichever scheduler leads.
         sealed: What the owner has delivered, after a leader asked it to seal the request, until it
             follows a later attempt.
+        resume: Set if another gateway may adopt the request.
     """
 
     request_id: RequestId
@@ -73,6 +92,11 @@ class SubmitRequest(Message):
     attempt_floor: Attempt | None = None
     traceparent: str | None = None
     sealed: OwnerSeal | None = None
+    resume: ResumeWindow | None = None
+
+    @property
+    def resume_ms(self) -> int:
+        return 0 if self.resume is None else self.resume.window_ms
 
     def __post_init__(self) -> None:
         check_ids(self.prompt_ids)
@@ -98,6 +122,33 @@ class CancelAccepted(Message):
     """The request is a tombstone now: a later submit or admit of its id does not run."""
 
     request_id: RequestId
+
+
+class AdoptRequest(Message):
+    """A gateway takes over a request whose client resumes it there.
+
+    `fingerprint` is that of the client's request, which must be the one that was submitted.
+    """
+
+    request_id: RequestId
+    tenant: TenantId
+    owner: Process
+    fingerprint: Annotated[bytes, Meta(max_length=FINGERPRINT_BYTES)]
+
+
+class RequestAdopted(Message):
+    """The gateway owns the request.
+
+    Attributes:
+        changed: It did not before: all text is sent to it, from the beginning.
+        submit: The request as its new owner would have submitted it.
+        attempt: The attempt that the owner before has followed, if any.
+    """
+
+    submit: SubmitRequest
+    term: Term
+    attempt: Attempt | None = None
+    changed: bool = False
 
 
 class OpenRequest(Value):

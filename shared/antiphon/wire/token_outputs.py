@@ -153,6 +153,15 @@ class TokenOutputsChunk(Value):
         piece = TokenOutputsChunk(offset=offset, details=details)
         return piece.with_texts(self.texts, self.written)
 
+    def before(self, offset: int) -> TokenOutputsChunk:
+        """The part before `offset`, which may be none of it."""
+        if offset >= self.end:
+            return self
+        buffer = TokenOutputsBuffer(self.offset)
+        buffer.append(self.details)
+        piece = TokenOutputsChunk(offset=self.offset, details=buffer.read(self.offset, offset))
+        return piece.with_texts(self.texts, self.written)
+
     def with_texts(
         self, texts: Mapping[int, str], written: Mapping[int, bytes]
     ) -> TokenOutputsChunk:

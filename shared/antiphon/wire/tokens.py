@@ -7,6 +7,7 @@ from antiphon.wire.bounds import (
     ChoiceIndex,
     Choices,
     Count,
+    Milliseconds,
     Number,
     ShortText,
     Signed,
@@ -31,6 +32,7 @@ class TokenStream(Value):
     process that accepts tokens of this attempt; unset, any of its name does. `owner_sealed`: the
     owner has fixed what is continued, so that a detokenizer which still holds the attempt before
     may have accepted more.
+    It goes on for `resume_ms` after its owner has died.
     """
 
     owner: Process
@@ -45,6 +47,7 @@ class TokenStream(Value):
     stop: StopStrings = StopStrings()
     deadline_unix_ms: UnixMs
     traceparent: str | None = None
+    resume_ms: Milliseconds = 0
 
     @property
     def earlier(self) -> tuple[Attempt, ...]:

@@ -12,7 +12,7 @@ from tests.support.services import process
 
 from antiphon.detokenizer.choice import PIECE_BYTES
 from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, SendStop
-from antiphon.wire.base import Attempt, FinishReason, Term
+from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids, pack_numbers, unpack_ids
 from antiphon.wire.command import ResendTokens
 from antiphon.wire.ids import Incarnation, RequestId
@@ -55,9 +55,16 @@ def row(
     request_id: RequestId = REQUEST,
     weights: str | None = None,
     number: int | None = None,
+    resume_ms: int = 0,
+    owner: Process = GATEWAY,
 ) -> TokenRow:
     stream = TokenStream(
-        owner=GATEWAY, prompt_tokens=3, stop=stop, deadline_unix_ms=1_000_000, continues=continues
+        owner=owner,
+        prompt_tokens=3,
+        stop=stop,
+        deadline_unix_ms=1_000_000,
+        continues=continues,
+        resume_ms=resume_ms,
     )
     begins = offset == 0 if first is None else first
     return TokenRow(
@@ -283,7 +290,7 @@ def test_a_place_inside_a_character_is_another_attempts_and_hurts_no_other_reque
 def test_seq_goes_on_for_a_gateway_that_was_thought_dead():
     """It would take a new beginning for old news, and not see the loss of a tail."""
     m = begun(row("ab"))
-    m.on_owner_died(GATEWAY)
+    m.on_owner_died(GATEWAY, 0.0)
     m.on_open_list(open_list(1, REQUEST), 8.0)
     (out,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, TextBatch)]
     assert out.seq == 2
@@ -421,11 +428,37 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
 
 def test_rows_that_outlive_their_gateway_do_not_begin_its_requests_anew():
     m = begun(row("abc"))
-    m.on_owner_died(GATEWAY)
+    m.on_owner_died(GATEWAY, 0.0)
     assert m.on_tokens(batch(2, row("abcd")), 1.0) == []
     assert m.requests == {}
     m.on_open_list(open_list(1, REQUEST), 2.0)  # it was only frozen
     assert [r.text for r in texts(m.on_tokens(batch(3, row("abcde")), 2.0))] == ["abcde"]
+
+
+def test_request_of_a_dead_gateway_is_kept_for_its_window() -> None:
+    m = begun(row("abc", resume_ms=5000))
+    assert m.on_owner_died(GATEWAY, 1.0) == []
+    m.on_tokens(batch(2, row("d", 3)), 2.0)
+    assert m.on_tick(5.9, 0) == []
+    assert m.requests[REQUEST].choices[0].text_bytes == 4
+    (stop,) = m.on_tick(6.0, 0)
+    assert isinstance(stop, SendStop)
+    assert m.requests == {}
+
+
+def test_gateway_that_adopts_a_request_is_sent_all_of_its_text() -> None:
+    m = begun(row("abc", resume_ms=5000, finish=FinishReason.STOP))
+    m.on_owner_died(GATEWAY, 1.0)
+    other = process("gateway-1")
+    again = row(
+        "abc", n=2, continues=attempt(1), resume_ms=5000, owner=other, finish=FinishReason.STOP
+    )
+    (sent,) = [a for a in m.on_tokens(batch(2, again), 2.0) if isinstance(a, TextBatch)]
+    assert sent.gateway == other
+    assert [(r.text_offset, r.text, r.finish_reason) for r in sent.rows] == [
+        (0, "abc", FinishReason.STOP)
+    ]
+    assert m.on_tick(60.0, 0) == []
 
 
 def origins(*marks: tuple[int, str]) -> tuple[Origin, ...]:
@@ -597,7 +630,7 @@ def test_stream_numbers_are_forgotten_with_their_request(ends: str):
         case "deadline":
             m.on_tick(1.0, unix_ms=1_011_000)
         case "owner":
-            m.on_owner_died(GATEWAY)
+            m.on_owner_died(GATEWAY, 0.0)
         case "unlisted":
             m.on_open_list(open_list(1), 100.0)
         case _:

@@ -433,8 +433,41 @@ def test_an_end_that_is_still_open_two_lists_later_is_sent_again() -> None:
 
 def test_a_dead_owner_takes_its_requests_with_it() -> None:
     bench = Bench(admit())
-    assert bench.output.owner_died(process("gateway", "0")) == []
-    assert bench.output.owner_died(GATEWAY) == [DropChoice(ChoiceKey(1))]
+    assert bench.output.owner_died(process("gateway", "0"), 0) == []
+    assert bench.output.owner_died(GATEWAY, 0) == [DropChoice(ChoiceKey(1))]
+
+
+def test_request_of_a_dead_owner_goes_on_for_its_window() -> None:
+    bench = Bench(admit(resume_ms=5000))
+    assert bench.output.owner_died(GATEWAY, 1000) == []
+    assert bench.output.tick(5999) == []
+    assert bench.output.tick(6000) == [DropChoice(ChoiceKey(1))]
+    assert bench.output.held() == ()
+
+
+def test_request_is_sent_again_from_its_start_for_the_gateway_that_adopts_it() -> None:
+    bench = Bench(admit(resume_ms=5000))
+    bench.step(1, [5, 6])
+    bench.rows()
+    bench.output.owner_died(GATEWAY, 1000)
+    other = process("gateway-1", "1")
+    bench.command(
+        Rebind(
+            request_id=RequestId("r"),
+            attempt=attempt(2),
+            continues=attempt(1),
+            detokenizer=DETOKENIZER.instance,
+            detokenizer_incarnation=DETOKENIZER.incarnation,
+            owner=other,
+            deadline_unix_ms=70_000,
+        )
+    )
+    (row,) = bench.rows()
+    assert (row.offset, row.token_ids) == (0, pack_ids([5, 6]))
+    assert row.stream is not None
+    assert (row.stream.owner, row.stream.deadline_unix_ms) == (other, 70_000)
+    assert bench.output.tick(9000) == []
+    assert bench.output.owner_died(GATEWAY, 9000) == []
 
 
 def test_a_finished_request_keeps_its_ids_and_nothing_else() -> None:

@@ -24,13 +24,16 @@ from antiphon.wire.errors import (
     Cancelled,
     DeadlineExceeded,
     DuplicateRequest,
+    InvalidRequest,
     Overloaded,
     RequestTooLarge,
+    Unavailable,
+    UnknownStream,
     WorkerLost,
 )
-from antiphon.wire.ids import RequestId
+from antiphon.wire.ids import RequestId, TenantId
 from antiphon.wire.seal import AttemptsSealed, SealedRequest, SealRequest
-from antiphon.wire.submit import OwnerSeal
+from antiphon.wire.submit import AdoptRequest, OwnerSeal, ResumeWindow
 
 
 def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
@@ -361,6 +364,51 @@ def test_the_requests_of_a_dead_gateway_are_aborted() -> None:
     stage.pass_s(2.0)
     assert stage.leader.open_requests == 0
     assert {abort.request_id for abort in stage.aborts()} == {"r0", "r1", "r2"}
+
+
+def test_request_of_a_dead_gateway_waits_for_its_window_and_is_adopted() -> None:
+    stage, gateway, worker, _ = usual()
+    window = ResumeWindow(window_ms=20_000, fingerprint=b"f")
+    request = stage.submit("r", resume=window)
+    stage.submit("other")
+    admit, other = stage.admits(worker)
+    worker.runs(running(admit), running(other))
+    stage.enter(Role.GATEWAY, "gateway-1")
+    gateway.silent = True
+    stage.pass_s(18.0)
+    assert {abort.request_id for abort in stage.aborts(worker)} == {"other"}
+    message = AdoptRequest(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        owner=process("gateway-1"),
+        fingerprint=b"f",
+    )
+    for wrong, error in (
+        (msgspec.structs.replace(message, tenant=TenantId("else")), UnknownStream),
+        (msgspec.structs.replace(message, request_id=RequestId("none")), UnknownStream),
+        (msgspec.structs.replace(message, fingerprint=b"g"), InvalidRequest),
+        (msgspec.structs.replace(message, owner=process("gateway-9")), Unavailable),
+    ):
+        with pytest.raises(error):
+            stage.leader.adopt(wrong)
+    adopted = stage.leader.adopt(message)
+    assert adopted.changed
+    assert adopted.submit.owner == message.owner
+    stage.pass_s(0.1)
+    (rebind,) = stage.rebinds()
+    assert (rebind.owner, rebind.continues) == (message.owner, admit.attempt)
+    assert not stage.leader.adopt(message).changed
+
+
+def test_request_that_no_gateway_adopts_is_dropped_after_its_window() -> None:
+    stage, gateway, worker, _ = usual()
+    stage.submit("r", resume=ResumeWindow(window_ms=3000))
+    (admit,) = stage.admits(worker)
+    worker.runs(running(admit))
+    gateway.silent = True
+    stage.pass_s(30.0)
+    assert {abort.request_id for abort in stage.aborts(worker)} == {"r"}
+    assert not stage.leader.has_request(RequestId("r"))
 
 
 def test_a_gateways_next_life_ends_the_requests_of_the_last() -> None:

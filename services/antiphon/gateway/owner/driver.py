@@ -11,10 +11,32 @@ from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.service.inbox import UnknownSender
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.tasks import isolated, perform
-from antiphon.wire.base import Message, Role
-from antiphon.wire.errors import EngineError, Internal
-from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT, RequestRoute
-from antiphon.wire.submit import CancelRequest, NoticeBatch, OpenList, SubmitRequest
+from antiphon.wire.base import Message, Role, Usage
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    EngineError,
+    GatewayLost,
+    Internal,
+    Unavailable,
+    WrongTerm,
+)
+from antiphon.wire.routes import (
+    ADOPT,
+    CANCEL,
+    DETOKENIZER_CONTROL,
+    NOTICE,
+    OPEN,
+    SUBMIT,
+    RequestRoute,
+)
+from antiphon.wire.submit import (
+    AdoptRequest,
+    CancelRequest,
+    NoticeBatch,
+    OpenList,
+    RequestAdopted,
+    SubmitRequest,
+)
 from antiphon.wire.text import ResumeText, TextBatch
 
 if TYPE_CHECKING:
@@ -33,6 +55,9 @@ R = TypeVar("R", bound=Message)
 log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 1.0  # timeout of a call; it counts as lost afterwards
+_ADOPT_TIMEOUT_S = 5.0
+"""How long a request is looked for while no leader knows it: a standby takes over within 3 s."""
+_ADOPT_RETRY_S = 0.1
 _TIMER_MIN_S = 0.001
 """uvloop's timers have millisecond resolution; one that fires early would fire again at once."""
 
@@ -81,6 +106,57 @@ class OwnerDriver:
         """Cancel a request that has not ended: its stream has no reader any more."""
         if stream.ended is None:
             self._apply(self._owner.cancel(stream.submit.request_id, error))
+
+    def find(self, request_id: RequestId) -> SubmitRequest | None:
+        """A request of this gateway whose output can be delivered once more."""
+        return self._owner.find(request_id)
+
+    def detach(self, stream: RequestStream) -> None:
+        """Let a request go on without its reader, which may come back."""
+        if stream.ended is None:
+            stream.detached = True
+            self._apply(self._owner.detach(stream.submit.request_id))
+
+    def resume(
+        self, request_id: RequestId, make_stream: Callable[[], RequestStream]
+    ) -> RequestStream:
+        """Deliver all output of a request of this gateway once more.
+
+        It goes to a stream that takes the place of the request's, or to a new one if that has
+        ended.
+        """
+        if (before := self._streams.get(request_id)) is not None:
+            stream = before.replaced(GatewayLost("the stream was resumed by another connection"))
+        else:
+            stream = make_stream()
+        self._streams[request_id] = stream
+        self._idle.clear()
+        self._apply(self._owner.rewind(request_id))
+        return stream
+
+    async def adopt(self, message: AdoptRequest) -> RequestAdopted:
+        """Ask the leader for a request of another gateway; it is then to be opened.
+
+        Raises:
+            EngineError: The leader refused, or there was none for some time.
+        """
+        until = self._runtime.clock.now() + _ADOPT_TIMEOUT_S
+        while True:
+            answer = await self._call(ADOPT, message, model=self._model)
+            if not isinstance(answer, EngineError):
+                return answer
+            retryable = isinstance(answer, Unavailable | WrongTerm | DeadlineExceeded)
+            if not retryable or self._runtime.clock.now() >= until:
+                raise answer
+            await asyncio.sleep(_ADOPT_RETRY_S)
+
+    def open_adopted(self, stream: RequestStream, adopted: RequestAdopted) -> None:
+        request_id = adopted.submit.request_id
+        if (stale := self._streams.get(request_id)) is not None:
+            stale.put(Ended(Usage(), GatewayLost("the stream was resumed")), stream.received_at)
+        self._streams[request_id] = stream
+        self._idle.clear()
+        self._apply(self._owner.adopt(adopted))
 
     def streams(self) -> tuple[RequestStream, ...]:
         return tuple(self._streams.values())
@@ -148,7 +224,7 @@ class OwnerDriver:
     def _deliver(self, action: Deliver) -> None:
         stream = self._streams[action.request_id]
         now = self._runtime.clock.now()
-        if isinstance(action.event, TextDelta):
+        if isinstance(action.event, TextDelta) and not stream.resumed:
             if stream.last_token_at is not None:
                 self._metrics.latencies.observe_inter_token(stream, now - stream.last_token_at)
             else:
@@ -158,7 +234,8 @@ class OwnerDriver:
             del self._streams[action.request_id]
             if not self._streams:
                 self._idle.set()
-            self._metrics.observe_finished(stream, action.event)
+            if not stream.counted:
+                self._metrics.observe_finished(stream, action.event)
 
     def _announce(self, message: OpenList) -> None:
         try:

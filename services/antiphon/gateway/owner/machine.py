@@ -14,12 +14,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from antiphon.gateway.owner.actions import Accepted, Action, Deliver, Ended, TextDelta
-from antiphon.gateway.owner.request import OpenListBuilder, OwnedRequest, StreamGaps, is_failure
+from antiphon.gateway.owner.request import (
+    OpenListBuilder,
+    OwnedRequest,
+    ResumableRequests,
+    StreamGaps,
+    is_failure,
+)
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.errors import (
     Cancelled,
     DeadlineExceeded,
+    DuplicateRequest,
     EngineError,
+    GatewayLost,
     Internal,
     Overloaded,
     Unavailable,
@@ -28,7 +36,14 @@ from antiphon.wire.errors import (
     decode_error,
 )
 from antiphon.wire.ids import ModelName, RequestId
-from antiphon.wire.submit import CancelRequest, NoticeBatch, OpenList, SubmitAccepted, SubmitRequest
+from antiphon.wire.submit import (
+    CancelRequest,
+    NoticeBatch,
+    OpenList,
+    RequestAdopted,
+    SubmitAccepted,
+    SubmitRequest,
+)
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
@@ -72,7 +87,7 @@ class _PendingCancel:
 
 
 _ListTimer = tuple[Literal["list"]]
-_RequestTimer = tuple[Literal["deadline", "submit", "cancel", "unread"], RequestId]
+_RequestTimer = tuple[Literal["deadline", "submit", "cancel", "unread", "resume"], RequestId]
 _ResumeTimer = tuple[Literal["feed"], Process]
 _LIST_TIMER: _ListTimer = ("list",)
 
@@ -91,6 +106,8 @@ class Owner:
         self._config = config
         self._requests: dict[RequestId, OwnedRequest] = {}
         self._pending_cancels: dict[RequestId, _PendingCancel] = {}
+        self._resumable = ResumableRequests(config.resumable_max, config.resumable_bytes_max)
+        self._ended_count = 0  # of those kept after their end
         self._gaps = StreamGaps(process.instance)
         self._term: Term | None = None
         self._open_list = OpenListBuilder(process, model, clock, config.open_list_s)
@@ -100,7 +117,7 @@ class Owner:
 
     @property
     def open_count(self) -> int:
-        return len(self._requests)
+        return len(self._requests) - self._ended_count
 
     def wake_at(self) -> float:
         at = self._timers.next_at()
@@ -122,6 +139,54 @@ class Owner:
         self._submit(request)
         return self._take_actions()
 
+    def adopt(self, adopted: RequestAdopted) -> list[Action]:
+        """Own a request of another gateway. All of its text arrives, from the beginning.
+
+        It may have been one of this gateway before, which does not know yet that it was not.
+        """
+        request = OwnedRequest(adopted.submit, self._clock.now())
+        if (stale := self._requests.get(request.id)) is not None:
+            self._ended_count -= stale.ended
+            self._resumable.drop(request.id)
+            for name in ("unread", "resume"):
+                self._timers.drop((name, request.id))
+        request.attempt, request.adopted = adopted.attempt, True
+        self._requests[request.id] = request
+        left_s = (adopted.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
+        self._timers.set(("deadline", request.id), self._clock.now() + left_s)
+        self._open_list.add(request)
+        self._accept(request, adopted.term)
+        return self._take_actions()
+
+    def find(self, request_id: RequestId) -> SubmitRequest | None:
+        """A request of this gateway that has not ended, or whose output is kept."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.submit
+
+    def detach(self, request_id: RequestId) -> list[Action]:
+        """Go on for a while without a client, which may resume the output."""
+        request = self._requests.get(request_id)
+        if request is not None and request.has_client and not request.ended:
+            request.has_client = False
+            self._timers.drop(("unread", request_id))
+            self._keep(request)
+        return self._take_actions()
+
+    def rewind(self, request_id: RequestId) -> list[Action]:
+        """Deliver all output of a request once more: its client resumes it."""
+        request = self._requests[request_id]
+        self._ended_count -= request.ended
+        request.rewind()
+        self._resumable.drop(request_id)
+        self._timers.drop(("resume", request_id))
+        request.last_event_at = self._clock.now()
+        self._timers.set(("submit", request_id), request.last_event_at + _SILENCE_S)
+        left_s = (request.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
+        self._timers.set(("deadline", request_id), self._clock.now() + left_s)
+        if request.detokenizer is not None:
+            self._resume_if_needed(request.detokenizer)
+        return self._take_actions()
+
     def mark_consumed(self, request_id: RequestId, size: int) -> None:
         if (request := self._requests.get(request_id)) is not None:
             request.unread.take(size)
@@ -140,8 +205,13 @@ class Owner:
         return self._take_actions()
 
     def close(self, error: EngineError) -> list[Action]:
+        """End every request, but leave to other gateways those that a client may resume there."""
         for request in list(self._requests.values()):
-            self._end_and_cancel(request, error)
+            if not request.submit.resume_ms:
+                self._end_and_cancel(request, error)
+            elif not request.ended:
+                request.ended = True
+                self._actions.append(Deliver(request.id, Ended(request.usage, error)))
         return self._take_actions()
 
     # Bus events.
@@ -155,6 +225,8 @@ class Owner:
                 self._accept(request, answer.term)
             elif _is_retryable(answer, accepted=request.accepted):
                 self._retry(request, answer)
+            elif isinstance(answer, DuplicateRequest) and request.submit.resume_ms:
+                self._end(request, GatewayLost("the stream was resumed at another gateway"))
             else:
                 self._end(request, answer)
         return self._take_actions()
@@ -267,6 +339,8 @@ class Owner:
                     )
                 case ("unread", request_id):
                     self._check_unread(self._requests[request_id])
+                case ("resume", request_id):
+                    self._let_go(request_id)
         return self._take_actions()
 
     def final_open_list(self) -> OpenList:
@@ -354,6 +428,8 @@ class Owner:
                 self._end_and_cancel(request, Internal("internal error"))
 
     def _apply_row(self, request: OwnedRequest, row: TextRow, detokenizer: Process) -> None:
+        if request.ended:
+            return
         before = request.attempt
         if not request.follow(row, detokenizer):
             return
@@ -370,11 +446,14 @@ class Owner:
                 self._actions.append(Deliver(request.id, event))
                 if isinstance(event, TextDelta):
                     request.silence_s = _SILENCE_S
-                    request.unread.put(event)
+                    if request.has_client:
+                        request.unread.put(event)
         except Internal as error:
             self._end_and_cancel(request, error)
             return
-        if request.finished:
+        if request.finished and request.submit.resume_ms:
+            self._keep_ended(request)
+        elif request.finished:
             self._end(request)
         elif request.unread.answer_bytes > self._config.unread_bytes_max:
             self._end_slow_client(request)
@@ -412,6 +491,30 @@ class Owner:
         )
         self._actions.append(message)
 
+    # Requests whose output may be resumed.
+
+    def _keep_ended(self, request: OwnedRequest) -> None:
+        """Keep a request open after its end: its client may not have received all of it."""
+        self._actions.append(Deliver(request.id, Ended(request.usage)))
+        request.ended = True
+        self._ended_count += 1
+        for name in ("deadline", "submit", "unread"):
+            self._timers.drop((name, request.id))
+        if request.id not in self._resumable:
+            self._keep(request)
+
+    def _keep(self, request: OwnedRequest) -> None:
+        self._timers.set(("resume", request.id), self._clock.now() + request.resume_s)
+        for request_id in self._resumable.add(request):
+            self._let_go(request_id)
+
+    def _let_go(self, request_id: RequestId) -> None:
+        request = self._requests[request_id]
+        if request.ended:
+            self._end(request)
+        else:
+            self._end_and_cancel(request, Cancelled("the client has not resumed the stream"))
+
     # Ending.
 
     def _end_and_cancel(self, request: OwnedRequest, error: EngineError | None) -> None:
@@ -430,11 +533,14 @@ class Owner:
     def _end(self, request: OwnedRequest, error: EngineError | None = None) -> None:
         """Processes that still work on it see it missing from the open list."""
         del self._requests[request.id]
-        self._timers.drop(("deadline", request.id))
-        self._timers.drop(("submit", request.id))
-        self._timers.drop(("unread", request.id))
+        for name in ("deadline", "submit", "unread", "resume"):
+            self._timers.drop((name, request.id))
+        self._resumable.drop(request.id)
         self._open_list.close(request)
-        self._actions.append(Deliver(request.id, Ended(request.usage, error)))
+        if request.ended:
+            self._ended_count -= 1
+        else:
+            self._actions.append(Deliver(request.id, Ended(request.usage, error)))
 
     def _announce(self) -> None:
         if (changes := self._open_list.changes()) is not None:

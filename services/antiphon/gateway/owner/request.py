@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
 
+_REQUEST_BYTES = 4 * 1024  # about the size of a request without its prompt
 _LISTS_VALID = 3  # a list this many intervals old is no longer valid
 
 
@@ -56,6 +58,13 @@ class OwnedChoice:
         self._first_token = first_token
         self._bytes_known = 0
         self._tokens_known = first_token
+
+    def rewind(self) -> None:
+        """Deliver everything once more, from the beginning."""
+        if self.started:  # what is known to exist shows as a gap, so that it is fetched
+            self._bytes_known = max(self._bytes_known, self.bytes_shown, 1)
+        self.bytes_shown, self.tokens_shown = 0, self._first_token
+        self.finished = False
 
     @property
     def id_count(self) -> int:
@@ -111,7 +120,8 @@ class OwnedChoice:
             return None
         piece = piece.beyond(self.tokens_shown)
         self.tokens_shown = piece.end
-        self.outputs.append(piece.details)
+        if piece.end > self.outputs.end:  # not so if it is delivered once more
+            self.outputs.append(piece.beyond(self.outputs.end).details)
         return piece
 
     def finish(self, row: TextRow, reason: FinishReason) -> Finished:
@@ -141,8 +151,42 @@ class OwnedChoice:
         )
 
 
+class ResumableRequests:
+    """Requests that are kept for a client that may resume them, within bounds. Pure."""
+
+    def __init__(self, count_max: int, bytes_max: int) -> None:
+        self._count_max = count_max
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._sizes: OrderedDict[RequestId, int] = OrderedDict()
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._sizes
+
+    def add(self, request: OwnedRequest) -> list[RequestId]:
+        """Keep a request; return those that no longer fit, the oldest first."""
+        self.drop(request.id)
+        self._sizes[request.id] = size = request.size_bytes
+        self._bytes += size
+        excess: list[RequestId] = []
+        while len(self._sizes) > self._count_max or self._bytes > self._bytes_max:
+            oldest, size = self._sizes.popitem(last=False)
+            self._bytes -= size
+            excess.append(oldest)
+        return excess
+
+    def drop(self, request_id: RequestId) -> None:
+        self._bytes -= self._sizes.pop(request_id, 0)
+
+
 class OwnedRequest:
-    """Follows one attempt at a time and never mixes two. Pure."""
+    """Follows one attempt at a time and never mixes two. Pure.
+
+    Attributes:
+        has_client: Whether a client reads its output, or waits for it.
+        ended: Its output is complete, and is kept for a client that resumes it.
+        adopted: Its client has output of another gateway.
+    """
 
     def __init__(self, submit: SubmitRequest, now: float) -> None:
         self.submit = submit
@@ -159,6 +203,9 @@ class OwnedRequest:
         self.silence_s = 0.0  # without progress for so long, it is submitted again
         self.usage = Usage()
         self.unread = UnreadBytes()
+        self.has_client = True
+        self.ended = False
+        self.adopted = False
         self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
         self._choices = [OwnedChoice(self._details_from or 0) for _ in range(submit.choices)]
 
@@ -168,7 +215,7 @@ class OwnedRequest:
 
     @property
     def has_output(self) -> bool:
-        return any(choice.started for choice in self._choices)
+        return self.adopted or any(choice.started for choice in self._choices)
 
     @property
     def finished(self) -> bool:
@@ -180,8 +227,26 @@ class OwnedRequest:
         return self.accepted and not self.submitting and not self.tries
 
     @property
+    def size_bytes(self) -> int:
+        """About what it takes here, besides unread output."""
+        submit = self.submit
+        return _REQUEST_BYTES + len(submit.prompt_ids) + len(submit.block_digests)
+
+    @property
     def has_gap(self) -> bool:
         return any(choice.has_gap for choice in self._choices)
+
+    @property
+    def resume_s(self) -> float:
+        """How long it is kept without a client, or after its end."""
+        return self.submit.resume_ms / 1000
+
+    def rewind(self) -> None:
+        """Deliver all output once more, to a client that resumes it."""
+        self.unread = UnreadBytes()
+        self.has_client, self.ended = True, False
+        for choice in self._choices:
+            choice.rewind()
 
     def submission(self, now: float) -> SubmitRequest:
         """The submit to send now; a repeated one names the delivered attempt."""

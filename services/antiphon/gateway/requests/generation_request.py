@@ -27,6 +27,7 @@ from antiphon.wire.sampling import (
     TokenOutputParams,
     named_ids,
 )
+from antiphon.wire.submit import ResumeWindow
 from antiphon.wire.token_outputs import pack_floats
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
@@ -86,6 +87,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             defaults.
         pooling: Pooling parameters, if the prompt is pooled to a vector and nothing is generated.
         cache_salt: Scope of prefix cache sharing, from `wire.digests.cache_salt`.
+        resume: Set if the client may resume its stream, at any gateway.
         private: Whether to exclude it from request logs and crash dumps.
         auto_truncate: Whether `gateway.allow_auto_truncate` applies. It does not if the end of the
             prompt matters (scoring), or if the request sets its own truncation.
@@ -116,6 +118,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: ClientKey | None = None
     timeout_s: float | None = None
     traceparent: str | None = None
+    resume: ResumeWindow | None = None
     private: bool = False
     auto_truncate: bool = True
 

@@ -38,10 +38,11 @@ from antiphon.wire.errors import (
     Overloaded,
     Unavailable,
     UnknownModel,
+    UnknownStream,
 )
 from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId, new_request_id
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.submit import SubmitRequest
+from antiphon.wire.submit import AdoptRequest, ResumeWindow, SubmitRequest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -114,6 +115,87 @@ class Submission:
             with self._reserve_name(gen_request):
                 return await self._submit_with_reservation(gen_request, budget)
 
+    async def resume(self, gen_request: GenerationRequest, request_id: RequestId) -> RequestStream:
+        """Open the stream of an earlier request once more, at its beginning.
+
+        The request is one of this gateway, or becomes one.
+
+        Raises:
+            UnknownStream: There is no such stream of this tenant.
+            InvalidRequest: `gen_request` is another one than the stream was started with.
+            RateLimited: The tenant has as many running requests as it may.
+            Unavailable: No scheduler knows the request at present.
+        """
+        if gen_request.resume is None:
+            raise InvalidRequest("only a stream that was started so can be resumed")
+        with self.metrics.count_rejections(gen_request.tenant):
+            reservation = self.access.admit(gen_request, self.model)
+            try:
+                stream = await self._resume(
+                    gen_request, gen_request.resume, request_id, reservation
+                )
+            except BaseException:
+                reservation.end(0)
+                raise
+            if stream.reservation is not reservation:
+                reservation.end(0)
+        return stream
+
+    async def _resume(
+        self,
+        gen_request: GenerationRequest,
+        window: ResumeWindow,
+        request_id: RequestId,
+        reservation: QuotaReservation,
+    ) -> RequestStream:
+        message = AdoptRequest(
+            request_id=request_id,
+            tenant=gen_request.tenant,
+            owner=self.runtime.process,
+            fingerprint=window.fingerprint,
+        )
+        # The leader is asked in any case: another gateway may have adopted it meanwhile.
+        adopted = await self.driver.adopt(message)
+        submit = adopted.submit
+        if adopted.changed:
+            stream = self._resumed_stream(submit, gen_request, reservation)
+            self.driver.open_adopted(stream, adopted)
+            return stream
+        if self.driver.find(request_id) is None:
+            raise UnknownStream("the stream has ended")
+
+        def ended_before() -> RequestStream:
+            stream = self._resumed_stream(submit, gen_request, reservation)
+            stream.counted = True
+            return stream
+
+        return self.driver.resume(request_id, ended_before)
+
+    def _resumed_stream(
+        self, submit: SubmitRequest, gen_request: GenerationRequest, reservation: QuotaReservation
+    ) -> RequestStream:
+        now = self.runtime.clock.now()
+        trace = span(
+            f"gateway.{gen_request.api}",
+            submit.traceparent,
+            request_id=submit.request_id,
+            tenant=submit.tenant,
+        ).start()
+        stream = RequestStream(
+            submit,
+            trace,
+            reservation,
+            api=gen_request.api,
+            received_at=now,
+            submitted_at=now,
+            accepted_at=now,
+            resumed=True,
+        )
+        thinking = submit.stop.thinking
+        stream.starts_in_reasoning = thinking is not None and thinking.inside
+        stream.labels = self.metrics.custom.current()
+        return stream
+
     def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
         with self.metrics.count_rejections(tenant):
             self.access.check_concurrency(tenant, prompts)
@@ -149,12 +231,18 @@ class Submission:
             if name == prefix or (name.startswith(prefix) and not exact):
                 self.driver.abort(stream)
 
-    def release(self, stream: RequestStream) -> None:
-        """Free the request's id; cancel the request if it has not ended."""
+    def release(self, stream: RequestStream, *, resumable: bool = False) -> None:
+        """Free the request's id, and cancel the request if it has not ended.
+
+        If it is `resumable`, and its client has asked for that, it goes on for a while.
+        """
         if stream.name is not None:
             self._names.discard(stream.name)
         self._probes -= stream.api == PROBE_API
-        self.driver.cancel(stream)
+        if resumable and stream.submit.resume_ms:
+            self.driver.detach(stream)
+        else:
+            self.driver.cancel(stream)
 
     @contextmanager
     def _reserve_name(self, gen_request: GenerationRequest) -> Generator[None]:
@@ -348,6 +436,7 @@ class Submission:
             cache_salt=gen_request.cache_salt,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,
+            resume=gen_request.resume,
         )
 
     def _sampling(

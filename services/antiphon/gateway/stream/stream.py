@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import KW_ONLY, dataclass, field
+import time
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent, TextDelta
+from antiphon.wire.base import Usage
 from antiphon.wire.token_outputs import TokenOutputsChunk, join_chunks
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.access.limits import QuotaReservation
     from antiphon.telemetry.tracing import Span
-    from antiphon.wire.base import FinishReason, Usage
+    from antiphon.wire.base import FinishReason
     from antiphon.wire.errors import EngineError
     from antiphon.wire.ids import ClientKey, TenantId
     from antiphon.wire.submit import SubmitRequest
@@ -48,12 +50,31 @@ class RequestStream:
     starts_in_reasoning: bool = False
     truncated: bool = False
     labels: tuple[str, ...] = ()  # values of its custom metric labels
+    detached: bool = False  # its output has no reader, and is not kept here
+    resumed: bool = False  # its output has been delivered before, perhaps by another gateway
+    counted: bool = False  # its end is in the metrics already
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)  # shared by a reader of several
     _events: list[StreamEvent] = field(default_factory=list["StreamEvent"])
 
     @property
     def has_events(self) -> bool:
         return bool(self._events)
+
+    @property
+    def created_unix_s(self) -> int:
+        """When the client's request was received, by the clock of the gateway that received it."""
+        resume = self.submit.resume
+        return int(time.time()) if resume is None else resume.created_unix_s
+
+    def replaced(self, reason: EngineError) -> RequestStream:
+        """Return a stream of the same request in place of this one, whose reader gets an error."""
+        new = replace(self, detached=False, resumed=True, wakeup=asyncio.Event(), _events=[])
+        new.finish_reason = None
+        self.name = self.on_end = None
+        self.ended = Ended(Usage(), reason)
+        self._events = [self.ended]
+        self.wakeup.set()
+        return new
 
     def put(self, event: StreamEvent, now: float) -> None:
         match event:
@@ -71,8 +92,9 @@ class RequestStream:
                 self.reservation.end(event.usage.prompt_tokens + event.usage.completion_tokens)
                 if self.on_end is not None:
                     self.on_end()
-        self._events.append(event)
-        self.wakeup.set()
+        if not self.detached:
+            self._events.append(event)
+            self.wakeup.set()
 
     async def get(self) -> list[StreamEvent]:
         """Wait for events and return all available ones in order. The last event is `Ended`."""

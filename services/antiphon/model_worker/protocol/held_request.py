@@ -247,6 +247,8 @@ class HeldRequest:
         columns: Whether its detokenizer reads `TokenColumns`.
         due_ms: Its deadline, by our clock.
         requeued: Heartbeats list it until the leader runs another attempt.
+        resume_ms: How long it goes on after its owner has died, if that is not adopted before.
+        unowned_ms: When its owner has died, by our clock.
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:
@@ -261,6 +263,8 @@ class HeldRequest:
         self.listed_after_end = False
         self.started = False
         self.requeued = False
+        self.resume_ms = admit.resume_ms
+        self.unowned_ms: int | None = None
         self.tokens_max = prompt_tokens + admit.sampling.max_new_tokens
         self._stream = TokenStream(
             owner=admit.owner,
@@ -274,6 +278,7 @@ class HeldRequest:
             stop=admit.stop,
             deadline_unix_ms=admit.deadline_unix_ms,  # by its owner's clock
             traceparent=admit.traceparent,
+            resume_ms=admit.resume_ms,
         )
         self.choices = [
             HeldChoice(admit, choice, key, self._stream.details_from)
@@ -293,13 +298,22 @@ class HeldRequest:
     def tokens(self) -> int:
         return sum(choice.length for choice in self.choices)
 
-    def rebind(self, message: Rebind) -> None:
-        """Send all of it to another detokenizer."""
+    def rebind(self, message: Rebind, now_ms: int) -> None:
+        """Send all of it again, to another detokenizer or for another owner."""
         self.attempt, self.detokenizer = message.attempt, message.detokenizer
+        stream = self._stream
+        if message.owner is not None and message.owner != self.owner:
+            self.owner, self.unowned_ms = message.owner, None
+            self.admitted_ms = now_ms  # a list that its new owner has sent before may not name it
+            self.listed_after_end = False
+            deadline_unix_ms = message.deadline_unix_ms or stream.deadline_unix_ms
+            stream = msgspec.structs.replace(
+                stream, owner=message.owner, deadline_unix_ms=deadline_unix_ms
+            )
         self._stream = msgspec.structs.replace(
-            self._stream,
+            stream,
             continues=message.continues,
-            lineage=self._stream.earlier,
+            lineage=stream.earlier,
             detokenizer_incarnation=message.detokenizer_incarnation,
             owner_sealed=False,
         )

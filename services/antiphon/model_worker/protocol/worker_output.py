@@ -134,7 +134,7 @@ class WorkerOutput:
                 if isinstance(command, Admit):
                     self._admit(command, now_ms)
                 elif isinstance(command, Rebind):
-                    self._rebind(command)
+                    self._rebind(command, now_ms)
                 else:
                     self._abort(command)
             except Exception:
@@ -191,10 +191,13 @@ class WorkerOutput:
                 self._forget(held)
         return self.take_actions()
 
-    def owner_died(self, owner: Process) -> list[Action]:
+    def owner_died(self, owner: Process, now_ms: int) -> list[Action]:
+        """Forget the requests of a dead gateway, and later those that another one may adopt."""
         self._lists.pop(owner, None)
         for held in [held for held in self._held.values() if held.owner == owner]:
-            self._forget(held)
+            held.unowned_ms = now_ms
+            if not held.resume_ms:
+                self._forget(held)
         return self.take_actions()
 
     def step(self, step: int, progress: Iterable[AnyProgress], *, link_up: bool = True) -> bool:
@@ -317,7 +320,10 @@ class WorkerOutput:
         """Free, and later forget, requests past their deadline; called several times a second."""
         self.commands.tick(now_ms)
         for held in list(self._held.values()):
-            if now_ms >= held.due_ms + FORGOTTEN_AFTER_MS:
+            unowned = held.unowned_ms
+            if now_ms >= held.due_ms + FORGOTTEN_AFTER_MS or (
+                unowned is not None and now_ms >= unowned + held.resume_ms
+            ):
                 self._forget(held)
             elif now_ms >= held.due_ms + FREED_AFTER_MS:
                 self._stop(held, [choice for choice in held.choices if choice.live])
@@ -360,13 +366,13 @@ class WorkerOutput:
         else:
             self._actions += runs
 
-    def _rebind(self, message: Rebind) -> None:
+    def _rebind(self, message: Rebind, now_ms: int) -> None:
         held = self._held.get(message.request_id)
         if held is None or held.attempt != message.continues:
             return
         for choice in held.choices:
             self._plain.close(choice)
-        held.rebind(message)
+        held.rebind(message, now_ms)
         self._outbox.put(held)
 
     def _requeue(self, held: HeldRequest) -> None:
@@ -409,7 +415,10 @@ class WorkerOutput:
         only this repeats it.
         """
         for held in self._held.values():
-            if held.request_id not in listed or held.live or held.owner != owner:
+            if held.request_id not in listed or held.owner != owner:
+                continue
+            held.unowned_ms = None
+            if held.live:
                 continue
             if held.listed_after_end:
                 held.repeat_end()

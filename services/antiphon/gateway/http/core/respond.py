@@ -19,6 +19,7 @@ from aiohttp import web
 from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, read_json, warn
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES, SMALL_BODY_BYTES_MAX
+from antiphon.gateway.http.core.resume import Resumption, note_fingerprint
 from antiphon.gateway.http.core.writer import CONTENT_TYPE, ResponseWriter
 from antiphon.gateway.owner.actions import TextDelta
 from antiphon.gateway.stream.stream import (
@@ -117,7 +118,9 @@ class ResponseHandler:
     async def _read_body(self, request: web.Request, bytes_max: int | None = None) -> bytes:
         most = self._submission.runtime.settings.gateway.body_bytes_max
         with self._bodies.count_arriving(tenant_of(request)) as count:
-            return await read_json(request, min(bytes_max or most, most), count)
+            body = await read_json(request, min(bytes_max or most, most), count)
+        note_fingerprint(request, body)
+        return body
 
     async def answer(
         self,
@@ -127,8 +130,13 @@ class ResponseHandler:
         *,
         streamed: bool,
     ) -> web.StreamResponse:
-        async with self._open(request, gen_requests) as stream_group:
+        resumption = Resumption.of(request)
+        if resumption is not None:
+            gen_requests = resumption.apply(gen_requests, streamed=streamed)
+        async with self._open(request, gen_requests, resumption) as stream_group:
             writer = await make_writer(stream_group.streams)
+            if resumption is not None:
+                writer = resumption.writer(writer, stream_group.streams[0].submit)
             if streamed:
                 return await self._stream_response(request, stream_group, writer)
             answers = await self._collect(stream_group)
@@ -207,9 +215,15 @@ class ResponseHandler:
 
     @asynccontextmanager
     async def _open(
-        self, request: web.Request, gen_requests: Sequence[GenerationRequest]
+        self,
+        request: web.Request,
+        gen_requests: Sequence[GenerationRequest],
+        resumption: Resumption | None = None,
     ) -> AsyncGenerator[StreamGroup]:
-        """Submit all requests, and release them on exit, cancellation included."""
+        """Submit all requests, and release them on exit, cancellation included.
+
+        A resumed one is opened again. One that may be resumed goes on if the client has left.
+        """
         trace = request.headers.get("traceparent")
         tenant = tenant_of(request)
         self._submission.check_concurrency(tenant, len(gen_requests))
@@ -220,8 +234,13 @@ class ResponseHandler:
             gen_request = msgspec.structs.replace(
                 gen_requests[index], tenant=tenant, traceparent=trace
             )
-            streams[index] = await self._submission.submit(gen_request, budget)
+            if resumption is not None and resumption.position is not None:
+                earlier = resumption.position.request_id
+                streams[index] = await self._submission.resume(gen_request, earlier)
+            else:
+                streams[index] = await self._submission.submit(gen_request, budget)
 
+        resumable = resumption is not None
         try:
             await gather([enter(index) for index in range(len(gen_requests))])
             stream_group = StreamGroup([streams[index] for index in range(len(gen_requests))])
@@ -229,11 +248,12 @@ class ResponseHandler:
             request[REQUEST_ID] = stream_group.streams[0].submit.request_id
             yield stream_group
         except EngineError as error:
+            resumable = False
             _rename_error_field(error, gen_requests[0])
             raise
         finally:
             for stream in streams.values():
-                self._submission.release(stream)
+                self._submission.release(stream, resumable=resumable)
 
     async def _collect(self, stream_group: StreamGroup) -> list[CollectedResponse]:
         answers = [CollectedResponse(stream) for stream in stream_group.streams]

@@ -11,6 +11,7 @@ import msgspec
 
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.chat import ParsedPrompts
+from antiphon.gateway.http.core.resume import refuse_resume
 from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import EngineError
@@ -66,6 +67,7 @@ class SessionRequests:
                 lambda streams: make_writer(parsed, streams, None),
                 streamed=parsed.stream,
             )
+        refuse_resume(request, "requests of a session cannot be resumed")
         (gen_request,) = parsed.gen_requests
         tenant, sessions = tenant_of(request), self.sessions
         before = await sessions.previous_ids(tenant, place)

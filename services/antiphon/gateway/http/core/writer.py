@@ -42,6 +42,9 @@ class ResponseWriter(ABC):
 
     CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
     """Content type of a stream."""
+    RESUMABLE: ClassVar[bool] = False
+    """Whether its streams may be resumed: what it has written of a choice depends on the text and
+    the token outputs so far, and not on how they were divided; and so does what it writes next."""
 
     @abstractmethod
     def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:

@@ -33,6 +33,8 @@ class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateResponseWriter(ResponseWriter):
     """Writes responses of /generate. Events are cumulative, unless `incremental`."""
 
+    RESUMABLE = True
+
     def __init__(
         self, parsed: ParsedGenerateRequest, outputs: GenerateOutputs, *, incremental: bool
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,7 +127,7 @@ class CompletionsEndpoints(Endpoints):
         return CompletionHeader(
             id=parsed.reply_options.rid
             or str(parsed.gen_requests[0].key or streams[0].submit.request_id),
-            created=int(time.time()),
+            created=streams[0].created_unix_s,
             model=self.model,
             weight_version=weight_version(self.runtime),
         )

@@ -77,6 +77,8 @@ class CompletionHeader(msgspec.Struct, frozen=True):
 class OpenAiResponseWriter(ResponseWriter):
     """Base writer. Choices are indexed over all prompts."""
 
+    RESUMABLE = True
+
     CHUNK: ClassVar[Literal["chat.completion.chunk", "text_completion"]]
     REPLY: ClassVar[type[CompletionReply]]
 
