@@ -1,4 +1,4 @@
-"""A worker of two rank processes serves like one, and its ranks end together."""
+"""A worker of two rank processes, or two stages, serves like one, and its ranks end together."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 import pytest
-from tests.system.stack import Stack, module_stack, processes, wait_until
+from tests.system.stack import Stack, processes, serving, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-stack = module_stack("--tp-size", "2")
+LAYOUTS = {
+    "--tp-size": "parallel.tp_size; layers run one by one",
+    "--pp-size": "batching.overlap; stages wait for each other",
+}
+"""What the log says of a worker with two ranks, or two stages."""
 VERDICTS_S = {signal.SIGKILL: 0.5, signal.SIGSTOP: 4.0}
 """How long it takes to notice: the end of a connection, or twelve missed beats of a quarter second
 and the one under way."""
 END_S = 2.0
 RESTART_S = 60.0
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    with serving(request.param, "2") as running:
+        yield running
 
 
 def ranks_of(worker: int) -> list[int]:
@@ -41,7 +51,7 @@ def worker_of(stack: Stack) -> int:
     return pid
 
 
-def test_two_ranks_serve_text_and_grammars(stack: Stack) -> None:
+def test_two_ranks_serve_text_and_grammars(stack: Stack, request: pytest.FixtureRequest) -> None:
     assert len(ranks_of(worker_of(stack))) == 1
     question = [{"role": "user", "content": "What is 17 + 25?"}]
     answer = stack.post(
@@ -67,7 +77,7 @@ def test_two_ranks_serve_text_and_grammars(stack: Stack) -> None:
         },
     )
     assert isinstance(json.loads(guided["choices"][0]["message"]["content"])["n"], bool)
-    assert "parallel.tp_size; layers run one by one" in stack.log("worker-0")
+    assert LAYOUTS[request.node.callspec.params["stack"]] in stack.log("worker-0")
 
 
 @pytest.fixture
