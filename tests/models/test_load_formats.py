@@ -14,6 +14,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models.rank import LoneRank
 from tests.models.stepper import stepper
 from tests.models.tiny import QWEN2, write_llama, write_qwen2
 from tests.support.models import change_config, load, open_model
@@ -332,6 +333,35 @@ def test_mapped_parts_come_back_after_they_were_let_go(llama: Path) -> None:
     before = tensor.decode(first).clone()
     tensor.data.release()
     assert torch.equal(tensor.decode(tensor.data.read()), before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_no_rows_of_others(
+    llama: Path, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, loading.__name__)
+    loaded = {
+        mapped: load(find_files(llama, mapped=mapped), tp=LoneRank(rank, 2), dtype="float32")
+        for mapped in (True, False)
+    }
+    load(llama, dtype="float32")
+    read = [record.__dict__["bytes"] for record in caplog.records if "bytes" in record.__dict__]
+    assert read[0] == read[1] < 0.8 * read[2]
+    whole = weights(llama)["model.embed_tokens.weight"]
+    share = -(-len(whole) // 2)
+    own = whole[rank * share : (rank + 1) * share].float()
+    for model in loaded.values():
+        assert model.own_decoder.embedding is not None
+        found = model.own_decoder.embedding._weights.rows(torch.arange(len(own)))
+        assert torch.equal(found, own)
+    # What is left out of a copied file is undefined.
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    stored = Checkpoint.open(find_files(llama, mapped=False)).tensors["model.embed_tokens.weight"]
+    assert stored.data.cut is not None
+    size, row_bytes = stored.data.size_bytes, stored.data.size_bytes // len(whole)
+    part = stored.data.cut(share * row_bytes, size)
+    assert part.size_bytes == size - share * row_bytes
+    assert not stored.decode(part.read())[:share].any()
 
 
 def test_a_file_that_shrinks_while_it_is_copied_is_refused(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def _source(
         weights.load(field, part.stored.extract(field, part.outputs, tensor), cut)
 
     shape = part.stored.shape(field, part.outputs, inputs)
-    return WeightSource(f"{part.name}.{field}", shape, load)
+    rows = cut.outputs if part.stored == WHOLE_TENSOR else None
+    return WeightSource(f"{part.name}.{field}", shape, load, rows=rows)
 
 
 def _quantized_sources(

@@ -352,6 +352,7 @@ class Experts(Module):
     def _stacked(self, names: StackedExperts) -> Iterator[WeightSource]:
         count, hidden, width = self._spec.count, self._site.hidden, self._spec.width
         gate_up, down = self._site.tensor_name(names.gate_up), self._site.tensor_name(names.down)
+        here = slice(self.share.numbers.start, self.share.numbers.stop)
         for name, outputs, inputs, take in (
             (gate_up, 2 * width, hidden, self._take_gate_up),
             (down, hidden, width, self._take_down),
@@ -359,7 +360,7 @@ class Experts(Module):
             if (storage := self._site.build.storage(name)) is not None:
                 yield from self._stored(name, storage, (outputs, inputs), take)
                 continue
-            yield WeightSource(name, (count, inputs, outputs), self._each(take))
+            yield WeightSource(name, (count, inputs, outputs), self._each(take), rows=here)
         if self._spec.bias:
             wide = self._each(self._take_gate_up)
             yield WeightSource(gate_up + names.bias, (count, 2 * width), wide)

@@ -31,6 +31,7 @@ class WeightSource:
     # Copies this rank's part of the whole tensor; None: other ranks have it, and it is not read.
     load: Callable[[Tensor], None] | None
     dtypes: tuple[torch.dtype, ...] = FLOATS  # allowed dtypes
+    rows: slice | None = None  # of its first axis, those that `load` uses; None: all
 
     def elsewhere(self) -> WeightSource:
         """The same tensor, of which this rank has no part."""

@@ -144,21 +144,34 @@ class Checkpoint:
         Other threads read tensors, but only this one copies them: each thread that allocates keeps
         some of the memory that it frees.
         """
-        takers: dict[str, list[Callable[[Tensor], None]]] = {}
+        takers: dict[str, list[WeightSource]] = {}
         for source in sources:
             if source.load is not None:
-                takers.setdefault(source.name, []).append(source.load)
+                takers.setdefault(source.name, []).append(source)
         tensors = [self.tensors[name] for name in takers]
-        progress = LoadProgress(sum(tensor.data.size_bytes for tensor in tensors))
-        contents = prefetch_tensors([tensor.data for tensor in tensors])
-        for tensor, takes, content in zip(tensors, takers.values(), contents, strict=True):
+        wanted = list(map(_wanted, tensors, takers.values()))
+        progress = LoadProgress(sum(data.size_bytes for data in wanted))
+        contents = zip(wanted, prefetch_tensors(wanted), strict=True)
+        for tensor, takes, (data, content) in zip(tensors, takers.values(), contents, strict=True):
             numbers = tensor.decode(content)
-            for take in takes:
-                take(numbers)
-            tensor.data.release()
-            progress.add(tensor.data.size_bytes)
+            for source in takes:
+                if source.load is not None:
+                    source.load(numbers)
+            data.release()
+            progress.add(data.size_bytes)
         trim()
         progress.end()
+
+
+def _wanted(tensor: StoredTensor, sources: Sequence[WeightSource]) -> TensorData:
+    """The data of a tensor, of which no rows are read that no source uses."""
+    rows = [source.rows for source in sources if source.rows is not None]
+    if tensor.data.cut is None or len(rows) < len(sources):
+        return tensor.data
+    bounds = [part.indices(tensor.shape[0]) for part in rows]
+    first, end = min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds)
+    row_bytes = tensor.data.size_bytes // max(1, tensor.shape[0])
+    return tensor.data.cut(first * row_bytes, max(first, end) * row_bytes)
 
 
 def _read(files: ModelFiles, sources: Sequence[WeightSource]) -> dict[str, StoredTensor]:

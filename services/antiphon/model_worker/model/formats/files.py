@@ -16,7 +16,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -68,6 +68,9 @@ class TensorData:
     read: Callable[[], Tensor]  # into memory; the result must not be written to
     prefetch: Callable[[], None] = _nothing  # starts reading ahead; returns before it is done
     release: Callable[[], None] = _nothing  # memory that the result of `read` does not own
+    # The same data, of which only the bytes of a range are read; the others are undefined, or are
+    # read when they are used. None: it is read as a whole.
+    cut: Callable[[int, int], TensorData] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +94,36 @@ class StoredTensor:
         return math.prod(self.shape)
 
 
-def mapped_data(view: Tensor) -> TensorData:
+def mapped_data(view: Tensor, first: int = 0, end: int | None = None) -> TensorData:
     """A part of a mapped file that is never written to. Its memory is the page cache."""
+    wanted = view if end is None else view[first:end]
 
     def read() -> Tensor:
-        _advise(view, POPULATE_READ)
+        _advise(wanted, POPULATE_READ)
         return view
 
     # Dropped pages are read again by a later access.
     prefetch, release = (
-        partial(_advise, view, advice) for advice in (mmap.MADV_WILLNEED, mmap.MADV_DONTNEED)
+        partial(_advise, wanted, advice) for advice in (mmap.MADV_WILLNEED, mmap.MADV_DONTNEED)
     )
-    return TensorData(view.nbytes, read, prefetch, release)
+    return TensorData(wanted.nbytes, read, prefetch, release, partial(mapped_data, view))
 
 
-def copied_data(file: Path, start: int, size_bytes: int) -> TensorData:
+def copied_data(
+    file: Path, start: int, size_bytes: int, first: int = 0, end: int | None = None
+) -> TensorData:
     """A part of a file, read into memory of its own."""
+    wanted = (size_bytes if end is None else end) - first
 
     def prefetch() -> None:
         if not hasattr(os, "posix_fadvise"):
             return
         with contextlib.suppress(OSError), file.open("rb", buffering=0) as stream:
-            os.posix_fadvise(stream.fileno(), start, size_bytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(stream.fileno(), start + first, wanted, os.POSIX_FADV_WILLNEED)
 
     def read() -> Tensor:
         copy = torch.empty(size_bytes, dtype=torch.uint8)
-        rest, at = copy.numpy().data, start
+        rest, at = copy.numpy().data[first : first + wanted], start + first
         try:
             with file.open("rb", buffering=0) as stream:
                 while rest:
@@ -128,7 +135,7 @@ def copied_data(file: Path, start: int, size_bytes: int) -> TensorData:
             raise ModelLoadError(f"{file}: {error.strerror}") from error
         return copy
 
-    return TensorData(size_bytes, read, prefetch)
+    return TensorData(wanted, read, prefetch, cut=partial(copied_data, file, start, size_bytes))
 
 
 Part = Callable[[int, int], TensorData]
@@ -246,7 +253,7 @@ def _of_torch(file: Path, name: str, tensor: Tensor, *, mapped: bool) -> StoredT
             f"{_dtype_names(*DTYPES.values())} weights are read"
         )
     data = (
-        mapped_data(tensor)
+        replace(mapped_data(tensor), cut=None)
         if mapped and tensor.is_contiguous()
         else TensorData(tensor.nbytes, lambda: tensor)
     )
