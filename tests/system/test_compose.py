@@ -212,7 +212,7 @@ async def broker(service: Mapping, folder: Path) -> AsyncIterator[str]:
 
 
 SERVICES = sorted(path.parent.name for path in (ROOT / "services/antiphon").glob("*/__main__.py"))
-OVERLAYS = ("compose.gpu.yaml", "compose.observability.yaml")
+OVERLAYS = ("compose.gpu.yaml", "compose.nats-cluster.yaml", "compose.observability.yaml")
 SAVED_BLOCK = re.compile(r'^antiphon_saved_blocks_total\{.*result="stored".*\} [1-9]', re.MULTILINE)
 LEAVE_S = 4.0
 """What a process may take after its drain, before it ends itself."""
@@ -254,7 +254,11 @@ def test_secrets_are_random_private_and_made_once(tmp_path: Path):
 def test_a_password_that_is_missing_is_asked_for(secrets: dict[str, str]):
     for name in secrets:
         rest = {key: text for key, text in secrets.items() if key != name}
-        file = "compose.yaml" if name.startswith("NATS_") else "compose.observability.yaml"
+        others = {
+            "GRAFANA_PASSWORD": "compose.observability.yaml",
+            "ROUTES_PASSWORD": "compose.nats-cluster.yaml",
+        }
+        file = others.get(name, "compose.yaml")
         with pytest.raises(KeyError, match=name):
             read_compose(file, rest)
 
@@ -370,6 +374,52 @@ def test_the_gpu_overlay_changes_what_computes_and_nothing_else(
         assert service["image"] != services[name]["image"]
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]
+
+
+async def test_servers_of_the_cluster_overlay_connect_to_each_other_only_with_the_password(
+    services: dict[str, dict], secrets: dict[str, str], tmp_path: Path
+):
+    """Their commands, as they are but for addresses and folders of this machine."""
+    overlay = read_compose("compose.nats-cluster.yaml", secrets)["services"]
+    names = ["nats", "nats-1", "nats-2"]
+    assert {name for name in overlay if name not in services} == {"nats-1", "nats-2"}
+    for name in SERVICES:
+        url = overlay[name]["environment"]["ANTIPHON_BUS__URL"]
+        assert url == ",".join(f"nats://{host}:4222" for host in names)
+    ports = dict(zip((*names, "intruder"), free_ports(4), strict=True))
+    passwords = {key: value for key, value in secrets.items() if key.startswith("NATS_")}
+
+    def command(name: str, like: str) -> list[str]:
+        text = "\n".join(overlay[like]["command"])
+        text = text.replace("0.0.0.0:6222", f"127.0.0.1:{ports[name]}")
+        for host in names:
+            text = text.replace(f"@{host}:6222", f"@127.0.0.1:{ports[host]}")
+        file = tmp_path / f"{name}.conf"
+        users = (COMPOSE / "nats.conf").read_text()
+        file.write_text(users.replace(f'"{STORE_PATH}"', f'"{tmp_path / name}"'))
+        _, *words = text.replace(NATS_CONF, str(file)).split("\n")
+        address = ["--addr=127.0.0.1", "--port=-1", "--http_port=-1"]
+        return [str(find()), *words, f"--log={logs[name]}", *address]
+
+    logs = {name: tmp_path / f"{name}.log" for name in ports}
+
+    def log(*of: str) -> str:
+        return "".join(logs[name].read_text() for name in of if logs[name].exists())
+
+    intruder = [
+        word.replace(secrets["ROUTES_PASSWORD"], "guess").replace("=antiphon-nats", "=intruder")
+        for word in command("intruder", "nats")
+    ]
+    commands = [*(command(name, name) for name in names), intruder]
+    running = [await asyncio.create_subprocess_exec(*each, env=passwords) for each in commands]
+    try:
+        await until(lambda: "JetStream cluster metadata leader" in log(*names), 20)
+        await until(lambda: "uthentication" in log("intruder", *names), 20)
+    finally:
+        for process in running:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
 
 
 @pytest.mark.parametrize("dockerfile", ["Dockerfile", "Dockerfile.gpu"])
