@@ -1,6 +1,7 @@
 """Lets faults happen to a whole stack under load, and compares every answer with a run without.
 
     python -m tests.faults.matrix  # every fault; writes docs/reliability.md
+    python -m tests.faults.matrix --each-kind-once --clients 20
 
 The stack has two schedulers, workers, tokenizers and detokenizers, and a broker of its own. Clients
 stream requests of all kinds, one after the other. A fault happens when each reads its first words;
@@ -9,6 +10,7 @@ the load ends when each has read a whole answer that it asked for after the faul
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import subprocess
 import sys
@@ -150,13 +152,13 @@ async def fault_bed(clients: int) -> AsyncIterator[FaultBed]:
             await asyncio.to_thread(running.__exit__, None, None, None)
 
 
-def page(outcomes: Sequence[Outcome], commit: str) -> str:
+def page(outcomes: Sequence[Outcome], commit: str, clients: int) -> str:
     """docs/reliability.md."""
     lines = [
         "# Reliability",
         "",
         "What faults of real processes do to requests: `make test-faults` writes this page.",
-        f"Measured at commit {commit} with {CLIENTS} clients, which stream one request after",
+        f"Measured at commit {commit} with {clients} clients, which stream one request after",
         "the other: greedy, sampled, under a pattern, with two choices, and with tools; with",
         "prompts of about 128 and 1,500 tokens. Two schedulers, tokenizers, detokenizers and",
         "workers of the embedded model in deterministic mode, one broker, all on one machine.",
@@ -185,11 +187,11 @@ def commit_here() -> str:
     return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
 
 
-async def main() -> list[Outcome]:
-    """Let every fault happen."""
+async def main(faults: Sequence[Fault], clients: int) -> list[Outcome]:
+    """Let each fault happen."""
     outcomes: list[Outcome] = []
-    async with fault_bed(CLIENTS) as bed:
-        for fault in (*EACH_KIND, *LONGER):
+    async with fault_bed(clients) as bed:
+        for fault in faults:
             outcomes.append(await bed.suffer(fault))
             one = outcomes[-1]
             print(
@@ -201,6 +203,12 @@ async def main() -> list[Outcome]:
 
 
 if __name__ == "__main__":
-    found = asyncio.run(main())
-    PAGE.write_text(page(found, commit_here()))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--each-kind-once", action="store_true", help="for 3 s at most")
+    given = parser.parse_args()
+    found = asyncio.run(
+        main(EACH_KIND if given.each_kind_once else (*EACH_KIND, *LONGER), given.clients)
+    )
+    PAGE.write_text(page(found, commit_here(), given.clients))
     sys.exit(any(one.lost or one.wrong for one in found))
