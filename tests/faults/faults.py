@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Literal
 
 from tests.system.stack import heartbeats
 
+from antiphon.wire.base import Role
+
 if TYPE_CHECKING:
     from tests.support.nats import NatsServer
     from tests.system.stack import Stack
 
+    from antiphon.wire.heartbeat import Heartbeat
+
 How = Literal["kill", "freeze"]
-HOST = ("worker-0", "detokenizer-0", "encoder-0", "kv_storage-0")
-"""What dies with the machine that a worker is on."""
+MEMBERS = 2
+"""Schedulers, tokenizers, workers and detokenizers, each."""
 LEADER = "the leading scheduler"
+WORKER, DETOKENIZER = "the busy worker", "the busy detokenizer"
+HOST = (WORKER, DETOKENIZER, "encoder-0", "kv_storage-0")
+"""What dies with the machine that a worker is on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +32,7 @@ class Fault:
     """Something that happens to processes.
 
     Attributes:
-        members: Instances of services, or the leader; none: the broker.
+        members: Instances of services, or the leading or busy one; none: the broker.
         down_s: How long a process is frozen, or the broker is away. A killed service is started
             again by the supervisor at once.
         owner: The gateway is hit: streams that it owns may end, each as a right beginning.
@@ -42,7 +49,7 @@ class Fault:
         if not self.members:
             await self._to_broker(broker)
             return
-        members = [await leader_of(stack) if one == LEADER else one for one in self.members]
+        members = [await instance_of(stack, member) for member in self.members]
         pids = [stack.pid(member) for member in members]
         assert None not in pids, f"{self.name}: {self.members} do not all live"
         number = signal.SIGKILL if self.how == "kill" else signal.SIGSTOP
@@ -65,12 +72,19 @@ class Fault:
         await broker.start()
 
 
-async def leader_of(stack: Stack) -> str:
-    """The scheduler that leads."""
-    beats = await heartbeats(
-        stack.nats_url, lambda beats: any(beat.leads is not None for beat in beats.values())
-    )
-    return next(name for name, beat in beats.items() if beat.leads is not None)
+async def instance_of(stack: Stack, member: str) -> str:
+    """The instance that a member is now: the one that leads, or has most requests of its role."""
+    roles = {LEADER: Role.SCHEDULER, WORKER: Role.WORKER, DETOKENIZER: Role.DETOKENIZER}
+    if (role := roles.get(member)) is None:
+        return member
+
+    def all_heard(beats: dict[str, Heartbeat]) -> bool:
+        found = [beat for beat in beats.values() if beat.role is role]
+        return len(found) == MEMBERS and (member != LEADER or any(b.leads for b in found))
+
+    beats = await heartbeats(stack.nats_url, all_heard)
+    of_role = {name: beat for name, beat in beats.items() if beat.role is role}
+    return max(of_role, key=lambda name: (of_role[name].leads is not None, of_role[name].load))
 
 
 def _lives(pid: int) -> bool:
@@ -81,7 +95,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-SERVICES = ("worker-0", "detokenizer-0", LEADER, "tokenizer-0", "kv_storage-0", "gateway-0")
+SERVICES = (WORKER, DETOKENIZER, LEADER, "tokenizer-0", "kv_storage-0", "gateway-0")
 
 
 def _of(member: str, how: How, down_s: float = 0.0) -> Fault:

@@ -22,7 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tests.faults.faults import EACH_KIND, LONGER, Fault
+from tests.faults.faults import EACH_KIND, LONGER, MEMBERS, Fault
 from tests.faults.streams import Answer, Load, ask_all
 from tests.support.nats import NatsServer
 from tests.support.wait import until
@@ -31,13 +31,13 @@ from tests.system.stack import Stack, heartbeats, serving
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
-WORKERS = ("worker-0", "worker-1")
+WORKERS = tuple(f"worker-{number}" for number in range(MEMBERS))
 ARGUMENTS = (
     "--enable-deterministic-inference",
-    *("--dp-size", str(len(WORKERS))),
-    *("--tokenizer-worker-num", "2"),
-    *("--detokenizer-worker-num", "2"),
-    *("--supervisor-schedulers", "2"),
+    *("--dp-size", str(MEMBERS)),
+    *("--tokenizer-worker-num", str(MEMBERS)),
+    *("--detokenizer-worker-num", str(MEMBERS)),
+    *("--supervisor-schedulers", str(MEMBERS)),
 )
 PAGE = Path("docs/reliability.md")
 CLIENTS = 64
