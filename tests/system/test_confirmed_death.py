@@ -1,15 +1,26 @@
-"""The death of a process that the supervisor has seen needs no silence to be noticed."""
+"""The death of a worker that the supervisor has seen, or its drain, needs no silence."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 from openai import OpenAI
-from tests.system.stack import Stack, module_stack, wait_until
+from tests.system.stack import Stack, heartbeats, module_stack, run_antiphon, wait_until
+
+from antiphon.cli.main import main
+from antiphon.wire.base import ProcessState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.wire.heartbeat import Heartbeat
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -57,18 +68,33 @@ class Reader(threading.Thread):
             self.error = error
 
 
-def read(stack: Stack, victim: str | None = None) -> list[Reader]:
-    """Clients that have read their answers, perhaps while a process was killed."""
+def both_ready(beats: dict[str, Heartbeat]) -> bool:
+    ready = {name for name, beat in beats.items() if beat.state is ProcessState.READY}
+    return {"worker-0", "worker-1"} <= ready
+
+
+def kill(stack: Stack) -> None:
+    pid = stack.pid("worker-0")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def drain(stack: Stack) -> None:
+    """Drain the worker that has got the last request; in this process, which has read its code."""
+    worker = re.findall(r"request bound .*?worker=(worker-\d)", stack.log("scheduler-0"))[-1]
+    assert main(["drain", worker, "--bus-url", stack.nats_url]) == 0
+
+
+def read(stack: Stack, disturb: Callable[[Stack], None] | None = None) -> list[Reader]:
+    """Clients that have read their answers, perhaps while a worker was taken from them."""
     readers = [Reader(stack, number) for number in range(STREAMS)]
     for reader in readers:
         reader.start()
-    if victim is not None:
+    if disturb is not None:
         wait_until(lambda: all(reader.text for reader in readers), 30, "the first words")
-        pid = stack.pid(victim)
-        assert pid is not None
         unread = [reader.is_alive() for reader in readers]
-        os.kill(pid, signal.SIGKILL)
-        assert all(unread), "they had ended before the kill"
+        disturb(stack)
+        assert all(unread), "they had ended before that"
     for reader in readers:
         reader.join(60)
         assert not reader.is_alive(), "a request hangs"
@@ -81,9 +107,27 @@ def test_streams_of_a_killed_worker_go_on_before_its_silence_would_be_noticed(
 ) -> None:
     wait_until(stack.healthy, 30, "healthy before the kill")
     undisturbed = read(stack)
-    disturbed = read(stack, "worker-0")
+    disturbed = read(stack, kill)
     assert [reader.text for reader in disturbed] == [reader.text for reader in undisturbed]
     pauses = [round(reader.pause_s, 2) for reader in disturbed]
     print("longest pauses", pauses, "undisturbed", [round(r.pause_s, 2) for r in undisturbed])
     assert max(pauses) < PAUSE_S_MAX
     assert "request migrates" in stack.log("scheduler-0")
+
+
+def test_streams_of_a_drained_worker_go_on_at_another(stack: Stack) -> None:
+    """The worker stays, and runs nothing."""
+    asyncio.run(heartbeats(stack.nats_url, both_ready, timeout_s=60))
+    undisturbed = read(stack)
+    before = stack.log("scheduler-0").count("request migrates")
+    drained = read(stack, drain)
+    assert [reader.text for reader in drained] == [reader.text for reader in undisturbed]
+    assert stack.log("scheduler-0").count("request migrates") > before
+    print("longest pauses", [round(reader.pause_s, 2) for reader in drained])
+
+
+def test_drain_of_an_unknown_worker_says_so(stack: Stack) -> None:
+    result = run_antiphon("drain", "worker-9", "--bus-url", stack.nats_url, timeout_s=60)
+    assert result.returncode == 1
+    assert "antiphon drain: worker-9: " in result.stderr
+    assert "Traceback" not in result.stderr

@@ -415,7 +415,7 @@ EVERY: tuple[Message, ...] = (
         detokenizer=DETOKENIZER,
         places=(command.TokenCursor(request_id=REQUEST, choice=1, offset=6),),
     ),
-    command.DrainWorker(),
+    command.DrainWorker(migrate=True),
     command.FlushCache(unless_busy=True),
     command.PauseWorker(mode=command.PauseMode.IN_PLACE),
     command.ContinueWorker(),
@@ -601,6 +601,7 @@ EVERY: tuple[Message, ...] = (
             pages_promised=30,
             pages_returning=12,
             kv_seq=77,
+            hands_back=True,
             figures=heartbeat.WorkerStats(
                 device="cpu",
                 weight_bytes=3_000_000_000,

@@ -47,13 +47,14 @@ ControlMessage = (
 class ControlEndpoint:
     """Answers control calls. The loop applies its commands in the order in which they arrived.
 
-    `live_count` is the number of running choices, by what was sent of them.
+    `drain` is called with whether running requests are handed back, too. `live_count` is the number
+    of running choices, by what was sent of them.
     """
 
     mailbox: Mailbox
     dumps: PlanDumps
     corpora: ExternalCorpora
-    drain: Callable[[], None]
+    drain: Callable[[bool], None]
     live_count: Callable[[], int]
     send_heartbeat: Callable[[], Awaitable[None]]
     _waiting: deque[asyncio.Future[ControlDone]] = field(
@@ -70,8 +71,9 @@ class ControlEndpoint:
             Unsupported: The worker is not configured for it.
         """
         match message:
-            case DrainWorker():
-                self.drain()
+            case DrainWorker(migrate=migrate):
+                self.drain(migrate)
+                await self.send_heartbeat()
                 return ControlDone()
             case DumpPlans():
                 file = await asyncio.to_thread(self.dumps.write, "requested by a command")

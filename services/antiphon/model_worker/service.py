@@ -122,6 +122,7 @@ class ModelWorker:
             hand_over=self._submit_with_matcher,
             refuse=self._refuse,
         )
+        self._hands_back = False
         self._control = ControlEndpoint(
             self._mailbox,
             self._dumps,
@@ -269,6 +270,7 @@ class ModelWorker:
                 term=output.commands.term,
                 commands_seq=output.commands.seq,
                 refused=output.commands.refused,
+                hands_back=self._hands_back,
                 figures=self._accounting.load_stats(
                     last, grammars=len(self._grammar_queue), now=self._runtime.clock.now()
                 ),
@@ -324,8 +326,9 @@ class ModelWorker:
     async def _on_replay(self, message: ReplayKv, _: object) -> KvReplayed:
         return self._kv_events.replay(message)
 
-    def _begin_drain(self) -> None:
+    def _begin_drain(self, migrate: bool) -> None:
         self._output.draining = True
+        self._hands_back = self._hands_back or migrate
         self._runtime.health.draining()
         self._requeue_waiting(self._runtime.clock.unix_ms())
 

@@ -68,6 +68,8 @@ from antiphon.wire.submit import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peer, PeerTable
@@ -365,6 +367,15 @@ class LeaderTerm:
             self.fail_attempt(entry, WorkerLost("the worker that ran the request has died"))
         self.ledger.close(worker)
         self.bind_waiting()
+
+    def hand_back(self, worker: Process, running: AbstractSet[RequestId]) -> None:
+        """Continue what a worker runs on others, if one is ready; that counts as no failure."""
+        if not self._placement.has_ready_worker:
+            return
+        for entry in self.ledger.bound_to(worker):
+            if entry.request_id in running and entry.submit is not None:
+                entry.queued_at = self.clock.now()
+                self.migration.begin(entry)
 
     def end_isolated(self) -> None:
         """End requests that must begin alone while only one worker is ready: they may kill it."""

@@ -130,6 +130,10 @@ class Placement:
         return self._best(submit, [emptiest]), emptiest.worker
 
     @property
+    def has_ready_worker(self) -> bool:
+        return any(True for _ in self._healthy())
+
+    @property
     def can_isolate(self) -> bool:
         return sum(1 for _ in self._healthy()) >= ALONE_WORKERS_MIN
 

@@ -72,6 +72,8 @@ class Reconciliation:
         for line in load.running:
             if line.returned:
                 self._requeue_returned(line, worker)
+        if load.hands_back and self._leader_term.ready:
+            self._leader_term.hand_back(worker, held.keys() - report.ended)
         self._leader_term.bind_waiting()
 
     def on_open_list(self, change: OpenList) -> None:

@@ -29,6 +29,7 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "serve": Command("antiphon.cli.serve:main", "start NATS and every service on this machine"),
     "chat": Command("antiphon.cli.chat:main", "chat with a running server in the terminal"),
+    "drain": Command("antiphon.cli.drain:main", "move the requests of a worker to others"),
     "models": Command("antiphon.cli.commands:models", "list models with a short name"),
     "config": Command("antiphon.cli.settings:main", "print the settings and their sources"),
     "replay": Command("antiphon.cli.commands:replay", "replay the recorded step plans of a worker"),

@@ -179,7 +179,12 @@ class ResendTokens(Message):
 
 
 class DrainWorker(Message):
-    """Accept no new requests; finish the running ones."""
+    """Accept no new requests; finish the running ones.
+
+    With `migrate` they are handed back instead: they continue on other workers, if there are any.
+    """
+
+    migrate: bool = False
 
 
 class FlushCache(Message):

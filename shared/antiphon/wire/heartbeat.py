@@ -113,6 +113,7 @@ class WorkerLoad(Value):
         paused: It runs no steps until it is continued; it gets no new work and is not stalled.
         bits: Numerics digest of a deterministic worker: everything that the bits of its output
             depend on. Workers of one model must agree in it; a differing one exits.
+        hands_back: Its running requests are to be continued on other workers.
         kv_seq: Number of the newest prefix cache event; None if it publishes none.
     """
 
@@ -135,6 +136,7 @@ class WorkerLoad(Value):
     kv_seq: Number | None = None
     figures: WorkerStats = WorkerStats()
     refused: RefusedCommands | None = None
+    hands_back: bool = False
 
 
 class Heartbeat(Message):

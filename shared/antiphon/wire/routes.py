@@ -238,7 +238,7 @@ WORKER_CONTROL = RequestRoute(
         command.ListCorpora,
     ),
     replies=(command.ControlDone,),
-    senders=(Role.SCHEDULER, Role.GATEWAY),
+    senders=(Role.SCHEDULER, Role.GATEWAY, OPERATOR),
     listeners=(Role.WORKER,),
 )
 KV_EVENTS = Route(

@@ -486,6 +486,15 @@ async def test_a_drained_worker_finishes_what_runs_and_begins_nothing(stage: Sta
     assert {row.request_id for row in stage.rows} == {"a"}
 
 
+async def test_a_drained_worker_reports_that_it_hands_back_what_runs(stage: Stage) -> None:
+    await stage.start(admit("a", 300))
+    await stage.control(DrainWorker())
+    assert not stage.load.hands_back
+    await stage.control(DrainWorker(migrate=True))
+    assert stage.load.hands_back
+    assert [held.request_id for held in stage.load.running] == ["a"]
+
+
 async def test_a_stopping_worker_leaves_once_its_owners_have_their_ends(stage: Stage) -> None:
     await stage.start(admit("a", 300))
     stage.worker.stop.set()

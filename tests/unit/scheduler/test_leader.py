@@ -528,6 +528,26 @@ def test_request_that_ends_a_third_worker_is_quarantined_and_its_companions_are_
     assert {each.request_id for each in stage.admits()[1:]} == {"healthy"}
 
 
+def test_running_requests_that_a_worker_hands_back_continue_on_another() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r")
+    (first,) = stage.admits()
+    gateway.follows(request.request_id, first.attempt)
+    detokenizer.accepted(first, [1, 2])
+    worker.state = ProcessState.DRAINING
+    worker.set_load(hands_back=True)
+    worker.reports(running(first))
+    stage.pass_s(1.0)
+    assert not stage.aborts(), "no other worker is ready"
+    second = stage.enter(Role.WORKER, "worker-1")
+    worker.reports(running(first))
+    stage.pass_s(0.5)
+    assert [abort.attempt for abort in stage.aborts(worker)][:1] == [first.attempt]
+    (admit,) = stage.admits(second)
+    assert (admit.continues, admit.choices[0].output_ids) == (first.attempt, pack_ids([1, 2]))
+    assert not stage.lost()
+
+
 def test_request_that_waited_at_a_worker_that_ended_does_not_count_its_death() -> None:
     stage, _, worker, _ = usual()
     stage.submit("r")
