@@ -42,7 +42,7 @@ class Conv:
         self.x, self.weight, self.bias = random(tokens, 6), random(6, 4, seed=1), random(6, seed=2)
 
     def __call__(self, rows: StateMetadata, tokens: Tensor, states: Tensor) -> Tensor:
-        return causal_conv.reference(self.x[tokens], self.weight, self.bias, states, rows)
+        return causal_conv(self.x[tokens], self.weight.t(), self.bias, states, rows)
 
     def slowly(self, tokens: Tensor) -> Tensor:
         x = torch.cat((torch.zeros(3, 6), self.x[tokens])).double()
@@ -67,7 +67,7 @@ class Ssd:
 
     def __call__(self, rows: StateMetadata, tokens: Tensor, states: Tensor) -> Tensor:
         x, dt, b, c = (each[tokens] for each in (self.x, self.dt, self.b, self.c))
-        return ssd.reference(x, dt, self.a, b, c, self.d, states, rows)
+        return ssd(x, dt, self.a, b, c, self.d, states, rows)
 
     def slowly(self, tokens: Tensor) -> Tensor:
         x, dt, b, c = (each[tokens].double() for each in (self.x, self.dt, self.b, self.c))
@@ -96,7 +96,7 @@ class Delta:
     def __call__(self, rows: StateMetadata, tokens: Tensor, states: Tensor) -> Tensor:
         q, k, v = self.q[tokens], self.k[tokens], self.v[tokens]
         decay, beta = self.decay[tokens], self.beta[tokens]
-        return gated_delta.reference(q, k, v, decay, beta, states, rows)
+        return gated_delta(q, k, v, decay, beta, states, rows)
 
     def slowly(self, tokens: Tensor) -> Tensor:
         parts = (self.q, self.k, self.v, self.decay, self.beta)
@@ -220,7 +220,7 @@ def test_a_long_quiet_stretch_neither_grows_nor_breaks(kind) -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 def test_gated_rmsnorm_scales_parts_of_a_row(gate_first: bool, groups: int) -> None:
     x, gate, weight = random(4, 12), random(4, 12, seed=1), random(12, seed=2)
-    got = gated_rmsnorm.reference(x, gate, weight, 0.1, groups, gate_first)
+    got = gated_rmsnorm(x, gate, weight, 0.1, groups, gate_first)
     opening = gate / (1 + torch.exp(-gate))
     y = x * opening if gate_first else x.clone()
     for part in y.split(12 // groups, dim=-1):

@@ -85,7 +85,6 @@ def squares(x: Tensor) -> Tensor:
     return x.float().square().sum(dim=-1, keepdim=True)
 
 
-@kernel("norm.gated_rmsnorm")
 def gated_rmsnorm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, gate_first: bool
 ) -> Tensor:

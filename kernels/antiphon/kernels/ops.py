@@ -15,14 +15,13 @@ from antiphon.kernels.attention import bidirectional_attention, paged_attention
 from antiphon.kernels.norm import (
     add_rmsnorm,
     finite_rows,
-    gated_rmsnorm,
     layernorm,
     rmsnorm,
     rmsnorm_wide,
     squares,
 )
 from antiphon.kernels.op import REGISTRY, BackendChoice, DeviceCapability, KernelUnavailable, Op
-from antiphon.kernels.recurrent import causal_conv, gated_delta, ssd
+from antiphon.kernels.recurrent import recurrence
 from antiphon.kernels.rotary import qk_norm_rope_store
 from antiphon.kernels.routing import combine, route
 from antiphon.kernels.sampling import argmax, bias, logsumexp, mask, penalize, sample
@@ -60,10 +59,7 @@ class Ops:
         self.qk_norm_rope_store = choose(qk_norm_rope_store)
         self.paged_attention = choose(paged_attention)
         self.bidirectional_attention = choose(bidirectional_attention)
-        self.gated_rmsnorm = choose(gated_rmsnorm)
-        self.causal_conv = choose(causal_conv)
-        self.ssd = choose(ssd)
-        self.gated_delta = choose(gated_delta)
+        self.recurrence = choose(recurrence)
         self.finite_rows = choose(finite_rows)
         self.penalize = choose(penalize)
         self.mask = choose(mask)

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
@@ -23,37 +23,163 @@ import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from numpy.typing import NDArray
 from torch import Tensor
 
+from antiphon.kernels.cpu import extension
+from antiphon.kernels.cpu.extension import cpu
+from antiphon.kernels.norm import gated_rmsnorm
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from antiphon.kernels.cpu.ops import CompiledRecurrence
+
 NORM_EPS = 1e-6
 """Added to the squared norm of queries and keys, as checkpoints were trained."""
 
 
-@kernel("recurrent.conv")
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recurrence:
+    """What a layer with a recurrence computes between its projections.
+
+    A token's projection is, of `ssd` (Mamba 2), gate (H P), x (H P), B and C (Y N) each, and step
+    (H,); of `gated_delta`, q and k (Y K) each, v and gate (H V) each, learning and forgetting (H,)
+    each.
+
+    Axes: H heads, Y key heads, which of `ssd` are the groups that share B and C; C channels that
+    are convolved: x, B, C, or q, k, v.
+    """
+
+    kind: Literal["ssd", "gated_delta"]
+    key_heads: int
+    heads: int
+    rows: int  # of a head's state: N or K
+    columns: int  # P or V
+    conv: Tensor  # (taps, C), the last tap is the token itself
+    conv_bias: Tensor | None  # (C,)
+    decay_log: Tensor  # (H,) float32, the logarithm of the rate by which a state decays
+    step_bias: Tensor  # (H,) float32
+    skip: Tensor | None = None  # (H,) float32, of `ssd`
+    step_limits: tuple[float, float] = (0.0, math.inf)  # of `ssd`
+    scales: Tensor | None = None  # (inputs,) the projection is multiplied by this
+    # Of the norm after the recurrence, (H * columns,), or (norm_part,) for each part; None: no norm
+    norm: Tensor | None
+    norm_part: int  # elements that are normalised together
+    norm_eps: float
+    gate_first: bool = False  # whether the gate multiplies the input of the norm, not its result
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.columns
+
+    @property
+    def channels(self) -> int:
+        return self.width + 2 * self.key_heads * self.rows
+
+    @cached_property
+    def compiled(self) -> CompiledRecurrence:
+        """The layer in the CPU extension. Weights may be written later."""
+        library = extension.load()
+        return library.RecurrentLayer(
+            kind=getattr(library.RecurrenceKind, self.kind),
+            key_heads=self.key_heads,
+            heads=self.heads,
+            rows=self.rows,
+            columns=self.columns,
+            conv=self.conv,
+            conv_bias=self.conv_bias,
+            decay_log=self.decay_log,
+            step_bias=self.step_bias,
+            skip=self.skip,
+            step_limits=self.step_limits,
+            scales=self.scales,
+            norm=self.norm,
+            norm_part=self.norm_part,
+            norm_eps=self.norm_eps,
+            gate_first=self.gate_first,
+        )
+
+
+@kernel("recurrent.layer", cpu("recurrence"))
+def recurrence(
+    projected: Tensor, layer: Recurrence, states: LayerStates, rows: StateMetadata
+) -> Tensor:
+    """Convolve, run the recurrence, gate and normalise.
+
+    projected (T, inputs); the layer's states, mutated  ->  (T, H * columns), dtype of projected
+
+    The CPU kernel takes every token by itself, so that its bits do not depend on chunks.
+    """
+    if layer.scales is not None:
+        projected = projected * layer.scales
+    width, seen = layer.width, layer.channels
+    if layer.kind == "ssd":
+        gate, convolved, rates = projected.split((width, seen, layer.heads), dim=1)
+    else:
+        convolved, gate, rates = projected.split((seen, width, 2 * layer.heads), dim=1)
+    mixed = causal_conv(convolved, layer.conv, layer.conv_bias, states.conv_states, rows)
+    compute = _ssd_of if layer.kind == "ssd" else _gated_delta_of
+    y = compute(layer, mixed, rates, states.recurrent_states, rows).flatten(1)
+    if layer.norm is None:
+        return (y * F.silu(gate.float())).to(gate.dtype)
+    parts = width // layer.norm_part
+    weight = layer.norm if len(layer.norm) == width else layer.norm.repeat(parts)
+    return gated_rmsnorm(y, gate, weight, layer.norm_eps, parts, layer.gate_first)
+
+
+def _ssd_of(
+    layer: Recurrence, mixed: Tensor, step: Tensor, states: Tensor, rows: StateMetadata
+) -> Tensor:
+    width, shared = layer.width, layer.key_heads * layer.rows
+    x, b, c = mixed.split((width, shared, shared), dim=1)
+    groups = (len(mixed), layer.key_heads, layer.rows)
+    dt = F.softplus(step.float() + layer.step_bias).clamp(*layer.step_limits)
+    assert layer.skip is not None, "every ssd has it"
+    return ssd(
+        x.reshape(len(mixed), layer.heads, layer.columns),
+        dt,
+        -torch.exp(layer.decay_log),
+        b.reshape(groups),
+        c.reshape(groups),
+        layer.skip,
+        states,
+        rows,
+    )
+
+
+def _gated_delta_of(
+    layer: Recurrence, mixed: Tensor, rates: Tensor, states: Tensor, rows: StateMetadata
+) -> Tensor:
+    keys = layer.key_heads * layer.rows
+    q, k, v = mixed.split((keys, keys, layer.width), dim=1)
+    heads = (len(mixed), layer.key_heads, layer.rows)
+    learning, forgetting = rates.float().chunk(2, dim=-1)
+    decay = -torch.exp(layer.decay_log) * F.softplus(forgetting + layer.step_bias)
+    values = v.reshape(len(mixed), layer.heads, layer.columns)
+    beta = torch.sigmoid(learning)
+    return gated_delta(q.reshape(heads), k.reshape(heads), values, decay, beta, states, rows)
+
+
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateMetadata
 ) -> Tensor:
     """Convolve each channel with its last K tokens, and apply SiLU.
 
     Axes: T tokens, C channels, K taps, S states.
-    x (T, C); weight (C, K), the last tap is the token itself; bias (C,); states (S, K - 1, C), the
-    inputs of the last tokens, mutated  ->  (T, C), dtype of x
+    x (T, C); weight (K, C), the last tap is the token itself; bias (C,); states (S, K - 1, C), the
+    inputs of the last tokens, mutated  ->  (T, C), dtype of x; intermediate values are float32
     """
-    taps = weight.t()  # (K, C)
-    out = torch.empty_like(x)
+    taps, out = weight.float(), torch.empty_like(x)
     for decode_rows in rows.steps:
         seen = torch.cat(
             (decode_rows.read_states(states).to(x.dtype), decode_rows.gather(x).unsqueeze(1)), dim=1
         )
         decode_rows.write_states(states, seen[:, 1:])
-        decode_rows.scatter(out, _activate((seen * taps).sum(dim=1), bias))
+        decode_rows.scatter(out, _activate((seen * taps).sum(dim=1), bias).to(out.dtype))
     for run in rows.scan_spans:
         own = x[run.begin : run.end]
         seen = torch.cat((run.initial_state(states).to(x.dtype), own))  # (K - 1 + tokens, C)
         states[run.write] = seen[len(own) :].to(states.dtype)
+        seen = seen.float()
         mixed = seen[: len(own)] * taps[0]
         for tap in range(1, len(taps)):
             mixed.addcmul_(seen[tap : tap + len(own)], taps[tap])
@@ -62,10 +188,9 @@ def causal_conv(
 
 
 def _activate(mixed: Tensor, bias: Tensor | None) -> Tensor:
-    return F.silu(mixed if bias is None else mixed + bias)
+    return F.silu(mixed if bias is None else mixed + bias.float())
 
 
-@kernel("recurrent.ssd")
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -166,7 +291,6 @@ def chunk_decays(steps: Tensor) -> tuple[Tensor, Tensor]:
     return sums.float(), between.masked_fill_(later, -torch.inf).exp_()
 
 
-@kernel("recurrent.gated_delta")
 def gated_delta(
     q: Tensor,
     k: Tensor,
@@ -398,6 +522,17 @@ class StateMetadata:
     writes: Ints
     query_len: Ints  # (R,) tokens of a row in this pass
     kv_len: Ints  # (R,) tokens of its sequence up to the end of the row
+
+    @cached_property
+    def compiled(self) -> extension.CompiledStates:
+        """The rows in the CPU extension.
+
+        Raises:
+            RuntimeError: A row leaves neither one state nor one for each of its tokens.
+        """
+        return extension.load().StateMetadata(
+            reads=self.reads, writes=self.writes, query_len=self.query_len
+        )
 
     @cached_property
     def steps(self) -> tuple[DecodeRows, ...]:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
-from antiphon.kernels.recurrent import StateSpec
+from antiphon.kernels.recurrent import Recurrence, StateSpec
 from antiphon.layers.linear import CheckpointLayout, LinearPart
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource, replicated_source
@@ -51,7 +50,7 @@ class ShortConv(Module):
     ) -> None:
         tp = site.build.tp
         channels = sum(part.piece() for part in parts)
-        self.weight = site.build.empty(channels, taps)
+        self.weight = site.build.empty(taps, channels)
         self.bias = site.build.empty(channels) if bias else None
         self._name = site.tensor_name(tensor)
         self._channels = sum(part.outputs for part in parts)
@@ -63,10 +62,9 @@ class ShortConv(Module):
         ]
 
     def sources(self) -> Iterator[WeightSource]:
-        shape = (self._channels, 1, self.weight.shape[1])
-        yield WeightSource(
-            f"{self._name}.weight", shape, partial(_copy_rows, self.weight, self._own)
-        )
+        shape = (self._channels, 1, len(self.weight))
+        load = partial(_copy_rows, self.weight.t(), self._own)
+        yield WeightSource(f"{self._name}.weight", shape, load)
         if self.bias is not None:
             load = partial(_copy_rows, self.bias, self._own)
             yield WeightSource(f"{self._name}.bias", (self._channels,), load)
@@ -115,10 +113,9 @@ class Mamba2Spec:
 
 
 class Mamba2(Sublayer):
-    """One layer. Axes: T tokens, H heads, P channels of a head, G groups, N state size.
+    """One layer. Heads are sharded over ranks; B and C of a group are where its heads are."""
 
-    Heads are sharded over ranks; B and C of a group are on each rank with heads of the group.
-    """
+    kernels = frozenset({"recurrent.layer"})
 
     def __init__(self, site: LayerBuildContext, spec: Mamba2Spec) -> None:
         build, ranks = site.build, site.build.tp.ranks
@@ -138,30 +135,31 @@ class Mamba2(Sublayer):
         self._norm_name = site.tensor_name("mamba.norm")
         self._first = build.tp.rank * (spec.width // ranks)
         self._out = site.row("mamba.out_proj", spec.width, bias=spec.out_bias)
-        self._scales = _scales(parts, spec.scales, build.dtype, build.device)
         vectors = (self._decay, self._skip, self._step_bias)
         self.children = (self._inputs, self._conv, *vectors, self._out)
-        self.kernels = frozenset({"recurrent.conv", "recurrent.ssd"})
-        if self._norm is not None:
-            self.kernels |= {"norm.gated_rmsnorm"}
+        self._recurrence = Recurrence(
+            kind="ssd",
+            key_heads=self._groups,
+            heads=self._heads,
+            rows=spec.state_size,
+            columns=spec.head_size,
+            conv=self._conv.weight,
+            conv_bias=self._conv.bias,
+            decay_log=self._decay.value,
+            step_bias=self._step_bias.value,
+            skip=self._skip.value,
+            step_limits=spec.step_limits,
+            scales=_scales(parts, spec.scales, build.dtype, build.device),
+            norm=self._norm,
+            norm_part=self._heads * spec.head_size // self._groups,
+            norm_eps=spec.norm_eps or 0.0,
+            gate_first=spec.gate_first,
+        )
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         assert ctx.states_of is not None, "a pass without states"
-        states, rows = ctx.states_of(self._layer)
-        projected = self._inputs(ctx, x)
-        if self._scales is not None:
-            projected = projected * self._scales
-        width, seen = self._heads * self._spec.head_size, self._conv.weight.shape[0]
-        gate, step = projected[:, :width], projected[:, width + seen :]
-        mixed = ctx.ops.causal_conv(
-            projected[:, width : width + seen],
-            self._conv.weight,
-            self._conv.bias,
-            states.conv_states,
-            rows,
-        )
-        y = ctx.ops.ssd(*self._recurrence(mixed, step), states.recurrent_states, rows).flatten(1)
-        return self._out(ctx, self._leave(ctx, y, gate))
+        states = ctx.states_of(self._layer)
+        return self._out(ctx, ctx.ops.recurrence(self._inputs(ctx, x), self._recurrence, *states))
 
     def sources(self) -> Iterator[WeightSource]:
         yield from super().sources()
@@ -169,26 +167,6 @@ class Mamba2(Sublayer):
             own = slice(self._first, self._first + len(self._norm))
             load = partial(_copy_rows, self._norm, (own,))
             yield WeightSource(f"{self._norm_name}.weight", (self._spec.width,), load)
-
-    def _recurrence(
-        self, mixed: Tensor, step: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        tokens, width = len(mixed), self._heads * self._spec.head_size
-        shared = self._groups * self._spec.state_size
-        x = mixed[:, :width].view(tokens, self._heads, -1)
-        b = mixed[:, width : width + shared].view(tokens, self._groups, -1)
-        c = mixed[:, width + shared :].view(tokens, self._groups, -1)
-        dt = F.softplus(step.float() + self._step_bias.value).clamp(*self._spec.step_limits)
-        return x, dt, -torch.exp(self._decay.value), b, c, self._skip.value
-
-    def _leave(self, ctx: ForwardContext, y: Tensor, gate: Tensor) -> Tensor:
-        """Gate and normalise: y (T, H * P) float32  ->  the same shape in the model's dtype."""
-        if self._norm is None:
-            return (y * F.silu(gate.float())).to(gate.dtype)
-        assert self._spec.norm_eps is not None, "a norm has it"
-        return ctx.ops.gated_rmsnorm(
-            y, gate, self._norm, self._spec.norm_eps, self._groups, self._spec.gate_first
-        )
 
 
 def _mamba2_parts(site: LayerBuildContext, spec: Mamba2Spec) -> tuple[LinearPart, ...]:
@@ -236,12 +214,9 @@ class GatedDeltaSpec:
 
 
 class GatedDelta(Sublayer):
-    """One layer. Axes: T tokens, Y key heads, H value heads, K key size, V value size.
+    """One layer. Key heads are sharded over ranks, each with the value heads that it serves."""
 
-    Key heads are sharded over ranks, each with the value heads that it serves.
-    """
-
-    kernels = frozenset({"recurrent.conv", "recurrent.gated_delta", "norm.gated_rmsnorm"})
+    kernels = frozenset({"recurrent.layer"})
 
     def __init__(self, site: LayerBuildContext, spec: GatedDeltaSpec) -> None:
         build = site.build
@@ -258,41 +233,29 @@ class GatedDelta(Sublayer):
         self._norm = build.empty(spec.value_size)
         self._out = site.row("linear_attn.out_proj", spec.value_heads * spec.value_size, bias=False)
         self.children = (self._inputs, self._conv, self._decay, self._step_bias, self._out)
+        self._recurrence = Recurrence(
+            kind="gated_delta",
+            key_heads=self._key_heads,
+            heads=self._value_heads,
+            rows=spec.key_size,
+            columns=spec.value_size,
+            conv=self._conv.weight,
+            conv_bias=None,
+            decay_log=self._decay.value,
+            step_bias=self._step_bias.value,
+            norm=self._norm,
+            norm_part=spec.value_size,
+            norm_eps=spec.norm_eps,
+        )
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         assert ctx.states_of is not None, "a pass without states"
-        states, rows = ctx.states_of(self._layer)
-        projected = self._inputs(ctx, x)
-        seen, width = self._conv.weight.shape[0], self._value_heads * self._spec.value_size
-        gate, rates = projected[:, seen : seen + width], projected[:, seen + width :]
-        mixed = ctx.ops.causal_conv(
-            projected[:, :seen], self._conv.weight, None, states.conv_states, rows
-        )
-        y = ctx.ops.gated_delta(*self._recurrence(mixed, rates), states.recurrent_states, rows)
-        normed = ctx.ops.gated_rmsnorm(
-            y.flatten(0, 1),
-            gate.reshape(-1, self._spec.value_size),
-            self._norm,
-            self._spec.norm_eps,
-            1,
-            False,  # noqa: FBT003 (kernels take no names)
-        )
-        return self._out(ctx, normed.view(len(x), -1))
+        states = ctx.states_of(self._layer)
+        return self._out(ctx, ctx.ops.recurrence(self._inputs(ctx, x), self._recurrence, *states))
 
     def sources(self) -> Iterator[WeightSource]:
         yield from super().sources()
         yield from replicated_source(f"{self._norm_name}.weight", self._norm)
-
-    def _recurrence(
-        self, mixed: Tensor, rates: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        keys = self._key_heads * self._spec.key_size
-        q, k = mixed[:, :keys], mixed[:, keys : 2 * keys]
-        heads = (len(mixed), self._key_heads, -1)
-        v = mixed[:, 2 * keys :].view(len(mixed), self._value_heads, -1)
-        learning, forgetting = rates.float().chunk(2, dim=-1)
-        decay = -torch.exp(self._decay.value) * F.softplus(forgetting + self._step_bias.value)
-        return q.view(heads), k.view(heads), v, decay, torch.sigmoid(learning)
 
 
 def _gated_delta_parts(site: LayerBuildContext, spec: GatedDeltaSpec) -> tuple[LinearPart, ...]:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 CompiledMetadata = NewType("CompiledMetadata", object)
 """`Rows` of the extension: validated, and split into tasks for its threads."""
 
+CompiledStates = NewType("CompiledStates", object)
+"""`StateMetadata` of the extension."""
+
 
 @cache
 def load() -> ModuleType:

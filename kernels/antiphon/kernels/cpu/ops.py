@@ -20,11 +20,21 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.attention import AttentionMetadata
+    from antiphon.kernels.cpu.extension import CompiledStates
+    from antiphon.kernels.recurrent import LayerStates, Recurrence, StateMetadata
     from antiphon.kernels.rotary import QkNormWeights
 
 
 class CompiledQkNorms(Protocol):
     """QK norms of the CPU extension, which keep their weights."""
+
+
+class CompiledRecurrence(Protocol):
+    """A layer with a recurrence in the CPU extension; it reads the weights where they are."""
+
+    def forward(
+        self, projected: Tensor, conv_states: Tensor, states: Tensor, rows: CompiledStates
+    ) -> Tensor: ...
 
 
 PASS_PAGE_TOKENS = 16
@@ -49,6 +59,14 @@ def qk_norm_rope_store(
     compiled = None if norms is None else compile_qk_norms(norms)
     return extension.load().qk_norm_rope_store(
         heads, cos, sin, keys, values, places, compiled, scales
+    )
+
+
+def recurrence(
+    projected: Tensor, layer: Recurrence, states: LayerStates, rows: StateMetadata
+) -> Tensor:
+    return layer.compiled.forward(
+        projected, states.conv_states, states.recurrent_states, rows.compiled
     )
 
 

@@ -61,7 +61,7 @@ BLOCKS = frozenset(
     {
         *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
-        *("norm.gated_rmsnorm", "recurrent.conv", "recurrent.ssd", "recurrent.gated_delta"),
+        "recurrent.layer",
         *("attention.heads", "attention.paged", "attention.whole"),
         "logits.softcap",
     }

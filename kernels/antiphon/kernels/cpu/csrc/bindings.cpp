@@ -84,5 +84,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     bind_memory(module);
     bind_attention(module);
     bind_experts(module);
+    bind_recurrent(module);
     bind_stack(module);
 }

@@ -49,4 +49,5 @@ void bind_linear(py::module_ &module);
 void bind_memory(py::module_ &module);
 void bind_attention(py::module_ &module);
 void bind_experts(py::module_ &module);
+void bind_recurrent(py::module_ &module);
 void bind_stack(py::module_ &module);

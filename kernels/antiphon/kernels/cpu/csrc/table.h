@@ -7,6 +7,7 @@
 #include "packed.h"
 #include "packed_experts.h"
 #include "paged.h"
+#include "recurrence.h"
 
 struct Table {
     const char *isa;
@@ -47,6 +48,9 @@ struct Table {
 
     // experts.h
     void (*experts)(const ExpertsCall &call, int threads);
+
+    // recurrent.h
+    void (*recurrence)(const RecurrenceCall &call, int threads);
 
     // stack.h
     void (*stack)(const StackCall &call, int threads);
