@@ -238,7 +238,7 @@ def bits(folder: Path, dtype: str, chunks: list[int], others: int) -> Tensor:
 OTHER_FAMILIES = [
     *("mixtral", "qwen2-moe", "glm4-moe", "gpt-oss", "llama4", "deepseek-v2", "deepseek-v3"),
     *("gemma", "gemma2", "gemma3", "granite", "phi", "glm4", "olmo2", "smollm3"),
-    *("gpt2", "gpt neox"),
+    *("gpt2", "gpt neox", "falcon-h1", "qwen3-next", "qwen3-next with experts"),
 ]
 
 

@@ -62,6 +62,15 @@ def activate(x: Tensor, activation: ActivationKind) -> Tensor:
     return _FUNCTIONS[activation](x)
 
 
+@kernel("activation.sigmoid_mul", cpu("sigmoid_mul"))
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """X * sigmoid(gate): heads and their gates (T, Q, D) both, of which a token's lie in one piece.
+
+    Source: Qiu et al. 2025, arXiv:2505.06708 (gated attention).
+    """
+    return x * torch.sigmoid(gate)
+
+
 @kernel("logits.softcap", cpu("soft_capped"))
 def soft_capped(x: Tensor, softcap: float) -> Tensor:
     """Elementwise softcap * tanh(x / softcap); x float32, shape as x.

@@ -8,6 +8,7 @@ from antiphon.kernels.activation import (
     activate,
     clamped_swish_mul,
     gate,
+    sigmoid_mul,
     silu_mul,
     soft_capped,
 )
@@ -53,6 +54,7 @@ class Ops:
         self.gate = choose(gate)
         self.activate = choose(activate)
         self.clamped_swish_mul = choose(clamped_swish_mul)
+        self.sigmoid_mul = choose(sigmoid_mul)
         self.soft_capped = choose(soft_capped)
         self.route = choose(route)
         self.combine = choose(combine)

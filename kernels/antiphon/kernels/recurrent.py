@@ -525,6 +525,9 @@ class StateMetadata:
 
     @cached_property
     def compiled(self) -> extension.CompiledStates:
+        return self.compile()
+
+    def compile(self) -> extension.CompiledStates:
         """The rows in the CPU extension.
 
         Raises:

@@ -99,7 +99,7 @@ class Attention(Sublayer):
         build, names = site.build, spec.names
         self._layer = site.layer
         self._head_size = spec.head_size
-        self._gated = spec.gated
+        self.gated = spec.gated
         query_heads = build.share(spec.query_heads, f"{site.name}.attention")
         self._qkv = site.column(
             "attention.qkv", _parts(site, spec), bias=spec.qkv_bias, inputs=spec.inputs
@@ -131,11 +131,13 @@ class Attention(Sublayer):
         self.kernels = frozenset({"attention.whole"})
         if spec.causal:
             self.kernels = frozenset({"attention.heads", "attention.paged"})
+        if spec.gated:
+            self.kernels |= {"activation.sigmoid_mul"}
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         heads = self._qkv(ctx, x).view(len(x), -1, self._head_size)  # (T, Q + 2 H, D)
         gate = None
-        if self._gated:
+        if self.gated:
             own = heads.shape[1] - (self._share.stop - self._share.start)
             heads, gate = heads[:, :own], heads[:, own:]
         if self._norms is not None and self.params.norms is None:
@@ -144,7 +146,7 @@ class Attention(Sublayer):
             heads = self._tempered(ctx, heads, self.temperature)
         mixed = ctx.attend(self._layer, heads, self.params)  # (T, Q, D)
         if gate is not None:
-            mixed = mixed * torch.sigmoid(gate)
+            mixed = ctx.ops.sigmoid_mul(mixed, gate)
         return self._out(ctx, mixed.flatten(1))
 
     def _tempered(self, ctx: ForwardContext, heads: Tensor, temperature: Temperature) -> Tensor:
@@ -166,11 +168,8 @@ class Attention(Sublayer):
     @property
     def unfused(self) -> str | None:
         """What of it the fused decoder does not have; None: nothing."""
-        parts = {
-            "QK norms over ranks": self._norms is not None and self._norms.weights is None,
-            "gated attention": self._gated,
-        }
-        return next((part for part, has in parts.items() if has), None)
+        over_ranks = self._norms is not None and self._norms.weights is None
+        return "QK norms over ranks" if over_ranks else None
 
     def sources(self) -> Iterator[WeightSource]:
         yield from super().sources()

@@ -39,12 +39,12 @@ class ParallelMixers(Sublayer):
         spec: ParallelMixersSpec,
         build: Callable[[LayerBuildContext, BranchSpec], Sublayer],
     ) -> None:
-        self._branches = [(branch, build(site, branch.mixer)) for branch in spec.branches]
-        self.children = tuple(block for _, block in self._branches)
+        self.branches = [(branch, build(site, branch.mixer)) for branch in spec.branches]
+        self.children = tuple(block for _, block in self.branches)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         total: Tensor | None = None
-        for branch, block in self._branches:
+        for branch, block in self.branches:
             y = block(ctx, x if branch.scale_in == 1.0 else x * branch.scale_in)
             y = y if branch.scale_out == 1.0 else y * branch.scale_out
             total = y if total is None else total + y

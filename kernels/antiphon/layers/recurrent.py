@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.kernels.recurrent import Recurrence, StateSpec
-from antiphon.layers.linear import CheckpointLayout, LinearPart
+from antiphon.layers.linear import CheckpointLayout, ColumnLinear, LinearPart, RowLinear
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource, replicated_source
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
 
 
@@ -77,6 +78,26 @@ def _copy_rows(into: Tensor, rows: Sequence[slice], tensor: Tensor) -> None:
 Scales = tuple[float, float, float, float, float]
 
 
+class RecurrentMixer(Sublayer):
+    """A recurrent layer: a projection, the recurrence over states, a projection back."""
+
+    kernels = frozenset({"recurrent.layer"})
+    layer: int
+    inputs: ColumnLinear
+    recurrence: Recurrence
+    out: RowLinear
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        assert ctx.states_of is not None, "a pass without states"
+        states = ctx.states_of(self.layer)
+        return self.out(ctx, ctx.ops.recurrence(self.inputs(ctx, x), self.recurrence, *states))
+
+    @property
+    def packed(self) -> tuple[CompiledLinear, CompiledLinear] | None:
+        inputs, out = self.inputs.packed, self.out.packed
+        return None if inputs is None or out is None else (inputs, out)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec:
     """Mamba 2, as by Dao and Gu (arXiv:2405.21060)."""
@@ -112,21 +133,19 @@ class Mamba2Spec:
         )
 
 
-class Mamba2(Sublayer):
+class Mamba2(RecurrentMixer):
     """One layer. Heads are sharded over ranks; B and C of a group are where its heads are."""
-
-    kernels = frozenset({"recurrent.layer"})
 
     def __init__(self, site: LayerBuildContext, spec: Mamba2Spec) -> None:
         build, ranks = site.build, site.build.tp.ranks
-        self._layer = site.layer
+        self.layer = site.layer
         self._spec = spec
         self._heads = build.share(spec.heads, f"{site.name}.mamba")
         self._groups = spec.groups // min(ranks, spec.groups)
         if spec.norm_eps is not None:
             build.share(spec.groups, f"{site.name}.mamba: groups that are normalised")
         parts = _mamba2_parts(site, spec)
-        self._inputs = site.column("mamba.inputs", parts, bias=spec.input_bias)
+        self.inputs = site.column("mamba.inputs", parts, bias=spec.input_bias)
         self._conv = ShortConv(site, "mamba.conv1d", spec.taps, parts[1:4], bias=spec.conv_bias)
         self._decay = HeadVector(site, "mamba.A_log", spec.heads)
         self._skip = HeadVector(site, "mamba.D", spec.heads)
@@ -134,10 +153,10 @@ class Mamba2(Sublayer):
         self._norm = None if spec.norm_eps is None else build.empty(spec.width // ranks)
         self._norm_name = site.tensor_name("mamba.norm")
         self._first = build.tp.rank * (spec.width // ranks)
-        self._out = site.row("mamba.out_proj", spec.width, bias=spec.out_bias)
+        self.out = site.row("mamba.out_proj", spec.width, bias=spec.out_bias)
         vectors = (self._decay, self._skip, self._step_bias)
-        self.children = (self._inputs, self._conv, *vectors, self._out)
-        self._recurrence = Recurrence(
+        self.children = (self.inputs, self._conv, *vectors, self.out)
+        self.recurrence = Recurrence(
             kind="ssd",
             key_heads=self._groups,
             heads=self._heads,
@@ -155,11 +174,6 @@ class Mamba2(Sublayer):
             norm_eps=spec.norm_eps or 0.0,
             gate_first=spec.gate_first,
         )
-
-    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        assert ctx.states_of is not None, "a pass without states"
-        states = ctx.states_of(self._layer)
-        return self._out(ctx, ctx.ops.recurrence(self._inputs(ctx, x), self._recurrence, *states))
 
     def sources(self) -> Iterator[WeightSource]:
         yield from super().sources()
@@ -213,27 +227,25 @@ class GatedDeltaSpec:
         )
 
 
-class GatedDelta(Sublayer):
+class GatedDelta(RecurrentMixer):
     """One layer. Key heads are sharded over ranks, each with the value heads that it serves."""
-
-    kernels = frozenset({"recurrent.layer"})
 
     def __init__(self, site: LayerBuildContext, spec: GatedDeltaSpec) -> None:
         build = site.build
-        self._layer = site.layer
+        self.layer = site.layer
         self._spec = spec
         self._key_heads = build.share(spec.key_heads, f"{site.name}.linear_attn")
         self._value_heads = build.share(spec.value_heads, f"{site.name}.linear_attn")
         parts = _gated_delta_parts(site, spec)
-        self._inputs = site.column("linear_attn.inputs", parts, bias=False)
+        self.inputs = site.column("linear_attn.inputs", parts, bias=False)
         self._conv = ShortConv(site, "linear_attn.conv1d", spec.taps, parts[:3], bias=False)
         self._decay = HeadVector(site, "linear_attn.A_log", spec.value_heads)
         self._step_bias = HeadVector(site, "linear_attn.dt_bias", spec.value_heads)
         self._norm_name = site.tensor_name("linear_attn.norm")
         self._norm = build.empty(spec.value_size)
-        self._out = site.row("linear_attn.out_proj", spec.value_heads * spec.value_size, bias=False)
-        self.children = (self._inputs, self._conv, self._decay, self._step_bias, self._out)
-        self._recurrence = Recurrence(
+        self.out = site.row("linear_attn.out_proj", spec.value_heads * spec.value_size, bias=False)
+        self.children = (self.inputs, self._conv, self._decay, self._step_bias, self.out)
+        self.recurrence = Recurrence(
             kind="gated_delta",
             key_heads=self._key_heads,
             heads=self._value_heads,
@@ -247,11 +259,6 @@ class GatedDelta(Sublayer):
             norm_part=spec.value_size,
             norm_eps=spec.norm_eps,
         )
-
-    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        assert ctx.states_of is not None, "a pass without states"
-        states = ctx.states_of(self._layer)
-        return self._out(ctx, ctx.ops.recurrence(self._inputs(ctx, x), self._recurrence, *states))
 
     def sources(self) -> Iterator[WeightSource]:
         yield from super().sources()

@@ -65,6 +65,7 @@ TILES_ISA = "amx"
 ONE_RANK = ResolvedValue(1, "parallel.tp_size")
 CUT_EXPERTS = ResolvedValue(1, "parallel.ep_size")
 ONE_STAGE = ResolvedValue(1, "parallel.pp_size")
+UNLOADED = ResolvedValue("", "known once the model is loaded")
 NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
 
 
@@ -107,6 +108,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     ranks: ResolvedValue[int] = ONE_RANK
     ep_ranks: ResolvedValue[int] = CUT_EXPERTS
     stages: ResolvedValue[int] = ONE_STAGE
+    decoder: ResolvedValue[str] = UNLOADED
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
 
     @property
@@ -396,11 +398,6 @@ def _deterministic(
 ) -> ResolvedValue[bool]:
     if not settings.model.deterministic:
         return ResolvedValue(value=False, reason="model.deterministic")
-    if card.states is not None:
-        raise ConfigError(
-            "model.deterministic: recurrent layers of this model run in torch, whose results "
-            "depend on batch composition"
-        )
     if linear.value is LinearFormat.PLAIN:
         raise ConfigError(
             "model.deterministic: results of torch's matmul depend on batch composition, and "

@@ -338,7 +338,6 @@ def test_states_share_the_pool_with_pages_unless_the_operator_says_how_many() ->
         ({"cache__states_max": "9999999"}, "a request needs 2 states"),
         ({"cache__bytes_max": str(STATE_BYTES)}, "not enough memory for the 2 states"),
         ({"cache__checkpoint_tokens": "100"}, "must be a multiple of cluster.page_tokens = 16"),
-        ({"model__deterministic": "true"}, "recurrent layers"),
     ],
 )
 def test_states_that_cannot_be_are_refused(said: dict[str, str], message: str) -> None:

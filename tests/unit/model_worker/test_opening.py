@@ -39,7 +39,8 @@ from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup import checksums, warm_up
 from antiphon.model_worker.startup.checksums import HUB, content_digest, verify
 from antiphon.model_worker.startup.engine import Engine, open_engine, open_engine_core
-from antiphon.resolve.resolved_config import resolve
+from antiphon.resolve.resolved_config import resolve, table
+from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.service.startup import CannotStart
 from antiphon.wire.base import FinishReason
 from antiphon.wire.ids import RequestId
@@ -118,6 +119,21 @@ def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
     assert limits.pool_width == engine.resolved.pooling.value.card.width
     with pytest.raises(CannotStart, match="does not generate"):
         warm_up.warm_up(loop)
+
+
+@pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
+def test_the_plan_says_whether_a_step_is_one_call_and_if_not_why() -> None:
+    def decoder(linear: str) -> ResolvedValue[str]:
+        model = msgspec.structs.replace(SMALL.model, linear=linear)
+        engine = open_engine(msgspec.structs.replace(SMALL, model=model))
+        assert engine.resolved is not None
+        assert engine.resolved.decoder.reason in table(engine.resolved)
+        return engine.resolved.decoder
+
+    assert decoder("packed") == ResolvedValue("fused", "all layers in one call of the kernels")
+    assert decoder("plain") == ResolvedValue(
+        "by layer", "the linears are not packed on a single rank"
+    )
 
 
 def test_the_pool_is_as_large_as_its_setting_and_bounds_the_context() -> None:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.cpu.experts import CompiledExperts
     from antiphon.kernels.cpu.linear import CompiledLinear
+    from antiphon.kernels.cpu.ops import CompiledRecurrence
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.norm import NormKind, NormWeights
+    from antiphon.kernels.recurrent import LayerStates, StateMetadata
     from antiphon.kernels.rotary import QkNormWeights, TokenCosSin
 
 
@@ -39,15 +41,37 @@ class BlockNorms(NamedTuple):
     of_sum: NormWeights | None = None
 
 
+class MixerScales(NamedTuple):
+    """Factors of what a mixer reads, and of its output."""
+
+    inputs: float = 1.0
+    output: float = 1.0
+
+
+UNIT_SCALES = MixerScales()
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRecurrence:
+    """A recurrent mixer: its projections, what lies between them, and the states that it has."""
+
+    layer: CompiledRecurrence
+    inputs: CompiledLinear
+    out: CompiledLinear
+    states: LayerStates
+    scales: MixerScales = UNIT_SCALES
+
+
 @dataclass(frozen=True, slots=True)
 class FusedDecoderLayer:
     """The weights of one layer: packed linears, and the norms around its blocks.
 
-    In place of `gate_up` and `down` there may be experts.
+    It has attention, a recurrence, or both, whose outputs are added. In place of `gate_up` and
+    `down` there may be experts.
     """
 
-    qkv: CompiledLinear
-    out: CompiledLinear
+    qkv: CompiledLinear | None
+    out: CompiledLinear | None
     # Gate and up in halves, which become activation(gate) * up; or up alone, which is activated.
     gate_up: CompiledLinear | None
     down: CompiledLinear | None
@@ -64,6 +88,11 @@ class FusedDecoderLayer:
     # block reads what attention reads.
     parallel: bool = False
     multiplier: float = 1.0  # of the output of each block
+    # Behind queries, keys and values `qkv` gives a gate for each query, whose sigmoid multiplies
+    # what the head attends to.
+    gated: bool = False
+    attention_scales: MixerScales = UNIT_SCALES
+    recurrence: FusedRecurrence | None = None
 
 
 class UncachedHeads(NamedTuple):
@@ -110,7 +139,7 @@ class FusedDecoder:
 
     def __init__(
         self,
-        layers: Iterable[tuple[FusedDecoderLayer, LayerKvCache | UncachedHeads]],
+        layers: Iterable[tuple[FusedDecoderLayer, LayerKvCache | UncachedHeads | None]],
         *,
         hidden: int,
         dtype: torch.dtype,
@@ -120,9 +149,10 @@ class FusedDecoder:
         ends: EmbeddingAndHead | None = None,
         aux_layers: Sequence[int] = (),
     ) -> None:
-        """Without a `final_norm` the stream behind the last layer is the result, a norm itself.
+        """Layers without attention have no cache.
 
-        Every pass outputs the stream as it enters each of `aux_layers`, ascending, too.
+        Without a `final_norm` the stream behind the last layer is the result, a norm itself. Every
+        pass outputs the stream as it enters each of `aux_layers`, ascending, too.
         """
         self.scores = ends is not None
         library = extension.load()
@@ -134,9 +164,22 @@ class FusedDecoder:
             eps=eps,
         )
         for layer, cache in layers:
+            recurrent = layer.recurrence
             self._compiled.add(
                 qkv=layer.qkv,
                 out=layer.out,
+                gated=layer.gated,
+                attention_scales=layer.attention_scales,
+                recurrent=recurrent
+                and (
+                    recurrent.layer,
+                    recurrent.inputs,
+                    recurrent.out,
+                    recurrent.scales,
+                    recurrent.states.conv_states,
+                    recurrent.states.recurrent_states,
+                    recurrent.states.group,
+                ),
                 gate_up=layer.gate_up,
                 down=layer.down,
                 experts=layer.experts,
@@ -150,10 +193,8 @@ class FusedDecoder:
                 softcap=layer.softcap,
                 sinks=layer.sinks,
                 rotary=layer.rotary,
-                group=cache.group,
-                cache=cache[1:]
-                if isinstance(cache, UncachedHeads)
-                else (cache.keys, cache.values, *cache.scales),
+                group=0 if cache is None else cache.group,
+                cache=_compile_cache(cache),
             )
         self._compiled.set_aux_layers(list(aux_layers))
         if ends is not None:
@@ -173,6 +214,7 @@ class FusedDecoder:
         residual: Tensor,
         turns: Sequence[TokenCosSin],
         groups: Sequence[AttentionMetadata],
+        states: Sequence[StateMetadata] = (),
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run a forward pass; `turns` are those that layers have an index of.
 
@@ -182,7 +224,8 @@ class FusedDecoder:
         """
         compiled = [rows.compile() for rows in groups]
         angles = [(each.cos, each.sin, each.query_scale) for each in turns]
-        return self._compiled.forward(residual, angles, turns[0].positions, compiled)
+        rows = [each.compile() for each in states]
+        return self._compiled.forward(residual, angles, turns[0].positions, compiled, rows)
 
     def score(
         self,
@@ -190,6 +233,7 @@ class FusedDecoder:
         logit_indices: NDArray[np.int32],
         turns: Sequence[TokenCosSin],
         groups: Sequence[AttentionMetadata],
+        states: Sequence[StateMetadata] = (),
         *,
         argmax_only: bool = False,
     ) -> FusedDecoderOutput:
@@ -202,8 +246,11 @@ class FusedDecoder:
         compiled = [rows.compile() for rows in groups]
         angles = [(each.cos, each.sin, each.query_scale) for each in turns]
         positions = turns[0].positions
+        rows = [each.compile() for each in states]
         return FusedDecoderOutput(
-            *self._compiled.score(ids, logit_indices, angles, positions, compiled, argmax_only)
+            *self._compiled.score(
+                ids, logit_indices, angles, positions, compiled, rows, argmax_only
+            )
         )
 
     def decode_next(
@@ -215,7 +262,8 @@ class FusedDecoder:
         """Run the next decode step of the previous pass, each row one token further.
 
         Rows, positions and scratch memory of the previous pass are reused. Earlier results do not
-        change. ids (T,); tables (T, N) of each cache group, as in `AttentionMetadata`.
+        change. ids (T,); tables (T, N) of each cache group, as in `AttentionMetadata`, and
+        (T, 1 + W) of each group of states: those that are read before those that are written.
 
         None where only `score` can compute it: if the previous pass had rows of several tokens or
         without logits, or raised, if the number of ids differs, or beyond the computed cosines and
@@ -227,3 +275,11 @@ class FusedDecoder:
         """
         scored = self._compiled.decode_next(ids, tables, argmax_only)
         return None if scored is None else FusedDecoderOutput(*scored)
+
+
+def _compile_cache(cache: LayerKvCache | UncachedHeads | None) -> tuple[object, ...] | None:
+    if cache is None:
+        return None
+    if isinstance(cache, UncachedHeads):
+        return cache[1:]
+    return cache.keys, cache.values, *cache.scales

@@ -11,10 +11,13 @@ import msgspec
 import torch
 
 from antiphon.kernels.cpu.fused_decoder import (
+    UNIT_SCALES,
     BlockNorms,
     EmbeddingAndHead,
     FusedDecoder,
     FusedDecoderLayer,
+    FusedRecurrence,
+    MixerScales,
     UncachedHeads,
 )
 from antiphon.layers.attention import Attention, AttentionSpec
@@ -27,7 +30,7 @@ from antiphon.layers.mlp import GatedMlp, GatedMlpSpec, PlainMlp, PlainMlpSpec
 from antiphon.layers.moe import MixtureOfExperts, MoeSpec
 from antiphon.layers.norm import Norm, build_norm
 from antiphon.layers.parallel_mixers import ParallelMixers, ParallelMixersSpec
-from antiphon.layers.recurrent import GatedDelta, GatedDeltaSpec, Mamba2, Mamba2Spec
+from antiphon.layers.recurrent import GatedDelta, GatedDeltaSpec, Mamba2, Mamba2Spec, RecurrentMixer
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import BuildContext, Module
 from antiphon.model_worker.model.spec import (
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.kv import LayerKvCache
+    from antiphon.kernels.recurrent import LayerStates
     from antiphon.kernels.rotary import RotarySpec, Temperature
     from antiphon.layers.context import ForwardContext
 
@@ -172,6 +176,7 @@ class Decoder(Module):
     def stack(
         self,
         caches: Mapping[int, LayerKvCache | UncachedHeads],
+        states: Mapping[int, LayerStates],
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[FusedDecoder, tuple[PositionSpec, ...]]:
         """Fuse the layers and the final norm, or the whole model, into one call of the kernels.
@@ -181,7 +186,7 @@ class Decoder(Module):
         spec = self._spec
         rotaries: dict[PositionSpec, int] = {}
         layers = [
-            (layer.stacked(rotaries), caches[index])
+            (layer.stacked(rotaries, states.get(index)), caches.get(index))
             for index, layer in zip(self._numbers, self.layers, strict=True)
         ]
         if len({spec.norm, *(layer.norm for layer in spec.layers)}) > 1:
@@ -289,16 +294,13 @@ class DecoderLayer(Module):
         transformed = self._leave(ctx, norm("after_feed_forward"), self._feed_forward(ctx, entered))
         return _join(ctx, norm("with_feed_forward"), transformed, residual)
 
-    def stacked(self, rotaries: dict[PositionSpec, int]) -> FusedDecoderLayer:
+    def stacked(
+        self, rotaries: dict[PositionSpec, int], states: LayerStates | None
+    ) -> FusedDecoderLayer:
         """This layer in the form that the fused decoder takes; its RoPE has an index there."""
-        mixer, feed_forward = self._mixer, self._feed_forward
-        if not isinstance(mixer, Attention):
-            raise NotStackable(f"the fused decoder has no {type(mixer).__name__}")
-        if mixer.unfused is not None:
-            raise NotStackable(f"the fused decoder has no {mixer.unfused}")
         gate_up = down = experts = None
         activation: ActivationKind = "silu"
-        match feed_forward:
+        match feed_forward := self._feed_forward:
             case MixtureOfExperts():
                 experts = feed_forward.packed
             case GatedMlp(fusable=True) | PlainMlp():
@@ -306,10 +308,15 @@ class DecoderLayer(Module):
                 activation = feed_forward.activation
             case _:
                 raise NotStackable("the fused decoder has no such feed-forward block")
-        if mixer.packed is None or (experts is None and down is None):
-            raise NotStackable("the linears are not packed on a single rank")
-        qkv, out = mixer.packed
-        position = mixer.params.rotary, mixer.temperature
+        attention, scales, recurrence = _mixers(self._mixer, states)
+        qkv = out = None
+        if attention is not None:
+            if attention.packed is None:
+                raise NotStackable(_NOT_PACKED)
+            qkv, out = attention.packed
+        if experts is None and down is None:
+            raise NotStackable(_NOT_PACKED)
+        position = attention and (attention.params.rotary, attention.temperature)
         return FusedDecoderLayer(
             qkv=qkv,
             out=out,
@@ -318,14 +325,17 @@ class DecoderLayer(Module):
             activation=activation,
             attention_norms=self._norms_around("mixer"),
             mlp_norms=self._norms_around("feed_forward"),
-            head_norms=mixer.head_norms,
-            scale=mixer.params.scale,
-            softcap=mixer.params.softcap,
-            sinks=mixer.params.sinks,
-            rotary=rotaries.setdefault(position, len(rotaries)),
+            head_norms=attention and attention.head_norms,
+            scale=attention.params.scale if attention else 1.0,
+            softcap=attention and attention.params.softcap,
+            sinks=attention and attention.params.sinks,
+            rotary=rotaries.setdefault(position, len(rotaries)) if position else 0,
             experts=experts,
             parallel=self._parallel,
             multiplier=self._multiplier,
+            gated=attention is not None and attention.gated,
+            attention_scales=scales,
+            recurrence=recurrence,
         )
 
     def _norms_around(self, block: str) -> BlockNorms:
@@ -345,6 +355,39 @@ def build_sublayer(site: LayerBuildContext, spec: MixerSpec | FeedForwardSpec) -
     if isinstance(spec, ParallelMixersSpec):
         return ParallelMixers(site, spec, build_sublayer)
     return SUBLAYERS[type(spec)](site, spec)
+
+
+_NOT_PACKED = "the linears are not packed on a single rank"
+
+
+def _mixers(
+    mixer: Sublayer, states: LayerStates | None
+) -> tuple[Attention | None, MixerScales, FusedRecurrence | None]:
+    """The attention of a layer, factors around it, and its recurrence, as far as it has them."""
+    branches = [(UNIT_SCALES, mixer)]
+    if isinstance(mixer, ParallelMixers):
+        branches = [
+            (MixerScales(branch.scale_in, branch.scale_out), block)
+            for branch, block in mixer.branches
+        ]
+    attention: Attention | None = None
+    attention_scales, recurrence = UNIT_SCALES, None
+    for scales, block in branches:
+        match block:
+            case Attention() if attention is None:
+                if block.unfused is not None:
+                    raise NotStackable(f"the fused decoder has no {block.unfused}")
+                attention, attention_scales = block, scales
+            case RecurrentMixer() if recurrence is None:
+                if block.packed is None:
+                    raise NotStackable(_NOT_PACKED)
+                assert states is not None, "a recurrent layer has states"
+                recurrence = FusedRecurrence(
+                    block.recurrence.compiled, *block.packed, states, scales
+                )
+            case _:
+                raise NotStackable(f"the fused decoder has no {type(block).__name__}")
+    return attention, attention_scales, recurrence
 
 
 def _enter(

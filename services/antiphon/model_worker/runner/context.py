@@ -55,6 +55,7 @@ _STACKED = frozenset(
         *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
         *("activation.silu_mul", "activation.gate", "activation.plain", "logits.softcap"),
         *("attention.heads", "attention.paged", "attention.whole"),
+        *("activation.sigmoid_mul", "recurrent.layer"),
     }
 )
 """Operations whose bits the fused decoder has."""
@@ -116,7 +117,9 @@ class ForwardContexts:
         try:
             _refuse_apart(self._ops, decoder.operations, fused=fused)
             caches = {**self._caches, **self._uncached}
-            self._stack, self._stack_positions = decoder.stack(caches, self._aux_layers)
+            self._stack, self._stack_positions = decoder.stack(
+                caches, self._states, self._aux_layers
+            )
         except NotStackable as error:
             refused = (("cpu", str(error)),)
             # It is batch-invariant if its operations are.
@@ -141,7 +144,9 @@ class ForwardContexts:
             if not stack.scores or plan.pooling is not None:
                 return None
             turns = self._turns(batch.positions)
-            scored = stack.score(tokens, plan.logit_tokens, turns, batch.groups, argmax_only=bare)
+            scored = stack.score(
+                tokens, plan.logit_tokens, turns, batch.groups, batch.states, argmax_only=bare
+            )
         if self._may_continue and batch.decodes:
             self._kv_len = plan.kv_len
         return scored
@@ -178,7 +183,8 @@ class ForwardContexts:
         fused = None
         if self._stack is not None:
             groups = batch.groups if self._causal else self._whole_rows(plan)
-            fused = partial(self._stack, turns=self._turns(positions), groups=groups)
+            turns = self._turns(positions)
+            fused = partial(self._stack, turns=turns, groups=groups, states=batch.states)
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,

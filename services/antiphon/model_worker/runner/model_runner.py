@@ -61,7 +61,7 @@ BLOCKS = frozenset(
     {
         *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
-        "recurrent.layer",
+        *("activation.sigmoid_mul", "recurrent.layer"),
         *("attention.heads", "attention.paged", "attention.whole"),
         "logits.softcap",
     }

@@ -12,11 +12,13 @@ from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_worker.cache.codec import PageCodec
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
+from antiphon.model_worker.runner.context import BY_LAYER, STACK
 from antiphon.model_worker.runner.draft_model import DraftHeadModel, DraftModel
 from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.pooling import Pooler
 from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.model_worker.runner.stage_runner import StageRunner
+from antiphon.resolve.resolved_value import ResolvedValue
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -47,6 +49,14 @@ class OpenModel:
     spec: ModelSpec
     kv_scales: str = ""
     draft: DraftModel | None = None
+
+    @property
+    def decoder(self) -> ResolvedValue[str]:
+        """Whether a step is one call of the kernels, and if not, why."""
+        choice = next(each for each in self.runner.choices if each.op == STACK)
+        if choice.backend != BY_LAYER:
+            return ResolvedValue("fused", "all layers in one call of the kernels")
+        return ResolvedValue(BY_LAYER, "; ".join(reason for _, reason in choice.refused))
 
     def codec(self) -> PageCodec:
         """Copies the blocks of all groups to bytes, and back."""

@@ -138,6 +138,8 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         model, lead = load_resolved(files, resolved, draft_place), None
     else:
         model, lead = _load_with(ranks, files, RankStart.of(settings, resolved, device.arithmetic))
+    resolved = msgspec.structs.replace(resolved, decoder=model.decoder)
+    log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales)
     compiler = _compiler(settings, resolved, core.limits)

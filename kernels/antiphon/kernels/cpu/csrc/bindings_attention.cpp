@@ -112,6 +112,25 @@ at::Tensor layernorm(
     return norm_of(NormKind::layer, x, weight, bias, eps);
 }
 
+// x (T, Q, D) times the sigmoids of gates, whose tokens may lie further apart.
+at::Tensor sigmoid_mul(const at::Tensor &x, const at::Tensor &gate) {
+    const at::Tensor rows = x.contiguous();
+    TORCH_CHECK(rows.dim() == 3 && gate.sizes() == rows.sizes(), "x and gate are (T, Q, D)");
+    TORCH_CHECK(
+        gate.is_cpu() && gate.scalar_type() == rows.scalar_type() && gate.stride(2) == 1 &&
+            gate.stride(1) == gate.size(2) && gate.stride(0) >= 0,
+        "the gates of a token lie in one piece");
+    const int64_t size = rows.size(1) * rows.size(2);
+    TORCH_CHECK(size > 0, "a token has heads");
+    at::Tensor out = at::empty_like(rows);
+    const int team = threads();
+    const KernelTimer computing;
+    kernels().sigmoid_mul(
+        dtype_of(rows), rows.const_data_ptr(), gate.const_data_ptr(), gate.stride(0), rows.size(0),
+        size, out.mutable_data_ptr(), team);
+    return out;
+}
+
 // softcap * tanh(x / softcap), of floats of any shape.
 at::Tensor soft_capped(const at::Tensor &x, double softcap) {
     at::Tensor capped = x.contiguous().clone();
@@ -210,6 +229,7 @@ at::Tensor qk_norm_rope_store(
         .cache = cache,
         .places = place,
         .heads = all.const_data_ptr(),
+        .heads_stride = all.size(1) * shape.head_size,
         .cos = vector_of(cos, all, tokens * rotated),
         .sin = vector_of(sin, all, tokens * rotated),
         .rotated = rotated,
@@ -278,6 +298,7 @@ void bind_attention(py::module_ &module) {
     module.def("add_rmsnorm", add_rmsnorm);
     module.def("rmsnorm_wide", rmsnorm_wide);
     module.def("layernorm", layernorm);
+    module.def("sigmoid_mul", sigmoid_mul);
     module.def("soft_capped", soft_capped);
     py::enum_<NormKind>(module, "NormKind")
         .value("rms", NormKind::rms)

@@ -62,11 +62,8 @@ void StateMetadata::take(const int32_t *reads, int64_t step, const Ints &table, 
     }
 }
 
-void StateMetadata::put_into(RecurrenceCall &call) const {
-    call.tokens = tokens();
-    call.rows = rows_.data();
-    call.count = static_cast<int64_t>(rows_.size());
-    call.token_rows = token_rows_.data();
+StateRows StateMetadata::plain() const {
+    return {rows_.data(), static_cast<int64_t>(rows_.size()), token_rows_.data()};
 }
 
 RecurrentLayer::RecurrentLayer(
@@ -126,19 +123,6 @@ void RecurrentLayer::check_states(const at::Tensor &conv_states, const at::Tenso
         "states are (S, H, rows, columns) float32");
 }
 
-int64_t RecurrentLayer::room_bytes(int64_t tokens) const {
-    const Recurrence &layer = packed_;
-    return tokens * (layer.channels() + 2 * layer.heads + layer.width()) *
-        static_cast<int64_t>(sizeof(float));
-}
-
-RecurrenceRoom RecurrentLayer::room_at(char *memory, int64_t tokens) const {
-    // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast)
-    auto *mixed = reinterpret_cast<float *>(memory);
-    float *rates = mixed + tokens * packed_.channels();
-    return {.mixed = mixed, .rates = rates, .y = rates + tokens * 2 * packed_.heads};
-}
-
 at::Tensor RecurrentLayer::forward(
     const at::Tensor &projected, const at::Tensor &conv_states, const at::Tensor &states,
     const StateMetadata &rows) const {
@@ -152,20 +136,18 @@ at::Tensor RecurrentLayer::forward(
         rows.states_needed() <= states.size(0), "a row has state ", rows.states_needed() - 1,
         " of ", states.size(0));
     at::Tensor out = at::empty({rows.tokens(), packed_.width()}, inputs.options());
-    const at::Tensor room = at::empty({room_bytes(rows.tokens())}, at::TensorOptions(at::kByte));
-    RecurrenceCall call = {
+    const at::Tensor room =
+        at::empty({RecurrenceRoom::size(packed_, rows.tokens())}, at::TensorOptions(at::kFloat));
+    const RecurrenceCall call = {
         .layer = &packed_,
-        .tokens = 0,
-        .rows = nullptr,
-        .count = 0,
-        .token_rows = nullptr,
+        .tokens = rows.tokens(),
+        .rows = rows.plain(),
         .projected = inputs.const_data_ptr(),
         .conv_states = conv_states.mutable_data_ptr(),
         .states = states.mutable_data_ptr<float>(),
-        .room = room_at(static_cast<char *>(room.mutable_data_ptr()), rows.tokens()),
+        .room = RecurrenceRoom::at(room.mutable_data_ptr<float>(), packed_, rows.tokens()),
         .out = out.mutable_data_ptr(),
     };
-    rows.put_into(call);
     const int team = threads();
     const KernelTimer computing;
     kernels().recurrence(call, team);

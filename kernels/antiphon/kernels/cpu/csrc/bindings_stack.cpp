@@ -18,6 +18,7 @@
 #include "linear.h"
 #include "mixture.h"
 #include "rows.h"
+#include "states.h"
 #include "tensors.h"
 
 namespace {
@@ -25,6 +26,7 @@ namespace {
 using Optional = std::optional<at::Tensor>;
 using Ints = AttentionMetadata::Ints;
 using GroupMetadata = std::vector<std::shared_ptr<AttentionMetadata>>;
+using StatesMetadata = std::vector<std::shared_ptr<StateMetadata>>;
 
 // Memory of a result that is reused once no reference to that result is left: fresh memory costs
 // microseconds of cold code, and the kernel zeroes large memory page by page.
@@ -91,16 +93,28 @@ class Stack {
     using Cache = std::tuple<at::Tensor, at::Tensor, double, double>;
     using Heads = std::pair<int64_t, int64_t>;
 
-    // The linears and experts must live as long as the stack; there are gate_up and down, or experts.
-    // Packed in halves, gate_up are both, and become activation(gate) * up. `rotary` is the index of
-    // the cosines and sines among those of a pass.
+    // A recurrence with its linears, factors of what it reads and gives, its states and their group.
+    using Recurrent = std::tuple<
+        const RecurrentLayer *, const Linear *, const Linear *, std::pair<double, double>,
+        at::Tensor, at::Tensor, int64_t>;
+
+    // All that is given by reference must live as long as the stack; there are qkv and out, a
+    // recurrence, or both, and gate_up and down, or experts. Packed in halves, gate_up are both, and
+    // become activation(gate) * up. With `gated` attention, gates of query heads follow values.
+    // `rotary` is the index of the cosines and sines among those of a pass.
     void add(
-        const Linear &qkv, const Linear &out, const Linear *gate_up, const Linear *down,
+        const Linear *qkv, const Linear *out, bool gated,
+        const std::pair<double, double> &attention_scales,
+        const std::optional<Recurrent> &recurrent, const Linear *gate_up, const Linear *down,
         const MixtureOfExperts *experts, Activation activation, const BlockNorms &attention_norms,
         const BlockNorms &mlp_norms, bool parallel, double multiplier,
         const std::optional<QkNormTensors> &head_norms, double scale, std::optional<double> softcap,
         const Optional &sinks, int64_t rotary, int64_t group,
-        const std::variant<Cache, Heads> &cached) {
+        const std::optional<std::variant<Cache, Heads>> &cached) {
+        const bool attends = qkv != nullptr;
+        TORCH_CHECK(
+            attends == (out != nullptr) && attends == cached.has_value() && (attends || recurrent),
+            "a layer has attention with a cache, a recurrence, or both");
         LayerCache cache = {nullptr, nullptr, 1.0f, 1.0f};
         CacheShape shape = {
             .dtype = dtype_,
@@ -112,19 +126,24 @@ class Stack {
             .head_size = 0,
             .window = 0,
         };
-        if (const auto *kept = std::get_if<Cache>(&cached)) {
+        if (const auto *kept = attends ? std::get_if<Cache>(&*cached) : nullptr) {
             const auto &[keys, values, key_scale, value_scale] = *kept;
             cache = layer_of(keys, values, key_scale, value_scale);
             shape = cache_shape_of(keys, values, like_);
             kept_.push_back(keys);
             kept_.push_back(values);
-        } else {
-            std::tie(shape.heads, shape.head_size) = std::get<Heads>(cached);
+        } else if (attends) {
+            std::tie(shape.heads, shape.head_size) = std::get<Heads>(*cached);
         }
         const int64_t heads = shape.heads, size = shape.head_size;
-        const PackedLinear &first = qkv.packed();
-        check_linear(first, hidden_, first.outputs);
-        check_linear(out.packed(), first.outputs - 2 * heads * size, hidden_);
+        const PackedLinear first = attends ? qkv->packed() : PackedLinear{};
+        const int64_t width = (first.outputs - 2 * heads * size) / (gated ? 2 : 1);
+        const int64_t queries = attends ? width / size : 0;
+        if (attends) {
+            check_linear(first, hidden_, (gated ? 2 : 1) * width + 2 * heads * size);
+            check_linear(out->packed(), width, hidden_);
+        }
+        const StackRecurrence recurrence = keep(recurrent);
         check_feed_forward(gate_up, down, experts);
         PackedLinear up = gate_up != nullptr ? gate_up->packed() : PackedLinear{};
         TORCH_CHECK(
@@ -132,21 +151,35 @@ class Stack {
         up.activation = activation;
         TORCH_CHECK(group >= 0, "a layer is of a cache group");
         TORCH_CHECK(rotary >= 0, "a layer has a rotation");
-        TORCH_CHECK(
-            layers_.empty() || layers_.front().qkv.outputs == first.outputs,
-            "all layers have the same heads");
-        note_shape(group, shape);
-        note_rotary(rotary, size);
+        if (attends) {
+            TORCH_CHECK(
+                heads_ == 0 || (heads_ == first.outputs && queries_ == width),
+                "all layers have the same heads");
+            heads_ = first.outputs;
+            queries_ = width;
+            note_shape(group, shape);
+            note_rotary(rotary, size);
+            mixed_ = std::max(mixed_, width);
+        }
         parallel_ = parallel_ || parallel;
-        mixed_ = std::max(mixed_, out.packed().inputs);
+        both_ = both_ || (attends && recurrent);
+        const MixerScales attention_factors = scales_of(attention_scales);
+        const MixerScales recurrence_factors =
+            recurrent ? scales_of(std::get<3>(*recurrent)) : MixerScales{1.0f, 1.0f};
+        scaled_ = scaled_ || attention_factors.in != 1.0f || recurrence_factors.in != 1.0f;
         if (down != nullptr) width_ = std::max(width_, down->packed().inputs);
         can_decode_next_ = false;
         if (head_norms) head_norms_.push_back(*head_norms);
         TORCH_CHECK(!softcap || *softcap > 0.0, "a cap is positive, and not ", *softcap);
         if (sinks) kept_.push_back(*sinks);
         layers_.push_back({
+            .attends = attends,
             .qkv = first,
-            .out = out.packed(),
+            .out = attends ? out->packed() : PackedLinear{},
+            .gated = gated,
+            .attention_scales = attention_factors,
+            .recurrence = recurrence,
+            .recurrence_scales = recurrence_factors,
             .gate_up = up,
             .down = down != nullptr ? down->packed() : PackedLinear{},
             .experts = experts != nullptr ? &experts->packed() : nullptr,
@@ -154,12 +187,10 @@ class Stack {
             .mlp_norms = keep(mlp_norms),
             .parallel = parallel,
             .multiplier = static_cast<float>(multiplier),
-            .head_norms = head_norms
-                ? head_norms->plain(like_, first.outputs / size - 2 * heads, heads, size)
-                : NO_QK_NORMS,
+            .head_norms = head_norms ? head_norms->plain(like_, queries, heads, size) : NO_QK_NORMS,
             .scale = static_cast<float>(scale),
             .softcap = static_cast<float>(softcap.value_or(0.0)),
-            .sinks = sinks ? vector_of(*sinks, like_, first.outputs / size - 2 * heads) : nullptr,
+            .sinks = sinks ? vector_of(*sinks, like_, queries) : nullptr,
             .rotary = rotary,
             .group = group,
             .cache = cache,
@@ -217,17 +248,19 @@ class Stack {
 
     using States = std::tuple<at::Tensor, Optional, Optional>;
 
-    // residual (T, hidden), overwritten; rotations; positions (T,); rows of each cache group ->
-    // normalised (T, hidden); whether all numbers of each token are finite (T,), or none if all
-    // are; the streams that enter the auxiliary layers (T, layers * hidden), or none.
+    // residual (T, hidden), overwritten; rotations; positions (T,); rows of each cache group, and of
+    // each group of states -> normalised (T, hidden); whether all numbers of each token are finite
+    // (T,), or none if all are; the streams that enter the auxiliary layers (T, layers * hidden), or
+    // none.
     States forward(
-        const at::Tensor &residual, Rotaries rotaries, const Ints &positions, GroupMetadata rows) {
+        const at::Tensor &residual, Rotaries rotaries, const Ints &positions, GroupMetadata rows,
+        StatesMetadata states) {
         can_decode_next_ = false;
         TORCH_CHECK(
             residual.is_cpu() && residual.dim() == 2 && residual.size(1) == hidden_ &&
                 residual.is_contiguous() && residual.scalar_type() == like_.scalar_type(),
             "the residual stream is (T, hidden) in one piece");
-        take(residual.size(0), std::move(rotaries), positions, std::move(rows));
+        take(residual.size(0), std::move(rotaries), positions, std::move(rows), std::move(states));
         make_room(nullptr);
         at::Tensor out = at::empty_like(residual);
         call_.residual = residual.mutable_data_ptr();
@@ -246,7 +279,7 @@ class Stack {
     // Python's tensors takes as long as all other glue.
     Scores score(
         const Ints &ids, const Ints &logit_indices, Rotaries rotaries, const Ints &positions,
-        GroupMetadata rows, bool argmax_only) {
+        GroupMetadata rows, StatesMetadata states, bool argmax_only) {
         can_decode_next_ = false;
         TORCH_CHECK(ends_.has_value(), "this stack has no embedding and no head");
         check_ids(ids);
@@ -255,7 +288,7 @@ class Stack {
             TORCH_CHECK_INDEX(
                 least <= logit_indices.data()[i] && logit_indices.data()[i] < tokens,
                 "logit indices are token indices, ascending");
-        take(tokens, std::move(rotaries), positions, std::move(rows));
+        take(tokens, std::move(rotaries), positions, std::move(rows), std::move(states));
         ends_->logit_indices = logit_indices.data();
         ends_->count = count;
         make_room(&*ends_);
@@ -280,7 +313,7 @@ class Stack {
             return std::nullopt;
         can_decode_next_ = false;  // until all has gone well
         check_ids(ids);
-        TORCH_CHECK(tables.size() >= rows_.size(), "a table a cache group");
+        TORCH_CHECK(tables.size() >= rows_.size() + state_rows_.size(), "a table a cache group");
         for (size_t i = 0; i < rows_.size(); ++i) {
             AttentionMetadata &rows = *rows_[i];
             rows.advance(ints_of(tables[i]));
@@ -289,6 +322,11 @@ class Stack {
                 groups_[i].shape.heads == 0 || rows.pages_needed() <= pages, "a row has page ",
                 rows.pages_needed() - 1, " of ", pages);
             set_tasks(groups_[i], rows);
+        }
+        for (size_t i = 0; i < state_rows_.size(); ++i) {
+            state_rows_[i]->advance(ints_of(tables[rows_.size() + i]));
+            check_states(i);
+            state_groups_[i] = state_rows_[i]->plain();
         }
         for (int32_t &position : positions_) ++position;
         ++position_max_;
@@ -311,6 +349,45 @@ class Stack {
         return {
             norm_weight(norm_, weight, like_, hidden_),
             bias ? vector_of(*bias, like_, hidden_) : nullptr};
+    }
+
+    StackRecurrence keep(const std::optional<Recurrent> &recurrent) {
+        if (!recurrent) return {};
+        const auto &[layer, in, out, _, conv_states, states, group] = *recurrent;
+        TORCH_CHECK(
+            layer != nullptr && in != nullptr && out != nullptr && group >= 0,
+            "a recurrence has linears, and states of a group");
+        const Recurrence &packed = layer->packed();
+        TORCH_CHECK(packed.dtype == dtype_, "a recurrence computes in the dtype of the stream");
+        check_linear(in->packed(), hidden_, packed.inputs());
+        check_linear(out->packed(), packed.width(), hidden_);
+        layer->check_states(conv_states, states);
+        kept_.push_back(conv_states);
+        kept_.push_back(states);
+        const auto index = static_cast<size_t>(group);
+        if (states_kept_.size() <= index) states_kept_.resize(index + 1, states.size(0));
+        states_kept_[index] = std::min(states_kept_[index], states.size(0));
+        mixed_ = std::max(mixed_, packed.width());
+        projected_ = std::max(projected_, packed.inputs());
+        recurrences_.push_back(&packed);
+        return {
+            &packed,
+            in->packed(),
+            out->packed(),
+            conv_states.mutable_data_ptr(),
+            states.mutable_data_ptr<float>(),
+            group};
+    }
+
+    static MixerScales scales_of(const std::pair<double, double> &scales) {
+        return {static_cast<float>(scales.first), static_cast<float>(scales.second)};
+    }
+
+    void check_states(size_t group) const {
+        const int64_t needed = state_rows_[group]->states_needed();
+        TORCH_CHECK(
+            group >= states_kept_.size() || needed <= states_kept_[group], "a row has state ",
+            needed - 1, " of ", states_kept_[group]);
     }
 
     // Note what the layers of a cache group have in common.
@@ -342,7 +419,9 @@ class Stack {
     }
 
     // Lay out the call of a pass, but for what it overwrites, and keep what it points to.
-    void take(int64_t tokens, Rotaries rotaries, const Ints &positions, GroupMetadata rows) {
+    void take(
+        int64_t tokens, Rotaries rotaries, const Ints &positions, GroupMetadata rows,
+        StatesMetadata states) {
         TORCH_CHECK(tokens > 0, "a pass has tokens");
         TORCH_CHECK(positions.size() == tokens, "a position a token");
         take_rotaries(std::move(rotaries));
@@ -356,6 +435,7 @@ class Stack {
         }
         set_groups(rows, tokens);
         rows_ = std::move(rows);
+        set_states(std::move(states), tokens);
         positions_.assign(positions.data(), positions.data() + tokens);
         call_ = {
             .dtype = dtype_,
@@ -366,6 +446,7 @@ class Stack {
             .norm = norm_,
             .eps = eps_,
             .groups = groups_.data(),
+            .states = state_groups_.data(),
             .rotaries = rotaries_.data(),
             .positions = positions_.data(),
             .final_norm = final_,
@@ -383,6 +464,10 @@ class Stack {
             .mixed = nullptr,
             .gated = nullptr,
             .attended = nullptr,
+            .branch = nullptr,
+            .scaled = nullptr,
+            .projected = nullptr,
+            .recurrence_room = nullptr,
             .experts_rooms = nullptr,
             .experts_plans = nullptr,
         };
@@ -509,6 +594,22 @@ class Stack {
         }
     }
 
+    void set_states(StatesMetadata states, int64_t tokens) {
+        TORCH_CHECK(
+            states_kept_.size() <= states.size(), "there are no rows of group of states ",
+            states_kept_.size() - 1);
+        state_groups_.clear();
+        state_rows_ = std::move(states);
+        for (size_t i = 0; i < state_rows_.size(); ++i) {
+            TORCH_CHECK(state_rows_[i] != nullptr, "None is no rows");
+            const StateMetadata &each = *state_rows_[i];
+            TORCH_CHECK(
+                each.tokens() == tokens, "rows of ", each.tokens(), " tokens, not ", tokens);
+            check_states(i);
+            state_groups_.push_back(each.plain());
+        }
+    }
+
     // What changes when rows go on.
     static void set_tasks(StackGroup &group, const AttentionMetadata &rows) {
         group.rows = rows.paged();
@@ -530,8 +631,7 @@ class Stack {
         TORCH_CHECK(
             (cached ? fits(shape, kept)
                     : kept.heads == shape.heads && kept.head_size == shape.head_size) &&
-                layers_.front().qkv.outputs ==
-                    shape.heads * (shape.queries_per_head + 2) * shape.head_size,
+                queries_ == shape.heads * shape.queries_per_head * shape.head_size,
             "the cache has another shape than the rows");
         return shape;
     }
@@ -552,17 +652,28 @@ class Stack {
     // What the pass that is laid out writes beside its results, in one piece that is kept and
     // grows.
     void make_room(StackEnds *ends) {
-        const int64_t heads = layers_.front().qkv.outputs;
         const int64_t row = call_.tokens * like_.element_size();
         void *finite = nullptr, *logits_finite = nullptr, *scans = nullptr, *experts = nullptr;
+        void *recurrences = nullptr;
+        int64_t recurrence_size = 0;
+        for (const Recurrence *each : recurrences_)
+            recurrence_size = std::max(recurrence_size, RecurrenceRoom::size(*each, call_.tokens));
         int64_t experts_bytes = 0;  // one layer after the other has the same
         for (const MixtureOfExperts *each : mixtures_)
             if (each) experts_bytes = std::max(experts_bytes, each->room_bytes(call_.tokens));
         std::vector<std::pair<void **, int64_t>> parts = {
-            {&call_.normed, row * hidden_}, {&call_.added, row * hidden_},
-            {&call_.heads, row * heads},    {&call_.mixed, row * mixed_},
-            {&call_.gated, row * width_},   {&call_.attended, parallel_ ? row * hidden_ : 0},
-            {&finite, call_.tokens},        {&experts, experts_bytes},
+            {&call_.normed, row * hidden_},
+            {&call_.added, row * hidden_},
+            {&call_.heads, row * heads_},
+            {&call_.mixed, row * mixed_},
+            {&call_.gated, row * width_},
+            {&call_.attended, parallel_ ? row * hidden_ : 0},
+            {&finite, call_.tokens},
+            {&experts, experts_bytes},
+            {&call_.branch, both_ ? row * hidden_ : 0},
+            {&call_.scaled, scaled_ ? row * hidden_ : 0},
+            {&call_.projected, row * projected_},
+            {&recurrences, recurrence_size * static_cast<int64_t>(sizeof(float))},
         };
         if (ends != nullptr) {
             const int64_t size = scan_parts(ends->head->outputs) * sizeof(PartScan);
@@ -581,6 +692,7 @@ class Stack {
             at += padded(bytes);
         }
         call_.finite = static_cast<bool *>(finite);
+        call_.recurrence_room = static_cast<float *>(recurrences);
         experts_rooms_.clear();
         for (const MixtureOfExperts *each : mixtures_)
             experts_rooms_.push_back(
@@ -604,9 +716,13 @@ class Stack {
     float eps_;
     StackNorm final_ = {};
     std::vector<StackLayer> layers_;
-    std::vector<std::optional<CacheShape>> shapes_;   // of each cache group's layers
-    std::vector<int64_t> rotated_heads_;              // the least head of each rotation
-    bool parallel_ = false;                           // whether a layer's blocks are
+    std::vector<std::optional<CacheShape>> shapes_;  // of each cache group's layers
+    std::vector<int64_t> rotated_heads_;             // the least head of each rotation
+    bool parallel_ = false;                          // whether a layer's blocks are
+    bool both_ = false, scaled_ = false;             // whether it has two mixers, and factors
+    int64_t heads_ = 0, queries_ = 0, projected_ = 0;
+    std::vector<const Recurrence *> recurrences_;
+    std::vector<int64_t> states_kept_;                // how many each group of states has
     int64_t mixed_ = 0, width_ = 0;                   // the most that goes into out, and into down
     std::vector<const MixtureOfExperts *> mixtures_;  // of each layer, or null
     std::vector<ExpertsRoom> experts_rooms_;          // likewise
@@ -621,6 +737,8 @@ class Stack {
     std::optional<StackEnds> ends_;
     GroupMetadata rows_;
     std::vector<StackGroup> groups_;
+    StatesMetadata state_rows_;
+    std::vector<StateRows> state_groups_;
     Rotaries kept_rotaries_;
     std::vector<StackRotary> rotaries_;
     std::vector<int32_t> positions_;
@@ -642,12 +760,14 @@ void bind_stack(py::module_ &module) {
             py::arg("dtype"), py::arg("hidden"), py::arg("norm"), py::arg("final_norm"),
             py::arg("eps"))
         .def(
-            "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gate_up"),
-            py::arg("down"), py::arg("experts"), py::arg("activation"), py::arg("attention_norms"),
+            "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gated"),
+            py::arg("attention_scales"), py::arg("recurrent"), py::arg("gate_up"), py::arg("down"),
+            py::arg("experts"), py::arg("activation"), py::arg("attention_norms"),
             py::arg("mlp_norms"), py::arg("parallel"), py::arg("multiplier"), py::arg("head_norms"),
             py::arg("scale"), py::arg("softcap"), py::arg("sinks"), py::arg("rotary"),
             py::arg("group"), py::arg("cache"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>())
+            py::keep_alive<1, 6>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(),
+            py::keep_alive<1, 9>())
         .def(
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
             py::arg("scale"), py::arg("positions"), py::arg("head"), py::arg("logits_scale"),

@@ -134,6 +134,15 @@ INLINE void cap_row(float *x, float cap, int64_t size) {
     });
 }
 
+// Numbers times the sigmoids of their gates; `out` may be `x`.
+template <class T>
+INLINE void sigmoid_mul_row(const T *x, const T *gate, int64_t size, T *out) {
+    by_vectors(size, [&](int64_t i, auto part) {
+        const F32 share = rounded<T>(times_sigmoid(splat(1.0f), load_part(gate + i, part)));
+        store_part(out + i, mul(load_part(x + i, part), share), part);
+    });
+}
+
 template <class T> INLINE void norm_row(const NormCall &call, int64_t row) {
     const int64_t at = row * call.size;
     const T *x = static_cast<const T *>(call.x) + at;
@@ -231,7 +240,7 @@ INLINE void qk_norm_rope_store(
     static thread_local Scratch scratch;
     const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
     const int64_t kv = call.shape.heads, queries = kv * group;
-    const T *from = static_cast<const T *>(call.heads) + token * (queries + 2 * kv) * size;
+    const T *from = static_cast<const T *>(call.heads) + token * call.heads_stride;
     const T *own_queries = from, *own_keys = from + queries * size;
     const T *own_values = own_keys + kv * size;
     const int64_t turned = call.rotated;
@@ -365,6 +374,22 @@ static void gate_call(
         const auto *in = static_cast<const float *>(gate_up);
         gate_rows(activation, in, rows, width, static_cast<float *>(out), threads);
     }
+}
+
+// x and out (rows, size); the gates of row r begin at r * stride.
+static void sigmoid_mul_call(
+    Dtype dtype, const void *x, const void *gate, int64_t stride, int64_t rows, int64_t size,
+    void *out, int threads) {
+    const auto multiply = [&](auto number) {
+        using T = decltype(number);
+        by_rows(rows, size, threads, [&](int64_t row) {
+            sigmoid_mul_row(
+                static_cast<const T *>(x) + row * size, static_cast<const T *>(gate) + row * stride,
+                size, static_cast<T *>(out) + row * size);
+        });
+    };
+    if (dtype == Dtype::bf16) multiply(bf16());
+    else multiply(float());
 }
 
 static void cap_call(float *x, int64_t size, float cap, int threads) {

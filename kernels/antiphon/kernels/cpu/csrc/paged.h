@@ -10,6 +10,7 @@
 
 #include "packed.h"
 #include "packed_experts.h"
+#include "recurrence.h"
 
 // What keys and values are kept as: as the model computes, or in eight bits (fp8.h).
 enum class CacheFormat : int { model, e4m3, e5m2 };
@@ -100,7 +101,8 @@ struct QkNormRopeCall {
     CacheShape shape;
     LayerCache cache;
     const int64_t *places;     // (T,) page * page_slots(S) + offset of each token
-    const void *heads;         // (T, G * H + 2 H, D): queries, keys, values
+    const void *heads;         // token t's (G * H + 2 H, D): queries, keys, values, begin at
+    int64_t heads_stride;      // t * heads_stride values
     const void *cos, *sin;     // (positions, R), sin signed: negative in the first half
     int64_t rotated;           // R, the numbers at the start of each head that are rotated
     const int32_t *positions;  // (T,) the row of each token; null: token t has row t
@@ -135,9 +137,30 @@ struct StackBlock {
     StackNorm before, after, with;
 };
 
+// A layer's recurrence with its linears, and the states that it continues; without a layer there is
+// none.
+struct StackRecurrence {
+    const Recurrence *layer;
+    PackedLinear in, out;
+    void *conv_states;
+    float *states;
+    int64_t group;  // which rows it sees
+};
+
+// Factors of what a mixer reads, and of what it gives.
+struct MixerScales {
+    float in, out;
+};
+
 // What a layer computes with; linears may have biases.
 struct StackLayer {
+    // Its mixers, whose outputs are added: attention, a recurrence, or both.
+    bool attends;
     PackedLinear qkv, out;
+    bool gated;  // behind queries, keys and values lie gates (G * H, D), whose sigmoids heads meet
+    MixerScales attention_scales;
+    StackRecurrence recurrence;
+    MixerScales recurrence_scales;
     PackedLinear gate_up, down;    // gate_up in halves, or up alone, which is activated; or
     const PackedExperts *experts;  // in their place; or null
     StackBlock attention_norms, mlp_norms;
@@ -213,6 +236,7 @@ struct StackCall {
     NormKind norm;
     float eps;
     const StackGroup *groups;
+    const StateRows *states;  // of each group of states
     const StackRotary *rotaries;
     const int32_t *positions;  // (T,)
     StackNorm final_norm;      // of the stream behind the last layer, which else is the result
@@ -228,6 +252,10 @@ struct StackCall {
     // Room: normed and added (T, hidden), heads (T, G * H + 2 H, D), mixed (T, G * H, D),
     // gated (T, width); and what attention adds beside a parallel block, (T, hidden).
     void *normed, *added, *heads, *mixed, *gated, *attended;
+    // Of layers with two mixers what attention gives, (T, hidden); where a mixer's input has a
+    // factor, that, (T, hidden); of recurrences what is projected, (T, inputs), and their room.
+    void *branch, *scaled, *projected;
+    float *recurrence_room;
     // Of each layer; those without experts have no room.
     const ExpertsRoom *experts_rooms;
     ExpertsPlan *experts_plans;

@@ -58,22 +58,36 @@ struct StateRow {
     bool several;
 };
 
-// Room of a call, in float32 where not said otherwise.
+// Room of a call.
 struct RecurrenceRoom {
     float *mixed;  // (T, C) what is convolved
     float *rates;  // (T, 2 H) factors of states, and how much a token writes
     float *y;      // (T, H * columns) what the recurrence gives
+
+    // Numbers of the room of a call of so many tokens, and the same laid out.
+    static int64_t size(const Recurrence &layer, int64_t tokens) {
+        return tokens * (layer.channels() + 2 * layer.heads + layer.width());
+    }
+    static RecurrenceRoom at(float *memory, const Recurrence &layer, int64_t tokens) {
+        float *rates = memory + tokens * layer.channels();
+        return {.mixed = memory, .rates = rates, .y = rates + tokens * 2 * layer.heads};
+    }
+};
+
+// The rows of a pass as the layers of one group of states see them.
+struct StateRows {
+    const StateRow *rows;
+    int64_t count;
+    const int32_t *token_rows;  // (T,) the row of each token
 };
 
 struct RecurrenceCall {
     const Recurrence *layer;
     int64_t tokens;
-    const StateRow *rows;
-    int64_t count;
-    const int32_t *token_rows;  // (T,) the row of each token
-    const void *projected;      // (T, inputs)
-    void *conv_states;          // (S, taps - 1, C) the last inputs of the convolution
-    float *states;              // (S, H, rows, columns)
+    StateRows rows;
+    const void *projected;  // (T, inputs)
+    void *conv_states;      // (S, taps - 1, C) the last inputs of the convolution
+    float *states;          // (S, H, rows, columns)
     RecurrenceRoom room;
     void *out;  // (T, H * columns)
 };

@@ -72,15 +72,15 @@ template <class T> class RecurrenceRun {
             for (int64_t token = block * TOKENS; token < (end < tokens ? end : tokens); ++token)
                 body(token);
         };
-        team_.run(blocks + call_.count, [&](int64_t i) {
+        team_.run(blocks + call_.rows.count, [&](int64_t i) {
             if (i < blocks) in_block(i, [&](int64_t token) { enter(token); });
-            else keep_inputs(call_.rows[i - blocks]);
+            else keep_inputs(call_.rows.rows[i - blocks]);
         });
         const int64_t blocks_of_columns = ceil_div(layer_.columns, STATE_COLUMNS);
         const int64_t parts = layer_.heads * blocks_of_columns;
-        team_.run(call_.count * parts, [&](int64_t i) {
+        team_.run(call_.rows.count * parts, [&](int64_t i) {
             const int64_t head = i % parts / blocks_of_columns;
-            advance(call_.rows[i / parts], head, i % blocks_of_columns * STATE_COLUMNS);
+            advance(call_.rows.rows[i / parts], head, i % blocks_of_columns * STATE_COLUMNS);
         });
         team_.run(blocks, [&](int64_t i) { in_block(i, [&](int64_t token) { leave(token); }); });
     }
@@ -121,7 +121,7 @@ template <class T> class RecurrenceRun {
 
     // Before the states: the convolution, and the factors of a token.
     void enter(int64_t token) const {
-        const StateRow &row = call_.rows[call_.token_rows[token]];
+        const StateRow &row = call_.rows.rows[call_.rows.token_rows[token]];
         const int64_t taps = layer_.taps, channels = layer_.channels();
         const T *weight = static_cast<const T *>(layer_.conv);
         const T *bias = static_cast<const T *>(layer_.conv_bias);

@@ -9,6 +9,7 @@
 #include "chunks.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "recurrent.h"
 #include "scan.h"
 #include "simd.h"
 #include "team.h"
@@ -18,10 +19,12 @@ namespace ISA_NS {
 // So few rows are normalised by the thread that finishes the linear before; more are shared out.
 static constexpr int64_t ROWS_IN_PASSING = 4;
 
-// Phases of a stack of so many layers, at most: seven a layer, its experts' and a copy of the stream
-// before it, the first norm, and for logits the choice of hidden states, the head and a look at what
-// it gave.
-static constexpr int64_t stack_phases(int64_t layers) { return (8 + EXPERTS_PHASES) * layers + 4; }
+// Phases of a stack of so many layers, at most: eight a layer and a copy of the stream before it,
+// four and its own of a recurrence, and its experts'; the first norm, and for logits the choice of
+// hidden states, the head and a look at what it gave.
+static constexpr int64_t stack_phases(int64_t layers) {
+    return (13 + RECURRENCE_PHASES + EXPERTS_PHASES) * layers + 4;
+}
 
 class StackRun {
   public:
@@ -32,13 +35,11 @@ class StackRun {
         for (int64_t i = 0, aux = 0; i < call_.count; ++i) {
             const StackLayer &layer = call_.layers[i];
             if (aux < call_.aux_count && call_.aux_layers[aux] == i) copy_stream(aux++);
-            const PackedLinear *next = i + 1 < call_.count ? &call_.layers[i + 1].qkv : head();
+            const PackedLinear *next =
+                i + 1 < call_.count ? &first_linear(call_.layers[i + 1]) : head();
             const PackedLinear *within = layer.experts ? nullptr : &layer.gate_up;
             const Epilogue epilogue = layer.gate_up.halves ? Epilogue::gate : Epilogue::activate;
-            linear(product(layer.qkv, read_by(layer.attention_norms), call_.heads), &layer.out);
-            attention(layer);
-            linear_and_join(
-                product(layer.out, call_.mixed, attended(layer)), join_within(layer), within);
+            mix(layer, within);
             const bool own = !layer.parallel || layer.mlp_norms.before.weight;
             const void *x = read_by(own ? layer.mlp_norms : layer.attention_norms);
             const Join join = join_behind(i);
@@ -57,6 +58,9 @@ class StackRun {
     // the block beside it gave. Then come norms of the stream, the first of which adds it.
     struct Join {
         void *output;
+        float scale = 1.0f;      // of the output
+        void *branch = nullptr;  // what another mixer gives, which is added
+        float branch_scale = 1.0f;
         NormCall after;
         float multiplier;
         const void *beside;  // or null
@@ -64,7 +68,8 @@ class StackRun {
         int count;
 
         bool empty() const {
-            return after.kind == NormKind::none && multiplier == 1.0f && !beside && count == 0;
+            return scale == 1.0f && !branch && after.kind == NormKind::none && multiplier == 1.0f &&
+                !beside && count == 0;
         }
     };
 
@@ -131,6 +136,12 @@ class StackRun {
     // Between the blocks of a layer.
     Join join_within(const StackLayer &layer) const {
         Join join = join_of(layer, layer.attention_norms, attended(layer));
+        const bool recurs = layer.recurrence.layer != nullptr;
+        join.scale = (recurs ? layer.recurrence_scales : layer.attention_scales).out;
+        if (recurs && layer.attends) {
+            join.branch = call_.branch;
+            join.branch_scale = layer.attention_scales.out;
+        }
         if (!layer.parallel)
             add_to_stream(join, layer.attention_norms.with, call_.residual, nullptr);
         read_stream(join, layer.mlp_norms.before, call_.normed);
@@ -154,6 +165,10 @@ class StackRun {
 
     void join_rows(const Join &join, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; ++row) {
+            if (join.scale != 1.0f) scale(row_of(join.output, row), join.scale);
+            if (join.branch && join.branch_scale != 1.0f)
+                scale(row_of(join.branch, row), join.branch_scale);
+            if (join.branch) add_to(row_of(join.output, row), row_of(join.branch, row));
             if (join.after.kind != NormKind::none) norm_one(join.after, row);
             if (join.multiplier != 1.0f) scale(row_of(join.output, row), join.multiplier);
             if (join.beside) add_to(row_of(join.output, row), row_of(join.beside, row));
@@ -169,6 +184,17 @@ class StackRun {
     template <class T> void scale_as(void *row, float factor) const {
         T *x = static_cast<T *>(row);
         scale_row(x, factor, call_.hidden, x);
+    }
+
+    // What a mixer reads.
+    const void *multiplied(const void *x, float factor) {
+        if (factor == 1.0f) return x;
+        in_blocks(norm_block(), [&](int64_t first, int64_t last) {
+            std::memcpy(
+                row_of(call_.scaled, first), row_of(x, first), (last - first) * row_bytes());
+            for (int64_t row = first; row < last; ++row) scale(row_of(call_.scaled, row), factor);
+        });
+        return call_.scaled;
     }
 
     void add_to(void *row, const void *other) const {
@@ -329,6 +355,61 @@ class StackRun {
         }
     }
 
+    static const PackedLinear &first_linear(const StackLayer &layer) {
+        return layer.attends ? layer.qkv : layer.recurrence.in;
+    }
+
+    // The mixers of a layer, and what joins their output; then comes the linear `next`.
+    void mix(const StackLayer &layer, const PackedLinear *next) {
+        const void *x = read_by(layer.attention_norms);
+        const StackRecurrence &recurrence = layer.recurrence;
+        const bool recurs = recurrence.layer != nullptr;
+        if (layer.attends) {
+            const void *from = multiplied(x, layer.attention_scales.in);
+            linear(product(layer.qkv, from, call_.heads), &layer.out);
+            attention(layer);
+            if (layer.gated) gate_heads(layer);
+            if (recurs) linear(product(layer.out, call_.mixed, call_.branch), &recurrence.in);
+        }
+        if (recurs) {
+            const void *from = multiplied(x, layer.recurrence_scales.in);
+            linear(product(recurrence.in, from, call_.projected), &recurrence.out);
+            recur(recurrence);
+        }
+        const PackedLinear &out = recurs ? recurrence.out : layer.out;
+        linear_and_join(product(out, call_.mixed, attended(layer)), join_within(layer), next);
+    }
+
+    void recur(const StackRecurrence &recurrence) {
+        const RecurrenceCall call = {
+            .layer = recurrence.layer,
+            .tokens = call_.tokens,
+            .rows = call_.states[recurrence.group],
+            .projected = call_.projected,
+            .conv_states = recurrence.conv_states,
+            .states = recurrence.states,
+            .room = RecurrenceRoom::at(call_.recurrence_room, *recurrence.layer, call_.tokens),
+            .out = call_.mixed,
+        };
+        recurrence_phases(call, team_);
+    }
+
+    void gate_heads(const StackLayer &layer) {
+        if (call_.dtype == Dtype::bf16) gate_heads_as<bf16>(layer);
+        else gate_heads_as<float>(layer);
+    }
+
+    template <class T> void gate_heads_as(const StackLayer &layer) {
+        const int64_t size = layer.out.inputs, stride = layer.qkv.outputs;
+        in_blocks(norm_block(), [&](int64_t first, int64_t last) {
+            for (int64_t token = first; token < last; ++token) {
+                T *x = static_cast<T *>(call_.mixed) + token * size;
+                const T *end = static_cast<const T *>(call_.heads) + (token + 1) * stride;
+                sigmoid_mul_row(x, end - size, size, x);
+            }
+        });
+    }
+
     void attention(const StackLayer &layer) {
         const StackGroup &group = call_.groups[layer.group];
         const StackRotary &rotary = call_.rotaries[layer.rotary];
@@ -339,6 +420,7 @@ class StackRun {
             .cache = cache,
             .places = group.places,
             .heads = call_.heads,
+            .heads_stride = stride,
             .cos = rotary.cos,
             .sin = rotary.sin,
             .rotated = rotary.rotated,

@@ -28,8 +28,7 @@ class StateMetadata {
     bool one_each() const { return token_rows_.size() == rows_.size(); }
     // One more than the greatest state that is read or written.
     int64_t states_needed() const { return states_needed_; }
-    // Set what a call has of the rows.
-    void put_into(RecurrenceCall &call) const;
+    StateRows plain() const;
 
   private:
     void take(const int32_t *reads, int64_t step, const Ints &table, int64_t first);
@@ -60,10 +59,6 @@ class RecurrentLayer {
 
     // Raises if states are not those of this layer.
     void check_states(const at::Tensor &conv_states, const at::Tensor &states) const;
-
-    // Bytes that a call of so many tokens works in, and the same laid out.
-    int64_t room_bytes(int64_t tokens) const;
-    RecurrenceRoom room_at(char *memory, int64_t tokens) const;
 
     const Recurrence &packed() const { return packed_; }
 

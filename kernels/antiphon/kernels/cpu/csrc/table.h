@@ -34,6 +34,9 @@ struct Table {
     void (*activate)(
         Dtype dtype, Activation activation, const void *x, int64_t size, void *out, int threads);
     void (*cap)(float *x, int64_t size, float cap, int threads);
+    void (*sigmoid_mul)(
+        Dtype dtype, const void *x, const void *gate, int64_t stride, int64_t rows, int64_t size,
+        void *out, int threads);
     void (*qk_norm_rope_store)(const QkNormRopeCall &call, int64_t tokens, int threads);
 
     // scan.h

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder, UncachedHeads
     from antiphon.kernels.kv import LayerKvCache
+    from antiphon.kernels.recurrent import LayerStates
     from antiphon.model_worker.model.decoder import PositionSpec
 
     Forward = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -132,6 +133,7 @@ class TransformersDecoder:
     def stack(
         self,
         caches: Mapping[int, LayerKvCache | UncachedHeads],
+        states: Mapping[int, LayerStates],
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[FusedDecoder, tuple[PositionSpec, ...]]:
         raise NotStackable("the model uses the transformers backend")
