@@ -15,7 +15,7 @@ from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.linear import PackedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 
@@ -37,6 +37,13 @@ def rows(*lengths: int, page: int = 0, **sizes: int | bool) -> Any:
     )
 
 
+def linear(inputs: int, outputs: int, *, halves: bool = False) -> Any:
+    packed = PackedWeight(
+        inputs, outputs, bias=False, dtype=torch.float32, format_="packed", halves=halves
+    )
+    return packed.linear
+
+
 def a_stack(
     *,
     norm: torch.Tensor | None = None,
@@ -47,15 +54,10 @@ def a_stack(
     sinks: torch.Tensor | None = None,
     keys: torch.dtype = torch.float32,
     values: torch.dtype = torch.float32,
+    gated: bool = False,
+    recurrent: Any = None,
 ) -> Any:
     """A layer over one head of 8."""
-
-    def linear(inputs: int, outputs: int, *, halves: bool = False) -> Any:
-        packed = PackedWeight(
-            inputs, outputs, bias=False, dtype=torch.float32, format_="packed", halves=halves
-        )
-        return packed.linear
-
     ones = torch.ones(16)
     last = ones if norm is None else norm
     stack = library().Stack(
@@ -72,10 +74,15 @@ def a_stack(
     stack.add(
         qkv=linear(16, 24),
         out=linear(8, 16),
+        gated=gated,
+        attention_scales=(1.0, 1.0),
+        recurrent=recurrent,
+        latent=None,
         gate_up=linear(16, 64, halves=True) if plain else None,
         down=linear(32, 16),
         experts=None,
         activation=library().Activation.silu,
+        mlp_scales=(1.0, 1.0),
         attention_norms=((ones, None), None, None),
         mlp_norms=((ones, None), None, None),
         parallel=False,
@@ -91,10 +98,54 @@ def a_stack(
     return stack
 
 
-def run(stack: Any, tokens: int, groups: list[Any], scale: torch.Tensor | None = None) -> Any:
+def run(
+    stack: Any,
+    tokens: int,
+    groups: list[Any],
+    scale: torch.Tensor | None = None,
+    states: Sequence[object] = (),
+) -> Any:
     turns = torch.zeros(4, 1, 8)
     places = np.zeros(tokens, np.int32)
-    return stack.forward(torch.zeros(tokens, 16), [(turns, turns, scale)], places, groups)
+    return stack.forward(torch.zeros(tokens, 16), [(turns, turns, scale)], places, groups, states)
+
+
+def recurrence(
+    *, heads: int = 2, taps: int = 4, columns: int = 4, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A gated delta net of `heads` value heads on two key heads of three numbers."""
+    return library().RecurrentLayer(
+        kind=library().RecurrenceKind.gated_delta,
+        key_heads=2,
+        heads=heads,
+        rows=3,
+        columns=columns,
+        conv=torch.zeros(taps, 12 + 2 * columns, dtype=dtype),
+        conv_bias=None,
+        decay_log=torch.zeros(2),
+        step_bias=torch.zeros(2),
+        skip=None,
+        step_limits=(0.0, 1.0),
+        scales=None,
+        norm=None,
+        norm_part=4,
+        norm_eps=1e-5,
+        gate_first=False,
+    )
+
+
+def recurrent(states: int = 2, *, columns: int = 4, dtype: torch.dtype = torch.float32) -> Any:
+    """What a layer of a stack has of it."""
+    kept = torch.zeros(states, 3, 20), torch.zeros(states, 2, 3, columns, dtype=dtype)
+    return recurrence(), linear(16, 32), linear(8, 16), (1.0, 1.0), *kept, 0
+
+
+def state_rows(read: int = 0, write: int = 1, tokens: int = 1) -> Any:
+    return library().StateMetadata(
+        reads=np.array([read], np.int32),
+        writes=np.array([[write]], np.int32),
+        query_len=np.array([tokens], np.int32),
+    )
 
 
 def ready_heads(heads: torch.Tensor, cache: torch.Tensor, norms: Any = None) -> Any:
@@ -135,6 +186,28 @@ REFUSED: dict[str, Callable[[], object]] = {
         a_stack(), 1, [rows(1)], torch.ones(4, dtype=torch.bfloat16)
     ),
     "a rotation that a pass has not": lambda: run(a_stack(rotary=1), 1, [rows(1)]),
+    "gates that are not projected": lambda: a_stack(gated=True),
+    "a recurrence of heads that are not shared out evenly": lambda: recurrence(heads=3),
+    "a recurrence that convolves nothing": lambda: recurrence(taps=1),
+    "a recurrence that convolves too much": lambda: recurrence(taps=17),
+    "a recurrence without values": lambda: recurrence(columns=0),
+    "states of another size": lambda: a_stack(recurrent=recurrent(columns=5)),
+    "states in another dtype": lambda: a_stack(recurrent=recurrent(dtype=torch.bfloat16)),
+    "a row without a state": lambda: state_rows(write=-1),
+    "a row of states without tokens": lambda: state_rows(tokens=0),
+    "a recurrence without rows": lambda: run(a_stack(recurrent=recurrent()), 1, [rows(1)]),
+    "a recurrence with no rows": lambda: run(
+        a_stack(recurrent=recurrent()), 1, [rows(1)], states=[None]
+    ),
+    "a recurrence with rows of other tokens": lambda: run(
+        a_stack(recurrent=recurrent()), 1, [rows(1)], states=[state_rows(tokens=2)]
+    ),
+    "a state beyond all": lambda: run(
+        a_stack(recurrent=recurrent()), 1, [rows(1)], states=[state_rows(write=2)]
+    ),
+    "a state that is read beyond all": lambda: run(
+        a_stack(recurrent=recurrent()), 1, [rows(1)], states=[state_rows(read=2)]
+    ),
     "a cap of nothing": lambda: a_stack(softcap=0.0),
     "sinks of other heads": lambda: a_stack(sinks=torch.ones(2)),
     "norms of heads of another size": lambda: ready_heads(HEADS, CACHE, head_norms(4)),
@@ -171,6 +244,8 @@ def test_what_no_pass_asks_for_is_refused(call: Callable[[], object]) -> None:
 
 def test_the_smallest_pass_is_run() -> None:
     assert run(a_stack(), 1, [rows(1)])[0].shape == (1, 16)
+    both, states = a_stack(recurrent=recurrent()), [state_rows()]
+    assert run(both, 1, [rows(1)], states=states)[0].shape == (1, 16)
 
 
 def test_a_team_whose_threads_find_no_memory_raises_and_works_on() -> None:

@@ -140,10 +140,9 @@ def test_rows_side_by_side_equal_the_reference(row: Row, kind: str, dtype: torch
         assert torch.equal(states.recurrent_states[5], known.recurrent_states[5])
     (got, got_conv, got_states), (want, want_conv, want_states) = results
     assert torch.equal(got_conv, want_conv)
-    exact = dtype == torch.float32
-    close = {"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(got_states, want_states, **close)
-    torch.testing.assert_close(got, want, **close)
+    close = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got_states, want_states, rtol=close, atol=close)
+    torch.testing.assert_close(got, want, rtol=close, atol=close)
 
 
 @each_row(recurrence, invariant=True)

@@ -77,17 +77,8 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
     assert all(map(torch.equal, logits, expected))
 
 
-LAYER_BY_LAYER = {
-    "deepseek-v2": "the fused decoder has no LatentAttention",
-    "deepseek-v2 without groups and bottleneck": "the fused decoder has no LatentAttention",
-    "deepseek-v3": "the fused decoder has no LatentAttention",
-    "deepseek-v3 with halves rotated": "the fused decoder has no LatentAttention",
-}
-FUSED = [row.name for row in ROWS if row.name.removesuffix(" that sees") not in LAYER_BY_LAYER]
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [row.name for row in ROWS])
 def test_a_stack_of_any_family_has_the_bits_of_its_layers(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
@@ -102,12 +93,6 @@ def test_a_stack_of_any_family_has_the_bits_of_its_layers(
     assert ids == expected_ids
     assert len(logits) == len(expected)
     assert all(map(torch.equal, logits, expected))
-
-
-@pytest.mark.parametrize("name", LAYER_BY_LAYER)
-def test_the_table_says_which_families_run_layer_by_layer(tmp_path: Path, name: str) -> None:
-    runner = runner_of(save(BY_NAME[name], tmp_path).folder)
-    assert f"not cpu: {LAYER_BY_LAYER[name]}" in table(runner.choices).splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ def recurrence(
         projected = projected * layer.scales
     width, seen = layer.width, layer.channels
     if layer.kind == "ssd":
-        gate, convolved, rates = projected.split((width, seen, layer.heads), dim=1)
+        gate, convolved, rates = _split(projected, width, seen, layer.heads)
     else:
-        convolved, gate, rates = projected.split((seen, width, 2 * layer.heads), dim=1)
+        convolved, gate, rates = _split(projected, seen, width, 2 * layer.heads)
     mixed = causal_conv(convolved, layer.conv, layer.conv_bias, states.conv_states, rows)
     compute = _ssd_of if layer.kind == "ssd" else _gated_delta_of
     y = compute(layer, mixed, rates, states.recurrent_states, rows).flatten(1)
@@ -126,11 +126,17 @@ def recurrence(
     return gated_rmsnorm(y, gate, weight, layer.norm_eps, parts, layer.gate_first)
 
 
+def _split(x: Tensor, *sizes: int) -> list[Tensor]:
+    """The columns of x as parts of these sizes."""
+    starts = (sum(sizes[:place]) for place in range(len(sizes)))
+    return [x[:, start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
 def _ssd_of(
     layer: Recurrence, mixed: Tensor, step: Tensor, states: Tensor, rows: StateMetadata
 ) -> Tensor:
     width, shared = layer.width, layer.key_heads * layer.rows
-    x, b, c = mixed.split((width, shared, shared), dim=1)
+    x, b, c = _split(mixed, width, shared, shared)
     groups = (len(mixed), layer.key_heads, layer.rows)
     dt = F.softplus(step.float() + layer.step_bias).clamp(*layer.step_limits)
     assert layer.skip is not None, "every ssd has it"
@@ -150,7 +156,7 @@ def _gated_delta_of(
     layer: Recurrence, mixed: Tensor, rates: Tensor, states: Tensor, rows: StateMetadata
 ) -> Tensor:
     keys = layer.key_heads * layer.rows
-    q, k, v = mixed.split((keys, keys, layer.width), dim=1)
+    q, k, v = _split(mixed, keys, keys, layer.width)
     heads = (len(mixed), layer.key_heads, layer.rows)
     learning, forgetting = rates.float().chunk(2, dim=-1)
     decay = -torch.exp(layer.decay_log) * F.softplus(forgetting + layer.step_bias)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from antiphon.kernels.cpu.fused_decoder import FusedLatent
 from antiphon.kernels.cpu.linear import head_linears
 from antiphon.layers.context import ForwardContext, LatentAttentionParams
 from antiphon.layers.linear import ColumnLinear, LinearPart, weight_sources
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.cpu.linear import CompiledHeadLinears, CompiledLinear
     from antiphon.kernels.latent import LatentSizes
+    from antiphon.kernels.norm import NormKind
     from antiphon.kernels.rotary import RotarySpec
-    from antiphon.layers.norm import NormSpec
+    from antiphon.layers.norm import Norm, NormSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,17 @@ class LatentQueries(Module):
         part = LinearPart(site.tensor_name(name), outputs, build.tp.ranks)
         self._up = ColumnLinear(part.name, inputs, (part,), bias=False, build=build, method=method)
         self.children = (self._down, self._norm, self._up)
+
+    @property
+    def down(self) -> tuple[CompiledLinear | None, Norm] | None:
+        """The projection to the queries' latent, and its norm; None: there is no such latent."""
+        if self._down is None or self._norm is None:
+            return None
+        return self._down.packed, self._norm
+
+    @property
+    def up(self) -> CompiledLinear | None:
+        return self._up.packed
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         if self._down is not None and self._norm is not None:
@@ -106,6 +120,12 @@ class LatentUpProjection(Module):
     def restore(self, mixed: Tensor) -> Tensor:
         return self._restore(mixed)
 
+    @property
+    def compiled(self) -> tuple[CompiledHeadLinears, CompiledHeadLinears] | None:
+        """Projections of heads to latents and back, where they are packed."""
+        absorb, restore = self._absorb.compiled, self._restore.compiled
+        return None if absorb is None or restore is None else (absorb, restore)
+
     def sources(self) -> Iterator[WeightSource]:
         outputs = self._heads * self._per_head
         first = self._build.tp.rank * outputs
@@ -128,12 +148,12 @@ class HeadLinears:
     def __init__(self, heads: list[LinearWeights]) -> None:
         self.heads = heads
         packed = [linear.packed for linear in heads if linear.packed is not None]
-        self._compiled = head_linears(packed) if len(packed) == len(heads) else None
+        self.compiled = head_linears(packed) if len(packed) == len(heads) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply: x (T, Q, I)  ->  (T, Q, O)."""
-        if self._compiled is not None:
-            return self._compiled.multiply(x)
+        if self.compiled is not None:
+            return self.compiled.multiply(x)
         made = [linear.apply(x[:, head].contiguous()) for head, linear in enumerate(self.heads)]
         return torch.stack(made, dim=1)
 
@@ -155,7 +175,7 @@ class LatentAttention(Sublayer):
         self._up = LatentUpProjection(site, spec)
         self._out = site.row("self_attn.o_proj", sizes.heads * sizes.value, bias=spec.bias)
         self.children = (self._query, self._down, self._norm, self._up, self._out)
-        self._params = LatentAttentionParams(scale=spec.scale, rotary=spec.rotary, heads=self._up)
+        self.params = LatentAttentionParams(scale=spec.scale, rotary=spec.rotary, heads=self._up)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         sizes = self._spec.sizes
@@ -168,9 +188,41 @@ class LatentAttention(Sublayer):
             self._layer,
             torch.cat((content, self._halves(turned)), dim=2),
             torch.cat((self._norm(ctx, latents.contiguous()), self._halves(shared)), dim=1),
-            self._params,
+            self.params,
         )
         return self._out(ctx, mixed.flatten(1))
+
+    @property
+    def norm_kernel(self) -> NormKind:
+        """The kind of the norms of its latents."""
+        return self._spec.norm.kernel
+
+    @property
+    def packed(self) -> tuple[FusedLatent, CompiledLinear] | None:
+        """The layer for the fused decoder, and its output projection; None: it is not packed."""
+        sizes, query, heads = self._spec.sizes, self._query, self._up.compiled
+        up, down, out = query.up, self._down.packed, self._out.packed
+        query_down, query_norm = query.down or (None, None)
+        if up is None or down is None or out is None or heads is None:
+            return None
+        if query_norm is not None and query_down is None:
+            return None
+        assert self._norm.weights is not None, "norms of latents have weights"
+        latent = FusedLatent(
+            query_down=query_down,
+            query_norm=query_norm and query_norm.weights and query_norm.weights.weight,
+            query_eps=self._spec.norm.eps,
+            query=up,
+            down=down,
+            norm=self._norm.weights.weight,
+            eps=self._spec.norm.eps,
+            absorb=heads[0],
+            restore=heads[1],
+            content=sizes.content,
+            position=sizes.position,
+            interleaved=self._spec.interleaved_rope,
+        )
+        return latent, out
 
     def _halves(self, turned: Tensor) -> Tensor:
         """Permute interleaved pairs to halves, in queries and keys alike: their products are equal.

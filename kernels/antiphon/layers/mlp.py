@@ -45,7 +45,7 @@ class GatedMlp(Sublayer):
             for name, layout in zip((spec.gate, spec.up), layouts, strict=True)
         )
         self.activation: ActivationKind = spec.activation
-        self._scales = spec.scale_gate, spec.scale_out
+        self.scales = spec.scale_gate, spec.scale_out
         self._gate_up = site.column("mlp.gate_up", parts, bias=spec.bias, halves=True)
         self._down = site.row(spec.down, spec.width, bias=spec.bias)
         self.children = (self._gate_up, self._down)
@@ -53,12 +53,12 @@ class GatedMlp(Sublayer):
         self.kernels = frozenset({"activation.silu_mul" if silu else "activation.gate"})
 
     @property
-    def fusable(self) -> bool:
-        return self._scales == (1.0, 1.0)
+    def unscaled(self) -> bool:
+        return self.scales == (1.0, 1.0)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         both = self._gate_up(ctx, x)
-        scale_gate, scale_out = self._scales
+        scale_gate, scale_out = self.scales
         if scale_gate != 1.0:
             both[:, : both.shape[1] // 2] *= scale_gate
         if self.activation == "silu":

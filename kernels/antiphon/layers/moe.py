@@ -115,7 +115,7 @@ class MixtureOfExperts(Sublayer):
         self.children = (self._router, self._experts, self._shared, self._gate)
         # Ranks sum what their parts of the experts made; the shared expert does that by itself.
         self._whole = site.build.tp.ranks == 1 and (
-            self._shared is None or (self._shared.fusable and self._shared.activation == "silu")
+            self._shared is None or (self._shared.unscaled and self._shared.activation == "silu")
         )
         self._compiled = self._compile()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.cpu.experts import CompiledExperts
-    from antiphon.kernels.cpu.linear import CompiledLinear
+    from antiphon.kernels.cpu.linear import CompiledHeadLinears, CompiledLinear
     from antiphon.kernels.cpu.ops import CompiledRecurrence
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.norm import NormKind, NormWeights
@@ -62,12 +62,29 @@ class FusedRecurrence:
     scales: MixerScales = UNIT_SCALES
 
 
+class FusedLatent(NamedTuple):
+    """Latent attention in its absorbed form: `latent.latent_attention`."""
+
+    query_down: CompiledLinear | None  # to the queries' latent, which is normalised
+    query_norm: Tensor | None
+    query_eps: float
+    query: CompiledLinear  # to the heads, contents and positions of each
+    down: CompiledLinear  # to a token's latent, which is normalised, and its position
+    norm: Tensor
+    eps: float
+    absorb: CompiledHeadLinears
+    restore: CompiledHeadLinears
+    content: int
+    position: int
+    interleaved: bool  # whether RoPE pairs are adjacent elements
+
+
 @dataclass(frozen=True, slots=True)
 class FusedDecoderLayer:
     """The weights of one layer: packed linears, and the norms around its blocks.
 
-    It has attention, a recurrence, or both, whose outputs are added. In place of `gate_up` and
-    `down` there may be experts.
+    It has attention, a recurrence, or both, whose outputs are added. In place of `qkv` there may be
+    latent attention, and in place of `gate_up` and `down` experts.
     """
 
     qkv: CompiledLinear | None
@@ -88,11 +105,14 @@ class FusedDecoderLayer:
     # block reads what attention reads.
     parallel: bool = False
     multiplier: float = 1.0  # of the output of each block
+    # Factors of the gate before its activation, and of what `down` gives.
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
     # Behind queries, keys and values `qkv` gives a gate for each query, whose sigmoid multiplies
     # what the head attends to.
     gated: bool = False
     attention_scales: MixerScales = UNIT_SCALES
     recurrence: FusedRecurrence | None = None
+    latent: FusedLatent | None = None
 
 
 class UncachedHeads(NamedTuple):
@@ -180,10 +200,12 @@ class FusedDecoder:
                     recurrent.states.recurrent_states,
                     recurrent.states.group,
                 ),
+                latent=layer.latent,
                 gate_up=layer.gate_up,
                 down=layer.down,
                 experts=layer.experts,
                 activation=getattr(library.Activation, layer.activation),
+                mlp_scales=layer.mlp_scales,
                 attention_norms=layer.attention_norms,
                 mlp_norms=layer.mlp_norms,
                 parallel=layer.parallel,
@@ -282,4 +304,6 @@ def _compile_cache(cache: LayerKvCache | UncachedHeads | None) -> tuple[object, 
         return None
     if isinstance(cache, UncachedHeads):
         return cache[1:]
+    if cache.values is cache.keys:  # latents, which have one scale
+        return cache.keys, cache.keys, cache.scales.key, cache.scales.key
     return cache.keys, cache.values, *cache.scales

@@ -5,6 +5,7 @@ Axes: T tokens, L tokens whose logits are requested, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -258,6 +259,7 @@ class DecoderLayer(Module):
 
     def __init__(self, site: LayerBuildContext, spec: LayerSpec) -> None:
         self._multiplier = spec.multiplier
+        self._norm_kernel = spec.norm.kernel
         self._parallel = spec.parallel
         self._mixer = build_sublayer(site, spec.mixer)
         self._feed_forward = None
@@ -300,43 +302,41 @@ class DecoderLayer(Module):
         """This layer in the form that the fused decoder takes; its RoPE has an index there."""
         gate_up = down = experts = None
         activation: ActivationKind = "silu"
+        scales = 1.0, 1.0
         match feed_forward := self._feed_forward:
             case MixtureOfExperts():
                 experts = feed_forward.packed
-            case GatedMlp(fusable=True) | PlainMlp():
+            case GatedMlp() | PlainMlp():
                 gate_up, down = feed_forward.packed or (None, None)
                 activation = feed_forward.activation
+                if isinstance(feed_forward, GatedMlp):
+                    scales = feed_forward.scales
             case _:
                 raise NotStackable("the fused decoder has no such feed-forward block")
-        attention, scales, recurrence = _mixers(self._mixer, states)
-        qkv = out = None
-        if attention is not None:
-            if attention.packed is None:
-                raise NotStackable(_NOT_PACKED)
-            qkv, out = attention.packed
         if experts is None and down is None:
             raise NotStackable(_NOT_PACKED)
-        position = attention and (attention.params.rotary, attention.temperature)
-        return FusedDecoderLayer(
-            qkv=qkv,
-            out=out,
+        layer = FusedDecoderLayer(
+            qkv=None,
+            out=None,
             gate_up=gate_up,
             down=down,
             activation=activation,
             attention_norms=self._norms_around("mixer"),
             mlp_norms=self._norms_around("feed_forward"),
-            head_norms=attention and attention.head_norms,
-            scale=attention.params.scale if attention else 1.0,
-            softcap=attention and attention.params.softcap,
-            sinks=attention and attention.params.sinks,
-            rotary=rotaries.setdefault(position, len(rotaries)) if position else 0,
+            head_norms=None,
+            scale=1.0,
             experts=experts,
             parallel=self._parallel,
             multiplier=self._multiplier,
-            gated=attention is not None and attention.gated,
-            attention_scales=scales,
-            recurrence=recurrence,
+            mlp_scales=scales,
         )
+        if isinstance(self._mixer, LatentAttention):
+            if self._mixer.norm_kernel != self._norm_kernel:
+                raise NotStackable("the norms differ between layers")
+            return _with_latent(layer, self._mixer, rotaries)
+        attention, factors, recurrence = _mixers(self._mixer, states)
+        layer = replace(layer, attention_scales=factors, recurrence=recurrence)
+        return layer if attention is None else _with_attention(layer, attention, rotaries)
 
     def _norms_around(self, block: str) -> BlockNorms:
         norms = [self._norms.get(f"{place}_{block}") for place in ("before", "after", "with")]
@@ -358,6 +358,42 @@ def build_sublayer(site: LayerBuildContext, spec: MixerSpec | FeedForwardSpec) -
 
 
 _NOT_PACKED = "the linears are not packed on a single rank"
+
+
+def _with_attention(
+    layer: FusedDecoderLayer, attention: Attention, rotaries: dict[PositionSpec, int]
+) -> FusedDecoderLayer:
+    if attention.packed is None:
+        raise NotStackable(_NOT_PACKED)
+    qkv, out = attention.packed
+    params, position = attention.params, (attention.params.rotary, attention.temperature)
+    return replace(
+        layer,
+        qkv=qkv,
+        out=out,
+        head_norms=attention.head_norms,
+        scale=params.scale,
+        softcap=params.softcap,
+        sinks=params.sinks,
+        rotary=rotaries.setdefault(position, len(rotaries)),
+        gated=attention.gated,
+    )
+
+
+def _with_latent(
+    layer: FusedDecoderLayer, attention: LatentAttention, rotaries: dict[PositionSpec, int]
+) -> FusedDecoderLayer:
+    if attention.packed is None:
+        raise NotStackable(_NOT_PACKED)
+    latent, out = attention.packed
+    position = attention.params.rotary, None
+    return replace(
+        layer,
+        out=out,
+        latent=latent,
+        scale=attention.params.scale,
+        rotary=rotaries.setdefault(position, len(rotaries)),
+    )
 
 
 def _mixers(

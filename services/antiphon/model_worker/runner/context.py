@@ -135,7 +135,7 @@ class ForwardContexts:
         """
         stack, before = self._stack, self._kv_len
         self._kv_len = None  # set again on success
-        if stack is None:
+        if stack is None or not self._absorbed(batch):
             return None
         scored = None
         if before is not None and batch.decodes and _one_more(before, plan.kv_len):
@@ -150,6 +150,17 @@ class ForwardContexts:
         if self._may_continue and batch.decodes:
             self._kv_len = plan.kv_len
         return scored
+
+    def _absorbed(self, batch: InputBatch) -> bool:
+        """Whether latents are nowhere expanded, which only single operations do."""
+        if batch.decodes or self._deterministic:
+            return True
+        parts = (
+            part
+            for index, sizes in self._latent.items()
+            for part in LatentMetadata(batch.groups[index], sizes).parts
+        )
+        return all(part.places is None for part in parts)
 
     def forget(self) -> None:
         """After a failed pass: the next one does not continue from it."""
@@ -181,7 +192,7 @@ class ForwardContexts:
             return self._angles(rotary).at_positions(positions)
 
         fused = None
-        if self._stack is not None:
+        if self._stack is not None and self._absorbed(batch):
             groups = batch.groups if self._causal else self._whole_rows(plan)
             turns = self._turns(positions)
             fused = partial(self._stack, turns=turns, groups=groups, states=batch.states)

@@ -29,54 +29,6 @@ Shape shape_of(Weights weights) {
     }
 }
 
-// The linears of heads, which must live as long as this.
-class HeadLinears {
-  public:
-    explicit HeadLinears(const std::vector<const Linear *> &linears) {
-        TORCH_CHECK(!linears.empty(), "there are heads");
-        for (const Linear *linear : linears) {
-            TORCH_CHECK(linear != nullptr, "None is no linear");
-            linears_.push_back(&linear->packed());
-            const PackedLinear &one = *linears_.back(), &first = *linears_.front();
-            TORCH_CHECK(
-                one.inputs == first.inputs && one.outputs == first.outputs &&
-                    one.dtype == first.dtype,
-                "linears of heads have one shape");
-        }
-    }
-
-    // x (rows, heads, inputs) -> (rows, heads, outputs).
-    at::Tensor multiply(const at::Tensor &x) const {
-        const PackedLinear &linear = *linears_.front();
-        const auto heads = static_cast<int64_t>(linears_.size());
-        const auto type = linear.dtype == Dtype::bf16 ? at::kBFloat16 : at::kFloat;
-        TORCH_CHECK(
-            x.is_cpu() && x.dim() == 3 && x.size(1) == heads && x.size(2) == linear.inputs &&
-                x.scalar_type() == type,
-            "x must be (rows, ", heads, ", ", linear.inputs, ") in ", type, ", got ", x.sizes(),
-            " in ", x.scalar_type());
-        const at::Tensor rows = x.stride(2) == 1 ? x : x.contiguous();
-        at::Tensor y = at::empty({rows.size(0), heads, linear.outputs}, x.options());
-        if (rows.size(0) == 0) return y;
-        const HeadLinearsCall call = {
-            .linears = linears_.data(),
-            .heads = heads,
-            .rows = rows.size(0),
-            .x = rows.const_data_ptr(),
-            .x_stride = rows.stride(0),
-            .x_head_stride = rows.stride(1),
-            .y = y.mutable_data_ptr(),
-        };
-        const int team = threads();
-        const KernelTimer computing;
-        kernels().head_linears(call, team);
-        return y;
-    }
-
-  private:
-    std::vector<const PackedLinear *> linears_;
-};
-
 // Of panels with halves or without.
 int64_t panels_for(int64_t outputs, bool halves) {
     return halves ? (outputs / 2 + 15) / 16 : (outputs + 31) / 32;
@@ -99,6 +51,47 @@ void check_of_outputs(
 }
 
 }  // namespace
+
+HeadLinears::HeadLinears(const std::vector<const Linear *> &linears) {
+    TORCH_CHECK(!linears.empty(), "there are heads");
+    for (const Linear *linear : linears) {
+        TORCH_CHECK(linear != nullptr, "None is no linear");
+        linears_.push_back(&linear->packed());
+        const PackedLinear &one = *linears_.back(), &first = *linears_.front();
+        TORCH_CHECK(
+            one.inputs == first.inputs && one.outputs == first.outputs && one.dtype == first.dtype,
+            "linears of heads have one shape");
+    }
+}
+
+at::Tensor HeadLinears::multiply(const at::Tensor &x) const {
+    const PackedLinear &linear = *linears_.front();
+    const auto heads = static_cast<int64_t>(linears_.size());
+    const auto type = linear.dtype == Dtype::bf16 ? at::kBFloat16 : at::kFloat;
+    TORCH_CHECK(
+        x.is_cpu() && x.dim() == 3 && x.size(1) == heads && x.size(2) == linear.inputs &&
+            x.scalar_type() == type,
+        "x must be (rows, ", heads, ", ", linear.inputs, ") in ", type, ", got ", x.sizes(), " in ",
+        x.scalar_type());
+    const at::Tensor rows = x.stride(2) == 1 ? x : x.contiguous();
+    at::Tensor y = at::empty({rows.size(0), heads, linear.outputs}, x.options());
+    if (rows.size(0) == 0) return y;
+    const HeadLinearsCall call = {
+        .linears = linears_.data(),
+        .heads = heads,
+        .rows = rows.size(0),
+        .x = rows.const_data_ptr(),
+        .x_stride = rows.stride(0),
+        .x_head_stride = rows.stride(1),
+        .y = y.mutable_data_ptr(),
+        .y_stride = heads * linear.outputs,
+        .y_head_stride = linear.outputs,
+    };
+    const int team = threads();
+    const KernelTimer computing;
+    kernels().head_linears(call, team);
+    return y;
+}
 
 Linear::Linear(
     Weights weights, Dtype dtype, bool halves, int64_t inputs, int64_t outputs, at::Tensor panels,

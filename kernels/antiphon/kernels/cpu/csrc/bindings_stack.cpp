@@ -98,22 +98,31 @@ class Stack {
         const RecurrentLayer *, const Linear *, const Linear *, std::pair<double, double>,
         at::Tensor, at::Tensor, int64_t>;
 
+    // Latent attention: linears of queries (down, with its norm and eps, or none; up) and of latents
+    // with their norm and eps; of heads to latents and back; C and O; whether pairs lie side by side.
+    using Latent = std::tuple<
+        const Linear *, std::optional<at::Tensor>, double, const Linear *, const Linear *,
+        at::Tensor, double, const HeadLinears *, const HeadLinears *, int64_t, int64_t, bool>;
+
     // All that is given by reference must live as long as the stack; there are qkv and out, a
-    // recurrence, or both, and gate_up and down, or experts. Packed in halves, gate_up are both, and
-    // become activation(gate) * up. With `gated` attention, gates of query heads follow values.
-    // `rotary` is the index of the cosines and sines among those of a pass.
+    // recurrence, or both, and gate_up and down, or experts. Latent attention has its own in place of
+    // qkv. Packed in halves, gate_up are both, and become activation(gate) * up; `mlp_scales` are
+    // factors of the gate and of what down gives. With `gated` attention, gates of query heads follow
+    // values. `rotary` is the index of the cosines and sines among those of a pass.
     void add(
         const Linear *qkv, const Linear *out, bool gated,
         const std::pair<double, double> &attention_scales,
-        const std::optional<Recurrent> &recurrent, const Linear *gate_up, const Linear *down,
-        const MixtureOfExperts *experts, Activation activation, const BlockNorms &attention_norms,
-        const BlockNorms &mlp_norms, bool parallel, double multiplier,
-        const std::optional<QkNormTensors> &head_norms, double scale, std::optional<double> softcap,
-        const Optional &sinks, int64_t rotary, int64_t group,
+        const std::optional<Recurrent> &recurrent, const std::optional<Latent> &latent,
+        const Linear *gate_up, const Linear *down, const MixtureOfExperts *experts,
+        Activation activation, const std::pair<double, double> &mlp_scales,
+        const BlockNorms &attention_norms, const BlockNorms &mlp_norms, bool parallel,
+        double multiplier, const std::optional<QkNormTensors> &head_norms, double scale,
+        std::optional<double> softcap, const Optional &sinks, int64_t rotary, int64_t group,
         const std::optional<std::variant<Cache, Heads>> &cached) {
-        const bool attends = qkv != nullptr;
+        const bool attends = out != nullptr;
         TORCH_CHECK(
-            attends == (out != nullptr) && attends == cached.has_value() && (attends || recurrent),
+            attends == (qkv != nullptr || latent.has_value()) && (qkv == nullptr || !latent) &&
+                attends == cached.has_value() && (attends || recurrent),
             "a layer has attention with a cache, a recurrence, or both");
         LayerCache cache = {nullptr, nullptr, 1.0f, 1.0f};
         CacheShape shape = {
@@ -136,10 +145,17 @@ class Stack {
             std::tie(shape.heads, shape.head_size) = std::get<Heads>(*cached);
         }
         const int64_t heads = shape.heads, size = shape.head_size;
-        const PackedLinear first = attends ? qkv->packed() : PackedLinear{};
-        const int64_t width = (first.outputs - 2 * heads * size) / (gated ? 2 : 1);
+        const PackedLinear first = qkv != nullptr ? qkv->packed() : PackedLinear{};
+        const StackLatent latents = keep(latent, shape);
+        const int64_t width = latent ? latents.heads * latents.head_size()
+                                     : (first.outputs - 2 * heads * size) / (gated ? 2 : 1);
         const int64_t queries = attends ? width / size : 0;
-        if (attends) {
+        if (latent) {
+            check_linear(out->packed(), latents.heads * latents.value, hidden_);
+            TORCH_CHECK(
+                !recurrent && !gated && !softcap && !sinks && !head_norms,
+                "latent attention has nothing beside it");
+        } else if (attends) {
             check_linear(first, hidden_, (gated ? 2 : 1) * width + 2 * heads * size);
             check_linear(out->packed(), width, hidden_);
         }
@@ -149,16 +165,22 @@ class Stack {
         TORCH_CHECK(
             activation != Activation::clamped_swish, "a clamped swish is between gate and up");
         up.activation = activation;
+        up.gate_scale = static_cast<float>(mlp_scales.first);
+        TORCH_CHECK(
+            mlp_scales == std::make_pair(1.0, 1.0) || (experts == nullptr && up.halves),
+            "a gate has factors");
         TORCH_CHECK(group >= 0, "a layer is of a cache group");
         TORCH_CHECK(rotary >= 0, "a layer has a rotation");
         if (attends) {
+            const int64_t projected =
+                latent ? latents.heads * (latents.content + latents.position) : first.outputs;
             TORCH_CHECK(
-                heads_ == 0 || (heads_ == first.outputs && queries_ == width),
+                heads_ == 0 || (heads_ == projected && queries_ == width),
                 "all layers have the same heads");
-            heads_ = first.outputs;
+            heads_ = projected;
             queries_ = width;
             note_shape(group, shape);
-            note_rotary(rotary, size);
+            note_rotary(rotary, latent ? latents.position : size);
             mixed_ = std::max(mixed_, width);
         }
         parallel_ = parallel_ || parallel;
@@ -176,12 +198,14 @@ class Stack {
             .attends = attends,
             .qkv = first,
             .out = attends ? out->packed() : PackedLinear{},
+            .latent = latents,
             .gated = gated,
             .attention_scales = attention_factors,
             .recurrence = recurrence,
             .recurrence_scales = recurrence_factors,
             .gate_up = up,
             .down = down != nullptr ? down->packed() : PackedLinear{},
+            .mlp_scale = static_cast<float>(mlp_scales.second),
             .experts = experts != nullptr ? &experts->packed() : nullptr,
             .attention_norms = keep(attention_norms),
             .mlp_norms = keep(mlp_norms),
@@ -379,6 +403,61 @@ class Stack {
             group};
     }
 
+    StackLatent keep(const std::optional<Latent> &latent, const CacheShape &shape) {
+        if (!latent) return {};
+        const auto
+            &[query_down, query_norm, query_eps, query, down, norm, eps, absorb, restore, content,
+              position, interleaved] = *latent;
+        TORCH_CHECK(
+            query != nullptr && down != nullptr && absorb != nullptr && restore != nullptr &&
+                (query_down != nullptr) == query_norm.has_value(),
+            "latent attention has linears of queries, latents and heads");
+        const auto heads = static_cast<int64_t>(absorb->packed().size());
+        const PackedLinear &up = *absorb->packed().front(), &back = *restore->packed().front();
+        StackLatent kept = {
+            .query_down = query_down != nullptr ? query_down->packed() : PackedLinear{},
+            .query_norm = nullptr,
+            .query = query->packed(),
+            .down = down->packed(),
+            .norm = nullptr,
+            .query_eps = static_cast<float>(query_eps),
+            .eps = static_cast<float>(eps),
+            .absorb = absorb->packed().data(),
+            .restore = restore->packed().data(),
+            .heads = heads,
+            .content = content,
+            .position = position,
+            .latent = up.outputs,
+            .value = back.outputs,
+            .interleaved = interleaved,
+        };
+        TORCH_CHECK(
+            static_cast<int64_t>(restore->packed().size()) == heads && content > 0 &&
+                position > 0 && position % 2 == 0,
+            "heads have contents and positions");
+        check_linear(kept.query, kept.query.inputs, heads * (content + position));
+        check_linear(kept.down, hidden_, kept.head_size());
+        check_linear(up, content, kept.latent);
+        check_linear(back, kept.latent, kept.value);
+        TORCH_CHECK(
+            shape.heads == 1 && shape.head_size == kept.head_size(),
+            "a cache of latents has one head of ", kept.head_size());
+        kept.norm = norm_weight(norm_, norm, like_, kept.latent);
+        kept_.push_back(norm);
+        if (query_down != nullptr) {
+            check_linear(kept.query_down, hidden_, kept.query.inputs);
+            kept.query_norm = norm_weight(norm_, *query_norm, like_, kept.query.inputs);
+            kept_.push_back(*query_norm);
+            query_latents_ = std::max(query_latents_, kept.query.inputs);
+        } else {
+            check_linear(kept.query, hidden_, kept.query.outputs);
+        }
+        latents_ = std::max(latents_, kept.head_size());
+        absorbed_ = std::max(absorbed_, heads * kept.head_size());
+        values_ = std::max(values_, heads * kept.value);
+        return kept;
+    }
+
     static MixerScales scales_of(const std::pair<double, double> &scales) {
         return {static_cast<float>(scales.first), static_cast<float>(scales.second)};
     }
@@ -468,6 +547,10 @@ class Stack {
             .scaled = nullptr,
             .projected = nullptr,
             .recurrence_room = nullptr,
+            .query_latents = nullptr,
+            .latents = nullptr,
+            .absorbed = nullptr,
+            .values = nullptr,
             .experts_rooms = nullptr,
             .experts_plans = nullptr,
         };
@@ -514,8 +597,7 @@ class Stack {
         compute();
         Optional finite = flags_of(call_.finite, tokens);
         Optional logits_finite = flags_of(ends_->finite, count);
-        if (argmax_only && !finite && !logits_finite)
-            return {{}, {}, {}, {}, std::move(argmax), std::move(aux)};
+        if (argmax_only && !finite && !logits_finite) return {{}, {}, {}, {}, argmax, aux};
         return {states_.tensor(),         std::move(finite), logits_.tensor(),
                 std::move(logits_finite), std::move(argmax), std::move(aux)};
     }
@@ -673,6 +755,10 @@ class Stack {
             {&call_.branch, both_ ? row * hidden_ : 0},
             {&call_.scaled, scaled_ ? row * hidden_ : 0},
             {&call_.projected, row * projected_},
+            {&call_.query_latents, row * query_latents_},
+            {&call_.latents, row * latents_},
+            {&call_.absorbed, row * absorbed_},
+            {&call_.values, row * values_},
             {&recurrences, recurrence_size * static_cast<int64_t>(sizeof(float))},
         };
         if (ends != nullptr) {
@@ -721,6 +807,7 @@ class Stack {
     bool parallel_ = false;                          // whether a layer's blocks are
     bool both_ = false, scaled_ = false;             // whether it has two mixers, and factors
     int64_t heads_ = 0, queries_ = 0, projected_ = 0;
+    int64_t query_latents_ = 0, latents_ = 0, absorbed_ = 0, values_ = 0;
     std::vector<const Recurrence *> recurrences_;
     std::vector<int64_t> states_kept_;                // how many each group of states has
     int64_t mixed_ = 0, width_ = 0;                   // the most that goes into out, and into down
@@ -761,13 +848,14 @@ void bind_stack(py::module_ &module) {
             py::arg("eps"))
         .def(
             "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gated"),
-            py::arg("attention_scales"), py::arg("recurrent"), py::arg("gate_up"), py::arg("down"),
-            py::arg("experts"), py::arg("activation"), py::arg("attention_norms"),
-            py::arg("mlp_norms"), py::arg("parallel"), py::arg("multiplier"), py::arg("head_norms"),
-            py::arg("scale"), py::arg("softcap"), py::arg("sinks"), py::arg("rotary"),
-            py::arg("group"), py::arg("cache"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+            py::arg("attention_scales"), py::arg("recurrent"), py::arg("latent"),
+            py::arg("gate_up"), py::arg("down"), py::arg("experts"), py::arg("activation"),
+            py::arg("mlp_scales"), py::arg("attention_norms"), py::arg("mlp_norms"),
+            py::arg("parallel"), py::arg("multiplier"), py::arg("head_norms"), py::arg("scale"),
+            py::arg("softcap"), py::arg("sinks"), py::arg("rotary"), py::arg("group"),
+            py::arg("cache"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
             py::keep_alive<1, 6>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(),
-            py::keep_alive<1, 9>())
+            py::keep_alive<1, 10>(), py::keep_alive<1, 9>())
         .def(
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
             py::arg("scale"), py::arg("positions"), py::arg("head"), py::arg("logits_scale"),

@@ -302,6 +302,30 @@ INLINE void qk_norm_rope_store(
     }
 }
 
+// Pairs that lie side by side as two halves; `out` is not `x`.
+template <class T> INLINE void split_pairs(const T *x, int64_t size, T *out) {
+    for (int64_t i = 0; i < size / 2; ++i) {
+        out[i] = x[2 * i];
+        out[size / 2 + i] = x[2 * i + 1];
+    }
+}
+
+// Keep a token's key in the one head of a cache of latents, as K; `room` has as many numbers.
+template <class T, class K>
+INLINE void store_latent(
+    const CacheShape &shape, const LayerCache &cache, int64_t place, const T *x, void *room) {
+    const KvLayout layout(shape);
+    K *keys = static_cast<K *>(cache.keys) + layout.head_at(place / layout.tokens, 0) +
+        layout.key_at(place % layout.tokens);
+    if constexpr (IN_BYTES<K>) {
+        K *codes = static_cast<K *>(room);
+        store_cache(x, shape.head_size, cache.key_scale, codes);
+        scatter<WORD_VALUES<T>>(codes, shape.head_size, layout.key_step(), keys);
+    } else {
+        scatter<WORD_VALUES<T>>(x, shape.head_size, layout.key_step(), keys);
+    }
+}
+
 template <class T>
 INLINE void qk_norm_rope_store_as(
     const QkNormRopeCall &call, int64_t token, int64_t head, int64_t heads) {

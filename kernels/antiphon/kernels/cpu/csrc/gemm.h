@@ -280,7 +280,9 @@ static __attribute__((noinline)) void finish_rows(
             b = add(b, load(bias + LANES));
         }
         if constexpr (E == Epilogue::gate) {
-            put(to + at, gated<A, T>(rounded<T>(a), rounded<T>(b)), left);
+            F32 gate = rounded<T>(a);
+            if (linear.gate_scale != 1.0f) gate = rounded<T>(mul(gate, splat(linear.gate_scale)));
+            put(to + at, gated<A, T>(gate, rounded<T>(b)), left);
         } else if constexpr (E == Epilogue::activate) {
             put(to + at, activated<A>(rounded<T>(a)), left);
             put(to + at_b, activated<A>(rounded<T>(b)), left_b);

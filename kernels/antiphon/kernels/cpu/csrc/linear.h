@@ -1,10 +1,11 @@
-// A packed linear with the tensors that own its memory; what Python holds.
+// Packed linears with the tensors that own their memory; what Python holds.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 #include "packed.h"
 
@@ -39,4 +40,19 @@ class Linear {
     at::Tensor panels_;
     std::optional<at::Tensor> scales_, bias_, values_;
     PackedLinear packed_;
+};
+
+// The linears of heads, which must live as long as this.
+class HeadLinears {
+  public:
+    // Raises if they have not one shape.
+    explicit HeadLinears(const std::vector<const Linear *> &linears);
+
+    // x (rows, heads, inputs) -> (rows, heads, outputs).
+    at::Tensor multiply(const at::Tensor &x) const;
+
+    const std::vector<const PackedLinear *> &packed() const { return linears_; }
+
+  private:
+    std::vector<const PackedLinear *> linears_;
 };

@@ -58,15 +58,18 @@ struct PackedLinear {
     const float *bias;    // likewise; or null
     Grouping grouping;    // of `grouped`
     Activation activation = Activation::silu;  // of the epilogues with one
+    float gate_scale = 1.0f;                   // of a gate before its activation
 };
 
-// y (rows, heads, outputs), each head by a linear of its own; all have the same shape.
+// y (rows, heads, outputs), outputs side by side, each head by a linear of its own; all have the same
+// shape.
 struct HeadLinearsCall {
     const PackedLinear *const *linears;  // (heads,)
     int64_t heads, rows;
     const void *x;                    // (rows, heads, inputs), inputs side by side
     int64_t x_stride, x_head_stride;  // of a row and of a head, in numbers
     void *y;
+    int64_t y_stride, y_head_stride;
 };
 
 // Inputs whose codes are laid out together: groups are multiples of it.

@@ -147,6 +147,24 @@ struct StackRecurrence {
     int64_t group;  // which rows it sees
 };
 
+// Latent attention in its absorbed form, in place of `qkv`: queries are projected to latents, which
+// are keys and values of all Q heads. A layer's cache has one head, R + O numbers of a token. Without
+// heads a layer has none.
+struct StackLatent {
+    PackedLinear query_down;  // to the queries' latent; or without inputs, and then
+    const void *query_norm;   // that is not normalised
+    PackedLinear query;       // to (Q, C + O)
+    PackedLinear down;        // to R + O
+    const void *norm;         // (R,)
+    float query_eps, eps;
+    const PackedLinear *const *absorb;   // (Q,) from C to R
+    const PackedLinear *const *restore;  // (Q,) from R to V
+    int64_t heads, content, position, latent, value;
+    bool interleaved;  // pairs that are rotated lie side by side
+
+    int64_t head_size() const { return latent + position; }
+};
+
 // Factors of what a mixer reads, and of what it gives.
 struct MixerScales {
     float in, out;
@@ -157,11 +175,13 @@ struct StackLayer {
     // Its mixers, whose outputs are added: attention, a recurrence, or both.
     bool attends;
     PackedLinear qkv, out;
+    StackLatent latent;
     bool gated;  // behind queries, keys and values lie gates (G * H, D), whose sigmoids heads meet
     MixerScales attention_scales;
     StackRecurrence recurrence;
     MixerScales recurrence_scales;
     PackedLinear gate_up, down;    // gate_up in halves, or up alone, which is activated; or
+    float mlp_scale;               // of what down gives
     const PackedExperts *experts;  // in their place; or null
     StackBlock attention_norms, mlp_norms;
     // Both blocks read the stream that enters the layer; without a norm before it, the feed-forward
@@ -256,6 +276,9 @@ struct StackCall {
     // factor, that, (T, hidden); of recurrences what is projected, (T, inputs), and their room.
     void *branch, *scaled, *projected;
     float *recurrence_room;
+    // Of latent attention: queries' latents (T, their size), tokens' (T, R + O), absorbed queries
+    // (T, Q, R + O) and values (T, Q, V).
+    void *query_latents, *latents, *absorbed, *values;
     // Of each layer; those without experts have no room.
     const ExpertsRoom *experts_rooms;
     ExpertsPlan *experts_plans;

@@ -9,6 +9,7 @@
 #include "chunks.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "head_linears.h"
 #include "recurrent.h"
 #include "scan.h"
 #include "simd.h"
@@ -154,6 +155,7 @@ class StackRun {
         const bool last = i + 1 == call_.count;
         const bool result = last && call_.final_norm.weight == nullptr;
         Join join = join_of(layer, layer.mlp_norms, call_.added);
+        join.scale = layer.mlp_scale;
         if (layer.parallel) join.beside = call_.attended;
         add_to_stream(
             join, layer.mlp_norms.with, result ? call_.out : call_.residual,
@@ -356,12 +358,21 @@ class StackRun {
     }
 
     static const PackedLinear &first_linear(const StackLayer &layer) {
+        if (layer.latent.heads > 0)
+            return layer.latent.query_down.inputs > 0 ? layer.latent.query_down
+                                                      : layer.latent.query;
         return layer.attends ? layer.qkv : layer.recurrence.in;
     }
 
     // The mixers of a layer, and what joins their output; then comes the linear `next`.
     void mix(const StackLayer &layer, const PackedLinear *next) {
         const void *x = read_by(layer.attention_norms);
+        if (layer.latent.heads > 0) {
+            latent_attention(layer, x);
+            linear_and_join(
+                product(layer.out, call_.values, attended(layer)), join_within(layer), next);
+            return;
+        }
         const StackRecurrence &recurrence = layer.recurrence;
         const bool recurs = recurrence.layer != nullptr;
         if (layer.attends) {
@@ -378,6 +389,124 @@ class StackRun {
         }
         const PackedLinear &out = recurs ? recurrence.out : layer.out;
         linear_and_join(product(out, call_.mixed, attended(layer)), join_within(layer), next);
+    }
+
+    void latent_attention(const StackLayer &layer, const void *x) {
+        if (call_.dtype == Dtype::bf16) latent_attention_as<bf16>(layer, x);
+        else latent_attention_as<float>(layer, x);
+    }
+
+    template <class T> void latent_attention_as(const StackLayer &layer, const void *x) {
+        const StackLatent &latent = layer.latent;
+        const StackGroup &group = call_.groups[layer.group];
+        const StackRotary &rotary = call_.rotaries[layer.rotary];
+        const int64_t heads = latent.heads, size = latent.head_size();
+        const int64_t own = latent.content + latent.position;
+        const void *queries_of = x;
+        if (latent.query_down.inputs > 0) {
+            linear(product(latent.query_down, x, call_.query_latents), &latent.query);
+            NormCall norm = part_norm(latent.query_norm, latent.query_eps);
+            norm.size = latent.query.inputs;
+            norm.x = norm.out = call_.query_latents;
+            in_blocks(norm_block(), [&](int64_t first, int64_t last) {
+                for (int64_t token = first; token < last; ++token) norm_one(norm, token);
+            });
+            queries_of = call_.query_latents;
+        }
+        linear(product(latent.query, queries_of, call_.heads), &latent.down);
+        linear(product(latent.down, x, call_.latents), nullptr);
+        const HeadLinearsCall absorb = {
+            .linears = latent.absorb,
+            .heads = heads,
+            .rows = call_.tokens,
+            .x = call_.heads,
+            .x_stride = heads * own,
+            .x_head_stride = own,
+            .y = call_.absorbed,
+            .y_stride = heads * size,
+            .y_head_stride = size,
+        };
+        const auto turn = [&](const T *from, int64_t token, T *to) {
+            const int64_t at = call_.positions[token] * latent.position;
+            const T *cos = static_cast<const T *>(rotary.cos) + at;
+            const T *sin = static_cast<const T *>(rotary.sin) + at;
+            if (latent.interleaved) split_pairs(from, latent.position, to);
+            rotate(latent.interleaved ? to : from, cos, sin, latent.position, to);
+        };
+        const int64_t chunks = head_chunks(absorb);
+        team_.run(call_.tokens + chunks, [&](int64_t i) {
+            if (i >= call_.tokens) return head_chunk(absorb, i - call_.tokens);
+            keep_latent<T>(layer, i, turn);
+            const T *from = static_cast<const T *>(call_.heads) + i * heads * own;
+            T *to = static_cast<T *>(call_.absorbed) + i * heads * size;
+            for (int64_t head = 0; head < heads; ++head)
+                turn(from + head * own + latent.content, i, to + head * size + latent.latent);
+        });
+        const AttentionCall attention = {
+            .shape = group.shape,
+            .rows = group.rows,
+            .cache = layer.cache,
+            .scale = layer.scale,
+            .q = call_.absorbed,
+            .q_stride = heads * size,
+            .out = call_.mixed,
+            .partials = group.partials,
+        };
+        attend_all(attention, group);
+        const HeadLinearsCall restore = {
+            .linears = latent.restore,
+            .heads = heads,
+            .rows = call_.tokens,
+            .x = call_.mixed,
+            .x_stride = heads * size,
+            .x_head_stride = size,
+            .y = call_.values,
+            .y_stride = heads * latent.value,
+            .y_head_stride = latent.value,
+        };
+        team_.run(head_chunks(restore), [&](int64_t i) { head_chunk(restore, i); });
+    }
+
+    // A norm of latents, of the model's kind.
+    NormCall part_norm(const void *weight, float eps) const {
+        NormCall part = norm({weight, nullptr}, nullptr, nullptr);
+        part.eps = eps;
+        return part;
+    }
+
+    // A token's latent is normalised, and its key rotated; both are kept.
+    template <class T, class Turn>
+    void keep_latent(const StackLayer &layer, int64_t token, const Turn &turn) const {
+        static thread_local Scratch scratch;
+        const StackLatent &latent = layer.latent;
+        const StackGroup &group = call_.groups[layer.group];
+        const int64_t size = latent.head_size();
+        T *key = static_cast<T *>(scratch.reserve(2 * size * sizeof(T)));
+        const T *from = static_cast<const T *>(call_.latents) + token * size;
+        NormCall norm = part_norm(latent.norm, latent.eps);
+        norm.size = latent.latent;
+        norm.x = from;
+        norm.out = key;
+        norm_one(norm, 0);
+        turn(from + latent.latent, token, key + latent.latent);
+        const int64_t place = group.places[token];
+        switch (group.shape.format) {
+            case CacheFormat::model:
+                return store_latent<T, T>(group.shape, layer.cache, place, key, key + size);
+            case CacheFormat::e4m3:
+                return store_latent<T, E4m3>(group.shape, layer.cache, place, key, key + size);
+            case CacheFormat::e5m2:
+                return store_latent<T, E5m2>(group.shape, layer.cache, place, key, key + size);
+        }
+    }
+
+    // Tasks and merges of a group whose queries are ready.
+    void attend_all(const AttentionCall &attention, const StackGroup &group) {
+        team_.run(group.count, [&](int64_t i) {
+            attention_task(attention, group.tasks, group.count, i, team_.threads());
+        });
+        team_.run(
+            group.merge_count, [&](int64_t i) { attention_merge(attention, group.merges[i]); });
     }
 
     void recur(const StackRecurrence &recurrence) {
