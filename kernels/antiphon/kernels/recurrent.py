@@ -31,7 +31,7 @@ from antiphon.kernels.op import kernel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.kernels.cpu.ops import CompiledRecurrence
+    from antiphon.kernels.cpu.extension import CompiledRecurrence
 
 NORM_EPS = 1e-6
 """Added to the squared norm of queries and keys, as checkpoints were trained."""

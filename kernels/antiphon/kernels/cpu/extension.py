@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from functools import cache
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NewType, Protocol
 
 import torch
 
@@ -22,6 +22,14 @@ CompiledMetadata = NewType("CompiledMetadata", object)
 
 CompiledStates = NewType("CompiledStates", object)
 """`StateMetadata` of the extension."""
+
+
+class CompiledRecurrence(Protocol):
+    """A layer with a recurrence in the CPU extension; it reads the weights where they are."""
+
+    def forward(
+        self, projected: Tensor, conv_states: Tensor, states: Tensor, rows: CompiledStates
+    ) -> Tensor: ...
 
 
 @cache

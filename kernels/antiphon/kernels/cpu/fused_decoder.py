@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.attention import AttentionMetadata
     from antiphon.kernels.cpu.experts import CompiledExperts
+    from antiphon.kernels.cpu.extension import CompiledRecurrence
     from antiphon.kernels.cpu.linear import CompiledHeadLinears, CompiledLinear
-    from antiphon.kernels.cpu.ops import CompiledRecurrence
     from antiphon.kernels.kv import LayerKvCache
     from antiphon.kernels.norm import NormKind, NormWeights
     from antiphon.kernels.recurrent import LayerStates, StateMetadata

@@ -20,21 +20,12 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.activation import ActivationKind
     from antiphon.kernels.attention import AttentionMetadata
-    from antiphon.kernels.cpu.extension import CompiledStates
     from antiphon.kernels.recurrent import LayerStates, Recurrence, StateMetadata
     from antiphon.kernels.rotary import QkNormWeights
 
 
 class CompiledQkNorms(Protocol):
     """QK norms of the CPU extension, which keep their weights."""
-
-
-class CompiledRecurrence(Protocol):
-    """A layer with a recurrence in the CPU extension; it reads the weights where they are."""
-
-    def forward(
-        self, projected: Tensor, conv_states: Tensor, states: Tensor, rows: CompiledStates
-    ) -> Tensor: ...
 
 
 PASS_PAGE_TOKENS = 16
