@@ -287,6 +287,7 @@ def test_plans_may_begin_with_a_decode_step(tmp_path: Path) -> None:
 def test_a_row_that_is_not_finite_is_reported_by_the_stack(llama: Path) -> None:
     runner = runner_of(llama)
     embedding = runner._model.own_decoder.embedding
+    assert embedding is not None
     assert embedding.table is not None
     poison = PROMPTS[1][2]
     embedding.table[poison] = torch.nan

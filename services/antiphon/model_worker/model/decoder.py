@@ -190,6 +190,8 @@ class Decoder(Module):
             (layer.stacked(rotaries, states.get(index)), caches.get(index))
             for index, layer in zip(self._numbers, self.layers, strict=True)
         ]
+        if not rotaries:
+            raise NotStackable("no layer has attention")
         if len({spec.norm, *(layer.norm for layer in spec.layers)}) > 1:
             raise NotStackable("the norms differ between layers")
         final_norm = self._norm or self._unread

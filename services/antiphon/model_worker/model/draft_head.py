@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder, UncachedHeads
     from antiphon.kernels.kv import LayerKvCache
+    from antiphon.kernels.recurrent import LayerStates
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
     from antiphon.model_worker.model.decoder import PositionSpec
@@ -102,6 +103,7 @@ class DraftHead(Module):
     def stack(
         self,
         caches: Mapping[int, LayerKvCache | UncachedHeads],
+        states: Mapping[int, LayerStates],
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[FusedDecoder, tuple[PositionSpec, ...]]:
         raise NotStackable("a draft head reads hidden states beside its tokens")
