@@ -222,6 +222,7 @@ def test_linears_of_different_kinds_run_as_one(kinds: tuple[str, ...]) -> None:
         for at in HALVES[one.kind]:  # scales of a size that weights have
             blocks[:, at :: layout.block_bytes] = 0
             blocks[:, at + 1 :: layout.block_bytes] = 0x14
+        assert source.load is not None
         source.load(blocks)
         whole.append(in_two_bytes(one.dequantize({".weight": blocks}, 64, 256)).dequantize())
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()

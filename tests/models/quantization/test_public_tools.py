@@ -136,6 +136,7 @@ def test_inputs_need_not_be_whole_blocks(
         ):
             tensor = made.stored[source.name.removeprefix("a")]
             assert source.shape in (tuple(tensor.shape), (-1,)), source.name
+            assert source.load is not None
             source.load(tensor)
         assert torch.equal(into, whole[rows, columns])
 
