@@ -469,6 +469,7 @@ EVERY: tuple[Message, ...] = (
                     lineage=(FIRST,),
                     detokenizer_incarnation=DETOKENIZER.incarnation,
                     owner_sealed=True,
+                    continued=(4, 0),
                     stop=STOP,
                     deadline_unix_ms=DEADLINE,
                     traceparent=TRACE,

@@ -399,6 +399,14 @@ class DetokenizerRequest:
         return self.error is not None or all(choice.end is not None for choice in choices)
 
     @property
+    def lacks_continued(self) -> bool:
+        """Whether its worker still sends what earlier attempts may have shown."""
+        sent = zip(self.choices.values(), self.stream.continued, strict=False)
+        return self.error is None and any(
+            choice.end is None and choice.tokens < tokens for choice, tokens in sent
+        )
+
+    @property
     def usage(self) -> Usage:
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices.values():

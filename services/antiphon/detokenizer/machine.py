@@ -213,7 +213,7 @@ class Detokenizer:
         self._sealed[request_id] = max(before, attempt)
         if len(self._sealed) > SEALS_MAX:
             self._sealed.popitem(last=False)
-        if request is None:
+        if request is None or request.lacks_continued:
             return SealedRequest(request_id=request_id)
         with_details = request.stream.details_from is not None
         sealed = SealedRequest(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from antiphon.wire.base import Attempt, FinishReason, Message, Process, Value
 from antiphon.wire.bounds import (
+    CHOICES_MAX,
     ChoiceIndex,
     Choices,
     Count,
@@ -31,8 +36,8 @@ class TokenStream(Value):
     continued one continues itself, the first one first. `detokenizer_incarnation` is of the one
     process that accepts tokens of this attempt; unset, any of its name does. `owner_sealed`: the
     owner has fixed what is continued, so that a detokenizer which still holds the attempt before
-    may have accepted more.
-    It goes on for `resume_ms` after its owner has died.
+    may have accepted more. `continued` is the number of output tokens of each choice that earlier
+    attempts may have shown. The request goes on for `resume_ms` after its owner has died.
     """
 
     owner: Process
@@ -44,6 +49,7 @@ class TokenStream(Value):
     lineage: tuple[Attempt, ...] = ()
     detokenizer_incarnation: Incarnation | None = None
     owner_sealed: bool = False
+    continued: Annotated[tuple[Count, ...], Meta(max_length=CHOICES_MAX)] = ()
     stop: StopStrings = StopStrings()
     deadline_unix_ms: UnixMs
     traceparent: str | None = None

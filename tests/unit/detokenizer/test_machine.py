@@ -17,6 +17,7 @@ from antiphon.wire.codec import encode, pack_ids, pack_numbers, unpack_ids
 from antiphon.wire.command import ResendTokens
 from antiphon.wire.ids import Incarnation, RequestId
 from antiphon.wire.sampling import StopStrings
+from antiphon.wire.seal import SealAttempts, SealedRequest, SealRequest
 from antiphon.wire.submit import OpenList, OpenRequest
 from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextRow
 from antiphon.wire.token_outputs import pack_floats
@@ -99,6 +100,12 @@ def columns(seq: int, *tokens: tuple[int, int, str], logprobs: int = 0) -> Token
         logprobs=pack_floats(-0.5 - n for n in range(logprobs)),
     )
     return TokenBatch(worker=WORKER, seq=seq, step=seq, columns=both)
+
+
+def sealed(m: Detokenizer, n: int) -> SealedRequest:
+    leader, asked = attempt(n).term, SealRequest(request_id=REQUEST, attempt=attempt(n))
+    (found,) = m.on_seal(SealAttempts(leader=leader, requests=(asked,)), 1_000_000).requests
+    return found
 
 
 def begun(*rows: TokenRow) -> Detokenizer:
@@ -195,6 +202,22 @@ def test_an_attempt_of_an_earlier_process_of_this_name_is_not_accepted():
     going_on = bound_to(ours, row("abc", n=2, continues=attempt(1)))
     (more,) = texts(m.on_tokens(batch(2, going_on), 0.0))
     assert (more.attempt, more.text) == (attempt(2), "abc")
+
+
+@pytest.mark.parametrize(("text", "whole"), [("ab", False), ("abc", True)])
+def test_an_attempt_is_sealed_without_output_until_it_has_all_that_it_continues(
+    text: str, *, whole: bool
+):
+    """What continues less than its gateway has shown would go on with other tokens."""
+    begins = row(text, n=2, continues=attempt(1))
+    assert begins.stream is not None
+    m = begun(replace(begins, stream=replace(begins.stream, continued=(3,))))
+    assert not sealed(m, 1).sealed
+    found = sealed(m, 2)
+    assert found.sealed
+    assert found.attempt == (attempt(2) if whole else None)
+    outputs = [choice.output_ids for choice in found.choices]
+    assert outputs == ([pack_ids(list(b"abc"))] if whole else [])
 
 
 def test_stop_string_cuts_text_and_usage_and_stops_the_worker():

@@ -360,7 +360,7 @@ def test_a_resend_goes_from_the_named_offsets_and_from_zero_where_none_is_named(
     assert [row.stream is not None for row in before] == [True, False, True]
 
 
-def test_each_attempt_names_the_process_of_its_detokenizer() -> None:
+def test_each_attempt_names_the_process_of_its_detokenizer_and_what_it_continues() -> None:
     bench = Bench(admit(detokenizer_incarnation=DETOKENIZER.incarnation))
     bench.step(1, [5])
     successor = process(DETOKENIZER.instance, "next").incarnation
@@ -368,6 +368,7 @@ def test_each_attempt_names_the_process_of_its_detokenizer() -> None:
         (row,) = bench.rows()
         assert row.stream is not None
         assert row.stream.detokenizer_incarnation == incarnation
+        assert row.stream.continued == ((0,) if row.stream.continues is None else (1,))
         (held,) = bench.output.held()
         assert held.detokenizer_incarnation == incarnation
         bench.command(

@@ -275,6 +275,7 @@ class HeldRequest:
             lineage=admit.lineage,
             detokenizer_incarnation=admit.detokenizer_incarnation,
             owner_sealed=admit.owner_sealed,
+            continued=tuple(id_count(choice.output_ids) for choice in admit.choices),
             stop=admit.stop,
             deadline_unix_ms=admit.deadline_unix_ms,  # by its owner's clock
             traceparent=admit.traceparent,
@@ -316,6 +317,7 @@ class HeldRequest:
             lineage=stream.earlier,
             detokenizer_incarnation=message.detokenizer_incarnation,
             owner_sealed=False,
+            continued=tuple(choice.length for choice in self.choices),
         )
         self._introduced = False
         for choice in self.choices:
