@@ -70,8 +70,8 @@ def logits(model: LoadedModel, row: Row) -> Tensor:
         experts=LocalExperts(),
         attend=WholeSequence(mixer.query_heads, mixer.kv_heads, cos, sin),
     )
-    hidden, _ = model.decoder.forward(ctx, torch.tensor(row.token_ids))
-    return model.decoder.logits(ctx, hidden)
+    decoder = model.own_decoder
+    return decoder.logits(ctx, decoder.forward(ctx, torch.tensor(row.token_ids)).hidden)
 
 
 def measure(count: int, dtype: str) -> Summary:

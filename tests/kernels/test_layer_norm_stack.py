@@ -134,6 +134,8 @@ class World:
             def normed(norm: NormWeights, x: Tensor) -> Tensor:
                 return ops.layernorm(x, *norm, EPS)
 
+            assert layer.qkv is not None
+            assert layer.out is not None
             entered = stream if post_norms else normed(attention_norm, stream)
             stream = stream + layer.out.multiply(
                 self._mixed(ops, index, layer.qkv.multiply(entered))

@@ -169,6 +169,8 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerKvCache]) -> Tensor:
             normed = ops.rmsnorm(residual, attention_norm.weight, EPS)
         else:
             normed, residual = ops.add_rmsnorm(pending, residual, attention_norm.weight, EPS)
+        assert layer.qkv is not None
+        assert layer.out is not None
         heads = layer.qkv.multiply(normed).view(len(normed), -1, SIZE)
         rows = world.rows[cache.group]
         q = ops.qk_norm_rope_store(

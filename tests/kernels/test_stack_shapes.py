@@ -232,6 +232,8 @@ class Stacked:
     def _attended(
         self, ops: Ops, layer: FusedDecoderLayer, cache: LayerKvCache, stream: Tensor
     ) -> Tensor:
+        assert layer.qkv is not None
+        assert layer.out is not None
         heads = layer.qkv.multiply(self._normed(ops, layer.attention_norms.before, stream))
         rows, pages = self.world.rows[cache.group], (cache.keys, cache.values)
         angles, heads = self.turns[layer.rotary], heads.view(len(heads), -1, SIZE)
