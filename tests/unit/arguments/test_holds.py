@@ -30,7 +30,7 @@ from tests.unit.config.test_resolve import CARD, DEVICE
 from tests.unit.detokenizer.test_machine import HERE, batch, row, texts
 from tests.unit.gateway.calls import CHAT, HI, post
 from tests.unit.gateway.cluster import house
-from tests.unit.model_worker.test_opening import answers, progress_of
+from tests.unit.model_worker.test_opening import answers, loop_of, progress_of
 
 from antiphon import embedded
 from antiphon.bus.nats import NatsTransport
@@ -179,10 +179,11 @@ def test_cached_latents_are_read_in_one_piece(
 
     def keys_read(settings: Settings) -> list[tuple[list[int], list[int]]]:
         """The keys of each row of a pass, and those that attention reads at once for a row."""
-        passes.clear()
         engine = open_engine(settings)
-        answers(engine, [[9] * 64])
-        answers(engine, [[9] * 64 + [5] * 8])
+        loop = loop_of(engine)
+        answers(engine, [[9] * 64], loop)
+        passes.clear()
+        answers(engine, [[9] * 64 + [5] * 8], loop)
         return list(passes)
 
     found = compare_equal(
