@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from tests.support.clock import ManualClock
@@ -17,7 +18,13 @@ from antiphon.wire.errors import DeadlineExceeded, EngineError
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import DEFAULT_TENANT, Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.submit import CancelRequest, OpenList, SubmitAccepted, SubmitRequest
+from antiphon.wire.submit import (
+    CancelRequest,
+    OpenList,
+    RequestAdopted,
+    SubmitAccepted,
+    SubmitRequest,
+)
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
@@ -111,10 +118,13 @@ class Detokenizer:
         rows: list[TextRow] = []
         for request_id, pieces in self.texts.items():
             start = places.get(request_id, 0)
-            whole = "".join(pieces[: self.said[request_id]]).encode()
-            if start <= len(whole):
-                rows.append(self.row(request_id, start, whole[start:].decode()))
+            said = "".join(pieces[: self.said[request_id]]).encode()
+            if start <= len(said):
+                rows.append(self.row(request_id, start, said[start:].decode()))
         return self.batch(rows)
+
+    def whole(self, request_id: RequestId) -> TextRow:
+        return self.row(request_id, 0, "".join(self.texts[request_id]))
 
 
 class World:
@@ -143,6 +153,29 @@ class World:
         self.truth[request_id] = ""
         self.received[request_id] = Received(self.clock.now())
         self.do(self.owner.open(submission(request_id, self.clock)))
+
+    def adopt(self, request_id: RequestId) -> None:
+        """Resume another gateway's request, all of which has been generated.
+
+        Its text is sent when the leader changes the owner, and may arrive before the leader's
+        answer, which may be lost; the second one is not.
+        """
+        self.received[request_id] = Received(self.clock.now())
+        answer = RequestAdopted(
+            submit=submission(request_id, self.clock), term=self.term, attempt=None, changed=True
+        )
+        adopting = ExitStack()
+        adopting.enter_context(self.owner.adopting(request_id))
+        self._begin(request_id)
+        self.detokenizer.said[request_id] = len(self.detokenizer.texts[request_id])
+        self.say(self.detokenizer.batch([self.detokenizer.whole(request_id)]))
+
+        def answered() -> None:
+            adopting.close()
+            self.do(self.owner.adopt(answer))
+
+        first_is_lost = self.random.random() < self.loss
+        self.later(CALL_S if first_is_lost else self.random.choice((0.001, 0.05)), answered)
 
     def leave(self, request_id: RequestId) -> None:
         self.do(self.owner.cancel(request_id))

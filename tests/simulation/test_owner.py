@@ -67,6 +67,19 @@ def test_every_client_gets_a_prefix_of_the_truth_and_one_end(seed: int) -> None:
     check_lists(world)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_all_text_of_an_adopted_request_arrives_though_nothing_follows_it(seed: int) -> None:
+    world = busy(World(seed, loss=0.15), requests=2)
+    adopted = RequestId("of another gateway")
+    world.later(0.1, lambda: world.adopt(adopted))
+    world.run(until=TIMEOUT_S)
+    received = world.received[adopted]
+    assert received.text == world.truth[adopted]
+    assert received.ended is not None
+    assert received.ended.error is None
+
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_loss_alone_costs_no_answer(seed: int) -> None:
     world = busy(World(seed, loss=0.15), requests=8, leaving=0.0)

@@ -208,8 +208,6 @@ def test_the_end_of_a_stream_is_received_again(stack: Stack, other: str) -> None
         assert output.content == expected.content
 
 
-# Where kills come late on a busy machine, a resumed stream was seen to wait without an end.
-@pytest.mark.long
 def test_streams_survive_the_death_of_their_gateway(stack: Stack, other: str) -> None:
     expected = {kind: whole(other, *BODIES[kind]) for kind in BODIES}
     outputs = {kind: Output() for kind in BODIES}

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from antiphon.bus.transport import BusDown
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.service.inbox import UnknownSender
@@ -135,20 +137,26 @@ class OwnerDriver:
         return stream
 
     async def adopt(self, message: AdoptRequest) -> RequestAdopted:
-        """Ask the leader for a request of another gateway; it is then to be opened.
+        """Ask the leader for a request of another gateway; it is then to be opened, at once.
 
         Raises:
             EngineError: The leader refused, or there was none for some time.
         """
         until = self._runtime.clock.now() + _ADOPT_TIMEOUT_S
-        while True:
-            answer = await self._call(ADOPT, message, model=self._model)
-            if not isinstance(answer, EngineError):
-                return answer
-            retryable = isinstance(answer, Unavailable | WrongTerm | DeadlineExceeded)
-            if not retryable or self._runtime.clock.now() >= until:
-                raise answer
-            await asyncio.sleep(_ADOPT_RETRY_S)
+        unanswered = False
+        with self._owner.adopting(message.request_id):
+            while True:
+                answer = await self._call(ADOPT, message, model=self._model)
+                if not isinstance(answer, EngineError):
+                    break
+                retryable = isinstance(answer, Unavailable | WrongTerm | DeadlineExceeded)
+                if not retryable or self._runtime.clock.now() >= until:
+                    raise answer
+                unanswered = unanswered or isinstance(answer, DeadlineExceeded | BusDown)
+                await asyncio.sleep(_ADOPT_RETRY_S)
+        # The leader may have changed the owner on a call whose answer was lost.
+        changed = answer.changed or (unanswered and self.find(message.request_id) is None)
+        return msgspec.structs.replace(answer, changed=changed)
 
     def open_adopted(self, stream: RequestStream, adopted: RequestAdopted) -> None:
         request_id = adopted.submit.request_id

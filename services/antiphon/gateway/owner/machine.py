@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
@@ -47,7 +49,7 @@ from antiphon.wire.submit import (
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from antiphon.config.gateway import GatewayConfig
     from antiphon.service.clock import Clock
@@ -108,6 +110,7 @@ class Owner:
         self._pending_cancels: dict[RequestId, _PendingCancel] = {}
         self._resumable = ResumableRequests(config.resumable_max, config.resumable_bytes_max)
         self._ended_count = 0  # of those kept after their end
+        self._adopting: Counter[RequestId] = Counter()
         self._gaps = StreamGaps(process.instance)
         self._term: Term | None = None
         self._open_list = OpenListBuilder(process, model, clock, config.open_list_s)
@@ -138,6 +141,20 @@ class Owner:
         self._announce()
         self._submit(request)
         return self._take_actions()
+
+    @contextmanager
+    def adopting(self, request_id: RequestId) -> Iterator[None]:
+        """While a leader is asked for a request: text of it may arrive before the leader's answer.
+
+        It is requested again until the request is open, or the leader has refused.
+        """
+        self._adopting[request_id] += 1
+        try:
+            yield
+        finally:
+            self._adopting[request_id] -= 1
+            if not self._adopting[request_id]:
+                del self._adopting[request_id]
 
     def adopt(self, adopted: RequestAdopted) -> list[Action]:
         """Own a request of another gateway. All of its text arrives, from the beginning.
@@ -251,6 +268,9 @@ class Owner:
             if (request := self._requests.get(row.request_id)) is not None:
                 self._apply_row_isolated(request, row, sender)
                 torn = torn or request.has_gap
+            elif row.request_id in self._adopting:
+                self._gaps.record_loss(sender)
+                torn = True
         if torn:
             self._resume_if_needed(sender)
         return self._take_actions()

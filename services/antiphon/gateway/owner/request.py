@@ -491,6 +491,9 @@ class StreamGaps:
         if self._seqs.tail_lost(sender, self._receiver, streams):
             self._incomplete.add(sender)
 
+    def record_loss(self, sender: Process) -> None:
+        self._incomplete.add(sender)
+
     def begin_resume(self, sender: Process) -> None:
         self._incomplete.discard(sender)
         self._resuming.add(sender)
