@@ -49,7 +49,7 @@ from antiphon.wire.submit import (
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
     from antiphon.config.gateway import GatewayConfig
     from antiphon.service.clock import Clock
@@ -143,7 +143,7 @@ class Owner:
         return self._take_actions()
 
     @contextmanager
-    def adopting(self, request_id: RequestId) -> Iterator[None]:
+    def adopting(self, request_id: RequestId) -> Generator[None]:
         """While a leader is asked for a request: text of it may arrive before the leader's answer.
 
         It is requested again until the request is open, or the leader has refused.
