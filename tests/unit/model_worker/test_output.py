@@ -287,6 +287,14 @@ def test_an_attempt_that_continues_sends_the_sealed_ids_again() -> None:
     assert row.stream.continues == attempt(1)
 
 
+def test_an_attempt_that_continues_what_has_ended_sends_it_at_once() -> None:
+    ended = ChoiceOutput(choice=0, output_ids=pack_ids([5]), finish_reason=FinishReason.LENGTH)
+    again = msgspec.structs.replace(admit(n=2, continues=attempt(1)), choices=(ended,))
+    bench = Bench(again)
+    (row,) = bench.rows()
+    assert (row.offset, row.token_ids, row.finish_reason) == (0, pack_ids([5]), FinishReason.LENGTH)
+
+
 def test_an_abort_of_the_owner_is_silent_and_leaves_a_tombstone() -> None:
     bench = Bench(admit())
     bench.step(1, [5])
@@ -469,6 +477,27 @@ def test_request_is_sent_again_from_its_start_for_the_gateway_that_adopts_it() -
     assert (row.stream.owner, row.stream.deadline_unix_ms) == (other, 70_000)
     assert bench.output.tick(9000) == []
     assert bench.output.owner_died(GATEWAY, 9000) == []
+
+
+def test_a_rebind_sends_nothing_of_what_was_stopped_whether_or_not_it_had_ended() -> None:
+    """Its outputs are gone: its end alone would be that of an empty text."""
+    bench = Bench(admit(choices=2))
+    bench.step(1, [5], LENGTH)
+    bench.step(2, [6])
+    bench.output.stop(
+        StopChoice(request_id=R, attempt=attempt(), detokenizer=DETOKENIZER, choice=None)
+    )
+    bench.rows()
+    bench.command(
+        Rebind(
+            request_id=R,
+            attempt=attempt(2),
+            continues=attempt(1),
+            detokenizer=DETOKENIZER.instance,
+            detokenizer_incarnation=DETOKENIZER.incarnation,
+        )
+    )
+    assert bench.rows() == []
 
 
 def test_a_finished_request_keeps_its_ids_and_nothing_else() -> None:

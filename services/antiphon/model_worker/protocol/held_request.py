@@ -125,7 +125,7 @@ class HeldChoice:
     def silence(self) -> None:
         """Send no more of it, not even again."""
         self._stopped = True
-        self._outputs = self._details = None
+        self._outputs = self._details = self.finish = None
 
     def rebind(self, attempt: Attempt, *, columns: bool) -> None:
         """Send all of it again, as another attempt. One that was silenced has nothing to send."""

@@ -363,8 +363,10 @@ class WorkerOutput:
                 self.refuse(choice.key, error)
         elif self.draining or self.live_count > self.live_max:
             self._requeue(held)
-        else:
+        elif runs:
             self._actions += runs
+        else:  # it has ended before, so that no step follows
+            self._outbox.put(held)
 
     def _rebind(self, message: Rebind, now_ms: int) -> None:
         held = self._held.get(message.request_id)
