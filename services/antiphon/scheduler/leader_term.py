@@ -150,7 +150,7 @@ class LeaderTerm:
             Unavailable: The request is not known yet to this leader, or the gateway is not.
         """
         entry = self.ledger.find(message.request_id)
-        if entry is not None and entry.submit is None:
+        if not self.ready if entry is None else entry.submit is None:
             raise Unavailable("the request is not known yet", retry_after_s=0.5)
         submit = None if entry is None else entry.submit
         if entry is None or submit is None or submit.tenant != message.tenant:
@@ -188,6 +188,11 @@ class LeaderTerm:
         log.info(
             "request adopted", extra={"request_id": entry.request_id, "gateway": owner.instance}
         )
+        if binding is None and entry.sealed is not None and entry.sealed.ended:
+            if entry.restartable:  # it runs nowhere, and would not be sent again
+                self.restart(entry)
+                self.bind_waiting()
+            return
         if binding is None or binding.detokenizer is None:
             return
         detokenizer = self.peers.find(binding.detokenizer.instance)
@@ -261,14 +266,19 @@ class LeaderTerm:
         elif now - entry.disputed_at >= self.rules.beats(GRACE_BEATS):
             self.fail_attempt(entry, WorkerLost("the answer that was being read is lost"))
 
-    def admit(self, entry: RequestEntry) -> None:
-        """Send a bound request to its worker. Repeating it changes nothing there."""
-        assert entry.binding is not None
-        entry.binding.admitted_at = now = self.clock.now()
-        if entry.binding.rebound:
-            self.outbox.command(entry.binding.worker, rebind_command(entry))
+    def admit(self, entry: RequestEntry, held: Attempt | None = None) -> None:
+        """Send a bound request to its worker, which has `held`. Repeating it changes nothing there.
+
+        A rebind is of the attempt before, unless the worker has reported an earlier one.
+        """
+        binding = entry.binding
+        assert binding is not None
+        binding.admitted_at = now = self.clock.now()
+        if binding.rebound:
+            command = rebind_command(entry, held or binding.continues[-1])
         else:
-            self.outbox.command(entry.binding.worker, admit_command(entry, now))
+            command = admit_command(entry, now)
+        self.outbox.command(binding.worker, command)
 
     def rebind(self, entry: RequestEntry, detokenizer: Peer) -> None:
         """Let a detokenizer read all of a request, which goes on as it is at its worker."""

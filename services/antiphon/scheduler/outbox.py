@@ -196,14 +196,15 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
     )
 
 
-def rebind_command(entry: RequestEntry) -> Rebind:
+def rebind_command(entry: RequestEntry, continues: Attempt) -> Rebind:
+    """`continues` is the attempt that its worker runs, which may have missed earlier rebinds."""
     binding = entry.binding
     assert binding is not None
     assert binding.detokenizer is not None
     return Rebind(
         request_id=entry.request_id,
         attempt=binding.attempt,
-        continues=binding.continues[-1],
+        continues=continues,
         detokenizer=binding.detokenizer.instance,
         detokenizer_incarnation=binding.detokenizer.incarnation,
         columns=TokenColumns.__name__ in binding.reads,

@@ -221,8 +221,8 @@ class Reconciliation:
         if self._clock.now() - binding.admitted_at < self._rules.beats(GRACE_BEATS):
             return
         if binding.rebound:
-            if held == binding.continues[-1]:
-                self._leader_term.admit(entry)
+            if held in binding.continues:
+                self._leader_term.admit(entry, held)
             return
         if not entry.restartable:
             return  # it has run, so it ended; `_check_age` decides

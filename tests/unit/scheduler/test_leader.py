@@ -33,7 +33,7 @@ from antiphon.wire.errors import (
 )
 from antiphon.wire.ids import RequestId, TenantId
 from antiphon.wire.seal import AttemptsSealed, SealedRequest, SealRequest
-from antiphon.wire.submit import AdoptRequest, OwnerSeal, ResumeWindow
+from antiphon.wire.submit import AdoptRequest, OwnerSeal, ResumeWindow, SubmitRequest
 
 
 def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
@@ -377,12 +377,7 @@ def test_request_of_a_dead_gateway_waits_for_its_window_and_is_adopted() -> None
     gateway.silent = True
     stage.pass_s(18.0)
     assert {abort.request_id for abort in stage.aborts(worker)} == {"other"}
-    message = AdoptRequest(
-        request_id=request.request_id,
-        tenant=request.tenant,
-        owner=process("gateway-1"),
-        fingerprint=b"f",
-    )
+    message = adopting(request)
     for wrong, error in (
         (msgspec.structs.replace(message, tenant=TenantId("else")), UnknownStream),
         (msgspec.structs.replace(message, request_id=RequestId("none")), UnknownStream),
@@ -398,6 +393,68 @@ def test_request_of_a_dead_gateway_waits_for_its_window_and_is_adopted() -> None
     (rebind,) = stage.rebinds()
     assert (rebind.owner, rebind.continues) == (message.owner, admit.attempt)
     assert not stage.leader.adopt(message).changed
+
+
+def adopting(request: SubmitRequest, gateway: str = "gateway-1") -> AdoptRequest:
+    """What a gateway sends at which the client of a request resumes it."""
+    assert request.resume is not None
+    return AdoptRequest(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        owner=process(gateway),
+        fingerprint=request.resume.fingerprint,
+    )
+
+
+def test_output_that_ended_before_its_worker_died_is_sent_to_the_gateway_that_adopts_it() -> None:
+    """No worker has it, so that it is begun again with its end."""
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r", resume=ResumeWindow(window_ms=20_000))
+    (first,) = stage.admits()
+    gateway.follows(request.request_id, first.attempt)
+    ended = ChoiceOutput(choice=0, output_ids=pack_ids([1]), finish_reason=FinishReason.STOP)
+    detokenizer.accepted(first, choices=(ended,))
+    stage.actors.remove(worker)
+    stage.enter(Role.WORKER, "worker-0", 2)
+    stage.enter(Role.GATEWAY, "gateway-1")
+    stage.pass_s(4.0)
+    assert stage.admits() == [first]
+    stage.leader.adopt(adopting(request))
+    stage.listen()
+    (second,) = stage.admits()[1:]
+    assert (second.owner, second.continues) == (process("gateway-1"), first.attempt)
+    assert second.choices == (ended,)
+
+
+def test_gateway_that_adopts_is_sent_all_though_the_rebinds_were_lost() -> None:
+    """Two gateways have adopted it, and its worker has applied neither command."""
+    stage, _, worker, detokenizer = usual()
+    request = stage.submit("r", resume=ResumeWindow(window_ms=20_000))
+    (admit,) = stage.admits()
+    worker.runs(sent_to(detokenizer.process, admit.request_id, admit.attempt))
+    for name in ("gateway-1", "gateway-2"):
+        stage.enter(Role.GATEWAY, name).open[request.request_id] = open_entry(request)
+        stage.leader.adopt(adopting(request, name))
+    stage.listen()
+    latest = stage.rebinds()[-1]
+    stage.pass_s(3.0)
+    again = stage.rebinds()[-1]
+    assert (again.attempt, again.owner) == (latest.attempt, process("gateway-2"))
+    assert again.continues == admit.attempt
+    assert not stage.of(SealCall)
+
+
+def test_new_leader_calls_no_stream_unknown_before_all_have_reported() -> None:
+    stage = Stage()
+    stage.pass_s(1.2)
+    assert stage.leader.term is not None
+    stage.enter(Role.GATEWAY, "gateway-1").silent = True
+    request = stage.request("r", resume=ResumeWindow(window_ms=20_000))
+    with pytest.raises(Unavailable):
+        stage.leader.adopt(adopting(request))
+    stage.pass_s(2.0)
+    with pytest.raises(UnknownStream):
+        stage.leader.adopt(adopting(request))
 
 
 def test_request_that_no_gateway_adopts_is_dropped_after_its_window() -> None:
