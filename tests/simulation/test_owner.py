@@ -10,6 +10,7 @@ from tests.simulation.owner_world import (
     ME,
     MODEL,
     TIMEOUT_S,
+    Detokenizer,
     Received,
     World,
     open_by,
@@ -17,7 +18,7 @@ from tests.simulation.owner_world import (
 )
 
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
-from antiphon.wire.base import Attempt, Term
+from antiphon.wire.base import Attempt, FinishReason, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.errors import (
@@ -38,6 +39,7 @@ from antiphon.wire.submit import (
     NoticeBatch,
     OpenList,
     OwnerSeal,
+    ResumeWindow,
     SubmitAccepted,
     SubmitRequest,
 )
@@ -335,6 +337,30 @@ def test_missing_ids_are_fetched_although_no_text_is_missing() -> None:
     assert [(place.text_offset, place.tokens) for place in asked[0].places] == [(2, 1)]
 
 
+def test_resumed_end_is_fetched_from_the_detokenizer_that_has_it_by_then() -> None:
+    """The one that had sent it has died since, and its rows have moved with another attempt."""
+    world = World(0, 0.0)
+    submit = submission("r", world.clock)
+    resume = ResumeWindow(window_ms=20_000)
+    world.received[RequestId("r")] = Received(0.0)
+    world.do(world.owner.open(msgspec.structs.replace(submit, resume=resume)))
+    world.do(world.owner.submit_answered(RequestId("r"), accepted(world)))
+    first = world.detokenizer.process
+    world.do(world.owner.text_arrived(ended(batch_of(world, 1, text="all", n=1))))
+    assert received(world).ended is not None
+    world.do(world.owner.detokenizer_died(first))
+    world.detokenizer = Detokenizer("second", world.term)
+    again = ended(batch_of(world, 1, text="all", n=2, continues=1))
+    world.do(world.owner.text_arrived(again))
+    world.received[RequestId("r")] = Received(0.0)
+    actions = world.owner.rewind(RequestId("r"))
+    assert [a.detokenizer for a in actions if isinstance(a, ResumeText)] == [
+        world.detokenizer.process
+    ]
+    world.do(world.owner.text_arrived(msgspec.structs.replace(again, seq=2)))
+    assert (received(world).text, end(world).error) == ("all", None)
+
+
 def test_lost_tail_shows_in_the_heartbeats() -> None:
     world, _ = talking("ab")
     sender = world.detokenizer.process
@@ -409,6 +435,13 @@ def batch_of(
         ids=pack_ids(ids),
     )
     return TextBatch(detokenizer=world.detokenizer.process, gateway=ME, seq=seq, rows=(row,))
+
+
+def ended(batch: TextBatch) -> TextBatch:
+    """The same with the end of the choice in its last row."""
+    *rows, last = batch.rows
+    last = msgspec.structs.replace(last, finish_reason=FinishReason.STOP)
+    return msgspec.structs.replace(batch, rows=(*rows, last))
 
 
 def talking(text: str, ids: Sequence[int] = ()) -> tuple[World, Callable[..., None]]:

@@ -14,6 +14,7 @@ from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import Cancelled
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
+from antiphon.wire.submit import RequestAdopted
 from antiphon.wire.text import TextBatch, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk
 
@@ -47,6 +48,25 @@ class Desk:
                 self.unread.append(action.event)
             elif isinstance(action, Deliver) and isinstance(action.event, Ended):
                 self.ended = action.event
+
+    def adopt(self) -> None:
+        submit = self.owner.find(RequestId("r"))
+        assert submit is not None
+        adopted = RequestAdopted(submit=submit, term=ATTEMPT.term, attempt=None, changed=True)
+        self.do(self.owner.adopt(adopted))
+
+    def write(self, offset: int, size: int) -> None:
+        """The next text."""
+        self.seq += 1
+        row = TextRow(
+            request_id=RequestId("r"),
+            choice=0,
+            attempt=ATTEMPT,
+            text_offset=offset,
+            text="x" * size,
+        )
+        batch = TextBatch(detokenizer=DETOKENIZER, gateway=ME, seq=self.seq, rows=(row,))
+        self.do(self.owner.text_arrived(batch))
 
     def send(self, tokens: int) -> None:
         """Details of the prompt's next tokens, eight bytes each."""
@@ -109,6 +129,26 @@ def test_a_client_that_stops_in_between_loses_it_too() -> None:
     assert desk.ended is None
     desk.wait(4)
     assert desk.ended is not None
+
+
+def test_all_text_of_a_resumed_stream_may_come_at_once_but_is_read() -> None:
+    for rewound in (False, True):
+        desk = Desk()
+        if rewound:
+            desk.owner.rewind(RequestId("r"))
+        else:
+            desk.adopt()
+        for number in range(5):
+            desk.write(3000 * number, 3000)
+        assert desk.ended is None, "no client reads 15 kB at once"
+        desk.wait(4)
+        desk.read(4)
+        desk.wait(4)
+        assert desk.ended is None
+        for number in range(5, 8):
+            desk.write(3000 * number, 3000)
+        desk.wait(12)
+        assert desk.ended is not None
 
 
 def test_details_within_the_bound_may_wait() -> None:

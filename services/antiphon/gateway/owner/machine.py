@@ -74,9 +74,9 @@ _PACE_S = 0.001  # pause between submits when all are sent again: a new leader's
 _STALE_LEADER_S = 0.2  # pause after a reply of a leader that has been superseded
 _RESUME_WAIT_S = 0.1  # how long requested text may be in flight
 _RESUME_RETRY_S = 0.25  # pause after a failed fetch of text
-_PROMPT_READ_S = 5.0
-"""How long more unread token outputs of a prompt than the limit may wait, and the time in which a
-client must read as much as the limit."""
+_BURST_READ_S = 5.0
+"""How long more unread output that arrives at once than the limit may wait, and the time in which
+a client must read as much as the limit."""
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _STALE_LEAST = 64  # number of stale timers below which they are not swept
 
@@ -167,7 +167,8 @@ class Owner:
             self._resumable.drop(request.id)
             for name in ("unread", "resume"):
                 self._timers.drop((name, request.id))
-        request.attempt, request.adopted = adopted.attempt, True
+        request.attempt = adopted.attempt
+        request.adopted = request.resumed = True
         self._requests[request.id] = request
         left_s = (adopted.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
         self._timers.set(("deadline", request.id), self._clock.now() + left_s)
@@ -448,13 +449,13 @@ class Owner:
                 self._end_and_cancel(request, Internal("internal error"))
 
     def _apply_row(self, request: OwnedRequest, row: TextRow, detokenizer: Process) -> None:
-        if request.ended:
-            return
         before = request.attempt
         if not request.follow(row, detokenizer):
             return
         if request.attempt != before:
             self._open_list.add(request)
+        if request.ended:
+            return  # what its client may resume is fetched from where it is then
         request.last_event_at = self._clock.now()
         self._mark_accepted(request)
         if is_failure(row):
@@ -467,7 +468,7 @@ class Owner:
                 if isinstance(event, TextDelta):
                     request.silence_s = _SILENCE_S
                     if request.has_client:
-                        request.unread.put(event)
+                        request.unread.put(event, resumed=request.resumed)
         except Internal as error:
             self._end_and_cancel(request, error)
             return
@@ -475,16 +476,16 @@ class Owner:
             self._keep_ended(request)
         elif request.finished:
             self._end(request)
-        elif request.unread.answer_bytes > self._config.unread_bytes_max:
+        elif request.unread.steady_bytes > self._config.unread_bytes_max:
             self._end_slow_client(request)
-        elif request.unread.has_prompt and not self._timers.armed(("unread", request.id)):
-            self._timers.set(("unread", request.id), self._clock.now() + _PROMPT_READ_S)
+        elif request.unread.has_burst and not self._timers.armed(("unread", request.id)):
+            self._timers.set(("unread", request.id), self._clock.now() + _BURST_READ_S)
 
     def _check_unread(self, request: OwnedRequest) -> None:
         if request.unread.is_stalled(self._config.unread_bytes_max):
             self._end_slow_client(request)
-        elif request.unread.has_prompt:
-            self._timers.set(("unread", request.id), self._clock.now() + _PROMPT_READ_S)
+        elif request.unread.has_burst:
+            self._timers.set(("unread", request.id), self._clock.now() + _BURST_READ_S)
 
     def _end_slow_client(self, request: OwnedRequest) -> None:
         unread, most = request.unread.size_bytes, self._config.unread_bytes_max

@@ -186,6 +186,7 @@ class OwnedRequest:
         has_client: Whether a client reads its output, or waits for it.
         ended: Its output is complete, and is kept for a client that resumes it.
         adopted: Its client has output of another gateway.
+        resumed: Its output is delivered from the beginning to a client that has some of it.
     """
 
     def __init__(self, submit: SubmitRequest, now: float) -> None:
@@ -205,7 +206,7 @@ class OwnedRequest:
         self.unread = UnreadBytes()
         self.has_client = True
         self.ended = False
-        self.adopted = False
+        self.adopted = self.resumed = False
         self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
         self._choices = [OwnedChoice(self._details_from or 0) for _ in range(submit.choices)]
 
@@ -244,7 +245,7 @@ class OwnedRequest:
     def rewind(self) -> None:
         """Deliver all output once more, to a client that resumes it."""
         self.unread = UnreadBytes()
-        self.has_client, self.ended = True, False
+        self.has_client, self.ended, self.resumed = True, False, True
         for choice in self._choices:
             choice.rewind()
 
@@ -379,32 +380,32 @@ class UnreadBytes:
     """Bytes of text and token outputs. Pure.
 
     Text arrives as it is generated, so a client with more than the limit unread is not reading.
-    Token outputs of a prompt arrive at once, faster than any client reads: for them it has some
-    seconds, extended as long as it keeps reading.
+    Token outputs of a prompt, and all output of a stream that is resumed, arrive at once, faster
+    than any client reads: for them it has some seconds, extended as long as it keeps reading.
     """
 
     size_bytes: int = 0
-    _prompt_bytes: int = 0
+    _burst_bytes: int = 0
     _taken_bytes: int = 0
 
     @property
-    def answer_bytes(self) -> int:
-        """Unread bytes other than token outputs of the prompt."""
-        return self.size_bytes - self._prompt_bytes
+    def steady_bytes(self) -> int:
+        """Unread bytes of what arrives as it is generated."""
+        return self.size_bytes - self._burst_bytes
 
     @property
-    def has_prompt(self) -> bool:
-        return self._prompt_bytes > 0
+    def has_burst(self) -> bool:
+        return self._burst_bytes > 0
 
-    def put(self, delta: TextDelta) -> None:
+    def put(self, delta: TextDelta, *, resumed: bool) -> None:
         self.size_bytes += delta.size_bytes
-        if delta.details is not None and delta.details.offset < 0:
-            self._prompt_bytes += delta.size_bytes
+        if resumed or (delta.details is not None and delta.details.offset < 0):
+            self._burst_bytes += delta.size_bytes
 
     def take(self, size_bytes: int) -> None:
-        """The client has read this many bytes, those of the prompt first."""
+        """The client has read this many bytes, those that came at once first."""
         self.size_bytes -= size_bytes
-        self._prompt_bytes = max(0, self._prompt_bytes - size_bytes)
+        self._burst_bytes = max(0, self._burst_bytes - size_bytes)
         self._taken_bytes += size_bytes
 
     def is_stalled(self, bytes_max: int) -> bool:
