@@ -39,6 +39,7 @@ from antiphon.wire.submit import (
     NoticeBatch,
     OpenList,
     OwnerSeal,
+    RequestAdopted,
     ResumeWindow,
     SubmitAccepted,
     SubmitRequest,
@@ -79,7 +80,6 @@ def test_all_text_of_an_adopted_request_arrives_though_nothing_follows_it(seed: 
     assert received.text == world.truth[adopted]
     assert received.ended is not None
     assert received.ended.error is None
-
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -319,6 +319,29 @@ def test_sealed_request_without_output_begins_again() -> None:
     (submit,) = seal(world, 2)
     assert submit.sealed is not None
     assert submit.sealed.choices[0].output_ids == pack_ids((8,))
+
+
+@pytest.mark.parametrize(("has", "lost"), [("", True), ("on", True), ("one", False)])
+def test_adopted_output_is_sealed_only_if_it_has_all_that_the_client_has(
+    has: str, lost: bool
+) -> None:
+    """The client has read 3 bytes at another gateway: another text must not follow them."""
+    world, request_id = World(0, 0.0), RequestId("r")
+    world.lost.add(request_id)
+    world.received[request_id] = Received(0.0)
+    adopted = RequestAdopted(
+        submit=submission("r", world.clock),
+        term=world.term,
+        attempt=attempt(world, 1),
+        changed=True,
+    )
+    world.do(world.owner.adopt(adopted, client_has=((3, None),)))
+    if has:
+        ids = range(len(has))
+        row = batch_of(world, 1, text=has, n=2, continues=1, ids=ids)
+        world.do(world.owner.text_arrived(row))
+    submits = seal(world, 2)
+    assert (not submits, received(world).ended is not None) == (lost, lost)
 
 
 def test_output_without_ids_is_not_sealed_and_ends_as_lost() -> None:

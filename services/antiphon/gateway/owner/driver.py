@@ -42,7 +42,7 @@ from antiphon.wire.submit import (
 from antiphon.wire.text import ResumeText, TextBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from antiphon.gateway.owner.machine import Owner
     from antiphon.gateway.request_metrics import GatewayMetrics
@@ -158,13 +158,18 @@ class OwnerDriver:
         changed = answer.changed or (unanswered and self.find(message.request_id) is None)
         return msgspec.structs.replace(answer, changed=changed)
 
-    def open_adopted(self, stream: RequestStream, adopted: RequestAdopted) -> None:
+    def open_adopted(
+        self,
+        stream: RequestStream,
+        adopted: RequestAdopted,
+        client_has: Sequence[tuple[int, int | None]],
+    ) -> None:
         request_id = adopted.submit.request_id
         if (stale := self._streams.get(request_id)) is not None:
             stale.put(Ended(Usage(), GatewayLost("the stream was resumed")), stream.received_at)
         self._streams[request_id] = stream
         self._idle.clear()
-        self._apply(self._owner.adopt(adopted))
+        self._apply(self._owner.adopt(adopted, client_has))
 
     def streams(self) -> tuple[RequestStream, ...]:
         return tuple(self._streams.values())

@@ -49,7 +49,7 @@ from antiphon.wire.submit import (
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Iterable, Sequence
 
     from antiphon.config.gateway import GatewayConfig
     from antiphon.service.clock import Clock
@@ -156,10 +156,13 @@ class Owner:
             if not self._adopting[request_id]:
                 del self._adopting[request_id]
 
-    def adopt(self, adopted: RequestAdopted) -> list[Action]:
+    def adopt(
+        self, adopted: RequestAdopted, client_has: Sequence[tuple[int, int | None]] = ()
+    ) -> list[Action]:
         """Own a request of another gateway. All of its text arrives, from the beginning.
 
         It may have been one of this gateway before, which does not know yet that it was not.
+        `client_has` is how many bytes of the text of each choice, and which token outputs.
         """
         request = OwnedRequest(adopted.submit, self._clock.now())
         if (stale := self._requests.get(request.id)) is not None:
@@ -169,6 +172,7 @@ class Owner:
                 self._timers.drop((name, request.id))
         request.attempt = adopted.attempt
         request.adopted = request.resumed = True
+        request.client_has = tuple(client_has)
         self._requests[request.id] = request
         left_s = (adopted.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
         self._timers.set(("deadline", request.id), self._clock.now() + left_s)

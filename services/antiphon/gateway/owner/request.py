@@ -186,6 +186,8 @@ class OwnedRequest:
         has_client: Whether a client reads its output, or waits for it.
         ended: Its output is complete, and is kept for a client that resumes it.
         adopted: Its client has output of another gateway.
+        client_has: What the client of an adopted request has of each choice: bytes of its text, and
+            token outputs up to an offset.
         resumed: Its output is delivered from the beginning to a client that has some of it.
     """
 
@@ -207,6 +209,7 @@ class OwnedRequest:
         self.has_client = True
         self.ended = False
         self.adopted = self.resumed = False
+        self.client_has: tuple[tuple[int, int | None], ...] = ()
         self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
         self._choices = [OwnedChoice(self._details_from or 0) for _ in range(submit.choices)]
 
@@ -244,6 +247,8 @@ class OwnedRequest:
 
     def rewind(self) -> None:
         """Deliver all output once more, to a client that resumes it."""
+        if not self._lacks_client_output:
+            self.client_has = ()
         self.unread = UnreadBytes()
         self.has_client, self.ended, self.resumed = True, False, True
         for choice in self._choices:
@@ -309,7 +314,8 @@ class OwnedRequest:
         """Accept no more text up to this attempt; False if a later one is followed.
 
         Raises:
-            WorkerLost: Its output is not here as ids, or there are too many token outputs.
+            WorkerLost: Its output is not here as ids, or less of it than its client has, or there
+                are too many token outputs.
         """
         if self.is_past(attempt):
             return False
@@ -317,9 +323,18 @@ class OwnedRequest:
         outputs = sum(choice.outputs.size_bytes for choice in self._choices)
         if not all(choice.has_all_ids for choice in self._choices):
             raise WorkerLost("a detokenizer of an earlier version had the output and is lost")
+        if self._lacks_client_output:
+            raise WorkerLost("the output that the client has read is lost")
         if outputs > DETAILS_BYTES_MAX:
             raise WorkerLost(f"{outputs} bytes of token outputs are too many to be continued")
         return True
+
+    @property
+    def _lacks_client_output(self) -> bool:
+        return any(
+            choice.bytes_shown < text or choice.tokens_shown < (tokens or 0)
+            for choice, (text, tokens) in zip(self._choices, self.client_has, strict=False)
+        )
 
     def _sealed(self) -> OwnerSeal | None:
         """What was sealed, until a later attempt is followed."""

@@ -115,10 +115,16 @@ class Submission:
             with self._reserve_name(gen_request):
                 return await self._submit_with_reservation(gen_request, budget)
 
-    async def resume(self, gen_request: GenerationRequest, request_id: RequestId) -> RequestStream:
+    async def resume(
+        self,
+        gen_request: GenerationRequest,
+        request_id: RequestId,
+        client_has: Sequence[tuple[int, int | None]],
+    ) -> RequestStream:
         """Open the stream of an earlier request once more, at its beginning.
 
-        The request is one of this gateway, or becomes one.
+        The request is one of this gateway, or becomes one. Its client has so many bytes of the text
+        of each choice, and token outputs up to an offset.
 
         Raises:
             UnknownStream: There is no such stream of this tenant.
@@ -132,7 +138,7 @@ class Submission:
             reservation = self.access.admit(gen_request, self.model)
             try:
                 stream = await self._resume(
-                    gen_request, gen_request.resume, request_id, reservation
+                    gen_request, gen_request.resume, request_id, client_has, reservation
                 )
             except BaseException:
                 reservation.end(0)
@@ -146,6 +152,7 @@ class Submission:
         gen_request: GenerationRequest,
         window: ResumeWindow,
         request_id: RequestId,
+        client_has: Sequence[tuple[int, int | None]],
         reservation: QuotaReservation,
     ) -> RequestStream:
         message = AdoptRequest(
@@ -159,7 +166,7 @@ class Submission:
         submit = adopted.submit
         if adopted.changed:
             stream = self._resumed_stream(submit, gen_request, reservation)
-            self.driver.open_adopted(stream, adopted)
+            self.driver.open_adopted(stream, adopted, client_has)
             return stream
         if self.driver.find(request_id) is None:
             raise UnknownStream("the stream has ended")

@@ -235,8 +235,10 @@ class ResponseHandler:
                 gen_requests[index], tenant=tenant, traceparent=trace
             )
             if resumption is not None and resumption.position is not None:
-                earlier = resumption.position.request_id
-                streams[index] = await self._submission.resume(gen_request, earlier)
+                position = resumption.position
+                streams[index] = await self._submission.resume(
+                    gen_request, position.request_id, position.client_has
+                )
             else:
                 streams[index] = await self._submission.submit(gen_request, budget)
 

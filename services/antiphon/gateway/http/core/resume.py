@@ -108,6 +108,11 @@ class Position:
     choice: int | None = None
     until: Cursor | None = None
 
+    @property
+    def client_has(self) -> list[tuple[int, int | None]]:
+        """What the client has of each choice at least: bytes of its text, and token outputs."""
+        return [(cursor.text, cursor.tokens) for cursor in self.cursors or ()]
+
     def __str__(self) -> str:
         if self.cursors is None:
             return self.request_id
