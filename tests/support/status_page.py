@@ -133,8 +133,8 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     ("Files API", "Content comes in the request.", "files"),
     (
         "Loss of a whole host",
-        "A request whose worker and detokenizer die together ends with the error `worker_lost`, "
-        "unless it has no text yet.",
+        "A request whose worker and detokenizer die together ends with the error `worker_lost` "
+        "if its logprobs and hidden states take more than a message, 1 MiB.",
         "",
     ),
     (
