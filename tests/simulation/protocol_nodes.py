@@ -78,7 +78,7 @@ STEP_S = 0.02
 RUNNING_MAX = 4
 PRECEDENCE = PriorityPolicy(priority=True, preempt_threshold=4, max_overtake_s=2.0)
 PROMPT_ID = 99
-SEALED_BYTES_MAX = 1000 * 1024
+MESSAGE_BYTES_MAX = 1000 * 1024
 HIDDEN = 300
 """So that the details of a whole answer fill several messages."""
 
@@ -306,11 +306,21 @@ class SchedulerNode(Node):
     role = Role.SCHEDULER
 
     def __init__(
-        self, timeline: Timeline, network: Network, instance: str, life: int, queue_max: int
+        self,
+        timeline: Timeline,
+        network: Network,
+        instance: str,
+        life: int,
+        queue_max: int,
+        message_bytes_max: int,
     ) -> None:
         super().__init__(timeline, network, instance, life)
         rules = LeaderConfig(
-            beat_s=BEAT_S, queue_max=queue_max, waiting_max=RUNNING_MAX, precedence=PRECEDENCE
+            beat_s=BEAT_S,
+            queue_max=queue_max,
+            waiting_max=RUNNING_MAX,
+            precedence=PRECEDENCE,
+            payload_bytes_max=message_bytes_max,
         )
         self.leader = SchedulerCore(self.process, MODEL, rules, self.clock, self.peers)
         self._doors: list[Interest] = []
@@ -500,8 +510,7 @@ class WorkerNode(Node):
         if isinstance(message, StopChoice):
             self._act(self.output.stop(message))
         else:
-            self.output.resend(message)
-            self._publish()
+            self._act(self.output.resend(message))
 
     def _on_open(self, message: OpenList) -> None:
         self._act(self.output.open_list(message, self.clock.unix_ms()))
@@ -591,8 +600,16 @@ class DetokenizerNode(Node):
 
     role = Role.DETOKENIZER
 
-    def __init__(self, timeline: Timeline, network: Network, instance: str, life: int) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        network: Network,
+        instance: str,
+        life: int,
+        message_bytes_max: int,
+    ) -> None:
         super().__init__(timeline, network, instance, life)
+        self._message_bytes_max = message_bytes_max
         # Some are of an earlier version, which cannot read what came later.
         self.reads = () if random.Random(self.name).random() < 0.3 else READS
         self.machine = Detokenizer(
@@ -633,7 +650,7 @@ class DetokenizerNode(Node):
 
     def _on_control(self, message: ResumeText | SealAttempts) -> TextResumed | AttemptsSealed:
         if isinstance(message, SealAttempts):
-            return self.machine.on_seal(message, SEALED_BYTES_MAX)
+            return self.machine.on_seal(message, self._message_bytes_max)
         rows, actions = self.machine.on_resume(message)
         self._act(actions)
         return TextResumed(rows=rows)

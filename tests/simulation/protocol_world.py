@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from tests.simulation.protocol_network import Network, Supervisor, Timeline, Weather
 from tests.simulation.protocol_nodes import (
+    MESSAGE_BYTES_MAX,
     MODEL,
     DetokenizerNode,
     GatewayNode,
@@ -153,6 +154,7 @@ class World:
         queue_max: int = 256,
         fickle: float = 0.0,
         apart_s: float = 0.0,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self.random = random.Random(f"world {seed}")
         self.watched = 0.5
@@ -176,11 +178,13 @@ class World:
         self.workers: list[WorkerNode] = []
         self.detokenizers: list[DetokenizerNode] = []
         worker = partial(WorkerNode, answer=self._answer, begun=self._begin, fickle=fickle)
+        scheduler = partial(SchedulerNode, queue_max=queue_max, message_bytes_max=message_bytes_max)
+        detokenizer = partial(DetokenizerNode, message_bytes_max=message_bytes_max)
         self._kinds: dict[str, tuple[list[Any], Callable[..., Node]]] = {
             "gateway": (self.gateways, partial(GatewayNode, deliver=self._deliver)),
-            "scheduler": (self.schedulers, partial(SchedulerNode, queue_max=queue_max)),
+            "scheduler": (self.schedulers, scheduler),
             "worker": (self.workers, worker),
-            "detokenizer": (self.detokenizers, DetokenizerNode),
+            "detokenizer": (self.detokenizers, detokenizer),
         }
         for kind, (nodes, _) in self._kinds.items():
             nodes += [self._make(kind, f"{kind}-{n}") for n in range(2)]

@@ -26,6 +26,7 @@ from antiphon.wire.errors import (
     DeadlineExceeded,
     Internal,
     Overloaded,
+    RequestTooLarge,
     Unavailable,
     WorkerLost,
     encode_error,
@@ -349,6 +350,18 @@ def test_output_without_ids_is_not_sealed_and_ends_as_lost() -> None:
     world, _ = talking("one")
     assert seal(world, 1) == []
     assert isinstance(end(world).error, WorkerLost)
+
+
+def test_sealed_output_that_is_larger_than_a_message_ends_its_request_as_lost() -> None:
+    """The request that its client has sent is not too large."""
+    world, _ = talking("one", ids=(7,))
+    seal(world, 1)
+    too_large = RequestTooLarge.of(size_bytes=2_000_000, bytes_max=1_048_576)
+    world.do(world.owner.submit_answered(RequestId("r"), too_large))
+    error = end(world).error
+    assert isinstance(error, WorkerLost)
+    assert "2000000 bytes" in error.message
+    assert "1048576 bytes" in error.message
 
 
 def test_missing_ids_are_fetched_although_no_text_is_missing() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.simulation.protocol_network import Weather
 from tests.simulation.protocol_world import SETTLE_S, World
 
-from antiphon.wire.errors import Cancelled, RequestQuarantined
+from antiphon.wire.errors import Cancelled, RequestQuarantined, WorkerLost
 
 Fault = Callable[[World], None]
 
@@ -71,6 +71,16 @@ RESTARTS = [FAULTS[f"crash_{kind}"] for kind in ("worker", "gateway", "scheduler
 SLOW = Weather(delay_s=0.005)
 BAD = Weather(loss=0.05, repeat=0.05, delay_s=0.01)
 RECOVERY_S = 12.0
+SMALL_MESSAGE_BYTES = 24 * 1024
+"""Token outputs of a whole answer are up to six times as large."""
+LARGE = (
+    "crash_worker",
+    "drain_worker",
+    "crash_leader",
+    "crash_detokenizer",
+    "replace_frozen_worker",
+)
+"""Faults for which one place is left that has all of an output."""
 
 faults = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 
@@ -166,6 +176,37 @@ def test_no_request_notices_one_fault(fault: Fault, seed: int) -> None:
     world.check_recovered()
     world.finish()
     assert_all_succeeded(world)
+
+
+@pytest.mark.parametrize("fault", [UNNOTICED[name] for name in LARGE], ids=LARGE)
+@pytest.mark.parametrize("seed", range(3))
+def test_output_that_is_larger_than_a_message_is_continued(fault: Fault, seed: int) -> None:
+    """Its token outputs stay at its detokenizer, which goes on with them."""
+    world = loaded(seed, SLOW, 40, 8, message_bytes_max=SMALL_MESSAGE_BYTES)
+    world.timeline.after(world.random.uniform(0, 8), lambda: fault(world))
+    world.run(8 + RECOVERY_S)
+    world.run_past_freezes(RECOVERY_S)
+    world.check_recovered()
+    world.finish()
+    assert_all_succeeded(world)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_output_that_is_larger_than_a_message_and_lost_ends_its_request(seed: int) -> None:
+    """Its detokenizer had the rest of it, and dies after the worker."""
+    world = loaded(seed, SLOW, 40, 8, message_bytes_max=SMALL_MESSAGE_BYTES)
+    when = world.random.uniform(2, 7)
+    world.timeline.after(when, lambda: world.crash("worker", world.workers[0]))
+    for number in range(2):
+        later = when + world.random.uniform(0, 1.5)
+        world.timeline.after(later, partial(world.crash, "detokenizer", world.detokenizers[number]))
+    world.run(8 + 2 * RECOVERY_S)
+    world.check_recovered()
+    world.finish()
+    errors = [story.error for story in world.stories.values() if story.error is not None]
+    assert {type(error) for error in errors} <= {Cancelled, WorkerLost}
+    for error in errors:
+        assert isinstance(error, Cancelled) or "too large" in error.message
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -72,6 +72,10 @@ class ChoiceState:
         return len(self._text)
 
     @property
+    def details_bytes(self) -> int:
+        return self._details.size_bytes
+
+    @property
     def reasoning_tokens(self) -> int:
         return 0 if self._thinking is None else self._thinking.tokens
 
@@ -397,6 +401,10 @@ class DetokenizerRequest:
     def ended(self) -> bool:
         choices = self.choices.values()
         return self.error is not None or all(choice.end is not None for choice in choices)
+
+    @property
+    def details_bytes(self) -> int:
+        return sum(choice.details_bytes for choice in self.choices.values())
 
     @property
     def lacks_continued(self) -> bool:

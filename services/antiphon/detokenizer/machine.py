@@ -23,7 +23,7 @@ from antiphon.wire.base import Attempt, FinishReason, Process
 from antiphon.wire.codec import split_rows, unpack_ids
 from antiphon.wire.command import ResendTokens, StopChoice, TokenCursor
 from antiphon.wire.errors import EngineError, Internal, Overloaded, encode_error
-from antiphon.wire.seal import AttemptsSealed, SealedRequest
+from antiphon.wire.seal import DETAILS_BYTES_MAX, AttemptsSealed, SealedRequest
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 from antiphon.wire.tokens import TokenColumns, TokenStep
 
@@ -192,7 +192,8 @@ class Detokenizer:
     def on_seal(self, message: SealAttempts, bytes_max: int) -> AttemptsSealed:
         """Accept nothing more of these attempts, and return what was accepted.
 
-        A reply has at most `bytes_max`. A request that takes more by itself is not returned.
+        A reply has at most `bytes_max`, and as many of the requests as fit, at least one. Token
+        outputs that do not fit by themselves stay here, for the next attempt.
         """
         sealed: list[SealedRequest] = []
         size_bytes = 0
@@ -215,7 +216,8 @@ class Detokenizer:
             self._sealed.popitem(last=False)
         if request is None or request.lacks_continued:
             return SealedRequest(request_id=request_id)
-        with_details = request.stream.details_from is not None
+        details_bytes = request.details_bytes
+        with_details = request.stream.details_from is not None and details_bytes <= bytes_max
         sealed = SealedRequest(
             request_id=request_id,
             attempt=request.attempt,
@@ -226,8 +228,14 @@ class Detokenizer:
                 for index, choice in request.choices.items()
             ),
         )
-        if (size_bytes := _sealed_bytes(sealed)) > bytes_max:
-            return msgspec.structs.replace(sealed, size_bytes=size_bytes, choices=())
+        if with_details and _sealed_bytes(sealed) > bytes_max:
+            kept = (msgspec.structs.replace(each, details=None) for each in sealed.choices)
+            sealed = msgspec.structs.replace(sealed, choices=tuple(kept))
+        too_large = details_bytes if details_bytes > DETAILS_BYTES_MAX else None
+        if too_large is None and (size_bytes := _sealed_bytes(sealed)) > bytes_max:
+            too_large = size_bytes
+        if too_large is not None:
+            return msgspec.structs.replace(sealed, size_bytes=too_large, choices=())
         return sealed
 
     def on_tick(self, now: float, unix_ms: int) -> list[Action]:

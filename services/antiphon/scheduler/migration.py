@@ -16,7 +16,7 @@ from antiphon.scheduler.outbox import SealCall, continuation_bytes
 from antiphon.scheduler.request_table import RequestEntry, SealedOutput, Sealing
 from antiphon.wire.base import Role
 from antiphon.wire.errors import WorkerLost
-from antiphon.wire.seal import AttemptsSealed, SealedRequest, SealRequest
+from antiphon.wire.seal import DETAILS_BYTES_MAX, AttemptsSealed, SealedRequest, SealRequest
 
 if TYPE_CHECKING:
     from antiphon.scheduler.cluster_view import WorkerAssignments
@@ -114,6 +114,19 @@ class Migration:
             if sealed.attempt is not None and (found is None or found < sealed.attempt):
                 sealing.found, sealing.found_at = sealed, answer.detokenizer
             self.conclude(entry)
+        if answer.requests:
+            self._ask_rest(call, {sealed.request_id for sealed in answer.requests})
+
+    def _ask_rest(self, call: SealCall, answered: set[RequestId]) -> None:
+        """Ask for those that did not fit into the answer: many large ones would wait for long."""
+        for one in call.message.requests:
+            entry = self._leader_term.ledger.find(one.request_id)
+            sealing = None if entry is None else entry.sealing
+            if one.request_id in answered or sealing is None or sealing.attempt != one.attempt:
+                continue
+            if call.detokenizer in sealing.waiting:
+                sealing.asked_at = self._clock.now()
+                self._leader_term.outbox.seal(call.detokenizer, one)
 
     def on_owner_sealed(self, entry: RequestEntry, seal: OwnerSeal) -> None:
         """Continue from what the owner has delivered, unless a later attempt is known."""
@@ -137,8 +150,13 @@ class Migration:
             if entry.sealing is not None and detokenizer.instance in entry.sealing.waiting:
                 entry.sealing.waiting.discard(detokenizer.instance)
                 self.conclude(entry)
-            elif sealed is not None and sealed.ended and sealed.detokenizer == detokenizer:
-                entry.sealed = None  # with its end, which may not have reached the gateway
+            elif (
+                sealed is not None
+                and sealed.detokenizer == detokenizer
+                and (sealed.ended or (entry.binding is None and entry.lacks_details))
+            ):
+                # With its end, which may not have reached the gateway, or with what only it had.
+                entry.sealed = None
                 self.begin(entry)
             elif entry.binding is not None and entry.binding.detokenizer == detokenizer:
                 self.add_orphan(entry)
@@ -190,8 +208,10 @@ class Migration:
             return
         found = sealing.found
         if found is not None:
-            if found.size_bytes is not None:
-                self._leader_term.fail(entry, WorkerLost("the output is too large to be continued"))
+            if (size_bytes := found.size_bytes) is not None:
+                is_details = size_bytes > DETAILS_BYTES_MAX
+                bytes_max = DETAILS_BYTES_MAX if is_details else self._rules.payload_bytes_max
+                self._fail_too_large(entry, size_bytes, bytes_max)
                 return
             entry.sealed = self._output(found, sealing.found_at)
         if not entry.continues(entry.followed):
@@ -210,11 +230,18 @@ class Migration:
             # Of a term that no election gives: what is bound in this one would be refused.
             self._leader_term.fail(entry, WorkerLost("the answer that was being read is lost"))
             return
-        if continuation_bytes(entry) > self._rules.payload_bytes_max:
-            self._leader_term.fail(entry, WorkerLost("the output is too large to be continued"))
+        bytes_max = self._rules.payload_bytes_max
+        if continuation_bytes(entry) > bytes_max and entry.sealed is not None:
+            entry.sealed = entry.sealed.without_details()
+        if (size_bytes := continuation_bytes(entry)) > bytes_max:
+            self._fail_too_large(entry, size_bytes, bytes_max)
             return
         log.info("request migrates", extra={"request_id": entry.request_id})
         self._leader_term.restart(entry)
+
+    def _fail_too_large(self, entry: RequestEntry, size_bytes: int, bytes_max: int) -> None:
+        error = WorkerLost.too_large(size_bytes=size_bytes, bytes_max=bytes_max)
+        self._leader_term.fail(entry, error)
 
     def detokenizer(
         self, entry: RequestEntry, place: PlacementTarget

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.scheduler.leader_config import DEATHS_MAX, FREE_AFTER_MS, LeaderConfig
 from antiphon.wire.codec import id_count
@@ -48,6 +50,13 @@ class SealedOutput:
     @property
     def ended(self) -> bool:
         return self.failed or all(choice.finish_reason is not None for choice in self.choices)
+
+    def without_details(self) -> SealedOutput:
+        """The same without token outputs, if the detokenizer of the next attempt has them."""
+        if self.detokenizer is None:
+            return self
+        choices = tuple(msgspec.structs.replace(each, details=None) for each in self.choices)
+        return replace(self, choices=choices)
 
 
 @dataclass(slots=True)
@@ -150,6 +159,14 @@ class RequestEntry:
         """Output tokens with which its next attempt begins, of all choices."""
         choices = () if self.sealed is None else self.sealed.choices
         return sum(id_count(choice.output_ids) for choice in choices)
+
+    @property
+    def lacks_details(self) -> bool:
+        """Whether only a detokenizer has token outputs that its next attempt continues."""
+        submit = self.submit
+        if submit is None or submit.sampling.details is None or self.sealed is None:
+            return False
+        return any(each.output_ids and each.details is None for each in self.sealed.choices)
 
     @property
     def restartable(self) -> bool:

@@ -32,6 +32,7 @@ class ChoiceOutput(Value):
 
     Attributes:
         details: The token outputs sealed with the ids: of the prompt tokens, then of the output.
+            Unset if none were requested, or if the detokenizer of this attempt has kept them.
         finish_reason: Why the choice has ended; unset if it is to be continued.
         matched_stop: The token id that ended it, if one did.
     """

@@ -203,6 +203,14 @@ class Unavailable(EngineError, code="unavailable", status=503):
 class WorkerLost(EngineError, code="worker_lost", status=503):
     """The worker of a running request died, and the request ends with it."""
 
+    @classmethod
+    def too_large(cls, *, size_bytes: int, bytes_max: int) -> WorkerLost:
+        return cls(
+            f"a process that served the request failed, and its output of {size_bytes} bytes is "
+            f"too large to be continued elsewhere; the limit is {bytes_max} bytes",
+            details={"size_bytes": str(size_bytes), "bytes_max": str(bytes_max)},
+        )
+
 
 class RequestQuarantined(WorkerLost, code="request_quarantined", status=503):
     """Several workers died while they computed this request, which may be the reason."""

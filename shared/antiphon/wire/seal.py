@@ -13,6 +13,8 @@ from antiphon.wire.ids import RequestId
 
 SEALS_MAX = 64
 """Maximum number of requests in one `SealAttempts`."""
+DETAILS_BYTES_MAX = 16 * 1024 * 1024
+"""Maximum token outputs of a request that is continued after a failure; one with more ends."""
 
 
 class SealRequest(Value):
@@ -37,8 +39,9 @@ class SealedRequest(Value):
         lineage: The sealed attempts that this one continues, the first one first.
         sealed: Whether `attempt` accepts no more tokens. Not if it is later than the one to seal.
         failed: The request has ended with an error there.
-        size_bytes: The outputs are too large to be sent, and this is their size.
-        choices: One that ended by a stop string has all of it.
+        size_bytes: The outputs are too large to be continued, and this is their size.
+        choices: One that ended by a stop string has all of it. Token outputs that do not fit into a
+            message are left out: the next attempt has the same detokenizer, which keeps them.
     """
 
     request_id: RequestId

@@ -17,10 +17,10 @@ from antiphon.wire.codec import encode, pack_ids, pack_numbers, unpack_ids
 from antiphon.wire.command import ResendTokens
 from antiphon.wire.ids import Incarnation, RequestId
 from antiphon.wire.sampling import StopStrings
-from antiphon.wire.seal import SealAttempts, SealedRequest, SealRequest
+from antiphon.wire.seal import DETAILS_BYTES_MAX, SealAttempts, SealedRequest, SealRequest
 from antiphon.wire.submit import OpenList, OpenRequest
 from antiphon.wire.text import ChoiceCursor, Origin, ResumeText, TextBatch, TextRow
-from antiphon.wire.token_outputs import pack_floats
+from antiphon.wire.token_outputs import TokenOutputs, pack_floats
 from antiphon.wire.tokens import TokenBatch, TokenColumns, TokenRow, TokenStep, TokenStream
 
 if TYPE_CHECKING:
@@ -218,6 +218,34 @@ def test_an_attempt_is_sealed_without_output_until_it_has_all_that_it_continues(
     assert found.attempt == (attempt(2) if whole else None)
     outputs = [choice.output_ids for choice in found.choices]
     assert outputs == ([pack_ids(list(b"abc"))] if whole else [])
+
+
+def detailed(text: str, hidden_bytes: int) -> TokenRow:
+    """A row whose tokens have so many bytes of hidden states."""
+    plain = row(text)
+    outputs = TokenOutputs(count=len(text), token_ids=plain.token_ids, hidden=bytes(hidden_bytes))
+    assert plain.stream is not None
+    return replace(plain, details=outputs, stream=replace(plain.stream, details_from=0))
+
+
+@pytest.mark.parametrize(
+    ("hidden_bytes", "details", "size_bytes"),
+    [
+        (3_000, [3_012], None),
+        (3_000_000, [None], None),
+        (DETAILS_BYTES_MAX + 3, [], DETAILS_BYTES_MAX + 15),
+    ],
+)
+def test_sealed_token_outputs_stay_where_they_do_not_fit_into_a_message(
+    hidden_bytes: int, details: list[int | None], size_bytes: int | None
+):
+    """Up to a limit: beyond it the request is not continued."""
+    m = begun(detailed("abc", hidden_bytes))
+    found = sealed(m, 1)
+    sizes = [each.details and each.details.size_bytes for each in found.choices]
+    assert (sizes, found.size_bytes) == (details, size_bytes)
+    if details:
+        assert found.choices[0].output_ids == pack_ids(list(b"abc"))
 
 
 def test_stop_string_cuts_text_and_usage_and_stops_the_worker():

@@ -242,6 +242,17 @@ def test_what_was_sealed_with_the_ids_is_sent_with_them() -> None:
     check_rows(sent(request), 2, 3)
 
 
+def test_what_only_its_detokenizer_has_is_not_sent_again() -> None:
+    request = held(start=2, output=ChoiceOutput(choice=0, output_ids=pack_ids([100, 101])))
+    assert sent(request) == []
+    Tokens(request, before=2).add(2)
+    check_rows(sent(request), 2, 4)
+    request.rewind({0: 3})
+    check_rows(sent(request), 3, 4)
+    assert request.can_rewind({0: 2})
+    assert not request.can_rewind({0: 1})
+
+
 @pytest.mark.parametrize("offset", [0, 2, 9])
 def test_details_beyond_a_stop_are_not_sent(offset: int) -> None:
     request = held(start=-1)

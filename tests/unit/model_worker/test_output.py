@@ -50,6 +50,7 @@ from antiphon.wire.command import (
 )
 from antiphon.wire.errors import EngineError, WorkerLost, encode_error
 from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 from antiphon.wire.submit import OpenList, OpenRequest
 
 if TYPE_CHECKING:
@@ -125,8 +126,9 @@ class Bench:
         known = {"request_id": R, "attempt": attempt(), "detokenizer": DETOKENIZER}
         return self.output.stop(StopChoice(**known | fields))  # pyright: ignore[reportArgumentType]
 
-    def resend(self, *places: TokenCursor, worker: Process = WORKER) -> None:
-        self.output.resend(ResendTokens(worker=worker, detokenizer=DETOKENIZER, places=places))
+    def resend(self, *places: TokenCursor, worker: Process = WORKER) -> list[Action]:
+        message = ResendTokens(worker=worker, detokenizer=DETOKENIZER, places=places)
+        return self.output.resend(message)
 
 
 def place(offset: int, choice: int = 0) -> TokenCursor:
@@ -388,6 +390,32 @@ def test_each_attempt_names_the_process_of_its_detokenizer_and_what_it_continues
                 detokenizer_incarnation=successor,
             )
         )
+
+
+@pytest.mark.parametrize("cause", ["another detokenizer", "a restarted attempt there"])
+def test_request_ends_once_token_outputs_of_it_are_lost_with_its_detokenizer(cause: str) -> None:
+    """They were too large to be sent with its sealed output."""
+    sampling = SamplingParams(max_new_tokens=8, details=TokenOutputParams(logprobs=True))
+    output = ChoiceOutput(choice=0, output_ids=pack_ids([5, 6]))
+    request = admit(sampling=sampling, detokenizer_incarnation=DETOKENIZER.incarnation)
+    bench = Bench(msgspec.structs.replace(request, choices=(output,)))
+    assert bench.rows() == []
+    if cause == "another detokenizer":
+        bench.command(
+            Rebind(
+                request_id=R,
+                attempt=attempt(2),
+                continues=attempt(1),
+                detokenizer=DETOKENIZER.instance,
+                detokenizer_incarnation=process(DETOKENIZER.instance, "next").incarnation,
+            )
+        )
+    else:
+        assert bench.resend(place(0)) == [DropChoice(ChoiceKey(1))]
+    (row,) = bench.rows()
+    assert (row.offset, row.token_ids, row.finish_reason) == (0, b"", FinishReason.ERROR)
+    assert row.error is not None
+    assert row.error.code == "worker_lost"
 
 
 def test_a_resend_to_another_life_of_the_worker_or_of_another_detokenizer_is_ignored() -> None:

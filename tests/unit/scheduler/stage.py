@@ -93,6 +93,7 @@ class Actor:
         self.state = ProcessState.READY
         self.silent = False
         self.deaf = False  # answers no calls
+        self.answers_max = 64  # so many seals, as a detokenizer, fit into one answer
         self.loading = False
         self.leads: Term | None = None
         self.reads: tuple[str, ...] = ()
@@ -233,6 +234,7 @@ class Stage:
                 asked = (one.request_id for one in call.message.requests)
                 unknown = ((each, SealedRequest(request_id=each)) for each in asked)
                 requests = tuple(actor.outputs.get(each, empty) for each, empty in unknown)
+                requests = requests[: actor.answers_max]
                 answer = AttemptsSealed(detokenizer=actor.process, requests=requests)
                 self.leader.on_sealed(call, answer)
 

@@ -19,7 +19,7 @@ from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import SealCall
 from antiphon.wire.base import FinishReason, ProcessState, Role
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.command import ChoiceOutput
+from antiphon.wire.command import Admit, ChoiceOutput
 from antiphon.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,8 +32,10 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.ids import RequestId, TenantId
-from antiphon.wire.seal import AttemptsSealed, SealedRequest, SealRequest
-from antiphon.wire.submit import AdoptRequest, OwnerSeal, ResumeWindow, SubmitRequest
+from antiphon.wire.sampling import SamplingParams, TokenOutputParams
+from antiphon.wire.seal import DETAILS_BYTES_MAX, AttemptsSealed, SealedRequest, SealRequest
+from antiphon.wire.submit import AdoptRequest, NoticeBatch, OwnerSeal, ResumeWindow, SubmitRequest
+from antiphon.wire.token_outputs import TokenOutputs
 
 
 def test_request_is_bound_to_a_worker_and_its_detokenizer_with_all_its_fields() -> None:
@@ -862,6 +864,88 @@ def test_output_of_a_term_that_no_election_gives_is_given_up() -> None:
     stage.enter(Role.WORKER, "worker-0", 2)
     stage.pass_s(4.0)
     assert {lost.request_id for lost in stage.lost()} == {request.request_id}
+
+
+def test_requests_that_do_not_fit_into_an_answer_are_sealed_by_the_next_ones() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    detokenizer.answers_max = 1
+    for name in ("q", "r", "s"):
+        stage.submit(name)
+    for admit in stage.admits():
+        gateway.follows(admit.request_id, admit.attempt)
+        detokenizer.accepted(admit, [1])
+    stage.actors.remove(worker)
+    stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(3.0)
+    calls = [[one.request_id for one in call.message.requests] for call in stage.of(SealCall)]
+    assert calls == [["q", "r", "s"], ["r", "s"], ["s"]]
+    assert [admit.request_id for admit in stage.admits()[3:]] == ["q", "r", "s"]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "bytes_max"),
+    [(1_200_000, LeaderConfig().payload_bytes_max), (20_000_000, DETAILS_BYTES_MAX)],
+)
+def test_output_that_is_too_large_is_lost_with_its_size_and_the_limit(
+    size_bytes: int, bytes_max: int
+) -> None:
+    stage, gateway, worker, detokenizer = usual()
+    stage.submit("r")
+    (admit,) = stage.admits()
+    gateway.follows(admit.request_id, admit.attempt)
+    detokenizer.accepted(admit, size_bytes=size_bytes)
+    stage.actors.remove(worker)
+    stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(3.0)
+    error = stage.lost()[0].error
+    assert error.code == "worker_lost"
+    assert error.details == {"size_bytes": str(size_bytes), "bytes_max": str(bytes_max)}
+    assert f"{size_bytes} bytes" in error.message
+    assert f"{bytes_max} bytes" in error.message
+
+
+def large(*, prompt_tokens: int) -> tuple[Stage, Actor, Admit]:
+    """The stage after a worker's death; 900,000 bytes of token outputs were sealed."""
+    stage, gateway, worker, detokenizer = usual()
+    worker.set_load(context_tokens=100_000)
+    worker.beat()
+    sampling = SamplingParams(max_new_tokens=10, details=TokenOutputParams(hidden=True))
+    prompt_ids = pack_ids(range(prompt_tokens))
+    stage.submit("r", sampling=sampling, prompt_ids=prompt_ids)
+    (admit,) = stage.admits()
+    gateway.follows(admit.request_id, admit.attempt)
+    outputs = TokenOutputs(count=2, token_ids=pack_ids([1, 2]), hidden=bytes(900_000))
+    output = ChoiceOutput(choice=0, output_ids=pack_ids([1, 2]), details=outputs)
+    detokenizer.accepted(admit, choices=(output,))
+    stage.actors.remove(worker)
+    return stage, detokenizer, admit
+
+
+@pytest.mark.parametrize(("prompt_tokens", "kept"), [(8, False), (60_000, True)])
+def test_token_outputs_stay_at_the_detokenizer_where_the_prompt_leaves_no_room(
+    prompt_tokens: int, *, kept: bool
+) -> None:
+    stage, _, _ = large(prompt_tokens=prompt_tokens)
+    stage.enter(Role.WORKER, "worker-1").set_load(context_tokens=100_000)
+    stage.pass_s(3.0)
+    (output,) = stage.admits()[-1].choices
+    assert output.output_ids == pack_ids([1, 2])
+    assert (output.details is None) == kept
+
+
+def test_token_outputs_of_a_detokenizer_that_dies_before_they_are_continued_are_its_owners() -> (
+    None
+):
+    stage, detokenizer, first = large(prompt_tokens=60_000)
+    stage.pass_s(3.0)
+    stage.actors.remove(detokenizer)
+    stage.enter(Role.DETOKENIZER, "detokenizer-1")
+    stage.pass_s(3.0)
+    seals = [one for notice in stage.of(NoticeBatch) for one in notice.seals]
+    assert {(one.request_id, one.attempt) for one in seals} == {("r", first.attempt)}
+    stage.enter(Role.WORKER, "worker-1").set_load(context_tokens=100_000)
+    stage.pass_s(1.0)
+    assert stage.admits() == [first]
 
 
 def test_output_that_is_not_sealed_is_given_up() -> None:

@@ -32,6 +32,7 @@ from antiphon.wire.errors import (
     GatewayLost,
     Internal,
     Overloaded,
+    RequestTooLarge,
     Unavailable,
     WorkerLost,
     WrongTerm,
@@ -247,6 +248,8 @@ class Owner:
                 self._accept(request, answer.term)
             elif _is_retryable(answer, accepted=request.accepted):
                 self._retry(request, answer)
+            elif isinstance(answer, RequestTooLarge) and request.sealed_to is not None:
+                self._end(request, _too_large(answer))
             elif isinstance(answer, DuplicateRequest) and request.submit.resume_ms:
                 self._end(request, GatewayLost("the stream was resumed at another gateway"))
             else:
@@ -617,6 +620,12 @@ class Timers(Generic[K]):
         key = heapq.heappop(self._heap)[2]
         del self._at[key]
         return key
+
+
+def _too_large(error: RequestTooLarge) -> WorkerLost:
+    """The client's request is not too large: its output is, which was submitted with it."""
+    sizes = {name: int(error.details[name]) for name in ("size_bytes", "bytes_max")}
+    return WorkerLost.too_large(**sizes)
 
 
 def _is_retryable(error: EngineError, *, accepted: bool) -> bool:

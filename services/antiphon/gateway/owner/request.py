@@ -14,6 +14,7 @@ from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
 from antiphon.wire.codec import ID_BYTES, id_count
 from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.errors import Internal, WorkerLost
+from antiphon.wire.seal import DETAILS_BYTES_MAX
 from antiphon.wire.submit import OpenList, OpenRequest, OwnerSeal, SubmitRequest
 from antiphon.wire.text import ChoiceCursor, Origin, TextRow
 from antiphon.wire.token_outputs import TokenOutputsBuffer
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
 
 _REQUEST_BYTES = 4 * 1024  # about the size of a request without its prompt
 _LISTS_VALID = 3  # a list this many intervals old is no longer valid
-
-
-DETAILS_BYTES_MAX = 16 * 1024 * 1024
-"""Maximum token outputs kept of one request; with more, its output cannot be sealed here."""
 
 
 class OwnedChoice:
@@ -326,7 +323,7 @@ class OwnedRequest:
         if self._lacks_client_output:
             raise WorkerLost("the output that the client has read is lost")
         if outputs > DETAILS_BYTES_MAX:
-            raise WorkerLost(f"{outputs} bytes of token outputs are too many to be continued")
+            raise WorkerLost.too_large(size_bytes=outputs, bytes_max=DETAILS_BYTES_MAX)
         return True
 
     @property

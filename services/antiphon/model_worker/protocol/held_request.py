@@ -38,6 +38,7 @@ class HeldChoice:
         slot: The slot in which it runs, by the last progress; -1 if in none.
         length: Number of output ids. Not current while its stream is plain; see `PlainStreams`.
         has_logprobs: Whether those of sampled tokens are returned.
+        lacks_details: Only the detokenizer of an earlier attempt has those of its sealed output.
     """
 
     def __init__(
@@ -58,9 +59,14 @@ class HeldChoice:
         self._in_store = params is not None and params.sampled_only
         self._details = None if details_from is None else TokenOutputsBuffer(details_from)
         sealed = bool(output.output_ids) or self.finish is not None
+        self._first = self._sent = self._details_from = details_from or 0
+        self.lacks_details = False
         if self._details is not None and output.details is not None and sealed:
             self._details.append(output.details)
-        self._first = self._sent = details_from or 0
+        elif self._details is not None and sealed:
+            self._details = TokenOutputsBuffer(self.length)
+            self._first = self._sent = self.length
+            self.lacks_details = True
         self._end_sent = self._number_sent = False
         self._stopped = False
         self._origins: dict[int, tuple[str, int]] = {}  # weights, retractions; by first offset
@@ -104,6 +110,19 @@ class HeldChoice:
         self.length = max(0, min(self.length, self._sent))
         if self._details is not None:
             self._details.truncate(self._sent)
+
+    def lose(self, finish: Finish) -> None:
+        """End it as one without output: its detokenizer cannot be sent all of it."""
+        self.finish, self.length, self._stopped = finish, 0, False
+        self._outputs, self._first_ids = None, b""
+        self._first = self._details_from
+        if self._details is not None:
+            self._details = TokenOutputsBuffer(self._first)
+        self.rewind(self._first)
+
+    def can_rewind(self, offset: int) -> bool:
+        """Whether it has all of its output from `offset` on."""
+        return not self.lacks_details or self._stopped or offset >= self._first
 
     def stop(self, offset: int | None = None) -> int:
         """End it without a finish message, cut at `offset`; return the number of ids cut off.
@@ -296,6 +315,10 @@ class HeldRequest:
         return any(choice.live for choice in self.choices)
 
     @property
+    def lacks_details(self) -> bool:
+        return any(choice.lacks_details for choice in self.choices)
+
+    @property
     def tokens(self) -> int:
         return sum(choice.length for choice in self.choices)
 
@@ -328,6 +351,11 @@ class HeldRequest:
         self._introduced = False
         for choice in self.choices:
             choice.rewind(offsets.get(choice.index, self._stream.details_from or 0))
+
+    def can_rewind(self, offsets: dict[int, int]) -> bool:
+        """Whether it has all output from these offsets on, by choice."""
+        has = {choice.index: choice.can_rewind for choice in self.choices}
+        return all(has[index](offset) for index, offset in offsets.items() if index in has)
 
     def repeat_end(self) -> None:
         self.rewind({choice.index: choice.length for choice in self.choices})

@@ -18,7 +18,7 @@ from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFi
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import PlainStreams, TokenOutbox
 from antiphon.wire.command import Abort, Admit, CommandBatch, Rebind, ResendTokens, StopChoice
-from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
+from antiphon.wire.errors import EngineError, Internal, InvalidRequest, WorkerLost, decode_error
 from antiphon.wire.heartbeat import RunningRequest
 
 if TYPE_CHECKING:
@@ -170,9 +170,12 @@ class WorkerOutput:
             if held.detokenizer == message.detokenizer.instance:
                 for choice in held.choices:
                     self._plain.close(choice)
-                held.rewind(offsets.get(held.request_id, {}))
+                expected = offsets.get(held.request_id, {})
+                held.rewind(expected)
+                if not held.can_rewind(expected):
+                    self._lose(held)
                 self._outbox.put(held)
-        return []
+        return self.take_actions()
 
     def open_list(self, message: OpenList, now_ms: int) -> list[Action]:
         """Forget requests that their owner has closed, or does not list."""
@@ -374,7 +377,23 @@ class WorkerOutput:
             return
         for choice in held.choices:
             self._plain.close(choice)
+        kept = message.detokenizer_incarnation == held.detokenizer_incarnation
         held.rebind(message, now_ms)
+        if held.lacks_details and not kept:
+            self._lose(held)
+        self._outbox.put(held)
+
+    def _lose(self, held: HeldRequest) -> None:
+        """End a request of which only a detokenizer has had some token outputs."""
+        error = WorkerLost(
+            "the detokenizer that had the logprobs or hidden states of the request is lost; they "
+            "are too large to be kept twice"
+        )
+        for choice in held.choices:
+            self._plain.close(choice)
+            choice.lose(Finish.failed(error))
+            if self._choices.pop(choice.key, None) is not None:
+                self._actions.append(DropChoice(choice.key))
         self._outbox.put(held)
 
     def _requeue(self, held: HeldRequest) -> None:
