@@ -197,6 +197,11 @@ EVERY: tuple[Message, ...] = (
         timeout_s=30.5,
         traceparent=TRACE,
         api_key="sk-example",
+        resume_s=30.0,
+        resume_from=generate.ResumePosition(
+            request_id=REQUEST,
+            places=(generate.TextCursor(choice=1, text_offset=12, token_offset=-2),),
+        ),
     ),
     generate.GenerateAccepted(
         key=KEY, request_id=REQUEST, gateway=GATEWAY.instance, details_from=-8

@@ -46,6 +46,10 @@ Finite = Annotated[float, Meta(ge=-1e18, le=1e18)]
 """Neither infinite nor NaN, which comparisons cannot order."""
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
+RESUME_WINDOW_MAX_S = 60.0
+"""Longest time for which a request goes on without its client or its gateway."""
+ResumeSeconds = Annotated[float, Meta(gt=0, le=RESUME_WINDOW_MAX_S)]
+
 
 def check_ids(packed: bytes) -> None:
     """Raise `ValueError` for an invalid length. Messages with ids call it when decoded."""

@@ -3,8 +3,11 @@
 A client publishes `GenerateRequest` to `generate.<model>` with an inbox `client.<tenant>.<id>` as
 its reply subject. All replies go there: `GenerateAccepted` or an `ErrorReply`, then `GenerateText`,
 then one `GenerateEnd`, which carries the total length. Text is addressed by (choice, byte offset),
-so that receivers drop repeats and detect gaps. An `EmbedRequest` to `embed.<model>` gets one reply;
-nothing of it is stored: a repeated one is computed again, with the same result.
+so that receivers drop repeats and detect gaps. Lost messages are requested again from the gateway
+that accepted the request (`GenerateResume`). If that gateway has died, or has given up the client,
+the same request with `resume_from` continues the response at any gateway. An `EmbedRequest` to
+`embed.<model>` gets one reply; nothing of it is stored: a repeated one is computed again, with the
+same result.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from antiphon.wire.bounds import (
     ChoiceIndex,
     Count,
     Finite,
+    ResumeSeconds,
     Signed,
     TextOffset,
     TokenOffset,
@@ -81,6 +85,10 @@ class GenerateRequest(Message):
         cache_salt: Cached prefixes are shared only with requests of the same salt.
         details: Logprobs and hidden states to return per token; `token_texts` adds each token's
             text.
+        resume_s: How long the request goes on without its client or its gateway, and its output is
+            kept after its end, to be resumed; without it, neither is survived.
+        resume_from: The response is continued from here. It is not part of the content: everything
+            else is as in the request that began the response, `resume_s` included.
         api_key: The tenant's API key, where the gateways require one. It is not part of the
             content: a retry may use another key.
     """
@@ -121,6 +129,8 @@ class GenerateRequest(Message):
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     traceparent: str | None = None
     api_key: Annotated[str, Meta(max_length=4096)] | None = None
+    resume_s: ResumeSeconds | None = None
+    resume_from: ResumePosition | None = None
 
 
 class CompleteOptions(TypedDict, total=False):
@@ -152,6 +162,7 @@ class CompleteOptions(TypedDict, total=False):
     cache_salt: str
     details: TokenOutputParams
     token_texts: bool
+    resume_s: float
 
 
 class GenerateOptions(CompleteOptions, total=False):
@@ -222,11 +233,21 @@ class TextCursor(Value):
     token_offset: TokenOffset | None = None
 
 
+TextCursors = Annotated[tuple[TextCursor, ...], Meta(max_length=CHOICES_MAX)]
+
+
+class ResumePosition(Value):
+    """How much the client has of the response to an earlier request; nothing of other choices."""
+
+    request_id: RequestId
+    places: TextCursors = ()
+
+
 class GenerateResume(Message):
     """Resend everything beyond these cursors, and the end if there is one."""
 
     request_id: RequestId
-    places: Annotated[tuple[TextCursor, ...], Meta(max_length=CHOICES_MAX)] = ()
+    places: TextCursors = ()
 
 
 class GenerateCancel(Message):

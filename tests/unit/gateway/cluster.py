@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -41,23 +42,39 @@ from antiphon.wire.command import (
     RemoveCorpus,
 )
 from antiphon.wire.digests import block_digests
-from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
+from antiphon.wire.errors import (
+    EngineError,
+    GatewayLost,
+    InvalidRequest,
+    UnknownStream,
+    encode_error,
+)
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad, WorkerStats
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
+    ADOPT,
     CANCEL,
     CANCEL_ENCODE,
     DECODE,
     DETOKENIZER_CONTROL,
     HEARTBEAT,
+    NOTICE,
     OPEN,
     SUBMIT,
     TEXT,
     TOKENIZE,
     WORKER_CONTROL,
 )
-from antiphon.wire.submit import CancelAccepted, OpenList, SubmitAccepted, SubmitRequest
-from antiphon.wire.text import Origin, TextBatch, TextResumed, TextRow
+from antiphon.wire.submit import (
+    CancelAccepted,
+    LostRequest,
+    NoticeBatch,
+    OpenList,
+    RequestAdopted,
+    SubmitAccepted,
+    SubmitRequest,
+)
+from antiphon.wire.text import Origin, ResumeText, TextBatch, TextResumed, TextRow
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk, pack_floats
 from antiphon.wire.tokenize import (
     DecodeReply,
@@ -131,7 +148,11 @@ class Cluster:
     roles: set[Role] = field(
         default_factory=lambda: {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
     )
-    _seq: int = 0
+    owners: dict[RequestId, Process] = field(default_factory=dict)  # of adopted requests
+    _sent: list[tuple[SubmitRequest, TextRow]] = field(default_factory=list)
+    _seqs: Counter[InstanceId] = field(
+        default_factory=lambda: Counter({InstanceId("gateway-0"): 0})
+    )
 
     @property
     def prompt(self) -> list[int]:
@@ -176,6 +197,7 @@ class Cluster:
         await self.bus.listen(DECODE, self._decode, model=MODEL)
         await self.bus.listen(SUBMIT, self._submit, model=MODEL)
         await self.bus.listen(CANCEL, self._cancel, model=MODEL)
+        await self.bus.listen(ADOPT, self._adopt, model=MODEL)
         await self.bus.listen(OPEN, self._opened, model=MODEL)
         await self.bus.listen(WORKER_CONTROL, self._control, worker="worker-0")
         await self.bus.listen(DETOKENIZER_CONTROL, self._resume, detokenizer=DETOKENIZER.instance)
@@ -325,11 +347,54 @@ class Cluster:
 
     async def send(self, request: SubmitRequest, row: TextRow) -> None:
         """Send one row as the detokenizer does."""
-        self._seq += 1
-        batch = TextBatch(
-            detokenizer=DETOKENIZER, gateway=request.owner, seq=self._seq, rows=(row,)
-        )
-        self.bus.publish(TEXT, batch, gateway=request.owner.instance)
+        self._sent.append((request, row))
+        self._publish(request, row)
+
+    def _publish(self, request: SubmitRequest, row: TextRow) -> None:
+        owner = self._owner_of(request)
+        self._seqs[owner.instance] += 1
+        seq = self._seqs[owner.instance]
+        batch = TextBatch(detokenizer=DETOKENIZER, gateway=owner, seq=seq, rows=(row,))
+        self.bus.publish(TEXT, batch, gateway=owner.instance)
+
+    def _publish_again(self, owner: Process) -> int:
+        rows = [each for each in self._sent if self._owner_of(each[0]) == owner]
+        for each in rows:
+            self._publish(*each)
+        return len(rows)
+
+    def _owner_of(self, request: SubmitRequest) -> Process:
+        return self.owners.get(request.request_id, request.owner)
+
+    async def _adopt(self, delivery: Delivery) -> None:
+        """Give a request to another gateway, and send all of its text again."""
+        message = delivery.read(ADOPT)
+        submit = next((s for s in self.submits if s.request_id == message.request_id), None)
+        if submit is None or submit.tenant != message.tenant or submit.resume is None:
+            delivery.refuse(UnknownStream("there is no such stream"))
+            return
+        if submit.resume.fingerprint != message.fingerprint:
+            delivery.refuse(InvalidRequest("another request"))
+            return
+        before = self._owner_of(submit)
+        self.owners[submit.request_id] = message.owner
+        changed = before != message.owner
+        submit = msgspec.structs.replace(submit, owner=message.owner)
+        delivery.respond(RequestAdopted(submit=submit, term=TERM, changed=changed))
+        if changed:
+            lost = LostRequest(
+                request_id=submit.request_id,
+                attempt=Attempt(term=TERM, n=1),
+                error=encode_error(GatewayLost("resumed elsewhere")),
+            )
+            notice = NoticeBatch(
+                leader=TERM,
+                gateway=before,
+                requests=(lost,),
+                not_after_unix_ms=SystemClock().unix_ms() + 1000,
+            )
+            self.bus.publish(NOTICE, notice, gateway=before.instance)
+            self._publish_again(message.owner)
 
     async def _cancel(self, delivery: Delivery) -> None:
         request = delivery.read(CANCEL)
@@ -361,7 +426,10 @@ class Cluster:
         delivery.respond(ControlDone(corpora=self.corpora))
 
     async def _resume(self, delivery: Delivery) -> None:
-        delivery.respond(TextResumed(rows=0))
+        message = delivery.read(DETOKENIZER_CONTROL)
+        assert isinstance(message, ResumeText)
+        rows = self._publish_again(message.gateway)
+        delivery.respond(TextResumed(rows=rows))
 
     async def _opened(self, delivery: Delivery) -> None:
         message: OpenList = delivery.read(OPEN)
@@ -403,7 +471,7 @@ class Cluster:
             load=0,
             worker=worker if role is Role.WORKER else None,
             leads=TERM if role is Role.SCHEDULER else None,
-            streams=(StreamSeq(receiver=InstanceId("gateway-0"), seq=self._seq),)
+            streams=tuple(StreamSeq(receiver=name, seq=seq) for name, seq in self._seqs.items())
             if role is Role.DETOKENIZER
             else (),
             not_after_unix_ms=SystemClock().unix_ms() + 1000,

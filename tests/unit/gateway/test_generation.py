@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from antiphon.config.tenants import TenantConfig
 from antiphon.gateway.access.limits import QuotaReservation, Tenant
-from antiphon.gateway.nats.generate import NatsGeneration
+from antiphon.gateway.nats.generation import NatsGeneration
 from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.telemetry.tracing import span

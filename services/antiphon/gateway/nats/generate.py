@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.nats.generation import NatsGeneration
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate, tenant_of
-from antiphon.gateway.owner.actions import Ended, Finished, StreamEvent, TextDelta
-from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
+from antiphon.gateway.owner.actions import Ended, StreamEvent, TextDelta
+from antiphon.gateway.requests.generation_request import (
+    GenerationRequest,
+    SamplingOptions,
+    resume_window,
+)
 from antiphon.gateway.stream.stream import raise_if_failed
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.tasks import isolated
-from antiphon.wire.base import FinishReason
-from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
     DuplicateRequest,
     EngineError,
@@ -28,7 +30,6 @@ from antiphon.wire.errors import (
     encode_error,
 )
 from antiphon.wire.generate import (
-    ChoiceEnd,
     GenerateAccepted,
     GenerateCancel,
     GenerateDone,
@@ -36,28 +37,25 @@ from antiphon.wire.generate import (
     GenerateRequest,
     GenerateResume,
     GenerateText,
-    TextCursor,
+    ResumePosition,
 )
 from antiphon.wire.namespaces import cache_salt
 from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
 from antiphon.wire.sampling import StopStrings
-from antiphon.wire.token_outputs import TokenOutputsBuffer, TokenOutputsChunk
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from antiphon.bus.bus import Delivery
     from antiphon.gateway.requests.submission import Submission
-    from antiphon.gateway.stream.stream import RequestStream
-    from antiphon.wire.ids import ClientKey, InstanceId, RequestId, TenantId
+    from antiphon.wire.ids import ClientKey, RequestId, TenantId
 
 log = logging.getLogger(__name__)
 
 _RETAINED_S = 10.0  # how long after its end a request can be retried or resumed
 _RETAINED_MAX = 1024
 _LEAVING = Unavailable("this gateway is shutting down", retry_after_s=0.0)
-_PIECE_BYTES_MAX = 128 * 1024
 _PINGS = 6
 _PING_S = 0.5
 
@@ -92,19 +90,26 @@ class NatsGenerationEndpoints:
             await asyncio.wait(self._pumps)
 
     async def close(self) -> None:
-        """Send the end to clients that have not received it; the tasks that would have are gone."""
+        """Send the end to clients that have not received it; the tasks that would have are gone.
+
+        Those that can resume their response do so at another gateway.
+        """
         for generation in list(self._by_id.values()):
-            if not generation.end_sent:
+            if not generation.end_sent and not generation.resumable:
                 generation.record_all(generation.stream.get_nowait())
                 await self._send(generation, generation.replay(()))
 
     async def _generate(self, request: GenerateRequest, delivery: Delivery) -> GenerateAccepted:
         tenant = authenticate(self._submission, request.api_key, delivery)
         request = msgspec.structs.replace(request, api_key=None)  # not retained
+        digest = _digest(request)
         with self._submission.metrics.count_rejections(tenant):
-            gen_request = _to_generation_request(request, tenant)
+            gen_request = _to_generation_request(request, tenant, digest)
+        if request.resume_from is not None:
+            generation = NatsGeneration(request, tenant, digest, delivery)
+            return await self._resume(generation, gen_request, request.resume_from)
+        with self._submission.metrics.count_rejections(tenant):
             earlier = self._by_name.get((tenant, request.key))
-            digest = _digest(request)
             if earlier is not None and earlier.digest == digest:
                 return await self._retry(earlier, delivery)
             if earlier is not None and not earlier.end_sent:
@@ -122,9 +127,7 @@ class NatsGenerationEndpoints:
             raise
         finally:
             generation.opened.set()
-        pump = self._runtime.group.create_task(isolated(self._pump, generation, events))
-        self._pumps.add(pump)
-        pump.add_done_callback(self._pumps.discard)
+        self._start_pump(generation, events)
         return generation.accepted(self._runtime.process.instance)
 
     async def _retry(self, earlier: NatsGeneration, delivery: Delivery) -> GenerateAccepted:
@@ -135,6 +138,20 @@ class NatsGenerationEndpoints:
         earlier.delivery = delivery
         self._runtime.group.create_task(isolated(self._send, earlier, earlier.replay(())))
         return earlier.accepted(self._runtime.process.instance)
+
+    async def _resume(
+        self, generation: NatsGeneration, gen_request: GenerationRequest, position: ResumePosition
+    ) -> GenerateAccepted:
+        """Continue the response to an earlier request, of this gateway or another one."""
+        known = {place.choice: (place.text_offset, place.token_offset) for place in position.places}
+        client_has = [known.get(choice, (0, None)) for choice in range(gen_request.choices)]
+        stream = await self._submission.resume(gen_request, position.request_id, client_has)
+        generation.open(stream)
+        generation.opened.set()
+        self._by_name[generation.tenant, generation.request.key] = generation
+        self._by_id[generation.id] = generation
+        self._start_pump(generation, [])
+        return generation.accepted(self._runtime.process.instance)
 
     async def _open(
         self, generation: NatsGeneration, gen_request: GenerationRequest
@@ -149,6 +166,12 @@ class NatsGenerationEndpoints:
         generation.open(stream)
         self._by_id[generation.id] = generation
         return events
+
+    def _start_pump(self, generation: NatsGeneration, events: list[StreamEvent]) -> None:
+        pump = self._runtime.group.create_task(isolated(self._pump, generation, events))
+        generation.pump = pump
+        self._pumps.add(pump)
+        pump.add_done_callback(self._pumps.discard)
 
     async def _pump(self, generation: NatsGeneration, events: list[StreamEvent]) -> None:
         def on_undelivered() -> None:
@@ -170,7 +193,10 @@ class NatsGenerationEndpoints:
             await self._send(generation, generation.replay(()))
             generation.end_sent = True
         self._submission.release(generation.stream)
-        self._retain(generation)
+        if generation.lost:
+            self._drop(generation)
+        else:
+            self._retain(generation)
 
     async def _forward(
         self, generation: NatsGeneration, events: Iterable[StreamEvent], *, probe: str | None
@@ -200,7 +226,10 @@ class NatsGenerationEndpoints:
             log.info("client not reached", extra=extra)
 
     async def _probe_client(self, generation: NatsGeneration, probe: str) -> None:
-        """Cancel a request whose client is unreachable for 3 s while the link works."""
+        """Give up a client that is unreachable for 3 s while the link works.
+
+        Its request is cancelled, or goes on without it for a while if it can be resumed.
+        """
         silent = 0
         while silent < _PINGS and not generation.end_sent:
             generation.undelivered = False
@@ -210,9 +239,20 @@ class NatsGenerationEndpoints:
                 generation.probing = False
                 return
             silent = silent + 1 if generation.undelivered else 0
-        if not generation.end_sent:
-            log.info("client is gone", extra={"request_id": generation.id})
+        if generation.end_sent:
+            return
+        log.info("client is gone", extra={"request_id": generation.id})
+        if generation.resumable:
+            self._detach(generation)
+        else:
             self._driver.cancel(generation.stream)
+
+    def _detach(self, generation: NatsGeneration) -> None:
+        """Forget the output of a request: it is fetched again when the client resumes it."""
+        if generation.pump is not None:
+            generation.pump.cancel()
+        self._submission.release(generation.stream, resumable=True)
+        self._drop(generation)
 
     async def _control(
         self, message: GenerateResume | GenerateCancel, delivery: Delivery
@@ -240,162 +280,8 @@ class NatsGenerationEndpoints:
             del self._by_name[name]
         if generation in self._retained:
             self._retained.remove(generation)
+        if generation.refusal is None and self._by_id.get(generation.id) is generation:
             del self._by_id[generation.id]
-
-
-@dataclass(eq=False)
-class NatsGeneration:
-    """Keeps the output of a request until some time after its end. No bus and no clock."""
-
-    request: GenerateRequest
-    tenant: TenantId
-    digest: bytes  # differs between a retry and another request with the same key
-    delivery: Delivery  # of the last try, whose inbox and format apply from then on
-    opened: asyncio.Event = field(default_factory=asyncio.Event)  # or `refusal` has the reason
-    refusal: EngineError | None = None
-    end_sent: bool = False
-    undelivered: bool = False  # the last message found no subscriber
-    probing: bool = False  # a probe checks that the client exists
-    _stream: RequestStream | None = None
-    _collected: list[_CollectedText] = field(default_factory=list["_CollectedText"])
-    _finished: dict[int, Finished] = field(default_factory=dict[int, Finished])
-    _ended: Ended | None = None
-
-    @property
-    def stream(self) -> RequestStream:
-        assert self._stream is not None
-        return self._stream
-
-    @property
-    def id(self) -> RequestId:
-        return self.stream.submit.request_id
-
-    def open(self, stream: RequestStream) -> None:
-        self._stream = stream
-        self._collected = [_CollectedText() for _ in range(stream.submit.choices)]
-
-    def accepted(self, gateway: InstanceId) -> GenerateAccepted:
-        submit = self.stream.submit
-        return GenerateAccepted(
-            key=self.request.key,
-            request_id=self.id,
-            gateway=gateway,
-            details_from=submit.sampling.details_from(id_count(submit.prompt_ids)),
-        )
-
-    def record(self, event: StreamEvent) -> GenerateText | GenerateEnd | None:
-        """Record an event, and format it for the client if it is new for it."""
-        match event:
-            case TextDelta():
-                self._collected[event.choice].add(event)
-                if self.request.stream:
-                    return self._piece(event.choice, event.text_offset, event.text, event.details)
-            case Finished():
-                self._finished[event.choice] = event
-            case Ended():
-                self._ended = event
-                return self._end(event)
-            case _:
-                pass
-        return None
-
-    def record_all(self, events: Iterable[StreamEvent]) -> None:
-        for event in events:
-            self.record(event)
-
-    def replay(self, places: Iterable[TextCursor]) -> Iterator[GenerateText | GenerateEnd]:
-        """Format the output beyond some offsets, and the terminal event if it was recorded."""
-        starts = {place.choice: place for place in places}
-        if self.request.stream:
-            for choice, collected in enumerate(self._collected):
-                for piece in collected.after(starts.get(choice)):
-                    yield self._piece(choice, *piece)
-        # If the terminal event is still in the stream, so is text before it, which must come first.
-        if self._ended is not None:
-            yield self._end(self._ended)
-
-    def ping(self) -> GenerateText:
-        """A message without content, to check that the client has a subscription."""
-        return self._piece(0, len(self._collected[0].text), "", None)
-
-    def _piece(
-        self, choice: int, text_offset: int, text: str, details: TokenOutputsChunk | None
-    ) -> GenerateText:
-        return GenerateText(
-            request_id=self.id,
-            choice=choice,
-            text_offset=text_offset,
-            text=text,
-            details=details,
-        )
-
-    def _end(self, ended: Ended) -> GenerateEnd:
-        return GenerateEnd(
-            request_id=self.id,
-            choices=tuple(self._choice_end(choice) for choice in range(len(self._collected))),
-            usage=ended.usage,
-            error=None if ended.error is None else encode_error(ended.error),
-        )
-
-    def _choice_end(self, choice: int) -> ChoiceEnd:
-        finished = self._finished.get(choice)
-        collected, streamed = self._collected[choice], self.request.stream
-        details = collected.details
-        return ChoiceEnd(
-            choice=choice,
-            finish_reason=finished.reason if finished else FinishReason.ERROR,
-            text_bytes=len(collected.text),
-            text=None if streamed else collected.text.decode(),
-            details=None
-            if streamed or not details
-            else collected.piece(details.first, details.end),
-            details_end=details.end,
-            matched_stop=finished.matched_stop if finished else None,
-        )
-
-
-class _CollectedText:
-    def __init__(self) -> None:
-        self.text = bytearray()
-        self.details = TokenOutputsBuffer()
-        self._texts: dict[int, str] = {}
-        self._written: dict[int, bytes] = {}
-
-    def add(self, delta: TextDelta) -> None:
-        self.text += delta.text.encode()
-        if delta.details is not None:
-            if not self.details:
-                self.details = TokenOutputsBuffer(delta.details.offset)
-            self.details.append(delta.details.details)
-            self._texts |= delta.details.texts
-            self._written |= delta.details.written
-
-    def after(
-        self, place: TextCursor | None
-    ) -> Iterator[tuple[int, str, TokenOutputsChunk | None]]:
-        """Return the output beyond an offset, as (offset, text, token outputs), text first."""
-        start = place.text_offset if place else 0
-        try:
-            rest = self.text[start:].decode()
-        except UnicodeDecodeError:
-            raise InvalidRequest(f"offset {start} is inside a character", param="places") from None
-        step = _PIECE_BYTES_MAX // 4  # a character has at most four bytes
-        for first in range(0, len(rest), step):
-            piece = rest[first : first + step]
-            yield start, piece, None
-            start += len(piece.encode())
-        start_token = place.token_offset if place else None
-        start_token = (
-            self.details.first if start_token is None else max(start_token, self.details.first)
-        )
-        tokens = max(1, _PIECE_BYTES_MAX // 2 // max(1, self.details.token_bytes))
-        for first in range(start_token, self.details.end, tokens):
-            yield len(self.text), "", self.piece(first, first + tokens)
-
-    def piece(self, start: int, stop: int) -> TokenOutputsChunk:
-        details = self.details.read(start, stop)
-        piece = TokenOutputsChunk(offset=max(start, self.details.first), details=details)
-        return piece.with_texts(self._texts, self._written)
 
 
 async def _respond(
@@ -414,11 +300,13 @@ async def _respond(
 
 
 def _digest(request: GenerateRequest) -> bytes:
-    content = msgspec.structs.replace(request, traceparent=None, timeout_s=None)
+    content = msgspec.structs.replace(request, traceparent=None, timeout_s=None, resume_from=None)
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 
 
-def _to_generation_request(request: GenerateRequest, tenant: TenantId) -> GenerationRequest:
+def _to_generation_request(
+    request: GenerateRequest, tenant: TenantId, digest: bytes
+) -> GenerationRequest:
     given = (request.messages, request.prompt, request.prompt_ids)
     if sum(each is not None for each in given) != 1:
         raise InvalidRequest(
@@ -426,6 +314,12 @@ def _to_generation_request(request: GenerateRequest, tenant: TenantId) -> Genera
         )
     if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
         raise InvalidRequest.at("timeout_s", f"must be at most {TIMEOUT_MAX_S:g}")
+    if request.resume_from is not None:
+        if request.resume_s is None:
+            raise InvalidRequest.at("resume_s", "must be the value that the request began with")
+        if any(place.choice >= request.n for place in request.resume_from.places):
+            raise InvalidRequest.at("resume_from", f"the request has {request.n} choices")
+    window = None if request.resume_s is None else resume_window(request.resume_s, digest)
     return GenerationRequest(
         api="generate",
         model=request.model,
@@ -451,4 +345,5 @@ def _to_generation_request(request: GenerateRequest, tenant: TenantId) -> Genera
         key=request.key,
         timeout_s=request.timeout_s,
         traceparent=request.traceparent,
+        resume=window,
     )

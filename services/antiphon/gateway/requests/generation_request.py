@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Self
 
@@ -125,6 +126,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def field(self, name: str) -> str:
         """Return the API's name of `max_tokens`, `grammar`, or the `param` of an error."""
         return self.fields.get(name, name)
+
+
+def resume_window(window_s: float, fingerprint: bytes) -> ResumeWindow:
+    """The window of a request that is received now."""
+    return ResumeWindow(
+        window_ms=max(1, round(1000 * window_s)),
+        fingerprint=fingerprint,
+        created_unix_s=int(time.time()),
+    )
 
 
 def validate_request(gen_request: GenerationRequest) -> None:

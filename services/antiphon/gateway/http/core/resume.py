@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -19,10 +18,11 @@ from aiohttp import web
 
 from antiphon.gateway.http.core.writer import PING, ResponseWriter
 from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.gateway.requests.generation_request import resume_window
+from antiphon.wire.bounds import RESUME_WINDOW_MAX_S
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import RequestId
-from antiphon.wire.submit import ResumeWindow
 from antiphon.wire.token_outputs import join_chunks
 
 if TYPE_CHECKING:
@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream.stream import CollectedResponse
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
-    from antiphon.wire.submit import SubmitRequest
+    from antiphon.wire.submit import ResumeWindow, SubmitRequest
     from antiphon.wire.token_outputs import TokenOutputsChunk
 
 RESUME_HEADER = "X-Antiphon-Resume"
 POSITION_HEADER = "Last-Event-ID"
-WINDOW_MAX_S = 60.0
 
 FINGERPRINT = web.RequestKey("fingerprint", bytes)
 """SHA-256 of the path and the body, of a request whose stream may be resumed."""
@@ -164,14 +163,10 @@ class Resumption:
             window_s = float(seconds)
         except ValueError:
             window_s = 0.0
-        if not 0 < window_s <= WINDOW_MAX_S:
-            text = f"must be a number of seconds, at most {WINDOW_MAX_S:g}"
+        if not 0 < window_s <= RESUME_WINDOW_MAX_S:
+            text = f"must be a number of seconds, at most {RESUME_WINDOW_MAX_S:g}"
             raise InvalidRequest.at(RESUME_HEADER, text)
-        window = ResumeWindow(
-            window_ms=max(1, round(1000 * window_s)),
-            fingerprint=request.get(FINGERPRINT, b""),
-            created_unix_s=int(time.time()),
-        )
+        window = resume_window(window_s, request.get(FINGERPRINT, b""))
         if (last := request.headers.get(POSITION_HEADER)) is None:
             return cls(window, None)
         try:
