@@ -183,6 +183,32 @@ def serving(
         stop(process)
 
 
+@contextmanager
+def second_gateway(stack: Stack) -> Iterator[str]:
+    """Run `gateway-1` beside the gateway of a stack until left; yield its URL.
+
+    Raises:
+        AssertionError: It did not start.
+    """
+    port = int(stack.url.rpartition(":")[2]) + 1
+    command = [sys.executable, "-m", "antiphon.gateway"]
+    command += ["--config", str(stack.logs.parent / "settings.yaml")]
+    with (stack.logs / "gateway-1.log").open("wb") as lines:
+        process = subprocess.Popen(
+            [*command, "--gateway-port", str(port), "--instance", "gateway-1"],
+            stdout=lines,
+            stderr=lines,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        second = Stack(stack.process, url, stack.model, stack.nats_url, stack.logs, 0.0)
+        wait_until(second.healthy, START_TIMEOUT_S, "the second gateway")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(STOP_TIMEOUT_S)
+
+
 def stop(process: subprocess.Popen[str]) -> int:
     """Stop a stack as Ctrl-C does; return its exit status."""
     if process.poll() is None:

@@ -6,8 +6,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import urllib.parse
 from collections import defaultdict
@@ -15,14 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.system.stack import (
-    START_TIMEOUT_S,
-    STOP_TIMEOUT_S,
-    Stack,
-    module_stack,
-    pages_in_use,
-    wait_until,
-)
+from tests.system.stack import Stack, module_stack, pages_in_use, second_gateway, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,26 +60,10 @@ stack = module_stack("--enable-deterministic-inference")
 
 
 @pytest.fixture(scope="module")
-def other(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def other(stack: Stack) -> Iterator[str]:
     """The URL of a second gateway of the same cluster."""
-    port = int(stack.url.rpartition(":")[2]) + 1
-    settings = stack.logs.parent / "settings.yaml"
-    command = [sys.executable, "-m", "antiphon.gateway", "--config", str(settings)]
-    log = tmp_path_factory.mktemp("gateway") / "gateway-1.log"
-    with log.open("wb") as lines:
-        process = subprocess.Popen(
-            [*command, "--gateway-port", str(port), "--instance", "gateway-1"],
-            stdout=lines,
-            stderr=lines,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        second = Stack(stack.process, url, stack.model, stack.nats_url, stack.logs, 0.0)
-        wait_until(second.healthy, START_TIMEOUT_S, "the second gateway")
+    with second_gateway(stack) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(STOP_TIMEOUT_S)
 
 
 @dataclass

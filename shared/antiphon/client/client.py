@@ -110,6 +110,8 @@ class Client:
         """Stream a response. Leaving the iterator early cancels the request.
 
         Each byte of the text is yielded once and in order, despite lost messages and reconnects.
+        With the option `resume_s`, at most 60, the response is also continued if the connection was
+        lost for so many seconds, or its gateway has died.
 
         Raises:
             EngineError: The request failed; raised from the iteration.

@@ -19,7 +19,11 @@ from antiphon.wire.errors import (
     EngineError,
     ErrorReply,
     InvalidRequest,
+    Overloaded,
+    RateLimited,
     Unavailable,
+    UnknownStream,
+    WrongTerm,
     decode_error,
 )
 from antiphon.wire.generate import (
@@ -29,6 +33,7 @@ from antiphon.wire.generate import (
     GenerateRequest,
     GenerateResume,
     GenerateText,
+    ResumePosition,
     TextCursor,
 )
 from antiphon.wire.ids import RequestId, TenantId, new_request_id
@@ -50,6 +55,9 @@ NO_RESPONDERS_TIMEOUT_S = 6.0
 """How long to retry without responders: gateways need a while to reconnect to a broker."""
 EVENTS_MAX = 1024
 """Maximum messages queued for a slow caller. More are dropped, and resumed like lost ones."""
+
+_TRANSIENT = (Unavailable, Overloaded, RateLimited, DeadlineExceeded, WrongTerm)
+"""Errors after which a response may still be resumed."""
 
 Event = GenerateAccepted | GenerateText | GenerateEnd | ErrorReply | NoResponders
 
@@ -80,6 +88,8 @@ class GenerationStream:
     The first `GenerateAccepted` determines the request id. A retry may reach another gateway, which
     does not know the first try and starts a second request: that one is cancelled, and its text is
     ignored.
+
+    If the gateway is lost, a request with `resume_s` is continued at any gateway.
     """
 
     def __init__(self, bus: Bus, tenant: TenantId, request: GenerateRequest) -> None:
@@ -95,6 +105,7 @@ class GenerationStream:
         self._resumed_from: tuple[TextCursor, ...] | None = None
         self._retry_at = 0.0
         self._no_responders_since: float | None = None
+        self._lost_since: float | None = None  # when its gateway was found to be lost
 
     async def chunks(self, timeout_s: float) -> AsyncGenerator[CompletionChunk]:
         """Yield text until the request has ended or failed. Leaving early cancels it."""
@@ -134,8 +145,7 @@ class GenerationStream:
             case GenerateAccepted():
                 await self._accept(event)
             case ErrorReply():
-                if self._accepted is None:
-                    raise decode_error(event)  # once accepted, only a retry can be rejected
+                self._on_rejection(decode_error(event))
             case _ if self._accepted is None:
                 self._text_before_accept = True
             case _ if event.request_id != self._accepted.request_id:
@@ -155,6 +165,25 @@ class GenerationStream:
                 await self._retry()
         elif accepted.request_id != self._accepted.request_id:
             await self._cancel(accepted)
+        elif accepted.gateway != self._accepted.gateway or self._lost_since is not None:
+            self._accepted, self._lost_since = accepted, None
+            self._mark_progress()
+
+    def _on_rejection(self, error: EngineError) -> None:
+        """Raise the error of the first submission, or of a resumption that cannot succeed later."""
+        if self._accepted is None:
+            raise error
+        if isinstance(error, UnknownStream) and self._lost_since is not None:
+            raise Unavailable("the response cannot be resumed any more") from error
+        if self._lost_since is not None and not self._may_retry_after(error):
+            raise error
+        # Else it is that of a retry, which does not matter once the request is accepted.
+
+    def _may_retry_after(self, error: EngineError) -> bool:
+        """Whether to resume again after an error; the window begins when the gateway was lost."""
+        assert self._lost_since is not None
+        left = now() - self._lost_since < max(self._request.resume_s or 0, NO_RESPONDERS_TIMEOUT_S)
+        return left and isinstance(error, _TRANSIENT)
 
     async def _assemble(self, text: GenerateText) -> CompletionChunk | None:
         if (new := self._assembler.add(text)) is None:
@@ -195,15 +224,17 @@ class GenerationStream:
         """Submit with the same key, or resume if the request was accepted."""
         self._retry_at = now() + SILENCE_S
         if self._accepted is None:
-            await self._submit()
-        else:
+            self._tries += 1
+            self._submit(self._request)
+        elif self._lost_since is None:
             await self._resume(self._accepted)
+        else:
+            self._resume_anywhere(self._accepted)
 
-    async def _submit(self) -> None:
-        self._tries += 1
-        subject = self._bus.subject(GENERATE, model=self._request.model)
+    def _submit(self, request: GenerateRequest) -> None:
+        subject = self._bus.subject(GENERATE, model=request.model)
         try:
-            self._bus.transport.publish(subject, encode(self._request), self._inbox)
+            self._bus.transport.publish(subject, encode(request), self._inbox)
         except BusDown:
             return  # retried after SILENCE_S
 
@@ -212,17 +243,30 @@ class GenerationStream:
         resume = GenerateResume(request_id=accepted.request_id, places=self._assembler.cursors)
         try:
             await self._call(accepted, resume)
-        except NoResponders as error:
-            self._on_no_responders(error)
-        except InvalidRequest as error:
-            raise Unavailable("the gateway of this request has forgotten it") from error
+        except (NoResponders, InvalidRequest, DeadlineExceeded) as error:
+            if self._request.resume_s is not None:
+                self._lost_since = now()
+                self._resume_anywhere(accepted)
+            elif isinstance(error, NoResponders):
+                self._on_no_responders(error)
+            elif isinstance(error, InvalidRequest):
+                raise Unavailable("the gateway of this request has forgotten it") from error
+            # Else it is retried after SILENCE_S.
         except EngineError:
             return  # retried after SILENCE_S
         else:
             self._no_responders_since = None
 
+    def _resume_anywhere(self, accepted: GenerateAccepted) -> None:
+        """Send the request again with what was received of its response, to any gateway."""
+        position = ResumePosition(request_id=accepted.request_id, places=self._assembler.cursors)
+        self._submit(msgspec.structs.replace(self._request, resume_from=position))
+
     def _on_no_responders(self, error: NoResponders) -> None:
         """Raise the error: at once on the first try, else after a timeout."""
+        if self._lost_since is not None:
+            self._on_rejection(error)
+            return
         if self._no_responders_since is None:
             self._no_responders_since = now()
         first = self._accepted is None and self._tries == 1

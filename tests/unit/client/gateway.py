@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import client_bus
 
 from antiphon.wire.base import FinishReason, Message, Role, Usage
-from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
+from antiphon.wire.errors import EngineError, InvalidRequest, UnknownStream, encode_error
 from antiphon.wire.generate import (
     ChoiceEnd,
     GenerateAccepted,
@@ -22,6 +23,7 @@ from antiphon.wire.generate import (
     GenerateRequest,
     GenerateResume,
     GenerateText,
+    ResumePosition,
 )
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
@@ -62,6 +64,7 @@ class FakeGateway:
 
     Attributes:
         refuses: What each submit is answered with, if anything.
+        refuses_adoptions: The same for the next submits that continue an earlier response.
         deaf_to: Kinds of messages that it drops, and how many more of each.
         mute: Kinds of messages that it does not say, and how many more of each.
     """
@@ -74,6 +77,8 @@ class FakeGateway:
         self.requests: list[Request] = []
         self.submits = 0
         self.resumes = 0
+        self.adoptions = 0
+        self.refuses_adoptions: list[EngineError] = []
         self.refuses: EngineError | None = None
         self.deaf_to: dict[type[Message], int] = {}
         self.mute: dict[type[Message], int] = {}
@@ -111,6 +116,9 @@ class FakeGateway:
         if self.refuses is not None:
             delivery.respond(encode_error(self.refuses))
             return
+        if message.resume_from is not None:
+            await self._adopt(delivery, message, message.resume_from)
+            return
         known = next((r for r in self.requests if r.request.key == message.key), None)
         if known is not None:
             known.delivery = delivery
@@ -124,6 +132,22 @@ class FakeGateway:
             for text in self._script:
                 await self.say(request, text)
             await self.finish(request)
+
+    async def _adopt(
+        self, delivery: Delivery, message: GenerateRequest, position: ResumePosition
+    ) -> None:
+        self.adoptions += 1
+        if self.refuses_adoptions:
+            delivery.refuse(self.refuses_adoptions.pop(0))
+            return
+        request = next((r for r in self.requests if r.id == position.request_id), None)
+        if request is None:
+            delivery.refuse(UnknownStream("there is no such stream"))
+            return
+        assert msgspec.structs.replace(message, resume_from=None) == request.request
+        request.delivery = delivery
+        await self._tell(request, self._accepted(request))
+        await self._say_again(request, position.places[0].text_offset if position.places else 0)
 
     async def _control(self, delivery: Delivery) -> None:
         message = delivery.read(GATEWAY_CONTROL)

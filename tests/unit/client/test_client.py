@@ -7,7 +7,7 @@ import random
 import re
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import pytest
 from hypothesis import given
@@ -28,6 +28,7 @@ from antiphon.wire.errors import (
     InvalidRequest,
     Overloaded,
     Unavailable,
+    UnknownStream,
     WorkerLost,
 )
 from antiphon.wire.generate import (
@@ -35,6 +36,7 @@ from antiphon.wire.generate import (
     GenerateAccepted,
     GenerateCancel,
     GenerateEnd,
+    GenerateOptions,
     GenerateRequest,
     GenerateResume,
     GenerateText,
@@ -89,8 +91,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[None]:
     return calls
 
 
-async def read(client: Client, timeout_s: float = 5.0) -> str:
-    pieces = [piece.text async for piece in client.generate(MODEL, "hi", timeout_s=timeout_s)]
+async def read(client: Client, timeout_s: float = 5.0, **options: Unpack[GenerateOptions]) -> str:
+    answer = client.generate(MODEL, "hi", timeout_s=timeout_s, **options)
+    pieces = [piece.text async for piece in answer]
     assert all(pieces), "an empty piece is no piece"
     return "".join(pieces)
 
@@ -347,10 +350,73 @@ async def test_dead_gateway_ends_requests(
         assert isinstance(await failing, Unavailable)
 
 
-async def failure(client: Client) -> Exception:
+async def failure(client: Client, **options: Unpack[GenerateOptions]) -> Exception:
     with pytest.raises(Unavailable) as caught:
-        await read(client)
+        await read(client, **options)
     return caught.value
+
+
+@pytest.mark.parametrize("kind", ["dead", "restarted", "frozen"])
+async def test_response_is_resumed_at_another_gateway(
+    kind: str, broker: MemoryBroker, client: Client
+) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        reading = group.create_task(read(client, resume_s=30.0))
+        request = await first_request(fake)
+        await fake.say(request, "Grüße, ")
+        await until(lambda: fake.resumes > 0)  # nothing follows, and it has been read
+        async with gateway(broker, name="gateway-1") as other:
+            other.requests = [request]
+            if kind == "frozen":
+                fake.deaf_to = {GenerateRequest: 1000, GenerateResume: 1000}
+            else:
+                await fake.die()
+                fake.requests = []
+            if kind == "restarted":
+                fake.refuses_adoptions = [Unavailable("no leader is known yet")] * 1000
+                await fake.listen()
+            await until(lambda: other.adoptions > 0)
+            await other.say(request, "wörld")
+            await other.finish(request)
+            assert await reading == "Grüße, wörld"
+
+
+async def test_whole_response_is_resumed_too(broker: MemoryBroker, client: Client) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        reading = group.create_task(client.complete(MODEL, "hi", timeout_s=5.0, resume_s=30.0))
+        request = await first_request(fake)
+        await until(lambda: fake.resumes > 0)
+        async with gateway(broker, name="gateway-1") as other:
+            await fake.die()
+            other.requests = [request]
+            await until(lambda: other.adoptions > 0)
+            await other.say(request, TEXT)
+            await other.finish(request)
+            assert (await reading).text == TEXT
+
+
+async def test_response_that_cannot_be_resumed_fails(broker: MemoryBroker, client: Client) -> None:
+    """Its window may be over; errors that pass are survived."""
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        failing = group.create_task(failure(client, resume_s=30.0))
+        request = await first_request(fake)
+        await fake.say(request, "one")
+        await until(lambda: fake.resumes > 0)
+        fake.requests.clear()
+        fake.refuses_adoptions = [Unavailable("later"), Overloaded("full", retry_after_s=1.0)]
+        assert isinstance((await failing).__cause__, UnknownStream)
+        assert fake.adoptions == 3
+
+
+async def test_gateways_are_looked_for_within_the_window(
+    broker: MemoryBroker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "NO_RESPONDERS_TIMEOUT_S", 0.0)
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        failing = group.create_task(failure(client, resume_s=0.2))
+        await fake.say(await first_request(fake), "one")
+        await fake.die()
+        assert isinstance(await failing, NoResponders)
 
 
 async def test_retry_that_another_gateway_takes_is_cancelled_and_never_mixed_in(
