@@ -345,6 +345,33 @@ def test_adopted_output_is_sealed_only_if_it_has_all_that_the_client_has(
     assert (not submits, received(world).ended is not None) == (lost, lost)
 
 
+def test_rewound_output_is_sealed_before_any_of_it_is_delivered_again() -> None:
+    """Its client has it: neither is it begun anew, nor is an attempt followed that begins anew."""
+    world, say = talking("one", ids=(7, 8))
+    world.received[RequestId("r")] = Received(0.0)
+    world.do(world.owner.rewind(RequestId("r")))
+    (submit,) = seal(world, 1)
+    assert submit.attempt_floor == attempt(world, 1)
+    assert submit.sealed is not None
+    assert submit.sealed.choices[0].output_ids == pack_ids((7, 8))
+    say(2, text="another", n=2, ids=(9,))
+    assert received(world).text == ""
+    say(3, text="one more", n=3, continues=1, ids=(7, 8, 9))
+    assert received(world).text == "one more"
+
+
+def test_end_that_is_kept_is_submitted_to_a_leader_that_has_just_changed() -> None:
+    world = World(0, 0.0)
+    resume = ResumeWindow(window_ms=20_000)
+    world.received[RequestId("r")] = Received(0.0)
+    submit = msgspec.structs.replace(submission("r", world.clock), resume=resume)
+    world.do(world.owner.open(submit))
+    world.do(world.owner.submit_answered(RequestId("r"), accepted(world)))
+    lead(world, numbered(world, 2))
+    world.do(world.owner.text_arrived(ended(batch_of(world, 1, text="all", n=1))))
+    assert resubmitted(world, for_s=0.1) == ["r"]
+
+
 def test_output_without_ids_is_not_sealed_and_ends_as_lost() -> None:
     """A detokenizer of an earlier version sends none."""
     world, _ = talking("one")

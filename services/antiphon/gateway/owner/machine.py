@@ -526,8 +526,10 @@ class Owner:
         self._actions.append(Deliver(request.id, Ended(request.usage)))
         request.ended = True
         self._ended_count += 1
-        for name in ("deadline", "submit", "unread"):
+        for name in ("deadline", "unread"):
             self._timers.drop((name, request.id))
+        if request.is_settled and request.term == self._term:  # else the next leader lacks it
+            self._timers.drop(("submit", request.id))
         if request.id not in self._resumable:
             self._keep(request)
 

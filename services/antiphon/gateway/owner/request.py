@@ -207,6 +207,7 @@ class OwnedRequest:
         self.ended = False
         self.adopted = self.resumed = False
         self.client_has: tuple[tuple[int, int | None], ...] = ()
+        self._delivered_before = False  # what was delivered is delivered once more
         self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
         self._choices = [OwnedChoice(self._details_from or 0) for _ in range(submit.choices)]
 
@@ -216,7 +217,9 @@ class OwnedRequest:
 
     @property
     def has_output(self) -> bool:
-        return self.adopted or any(choice.started for choice in self._choices)
+        """Whether a client has some of its output, of this gateway or of another one."""
+        before = self.adopted or self._delivered_before
+        return before or any(choice.started for choice in self._choices)
 
     @property
     def finished(self) -> bool:
@@ -246,6 +249,7 @@ class OwnedRequest:
         """Deliver all output once more, to a client that resumes it."""
         if not self._lacks_client_output:
             self.client_has = ()
+        self._delivered_before = self.has_output
         self.unread = UnreadBytes()
         self.has_client, self.ended, self.resumed = True, False, True
         for choice in self._choices:
