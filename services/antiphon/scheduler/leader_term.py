@@ -171,7 +171,9 @@ class LeaderTerm:
     def _change_owner(self, entry: RequestEntry, submit: SubmitRequest, owner: Process) -> None:
         """All of its text is sent to the new owner, since the worker sends everything again."""
         binding = entry.binding
-        attempt = entry.followed if binding is None else binding.attempt
+        bound = None if binding is None else binding.attempt
+        known = [each for each in (entry.followed, entry.sealed_to, bound) if each is not None]
+        attempt = entry.moved_from = max(known, default=None)
         lost = encode_error(GatewayLost("the stream was resumed at another gateway"))
         self.outbox.notice(
             FailedRequest(entry.request_id, entry.owner, attempt, lost, entry.deadline_unix_ms)

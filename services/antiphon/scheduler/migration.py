@@ -220,7 +220,7 @@ class Migration:
             return
         entry.sealing = None
         entry.seen_at = self._clock.now()
-        if entry.sealed is None or not entry.sealed.ended:  # else the end reaches the gateway
+        if not entry.end_is_sent:
             self._continue(entry)
 
     def _continue(self, entry: RequestEntry) -> None:

@@ -118,6 +118,7 @@ class RequestEntry:
         sealing: Set while its attempts are being sealed.
         sealed: What its next attempt continues.
         sealed_to: The highest attempt that was sealed, or is being.
+        moved_from: The latest attempt whose text goes to a gateway that has lost the request.
     """
 
     request_id: RequestId
@@ -139,6 +140,7 @@ class RequestEntry:
     sealing: Sealing | None = None
     sealed: SealedOutput | None = None
     sealed_to: Attempt | None = None
+    moved_from: Attempt | None = None
 
     @classmethod
     def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> RequestEntry:
@@ -176,6 +178,13 @@ class RequestEntry:
     def continues(self, attempt: Attempt | None) -> bool:
         """Whether its next attempt has all output of this one; None has no output."""
         return attempt is None or (self.sealed is not None and attempt in self.sealed.attempts)
+
+    @property
+    def end_is_sent(self) -> bool:
+        """Whether it has ended where it was sealed, and its gateway gets the end from there."""
+        if self.sealed is None or not self.sealed.ended:
+            return False
+        return self.moved_from is None or self.sealed.attempts[-1] > self.moved_from
 
     def is_sealed(self, attempt: Attempt) -> bool:
         return self.sealed_to is not None and attempt <= self.sealed_to

@@ -428,6 +428,23 @@ def test_output_that_ended_before_its_worker_died_is_sent_to_the_gateway_that_ad
     assert second.choices == (ended,)
 
 
+def test_output_that_had_ended_is_sent_to_a_gateway_that_adopts_it_while_its_worker_dies() -> None:
+    """What is sealed then has been sent to the gateway before."""
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r", resume=ResumeWindow(window_ms=20_000))
+    (first,) = stage.admits()
+    gateway.follows(request.request_id, first.attempt)
+    ended = ChoiceOutput(choice=0, output_ids=pack_ids([1]), finish_reason=FinishReason.STOP)
+    detokenizer.accepted(first, choices=(ended,))
+    stage.enter(Role.GATEWAY, "gateway-1").open[request.request_id] = open_entry(request)
+    worker.silent = True
+    stage.leader.adopt(adopting(request))
+    stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(4.0)
+    (second,) = stage.admits()[1:]
+    assert (second.owner, second.choices) == (process("gateway-1"), (ended,))
+
+
 def test_gateway_that_adopts_is_sent_all_though_the_rebinds_were_lost() -> None:
     """Two gateways have adopted it, and its worker has applied neither command."""
     stage, _, worker, detokenizer = usual()
