@@ -375,6 +375,7 @@ class DetokenizerRequest:
         origins_sent: How many origins were sent to the gateway, by choice.
         error: The error that ended the whole request, after a failure here.
         unowned_at: When its gateway has died, unless another one has adopted it.
+        closed_at: When its gateway has closed it, unless another one has adopted it.
     """
 
     request_id: RequestId
@@ -387,6 +388,7 @@ class DetokenizerRequest:
     origins_sent: dict[int, int] = field(default_factory=dict[int, int])
     error: ErrorReply | None = None
     unowned_at: float | None = None
+    closed_at: float | None = None
 
     @property
     def owner(self) -> Process:
@@ -396,6 +398,10 @@ class DetokenizerRequest:
         """Whether its gateway is dead, and no other one has adopted it in time."""
         since = self.unowned_at
         return since is not None and now - since >= self.stream.resume_ms / 1000
+
+    def is_closed(self, since: float) -> bool:
+        """Whether its gateway has closed it, by this time."""
+        return self.closed_at is not None and self.closed_at <= since
 
     @property
     def ended(self) -> bool:

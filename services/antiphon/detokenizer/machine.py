@@ -46,6 +46,10 @@ FORGET_MS = 10_000
 """How long past its deadline a request is kept for a silent gateway."""
 UNLISTED_S = 2.0
 """How long a request may be missing from its gateway's full list before it counts as closed."""
+CLOSED_S = 5.0
+"""How long a request that can be resumed is kept once its gateway has closed it. Another one may
+have adopted it, and the worker that is to send it there may be dead: then only this process has its
+output, until the leader seals it."""
 SEALS_MAX = 65_536
 """Maximum number of seals that are remembered; the oldest ones are forgotten."""
 OWNERS_GONE_MAX = 256
@@ -159,8 +163,12 @@ class Detokenizer:
         self._dead_owners.pop(owner, None)
         for request_id in open_list.closed:
             request = self.requests.get(request_id)
-            if request is not None and request.owner == owner:
+            if request is None or request.owner != owner:
+                continue
+            if not request.stream.resume_ms:
                 self._forget(request_id)
+            elif request.closed_at is None:
+                request.closed_at = now
         if not open_list.whole:
             return []
         listed = {entry.request_id for entry in open_list.opened}
@@ -168,7 +176,7 @@ class Detokenizer:
         for request in self._owned(owner):
             if request.request_id in listed:
                 request.listed_at, request.unowned_at = now, None
-            elif now - request.listed_at > UNLISTED_S:
+            elif request.closed_at is None and now - request.listed_at > UNLISTED_S:
                 actions += self._drop(request)
         return actions
 
@@ -245,7 +253,7 @@ class Detokenizer:
             due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
             if unix_ms > due_ms + FORGET_MS:
                 self._forget(request.request_id)
-            elif request.is_abandoned(now):
+            elif request.is_abandoned(now) or request.is_closed(now - CLOSED_S):
                 actions += self._drop(request)
         self._stopped_at = {
             k: at for k, at in self._stopped_at.items() if now - at < RESEND_INTERVAL_S

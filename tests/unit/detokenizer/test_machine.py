@@ -11,7 +11,13 @@ from msgspec.structs import replace
 from tests.support.services import process
 
 from antiphon.detokenizer.choice import PIECE_BYTES
-from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Action, Detokenizer, SendStop
+from antiphon.detokenizer.machine import (
+    BATCH_BYTES_MAX,
+    CLOSED_S,
+    Action,
+    Detokenizer,
+    SendStop,
+)
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids, pack_numbers, unpack_ids
 from antiphon.wire.command import ResendTokens
@@ -493,6 +499,18 @@ def test_request_of_a_dead_gateway_is_kept_for_its_window() -> None:
     assert m.on_tick(5.9, 0) == []
     assert m.requests[REQUEST].choices[0].text_bytes == 4
     (stop,) = m.on_tick(6.0, 0)
+    assert isinstance(stop, SendStop)
+    assert m.requests == {}
+
+
+def test_closed_request_that_can_be_resumed_is_kept_for_a_gateway_that_has_adopted_it() -> None:
+    """The gateway that had it learns that sooner than this process, if the worker is dead."""
+    m = begun(row("abc", resume_ms=60_000))
+    m.on_open_list(open_list(1, closed=(REQUEST,)), 1.0)
+    m.on_open_list(open_list(2), 4.0)
+    assert m.on_tick(0.9 + CLOSED_S, 0) == []
+    assert m.requests[REQUEST].choices[0].text_bytes == 3
+    (stop,) = m.on_tick(1.0 + CLOSED_S, 0)
     assert isinstance(stop, SendStop)
     assert m.requests == {}
 

@@ -482,11 +482,26 @@ def test_request_of_a_dead_owner_goes_on_for_its_window() -> None:
     assert bench.output.held() == ()
 
 
-def test_request_is_sent_again_from_its_start_for_the_gateway_that_adopts_it() -> None:
+def test_closed_request_that_can_be_resumed_waits_to_be_adopted() -> None:
+    for closed in (("r",), ()):
+        bench = Bench(admit(resume_ms=5000))
+        message = bench.open_list(closed=closed, whole=not closed)
+        assert bench.output.open_list(message, 2000) == []
+        assert bench.output.tick(6999) == []
+        assert bench.output.tick(7000) == [DropChoice(ChoiceKey(1))]
+        assert bench.output.held() == ()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_request_is_sent_again_from_its_start_for_the_gateway_that_adopts_it(closed: bool) -> None:
+    """The gateway that had it may be dead, or may have learned of that before the worker."""
     bench = Bench(admit(resume_ms=5000))
     bench.step(1, [5, 6])
     bench.rows()
-    bench.output.owner_died(GATEWAY, 1000)
+    if closed:
+        bench.output.open_list(bench.open_list(closed=("r",), whole=False), 1000)
+    else:
+        bench.output.owner_died(GATEWAY, 1000)
     other = process("gateway-1", "1")
     bench.command(
         Rebind(

@@ -266,8 +266,8 @@ class HeldRequest:
         columns: Whether its detokenizer reads `TokenColumns`.
         due_ms: Its deadline, by our clock.
         requeued: Heartbeats list it until the leader runs another attempt.
-        resume_ms: How long it goes on after its owner has died, if that is not adopted before.
-        unowned_ms: When its owner has died, by our clock.
+        resume_ms: How long it goes on without an owner, if none adopts it before.
+        unowned_ms: When its owner has died, or has closed it, by our clock.
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:

@@ -178,7 +178,11 @@ class WorkerOutput:
         return self.take_actions()
 
     def open_list(self, message: OpenList, now_ms: int) -> list[Action]:
-        """Forget requests that their owner has closed, or does not list."""
+        """Forget requests that their owner has closed, or does not list.
+
+        One that can be resumed may have been adopted: a rebind to its new owner is under way then,
+        and else the leader aborts it.
+        """
         if self._our_time_ms(message.not_after_unix_ms, message.owner) < now_ms:
             return []
         version, _ = self._lists.get(message.owner, (0, 0))
@@ -190,8 +194,13 @@ class WorkerOutput:
                 gone |= self._unlisted(message.owner, listed, now_ms)
                 self._repeat_ends(message.owner, listed)
         for request_id in gone:
-            if (held := self._held.get(request_id)) is not None and held.owner == message.owner:
+            held = self._held.get(request_id)
+            if held is None or held.owner != message.owner:
+                continue
+            if not held.resume_ms:
                 self._forget(held)
+            elif held.unowned_ms is None:
+                held.unowned_ms = now_ms
         return self.take_actions()
 
     def owner_died(self, owner: Process, now_ms: int) -> list[Action]:
