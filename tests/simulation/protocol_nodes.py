@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,9 +36,11 @@ from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Message, Process, ProcessState, Role
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, WrongTerm
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
+    ADOPT,
     CANCEL,
     COMMAND,
     DETOKENIZER_CONTROL,
@@ -52,10 +55,12 @@ from antiphon.wire.routes import (
 )
 from antiphon.wire.seal import AttemptsSealed, SealAttempts
 from antiphon.wire.submit import (
+    AdoptRequest,
     CancelAccepted,
     CancelRequest,
     NoticeBatch,
     OpenList,
+    RequestAdopted,
     SubmitAccepted,
     SubmitRequest,
 )
@@ -64,18 +69,19 @@ from antiphon.wire.token_outputs import TokenOutputs, pack_floats
 from antiphon.wire.tokens import TokenBatch, TokenNews
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from tests.simulation.protocol_network import Interest, Network, Timeline
 
     from antiphon.service.clock import Clock
-    from antiphon.wire.errors import EngineError
 
 MODEL = ModelName("model")
 BEAT_S = 0.5
 JUDGEMENTS_A_BEAT = 5
 STEP_S = 0.02
 RUNNING_MAX = 4
+ADOPT_S = 5.0
+"""How long a gateway looks for a leader that knows a stream."""
 PRECEDENCE = PriorityPolicy(priority=True, preempt_threshold=4, max_overtake_s=2.0)
 PROMPT_ID = 99
 MESSAGE_BYTES_MAX = 1000 * 1024
@@ -216,7 +222,7 @@ class GatewayNode(Node):
         network: Network,
         instance: str,
         life: int,
-        deliver: Callable[[RequestId, StreamEvent], None],
+        deliver: Callable[[GatewayNode, RequestId, StreamEvent], None],
     ) -> None:
         super().__init__(timeline, network, instance, life)
         self.owner = Owner(self.process, MODEL, self.clock, GatewayConfig())
@@ -234,6 +240,51 @@ class GatewayNode(Node):
 
     def leave(self, request_id: RequestId) -> None:
         self.run(lambda: self._act(self.owner.cancel(request_id)))
+
+    def detach(self, request_id: RequestId) -> None:
+        self.run(lambda: self._act(self.owner.detach(request_id)))
+
+    def resume(
+        self,
+        submit: SubmitRequest,
+        client_has: Sequence[tuple[int, int | None]],
+        opened: Callable[[], None],
+        refused: Callable[[EngineError], None],
+    ) -> None:
+        """Deliver a request from its beginning to a client, as `Submission.resume` does.
+
+        `opened` is called before the first of its events.
+        """
+        request_id = submit.request_id
+        until = self.clock.now() + ADOPT_S
+        message = AdoptRequest(
+            request_id=request_id, tenant=submit.tenant, owner=self.process, fingerprint=b""
+        )
+        adopting = ExitStack()
+
+        def ask() -> None:
+            self.network.call(self, ADOPT, message, answer, model=MODEL)
+
+        def begin() -> None:
+            adopting.enter_context(self.owner.adopting(request_id))
+            ask()
+
+        def answer(reply: RequestAdopted | EngineError) -> None:
+            retryable = isinstance(reply, Unavailable | WrongTerm | DeadlineExceeded)
+            if retryable and self.clock.now() < until:
+                self.timeline.after(0.1, lambda: self.run(ask))
+                return
+            adopting.close()
+            if not isinstance(reply, RequestAdopted):
+                refused(reply)
+            elif reply.changed or self.owner.find(request_id) is None:
+                opened()
+                self._act(self.owner.adopt(reply, client_has))
+            else:
+                opened()
+                self._act(self.owner.rewind(request_id))
+
+        self.run(begin)
 
     def report(self) -> Report:
         return Report(load=self.owner.open_count)
@@ -260,7 +311,7 @@ class GatewayNode(Node):
         for action in actions:
             match action:
                 case Deliver(request_id, event):
-                    self._deliver(request_id, event)
+                    self._deliver(self, request_id, event)
                     if isinstance(event, TextDelta):
                         self.owner.mark_consumed(request_id, event.size_bytes)
                 case OpenList():
@@ -334,10 +385,15 @@ class SchedulerNode(Node):
     def report(self) -> Report:
         return Report(load=self.leader.open_requests, leads=self.leader.term)
 
-    def _on_call(self, request: SubmitRequest | CancelRequest) -> Message:
-        submits = isinstance(request, SubmitRequest)
+    def _on_call(self, request: SubmitRequest | CancelRequest | AdoptRequest) -> Message:
         try:
-            return self.leader.submit(request) if submits else self.leader.cancel(request)
+            match request:
+                case SubmitRequest():
+                    return self.leader.submit(request)
+                case CancelRequest():
+                    return self.leader.cancel(request)
+                case AdoptRequest():
+                    return self.leader.adopt(request)
         finally:
             self._flush()
 
@@ -361,7 +417,7 @@ class SchedulerNode(Node):
         elif not self._doors:
             self._doors = [
                 self.network.listen(self, route, self._on_call, model=MODEL)
-                for route in (SUBMIT, CANCEL)
+                for route in (SUBMIT, CANCEL, ADOPT)
             ]
 
     def _flush(self) -> None:
@@ -453,6 +509,7 @@ class WorkerNode(Node):
         self.fickle = fickle
         self.begun = begun
         self.left: Callable[[], None] | None = None
+        self.hands_back = False
         self._paused_until = 0.0
         self.engine = FakeEngine()
         self._answer = answer
@@ -482,6 +539,7 @@ class WorkerNode(Node):
             commands_seq=self.output.commands.seq,
             refused=self.output.commands.refused,
             paused=self.paused,
+            hands_back=self.hands_back,
         )
         return Report(load=len(self.running), worker=load, streams=self.seqs.streams())
 
@@ -495,8 +553,12 @@ class WorkerNode(Node):
         self._paused_until = max(self._paused_until, self.clock.now() + seconds)
         self.run(self.beat)
 
-    def drain(self, left: Callable[[], None]) -> None:
-        """Take nothing new, give back what has not begun, and leave when the rest has ended."""
+    def drain(self, left: Callable[[], None], *, migrate: bool) -> None:
+        """Take nothing new, give back what has not begun, and leave when the rest has ended.
+
+        With `migrate`, the rest is to be continued on other workers.
+        """
+        self.hands_back = migrate
         self.state = ProcessState.DRAINING
         self.output.draining = True
         self.left = left

@@ -29,11 +29,12 @@ from antiphon.wire.base import Process, Term
 from antiphon.wire.bounds import INT64_MAX
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import CommandBatch
+from antiphon.wire.errors import DeadlineExceeded, Unavailable, WrongTerm
 from antiphon.wire.heartbeat import ProcessExited
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId, TenantId
 from antiphon.wire.routes import COMMAND, EXIT, HEARTBEAT
 from antiphon.wire.sampling import SamplingParams, StopStrings, TokenOutputParams
-from antiphon.wire.submit import SubmitRequest
+from antiphon.wire.submit import ResumeWindow, SubmitRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,11 @@ FORGED = (0, 1, 7, 2**31, 2**32, 2**33, 2**40, 2**62 - 2**32, 2**62, 2**63)
 """About these sizes are forged terms."""
 SETTLE_S = 4.0
 """From the start until a leader binds."""
+RETRYABLE = (Unavailable, WrongTerm, DeadlineExceeded)
+RESUMED_MAX = 4
+"""How often a client loses its connection at most."""
+WINDOW_MS = 20_000
+"""Longer than two gateways are tried one after the other, of which one is frozen."""
 FORGET_S = 14.0
 """Past the last deadline no service remembers anything."""
 
@@ -69,6 +75,7 @@ class Said:
 
     Attributes:
         reported: The token that is reported next; None if none is.
+        had: The text that its client had when it resumed the stream.
     """
 
     reported: int | None
@@ -76,11 +83,23 @@ class Said:
     text: str = ""
     finished: bool = False
     token_ids: list[int] = field(default_factory=list[int])
+    had: str = ""
+    had_reported: int | None = None
+
+    def again(self, details_from: int | None) -> None:
+        """The client resumes the stream: it is delivered from its beginning."""
+        self.had = max(self.had, self.text, key=len)
+        if self.reported is not None:
+            self.had_reported = max(self.reported, self.had_reported or 0)
+        self.reported, self.text, self.finished, self.token_ids = details_from, "", False, []
 
     def report(self, text_offset: int, text: str, details: TokenOutputsChunk | None) -> None:
         assert not self.finished, f"{text} after the end"
         assert text_offset == len(self.text.encode()), "text is missing or repeated"
         self.text += text
+        assert self.text.startswith(self.had) or self.had.startswith(self.text), (
+            f"{self.text!r} is not what the client had: {self.had!r}"
+        )
         assert any(truth.text.startswith(self.text) for truth in self.truths), (
             f"{self.text!r} is the beginning of none of {self.truths}"
         )
@@ -118,12 +137,29 @@ class Story:
     submit: SubmitRequest
     gateway: GatewayNode
     left: bool = False
+    attached: bool = True
+    resumed: int = 0
+    trial: int = 0
     ended: Ended | None = None
     ended_ms: int = 0
 
     def __post_init__(self) -> None:
         self.details_from = self.submit.sampling.details_from(len(self.submit.prompt_ids) // 4)
         self.choices = [Said(self.details_from) for _ in range(self.submit.choices)]
+
+    @property
+    def client_has(self) -> list[tuple[int, int | None]]:
+        return [(len(said.had.encode()), said.had_reported) for said in self.choices]
+
+    @property
+    def has_output(self) -> bool:
+        return any(said.text or said.had for said in self.choices)
+
+    def detach(self) -> None:
+        """The client has lost its connection."""
+        self.attached, self.ended = False, None
+        for said in self.choices:
+            said.again(self.details_from)
 
     def report(self, event: StreamEvent, unix_ms: int) -> None:
         assert self.ended is None, f"{event} after the end"
@@ -157,6 +193,8 @@ class World:
         message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self.random = random.Random(f"world {seed}")
+        self.resuming = False
+        """Whether clients lose their connections, and resume their streams at any gateway."""
         self.watched = 0.5
         """The share of deaths that are seen by a supervisor."""
         self.poison: set[RequestId] = set()
@@ -224,7 +262,10 @@ class World:
         self._last_deadline = max(self._last_deadline, self.now + deadline_s)
         self.stories[request_id] = story
         gateway.open(story.submit)
-        if leaves:
+        if self.resuming:
+            self.timeline.after(self.random.uniform(0, 3), partial(self._lose, story))
+            self.timeline.after(0.5, partial(self._notice, story))
+        elif leaves:
 
             def leave() -> None:
                 story.left = True
@@ -233,11 +274,63 @@ class World:
             self.timeline.after(self.random.uniform(0, 5), leave)
         return story
 
+    def _notice(self, story: Story) -> None:
+        """The connection of a client breaks with its gateway."""
+        if story.attached and not story.gateway.alive:
+            self._lose(story)
+            return
+        if story.attached and story.ended is not None:
+            return
+        self.timeline.after(0.5, partial(self._notice, story))
+
+    def _lose(self, story: Story) -> None:
+        """A client loses its connection, perhaps with the last events, and comes again."""
+        failed = story.ended is not None and story.error is not None
+        if not story.attached or story.resumed >= RESUMED_MAX or failed:
+            return
+        if not story.has_output:
+            # Without an event it has no position: it would send the request anew.
+            self.timeline.after(0.5, partial(self._lose, story))
+            return
+        story.resumed += 1
+        story.detach()
+        story.gateway.detach(story.submit.request_id)
+        self.timeline.after(self.random.uniform(0, 2), partial(self._resume, story))
+        self.timeline.after(self.random.uniform(2, 4), partial(self._lose, story))
+
+    def _resume(self, story: Story) -> None:
+        """One connection after the other is tried; only the last one counts."""
+        story.trial += 1
+        trial, request_id = story.trial, story.submit.request_id
+        alive = [gateway for gateway in self.gateways if gateway.alive]
+        if not alive:
+            self.timeline.after(0.5, partial(self._resume, story))
+            return
+        gateway = self.random.choice(alive)
+
+        def opened() -> None:
+            if story.trial == trial:
+                story.gateway, story.attached = gateway, True
+            else:
+                self.timeline.after(0.0, partial(gateway.detach, request_id))
+
+        def refused(error: EngineError) -> None:
+            assert isinstance(error, RETRYABLE), error
+            if story.trial == trial:
+                self.timeline.after(0.2, partial(self._resume, story))
+
+        def impatient() -> None:
+            if story.trial == trial and not story.attached:
+                self._resume(story)
+
+        gateway.resume(story.submit, story.client_has, opened, refused)
+        self.timeline.after(6.0, impatient)
+
     def finish(self) -> None:
         """Wait until every deadline is long past, then check everything."""
         self.network.weather = Weather()
         self.timeline.run_until(max(self.now, self._last_deadline))
-        self.run(FORGET_S)
+        self.run(FORGET_S + (WINDOW_MS / 1000 if self.resuming else 0))
         for story in self.stories.values():
             check_story(story)
         for node in self.nodes:
@@ -290,8 +383,11 @@ class World:
         if leaders:
             self.crash("scheduler", leaders[0])
 
-    def drain_worker(self) -> None:
-        """An operator replaces a worker: it leaves when it has ended what it had begun."""
+    def drain_worker(self, *, migrate: bool = False) -> None:
+        """An operator replaces a worker: it leaves when it has ended what it had begun.
+
+        With `migrate`, what it had begun continues on others.
+        """
         node = self.random.choice(self.workers)
         if not node.alive or node.left is not None:
             return
@@ -300,7 +396,7 @@ class World:
             node.die()
             self._succeed("worker", node)
 
-        node.run(lambda: node.drain(left))
+        node.run(lambda: node.drain(left, migrate=migrate))
 
     def pause_worker(self) -> None:
         """An operator stops the steps of a worker for a while."""
@@ -438,9 +534,10 @@ class World:
             if any(one.begun and one.state.request_id == request_id for one in worker.running):
                 self.crash("worker", worker)
 
-    def _deliver(self, request_id: RequestId, event: StreamEvent) -> None:
+    def _deliver(self, gateway: GatewayNode, request_id: RequestId, event: StreamEvent) -> None:
         story = self.stories[request_id]
-        story.report(event, story.gateway.clock.unix_ms())
+        if story.attached and story.gateway is gateway:
+            story.report(event, gateway.clock.unix_ms())
 
     def _story(self, gateway: GatewayNode, deadline_s: float) -> Story:
         number = next(self._numbers)
@@ -458,6 +555,7 @@ class World:
             sampling=SamplingParams(max_new_tokens=1000, details=self._details()),
             stop=StopStrings(strings=(STOP,) if stops else (), token_texts=True),
             deadline_unix_ms=gateway.clock.unix_ms() + round(deadline_s * 1000),
+            resume=ResumeWindow(window_ms=WINDOW_MS) if self.resuming else None,
         )
         self._asked[prompt_ids] = story = Story(submit, gateway)
         return story
@@ -502,6 +600,8 @@ def check_story(story: Story) -> None:
     if story.ended is None:
         # The connection broke with the gateway: no client waits for an end.
         assert not story.gateway.alive, f"{story.submit.request_id} has no end"
+        resumes = story.submit.resume is not None and story.has_output
+        assert not resumes, f"{story.submit.request_id} is not resumed"
         return
     due_ms = max(story.submit.deadline_unix_ms, story.gateway.thawed_ms)
     late_ms = story.ended_ms - due_ms
