@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -127,6 +129,52 @@ def test_ranks_of_another_number_are_refused(meeting: Meeting) -> None:
     with pytest.raises(RankLost, match="rank 0 has refused this rank"):
         join(meeting.address, 1, 4)
     assert meeting.lost.get(timeout=WAIT_S) == "rank 1 was started as one of 4 ranks, not of 2"
+
+
+def test_a_rank_that_comes_twice_is_refused_and_ends_no_rank_that_serves(meeting: Meeting) -> None:
+    connection, _ = join(meeting.address, 1, 2)
+    for ranks in (2, 4):
+        with pytest.raises(RankLost, match="rank 0 has refused this rank"):
+            join(meeting.address, 1, ranks)
+    connection.close()
+    assert meeting.lost.get(timeout=WAIT_S) == "rank 1 has ended"
+
+
+class FullSocket(socket.socket):
+    """Accepts nothing at first: the process has too many open files."""
+
+    failed = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if not self.failed:
+            self.failed = True
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_a_connection_that_is_not_accepted_at_first_is_later() -> None:
+    listening = FullSocket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    lost = SimpleQueue[str]()
+    ranks = Membership(listening, 2, STORE, lost.put)
+    connection, _ = join(listening.getsockname(), 1, 2)
+    assert listening.failed
+    ranks.stop()
+    ranks.close()
+    connection.close()
+    assert lost.empty()
+
+
+def test_ranks_are_lost_if_the_watch_over_them_fails() -> None:
+    def fail() -> str | None:
+        raise ValueError("no such child")
+
+    lost = SimpleQueue[str]()
+    ranks = Membership(socket.create_server(("127.0.0.1", 0)), 2, STORE, lost.put, fail)
+    assert lost.get(timeout=WAIT_S) == "the watch over the ranks has failed: no such child"
+    ranks.stop()
+    ranks.close()
 
 
 def test_whatever_is_no_rank_is_closed(meeting: Meeting) -> None:

@@ -139,6 +139,7 @@ class Membership:
 
     def close(self) -> None:
         """Close the connections, once the watch has stopped."""
+        self._listen()
         for key in list(self._selector.get_map().values()):
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
@@ -146,6 +147,17 @@ class Membership:
         self._selector.close()
 
     def _run(self) -> None:
+        try:
+            reason = self._watch()
+        except Exception as error:
+            # Unwatched, ranks would wait for one that has ended.
+            log.exception("watch failed")
+            reason = f"the watch over the ranks has failed: {error}"
+        if reason is not None and not self._closing.is_set():
+            self._lost(reason)
+
+    def _watch(self) -> str | None:
+        """Watch until it is closed, or the ranks are lost  ->  why they are."""
         due = time.monotonic() + BEAT_S
         reason = None
         while reason is None and not self._closing.is_set():
@@ -157,14 +169,27 @@ class Membership:
                 due = time.monotonic() + BEAT_S
                 reason = reason or self._watched() or self._attendance.beat()
                 self._send_beats()
-        if reason is not None and not self._closing.is_set():
-            self._lost(reason)
+                self._listen()
+        return reason
+
+    def _listen(self) -> None:
+        if self._listening not in self._selector.get_map():
+            self._selector.register(self._listening, selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listening.accept()
+        except OSError as error:
+            # Too many open files, perhaps: the next one would fail, too, before the next beat.
+            log.warning("connection not accepted", extra={"reason": error.strerror})
+            self._selector.unregister(self._listening)
+            return
+        accepted.setblocking(False)  # noqa: FBT003
+        self._selector.register(accepted, selectors.EVENT_READ)
 
     def _on_ready(self, connection: socket.socket) -> str | None:
         if connection is self._listening:
-            accepted, _ = connection.accept()
-            accepted.setblocking(False)  # noqa: FBT003
-            self._selector.register(accepted, selectors.EVENT_READ)
+            self._accept()
             return None
         try:
             content = connection.recv(4096)
@@ -181,8 +206,12 @@ class Membership:
         return self._greeted(connection, content)
 
     def _greeted(self, connection: socket.socket, content: bytes) -> str | None:
-        """The first bytes of a connection; whatever is not one of our ranks is closed."""
+        """The first bytes of a connection; whatever is not one of our ranks is closed.
+
+        One that comes when all have joined is refused; before, no other one would take its place.
+        """
         greeting, refused, rank = content[: _GREETING.size], None, 0
+        complete = self._attendance.complete
         ours = len(greeting) == _GREETING.size and greeting.startswith(_MAGIC)
         if ours:
             _, rank, ranks = _GREETING.unpack(greeting)
@@ -192,6 +221,9 @@ class Membership:
         if not ours or refused is not None:
             self._selector.unregister(connection)
             connection.close()
+            if refused is not None and complete:
+                log.warning("rank refused", extra={"reason": refused})
+                return None
             return refused
         self._connections[connection] = rank
         with suppress(OSError):
