@@ -364,12 +364,13 @@ class SchedulerNode(Node):
         life: int,
         queue_max: int,
         message_bytes_max: int,
+        running_max: int,
     ) -> None:
         super().__init__(timeline, network, instance, life)
         rules = LeaderConfig(
             beat_s=BEAT_S,
             queue_max=queue_max,
-            waiting_max=RUNNING_MAX,
+            waiting_max=running_max,
             precedence=PRECEDENCE,
             payload_bytes_max=message_bytes_max,
         )
@@ -494,13 +495,15 @@ class WorkerNode(Node):
         answer: Callable[[bytes, int, bytes], bytes],
         begun: Callable[[RequestId, int], None],
         fickle: float,
+        running_max: int,
     ) -> None:
         super().__init__(timeline, network, instance, life)
+        self.running_max = running_max
         self.seqs = SeqSender()
         self.output = WorkerOutput(
             self.process,
             self.seqs,
-            live_max=2 * RUNNING_MAX,
+            live_max=2 * self.running_max,
             our_time_ms=self.peers.to_local_ms,
             leading=lambda: self.peers.leading(MODEL),
         )
@@ -526,12 +529,12 @@ class WorkerNode(Node):
 
     def report(self) -> Report:
         load = WorkerLoad(
-            pages_free=64 - min(len(self.running), RUNNING_MAX),
+            pages_free=64 - min(len(self.running), self.running_max),
             pages_total=64,
             page_tokens=16,
             running=self.output.held(),
-            waiting=max(0, len(self.running) - RUNNING_MAX),
-            running_max=RUNNING_MAX,
+            waiting=max(0, len(self.running) - self.running_max),
+            running_max=self.running_max,
             step=self.step,
             step_age_s=0.0,
             context_tokens=4096,
@@ -600,7 +603,7 @@ class WorkerNode(Node):
         self._publish()
 
     def _step(self) -> None:
-        running = [] if self.paused else list(self.running)[:RUNNING_MAX]
+        running = [] if self.paused else list(self.running)[: self.running_max]
         plain = self._random.random() < 0.5
         sampled = {int(one.key): self._sample(one) for one in running if plain and one.plain}
         others = [one for one in running if one.key not in sampled]

@@ -15,6 +15,7 @@ from tests.simulation.protocol_network import Network, Supervisor, Timeline, Wea
 from tests.simulation.protocol_nodes import (
     MESSAGE_BYTES_MAX,
     MODEL,
+    RUNNING_MAX,
     DetokenizerNode,
     GatewayNode,
     Node,
@@ -191,6 +192,7 @@ class World:
         fickle: float = 0.0,
         apart_s: float = 0.0,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
+        running_max: int = RUNNING_MAX,
     ) -> None:
         self.random = random.Random(f"world {seed}")
         self.resuming = False
@@ -215,8 +217,19 @@ class World:
         self.schedulers: list[SchedulerNode] = []
         self.workers: list[WorkerNode] = []
         self.detokenizers: list[DetokenizerNode] = []
-        worker = partial(WorkerNode, answer=self._answer, begun=self._begin, fickle=fickle)
-        scheduler = partial(SchedulerNode, queue_max=queue_max, message_bytes_max=message_bytes_max)
+        worker = partial(
+            WorkerNode,
+            answer=self._answer,
+            begun=self._begin,
+            fickle=fickle,
+            running_max=running_max,
+        )
+        scheduler = partial(
+            SchedulerNode,
+            queue_max=queue_max,
+            message_bytes_max=message_bytes_max,
+            running_max=running_max,
+        )
         detokenizer = partial(DetokenizerNode, message_bytes_max=message_bytes_max)
         self._kinds: dict[str, tuple[list[Any], Callable[..., Node]]] = {
             "gateway": (self.gateways, partial(GatewayNode, deliver=self._deliver)),
@@ -574,6 +587,8 @@ class World:
         stops = story.submit.stop.strings
         if stops:
             letters.insert(self.random.randrange(len(letters)), STOP)
+        if story.submit.request_id in self.poison:
+            letters = ["a"] * 40 + letters  # it does not end before it kills
         answer = "".join(letters)
         if before:
             answer = _whole_letters(before, self._answers[prompt_ids, choice]) + answer

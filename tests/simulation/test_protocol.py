@@ -211,24 +211,50 @@ def test_output_that_is_larger_than_a_message_and_lost_ends_its_request(seed: in
         assert isinstance(error, Cancelled) or "too large" in error.message
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_request_that_kills_its_workers_is_quarantined_and_no_other_one(seed: int) -> None:
-    """The others ran beside it, and have begun alone, too, after two deaths."""
-    world = World(seed, SLOW)
+def poisoned(seed: int, running_max: int) -> World:
+    """One request that kills each worker that begins it, and 63 others, until all have ended."""
+    world = World(seed, SLOW, running_max=running_max)
     world.watched = 1.0
     world.run(SETTLE_S)
-    world.load(40, 4, deadline_s=(80, 90))
+    world.load(63, 4, deadline_s=(70, 80))
     world.run(2)
     poison = world.ask(60)
-    world.poison.add(poison.submit.request_id)
-    world.run(40)
-    assert poison.ended is not None
+    request_id = poison.submit.request_id
+    world.poison.add(request_id)
+    world.run(2)
+    while not all(story.ended for story in world.stories.values()):
+        world.run(1)
     assert isinstance(poison.error, RequestQuarantined)
-    world.check_recovered()
-    world.finish()
+    begun = [world.begun[request_id, choice] for choice in range(poison.submit.choices)]
+    assert max(begun) <= 3, "it was given more workers"
     codes = Counter(one.error.code for one in world.stories.values() if one.error is not None)
     codes -= Counter(cancelled=len(world.stories))
     assert codes == {"request_quarantined": 1}
+    return world
+
+
+RUNNING = pytest.mark.parametrize("running_max", [4, 64], ids=["most wait", "all run"])
+
+
+@RUNNING
+@pytest.mark.parametrize("seed", [*range(3), 81000])
+def test_a_request_that_kills_its_workers_is_quarantined_and_none_of_63_others(
+    seed: int, running_max: int
+) -> None:
+    """The others ran or waited beside it, and have begun alone, too, after two deaths."""
+    world = poisoned(seed, running_max)
+    world.run(RECOVERY_S)
+    world.check_recovered()
+    world.finish()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@RUNNING
+def test_no_healthy_companion_is_quarantined_in_a_hundred_seeds(running_max: int) -> None:
+    for seed in range(100, 200):
+        print("seed", seed)
+        poisoned(seed, running_max)
 
 
 @pytest.mark.parametrize("seed", range(4))

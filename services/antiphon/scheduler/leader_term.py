@@ -362,14 +362,12 @@ class LeaderTerm:
     def on_worker_died(self, worker: Process, *, exited: bool) -> None:
         """Continue the requests of a dead worker.
 
-        One that was computed when the worker is known to have ended may be why. A silent worker
-        may be cut off, and a request that waited there had no part in it.
+        One that was there when the worker is known to have ended may be why, also one that waited
+        by the last report: it may have begun since. A silent worker may be cut off.
         """
         self.outbox.forget(worker)
-        waiting = self.ledger.capacity(worker).reported_waiting
         for entry in self.ledger.bound_to(worker):
-            if exited and entry.request_id not in waiting:
-                entry.deaths += 1
+            entry.deaths += exited
             if entry.deaths > DEATHS_MAX:
                 text = f"{entry.deaths} workers died while they computed this request"
                 self.fail(entry, RequestQuarantined(text))
@@ -379,6 +377,11 @@ class LeaderTerm:
             self.fail_attempt(entry, WorkerLost("the worker that ran the request has died"))
         self.ledger.close(worker)
         self.bind_waiting()
+
+    def clear(self, request_id: RequestId) -> None:
+        """Suspect a request no more, whose worker lives on after it has begun there alone."""
+        if (entry := self.ledger.find(request_id)) is not None:
+            entry.deaths = 0
 
     def hand_back(self, worker: Process, running: AbstractSet[RequestId]) -> None:
         """Continue what a worker runs on others, if one is ready; that counts as no failure."""
@@ -393,7 +396,8 @@ class LeaderTerm:
         """End requests that must begin alone while only one worker is ready: they may kill it."""
         now, possible = self.clock.now(), self._placement.can_isolate
         for request_id, since in list(self._isolated.items()):
-            if (entry := self.ledger.find(request_id)) is None:
+            entry = self.ledger.find(request_id)
+            if entry is None or not entry.isolated:
                 del self._isolated[request_id]
             elif possible or entry.binding is not None:
                 self._isolated[request_id] = now

@@ -66,7 +66,8 @@ class Reconciliation:
                     entry.seen_at = self._clock.now()
             elif self._leader_term.ready:
                 self._miss(entry, peer, held.get(entry.request_id))
-        self._ledger.capacity(worker).report(load.running)
+        if (cleared := self._ledger.capacity(worker).report(load.running)) is not None:
+            self._leader_term.clear(cleared)
         if load.refused is not None and load.refused.leader == self._leader_term.term:
             self._requeue_refused(worker, held)
         for line in load.running:

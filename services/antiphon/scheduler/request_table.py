@@ -114,7 +114,7 @@ class RequestEntry:
         disputed_at: Since when the gateway follows another attempt than the bound one.
         policy_key: Its sort key by the schedule policy, once it has waited.
         migrations: How many of its attempts have failed.
-        deaths: How many workers are known to have died while they computed it.
+        deaths: How many workers are known to have died while they had it, since it ran alone.
         sealing: Set while its attempts are being sealed.
         sealed: What its next attempt continues.
         sealed_to: The highest attempt that was sealed, or is being.
@@ -372,7 +372,6 @@ class WorkerCapacity:
     Attributes:
         costs: Of the requests bound to it, ended ones included.
         orphans: Requests that it ran at its last report although they are not bound to it.
-        reported_waiting: Requests that it had not started by its last report.
         ended: Requests bound to it that had ended by its last report.
         suspended: It has requeued a request since its last report; it gets none before the next.
         pages_back: Pages of prompts that have left since its last report, which counts them as
@@ -382,7 +381,6 @@ class WorkerCapacity:
 
     costs: dict[RequestId, RequestCost] = field(default_factory=dict[RequestId, RequestCost])
     orphans: set[RequestId] = field(default_factory=set[RequestId])
-    reported_waiting: set[RequestId] = field(default_factory=set[RequestId])
     ended: set[RequestId] = field(default_factory=set[RequestId])
     suspended: bool = False
     pages_back: int = 0
@@ -401,11 +399,11 @@ class WorkerCapacity:
             self.pages_back += charge.pages
         self.ended.discard(request_id)
 
-    def report(self, lines: Iterable[RunningRequest]) -> None:
+    def report(self, lines: Iterable[RunningRequest]) -> RequestId | None:
+        """Note what runs there; return the request that has run alone for long enough, if any."""
         self.orphans, self.ended = set(), set()
-        lines = list(lines)
-        self.reported_waiting = {line.request_id for line in lines if line.waiting}
         self.suspended, self.pages_back = False, 0
+        cleared: RequestId | None = None
         for line in lines:
             if (charge := self.costs.get(line.request_id)) is not None:
                 charge.waiting = line.waiting
@@ -415,8 +413,10 @@ class WorkerCapacity:
                 if self.alone is not None and self.alone[0] == line.request_id:
                     over = line.ended or line.tokens >= self.alone[1]
                     self.alone = None if over else self.alone
+                    cleared = line.request_id if over else None
             elif not line.ended:
                 self.orphans.add(line.request_id)
+        return cleared
 
     @property
     def occupied(self) -> int:

@@ -624,18 +624,36 @@ def test_running_requests_that_a_worker_hands_back_continue_on_another() -> None
     assert not stage.lost()
 
 
-def test_request_that_waited_at_a_worker_that_ended_does_not_count_its_death() -> None:
+def test_request_that_waited_at_a_worker_by_the_last_report_counts_its_death() -> None:
+    """It may have begun since: one that kills its worker at once would never be counted."""
     stage, _, worker, _ = usual()
     stage.submit("r")
-    for life in (2, 3, 4):
+    for life in (2, 3):
         worker.runs(waiting(stage.admits()[-1]))
         stage.pass_s(0.5)
         stage.actors.remove(worker)
         stage.peers.on_exit(worker.process)
         worker = stage.enter(Role.WORKER, "worker-0", life)
         stage.pass_s(0.5)
-    assert len(stage.admits()) == 4
+    assert len(stage.admits()) == 2
+    stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(0.5)
+    assert len(stage.admits()) == 3
+
+
+def test_request_that_has_run_alone_is_not_quarantined_for_a_later_death() -> None:
+    stage, first = dead_twice()
+    second = stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(0.5)
+    (admit,) = stage.admits()
+    alone = first if stage.admits(first) else second
+    alone.runs(held(RequestId("poison"), admit.attempt, tokens=8))
+    stage.pass_s(1.0)
+    stage.actors.remove(alone)
+    stage.peers.on_exit(alone.process)
+    stage.pass_s(1.0)
     assert not stage.lost()
+    assert len(stage.admits()) == 2
 
 
 def test_of_two_attempts_the_one_that_the_owner_follows_goes_on() -> None:
