@@ -169,6 +169,7 @@ SUBMIT = submit.SubmitRequest(
         ),
     ),
     resume=RESUME,
+    output_bytes=4096,
 )
 EVERY: tuple[Message, ...] = (
     generate.GenerateRequest(

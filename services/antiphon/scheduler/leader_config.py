@@ -56,6 +56,8 @@ class LeaderConfig:
     prefill_weight: float = 1.0
     request_blocks: float = 4.0
     blocks_max: int = 500_000
+    output_bytes_max: int = 8 * 1024**3
+    tenant_output_bytes_max: int = 4 * 1024**3
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -74,6 +76,8 @@ class LeaderConfig:
             prefill_weight=settings.scheduler.prefill_weight,
             request_blocks=settings.scheduler.request_blocks,
             blocks_max=settings.scheduler.blocks_max,
+            output_bytes_max=settings.detokenizer.output_bytes_max,
+            tenant_output_bytes_max=settings.scheduler.tenant_output_bytes_max,
         )
 
     def beats(self, count: int) -> float:

@@ -40,7 +40,7 @@ from antiphon.scheduler.request_table import (
     RequestTable,
     SchedulerTombstones,
 )
-from antiphon.wire.base import Attempt, Process, Term
+from antiphon.wire.base import Attempt, Process, Role, Term
 from antiphon.wire.command import Abort
 from antiphon.wire.errors import (
     Cancelled,
@@ -129,6 +129,7 @@ class LeaderTerm:
             raise DuplicateRequest("a live request has this id")
         else:
             entry.submit = msgspec.structs.replace(request, sealed=None)
+            self.ledger.outputs.add(entry.submit)
             if request.sealed is not None:
                 self.migration.on_owner_sealed(entry, request.sealed)
             if request.attempt_floor is not None:
@@ -446,6 +447,7 @@ class LeaderTerm:
         size_bytes = admit_bytes(request.prompt_ids, request.stop.texts, request.sampling)
         if size_bytes > bytes_max:
             raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=bytes_max)
+        self._reject_large_output(request)
         waiting = self._waiting()
         if waiting >= self.rules.queue_max:
             raise Overloaded(
@@ -453,6 +455,30 @@ class LeaderTerm:
                 f"{self.rules.queue_max} may (scheduler.queue_max)",
                 retry_after_s=self._rate.retry_after_s(waiting, self.clock.now()),
             )
+
+    def _reject_large_output(self, request: SubmitRequest) -> None:
+        """Reject a request if the output of all might become more than detokenizers may hold."""
+        outputs, new, rules = self.ledger.outputs, request.output_bytes, self.rules
+        peers = self.peers.with_role(Role.DETOKENIZER)
+        detokenizers = sum(peer.heartbeat.model == self.model for peer in peers)
+        of_all, of_tenant = rules.output_bytes_max, rules.tenant_output_bytes_max
+        if (taken := outputs.of(request.tenant)) + new > of_tenant:
+            limit = f"{of_tenant} bytes (scheduler.tenant_output_bytes_max)"
+            whose = "this tenant"
+        elif (taken := outputs.total) + new > max(1, detokenizers) * of_all:
+            limit = f"{of_all} bytes for each detokenizer (detokenizer.output_bytes_max)"
+            whose = "all tenants"
+        else:
+            return
+        advice = "request fewer tokens, choices or logprobs"
+        if new > min(of_all, of_tenant):
+            text = f"the output of this request may take {new} bytes; the limit is {limit}"
+            raise InvalidRequest(f"{text}: {advice}")
+        raise Overloaded(
+            f"the output of this request may take {new} bytes beside {taken} bytes of the open "
+            f"requests of {whose}; the limit is {limit}: {advice}, or try again later",
+            retry_after_s=self._rate.retry_after_s(len(self.queue), self.clock.now()),
+        )
 
     def _waiting(self) -> int:
         """Count the requests that no worker runs: in the queue, and bound ahead of a free slot."""

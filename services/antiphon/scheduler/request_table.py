@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import msgspec
 
 from antiphon.scheduler.leader_config import DEATHS_MAX, FREE_AFTER_MS, LeaderConfig
 from antiphon.wire.codec import id_count
-from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.ids import InstanceId, RequestId, TenantId
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -205,6 +205,7 @@ class RequestTable:
         self._accounts: defaultdict[Process, WorkerCapacity] = defaultdict(WorkerCapacity)
         self._numbers = itertools.count(1)
         self._due: list[tuple[int, int, RequestId]] = []  # a heap, stale entries included
+        self.outputs = OutputBytes()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -216,6 +217,8 @@ class RequestTable:
         assert entry.request_id not in self._entries
         self._entries[entry.request_id] = entry
         self._owned.setdefault(entry.owner, {})[entry.request_id] = entry
+        if entry.submit is not None:
+            self.outputs.add(entry.submit)
         entry.number = next(self._numbers)
         heappush(self._due, (entry.deadline_unix_ms, entry.number, entry.request_id))
         if len(self._due) > 2 * len(self._entries) + STALE_LEAST:
@@ -236,6 +239,7 @@ class RequestTable:
 
     def remove(self, entry: RequestEntry) -> None:
         self.unbind(entry)
+        self.outputs.remove(entry.request_id)
         del self._entries[entry.request_id]
         del self._owned[entry.owner][entry.request_id]
         if not self._owned[entry.owner]:
@@ -308,6 +312,32 @@ class RequestTable:
         _, number, request_id = due
         entry = self._entries.get(request_id)
         return entry if entry is not None and entry.number == number else None
+
+
+class OutputBytes:
+    """Maximum size of the outputs of open requests, of all of them and of each tenant."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of_tenant: Counter[TenantId] = Counter()
+        self._counted: dict[RequestId, SubmitRequest] = {}
+
+    def of(self, tenant: TenantId) -> int:
+        return self._of_tenant[tenant]
+
+    def add(self, submit: SubmitRequest) -> None:
+        """Count a request, unless it is counted."""
+        if submit.output_bytes and submit.request_id not in self._counted:
+            self._counted[submit.request_id] = submit
+            self.total += submit.output_bytes
+            self._of_tenant[submit.tenant] += submit.output_bytes
+
+    def remove(self, request_id: RequestId) -> None:
+        if (submit := self._counted.pop(request_id, None)) is not None:
+            self.total -= submit.output_bytes
+            self._of_tenant[submit.tenant] -= submit.output_bytes
+            if not self._of_tenant[submit.tenant]:
+                del self._of_tenant[submit.tenant]
 
 
 class SchedulerTombstones:

@@ -61,7 +61,8 @@ class GatewayConfig(Config):
     """Maximum number of streams with X-Antiphon-Resume that are kept without a client, or after
     their end; beyond it the oldest cannot be resumed any more, and end."""
     resumable_bytes_max: Bytes = 64 * 1024 * 1024
-    """Maximum size of the prompts of such streams, in bytes."""
+    """Maximum size of such streams, in bytes: their prompts, and their token IDs, logprobs and
+    hidden states when they were left or have ended."""
     details_bytes_max: Bytes = 256 * 1024 * 1024
     """Maximum size of the logprobs, token IDs and hidden states in the responses to one body, in
     bytes, estimated before the request runs; larger ones get a 400."""

@@ -193,6 +193,10 @@ class SchedulerConfig(Config):
     tombstone_s: Seconds = 10.0
     """Time after its deadline for which the ID of an aborted request is still rejected, in
     seconds."""
+    tenant_output_bytes_max: Bytes = 4 * 1024**3
+    """Maximum size of the output of a tenant's open requests, in bytes: token IDs, text, logprobs
+    and hidden states, estimated by max_new_tokens before a request runs; further requests get a
+    503."""
 
 
 class DetokenizerConfig(Config):
@@ -200,6 +204,10 @@ class DetokenizerConfig(Config):
 
     requests_max: Requests = 8192
     """Maximum number of concurrent requests."""
+    output_bytes_max: Bytes = 8 * 1024**3
+    """Maximum size of the output of open requests for each detokenizer, in bytes: token IDs, text,
+    logprobs and hidden states, estimated by max_new_tokens before a request runs; further requests
+    get a 503."""
 
 
 class EncoderConfig(Config):

@@ -73,6 +73,8 @@ class SubmitRequest(Message):
         sealed: What the owner has delivered, after a leader asked it to seal the request, until it
             follows a later attempt.
         resume: Set if another gateway may adopt the request.
+        output_bytes: Maximum size of its output while it is open: ids, text and token outputs, in a
+            detokenizer and in its owner. 0 from gateways up to version 0.4.
     """
 
     request_id: RequestId
@@ -93,6 +95,7 @@ class SubmitRequest(Message):
     traceparent: str | None = None
     sealed: OwnerSeal | None = None
     resume: ResumeWindow | None = None
+    output_bytes: Count = 0
 
     @property
     def resume_ms(self) -> int:

@@ -37,6 +37,24 @@ async def refused(at: House, path: str, body: Body) -> str:
     return error["param"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "size_bytes"),
+    [
+        ({}, 4 * (8 + 4)),
+        ({"return_logprob": True}, 4 * (8 + 8)),
+        ({"return_logprob": True, "top_logprobs_num": 3}, 4 * (8 + 8 + 24)),
+        ({"return_hidden_states": "last"}, 4 * (8 + 4 + 4 * HIDDEN_SIZE)),
+    ],
+    ids=["ids", "logprobs", "top logprobs", "hidden states"],
+)
+async def test_leader_learns_how_large_the_output_may_become(
+    at: House, fields: Body, size_bytes: int
+) -> None:
+    sampling = {"n": 2, "max_new_tokens": 2}
+    await ok(at, GENERATE, {"text": "ab", "sampling_params": sampling} | fields)
+    assert at.cluster.submits[-1].output_bytes == size_bytes
+
+
 def native(**fields: object) -> Body:
     return {"text": "ab", "sampling_params": {"n": 20, "max_new_tokens": 50}} | fields
 

@@ -9,6 +9,7 @@ from tests.support.clock import ManualClock
 from antiphon.config.gateway import GatewayConfig
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.gateway.owner.machine import Owner
+from antiphon.gateway.owner.request import OwnedRequest
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import Cancelled
@@ -156,3 +157,24 @@ def test_details_within_the_bound_may_wait() -> None:
     desk.send(500)
     desk.wait(60)
     assert desk.ended is None
+
+
+def test_kept_request_is_as_large_as_its_prompt_and_its_output() -> None:
+    desk = Desk()
+    submit = desk.owner.find(RequestId("r"))
+    assert submit is not None
+    request = OwnedRequest(submit, 0.0)
+    empty = request.size_bytes
+    outputs = TokenOutputs(count=2, token_ids=pack_ids([5, 6]), logprobs=bytes(8))
+    row = TextRow(
+        request_id=RequestId("r"),
+        choice=0,
+        attempt=ATTEMPT,
+        text_offset=0,
+        text="ab",
+        tokens=2,
+        ids=pack_ids([5, 6]),
+        details=TokenOutputsChunk(offset=desk.offset, details=outputs),
+    )
+    assert list(request.apply(row))
+    assert request.size_bytes == empty + 8 + 16

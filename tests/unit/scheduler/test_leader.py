@@ -901,6 +901,34 @@ def test_output_of_a_term_that_no_election_gives_is_given_up() -> None:
     assert {lost.request_id for lost in stage.lost()} == {request.request_id}
 
 
+def test_request_whose_output_might_not_fit_into_detokenizers_is_refused() -> None:
+    """Until others end. What has been accepted before is accepted again."""
+    rules = LeaderConfig(output_bytes_max=100, tenant_output_bytes_max=70)
+    stage = Stage(rules)
+    gateway, *_ = stage.usual()
+    first = stage.submit("r", output_bytes=60)
+    other = TenantId("other")
+    with pytest.raises(Overloaded, match=r"20 bytes beside 60 bytes of .* of this tenant"):
+        stage.submit("s", output_bytes=20)
+    with pytest.raises(Overloaded, match=r"50 bytes beside 60 bytes .* of all tenants"):
+        stage.submit("t", tenant=other, output_bytes=50)
+    stage.submit("u", tenant=other, output_bytes=40)
+    stage.leader.submit(first)
+    stage.submit("v", tenant=other, output_bytes=90, attempt_floor=other_attempt(0))
+    stage.enter(Role.DETOKENIZER, "detokenizer-1")
+    third = TenantId("third")
+    with pytest.raises(Overloaded, match="all tenants"):
+        stage.submit("w", tenant=third, output_bytes=11)
+    stage.submit("w", tenant=third, output_bytes=10)
+    gateway.closes("r")
+    gateway.closes("v")
+    stage.submit("x", output_bytes=70)
+    with pytest.raises(Overloaded, match="this tenant"):
+        stage.submit("y", output_bytes=1)
+    with pytest.raises(InvalidRequest, match=r"may take 71 bytes; the limit is 70 bytes"):
+        stage.submit("z", output_bytes=71)
+
+
 def test_requests_that_do_not_fit_into_an_answer_are_sealed_by_the_next_ones() -> None:
     stage, gateway, worker, detokenizer = usual()
     detokenizer.answers_max = 1

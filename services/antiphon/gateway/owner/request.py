@@ -68,6 +68,11 @@ class OwnedChoice:
         return len(self.ids) // ID_BYTES
 
     @property
+    def size_bytes(self) -> int:
+        """Of the output that is kept."""
+        return len(self.ids) + self.outputs.size_bytes
+
+    @property
     def started(self) -> bool:
         return bool(self.bytes_shown) or self.finished or self.tokens_shown > self._first_token
 
@@ -234,7 +239,8 @@ class OwnedRequest:
     def size_bytes(self) -> int:
         """About what it takes here, besides unread output."""
         submit = self.submit
-        return _REQUEST_BYTES + len(submit.prompt_ids) + len(submit.block_digests)
+        outputs = sum(choice.size_bytes for choice in self._choices)
+        return _REQUEST_BYTES + len(submit.prompt_ids) + len(submit.block_digests) + outputs
 
     @property
     def has_gap(self) -> bool:

@@ -61,6 +61,8 @@ T = TypeVar("T")
 
 TEXT_BYTES = 16
 """Approximate message bytes of a token's text, bytes and id."""
+KEPT_TOKEN_BYTES = 8
+"""Size of an output token where it is kept, about: its id and its text."""
 RESERVED_OUTPUT_TOKENS = 6
 """Context tokens that truncation leaves for the output, as in SGLang."""
 
@@ -345,6 +347,8 @@ class Submission:
                 gen_request, encoded, tokens_max, request_id, deadline_unix_ms, trace.traceparent
             )
             budget.reserve(submit, gen_request, hidden_size=encoded.hidden_size)
+            size_bytes = output_bytes(submit, hidden_size=encoded.hidden_size)
+            submit = msgspec.structs.replace(submit, output_bytes=size_bytes)
         except BaseException as error:
             trace.end(error)
             if record is not None:
@@ -548,6 +552,15 @@ class TokenOutputBudget:
             f"{tokens} tokens); the limit is {self._bytes_max} bytes (gateway.details_bytes_max). "
             "Request fewer choices, fewer tokens or fewer outputs",
         )
+
+
+def output_bytes(submit: SubmitRequest, *, hidden_size: int) -> int:
+    """Maximum size of a request's output where it is kept: ids, text and token outputs."""
+    outputs = submit.choices * submit.sampling.max_new_tokens
+    if (wanted := submit.sampling.details) is None:
+        return KEPT_TOKEN_BYTES * outputs
+    columns = 4 * (1 + wanted.logprobs + len(wanted.named_ids) + hidden_size * wanted.hidden)
+    return KEPT_TOKEN_BYTES * outputs + (columns + 8 * wanted.top) * _reported_tokens(submit)
 
 
 def _reported_tokens(submit: SubmitRequest) -> int:
