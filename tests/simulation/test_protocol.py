@@ -258,6 +258,21 @@ def test_no_healthy_companion_is_quarantined_in_a_hundred_seeds(running_max: int
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_streams_of_a_gateway_that_is_frozen_for_longer_than_its_lease_go_on(seed: int) -> None:
+    """All others have forgotten them: what it has delivered is sealed and continued."""
+    world = loaded(seed, SLOW, 40, 8, (80, 90))
+    gateway = world.gateways[0]
+    world.run(world.random.uniform(2, 8))
+    waiting = [one for one in world.stories.values() if one.gateway is gateway and not one.ended]
+    assert waiting
+    gateway.freeze(world.random.uniform(16, 30))
+    world.run_past_freezes(2 * RECOVERY_S)
+    world.check_recovered()
+    world.finish()
+    assert_all_succeeded(world)
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_an_owner_without_heartbeats_learns_soon_what_was_lost(seed: int) -> None:
     """Workers have let go of what it shows; what is lost unnoticed waits for no deadline."""
     world = loaded(seed, SLOW, 40, 8)
