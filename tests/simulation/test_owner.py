@@ -345,6 +345,23 @@ def test_adopted_output_is_sealed_only_if_it_has_all_that_the_client_has(
     assert (not submits, received(world).ended is not None) == (lost, lost)
 
 
+def test_text_of_a_request_that_was_adopted_without_an_answer_is_fetched() -> None:
+    """Its client left before the leader's answer came, and its text was dropped; it comes again."""
+    world, request_id = World(0, 0.0), RequestId("r")
+    world.lost.add(request_id)
+    first = ended(batch_of(world, 1, text="all", n=1))
+    assert world.owner.text_arrived(first) == []
+    world.received[request_id] = Received(0.0)
+    adopted = RequestAdopted(
+        submit=submission("r", world.clock), term=world.term, attempt=None, changed=False
+    )
+    actions = world.owner.adopt(adopted)
+    sender = world.detokenizer.process
+    assert [a.detokenizer for a in actions if isinstance(a, ResumeText)] == [sender]
+    world.do(world.owner.text_arrived(msgspec.structs.replace(first, seq=2)))
+    assert received(world).text == "all"
+
+
 def test_rewound_output_is_sealed_before_any_of_it_is_delivered_again() -> None:
     """Its client has it: neither is it begun anew, nor is an attempt followed that begins anew."""
     world, say = talking("one", ids=(7, 8))

@@ -53,6 +53,9 @@ class SeqReceiver:
         self._last: OrderedDict[Process, int] = OrderedDict()
         self._named: dict[Process, int] = {}
 
+    def senders(self) -> list[Process]:
+        return list(self._last)
+
     def accept(self, sender: Process, seq: int) -> Arrival:
         """Record a message. The first one of a sender is a gap unless it is number 1."""
         last = self._last.get(sender, 0)

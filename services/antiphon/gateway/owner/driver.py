@@ -6,8 +6,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-
 from antiphon.bus.transport import BusDown
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.service.inbox import UnknownSender
@@ -143,20 +141,15 @@ class OwnerDriver:
             EngineError: The leader refused, or there was none for some time.
         """
         until = self._runtime.clock.now() + _ADOPT_TIMEOUT_S
-        unanswered = False
         with self._owner.adopting(message.request_id):
             while True:
                 answer = await self._call(ADOPT, message, model=self._model)
                 if not isinstance(answer, EngineError):
-                    break
+                    return answer
                 retryable = isinstance(answer, Unavailable | WrongTerm | DeadlineExceeded)
                 if not retryable or self._runtime.clock.now() >= until:
                     raise answer
-                unanswered = unanswered or isinstance(answer, DeadlineExceeded | BusDown)
                 await asyncio.sleep(_ADOPT_RETRY_S)
-        # The leader may have changed the owner on a call whose answer was lost.
-        changed = answer.changed or (unanswered and self.find(message.request_id) is None)
-        return msgspec.structs.replace(answer, changed=changed)
 
     def open_adopted(
         self,

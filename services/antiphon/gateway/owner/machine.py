@@ -162,7 +162,8 @@ class Owner:
     ) -> list[Action]:
         """Own a request of another gateway. All of its text arrives, from the beginning.
 
-        It may have been one of this gateway before, which does not know yet that it was not.
+        It may have been one of this gateway before, which does not know yet that it was not. If it
+        has been adopted without an answer, its text may have come before, and is fetched.
         `client_has` is how many bytes of the text of each choice, and which token outputs.
         """
         request = OwnedRequest(adopted.submit, self._clock.now())
@@ -179,6 +180,9 @@ class Owner:
         self._timers.set(("deadline", request.id), self._clock.now() + left_s)
         self._open_list.add(request)
         self._accept(request, adopted.term)
+        for sender in () if adopted.changed else self._gaps.senders():
+            self._gaps.record_loss(sender)
+            self._resume_if_needed(sender)
         return self._take_actions()
 
     def find(self, request_id: RequestId) -> SubmitRequest | None:

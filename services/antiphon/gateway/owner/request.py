@@ -498,6 +498,10 @@ class StreamGaps:
         self._incomplete: set[Process] = set()
         self._resuming: set[Process] = set()
 
+    def senders(self) -> list[Process]:
+        """All of which a batch has arrived."""
+        return self._seqs.senders()
+
     def has_gap(self, sender: Process) -> bool:
         return sender in self._incomplete
 

@@ -38,7 +38,6 @@ from antiphon.wire.errors import (
     Overloaded,
     Unavailable,
     UnknownModel,
-    UnknownStream,
 )
 from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId, new_request_id
 from antiphon.wire.sampling import SamplingParams
@@ -166,12 +165,11 @@ class Submission:
         # The leader is asked in any case: another gateway may have adopted it meanwhile.
         adopted = await self.driver.adopt(message)
         submit = adopted.submit
-        if adopted.changed:
+        # The leader may have changed the owner before, on a call whose answer did not arrive here.
+        if adopted.changed or self.driver.find(request_id) is None:
             stream = self._resumed_stream(submit, gen_request, reservation)
             self.driver.open_adopted(stream, adopted, client_has)
             return stream
-        if self.driver.find(request_id) is None:
-            raise UnknownStream("the stream has ended")
 
         def ended_before() -> RequestStream:
             stream = self._resumed_stream(submit, gen_request, reservation)
