@@ -441,6 +441,18 @@ def test_resumed_end_is_fetched_from_the_detokenizer_that_has_it_by_then() -> No
     assert (received(world).text, end(world).error) == ("all", None)
 
 
+def test_nothing_is_fetched_from_a_dead_detokenizer_until_it_is_back() -> None:
+    world, _ = talking("ab")
+    sender = world.detokenizer.process
+    world.do(world.owner.detokenizer_died(sender))
+    world.received[RequestId("r")] = Received(0.0)
+    actions = world.owner.rewind(RequestId("r"))
+    assert not [action for action in actions if isinstance(action, ResumeText)]
+    actions = world.owner.detokenizer_heartbeat(sender, ())
+    assert [type(action) for action in actions] == [ResumeText]
+    assert not world.owner.detokenizer_heartbeat(sender, ())
+
+
 def test_lost_tail_shows_in_the_heartbeats() -> None:
     world, _ = talking("ab")
     sender = world.detokenizer.process

@@ -508,6 +508,8 @@ class Owner:
 
     def _resume_if_needed(self, detokenizer: Process) -> None:
         key: _ResumeTimer = ("feed", detokenizer)
+        if self._gaps.is_dead(detokenizer):
+            return  # its requests continue elsewhere, or it is asked when it is back
         if not self._gaps.resuming(detokenizer) and not self._timers.armed(key):
             self._fetch_missing_text(detokenizer)
 

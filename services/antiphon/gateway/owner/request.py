@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _REQUEST_BYTES = 4 * 1024  # about the size of a request without its prompt
+_DEAD_MAX = 256  # dead detokenizers that are remembered
 _LISTS_VALID = 3  # a list this many intervals old is no longer valid
 
 
@@ -497,6 +498,7 @@ class StreamGaps:
         self._seqs = SeqReceiver()
         self._incomplete: set[Process] = set()
         self._resuming: set[Process] = set()
+        self._dead: OrderedDict[Process, None] = OrderedDict()
 
     def senders(self) -> list[Process]:
         """All of which a batch has arrived."""
@@ -508,6 +510,9 @@ class StreamGaps:
     def resuming(self, sender: Process) -> bool:
         return sender in self._resuming
 
+    def is_dead(self, sender: Process) -> bool:
+        return sender in self._dead
+
     def on_batch(self, sender: Process, seq: int) -> None:
         """Record a batch. A late or repeated one is no loss: text is placed by offset."""
         if self._seqs.accept(sender, seq) is Arrival.GAP:
@@ -515,6 +520,9 @@ class StreamGaps:
 
     def on_heartbeat(self, sender: Process, streams: Iterable[StreamSeq]) -> None:
         """Record the sent count of a heartbeat: the loss of the last batch shows only there."""
+        if sender in self._dead:  # it only seemed so; what it has sent since was not accepted
+            del self._dead[sender]
+            self._incomplete.add(sender)
         if self._seqs.tail_lost(sender, self._receiver, streams):
             self._incomplete.add(sender)
 
@@ -535,6 +543,9 @@ class StreamGaps:
         self._seqs.forget(sender)
         self._incomplete.discard(sender)
         self._resuming.discard(sender)
+        self._dead[sender] = None
+        if len(self._dead) > _DEAD_MAX:
+            self._dead.popitem(last=False)
 
 
 def is_failure(row: TextRow) -> bool:
