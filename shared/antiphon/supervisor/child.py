@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.load import write_yaml, yaml_text
+from antiphon.service import main
 from antiphon.telemetry.log import CANNOT_START
 from antiphon.wire.base import Role
 
@@ -175,11 +176,15 @@ class Child:
             await self.fails_to_start()
 
     async def keep_running(self, on_exit: Callable[[], None] = lambda: None) -> None:
-        """Start it again whenever it has ended; `on_exit` is called at once when it has."""
+        """Start it again whenever it has ended; `on_exit` is called at once when it has.
+
+        Not if another process has, or may have, its name: that one is alive.
+        """
         loop = asyncio.get_running_loop()
         while True:
             status = await self.died()
-            on_exit()
+            if status not in (main.CANNOT_START, main.REPLACED):
+                on_exit()
             pause_s = self.restarts.pause_s(loop.time())
             fields = {"instance": self.instance, "status": status, "pause_s": pause_s}
             log.warning("service died", extra=fields)

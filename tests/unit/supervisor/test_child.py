@@ -15,6 +15,7 @@ from tests.support.wait import until
 
 from antiphon.config.load import child_environment
 from antiphon.config.settings import HealthConfig, Settings
+from antiphon.service import main
 from antiphon.supervisor import child as module
 from antiphon.supervisor.child import Child, Restarts
 from antiphon.supervisor.liveness import HangDetector
@@ -67,6 +68,30 @@ async def test_service_that_cannot_start_is_tried_again(tmp_path: Path):
         keep.cancel()
     await service.stop(1.0)
     assert not service.alive
+
+
+@pytest.mark.parametrize(
+    ("status", "announced"),
+    [(-9, True), (main.FAILED, True), (main.CANNOT_START, False), (main.REPLACED, False)],
+)
+async def test_death_is_announced_unless_another_process_may_have_the_name(
+    tmp_path: Path, status: int, announced: bool, caplog: pytest.LogCaptureFixture
+):
+    """The last heartbeat under the name is that of the other process."""
+    line = (
+        f"import os; os.kill(os.getpid(), {-status})"
+        if status < 0
+        else f"raise SystemExit({status})"
+    )
+    service = program(tmp_path, line)
+    exits: list[int] = []
+    await service.start()
+    async with asyncio.TaskGroup() as group:
+        keep = group.create_task(service.keep_running(lambda: exits.append(status)))
+        await until(lambda: "service died" in caplog.text)
+        keep.cancel()
+    await service.stop(1.0)
+    assert bool(exits) is announced
 
 
 async def test_service_start_that_the_machine_refuses_is_tried_again(
