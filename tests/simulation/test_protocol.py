@@ -388,9 +388,15 @@ def test_streams_that_are_lost_and_resumed_are_complete(fault: str, seed: int) -
     assert not codes or (fault in HOSTS and codes.keys() <= {"worker_lost"}), codes
 
 
-def resumed(seed: int, fault: Fault) -> World:
+@pytest.mark.parametrize("seed", range(8))
+def test_streams_are_resumed_although_messages_are_lost(seed: int) -> None:
+    """The answer to a gateway that adopts a request among them: it asks again."""
+    assert_all_succeeded(resumed(seed, lambda _: None, BAD))
+
+
+def resumed(seed: int, fault: Fault, weather: Weather = SLOW) -> World:
     """What clients got that lose their connections, while a fault happens."""
-    world = World(seed, SLOW)
+    world = World(seed, weather)
     world.resuming = True
     world.run(SETTLE_S)
     world.load(24, 4, deadline_s=(40, 50))

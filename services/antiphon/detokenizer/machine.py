@@ -176,7 +176,9 @@ class Detokenizer:
         for request in self._owned(owner):
             if request.request_id in listed:
                 request.listed_at, request.unowned_at = now, None
-            elif request.closed_at is None and now - request.listed_at > UNLISTED_S:
+            elif request.closed_at is None and now - request.listed_at > (
+                CLOSED_S if request.stream.resume_ms else UNLISTED_S
+            ):
                 actions += self._drop(request)
         return actions
 

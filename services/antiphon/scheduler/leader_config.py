@@ -17,6 +17,8 @@ READY_TIMEOUT_BEATS = 2
 """How long a new leader waits for gateways and workers to report before it binds or aborts."""
 GRACE_BEATS = 3
 """How long two views may differ before the leader acts: most differences are in transit."""
+ADOPTION_BEATS = 12
+"""How long a gateway may ask for a request that has been given to it: an answer may be lost."""
 SEAL_TIMEOUT_BEATS = 3
 """How long detokenizers may take to seal a request; then its owner does."""
 ATTEMPT_TIMEOUT_BEATS = 20

@@ -162,6 +162,7 @@ class LeaderTerm:
             raise InvalidRequest("a stream is resumed with the request that it was started with")
         if not self.peers.is_alive(message.owner):
             raise Unavailable("no valid heartbeats from this gateway", retry_after_s=0.5)
+        entry.adopted_at = self.clock.now()
         if changed := entry.owner != message.owner:
             self._change_owner(entry, submit, message.owner)
         assert entry.submit is not None

@@ -18,7 +18,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.cluster_view import HeldAttempt, OpenLists, WorkerReport
-from antiphon.scheduler.leader_config import ATTEMPT_TIMEOUT_BEATS, FREE_AFTER_MS, GRACE_BEATS
+from antiphon.scheduler.leader_config import (
+    ADOPTION_BEATS,
+    ATTEMPT_TIMEOUT_BEATS,
+    FREE_AFTER_MS,
+    GRACE_BEATS,
+)
 from antiphon.scheduler.request_table import RequestEntry
 from antiphon.wire.base import Attempt, Process, ProcessState
 from antiphon.wire.errors import WorkerLost
@@ -282,6 +287,7 @@ class Reconciliation:
             return self._open_unknown(owner, line)
         if entry.owner == owner:
             self._unlisted.get(owner, {}).pop(line.request_id, None)
+            entry.adopted_at = None
             if line.attempt is not None:
                 self._leader_term.follow(entry, line.attempt)
         return True
@@ -320,9 +326,15 @@ class Reconciliation:
         if unlisted := sorted(owned.keys() - listed):
             self._unlisted[owner] = {name: before.get(name, 0) + 1 for name in unlisted}
         for name, lists in self._unlisted.get(owner, {}).items():
-            if lists >= GRACE_BEATS:
+            if lists >= GRACE_BEATS and not self._is_being_adopted(owned[name]):
                 self._leader_term.drop(owned[name])
         self._drop_failed(lambda failed: failed.owner == owner and failed.request_id not in listed)
+
+    def _is_being_adopted(self, entry: RequestEntry) -> bool:
+        """Whether its gateway may have to ask for it again before it lists it."""
+        if entry.adopted_at is None:
+            return False
+        return self._clock.now() - entry.adopted_at < self._rules.beats(ADOPTION_BEATS)
 
     def _drop_failed(self, ended: Callable[[FailedRequest], bool]) -> None:
         for failed in list(self._leader_term.failed.values()):

@@ -119,6 +119,7 @@ class RequestEntry:
         sealed: What its next attempt continues.
         sealed_to: The highest attempt that was sealed, or is being.
         moved_from: The latest attempt whose text goes to a gateway that has lost the request.
+        adopted_at: When its gateway has last asked for it, until it lists the request.
     """
 
     request_id: RequestId
@@ -141,6 +142,7 @@ class RequestEntry:
     sealed: SealedOutput | None = None
     sealed_to: Attempt | None = None
     moved_from: Attempt | None = None
+    adopted_at: float | None = None
 
     @classmethod
     def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> RequestEntry:

@@ -445,6 +445,25 @@ def test_output_that_had_ended_is_sent_to_a_gateway_that_adopts_it_while_its_wor
     assert (second.owner, second.choices) == (process("gateway-1"), (ended,))
 
 
+def test_adopted_request_waits_for_a_gateway_that_has_not_got_the_answer() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r", resume=ResumeWindow(window_ms=20_000))
+    (admit,) = stage.admits()
+    worker.runs(sent_to(detokenizer.process, admit.request_id, admit.attempt))
+    other = stage.enter(Role.GATEWAY, "gateway-1")
+    assert stage.leader.adopt(adopting(request)).changed
+    gateway.closes(request.request_id)
+    stage.pass_s(5.0)
+    assert not stage.leader.adopt(adopting(request)).changed
+    stage.pass_s(5.0)
+    other.open[request.request_id] = open_entry(request, admit.attempt)
+    stage.pass_s(2.0)
+    assert stage.leader.has_request(request.request_id)
+    other.open.clear()
+    stage.pass_s(2.0)
+    assert not stage.leader.has_request(request.request_id)
+
+
 def test_gateway_that_adopts_is_sent_all_though_the_rebinds_were_lost() -> None:
     """Two gateways have adopted it, and its worker has applied neither command."""
     stage, _, worker, detokenizer = usual()
