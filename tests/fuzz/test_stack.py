@@ -20,6 +20,7 @@ from antiphon.client import Client
 from antiphon.config.settings import BusConfig
 from antiphon.wire.ids import ClusterName
 from antiphon.wire.routes import HEARTBEAT, OPEN
+from antiphon.wire.submit import OpenList
 
 if TYPE_CHECKING:
     from antiphon.bus.bus import Bus, Delivery
@@ -101,8 +102,10 @@ class Attack:
             message = delivery.read(OPEN)
         except Exception:  # noqa: BLE001  # one of our own
             return
-        if message.owner == self.known.processes.get("gateway") and message.whole:
-            self.known.live = [line.request_id for line in message.opened]
+        if message.owner == self.known.processes.get("gateway") and isinstance(message, OpenList):
+            opened = [line.request_id for line in message.opened]
+            before = [] if message.whole else self.known.live
+            self.known.live = [each for each in before + opened if each not in message.closed]
 
 
 PROMPT = "Count from 1 to 30."

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from tests.simulation.open_list_world import live as open_lists
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
 from tests.simulation.stored_world import StoredWorld
@@ -39,6 +40,7 @@ from antiphon.model_worker.cache.pages import PageTable
 from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
+from antiphon.service.open_lists import OpenChange, OpenLists, OpenSet
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire import namespaces
 from antiphon.wire.codec import ID_BYTES
@@ -282,10 +284,31 @@ def one_id_short(right: Callable[..., Any]) -> Callable[..., Any]:
     return sealed
 
 
+def taken_for_whole(_: Callable[..., Any]) -> Callable[..., Any]:
+    """The copy of an open list counts as complete whatever its gateway has."""
+
+    def compare(self: Any, state: Any, _: float) -> OpenChange:
+        return OpenChange(state.owner, requests=self._followed[state.owner].open.requests)
+
+    return compare
+
+
+def not_removed(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Every seventh request stays in the set when it is closed."""
+
+    def remove(self: OpenSet, request_id: Any) -> None:
+        if len(self.requests) % 7:
+            right(self, request_id)
+
+    return remove
+
+
 MUTANTS = (
     Mutant("seal answered with more", Detokenizer, "_seal", answered_with_more, seal_order),
     Mutant("sealed ids one short", ChoiceState, "sealed", one_id_short, seal_order),
     Mutant("owner's ids one short", OwnedChoice, "sealed", one_id_short, owner_seal_order),
+    Mutant("change not counted", OpenSet, "remove", not_removed, open_lists),
+    Mutant("digest not compared", OpenLists, "_compare", taken_for_whole, open_lists),
     Mutant("page in flight freed", PageTransfers, "expire", freed_in_flight, stored),
     Mutant("state without checksum", PageCodec, "check", states_unchecked, stored),
     Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),

@@ -29,6 +29,7 @@ from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import SealCall
+from antiphon.service.open_lists import OPEN_LIST_READS
 from antiphon.service.peers import LivenessConfig, Peer, PeerChange, PeerTable
 from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender
@@ -48,6 +49,7 @@ from antiphon.wire.routes import (
     HEARTBEAT,
     NOTICE,
     OPEN,
+    OPEN_FETCH,
     STOP,
     SUBMIT,
     TEXT,
@@ -58,8 +60,10 @@ from antiphon.wire.submit import (
     AdoptRequest,
     CancelAccepted,
     CancelRequest,
+    FetchOpenList,
     NoticeBatch,
     OpenList,
+    OpenListState,
     RequestAdopted,
     SubmitAccepted,
     SubmitRequest,
@@ -225,11 +229,18 @@ class GatewayNode(Node):
         deliver: Callable[[GatewayNode, RequestId, StreamEvent], None],
     ) -> None:
         super().__init__(timeline, network, instance, life)
-        self.owner = Owner(self.process, MODEL, self.clock, GatewayConfig())
+        self.owner = Owner(
+            self.process,
+            MODEL,
+            self.clock,
+            GatewayConfig(),
+            states_read=lambda: self.peers.read_by_all(OpenListState, *OPEN.listeners),
+        )
         self._deliver = deliver
         self.peers.watch(self._watch)
         network.listen(self, TEXT, self._on_text, gateway=instance)
         network.listen(self, NOTICE, self._on_notice, gateway=instance)
+        network.listen(self, OPEN_FETCH, self._on_open_fetch, gateway=instance)
 
     def start(self) -> None:
         super().start()
@@ -292,6 +303,9 @@ class GatewayNode(Node):
     def _on_text(self, batch: TextBatch) -> None:
         self._act(self.owner.text_arrived(batch))
 
+    def _on_open_fetch(self, message: FetchOpenList) -> None:
+        self._act(self.owner.open_list_requested(message))
+
     def _on_notice(self, batch: NoticeBatch) -> None:
         offset_ms = self.peers.offset_ms(batch.leader.scheduler)
         if offset_ms is not None:
@@ -314,7 +328,7 @@ class GatewayNode(Node):
                     self._deliver(self, request_id, event)
                     if isinstance(event, TextDelta):
                         self.owner.mark_consumed(request_id, event.size_bytes)
-                case OpenList():
+                case OpenList() | OpenListState():
                     self.say(OPEN, action, model=MODEL)
                 case SubmitRequest():
                     self._submit(action)
@@ -384,7 +398,7 @@ class SchedulerNode(Node):
         self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._tick)
 
     def report(self) -> Report:
-        return Report(load=self.leader.open_requests, leads=self.leader.term)
+        return Report(load=self.leader.open_requests, leads=self.leader.term, reads=OPEN_LIST_READS)
 
     def _on_call(self, request: SubmitRequest | CancelRequest | AdoptRequest) -> Message:
         try:
@@ -398,8 +412,8 @@ class SchedulerNode(Node):
         finally:
             self._flush()
 
-    def _on_open(self, change: OpenList) -> None:
-        self.leader.on_open_list(change)
+    def _on_open(self, message: OpenList | OpenListState) -> None:
+        self.leader.on_open_list(message)
         self._flush()
 
     def _tick(self) -> None:
@@ -426,6 +440,8 @@ class SchedulerNode(Node):
             match action:
                 case CommandBatch():
                     self.say(COMMAND, action, worker=action.worker.instance)
+                case FetchOpenList(gateway=gateway):
+                    self.say(OPEN_FETCH, action, gateway=gateway.instance)
                 case NoticeBatch():
                     self.say(NOTICE, action, gateway=action.gateway.instance)
                 case SealCall():
@@ -544,7 +560,12 @@ class WorkerNode(Node):
             paused=self.paused,
             hands_back=self.hands_back,
         )
-        return Report(load=len(self.running), worker=load, streams=self.seqs.streams())
+        return Report(
+            load=len(self.running),
+            worker=load,
+            streams=self.seqs.streams(),
+            reads=OPEN_LIST_READS,
+        )
 
     @property
     def paused(self) -> bool:
@@ -577,7 +598,7 @@ class WorkerNode(Node):
         else:
             self._act(self.output.resend(message))
 
-    def _on_open(self, message: OpenList) -> None:
+    def _on_open(self, message: OpenList | OpenListState) -> None:
         self._act(self.output.open_list(message, self.clock.unix_ms()))
 
     def _watch(self, change: PeerChange, peer: Peer) -> None:
@@ -597,6 +618,8 @@ class WorkerNode(Node):
                 if reported is not None and said:
                     reported = said
                 self.running.append(Running(action.key, action.state, answer, said, reported))
+            elif isinstance(action, FetchOpenList):
+                self.say(OPEN_FETCH, action, gateway=action.gateway.instance)
             else:
                 self.engine.retract(action.key)
                 self.running = deque(one for one in self.running if one.key != action.key)
@@ -709,9 +732,11 @@ class DetokenizerNode(Node):
             news = msgspec.structs.replace(news, columns=None)
         self._act(self.machine.on_tokens(news, self.clock.now()))
 
-    def _on_open(self, open_list: OpenList) -> None:
-        if not self.peers.is_expired(open_list.not_after_unix_ms, open_list.owner):
-            self._act(self.machine.on_open_list(open_list, self.clock.now()))
+    def _on_open(self, message: OpenList | OpenListState) -> None:
+        if isinstance(message, OpenListState) and not self.reads:
+            return  # sent before its gateway knew of it
+        if not self.peers.is_expired(message.not_after_unix_ms, message.owner):
+            self._act(self.machine.on_open_list(message, self.clock.now()))
 
     def _on_control(self, message: ResumeText | SealAttempts) -> TextResumed | AttemptsSealed:
         if isinstance(message, SealAttempts):
@@ -740,6 +765,8 @@ class DetokenizerNode(Node):
                     self.say(STOP, stop, worker=worker)
                 case ResendTokens(worker=worker):
                     self.say(STOP, action, worker=worker.instance)
+                case FetchOpenList(gateway=gateway):
+                    self.say(OPEN_FETCH, action, gateway=gateway.instance)
 
     def _tick(self) -> None:
         self._act(self.machine.on_tick(self.clock.now(), self.clock.unix_ms()))

@@ -354,7 +354,17 @@ EVERY: tuple[Message, ...] = (
         opened=(submit.OpenRequest(request_id=REQUEST, deadline_unix_ms=DEADLINE, attempt=FIRST),),
         closed=(OTHER_REQUEST,),
         not_after_unix_ms=DEADLINE,
+        parts=2,
     ),
+    submit.OpenListState(
+        model=MODEL,
+        owner=GATEWAY,
+        version=10,
+        count=20_000,
+        digest=bytes(range(8)),
+        not_after_unix_ms=DEADLINE,
+    ),
+    submit.FetchOpenList(gateway=GATEWAY),
     submit.NoticeBatch(
         leader=TERM,
         gateway=GATEWAY,

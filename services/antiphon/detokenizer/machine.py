@@ -18,12 +18,14 @@ from antiphon.detokenizer.choice import ChoiceResult, ChoiceState, DetokenizerRe
 from antiphon.detokenizer.incremental import Decode, TokenTexts
 from antiphon.detokenizer.streams import StreamTable
 from antiphon.detokenizer.unfolding import Unfolding
+from antiphon.service.open_lists import OPEN_LIST_READS, OpenLists
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
 from antiphon.wire.codec import split_rows, unpack_ids
 from antiphon.wire.command import ResendTokens, StopChoice, TokenCursor
 from antiphon.wire.errors import EngineError, Internal, Overloaded, encode_error
 from antiphon.wire.seal import DETAILS_BYTES_MAX, AttemptsSealed, SealedRequest
+from antiphon.wire.submit import FetchOpenList
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 from antiphon.wire.tokens import TokenColumns, TokenStep
 
@@ -32,12 +34,12 @@ if TYPE_CHECKING:
 
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.seal import SealAttempts, SealRequest
-    from antiphon.wire.submit import OpenList
+    from antiphon.wire.submit import OpenList, OpenListState
     from antiphon.wire.tokens import TokenNews, TokenRow, TokenStream
 
 log = logging.getLogger(__name__)
 
-READS = (TokenStep.__name__, TokenColumns.__name__)
+READS = (TokenStep.__name__, TokenColumns.__name__, *OPEN_LIST_READS)
 """What a detokenizer's heartbeat announces that it reads."""
 
 RESEND_INTERVAL_S = 0.5
@@ -67,7 +69,7 @@ class SendStop:
     stop: StopChoice
 
 
-Action = TextBatch | SendStop | ResendTokens
+Action = TextBatch | SendStop | ResendTokens | FetchOpenList
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class Detokenizer:
         self._resend_requested_at: dict[Process, float] = {}
         self._resend_pending: set[Process] = set()  # to be requested after `RESEND_INTERVAL_S`
         self._stopped_at: dict[tuple[RequestId, Attempt, int | None], float] = {}  # by choice
-        self._lists: dict[Process, int] = {}  # version of each gateway's last list
+        self._lists = OpenLists()
         self._dead_owners: OrderedDict[Process, None] = OrderedDict()  # dead gateways
         # Up to which attempt a request is sealed. A frozen worker may send its rows much later, and
         # perhaps they would be the first ones of the request here.
@@ -154,14 +156,13 @@ class Detokenizer:
             self._seen[worker] = seq
         return requested
 
-    def on_open_list(self, open_list: OpenList, now: float) -> list[Action]:
+    def on_open_list(self, message: OpenList | OpenListState, now: float) -> list[Action]:
         """Forget requests that their gateway has ended; stop those that run and are not open."""
-        owner = open_list.owner
-        if open_list.version <= self._lists.get(owner, -1):
+        owner = message.owner
+        if (change := self._lists.apply(message, now)) is None:
             return []
-        self._lists[owner] = open_list.version
         self._dead_owners.pop(owner, None)
-        for request_id in open_list.closed:
+        for request_id in change.closed:
             request = self.requests.get(request_id)
             if request is None or request.owner != owner:
                 continue
@@ -169,12 +170,13 @@ class Detokenizer:
                 self._forget(request_id)
             elif request.closed_at is None:
                 request.closed_at = now
-        if not open_list.whole:
+        if change.torn:
+            return [FetchOpenList(gateway=owner)]
+        if change.requests is None:
             return []
-        listed = {entry.request_id for entry in open_list.opened}
         actions: list[Action] = []
         for request in self._owned(owner):
-            if request.request_id in listed:
+            if request.request_id in change.requests:
                 request.listed_at, request.unowned_at = now, None
             elif request.closed_at is None and now - request.listed_at > (
                 CLOSED_S if request.stream.resume_ms else UNLISTED_S
@@ -277,7 +279,7 @@ class Detokenizer:
 
         Those that another gateway may adopt are kept for a while.
         """
-        self._lists.pop(owner, None)
+        self._lists.forget(owner)
         # Its rows may still be in transit: they must not begin its requests again.
         self._dead_owners[owner] = None
         if len(self._dead_owners) > OWNERS_GONE_MAX:

@@ -21,8 +21,9 @@ from antiphon.wire.base import Role
 from antiphon.wire.command import ResendTokens
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.heartbeat import StreamSeq
-from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
+from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, OPEN_FETCH, STOP, TEXT, TOKENS
 from antiphon.wire.seal import AttemptsSealed, SealAttempts
+from antiphon.wire.submit import FetchOpenList
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 from antiphon.wire.tokens import TokenNews, TokenStep
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from antiphon.detokenizer.choice import DetokenizerRequest
     from antiphon.wire.ids import ModelName, RequestId
-    from antiphon.wire.submit import OpenList
+    from antiphon.wire.submit import OpenList, OpenListState
 
 
 log = logging.getLogger(__name__)
@@ -113,11 +114,11 @@ class DetokenizerService:
         self._do(self._machine.on_tokens(news, self._runtime.clock.now()))
         self._spans.end(self._machine.requests)
 
-    def _on_open(self, open_list: OpenList) -> None:
-        if self._runtime.peers.is_expired(open_list.not_after_unix_ms, open_list.owner):
+    def _on_open(self, message: OpenList | OpenListState) -> None:
+        if self._runtime.peers.is_expired(message.not_after_unix_ms, message.owner):
             self._runtime.metrics.late.labels(OPEN.name).inc()
             return
-        self._do(self._machine.on_open_list(open_list, self._runtime.clock.now()))
+        self._do(self._machine.on_open_list(message, self._runtime.clock.now()))
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
         """Detect a lost tail by a worker's heartbeat; drop the state of dead processes."""
@@ -160,6 +161,8 @@ class DetokenizerService:
             case ResendTokens(worker=worker):
                 self._runtime.metrics.gaps.labels(TOKENS.name).inc()
                 bus.publish(STOP, action, worker=worker.instance)
+            case FetchOpenList(gateway=gateway):
+                bus.publish(OPEN_FETCH, action, gateway=gateway.instance)
 
     def _tick(self) -> None:
         clock = self._runtime.clock

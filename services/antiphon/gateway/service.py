@@ -30,12 +30,13 @@ from antiphon.model_card.served_model import served_name
 from antiphon.service.endpoint import Endpoint, StreamEndpoint
 from antiphon.service.metrics_publisher import report_of
 from antiphon.service.service import Report, Runtime
-from antiphon.service.startup import OPEN_ENTRY_BYTES, check_message_fits
+from antiphon.service.startup import OPEN_ENTRY_BYTES, fitting_entries
 from antiphon.service.web import probe_routes
 from antiphon.telemetry.catalog import NUM_OPEN_REQS
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import Unavailable
-from antiphon.wire.routes import ABORT, METRICS, NOTICE, TEXT
+from antiphon.wire.routes import ABORT, METRICS, NOTICE, OPEN, OPEN_FETCH, TEXT
+from antiphon.wire.submit import OpenListState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
@@ -68,19 +69,22 @@ class GatewayService:
         """
         settings, model = runtime.settings, served_name(runtime.settings)
         gateway, rules = settings.gateway, settings.access
-        check_message_fits(
-            "gateway.requests_max",
-            gateway.requests_max,
-            each_bytes=OPEN_ENTRY_BYTES,
-            message_bytes_max=runtime.bus.transport.payload_bytes_max,
-        )
         metrics = GatewayMetrics(runtime.metrics, settings.metrics)
         model_metrics = _show_model(runtime, model)
         runtime.metrics.before_collect(metrics.latencies.flush_inter_token)
         keys = KeysFile(rules.keys_file) if rules.keys_file else None
         access = Access(rules, keys.read() if keys else Tenants(), runtime.clock.now)
         metrics.tenants.add(access.names)
-        owner = Owner(runtime.process, model, runtime.clock, gateway)
+        owner = Owner(
+            runtime.process,
+            model,
+            runtime.clock,
+            gateway,
+            list_part_max=fitting_entries(
+                OPEN_ENTRY_BYTES, runtime.bus.transport.payload_bytes_max
+            ),
+            states_read=partial(runtime.peers.read_by_all, OpenListState, *OPEN.listeners),
+        )
         driver = OwnerDriver(owner, runtime, model, metrics)
         tokenizers = TokenizerClient(runtime, model)
         requests = RequestLog(runtime, model)
@@ -112,6 +116,7 @@ class GatewayService:
         return (
             StreamEndpoint(route=TEXT, apply=driver.on_text_batch, address=address),
             StreamEndpoint(route=NOTICE, apply=driver.on_notice, address=address),
+            StreamEndpoint(route=OPEN_FETCH, apply=driver.on_open_list_request, address=address),
             StreamEndpoint(route=ABORT, apply=self._on_abort, address={"model": self.model()}),
             StreamEndpoint(route=METRICS, apply=self.model_metrics.take),
             *self.generations.endpoints(),

@@ -36,6 +36,7 @@ from antiphon.model_worker.speculation.corpora import ExternalCorpora
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.model_worker.startup.warm_up import choose_overlap, warm_up
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
+from antiphon.service.open_lists import OPEN_LIST_READS
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
@@ -44,7 +45,16 @@ from antiphon.wire.base import Role
 from antiphon.wire.command import CommandBatch, ControlDone, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, Overloaded
 from antiphon.wire.heartbeat import WorkerLoad
-from antiphon.wire.routes import COMMAND, KV_EVENTS, KV_REPLAY, OPEN, STOP, WORKER_CONTROL
+from antiphon.wire.routes import (
+    COMMAND,
+    KV_EVENTS,
+    KV_REPLAY,
+    OPEN,
+    OPEN_FETCH,
+    STOP,
+    WORKER_CONTROL,
+)
+from antiphon.wire.submit import FetchOpenList
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -54,7 +64,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.ids import ModelName
     from antiphon.wire.kv_events import KvReplayed, ReplayKv
-    from antiphon.wire.submit import OpenList
+    from antiphon.wire.submit import OpenList, OpenListState
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +252,7 @@ class ModelWorker:
 
     def report(self) -> Report:
         if self._last is None:
-            return Report(load=0)
+            return Report(load=0, reads=OPEN_LIST_READS)
         output, last, limits = self._output, self._last, self._engine.core.limits
         with self._sender.lock:
             streams, held = self._seqs.streams(), output.held()
@@ -251,6 +261,7 @@ class ModelWorker:
         return Report(
             load=output.live_count,
             streams=streams,
+            reads=OPEN_LIST_READS,
             worker=WorkerLoad(
                 pages_free=last.credit.pages_free + last.credit.pages_evictable,
                 pages_total=self._engine.core.pools.pages_total,
@@ -313,7 +324,7 @@ class ModelWorker:
         else:
             self._apply(self._output.resend, message)
 
-    def _on_open(self, message: OpenList) -> None:
+    def _on_open(self, message: OpenList | OpenListState) -> None:
         now_ms = self._runtime.clock.unix_ms()
         if self._runtime.peers.to_local_ms(message.not_after_unix_ms, message.owner) < now_ms:
             self._runtime.metrics.late.labels(OPEN.name).inc()
@@ -348,7 +359,7 @@ class ModelWorker:
                     self._act(action)
                 except Exception:
                     # The actions after it are of other requests.
-                    log.exception("action failed", extra={"key": action.key})
+                    log.exception("action failed", extra={"action": type(action).__name__})
                     if isinstance(action, RunChoice):
                         self._refuse(action.key, Internal("internal error"))
             self._sender.publish()
@@ -367,6 +378,8 @@ class ModelWorker:
                 self._attempt(self._accounting.drop, key, now)
                 if not self._grammar_queue.drop(key):
                     self._mailbox.drop(key, kept)
+            case FetchOpenList(gateway=gateway):
+                self._runtime.bus.publish(OPEN_FETCH, action, gateway=gateway.instance)
 
     def _attempt(self, work: Callable[P, object], *args: P.args, **named: P.kwargs) -> None:
         """Do one of several things. Those after it are for other requests, or other receivers."""

@@ -1,19 +1,18 @@
-"""What workers and gateways report of requests; followed by leader and standbys alike."""
+"""What workers report of requests; followed by leader and standbys alike."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.wire.base import Process
-from antiphon.wire.ids import RequestId
-from antiphon.wire.submit import OpenList, OpenRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.wire.base import Attempt
     from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
+    from antiphon.wire.ids import RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,48 +78,3 @@ def _detokenizer(held: RunningRequest) -> Process | None:
     if held.detokenizer is None or held.detokenizer_incarnation is None:
         return None
     return Process(instance=held.detokenizer, incarnation=held.detokenizer_incarnation)
-
-
-@dataclass(slots=True)
-class GatewayOpenRequests:
-    """One gateway's open requests, as of its message `version`."""
-
-    version: int
-    received_at: float
-    requests: dict[RequestId, OpenRequest] = field(default_factory=dict[RequestId, OpenRequest])
-
-
-class OpenLists:
-    def __init__(self) -> None:
-        self._owned: dict[Process, GatewayOpenRequests] = {}
-
-    def apply(self, change: OpenList, now: float) -> bool:
-        """Apply a message. Returns False if a later one of the same gateway was applied before.
-
-        A lost message needs no handling: the next full list repairs it.
-        """
-        if (owned := self._owned.get(change.owner)) is None:
-            owned = self._owned[change.owner] = GatewayOpenRequests(change.version - 1, now)
-        if change.version <= owned.version:
-            return False
-        owned.version = change.version
-        if change.whole:
-            owned.received_at, owned.requests = now, {}
-        owned.requests.update((line.request_id, line) for line in change.opened)
-        for request_id in change.closed:
-            owned.requests.pop(request_id, None)
-        return True
-
-    def reported_since(self, owner: Process, since: float) -> bool:
-        """Whether a gateway has sent a full list after `since`."""
-        owned = self._owned.get(owner)
-        return owned is not None and owned.received_at > since
-
-    def find(self, request_id: RequestId) -> tuple[Process, OpenRequest] | None:
-        for owner, owned in self._owned.items():
-            if (line := owned.requests.get(request_id)) is not None:
-                return owner, line
-        return None
-
-    def forget(self, owner: Process) -> None:
-        self._owned.pop(owner, None)

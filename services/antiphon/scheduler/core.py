@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.cluster_view import OpenLists, WorkerAssignments
+from antiphon.scheduler.cluster_view import WorkerAssignments
 from antiphon.scheduler.election import LeaderElection
 from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, LeaderConfig
 from antiphon.scheduler.leader_term import LeaderTerm
 from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
 from antiphon.scheduler.worker_caches import WorkerCaches
+from antiphon.service.open_lists import OpenLists
 from antiphon.service.peers import Liveness, Peer, PeerChange, PeerTable
 from antiphon.wire.base import Attempt, Process, Role, Term, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
+from antiphon.wire.submit import FetchOpenList
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         CancelAccepted,
         CancelRequest,
         OpenList,
+        OpenListState,
         RequestAdopted,
         SubmitAccepted,
         SubmitRequest,
@@ -63,6 +66,7 @@ class SchedulerCore:
         self.caches = WorkerCaches(rules.blocks_max)
         self._assignments = WorkerAssignments()
         self._lists = OpenLists()
+        self._fetches: list[FetchOpenList] = []
         self._leader_term: LeaderTerm | None = None
         self._reconciliation: Reconciliation | None = None
         self._not_ready_since = clock.now()
@@ -117,13 +121,15 @@ class SchedulerCore:
         leader_term.bind_waiting()
         return accepted
 
-    def on_open_list(self, change: OpenList) -> bool:
-        """Apply a gateway's open list. Returns False if it expired; the next one comes soon."""
-        if self._peers.is_expired(change.not_after_unix_ms, change.owner):
+    def on_open_list(self, message: OpenList | OpenListState) -> bool:
+        """Apply what a gateway says of its open list. Returns False if that has expired."""
+        if self._peers.is_expired(message.not_after_unix_ms, message.owner):
             return False
-        if change.model != self._model or not self._peers.is_alive(change.owner):
+        if message.model != self._model or not self._peers.is_alive(message.owner):
             return True
-        if self._lists.apply(change, self._clock.now()):
+        if (change := self._lists.apply(message, self._clock.now())) is not None:
+            if change.torn:
+                self._fetches.append(FetchOpenList(gateway=message.owner))
             self._observe_attempts(line.attempt for line in change.opened)
             if self._reconciliation is not None:
                 self._reconciliation.on_open_list(change)
@@ -169,7 +175,8 @@ class SchedulerCore:
         self._check_term()
 
     def take_actions(self) -> list[Action]:
-        return self._leader_term.outbox.take_actions() if self._leader_term else []
+        fetches, self._fetches = self._fetches, []
+        return [*fetches, *(self._leader_term.outbox.take_actions() if self._leader_term else ())]
 
     def _require_leader_term(self) -> LeaderTerm:
         if self._leader_term is not None:
@@ -282,7 +289,7 @@ class SchedulerCore:
         since = self._not_ready_since
         return (
             bool(gateways and workers)
-            and all(self._lists.reported_since(gateway, since) for gateway in gateways)
+            and all(self._lists.complete_since(gateway, since) for gateway in gateways)
             and all(self._assignments.reported_since(worker, since) for worker in workers)
         )
 

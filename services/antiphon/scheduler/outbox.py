@@ -15,7 +15,7 @@ from antiphon.service.sequence import SeqSender
 from antiphon.wire.codec import split_rows
 from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch, Rebind
 from antiphon.wire.seal import SEALS_MAX, SealAttempts
-from antiphon.wire.submit import LostRequest, NoticeBatch
+from antiphon.wire.submit import FetchOpenList, LostRequest, NoticeBatch
 from antiphon.wire.tokens import TokenColumns, TokenStep
 
 if TYPE_CHECKING:
@@ -69,7 +69,15 @@ class SealCall:
     message: SealAttempts
 
 
-Action = CommandBatch | NoticeBatch | SealCall | RequestBound | RequestRequeued | RequestRemoved
+Action = (
+    CommandBatch
+    | NoticeBatch
+    | SealCall
+    | FetchOpenList
+    | RequestBound
+    | RequestRequeued
+    | RequestRemoved
+)
 
 
 @dataclass(frozen=True, slots=True)

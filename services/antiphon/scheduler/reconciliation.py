@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.cluster_view import HeldAttempt, OpenLists, WorkerReport
+from antiphon.scheduler.cluster_view import HeldAttempt, WorkerReport
 from antiphon.scheduler.leader_config import (
     ADOPTION_BEATS,
     ATTEMPT_TIMEOUT_BEATS,
@@ -29,14 +29,15 @@ from antiphon.wire.base import Attempt, Process, ProcessState
 from antiphon.wire.errors import WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from antiphon.scheduler.leader_term import LeaderTerm
     from antiphon.scheduler.outbox import FailedRequest
+    from antiphon.service.open_lists import OpenChange, OpenLists
     from antiphon.service.peers import Peer
     from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
     from antiphon.wire.ids import RequestId
-    from antiphon.wire.submit import OpenList, OpenRequest
+    from antiphon.wire.submit import OpenRequest
 
 
 class Reconciliation:
@@ -51,7 +52,7 @@ class Reconciliation:
         self._assignments = leader_term.assignments
         self._lists = lists
         self._unowned_since: dict[Process, dict[RequestId, float]] = {}
-        # Consecutive full lists without the request.
+        # Consecutive complete lists without the request.
         self._unlisted: dict[Process, dict[RequestId, int]] = {}
         self._dead_detokenizers: dict[Process, float] = {}  # since when requests wait for them
         self._dead_owners: dict[Process, float] = {}  # of requests, and since when they are dead
@@ -82,11 +83,11 @@ class Reconciliation:
             self._leader_term.hand_back(worker, held.keys() - report.ended)
         self._leader_term.bind_waiting()
 
-    def on_open_list(self, change: OpenList) -> None:
+    def on_open_list(self, change: OpenChange) -> None:
         for request_id in change.closed:
             self._close(request_id, change.owner)
-        if change.whole:
-            self._compare(change)
+        if change.requests is not None:
+            self._compare(change.owner, change.requests)
         else:
             for line in change.opened:
                 self._line(change.owner, line)
@@ -263,23 +264,22 @@ class Reconciliation:
                 entry, WorkerLost("the detokenizer of the request has died")
             )
 
-    def _compare(self, change: OpenList) -> None:
-        """Compare a full list with the known requests of its gateway.
+    def _compare(self, owner: Process, requests: Mapping[RequestId, OpenRequest]) -> None:
+        """Compare all open requests of a gateway with those that are known of it.
 
-        Known waiting requests, perhaps 2,000, are covered by the set operations alone.
+        Known waiting requests, perhaps 20,000, are covered by the set operations alone.
         """
-        listed = {line.request_id for line in change.opened}
-        unknown = listed - self._ledger.owned(change.owner).keys()
+        unknown = requests.keys() - self._ledger.owned(owner).keys()
         lacking = [
             line.request_id
-            for line in change.opened
+            for line in list(requests.values())
             if line.attempt is not None or line.request_id in unknown
-            if not self._line(change.owner, line)
+            if not self._line(owner, line)
         ]
-        self._drop_unlisted(change.owner, listed)
+        self._drop_unlisted(owner, requests.keys())
         # A new leader is sent everything anyway.
         if lacking and self._leader_term.ready:
-            self._leader_term.outbox.request_resubmission(change.owner, lacking)
+            self._leader_term.outbox.request_resubmission(owner, lacking)
 
     def _line(self, owner: Process, line: OpenRequest) -> bool:
         """Apply one entry of an open list. Returns False if the request must be submitted again."""
@@ -320,10 +320,10 @@ class Reconciliation:
         until = self._clock.unix_ms() + round(self._rules.tombstone_s * 1000)
         self._leader_term.tombstones.add(request_id, owner, until)
 
-    def _drop_unlisted(self, owner: Process, listed: set[RequestId]) -> None:
+    def _drop_unlisted(self, owner: Process, listed: Collection[RequestId]) -> None:
         owned, before = self._ledger.owned(owner), self._unlisted.pop(owner, {})
         # In order of their ids, so that a simulation is reproducible.
-        if unlisted := sorted(owned.keys() - listed):
+        if unlisted := sorted(owned.keys() - set(listed)):
             self._unlisted[owner] = {name: before.get(name, 0) + 1 for name in unlisted}
         for name, lists in self._unlisted.get(owner, {}).items():
             if lists >= GRACE_BEATS and not self._is_being_adopted(owned[name]):

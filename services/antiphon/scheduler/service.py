@@ -22,6 +22,7 @@ from antiphon.scheduler.outbox import (
 )
 from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
+from antiphon.service.open_lists import OPEN_LIST_READS
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tasks import isolated, perform
 from antiphon.telemetry import catalog
@@ -39,6 +40,7 @@ from antiphon.wire.routes import (
     KV_REPLAY,
     NOTICE,
     OPEN,
+    OPEN_FETCH,
     SUBMIT,
 )
 from antiphon.wire.seal import AttemptsSealed
@@ -46,8 +48,10 @@ from antiphon.wire.submit import (
     AdoptRequest,
     CancelAccepted,
     CancelRequest,
+    FetchOpenList,
     NoticeBatch,
     OpenList,
+    OpenListState,
     RequestAdopted,
     SubmitAccepted,
     SubmitRequest,
@@ -109,7 +113,7 @@ class SchedulerService:
 
     def report(self) -> Report:
         leads = self._core.term if self._core.term == self._announced_term else None
-        return Report(load=self._core.open_requests, leads=leads)
+        return Report(load=self._core.open_requests, leads=leads, reads=OPEN_LIST_READS)
 
     async def drain(self) -> None:
         """Bind the waiting requests, unless a standby can do it; then stop leading."""
@@ -145,8 +149,8 @@ class SchedulerService:
         self._news.set()
         return accepted
 
-    def _on_open(self, change: OpenList) -> None:
-        if not self._core.on_open_list(change):
+    def _on_open(self, message: OpenList | OpenListState) -> None:
+        if not self._core.on_open_list(message):
             self._runtime.metrics.late.labels(OPEN.name).inc()
         self._news.set()
 
@@ -219,6 +223,8 @@ class SchedulerService:
             case NoticeBatch():
                 self._metrics.lost.inc(len(action.requests))
                 self._runtime.bus.publish(NOTICE, action, gateway=action.gateway.instance)
+            case FetchOpenList(gateway=gateway):
+                self._runtime.bus.publish(OPEN_FETCH, action, gateway=gateway.instance)
             case RequestBound():
                 self._note_bound(action)
             case RequestRequeued(request_id, worker):

@@ -9,7 +9,7 @@ import socket
 import sys
 
 OPEN_ENTRY_BYTES = 192
-"""Estimated size of an open list entry, rounded up."""
+"""Estimated size of an open list's entry, rounded up."""
 HELD_ENTRY_BYTES = 224
 """Estimated size of a running request in a worker's heartbeat, rounded up."""
 _REST_BYTES = 16 * 1024
@@ -53,10 +53,15 @@ def address_for_others(listening: socket.socket, host: str, advertise_host: str)
     return f"{name}:{listening.getsockname()[1]}"
 
 
+def fitting_entries(each_bytes: int, message_bytes_max: int) -> int:
+    """How many entries of a list fit into a message."""
+    return max(0, (message_bytes_max - _REST_BYTES) // each_bytes)
+
+
 def check_message_fits(field: str, count: int, *, each_bytes: int, message_bytes_max: int) -> None:
     """Reject a bound whose lists would exceed the broker's message size, with `CannotStart`."""
     # Peers would consider a process dead whose heartbeats cannot be sent, and its requests ended.
-    fits = max(0, (message_bytes_max - _REST_BYTES) // each_bytes)
+    fits = fitting_entries(each_bytes, message_bytes_max)
     if count > fits:
         raise CannotStart(
             f"{field} = {count}: must be at most {fits}, so that a list of all requests fits into "

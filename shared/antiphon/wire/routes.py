@@ -204,7 +204,7 @@ ADOPT = RequestRoute(
 )
 OPEN = Route(
     subject="scheduler.{model}.open",
-    carries=(submit.OpenList,),
+    carries=(submit.OpenList, submit.OpenListState),
     senders=(Role.GATEWAY,),
     listeners=(Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER),
     delivery=DeliveryMode.ALL,
@@ -276,6 +276,12 @@ TEXT = Route(
     senders=(Role.DETOKENIZER,),
     listeners=(Role.GATEWAY,),
     ordered=True,
+)
+OPEN_FETCH = Route(
+    subject="gateway.{gateway}.open",
+    carries=(submit.FetchOpenList,),
+    senders=(Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER),
+    listeners=(Role.GATEWAY,),
 )
 NOTICE = Route(
     subject="gateway.{gateway}.notice",

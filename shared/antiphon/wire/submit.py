@@ -14,6 +14,7 @@ from antiphon.wire.bounds import (
     LongText,
     Milliseconds,
     Number,
+    Positive,
     UnixMs,
     check_ids,
 )
@@ -165,8 +166,13 @@ class OpenRequest(Value):
 class OpenList(Message):
     """The requests that a gateway owns and has not ended.
 
-    The whole list is sent each 0.5 s; changes are sent at once (`whole` false: `opened` are new,
-    `closed` have ended). `version` increases by one per message, so that late ones are detected.
+    Changes are sent at once (`whole` false: `opened` are new, `closed` have ended). `version`
+    increases by one per message, so that late ones are detected. The whole list is sent on request;
+    each 0.5 s if some process of an earlier version does not read `OpenListState`.
+
+    Attributes:
+        parts: A whole list that is too long for a message is sent in so many; all but the first one
+            add requests to it. It is complete with the `OpenListState` after them.
     """
 
     model: ModelName
@@ -176,6 +182,35 @@ class OpenList(Message):
     opened: tuple[OpenRequest, ...] = ()
     closed: tuple[RequestId, ...] = ()
     not_after_unix_ms: UnixMs
+    parts: Positive = 1
+
+
+OPEN_DIGEST_BYTES = 8
+
+
+class OpenListState(Message):
+    """How many requests a gateway's open list has as of a version, and their digest.
+
+    Sent each 0.5 s. A process whose copy of the list differs has missed a change, and requests the
+    whole.
+
+    Attributes:
+        digest: XOR of BLAKE2b of each request's id, and of the term and number of the attempt that
+            is followed; see `service.open_lists`.
+    """
+
+    model: ModelName
+    owner: Process
+    version: Number
+    count: Count
+    digest: Annotated[bytes, Meta(min_length=OPEN_DIGEST_BYTES, max_length=OPEN_DIGEST_BYTES)]
+    not_after_unix_ms: UnixMs
+
+
+class FetchOpenList(Message):
+    """A gateway sends its whole open list again, to all."""
+
+    gateway: Process
 
 
 class LostRequest(Value):

@@ -69,7 +69,7 @@ from antiphon.wire.submit import (
     CancelAccepted,
     LostRequest,
     NoticeBatch,
-    OpenList,
+    OpenListState,
     RequestAdopted,
     SubmitAccepted,
     SubmitRequest,
@@ -432,7 +432,9 @@ class Cluster:
         delivery.respond(TextResumed(rows=rows))
 
     async def _opened(self, delivery: Delivery) -> None:
-        message: OpenList = delivery.read(OPEN)
+        message = delivery.read(OPEN)
+        if isinstance(message, OpenListState):
+            return
         opened = {line.request_id for line in message.opened}
         self.open = opened if message.whole else (self.open | opened) - set(message.closed)
 

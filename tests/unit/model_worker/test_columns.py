@@ -18,6 +18,7 @@ from antiphon.wire.command import Abort, Admit, ResendTokens, StopChoice, TokenC
 from antiphon.wire.errors import WorkerLost, encode_error
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
+from antiphon.wire.submit import FetchOpenList
 from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs, pack_floats
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class World:
     def drop(self, event: Callable[[Bench], list[Action]], *, silent: bool = True) -> None:
         drops, others = event(self.columns), event(self.rows)
         assert drops == others
-        keys = [drop.key for drop in drops]
+        keys = [drop.key for drop in drops if not isinstance(drop, FetchOpenList)]
         self.dropped += keys
         if silent:
             ended = [self.running[key] for key in keys if key in self.running]

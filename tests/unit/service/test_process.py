@@ -18,15 +18,12 @@ import aiohttp
 import msgspec
 import pytest
 from tests.support.echo import MODEL, echo_request
-from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.nats import NatsServer
-from tests.support.services import client_bus, listening, process, running
+from tests.support.services import client_bus, listening, process
 from tests.support.wait import until
-from tests.unit.gateway.cluster import settings
 
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.settings import BusConfig
-from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
 from antiphon.service.main import CANNOT_START
 from antiphon.service.startup import (
@@ -413,14 +410,6 @@ def test_largest_bound_that_fits_is_named_and_fits() -> None:
     with pytest.raises(CannotStart, match=r"queue = 9999: must be at most 836, .* 100000 bytes"):
         check_message_fits("queue", 9999, each_bytes=100, message_bytes_max=100_000)
     check_message_fits("queue", 836, each_bytes=100, message_bytes_max=100_000)
-
-
-async def test_gateway_with_more_requests_than_its_list_can_name_does_not_start() -> None:
-    chosen = settings(requests_max=100_000)
-    with pytest.raises(ExceptionGroup) as raised:
-        async with running(GatewayService, MemoryTransport(MemoryBroker()), settings=chosen):
-            pass
-    assert raised.group_contains(CannotStart, match=r"gateway\.requests_max = 100000")
 
 
 @pytest.mark.parametrize(

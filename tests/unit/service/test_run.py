@@ -25,7 +25,7 @@ from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.heartbeat import ClaimName, Discover
 from antiphon.wire.routes import DISCOVER, HEARTBEAT, NAME, OPEN, TOKENIZE, WORKER_CONTROL
-from antiphon.wire.submit import OpenList
+from antiphon.wire.submit import OpenList, OpenListState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -207,7 +207,7 @@ class Wrong(EchoService):
     def endpoints(self) -> Sequence[Endpoint]:
         return (*super().endpoints(), StreamEndpoint(route=OPEN, apply=self._opened, address={}))
 
-    def _opened(self, _: OpenList) -> None:
+    def _opened(self, _: OpenList | OpenListState) -> None:
         raise self.wrong
 
 
@@ -329,7 +329,7 @@ class Store(EchoService):
         self.flushed = isinstance(message, FlushCache)
         return ControlDone()
 
-    def follow(self, message: OpenList) -> None:
+    def follow(self, message: OpenList | OpenListState) -> None:
         self.done.set()
 
     async def drain(self) -> None:

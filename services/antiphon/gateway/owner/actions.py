@@ -7,7 +7,7 @@ import msgspec
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import RequestId
-from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
+from antiphon.wire.submit import CancelRequest, OpenList, OpenListState, SubmitRequest
 from antiphon.wire.text import Origin, ResumeText
 from antiphon.wire.token_outputs import TokenOutputsChunk
 
@@ -57,10 +57,10 @@ class Deliver(msgspec.Struct, frozen=True):
     event: StreamEvent
 
 
-Action = Deliver | SubmitRequest | CancelRequest | OpenList | ResumeText
+Action = Deliver | SubmitRequest | CancelRequest | OpenList | OpenListState | ResumeText
 """An event for a client's stream, in order, or a message.
 
 A submit or a cancel is a call of the leader: its reply, or a timeout, goes to `submit_answered` or
 `cancel_answered` of the owner, and the outcome of fetching missing text from a detokenizer to
-`text_answered`. An open list is published; the next full list makes up for a lost one.
+`text_answered`. Open lists are published; a process that has missed one requests the whole.
 """

@@ -32,8 +32,10 @@ from antiphon.wire.routes import (
 from antiphon.wire.submit import (
     AdoptRequest,
     CancelRequest,
+    FetchOpenList,
     NoticeBatch,
     OpenList,
+    OpenListState,
     RequestAdopted,
     SubmitRequest,
 )
@@ -181,12 +183,16 @@ class OwnerDriver:
         for action in self._owner.close(error):
             if isinstance(action, Deliver):
                 self._deliver(action)
-        self._announce(self._owner.final_open_list())
+            elif isinstance(action, OpenList | OpenListState):
+                self._announce(action)
 
     def on_text_batch(self, batch: TextBatch) -> None:
         if not self._runtime.peers.is_alive(batch.detokenizer):
             raise UnknownSender(f"text from {batch.detokenizer.instance}, which is not a live peer")
         self._apply(self._owner.text_arrived(batch))
+
+    def on_open_list_request(self, message: FetchOpenList) -> None:
+        self._apply(self._owner.open_list_requested(message))
 
     def on_notice(self, batch: NoticeBatch) -> None:
         peers, leader = self._runtime.peers, batch.leader.scheduler
@@ -215,7 +221,7 @@ class OwnerDriver:
         match action:
             case Deliver():
                 self._deliver(action)
-            case OpenList():
+            case OpenList() | OpenListState():
                 self._announce(action)
             case SubmitRequest():
                 self._start(self._submit, action)
@@ -243,11 +249,11 @@ class OwnerDriver:
             if not stream.counted:
                 self._metrics.observe_finished(stream, action.event)
 
-    def _announce(self, message: OpenList) -> None:
+    def _announce(self, message: OpenList | OpenListState) -> None:
         try:
             self._runtime.bus.publish(OPEN, message, model=self._model)
         except BusDown:
-            return  # sent again in full after the reconnect
+            return  # the next state shows that it is missing
         except EngineError as error:
             extra = {"code": error.code, "reason": error.message}
             log.error("open list not sent", extra=extra)  # noqa: TRY400  # no bug of this line

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.service.open_lists import OpenSet
 from antiphon.service.sequence import Arrival, SeqReceiver
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
 from antiphon.wire.codec import ID_BYTES, id_count
 from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.errors import Internal, WorkerLost
 from antiphon.wire.seal import DETAILS_BYTES_MAX
-from antiphon.wire.submit import OpenList, OpenRequest, OwnerSeal, SubmitRequest
+from antiphon.wire.submit import (
+    OpenList,
+    OpenListState,
+    OpenRequest,
+    OwnerSeal,
+    SubmitRequest,
+)
 from antiphon.wire.text import ChoiceCursor, Origin, TextRow
 from antiphon.wire.token_outputs import TokenOutputsBuffer
 
@@ -438,42 +445,69 @@ class UnreadBytes:
 
 
 class OpenListBuilder:
-    """Collects changes until they are published. Pure.
+    """Collects changes until they are published. Pure."""
 
-    The entries are kept between full lists: by then the requests themselves have left the CPU
-    cache.
-    """
-
-    def __init__(self, owner: Process, model: ModelName, clock: Clock, interval_s: float) -> None:
+    def __init__(
+        self, owner: Process, model: ModelName, clock: Clock, interval_s: float, part_max: int
+    ) -> None:
         self._owner = owner
         self._model = model
         self._clock = clock
         self._valid_ms = int(_LISTS_VALID * interval_s * 1000)
+        self._part_max = part_max
         self._version = 0
-        self._open: dict[RequestId, OpenRequest] = {}
+        self._open = OpenSet()
         self._changed: dict[RequestId, OpenRequest] = {}
         self._closed: list[RequestId] = []
 
     def add(self, request: OwnedRequest) -> None:
         """Add a request that is new, or that follows another attempt."""
-        self._open[request.id] = self._changed[request.id] = request.open_list_entry()
+        line = self._changed[request.id] = request.open_list_entry()
+        self._open.put(line)
 
     def close(self, request: OwnedRequest) -> None:
-        del self._open[request.id]
+        self._open.remove(request.id)
         self._changed.pop(request.id, None)
         self._closed.append(request.id)
 
     def changes(self) -> OpenList | None:
         if not self._changed and not self._closed:
             return None
-        return self._list(self._changed.values(), tuple(self._closed), whole=False)
+        return self._list(tuple(self._changed.values()), tuple(self._closed))
 
     def whole(self) -> OpenList:
-        """Return all open requests; includes all changes so far."""
-        return self._list(self._open.values(), (), whole=True)
+        """Return all open requests in one message; includes all changes so far."""
+        return self._list(tuple(self._open.requests.values()), whole=True)
+
+    def parts(self) -> Iterator[OpenList | OpenListState]:
+        """Yield all open requests in messages of bounded size; includes all changes so far."""
+        lines = tuple(self._open.requests.values())
+        starts = range(0, max(1, len(lines)), self._part_max)
+        for start in starts:
+            part = lines[start : start + self._part_max]
+            yield self._list(part, whole=start == 0, parts=len(starts))
+        yield self.state()
+
+    def state(self) -> OpenListState:
+        """Return the number and digest of the requests as of all changes that were published."""
+        assert not self._changed, "changes are to be published first"
+        assert not self._closed, "changes are to be published first"
+        return OpenListState(
+            model=self._model,
+            owner=self._owner,
+            version=self._version,
+            count=len(self._open.requests),
+            digest=self._open.digest,
+            not_after_unix_ms=self._clock.unix_ms() + self._valid_ms,
+        )
 
     def _list(
-        self, opened: Iterable[OpenRequest], closed: tuple[RequestId, ...], *, whole: bool
+        self,
+        opened: tuple[OpenRequest, ...],
+        closed: tuple[RequestId, ...] = (),
+        *,
+        whole: bool = False,
+        parts: int = 1,
     ) -> OpenList:
         self._version += 1
         message = OpenList(
@@ -481,9 +515,10 @@ class OpenListBuilder:
             owner=self._owner,
             version=self._version,
             whole=whole,
-            opened=tuple(opened),
+            opened=opened,
             closed=closed,
             not_after_unix_ms=self._clock.unix_ms() + self._valid_ms,
+            parts=parts,
         )
         self._changed.clear()
         self._closed.clear()

@@ -17,18 +17,20 @@ from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, Re
 from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import PlainStreams, TokenOutbox
+from antiphon.service.open_lists import OpenLists
 from antiphon.wire.command import Abort, Admit, CommandBatch, Rebind, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, WorkerLost, decode_error
 from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.submit import FetchOpenList
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from antiphon.model_worker.batching.state import AnyProgress, SampledTokens
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import InstanceId, RequestId
-    from antiphon.wire.submit import OpenList
+    from antiphon.wire.submit import OpenList, OpenListState
     from antiphon.wire.tokens import TokenBatch
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class DropChoice(msgspec.Struct, frozen=True, gc=False):
     kept: int | None = None
 
 
-Action = RunChoice | DropChoice
+Action = RunChoice | DropChoice | FetchOpenList
 
 
 class WorkerOutput:
@@ -92,7 +94,7 @@ class WorkerOutput:
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
         self._tombstones = AttemptTombstones(TOMBSTONE_MS)
-        self._lists: dict[Process, tuple[int, int]] = {}  # version, received at
+        self._lists = OpenLists()
         self._keys = count(1)
         self._actions: list[Action] = []  # that the loop was not given yet
 
@@ -177,7 +179,7 @@ class WorkerOutput:
                 self._outbox.put(held)
         return self.take_actions()
 
-    def open_list(self, message: OpenList, now_ms: int) -> list[Action]:
+    def open_list(self, message: OpenList | OpenListState, now_ms: int) -> list[Action]:
         """Forget requests that their owner has closed, or does not list.
 
         One that can be resumed may have been adopted: a rebind to its new owner is under way then,
@@ -185,14 +187,14 @@ class WorkerOutput:
         """
         if self._our_time_ms(message.not_after_unix_ms, message.owner) < now_ms:
             return []
-        version, _ = self._lists.get(message.owner, (0, 0))
-        gone = set(message.closed)
-        if message.version > version:
-            self._lists[message.owner] = (message.version, now_ms)
-            if message.whole:
-                listed = {line.request_id for line in message.opened}
-                gone |= self._unlisted(message.owner, listed, now_ms)
-                self._repeat_ends(message.owner, listed)
+        if (change := self._lists.apply(message, now_ms / 1000)) is None:
+            return []
+        if change.torn:
+            self._actions.append(FetchOpenList(gateway=message.owner))
+        gone = set(change.closed)
+        if change.requests is not None:
+            gone |= self._unlisted(message.owner, change.requests, now_ms)
+            self._repeat_ends(message.owner, change.requests)
         for request_id in gone:
             held = self._held.get(request_id)
             if held is None or held.owner != message.owner:
@@ -205,7 +207,7 @@ class WorkerOutput:
 
     def owner_died(self, owner: Process, now_ms: int) -> list[Action]:
         """Forget the requests of a dead gateway, and later those that another one may adopt."""
-        self._lists.pop(owner, None)
+        self._lists.forget(owner)
         for held in [held for held in self._held.values() if held.owner == owner]:
             held.unowned_ms = now_ms
             if not held.resume_ms:
@@ -340,11 +342,7 @@ class WorkerOutput:
             elif now_ms >= held.due_ms + FREED_AFTER_MS:
                 self._stop(held, [choice for choice in held.choices if choice.live])
         self._tombstones.expire(now_ms)
-        self._lists = {
-            owner: (version, received_ms)
-            for owner, (version, received_ms) in self._lists.items()
-            if received_ms + FORGOTTEN_AFTER_MS > now_ms
-        }
+        self._lists.forget_silent((now_ms - FORGOTTEN_AFTER_MS) / 1000)
         return self.take_actions()
 
     def take(self) -> list[tuple[InstanceId, TokenBatch]]:
@@ -428,7 +426,9 @@ class WorkerOutput:
                 self._actions.append(DropChoice(choice.key))
                 self.refuse(choice.key, error)
 
-    def _unlisted(self, owner: Process, listed: set[RequestId], now_ms: int) -> set[RequestId]:
+    def _unlisted(
+        self, owner: Process, listed: Container[RequestId], now_ms: int
+    ) -> set[RequestId]:
         return {
             held.request_id
             for held in self._held.values()
@@ -437,7 +437,7 @@ class WorkerOutput:
             and now_ms - held.admitted_ms >= OPEN_GRACE_MS
         }
 
-    def _repeat_ends(self, owner: Process, listed: set[RequestId]) -> None:
+    def _repeat_ends(self, owner: Process, listed: Container[RequestId]) -> None:
         """Send the finish of a request again, if its owner still waits two lists later.
 
         A running request recovers by itself, since its next row shows that one before it is lost.
