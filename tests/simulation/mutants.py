@@ -14,6 +14,7 @@ import numpy as np
 from tests.simulation.open_list_world import live as open_lists
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
+from tests.simulation.stored_rank_world import StoredRankWorld
 from tests.simulation.stored_world import StoredWorld
 from tests.simulation.worker_worlds import (
     drafting,
@@ -32,6 +33,7 @@ from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.outcome import OutcomeProcessor
 from antiphon.model_worker.batching.page_transfers import PageTransfers
+from antiphon.model_worker.batching.plan import DeviceLost
 from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.slot_tables import ChangeLog
 from antiphon.model_worker.cache.codec import PageCodec
@@ -41,6 +43,7 @@ from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.service.open_lists import OpenChange, OpenLists, OpenSet
+from antiphon.model_worker.ranks import page_shards
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire import namespaces
 from antiphon.wire.codec import ID_BYTES
@@ -234,7 +237,7 @@ def without_salts(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_shard(right: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda origin: right(msgspec.structs.replace(origin, shard=""))
+    return lambda half, _: right(half, "")
 
 
 def freed_in_flight(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,7 +265,27 @@ def states_unchecked(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stored(seed: int) -> None:
-    live(StoredWorld(seed, overlap=overlaps(seed)), 60)
+    live(StoredWorld(seed, overlap=overlaps(seed)), 120)
+
+
+def stored_on_ranks(seed: int) -> None:
+    world = StoredRankWorld(seed, overlap=overlaps(seed))
+    try:
+        with world.ranks_end():
+            live(world, 150)
+    except DeviceLost as error:
+        raise AssertionError("a rank has ended") from error
+    world.check_ranks()
+
+
+def agreed_by_one(right: Callable[..., Any]) -> Callable[..., Any]:
+    """What the first rank can use of fetched blocks counts for all."""
+    return lambda groups, ends: right(groups, ends[:1])
+
+
+def states_of_any_end(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Ranks agree on an end, after which some of them have written another state."""
+    return lambda _, ends: right((), ends)
 
 
 def answered_with_more(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -331,7 +354,10 @@ MUTANTS = (
         logprobs_of_the_row_before,
         drafting,
     ),
-    Mutant("key of another shard", namespaces, "_halves", without_shard, stored),
+    Mutant("key of another shard", namespaces, "_sharded", without_shard, stored),
+    Mutant("blocks of one rank", page_shards, "agreed_blocks", agreed_by_one, stored_on_ranks),
+    Mutant("state of one rank", page_shards, "agreed_blocks", states_of_any_end, stored_on_ranks),
+    Mutant("key of another rank", namespaces, "_sharded", without_shard, stored_on_ranks),
     Mutant("key without tenant", namespaces, "tenant_salt", without_tenant, keeping_states),
     Mutant("key without salts", RunningBatch, "namespace_of", without_salts, keeping_states),
     Mutant("matcher left ahead", GrammarMatcher, "propose", never_rolled_back, with_grammars),

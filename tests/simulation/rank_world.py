@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StepPlan,
     )
     from antiphon.model_worker.batching.state import EngineLimits
+    from antiphon.model_worker.ranks.page_shards import PagesRequest
     from antiphon.model_worker.ranks.protocol import RankChannel
 
 WAIT_S = 20.0
@@ -206,6 +207,10 @@ class LeadRunner(WorldRunner):
     def before_sampling(self) -> None:
         self.world.reach(0, "sampling", self.plans)
 
+    def _draw(self, plan: StepPlan, row: int, contexts: list[Ints], logits: range) -> list[int]:
+        self.world.read(0, plan, row, contexts)
+        return super()._draw(plan, row, contexts, logits)
+
     def _sampled(self, plan: StepPlan, outcome: StepOutcome) -> Ints:
         """What was accepted of each of the logits (L,), -1 where nothing was."""
         ends = plan.query_start + plan.query_len
@@ -256,6 +261,7 @@ class FollowerRunner(HashRunner):
         return super().run(plan)
 
     def _draw(self, plan: StepPlan, row: int, contexts: list[Ints], logits: range) -> list[int]:
+        self._world.read(self._shard.rank, plan, row, contexts)
         return [self._sampled[logit] for logit in logits if self._sampled[logit] >= 0]
 
 
@@ -343,7 +349,13 @@ class RankWorld(World):
     def _start(self, rank: int) -> FollowerRunner:
         follower = FollowerRank(Channel(self, rank))
         runner = FollowerRunner(self, Shard(self, rank), follower)
-        for work in (follower.receive, follower.compute):
+        begin = self.begin_pages(rank, runner)
+
+        def compute(runner: FollowerRunner) -> None:
+            follower.compute(runner, begin)
+            runner.settle()
+
+        for work in (follower.receive, compute):
             thread = Thread(target=self._run, args=(rank, work, runner))
             self._threads.append(thread)
             thread.start()
@@ -352,8 +364,6 @@ class RankWorld(World):
     def _run(self, rank: int, work: Callable[[Any], None], runner: FollowerRunner) -> None:
         try:
             work(runner)
-            if work.__name__ == "compute":
-                runner.settle()
         except BaseException as error:  # noqa: BLE001  # as its process would end
             self.errors.setdefault(rank, error)
             self.network.end(rank)
@@ -380,6 +390,14 @@ class RankWorld(World):
         report = self.loop.turn(mail or Mail())
         self.receive(report)
         return report
+
+    def begin_pages(
+        self, rank: int, runner: FollowerRunner
+    ) -> Callable[[PagesRequest], None] | None:
+        """What a rank begins if pages are requested; None where they are not stored."""
+
+    def read(self, rank: int, plan: StepPlan, row: int, contexts: Sequence[Ints]) -> None:
+        """A rank has read what a row sees, by group, before it is sampled from."""
 
     def check_ranks(self) -> None:
         """All ranks have the same in their pages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.simulation.stored_rank_world import StoredRankWorld
 from tests.simulation.stored_world import StoredWorld
 from tests.simulation.worker_worlds import live, overlaps
 
@@ -23,3 +24,15 @@ def test_stored_worlds_save_find_and_refuse_blocks() -> None:
         if min(seen[name] for name in ("saved", "found", "flipped", "cached")) > 0:
             return
     raise AssertionError(seen)
+
+
+@pytest.mark.timeout(120)
+def test_ranks_beside_a_faulty_store_see_the_same_pages() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        world = StoredRankWorld(seed, overlap=overlaps(seed))
+        with world.ranks_end():
+            live(world, 150)
+        world.check_ranks()
+        seen += world.seen
+    assert min(seen[name] for name in ("saved", "found", "flipped", "cached")) > 0, seen

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
+from tests.support.page_link import Pipe
 from tests.support.services import QUICK, Running, running
 from tests.support.wait import until
 
 from antiphon.config.settings import KvStorageConfig
 from antiphon.kv_storage.service import KvStorageService
 from antiphon.model_worker.batching.page_transfers import BlockTransfer, TransferDone
+from antiphon.model_worker.batching.plan_buffer import pack, unpack
 from antiphon.model_worker.cache.codec import PageCodec
 from antiphon.model_worker.cache.groups import CacheGroup, CacheTensor, GroupKind
 from antiphon.model_worker.protocol.page_store import KvStorageClient
+from antiphon.model_worker.ranks.layout import RankLayout
+from antiphon.model_worker.ranks.page_shards import (
+    FollowerShards,
+    PageShard,
+    PagesRequest,
+    WorkerShards,
+)
+from antiphon.model_worker.ranks.protocol import RankMessage
 from antiphon.model_worker.runner.pools import GroupMemory
 from antiphon.service.service import Report
 from antiphon.wire.base import Role
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
 
 FETCH_TIMEOUT_S = 5.0
+SHARD = RankLayout().shard(0)
 PAGE_TOKENS = 16
 BLOCK_PAGES = BLOCK_TOKENS // PAGE_TOKENS
 KEYS = (
@@ -47,12 +58,15 @@ KEYS = (
 
 
 class PageStoreUser:
-    """The service of `PageStoreUsers`: one client, and the memory that it copies from and to."""
+    """The service of `PageStoreUsers`: one client, and the memory that it copies from and to.
+
+    `memories` are those of each rank, by group.
+    """
 
     def __init__(
         self,
         client: KvStorageClient,
-        memories: Sequence[GroupMemory],
+        memories: Sequence[Sequence[GroupMemory]],
         landed: asyncio.Queue[TransferDone],
         runtime: Runtime,
     ) -> None:
@@ -76,15 +90,17 @@ class PageStoreUser:
 
     def fill(self, seed: int) -> None:
         """Fill all pages with random bytes."""
-        for memory in self.memories:
-            generator = torch.Generator().manual_seed(seed)
+        for number, memory in enumerate(chain.from_iterable(self.memories)):
+            generator = torch.Generator().manual_seed(seed + number)
             shape = memory.data.shape
             memory.data.copy_(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
 
     def content(self, block: BlockPages) -> list[bytes]:
-        """The bytes of the pages of a block, by group."""
+        """The bytes of the pages of a block, by rank and group."""
         contents: list[bytes] = []
-        for memory, pages in zip(self.memories, block, strict=True):
+        for memory, pages in chain.from_iterable(
+            zip(memories, block, strict=True) for memories in self.memories
+        ):
             out = bytearray(len(pages) * memory.group.page_bytes)
             memory.read(pages, memoryview(out))
             contents.append(bytes(out))
@@ -130,24 +146,54 @@ class PageStoreUser:
 
 
 class PageStoreUsers:
-    """The factory of a `PageStoreUser` with these cache groups."""
+    """The factory of a `PageStoreUser` with these cache groups, and so many ranks.
+
+    The other ranks run in threads, and get requests as they would in their processes.
+    """
 
     role = Role.WORKER
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], ranks: int = 1) -> None:
         self._groups = groups
+        self._layout = RankLayout(tp=ranks)
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[PageStoreUser]:
-        memories = [GroupMemory(group, torch.device("cpu")) for group in self._groups]
-        codec, landed = PageCodec(self._groups, memories), asyncio.Queue[TransferDone]()
-        async with KvStorageClient.lifespan(runtime, codec, landed.put_nowait) as client:
+        ranks = range(self._layout.ranks)
+        memories = [
+            [GroupMemory(group, torch.device("cpu")) for group in self._groups] for _ in ranks
+        ]
+        names = [self._layout.shard(rank) for rank in ranks]
+        own, *others = (
+            PageShard(PageCodec(self._groups, each), name)
+            for each, name in zip(memories, names, strict=True)
+        )
+        pipes = [Pipe() for _ in others]
+        followers = [
+            FollowerShards(shard, rank, pipe)
+            for rank, (shard, pipe) in enumerate(zip(others, pipes, strict=True), start=1)
+        ]
+
+        def send(request: PagesRequest) -> None:
+            message = pack(RankMessage(pages=request))
+            for follower in followers:
+                received = unpack(message, RankMessage).pages
+                assert received is not None
+                follower.begin(received)
+
+        shards = WorkerShards(own, names[1:], pipes, send if others else None)
+        landed = asyncio.Queue[TransferDone]()
+        async with KvStorageClient.lifespan(runtime, shards, landed.put_nowait) as client:
             yield PageStoreUser(client, memories, landed, runtime)
+        for follower in followers:
+            follower.close()
+        for pipe in pipes:
+            pipe.end()
 
 
 @asynccontextmanager
 async def cluster(
-    nodes: int = 1, groups: Sequence[CacheGroup] = KEYS, **storage: float | str
+    nodes: int = 1, groups: Sequence[CacheGroup] = KEYS, ranks: int = 1, **storage: float | str
 ) -> AsyncGenerator[tuple[PageStoreUser, list[Running[KvStorageService]]]]:
     """A worker and the nodes that it knows."""
     broker = MemoryBroker()
@@ -165,7 +211,7 @@ async def cluster(
             for number in range(nodes)
         ]
         worker = await stack.enter_async_context(
-            running(PageStoreUsers(groups), MemoryTransport(broker), settings=settings)
+            running(PageStoreUsers(groups, ranks), MemoryTransport(broker), settings=settings)
         )
         client = worker.service.client
         await until(lambda: len(client._nodes) == nodes)

@@ -236,3 +236,54 @@ def test_node_that_is_killed_while_it_stores_keeps_what_it_has_stored(
     after = [answer(stack, prompt) for prompt in asked]
     assert [ids for ids, _ in after] == before
     assert after[-1][1] == 6 * BLOCK
+
+
+@pytest.fixture(scope="module", params=["--tp-size", "--pp-size"])
+def ranked(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Stack, Path]]:
+    """A stack whose worker has two ranks, or two stages, and whose node has a disk."""
+    folder = tmp_path_factory.mktemp("shards")
+    with serving(
+        *(request.param, "2"),
+        "--enable-hierarchical-cache",
+        *("--hicache-storage-backend", "kv_storage", "--kv-storage-disk-path", str(folder)),
+        "--enable-deterministic-inference",
+    ) as running:
+        yield running, folder
+
+
+def restart_node(stack: Stack) -> None:
+    pid = stack.pid("kv_storage-0")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: stack.pid("kv_storage-0") not in {None, pid}, 30, "node again")
+
+
+def test_ranks_compute_only_what_follows_the_stored_prefix(ranked: tuple[Stack, Path]) -> None:
+    stack, folder = ranked
+    asked = [[*PREFIX, *range(9, 49)], [*PREFIX, *range(60, 90)]]
+    before = [answer(stack, prompt) for prompt in asked]
+    wait_until(lambda: files(folder) >= 2 * 12, 30, "both shards of all blocks stored")
+    restart_worker(stack)
+    after = [answer(stack, prompt) for prompt in asked]
+    assert [ids for ids, _ in after] == [ids for ids, _ in before]
+    assert [cached for _, cached in after] == [len(PREFIX)] * 2
+    wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
+
+
+def test_shard_that_is_lost_on_one_rank_is_computed_by_all(ranked: tuple[Stack, Path]) -> None:
+    stack, folder = ranked
+    prompt = prompts(1, seed=4)[0]
+    had = set(folder.glob("*.page"))
+    ids, _ = answer(stack, prompt)
+    wait_until(lambda: files(folder) == len(had) + 2 * 6, 30, "both shards of all blocks stored")
+    lost = min(set(folder.glob("*.page")) - had)
+    damaged = bytearray(lost.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    lost.write_bytes(damaged)
+    restart_node(stack)
+    restart_worker(stack)
+    again, cached = answer(stack, prompt)
+    assert again == ids
+    assert cached in range(0, 6 * BLOCK, BLOCK)

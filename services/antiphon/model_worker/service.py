@@ -199,14 +199,14 @@ class ModelWorker:
     async def _page_store(self) -> AsyncGenerator[None]:
         """Store blocks of pages outside the worker, if it is configured."""
         engine, config = self._engine, self._runtime.settings.cache
-        if engine.codec is None:
+        if (shards := engine.shards) is None:
             yield
             return
-        async with KvStorageClient.lifespan(
-            self._runtime, engine.codec, self._mailbox.land
-        ) as client:
+        async with KvStorageClient.lifespan(self._runtime, shards, self._mailbox.land) as client:
             limits = TransferLimits(
-                save_bytes_max=config.save_bytes_max, fetch_timeout_s=config.fetch_timeout_s
+                # Of this rank's pages; those of the others are as large.
+                save_bytes_max=config.save_bytes_max // shards.ranks,
+                fetch_timeout_s=config.fetch_timeout_s,
             )
             engine.core.batch.use_store(client, limits)
             yield

@@ -461,7 +461,8 @@ ENCODER_HIT_TOKENS = _engine_counter(
 )
 SAVED_BLOCKS = _counter(
     "saved_blocks_total",
-    "Blocks of 64 tokens that were copied to storage, by result: stored, or why not.",
+    "Blocks of 64 tokens that were copied to storage, by result: stored, or why not. Of several"
+    " ranks each has its own.",
     "result",
 )
 FETCHED_BLOCKS = _counter(

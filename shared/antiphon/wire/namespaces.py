@@ -47,7 +47,6 @@ class PageOrigin(msgspec.Struct, frozen=True, kw_only=True):
             version of the kernels, sums in another order.
         kv_scales: Digest of the scales of a quantized KV cache.
         layout: Layout of a page.
-        shard: Which part of a page this rank holds.
     """
 
     model_digest: str
@@ -60,7 +59,6 @@ class PageOrigin(msgspec.Struct, frozen=True, kw_only=True):
     arithmetic: str = ""
     kv_scales: str = ""
     layout: str = ""
-    shard: str = ""
 
 
 PUBLIC: Final = frozenset({"model_digest", "cluster_salt"})
@@ -108,9 +106,13 @@ def prompt_digests(origin: PageOrigin, cache_salt: bytes, token_ids: bytes) -> b
     return block_digests(announced_root(cache_namespace(origin, cache_salt)), token_ids)
 
 
-def stored_name(namespace: bytes, block: bytes) -> bytes:
-    """Return the name under which a block leaves its worker; `block` is its digest in the chain."""
-    return _named(b"antiphon.page.v1", namespace[DIGEST_BYTES:], block)
+def stored_name(namespace: bytes, block: bytes, shard: str) -> bytes:
+    """Return the name under which a rank's shard of a block leaves its worker.
+
+    `block` is its digest in the chain. `shard` says which part of every page this rank has: within
+    a worker all ranks share one namespace, since they take and give away the same pages.
+    """
+    return _named(b"antiphon.page.v1", _sharded(namespace[DIGEST_BYTES:], shard), block)
 
 
 @functools.lru_cache(maxsize=64)
@@ -121,6 +123,10 @@ def _halves(origin: PageOrigin) -> tuple[bytes, bytes]:
 
 def _salted(half: bytes, salt: bytes) -> bytes:
     return _named(b"antiphon.salted.v1", half, salt)
+
+
+def _sharded(half: bytes, shard: str) -> bytes:
+    return _named(b"antiphon.sharded.v1", half, shard.encode())
 
 
 def _named(*parts: bytes) -> bytes:

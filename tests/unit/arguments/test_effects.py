@@ -817,12 +817,12 @@ def test_disable_overlap_schedule_plans_each_step_after_the_one_before() -> None
 @pytest.mark.argument("--hicache-storage-backend")
 @pytest.mark.argument("--enable-hierarchical-cache")
 def test_pages_are_copied_to_storage_outside_the_worker() -> None:
-    def codec(settings: Settings) -> bool:
+    def stores(settings: Settings) -> bool:
         """Whether the engine copies blocks of pages."""
-        return open_engine(settings).codec is not None
+        return open_engine(settings).shards is not None
 
     both = ("--enable-hierarchical-cache", "--hicache-storage-backend", "kv_storage")
-    assert compare(*both, observe=codec) == (True, False)
+    assert compare(*both, observe=stores) == (True, False)
     for half in (both[:1], both[1:]):
         with pytest.raises(CannotStart, match="must be set together"):
             open_engine(settings_of(*half))

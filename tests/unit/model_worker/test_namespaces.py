@@ -13,6 +13,7 @@ from antiphon.model_worker.batching.state import ChoiceKey, EngineLimits
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES
 from antiphon.wire.kv_events import BlocksStored
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 PROMPT = [5] * (BLOCK_TOKENS + 1)
 ORIGIN = PageOrigin(model_digest="m")
+SHARD = RankLayout().shard(0)
 LIMITS = EngineLimits(
     step_tokens_max=256,
     chunk_tokens=None,
@@ -101,7 +103,14 @@ def prompts(origin: PageOrigin, salt: bytes) -> bytes:
 
 def stored_blocks(origin: PageOrigin, salt: bytes) -> bytes:
     block = prompts(origin, salt)[:DIGEST_BYTES]
-    return stored_name(cache_namespace(origin, salt), block)
+    return stored_name(cache_namespace(origin, salt), block, SHARD)
+
+
+def test_each_shard_of_a_block_has_a_name_of_its_own() -> None:
+    namespace, block = cache_namespace(ORIGIN), bytes(DIGEST_BYTES)
+    layouts = [RankLayout(), RankLayout(tp=2), RankLayout(pp=2), RankLayout(tp=2, pp=2)]
+    shards = [layout.shard(rank) for layout in layouts for rank in range(layout.ranks)]
+    assert len({stored_name(namespace, block, shard) for shard in shards}) == 1 + 2 + 2 + 4
 
 
 PRIVATE = (tree, prefills_in_flight, stored_blocks)

@@ -7,10 +7,11 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.page_store import BLOCK_PAGES, cluster
+from tests.support.page_store import BLOCK_PAGES, SHARD, cluster
 from tests.support.wait import until
 
 from antiphon.kv_storage.pages import Page
+from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests, split_digests
 from antiphon.wire.namespaces import PageOrigin, announced_root, cache_namespace, stored_name
@@ -39,9 +40,9 @@ def pages(blocks: int, first: int = 0) -> list[BlockPages]:
     return [(tuple(range(start, start + BLOCK_PAGES)),) for start in starts]
 
 
-def names(prompt: bytes, namespace: bytes = NAMESPACE) -> list[bytes]:
+def names(prompt: bytes, namespace: bytes = NAMESPACE, shard: str = SHARD) -> list[bytes]:
     digests = split_digests(block_digests(announced_root(namespace), prompt))
-    return [stored_name(namespace, digest) for digest in digests]
+    return [stored_name(namespace, digest, shard) for digest in digests]
 
 
 def store(node: Running[KvStorageService]) -> PageStore:
@@ -162,3 +163,77 @@ async def test_blocks_whose_predecessor_was_evicted_are_offered_again() -> None:
         await until(lambda: not worker.client._known.keys() & set(names(ids(4))))
         await worker.save(NAMESPACE, ids(4), pages(4))
         await stored(node, ids(4))
+
+
+# Several ranks.
+
+PAIR = RankLayout(tp=2)
+
+
+async def stored_by_two(node: Running[KvStorageService], prompt: bytes) -> None:
+    for rank in range(2):
+        shard = names(prompt, shard=PAIR.shard(rank))
+        await until(lambda own=shard: all(name in store(node) for name in own))
+
+
+async def test_ranks_fetch_the_shards_that_they_have_saved() -> None:
+    async with cluster(ranks=2) as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(40), pages(13) * 3 + pages(1))
+        await stored_by_two(node, ids(40))
+        assert await worker.fetch(NAMESPACE, ids(2), pages(2, 52)) == 2
+        assert same(worker, pages(2), pages(2, 52))
+        whole, other = worker.content(pages(1)[0])
+        assert whole != other
+
+
+async def test_worker_of_another_number_of_ranks_finds_nothing() -> None:
+    async with cluster(ranks=2) as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(2), pages(2))
+        await stored_by_two(node, ids(2))
+        alone = names(ids(2))
+        assert not any(name in store(node) for name in alone)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fate", ["lost", "flipped", "of the other rank", "gone"])
+async def test_shard_that_one_rank_misses_is_a_miss_on_all(rank: int, fate: str) -> None:
+    async with cluster(ranks=2) as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(4), pages(4))
+        await stored_by_two(node, ids(4))
+        own, other = (names(ids(4), shard=PAIR.shard(each)) for each in (rank, 1 - rank))
+        tier = store(node).memory
+        page, foreign = tier.get(own[2]), tier.get(other[2])
+        assert page is not None
+        assert foreign is not None
+        wrong = bytearray(page.data)
+        match fate:
+            case "lost":
+                del tier._pages[own[2]]
+            case "flipped":
+                wrong[len(wrong) // 2] ^= 1
+                tier._pages[own[2]] = Page(own[2], own[1], wrong, page.checksum)
+            case "of the other rank":
+                tier._pages[own[2]] = Page(own[2], own[1], foreign.data, foreign.checksum)
+            case _:
+                get, gone = node.service._leases.get, page.data
+
+                def get_others(token: str) -> bytes | bytearray | None:
+                    data = get(token)
+                    return None if data is gone else data
+
+                object.__setattr__(node.service._leases, "get", get_others)
+        assert await worker.fetch(NAMESPACE, ids(4), pages(4, 32)) == 2
+        assert same(worker, pages(2), pages(2, 32))
+
+
+async def test_rank_that_fails_to_copy_or_to_fetch_costs_a_miss() -> None:
+    async with cluster(ranks=2) as (worker, (node,)):
+        await worker.save(NAMESPACE, ids(2), pages(2))
+        await stored_by_two(node, ids(2))
+        broken = worker.memories[1][0]
+        tensors, broken._tensors = broken._tensors, []
+        assert await worker.fetch(NAMESPACE, ids(2), pages(2, 32)) == 0
+        await worker.save(NAMESPACE, ids(2, 500), pages(2))
+        broken._tensors = tensors
+        assert await worker.fetch(NAMESPACE, ids(2, 500), pages(2, 32)) == 0
+        assert await worker.fetch(NAMESPACE, ids(2), pages(2, 32)) == 2

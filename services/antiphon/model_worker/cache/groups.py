@@ -37,11 +37,6 @@ class GroupKind(StrEnum):
     """Keys and values of every token in all layers of the draft model; the last of the groups."""
 
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    rank: int = 0
-    ranks: int = 1
-
-
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "float32": 4,
     "int32": 4,
@@ -90,7 +85,6 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     pages_total: int
     window: int | None = None
-    shard: Shard = Shard()
 
     def __post_init__(self) -> None:
         if (self.kind is GroupKind.WINDOW) != (self.window is not None):

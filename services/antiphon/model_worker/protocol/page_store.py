@@ -13,18 +13,17 @@ import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.page_transfers import BlockTransfer, TransferDone
-from antiphon.model_worker.cache.codec import RecordInvalid, UsableBlocks
+from antiphon.model_worker.ranks.page_shards import FETCHES_MAX
 from antiphon.service.startup import address_for_others, bind
+from antiphon.service.tasks import gather
 from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import BlobServer, BlobStore
-from antiphon.transfer.checksums import page_checksum
-from antiphon.transfer.stream import stream_blobs
 from antiphon.wire.base import Role
 from antiphon.wire.claim import (
-    Claim,
     GetPages,
     PageOffer,
     PagesLeased,
@@ -34,13 +33,12 @@ from antiphon.wire.claim import (
 )
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import RequestId
-from antiphon.wire.namespaces import stored_name
 from antiphon.wire.routes import KV_CONTROL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from antiphon.model_worker.cache.codec import PageCodec
+    from antiphon.model_worker.ranks.page_shards import BlockRecord, WorkerShards
     from antiphon.service.peers import Peer, PeerChange
     from antiphon.service.service import Runtime
     from antiphon.wire.base import Process
@@ -50,9 +48,7 @@ log = logging.getLogger(__name__)
 
 PUT_TIMEOUT_S = 10.0
 PUT_BLOCKS_MAX = 32
-"""Blocks of one call: their bytes are in memory twice until the node has them."""
-FETCHES_MAX = 4
-"""Transfers that are received at once; further ones wait for their turn."""
+"""Records of one call: their bytes are in memory twice until the node has them."""
 KNOWN_MAX = 65_536
 """Names of blocks that nodes are known to have."""
 
@@ -61,18 +57,19 @@ class KvStorageClient:
     """Blocks of pages in kv_storage, as the batching loop's `BlockStore`.
 
     Chains stay together: all blocks of one go to the node that the rendezvous hash of its first
-    block chooses, since a node keeps a block only where it has the one before it.
+    block chooses, since a node keeps a block only where it has the one before it. With several
+    ranks a block is as many records, in chains of their own: it is there if all of them are.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        codec: PageCodec,
+        shards: WorkerShards,
         shelf: BlobStore,
         land: Callable[[TransferDone], None],
     ) -> None:
         self._runtime = runtime
-        self._codec = codec
+        self._shards = shards
         self._shelf = shelf
         self._land = land
         self._metrics = PageStoreMetrics(runtime)
@@ -88,14 +85,14 @@ class KvStorageClient:
     @staticmethod
     @asynccontextmanager
     async def lifespan(
-        runtime: Runtime, codec: PageCodec, land: Callable[[TransferDone], None]
+        runtime: Runtime, shards: WorkerShards, land: Callable[[TransferDone], None]
     ) -> AsyncGenerator[KvStorageClient]:
         """Serve the blocks that nodes fetch, while this is entered."""
         config = runtime.settings.cache
         bound = bind(config.host, config.port)
         address = address_for_others(bound, config.host, config.advertise_host)
         shelf = BlobStore(address, config.save_bytes_max, runtime.clock.unix_ms)
-        client = KvStorageClient(runtime, codec, shelf, land)
+        client = KvStorageClient(runtime, shards, shelf, land)
         with ExitStack() as stack:
             stack.enter_context(bound)
             for thread in (client._saver, client._fetcher):
@@ -131,21 +128,24 @@ class KvStorageClient:
             transfer = await self._saves.get()
             landed = False
             try:
-                names = self._names(transfer)
+                names = self._shards.names(transfer)
                 missing = [
-                    number
-                    for number in range(transfer.first, len(names))
-                    if names[number] not in self._known
+                    block
+                    for block in range(transfer.first, len(transfer.digests))
+                    if any(own[block] not in self._known for own in names)
                 ]
-                copies: list[tuple[int, bytearray, bytes]] = []
+                copies: list[tuple[BlockRecord, ...]] = []
                 if missing and self._nodes:
                     copies = await self._event_loop.run_in_executor(
-                        self._saver, self._copy, transfer, names, missing
+                        self._saver, self._shards.copy, transfer, missing
                     )
                 self._land(TransferDone(number=transfer.number))
                 landed = True
-                for start in range(0, len(copies), PUT_BLOCKS_MAX):
-                    if not await self._put(names, copies[start : start + PUT_BLOCKS_MAX]):
+                blocks_max = max(1, PUT_BLOCKS_MAX // len(names))
+                for start in range(0, len(missing) if copies else 0, blocks_max):
+                    if not await self._put(
+                        names, [own[start : start + blocks_max] for own in copies]
+                    ):
                         break  # the blocks after a missing one would be refused
             except EngineError as error:
                 self._metrics.save_failed(error.code)
@@ -156,30 +156,21 @@ class KvStorageClient:
                 if not landed:
                     self._land(TransferDone(number=transfer.number))
 
-    def _copy(
-        self, transfer: BlockTransfer, names: Sequence[bytes], numbers: Sequence[int]
-    ) -> list[tuple[int, bytearray, bytes]]:
-        """Number, bytes and checksum of these blocks; in a thread."""
-        copies: list[tuple[int, bytearray, bytes]] = []
-        for number in numbers:
-            block = transfer.blocks[number - transfer.first]
-            record = self._codec.encode(names[number], block)
-            copies.append((number, record, page_checksum(record)))
-        return copies
-
     async def _put(
-        self, names: Sequence[bytes], copies: Sequence[tuple[int, bytearray, bytes]]
+        self, names: Sequence[Sequence[bytes]], copies: Sequence[Sequence[BlockRecord]]
     ) -> bool:
-        """Offer blocks to the node of their chain; whether it has all of them now."""
-        node, now_ms = self._node(names[0]), self._runtime.clock.unix_ms()
+        """Offer blocks, by rank, to the node of their chain; whether it has all of them now."""
+        node, now_ms = self._node(names), self._runtime.clock.unix_ms()
         if node is None:
             return False
         offers: list[PageOffer] = []
         try:
-            for number, record, checksum in copies:
-                claim = self._shelf.put(record, PUT_TIMEOUT_S, checksum=checksum)
-                parent = names[number - 1] if number else None
-                offers.append(PageOffer(digest=names[number], parent=parent, claim=claim))
+            for own, records in zip(names, copies, strict=True):
+                for record in records:
+                    block, checksum = record.block, record.checksum
+                    claim = self._shelf.put(record.data, PUT_TIMEOUT_S, checksum=checksum)
+                    parent = own[block - 1] if block else None
+                    offers.append(PageOffer(digest=own[block], parent=parent, claim=claim))
             reply = await self._runtime.bus.call(
                 KV_CONTROL,
                 PutPages(
@@ -199,7 +190,7 @@ class KvStorageClient:
         whole = len(reply.stored) == len(offers)
         if not whole:
             # The node has lost what is known of this chain: the next request offers all of it.
-            for name in names:
+            for name in chain.from_iterable(names):
                 self._known.pop(name, None)
         self._metrics.saved(len(reply.stored), len(offers) - len(reply.stored))
         return whole
@@ -225,62 +216,43 @@ class KvStorageClient:
 
     async def _fetched(self, transfer: BlockTransfer, due: float) -> int:
         """Fetch what the node of the chain has of these blocks; how many are usable."""
-        names = self._names(transfer)
-        node, left_s = self._node(names[0]), due - self._runtime.clock.now()
+        names = self._shards.names(transfer)
+        node, left_s = self._node(names), due - self._runtime.clock.now()
         if node is None or left_s <= 0:
             return 0
-        reply = await self._runtime.bus.call(
-            KV_CONTROL,
-            GetPages(
-                request_id=RequestId(f"fetch-{transfer.number}"),
-                chain=names[transfer.first :],
-                lease_s=left_s,
-            ),
-            timeout_s=left_s,
-            node=node,
+        request_id = RequestId(f"fetch-{transfer.number}")
+        # If one call fails, the other leases expire.
+        replies = await gather(
+            [
+                self._lease(
+                    node,
+                    GetPages(request_id=request_id, chain=own[transfer.first :], lease_s=left_s),
+                )
+                for own in names
+            ]
         )
-        assert isinstance(reply, PagesLeased), "the reply to a get"
-        if not reply.claims:
-            return 0
-        most = self._codec.record_bytes_max
-        claims = [claim for claim in reply.claims if claim.size_bytes <= most]
-        if len(claims) < len(reply.claims):
-            return 0  # these are no blocks of ours
+        # A block is there if all its shards are.
+        count = min(len(reply.claims) for reply in replies)
         try:
+            left_s = due - self._runtime.clock.now()
+            if not count or left_s <= 0:
+                return 0
+            claims = [reply.claims[:count] for reply in replies]
             return await self._event_loop.run_in_executor(
-                self._fetcher, self._receive, transfer, names, claims, due
+                self._fetcher, self._shards.fetch, transfer, claims, left_s
             )
         finally:
-            release = self._release(node, reply.lease)
-            self._runtime.group.create_task(release, name="page-lease")
+            for reply in replies:
+                if reply.claims:
+                    release = self._release(node, reply.lease)
+                    self._runtime.group.create_task(release, name="page-lease")
 
-    def _receive(
-        self,
-        transfer: BlockTransfer,
-        names: Sequence[bytes],
-        claims: Sequence[Claim],
-        due: float,
-    ) -> int:
-        """Receive, verify and write blocks, in a thread; how many are usable.
-
-        A record is written only after it was verified as a whole, so that a page is what was saved
-        or is not used.
-        """
-        usable = UsableBlocks(self._codec.groups, transfer.first)
-        left_s = due - self._runtime.clock.now()
-        if left_s <= 0:
-            return 0
-        blobs = stream_blobs(claims, timeout_s=left_s)
-        try:
-            rows = zip(names[transfer.first :], claims, transfer.blocks, blobs, strict=False)
-            for name, claim, pages, record in rows:
-                masks = self._codec.check(name, record, claim.digest)
-                self._codec.decode(record, masks, pages, states=False)
-                if usable.add(masks, pages):
-                    self._codec.decode(record, masks, pages, states=True)
-        except RecordInvalid as error:
-            log.warning("block refused", extra={"reason": str(error)})
-        return usable.count
+    async def _lease(self, node: InstanceId, request: GetPages) -> PagesLeased:
+        reply = await self._runtime.bus.call(
+            KV_CONTROL, request, timeout_s=request.lease_s, node=node
+        )
+        assert isinstance(reply, PagesLeased), "the reply to a get"
+        return reply
 
     async def _release(self, node: InstanceId, lease: str) -> None:
         try:
@@ -292,12 +264,12 @@ class KvStorageClient:
 
     # Nodes.
 
-    def _names(self, transfer: BlockTransfer) -> tuple[bytes, ...]:
-        """The names of all blocks of a chain."""
-        return tuple(stored_name(transfer.namespace, digest) for digest in transfer.digests)
+    def _node(self, names: Sequence[Sequence[bytes]]) -> InstanceId | None:
+        """The node of a chain: the greatest hash of both names, so that few chains move with it.
 
-    def _node(self, root: bytes) -> InstanceId | None:
-        """The node of a chain: the greatest hash of both names, so that few chains move with it."""
+        That of the first rank's shard is that of all.
+        """
+        root = names[0][0]
         return max(self._nodes, key=lambda node: rendezvous(node, root), default=None)
 
     def _on_peer(self, _: PeerChange, peer: Peer) -> None:

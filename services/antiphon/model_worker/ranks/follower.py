@@ -17,6 +17,7 @@ from antiphon.model_card.served_model import model_files
 from antiphon.model_worker.batching.loop import SWITCH_INTERVAL_S
 from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.model_worker.ranks.membership import Attending, RankLost, address_of, join
+from antiphon.model_worker.ranks.page_shards import FollowerShards, PageShard
 from antiphon.model_worker.ranks.processes import RankStart, start_local
 from antiphon.model_worker.ranks.protocol import FollowerRank, StepFacts, StepRefused, agree
 from antiphon.model_worker.startup.checksums import verify_digest
@@ -28,7 +29,7 @@ from antiphon.telemetry import log as logs
 if TYPE_CHECKING:
     from antiphon.config.parallel import ParallelConfig
     from antiphon.model_worker.ranks.groups import RankGroups
-    from antiphon.model_worker.ranks.protocol import RankChannel, RankRunner
+    from antiphon.model_worker.ranks.protocol import FollowerRunner, RankChannel
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +74,14 @@ def follow(
 
         groups = RankGroups.open(rank, ranks, (address[0], store_port))
         follower = FollowerRank(groups.channel)
-        runner = _load(groups, follower, instance)
+        runner, shards = _load(groups, follower, instance)
         tune_gc()
         sys.setswitchinterval(SWITCH_INTERVAL_S)  # plans are checked while a collective is awaited
         Thread(target=follower.receive, args=(runner,), name="plans", daemon=True).start()
-        follower.compute(runner)
+        follower.compute(runner, None if shards is None else shards.begin)
         attending.close()
+        if shards is not None:
+            shards.close()
     except (CannotStart, ConfigError, OSError) as error:
         log.error(logs.CANNOT_START, extra={"reason": str(error)})  # noqa: TRY400  # one line
         return CANNOT_START
@@ -95,8 +98,13 @@ def _exit(reason: str) -> None:
     os._exit(FAILED)
 
 
-def _load(groups: RankGroups, follower: FollowerRank, instance: str) -> RankRunner:
-    """Load this rank's shard as rank 0 says, and report that it is loaded, or is not."""
+def _load(
+    groups: RankGroups, follower: FollowerRank, instance: str
+) -> tuple[FollowerRunner, FollowerShards | None]:
+    """Load this rank's shard as rank 0 says, and report that it is loaded, or is not.
+
+    With it comes that of its pages, if they are stored outside the worker.
+    """
     channel = groups.channel
     start = msgspec.msgpack.decode(channel.receive(), type=RankStart)
     settings, telemetry = start.settings, start.settings.telemetry
@@ -111,7 +119,11 @@ def _load(groups: RankGroups, follower: FollowerRank, instance: str) -> RankRunn
         _report(channel, refused_by=1 + channel.rank)
         raise
     _report(channel, refused_by=0)
-    return model.runner
+    if not settings.cache.hierarchical:
+        return model.runner, None
+    (link,) = groups.open_pages()
+    shard = PageShard(model.codec(), groups.layout.shard(channel.rank))
+    return model.runner, FollowerShards(shard, channel.rank, link)
 
 
 def _check_arithmetic(here: dict[str, str], expected: dict[str, str]) -> None:

@@ -43,7 +43,7 @@ _LENGTH_BYTES = 8
 
 
 class Work(Protocol):
-    def wait(self) -> object: ...
+    def wait(self, timeout: timedelta = ...) -> object: ...
 
 
 class KeyStore(Protocol):
@@ -107,6 +107,23 @@ class GlooLink:
         self._group.recv([out], self._rank, 0).wait()
 
 
+class GlooPages:
+    """Between rank 0 and another one: a `PageLink`. A wait for the other side has no limit."""
+
+    def __init__(self, group: GlooGroup, rank: int) -> None:
+        self._group, self._rank = group, rank
+
+    def send(self, data: bytearray) -> None:
+        content = torch.as_tensor(np.frombuffer(data, np.uint8))
+        self._group.send([content], self._rank, 0).wait(_IDLE_TIMEOUT)
+
+    def receive(self, size: int) -> bytearray:
+        data = bytearray(size)
+        content = torch.as_tensor(np.frombuffer(data, np.uint8))
+        self._group.recv([content], self._rank, 0).wait(_IDLE_TIMEOUT)
+        return data
+
+
 class GlooChannel:
     """Messages of rank 0 in one order, and maxima over all ranks: a `RankChannel`."""
 
@@ -164,9 +181,20 @@ class RankGroups:
         pipeline: Pipeline | None,
         channel: GlooChannel,
         in_memory: Sequence[SharedMemoryGroup | SharedMemoryLink] = (),
+        *,
+        layout: RankLayout,
+        gloo: Callable[[str], GlooGroup],
     ) -> None:
         self.tensor, self.pipeline, self.channel = tensor, pipeline, channel
+        self.layout = layout
         self._in_memory = in_memory
+        self._gloo = gloo
+
+    def open_pages(self) -> list[GlooPages]:
+        """Links for pages, from rank 0 to each other one or back; all ranks call this at once."""
+        group = self._gloo("pages")
+        others = [0] if group.rank() else range(1, group.size())
+        return [GlooPages(group, rank) for rank in others]
 
     def abort(self) -> None:
         """Fail collectives over shared memory, which notice no process that has ended."""
@@ -207,16 +235,15 @@ class RankGroups:
             def gloo(name: str, member: int = rank, members: int = ranks.ranks) -> GlooGroup:
                 return _gloo(dist.PrefixStore(name, meeting), member, members, own)
 
-            plans = gloo("plans")
             if memory is not None:
-                return _in_memory(rank, ranks, memory, parts, plans)
-            return _over_network(rank, ranks, gloo, plans)
+                return _in_memory(rank, ranks, memory, parts, gloo)
+            return _over_network(rank, ranks, gloo)
         except RuntimeError as error:
             raise OSError(f"ranks do not meet at {host}:{port}: {error}") from error
 
 
 def _in_memory(
-    rank: int, ranks: RankLayout, memory: mmap, parts: MemoryParts, plans: GlooGroup
+    rank: int, ranks: RankLayout, memory: mmap, parts: MemoryParts, gloo: Callable[..., GlooGroup]
 ) -> RankGroups:
     stage, member = ranks.stage(rank), ranks.member(rank)
     control = SharedMemoryGroup(rank, memory, parts.control)
@@ -230,14 +257,15 @@ def _in_memory(
     return RankGroups(
         tensor if ranks.tp > 1 else SingleRank(),
         Pipeline(stage, ranks.pp, before, after) if ranks.pp > 1 else None,
-        GlooChannel(plans, control),
+        GlooChannel(gloo("plans"), control),
         [each for each in (control, tensor, before, after) if each is not None],
+        layout=ranks,
+        gloo=gloo,
     )
 
 
-def _over_network(
-    rank: int, ranks: RankLayout, gloo: Callable[..., GlooGroup], plans: GlooGroup
-) -> RankGroups:
+def _over_network(rank: int, ranks: RankLayout, gloo: Callable[..., GlooGroup]) -> RankGroups:
+    plans = gloo("plans")
     stage, member, pipeline = ranks.stage(rank), ranks.member(rank), None
     tensor = SingleRank()
     if ranks.tp > 1:
@@ -249,7 +277,8 @@ def _over_network(
             for other in (stage - 1, stage + 1)
         )
         pipeline = Pipeline(stage, ranks.pp, before, after)
-    return RankGroups(tensor, pipeline, GlooChannel(plans, TensorGroup(gloo("control"))))
+    channel = GlooChannel(plans, TensorGroup(gloo("control")))
+    return RankGroups(tensor, pipeline, channel, layout=ranks, gloo=gloo)
 
 
 def _share_memory(store: KeyStore, parts: MemoryParts, *, first: bool, local: bool) -> mmap | None:

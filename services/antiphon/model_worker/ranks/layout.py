@@ -28,5 +28,12 @@ class RankLayout(NamedTuple):
         """The number of a rank in its stage."""
         return rank % self.tp
 
+    def shard(self, rank: int) -> str:
+        """Which part of every page a rank has: the heads of its member in the layers of its stage.
+
+        A part of the names of stored pages. How heads are divided follows from the number of ranks.
+        """
+        return f"stage {self.stage(rank)}/{self.pp}, rank {self.member(rank)}/{self.tp}"
+
     def rank(self, stage: int, member: int) -> int:
         return (self.pp - 1 - stage) * self.tp + member

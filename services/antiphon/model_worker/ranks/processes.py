@@ -55,6 +55,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
             model=settings.model,
             load=settings.load,
             parallel=settings.parallel,
+            cache=settings.cache,
             speculation=settings.speculation,
             telemetry=settings.telemetry,
         )

@@ -30,6 +30,7 @@ from antiphon.model_worker.batching.plan import (
     StepPlan,
 )
 from antiphon.model_worker.batching.plan_buffer import pack, unpack
+from antiphon.model_worker.ranks.page_shards import PagesRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,14 +113,26 @@ class RankRunner(Protocol):
     ) -> StepOutcome: ...
 
 
+class FollowerRunner(RankRunner, Protocol):
+    """The same on a rank that is not the first."""
+
+    def settle(self) -> None:
+        """Record what was sampled from plans that have run, as far as it is known."""
+        ...
+
+
 class RankMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A plan, or what was sampled from the logits of an earlier one, or the end of the ranks."""
+    """A plan, or what was sampled from the logits of an earlier one, or the end of the ranks.
+
+    Between them, requests for shards of pages.
+    """
 
     plan: StepPlan | None = None
     step: int = 0
     sampled: Ints | None = None  # (L,)
     blocked: Flags | None = None  # (L,) as in `Sampled`
     failed: Flags | None = None  # (R,)
+    pages: PagesRequest | None = None
 
 
 def agree(channel: RankChannel, facts: StepFacts) -> StepFacts:
@@ -145,7 +158,8 @@ class LeadRank:
         self._channel = channel
         self._runner: RankRunner | None = None
         self._lost: DeviceLost | None = None
-        self._sending = Lock()  # plans and samples come from two threads, if steps overlap
+        self._sending = Lock()  # plans, samples and requests for pages come from several threads
+        self._ended = False
 
     def use(self, runner: RankRunner) -> None:
         """Compute by this runner, which samples through `share`."""
@@ -203,13 +217,27 @@ class LeadRank:
         self._send(RankMessage(step=step, sampled=tokens, blocked=blocked, failed=failed))
         return sampled
 
+    def request_pages(self, request: PagesRequest) -> None:
+        """Send a request for shards of pages to all other ranks, from any thread.
+
+        Each of them begins with it once it has recorded what was sampled up to here.
+
+        Raises:
+            DeviceLost: The ranks have ended.
+        """
+        self._raise_lost()
+        self._send(RankMessage(pages=request))
+
     def end(self) -> None:
         """End the other ranks after the launched plans."""
-        self._send(RankMessage())
+        self._send(RankMessage(), last=True)
 
-    def _send(self, message: RankMessage) -> None:
+    def _send(self, message: RankMessage, *, last: bool = False) -> None:
         packed = pack(message)
         with self._sending:
+            if self._ended:
+                raise DeviceLost("the ranks have ended")
+            self._ended = last
             self._channel.send(packed)
 
     def _raise_lost(self) -> None:
@@ -228,7 +256,7 @@ class FollowerRank:
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
-        self._plans = SimpleQueue[StepPlan | BaseException | None]()
+        self._plans = SimpleQueue[StepPlan | PagesRequest | BaseException | None]()
         self._sampled = SimpleQueue[RankMessage | BaseException]()
 
     def receive(self, runner: RankRunner) -> None:
@@ -244,12 +272,22 @@ class FollowerRank:
             # Rank 0 may have failed in a step, and ended before it has sampled.
             self._sampled.put(RanksDisagree("rank 0 has ended within a step"))
 
-    def compute(self, runner: RankRunner) -> None:
-        """Compute the plans that all ranks have agreed on, until the end."""
+    def compute(
+        self, runner: FollowerRunner, begin: Callable[[PagesRequest], None] | None = None
+    ) -> None:
+        """Compute the plans that all ranks have agreed on, until the end.
+
+        `begin` begins what rank 0 requests of pages, and returns at once.
+        """
         while (plan := self._plans.get()) is not None:
             if isinstance(plan, BaseException):
                 raise plan
-            runner.run(plan)
+            if isinstance(plan, PagesRequest):
+                assert begin is not None, "pages are stored"
+                runner.settle()
+                begin(plan)
+            else:
+                runner.run(plan)
 
     @property
     def shared(self) -> bool:
@@ -267,6 +305,9 @@ class FollowerRank:
 
     def _receive(self, runner: RankRunner) -> bool:
         message = unpack(self._channel.receive(), RankMessage)
+        if message.pages is not None:
+            self._plans.put(message.pages)
+            return True
         if message.plan is None:
             if message.sampled is not None:
                 self._sampled.put(message)

@@ -210,6 +210,9 @@ class ModelRunner:
         self._aux = None
         return outcome
 
+    def settle(self) -> None:
+        """Record what was sampled from plans that have run: here `run` has done so."""
+
     def make_drafts(self) -> Ints:
         """Let the draft model read what the last plan computed, and make the drafts it asks for.
 

@@ -25,7 +25,7 @@ from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
-from antiphon.model_worker.cache.groups import HOLE, CacheGroup, CacheTensor, GroupKind, Shard
+from antiphon.model_worker.cache.groups import HOLE, CacheGroup, CacheTensor, GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -144,7 +144,6 @@ def _group(
         page_tokens=page_tokens,
         pages_total=total,
         window=cache.window if isinstance(cache, KvSpec) else None,
-        shard=Shard(rank=build.tp.rank, ranks=ranks),
     )
 
 

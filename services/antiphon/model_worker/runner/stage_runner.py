@@ -45,10 +45,13 @@ class StageRunner(ModelRunner):
         self._unsampled = deque["tuple[StepPlan, InputBatch]"]()
 
     def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        self.settle()
+        return super().run(plan, part)
+
+    def settle(self) -> None:
         while self._unsampled and self._last_stage.shared:
             sampled = self._last_stage.share(self._unsampled[0][0].step, _not_here)
             self._record(*self._unsampled.popleft(), sampled)
-        return super().run(plan, part)
 
     def _compute(
         self, plan: StepPlan, batch: InputBatch, wait: Callable[[], SamplingPart] | None

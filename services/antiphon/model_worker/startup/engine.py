@@ -25,6 +25,8 @@ from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.backend import GrammarCompiler, no_compiler, open_compiler
 from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
+from antiphon.model_worker.ranks.layout import RankLayout
+from antiphon.model_worker.ranks.page_shards import PageShard, WorkerShards
 from antiphon.model_worker.ranks.processes import RankProcesses, RankStart
 from antiphon.model_worker.ranks.protocol import LeadRank, RankedLauncher
 from antiphon.model_worker.speculation.ngram import open_drafter
@@ -67,8 +69,8 @@ class Engine:
     """Makes the grammar compiler."""
     lead: LeadRank | None = None
     """The runner, if there are other ranks."""
-    codec: PageCodec | None = None
-    """Copies blocks of pages, if they are stored outside the worker."""
+    shards: WorkerShards | None = None
+    """Copies blocks of pages on all ranks, if they are stored outside the worker."""
 
     @property
     def ahead(self) -> int:
@@ -131,55 +133,61 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         draft = None if draft_place is None else _draft_card(draft_place, settings)
         device = host_device()
         resolved = resolve(settings, card, device, pooling, implementation, draft)
+        if settings.cache.hierarchical:
+            _check_stored(resolved)
     except ConfigError as error:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
     if ranks is None:
-        model, lead = load_resolved(files, resolved, draft_place), None
+        model, lead, groups = load_resolved(files, resolved, draft_place), None, None
     else:
-        model, lead = _load_with(ranks, files, RankStart.of(settings, resolved, device.arithmetic))
+        start = RankStart.of(settings, resolved, device.arithmetic)
+        model, lead, groups = _load_with(ranks, files, start)
     resolved = msgspec.structs.replace(resolved, decoder=model.decoder)
     log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales)
     compiler = _compiler(settings, resolved, core.limits)
-    codec = None
+    shards = None
     if settings.cache.hierarchical:
-        codec = _open_codec(model, resolved, pools, ranks=ranks is not None)
+        shards = _open_shards(model.codec(), lead, groups)
         places = [files] if draft_place is None else [files, draft_place]
         core.batch.identify_weights(" ".join(map(content_digest, places)))
-    return Engine(core, lead or model.runner, resolved, compiler, lead, codec)
+    return Engine(core, lead or model.runner, resolved, compiler, lead, shards)
 
 
-def _open_codec(
-    model: OpenModel, resolved: ResolvedConfig, pools: CachePools, *, ranks: bool
-) -> PageCodec:
-    """The codec of a model whose blocks are stored outside the worker.
-
-    Raises:
-        CannotStart: They cannot be stored.
-    """
+def _check_stored(resolved: ResolvedConfig) -> None:
+    """Refuse a model whose blocks cannot be stored outside the worker."""
     if not resolved.prefix.value:
-        raise CannotStart(f"cache.storage requires the prefix cache: {resolved.prefix.reason}")
-    if ranks:
-        raise CannotStart("cache.storage: pages of several ranks are not stored; use one rank")
-    if BLOCK_TOKENS % pools.page_tokens:
-        raise CannotStart(
-            f"cache.storage: cluster.page_tokens = {pools.page_tokens} must divide {BLOCK_TOKENS}"
+        raise ConfigError(f"cache.storage requires the prefix cache: {resolved.prefix.reason}")
+    page_tokens = resolved.page_tokens.value
+    if BLOCK_TOKENS % page_tokens:
+        raise ConfigError(
+            f"cache.storage: cluster.page_tokens = {page_tokens} must divide {BLOCK_TOKENS}"
         )
-    return model.codec()
+
+
+def _open_shards(
+    codec: PageCodec, lead: LeadRank | None, groups: RankGroups | None
+) -> WorkerShards:
+    """The shards of all ranks, which have loaded, and open their links at once."""
+    if lead is None or groups is None:
+        return WorkerShards(PageShard(codec, RankLayout().shard(0)))
+    own, *others = map(groups.layout.shard, range(groups.layout.ranks))
+    shard = PageShard(codec, own)
+    return WorkerShards(shard, others, groups.open_pages(), lead.request_pages)
 
 
 def _load_with(
     ranks: RankProcesses, files: ModelLocation, start: RankStart
-) -> tuple[OpenModel, LeadRank]:
+) -> tuple[OpenModel, LeadRank, RankGroups]:
     """Load the first rank's shard while the others load theirs."""
     groups, lead = ranks.meet()
     ranks.load(start)
     model = load_resolved(files, start.resolved, ranks=groups, exchange=lead)
     lead.use(model.runner)
     ranks.loaded()
-    return model, lead
+    return model, lead, groups
 
 
 def _compiler(
@@ -258,7 +266,6 @@ def open_engine_core(
     index = (
         RadixIndex(pools, STRATEGIES[cache.eviction], tracker) if resolved.prefix.value else None
     )
-    shard = pools.groups[0].shard
     return EngineCore(
         _limits(settings, resolved, pools, vocab_size),
         pools,
@@ -274,7 +281,6 @@ def open_engine_core(
             arithmetic=resolved.bits.value,
             kv_scales=kv_scales,
             layout=f"words, {pools.page_tokens} tokens",  # antiphon/kernels/kv.py
-            shard=f"{shard.rank}/{shard.ranks}",
         ),
         matcher_executor=ThreadedMatcherExecutor(),
         speculation=_speculation(settings, resolved),

@@ -1,0 +1,332 @@
+"""The shards of blocks that go to a page store and come back, one of each rank.
+
+Rank 0 asks the store, and sends the other ranks which pages to copy and which records to fetch, in
+one order with the plans: so a rank has recorded, and wiped, whatever was sampled before these pages
+were taken or given away. A rank copies, fetches and writes beside its plans, and reports over a
+link of its own; the pages stay in flight until all have. Records to be saved travel with the
+report, since no request waits for them; those to be read are fetched by each rank from the node.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from antiphon.model_worker.batching.page_transfers import BlockTransfer
+from antiphon.model_worker.cache.codec import RecordInvalid, UsableBlocks
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.transfer.checksums import page_checksum
+from antiphon.transfer.stream import stream_blobs
+from antiphon.wire.claim import Claim
+from antiphon.wire.namespaces import stored_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from antiphon.model_worker.cache.codec import PageCodec
+
+log = logging.getLogger(__name__)
+
+FETCHES_MAX = 4
+"""Transfers that are received at once; further ones wait for their turn."""
+_SIZE_BYTES = 8
+
+
+class PagesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 asks of all others: to copy blocks of a transfer, or to fetch them.
+
+    Attributes:
+        blocks: Numbers of the blocks to copy, in their chain.
+        claims: By rank, those of the records to fetch; empty if blocks are copied.
+    """
+
+    transfer: BlockTransfer
+    blocks: tuple[int, ...] = ()
+    claims: tuple[tuple[Claim, ...], ...] = ()
+    timeout_s: float = 0.0
+
+
+class BlockRecord(msgspec.Struct, frozen=True):
+    """One rank's shard of a block, to be saved."""
+
+    block: int
+    data: bytearray
+    checksum: bytes
+
+
+class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank neither reads nor writes the pages of a transfer any more.
+
+    Attributes:
+        number: That of the transfer.
+        ends: After how many of the fetched blocks a request could continue, ascending.
+        records: What was copied; None if the rank has failed.
+    """
+
+    number: int
+    ends: tuple[int, ...] = ()
+    records: tuple[BlockRecord, ...] | None = ()
+
+
+class ShardLost(Exception):
+    """A rank has not copied, or fetched, its shard."""
+
+
+class PageLink(Protocol):
+    """Bytes between rank 0 and another one, beside those of plans."""
+
+    def send(self, data: bytearray) -> None: ...
+
+    def receive(self, size: int) -> bytearray:
+        """Wait for so many bytes; raises if the other rank has ended."""
+        ...
+
+
+class PageShard:
+    """The pages of one rank: copies blocks to records, and back. Called in threads.
+
+    `shard` names the part that it has of each page. `fetch_blobs` takes claims and a timeout.
+    """
+
+    def __init__(
+        self,
+        codec: PageCodec,
+        shard: str,
+        fetch_blobs: Callable[[Sequence[Claim], float], Iterator[memoryview]] | None = None,
+    ) -> None:
+        self.groups = codec.groups
+        self._codec = codec
+        self._shard = shard
+        self._fetch_blobs = fetch_blobs or _streamed
+
+    def names(self, transfer: BlockTransfer) -> tuple[bytes, ...]:
+        """The names of all blocks of a chain."""
+        return shard_names(transfer, self._shard)
+
+    def copy(self, transfer: BlockTransfer, blocks: Sequence[int]) -> tuple[BlockRecord, ...]:
+        """Copy the blocks of these numbers."""
+        names, records = self.names(transfer), list[BlockRecord]()
+        for block in blocks:
+            data = self._codec.encode(names[block], transfer.blocks[block - transfer.first])
+            records.append(BlockRecord(block, data, page_checksum(data)))
+        return tuple(records)
+
+    def fetch(
+        self, transfer: BlockTransfer, claims: Sequence[Claim], timeout_s: float
+    ) -> tuple[int, ...]:
+        """Receive, verify and write the first blocks of a transfer  ->  the usable ends.
+
+        A record is written only after it was verified as a whole, so that a page is what was saved
+        or is not used.
+        """
+        most = self._codec.record_bytes_max
+        if any(claim.size_bytes > most for claim in claims):
+            return ()  # these are no blocks of ours
+        usable, ends = UsableBlocks(self.groups, transfer.first), list[int]()
+        names = self.names(transfer)[transfer.first :]
+        blobs = self._fetch_blobs(claims, timeout_s)
+        try:
+            rows = zip(names, claims, transfer.blocks, blobs, strict=False)
+            for name, claim, pages, record in rows:
+                masks = self._codec.check(name, record, claim.digest)
+                self._codec.decode(record, masks, pages, states=False)
+                if usable.add(masks, pages):
+                    self._codec.decode(record, masks, pages, states=True)
+                    ends.append(usable.count)
+        except RecordInvalid as error:
+            log.warning("block refused", extra={"reason": str(error)})
+        return tuple(ends)
+
+    def answer(self, rank: int, request: PagesRequest) -> ShardReport:
+        """Do what rank 0 asks of this rank, which is another one."""
+        number = request.transfer.number
+        if not request.claims:
+            records = self.copy(request.transfer, request.blocks)
+            return ShardReport(number=number, records=records)
+        ends = self.fetch(request.transfer, request.claims[rank], request.timeout_s)
+        return ShardReport(number=number, ends=ends)
+
+
+def shard_names(transfer: BlockTransfer, shard: str) -> tuple[bytes, ...]:
+    """The names under which a rank's shard of each block of a chain is stored."""
+    return tuple(stored_name(transfer.namespace, digest, shard) for digest in transfer.digests)
+
+
+def agreed_blocks(groups: Sequence[CacheGroup], ends: Sequence[Sequence[int]]) -> int:
+    """After how many fetched blocks a request can continue, by the usable ends of each rank.
+
+    A state has one place, which has that of a rank's last end: where this is not the same on all
+    ranks, nothing is usable.
+    """
+    agreed = max(set(ends[0]).intersection(*ends[1:]), default=0)
+    if any(group.kind is GroupKind.STATE for group in groups):
+        return agreed if all(own and own[-1] == agreed for own in ends) else 0
+    return agreed
+
+
+class WorkerShards:
+    """The shards of all ranks, as rank 0 copies and fetches them; alone without `others`.
+
+    Args:
+        others: The shards of the other ranks, in their order.
+        links: To each of these.
+        send: Sends a request to all of them.
+    """
+
+    def __init__(
+        self,
+        own: PageShard,
+        others: Sequence[str] = (),
+        links: Sequence[PageLink] = (),
+        send: Callable[[PagesRequest], None] | None = None,
+    ) -> None:
+        assert len(others) == len(links), "each rank has its link"
+        self._own = own
+        self._others = tuple(others)
+        self._send = send
+        self._lock = Lock()
+        self._awaited = [dict[int, Future[ShardReport]]() for _ in others]
+        self._ended = set[int]()
+        for index, link in enumerate(links):
+            Thread(target=self._read, args=(index, link), name="shards", daemon=True).start()
+
+    @property
+    def ranks(self) -> int:
+        return 1 + len(self._others)
+
+    def names(self, transfer: BlockTransfer) -> tuple[tuple[bytes, ...], ...]:
+        """By rank, the names of all blocks of a chain."""
+        return self._own.names(transfer), *(shard_names(transfer, each) for each in self._others)
+
+    def copy(self, transfer: BlockTransfer, blocks: Sequence[int]) -> list[tuple[BlockRecord, ...]]:
+        """Copy blocks on all ranks  ->  by rank, their records. Blocks until no rank reads them.
+
+        Raises:
+            ShardLost: A rank has not copied them.
+        """
+        asked = self._ask(PagesRequest(transfer=transfer, blocks=tuple(blocks)))
+        try:
+            own = self._own.copy(transfer, blocks)
+        finally:
+            wait(asked)
+        return [own, *(each.result().records or () for each in asked)]
+
+    def fetch(
+        self, transfer: BlockTransfer, claims: Sequence[Sequence[Claim]], timeout_s: float
+    ) -> int:
+        """Fetch blocks on all ranks, each by its own claims  ->  how many are usable.
+
+        Blocks until no rank writes them.
+
+        Raises:
+            ShardLost: A rank has not fetched them.
+        """
+        asked = self._ask(
+            PagesRequest(transfer=transfer, claims=tuple(map(tuple, claims)), timeout_s=timeout_s)
+        )
+        try:
+            own = self._own.fetch(transfer, claims[0], timeout_s)
+        finally:
+            wait(asked)
+        return agreed_blocks(self._own.groups, [own, *(each.result().ends for each in asked)])
+
+    def _ask(self, request: PagesRequest) -> list[Future[ShardReport]]:
+        """Ask all other ranks  ->  their reports."""
+        if self._send is None:
+            return []
+        asked: list[Future[ShardReport]] = []
+        with self._lock:
+            if self._ended:
+                raise ShardLost(f"rank {1 + min(self._ended)} has ended")
+            for awaited in self._awaited:
+                awaited[request.transfer.number] = future = Future[ShardReport]()
+                asked.append(future)
+        self._send(request)
+        return asked
+
+    def _read(self, index: int, link: PageLink) -> None:
+        """Read the reports of a rank until it ends. The body of a thread."""
+        lost = ShardLost(f"rank {1 + index} has ended")
+        try:
+            while True:
+                report = receive_report(link)
+                with self._lock:
+                    awaited = self._awaited[index].pop(report.number)
+                if report.records is None:
+                    awaited.set_exception(ShardLost(f"rank {1 + index} has failed: see its log"))
+                else:
+                    awaited.set_result(report)
+        except Exception as error:  # noqa: BLE001  # its end, which is noticed elsewhere
+            log.debug("no more reports", extra={"rank": 1 + index, "reason": str(error)})
+        with self._lock:
+            self._ended.add(index)
+            awaited, self._awaited[index] = self._awaited[index], {}
+        for each in awaited.values():
+            each.set_exception(lost)
+
+
+class FollowerShards:
+    """The shard of a rank that is not the first: answers rank 0, in threads of its own."""
+
+    def __init__(self, shard: PageShard, rank: int, link: PageLink) -> None:
+        self._shard, self._rank, self._link = shard, rank, link
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="page-save")
+        self._fetcher = ThreadPoolExecutor(FETCHES_MAX, thread_name_prefix="page-fetch")
+        self._sending = Lock()
+
+    def begin(self, request: PagesRequest) -> None:
+        """Begin what rank 0 asks for. Returns at once."""
+        thread = self._fetcher if request.claims else self._saver
+        thread.submit(self._answer, request)
+
+    def close(self) -> None:
+        for thread in (self._saver, self._fetcher):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, request: PagesRequest) -> None:
+        try:
+            report = self._shard.answer(self._rank, request)
+        except Exception:
+            log.exception("pages neither copied nor fetched")
+            report = ShardReport(number=request.transfer.number, records=None)
+        with self._sending:
+            send_report(self._link, report)
+
+
+class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """A report without the bytes of its records, which follow: number, checksum and size each."""
+
+    number: int
+    ends: tuple[int, ...]
+    records: tuple[tuple[int, bytes, int], ...] | None
+
+
+def send_report(link: PageLink, report: ShardReport) -> None:
+    """Send a report and its records, which are not copied."""
+    records = report.records
+    sizes = None if records is None else tuple((r.block, r.checksum, len(r.data)) for r in records)
+    header = msgspec.msgpack.encode(_Sizes(number=report.number, ends=report.ends, records=sizes))
+    link.send(bytearray(len(header).to_bytes(_SIZE_BYTES, "little")))
+    link.send(bytearray(header))
+    for record in records or ():
+        link.send(record.data)
+
+
+def receive_report(link: PageLink) -> ShardReport:
+    """Wait for a report."""
+    size = int.from_bytes(link.receive(_SIZE_BYTES), "little")
+    header = msgspec.msgpack.decode(link.receive(size), type=_Sizes)
+    records = header.records
+    if records is not None:
+        records = tuple(
+            BlockRecord(block, link.receive(size), checksum) for block, checksum, size in records
+        )
+    return ShardReport(number=header.number, ends=header.ends, records=records)
+
+
+def _streamed(claims: Sequence[Claim], timeout_s: float) -> Iterator[memoryview]:
+    return stream_blobs(claims, timeout_s=timeout_s)

@@ -1,0 +1,29 @@
+"""Links between the ranks of a worker, within one process."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+
+class LinkEnded(Exception):
+    """The other side has ended."""
+
+
+class Pipe:
+    """A `PageLink`: what is sent in one piece is received in one."""
+
+    def __init__(self) -> None:
+        self._pieces = SimpleQueue[bytearray | None]()
+
+    def send(self, data: bytearray) -> None:
+        self._pieces.put(data)
+
+    def end(self) -> None:
+        self._pieces.put(None)
+
+    def receive(self, size: int) -> bytearray:
+        piece = self._pieces.get()
+        if piece is None:
+            raise LinkEnded
+        assert len(piece) == size, "frames are received as they were sent"
+        return piece
