@@ -6,14 +6,19 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from msgspec.structs import replace
+from tests.models.eagle3 import write_head
 from tests.unit.model_worker.test_opening import SMALL, answers
 
+from antiphon import embedded
 from antiphon.config.model import Dtype
 from antiphon.config.parallel import ParallelConfig
+from antiphon.config.speculation import SpeculationConfig
+from antiphon.model_worker.batching.loop import BatchingLoop
+from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.ranks.membership import RankLost
 from antiphon.model_worker.ranks.processes import RankProcesses
 from antiphon.model_worker.startup.engine import open_engine
@@ -22,6 +27,7 @@ from antiphon.supervisor.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from antiphon.config.settings import Settings
 
@@ -77,6 +83,33 @@ def test_a_worker_of_two_ranks_answers_as_one_process(
         assert answers(engine, PROMPTS) == expected
         assert engine.resolved is not None
         assert engine.resolved.bits.value.endswith(said)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("overlapped", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("algorithm", ["standalone", "eagle3"])
+def test_drafts_of_two_ranks_change_nothing(
+    tmp_path: Path, algorithm: Literal["standalone", "eagle3"], overlapped: bool
+) -> None:
+    draft = embedded.path()
+    if algorithm == "eagle3":
+        draft = write_head(tmp_path, hidden=192, vocabulary=1024)
+    parallel = ParallelConfig(tp_size=2)
+    speculation = SpeculationConfig(algorithm=algorithm, draft_model=str(draft), draft_steps=3)
+    expected = answers(open_engine(settings(ParallelConfig())), PROMPTS)
+    with others(parallel) as ranks:
+        engine = open_engine(replace(settings(parallel), speculation=speculation), ranks)
+        launcher = engine.in_thread() if overlapped else engine.in_turn()
+        loop = BatchingLoop(
+            *(engine.core, launcher, Mailbox(1), lambda _: None),
+            clock=lambda: 7.0,
+            ahead=int(overlapped),
+        )
+        assert answers(engine, PROMPTS, loop) == expected
+        counts = engine.core.draft_counts
+        assert counts.proposed > 0
+        assert algorithm == "eagle3" or counts.accepted > counts.proposed // 2
+        launcher.close()
 
 
 @pytest.mark.timeout(120)

@@ -42,8 +42,8 @@ from antiphon.model_worker.cache.pages import PageTable
 from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
-from antiphon.service.open_lists import OpenChange, OpenLists, OpenSet
 from antiphon.model_worker.ranks import page_shards
+from antiphon.service.open_lists import OpenChange, OpenLists, OpenSet
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire import namespaces
 from antiphon.wire.codec import ID_BYTES

@@ -172,6 +172,12 @@ class Shard:
         if not self.is_last:
             self._pass(plan, stage, [])
 
+    def run_drafts(self, plan: StepPlan) -> None:
+        network = self._world.network
+        assert plan.draft_counts is not None
+        call = Collective("drafts", plan.draft_counts.shape, "float32")
+        network.call("tensor 0", self.rank, call, plan.step, network.members("tensor 0"))
+
     @property
     def is_last(self) -> bool:
         layout = self._world.network.layout
@@ -201,8 +207,12 @@ class LeadRunner(WorldRunner):
         outcome = HashRunner.run(self, plan, part)
         if len(plan.logit_tokens):
             self.lead.share(plan.step, lambda: Sampled(self._sampled(plan, outcome)))
-        details = self._details(plan, outcome)
+        details = self._details(self._read[0], outcome)
         return msgspec.structs.replace(outcome, details=details)
+
+    def make_drafts(self) -> Ints:
+        self.shard.run_drafts(self._read[0])
+        return super().make_drafts()
 
     def before_sampling(self) -> None:
         self.world.reach(0, "sampling", self.plans)
@@ -246,6 +256,10 @@ class FollowerRunner(HashRunner):
         self._shard.run_layers(plan)
         self._unsampled.append(plan)
         return NOTHING
+
+    def make_drafts(self) -> Ints:
+        self._shard.run_drafts(self._read[0])
+        return super().make_drafts()
 
     def settle(self) -> None:
         while self._unsampled and (
@@ -316,12 +330,18 @@ class RankWorld(World):
         **said: Any,
     ) -> None:
         self.ranks_random = random.Random(f"ranks {seed}")
-        self.network = Network(self.ranks_random.choice(LAYOUTS), wait_s)
+        drafting = said.get("draft_model", False)
+        layouts = [each for each in LAYOUTS if each.pp == 1 or not drafting]
+        self.network = Network(self.ranks_random.choice(layouts), wait_s)
         self.refusing: int | None = None
         self.failing, self.failing_step = failing, self.ranks_random.randint(1, 60)
         self.errors: dict[int, BaseException] = {}
         self._threads: list[Thread] = []
         super().__init__(seed, **{"draft_model": False, "stumbles": 0.05, **said})
+        if drafting:
+            # Drafts that fail end the ranks, and what is not finite is known to all of them.
+            self.runner.draft_stumbles = 0.0
+            self.runner.poisoned = lambda _plan, _row: False
 
     def _ahead(self, flights: random.Random, *, overlap: bool) -> int:
         stages = self.network.layout.pp

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tests.simulation.batching_world import DRAFTS_MAX
 from tests.simulation.rank_world import POINTS, Hung, RankWorld, without_agreement
 from tests.simulation.worker_worlds import live, overlaps
 
@@ -36,6 +37,13 @@ def test_ranks_say_what_a_choice_says_alone(batch: int) -> None:
     assert seen["refused by 1"] > 0, "no plan was refused by another rank"
     assert seen["drafts"] > 0
     assert seen["passed on"] > 0, "no stage went on before a plan was sampled from"
+
+
+@pytest.mark.timeout(120)
+def test_ranks_with_a_draft_model_make_the_same_drafts_in_the_same_order() -> None:
+    for seed in range(24):
+        world = sound(seed, draft_model=True, drafts=DRAFTS_MAX, costs=None)
+        assert all(each.drafted == world.runner.drafted for each in world.followers)
 
 
 @pytest.mark.timeout(120)

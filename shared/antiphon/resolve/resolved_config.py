@@ -130,6 +130,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
             cache_dtype=draft.cache_dtype,
             cache_scales=unscaled,
             weight_bytes=draft.weight_bytes,
+            ep_ranks=CUT_EXPERTS,
             draft=NO_DRAFT,
         )
 
@@ -270,8 +271,11 @@ def _ranks(settings: Settings, pooling: Pooling | None) -> ResolvedValue[int]:
         said = f"parallel.pp_size = {parallel.pp_size}"
         if pooling is not None:
             raise ConfigError(f"{said}: a model that only pools has one stage")
-    if parallel.ranks > 1 and settings.speculation.draft_model:
-        raise ConfigError(f"speculation.draft_model: {said}: a draft model runs on one rank only")
+        if settings.speculation.draft_model:
+            raise ConfigError(
+                f"speculation.draft_model: {said}: a model with a draft model has one stage; "
+                "use parallel.tp_size (--tp-size)"
+            )
     if ranks == 1:
         return ONE_RANK
     if settings.model.deterministic and parallel.nodes > 1:
@@ -290,7 +294,10 @@ def _draft(
     draft: DraftCard | None,
     step_tokens: int,
 ) -> ResolvedValue[ResolvedDraft | None]:
-    """The plan for the draft model, by the settings for the served one where it has none."""
+    """The plan for the draft model, by the settings for the served one where it has none.
+
+    Ranks divide it as they divide the served model.
+    """
     own = draft_settings(settings)
     if own is None or draft is None:
         return NO_DRAFT
@@ -300,8 +307,9 @@ def _draft(
         linear = _linear(own, device, dtype.value)
         cache_dtype = _cache_dtype(own, draft.card, device, dtype.value)
         kept = resolve_weight_storage(own, draft.card, dtype.value, linear)
+        kept = kept.over(settings.parallel.ranks)
     active = activation_bytes(draft.card, dtype.value, step_tokens)
-    token_bytes = draft.card.kv_bytes(cache_dtype.value)
+    token_bytes = draft.card.kv_bytes(cache_dtype.value, settings.parallel.ranks)
     return ResolvedValue(
         ResolvedDraft(
             model=ResolvedValue(own.model.path, "speculation.draft_model"),

@@ -579,12 +579,12 @@ def test_dist_init_addr_is_where_ranks_meet() -> None:
             "model.deterministic: parallel.nodes = 2: sums over machines depend on",
         ),
         (
-            "--tp 2 --speculative-algorithm STANDALONE --speculative-draft-model-path m",
-            "speculation.draft_model: parallel.tp_size = 2: a draft model runs on one rank only",
+            "--pp-size 2 --speculative-algorithm STANDALONE --speculative-draft-model-path m",
+            "speculation.draft_model: parallel.pp_size = 2: a model with a draft model has one",
         ),
         (
-            "--pp-size 2 --speculative-algorithm STANDALONE --speculative-draft-model-path m",
-            "speculation.draft_model: parallel.pp_size = 2: a draft model runs on one rank only",
+            "--pp-size 2 --speculative-algorithm EAGLE3 --speculative-draft-model-path m",
+            "speculation.draft_model: parallel.pp_size = 2: a model with a draft model has one",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.served_model import model_files
+from antiphon.model_card.served_model import draft_files, model_files
 from antiphon.model_worker.batching.loop import SWITCH_INTERVAL_S
 from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.model_worker.ranks.membership import Attending, RankLost, address_of, join
@@ -114,7 +114,8 @@ def _load(
         if channel.rank not in settings.parallel.local_ranks:  # of the machine of rank 0
             verify_digest(files, settings.cluster.model_digest)
         _check_arithmetic(host_device().arithmetic, start.arithmetic)
-        model = load_resolved(files, start.resolved, ranks=groups, exchange=follower)
+        draft = draft_files(settings)
+        model = load_resolved(files, start.resolved, draft, ranks=groups, exchange=follower)
     except (CannotStart, ConfigError):
         _report(channel, refused_by=1 + channel.rank)
         raise

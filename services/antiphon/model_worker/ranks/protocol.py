@@ -112,6 +112,10 @@ class RankRunner(Protocol):
         self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None
     ) -> StepOutcome: ...
 
+    def make_drafts(self) -> Ints:
+        """Make the drafts after the last plan, which asks for some."""
+        ...
+
 
 class FollowerRunner(RankRunner, Protocol):
     """The same on a rank that is not the first."""
@@ -124,7 +128,7 @@ class FollowerRunner(RankRunner, Protocol):
 class RankMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A plan, or what was sampled from the logits of an earlier one, or the end of the ranks.
 
-    Between them, requests for shards of pages.
+    Between them, requests for shards of pages, and for the drafts after a plan.
     """
 
     plan: StepPlan | None = None
@@ -133,6 +137,7 @@ class RankMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     blocked: Flags | None = None  # (L,) as in `Sampled`
     failed: Flags | None = None  # (R,)
     pages: PagesRequest | None = None
+    drafts_after: int | None = None  # the step of the plan
 
 
 def agree(channel: RankChannel, facts: StepFacts) -> StepFacts:
@@ -160,6 +165,7 @@ class LeadRank:
         self._lost: DeviceLost | None = None
         self._sending = Lock()  # plans, samples and requests for pages come from several threads
         self._ended = False
+        self._step = 0  # of the last plan that was computed
 
     def use(self, runner: RankRunner) -> None:
         """Compute by this runner, which samples through `share`."""
@@ -197,6 +203,7 @@ class LeadRank:
             DeviceLost: It failed: the other ranks are in the middle of it.
         """
         self._raise_lost()
+        self._step = plan.step
         try:
             return self._own.run(plan, part)
         except Exception as error:
@@ -204,7 +211,18 @@ class LeadRank:
             raise self._lost from error
 
     def make_drafts(self) -> Ints:
-        raise AssertionError("drafts of a model are made on one rank")
+        """Let all ranks make the drafts after the last plan.
+
+        Raises:
+            DeviceLost: It failed: the other ranks are in the middle of it.
+        """
+        self._raise_lost()
+        try:
+            self._send(RankMessage(drafts_after=self._step))
+            return self._own.make_drafts()
+        except Exception as error:
+            self._lost = DeviceLost(f"drafts after step {self._step} failed on rank 0")
+            raise self._lost from error
 
     @property
     def shared(self) -> bool:
@@ -256,7 +274,8 @@ class FollowerRank:
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
-        self._plans = SimpleQueue[StepPlan | PagesRequest | BaseException | None]()
+        # With the steps whose drafts rank 0 makes now.
+        self._plans = SimpleQueue[StepPlan | PagesRequest | int | BaseException | None]()
         self._sampled = SimpleQueue[RankMessage | BaseException]()
 
     def receive(self, runner: RankRunner) -> None:
@@ -277,8 +296,10 @@ class FollowerRank:
     ) -> None:
         """Compute the plans that all ranks have agreed on, until the end.
 
-        `begin` begins what rank 0 requests of pages, and returns at once.
+        `begin` begins what rank 0 requests of pages, and returns at once. Drafts after a plan are
+        made before the next plan, or sooner if rank 0 does so; until then it may have other work.
         """
+        undrafted: int | None = None  # the step of the last plan
         while (plan := self._plans.get()) is not None:
             if isinstance(plan, BaseException):
                 raise plan
@@ -286,8 +307,14 @@ class FollowerRank:
                 assert begin is not None, "pages are stored"
                 runner.settle()
                 begin(plan)
-            else:
+                continue
+            step = plan if isinstance(plan, int) else None
+            if undrafted is not None and step in (None, undrafted):
+                runner.make_drafts()
+                undrafted = None
+            if not isinstance(plan, int):
                 runner.run(plan)
+                undrafted = None if plan.draft_counts is None else plan.step
 
     @property
     def shared(self) -> bool:
@@ -307,6 +334,9 @@ class FollowerRank:
         message = unpack(self._channel.receive(), RankMessage)
         if message.pages is not None:
             self._plans.put(message.pages)
+            return True
+        if message.drafts_after is not None:
+            self._plans.put(message.drafts_after)
             return True
         if message.plan is None:
             if message.sampled is not None:

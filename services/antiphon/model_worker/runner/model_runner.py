@@ -165,8 +165,8 @@ class ModelRunner:
             PlanRefused: The plan uses what this runner does not support.
         """
         plan = self._tables.fill(plan)
-        if plan.draft_counts is not None or plan.future_start is not None:
-            raise PlanRefused(f"step {plan.step}: several ranks have no draft model")
+        if plan.future_start is not None:
+            return plan  # where its rows begin is known when the plan before it has run
         batch = InputBatch(plan, self._shapes, self._states_count)
         batch.build(compiled=self._reads_natively)
         self._checked[plan.step] = batch

@@ -87,7 +87,7 @@ def open_model(
             KV cache there.
     """
     # First, since it loads faster: what is wrong with it is found before the wait for the model.
-    drafter = None if draft is None else load_draft_model(draft, plan)
+    drafter = None if draft is None else load_draft_model(draft, plan, tp)
     model = load(place, plan, tp=tp, pp=pp)
     groups = cache_groups(
         model.spec,
@@ -131,15 +131,17 @@ def _naming_draft(plan: ResolvedConfig) -> Generator[None]:
         raise type(error)(f"speculation.draft_model = {own.model.value}: {error}") from error
 
 
-def load_draft_model(place: ModelLocation, plan: ResolvedConfig) -> LoadedModel:
-    """Load the draft model as planned.
+def load_draft_model(
+    place: ModelLocation, plan: ResolvedConfig, tp: Tp | None = None
+) -> LoadedModel:
+    """Load the draft model as planned, of several ranks this one's shard.
 
     Raises:
         ModelLoadError: It cannot be loaded.
         KernelUnavailable: This build does not support the device.
     """
     with _naming_draft(plan):
-        return load(place, plan.of_draft())
+        return load(place, plan.of_draft(), tp=tp)
 
 
 def open_draft_model(model: LoadedModel, served: LoadedModel, plan: ResolvedConfig) -> DraftModel:

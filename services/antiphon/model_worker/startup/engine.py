@@ -142,7 +142,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         model, lead, groups = load_resolved(files, resolved, draft_place), None, None
     else:
         start = RankStart.of(settings, resolved, device.arithmetic)
-        model, lead, groups = _load_with(ranks, files, start)
+        model, lead, groups = _load_with(ranks, files, start, draft_place)
     resolved = msgspec.structs.replace(resolved, decoder=model.decoder)
     log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
@@ -179,12 +179,12 @@ def _open_shards(
 
 
 def _load_with(
-    ranks: RankProcesses, files: ModelLocation, start: RankStart
+    ranks: RankProcesses, files: ModelLocation, start: RankStart, draft: ModelLocation | None
 ) -> tuple[OpenModel, LeadRank, RankGroups]:
     """Load the first rank's shard while the others load theirs."""
     groups, lead = ranks.meet()
     ranks.load(start)
-    model = load_resolved(files, start.resolved, ranks=groups, exchange=lead)
+    model = load_resolved(files, start.resolved, draft, ranks=groups, exchange=lead)
     lead.use(model.runner)
     ranks.loaded()
     return model, lead, groups
@@ -248,7 +248,14 @@ def load_resolved(
     try:
         if ranks is None:
             return open_model(place, resolved, draft=draft)
-        return open_model(place, resolved, tp=ranks.tensor, pp=ranks.pipeline, exchange=exchange)
+        return open_model(
+            place,
+            resolved,
+            draft=draft,
+            tp=ranks.tensor,
+            pp=ranks.pipeline,
+            exchange=exchange,
+        )
     except (ModelLoadError, KernelUnavailable) as error:
         raise CannotStart(str(error)) from error
 
