@@ -22,6 +22,10 @@ class ManualClock:
     def unix_ms(self) -> int:
         return self._unix_ms_at_zero + round(self._now * 1000)
 
+    def step_wall(self, seconds: float) -> None:
+        """Set the wall clock forward, or back; durations do not notice."""
+        self._unix_ms_at_zero += round(seconds * 1000)
+
     @property
     def sleepers(self) -> int:
         return sum(not future.done() for _, _, future in self._sleepers)

@@ -58,7 +58,7 @@ class EncoderService:
             ThreadPoolExecutor(1, thread_name_prefix="embed") as thread,
         ):
             address = address_for_others(bound, config.host, config.advertise_host)
-            shelf = BlobStore(address, config.claims_bytes_max, runtime.clock.unix_ms)
+            shelf = BlobStore(address, config.claims_bytes_max, runtime.clock)
             runtime.group.create_task(BlobServer(bound, shelf).run())
             yield EncoderService(runtime, ImageEncoder(runtime, model, thread, shelf))
 
@@ -97,7 +97,6 @@ class ImageEncoder:
         self, runtime: Runtime, model: VisionModel, thread: Executor, shelf: BlobStore
     ) -> None:
         self._config = runtime.settings.encoder
-        self._clock = runtime.clock
         self._shelf = shelf
         self._cache = EmbeddingCache(self._config.cache_bytes_max)
         self.metrics = EncoderMetrics(runtime.metrics, self._cache)
@@ -139,7 +138,7 @@ class ImageEncoder:
     def _claim(self, embedding: CachedEmbedding) -> Claim:
         """Store an embedding for fetching; calls within half of `claim_s` share the claim."""
         claim, wait_s = embedding.claim, self._config.claim_s
-        if claim is None or claim.expires_unix_ms < self._clock.unix_ms() + wait_s * 500:
+        if claim is None or self._shelf.left_s(claim) < wait_s / 2:
             claim = self._shelf.put(embedding.data, wait_s, checksum=embedding.checksum)
             embedding.claim = claim
         return claim

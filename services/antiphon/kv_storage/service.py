@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.kv_storage.disk import DiskTier
 from antiphon.kv_storage.pages import Page
 from antiphon.kv_storage.store import MemoryTier, PageStore
-from antiphon.service.clock import time_left_s
+from antiphon.service.clock import deadline_in, time_left_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import CannotStart, address_for_others, bind
@@ -39,9 +39,10 @@ from antiphon.wire.codec import split_rows
 from antiphon.wire.routes import KV_CONTROL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from antiphon.config.settings import KvStorageConfig
+    from antiphon.service.clock import Clock
     from antiphon.wire.ids import ModelName
 
 
@@ -69,6 +70,7 @@ class KvStorageService:
         receiver: ThreadPoolExecutor,
     ) -> None:
         self._runtime = runtime
+        self._clock = runtime.clock
         self._config = runtime.settings.kv_storage
         self._address = address
         self._store = store
@@ -88,7 +90,7 @@ class KvStorageService:
         ):
             disk = await asyncio.to_thread(_open_disk, config)
             memory = MemoryTier(config.ram_bytes_max, over_disk=disk is not None)
-            leases = Leases(memory, runtime.clock.unix_ms)
+            leases = Leases(memory, runtime.clock)
             store = PageStore(memory, disk, thread)
             service = KvStorageService(runtime, address, store, leases, receiver)
             runtime.group.create_task(BlobServer(bound, leases).run())
@@ -124,8 +126,7 @@ class KvStorageService:
     async def _put(self, request: PutPages) -> PagesStored:
         """Fetch missing pages. A page without its predecessor could never be found."""
         stored: list[bytes] = []
-        clock = self._runtime.clock
-        due_at = clock.now() + time_left_s(request, clock)
+        due_at = self._clock.now() + time_left_s(request, self._clock)
         for offers in split_rows(request.pages, attrgetter("claim.size_bytes"), BATCH_BYTES):
             missing = [offer for offer in offers if offer.digest not in self._store]
             fetched = await self._fetch(missing, due_at)
@@ -153,7 +154,7 @@ class KvStorageService:
         fetched: dict[bytes, bytearray] = {}
         for group in by_address.values():
             wanted = [offer for offer in group if offer.claim.size_bytes <= bytes_max]
-            while wanted and (left_s := due_at - self._runtime.clock.now()) > 0:
+            while wanted and (left_s := due_at - self._clock.now()) > 0:
                 # A thread hashes one page while the kernel receives the next ones.
                 got = await bus_loop.run_in_executor(self._receiver, _receive, wanted, left_s)
                 fetched |= dict(zip([offer.digest for offer in wanted], got, strict=False))
@@ -162,7 +163,8 @@ class KvStorageService:
         return fetched
 
     async def _get(self, request: GetPages) -> PagesLeased:
-        lease = self._leases.grant(min(request.lease_s, self._config.lease_s_max))
+        lease_s = min(request.lease_s, self._config.lease_s_max)
+        lease, expires_unix_ms = self._leases.grant(lease_s), deadline_in(lease_s, self._clock)
         for digest in request.chain:
             page = await self._store.load(digest)
             if page is None:
@@ -178,7 +180,7 @@ class KvStorageService:
                 token=token,
                 size_bytes=len(page.data),
                 digest=page.checksum,
-                expires_unix_ms=lease.expires_unix_ms,
+                expires_unix_ms=expires_unix_ms,
             )
             for token, page in lease.pages.items()
         )
@@ -211,16 +213,16 @@ class Lease:
     """Pinned pages by fetch token, in the order of their chain."""
 
     name: str
-    expires_unix_ms: int
+    expires_at: float
     pages: dict[str, Page] = field(default_factory=dict[str, Page])
 
 
 class Leases:
     """All leases of a node; the source of the blob server, where a token names a leased page."""
 
-    def __init__(self, memory: MemoryTier, unix_ms: Callable[[], int]) -> None:
+    def __init__(self, memory: MemoryTier, clock: Clock) -> None:
         self._memory = memory
-        self._unix_ms = unix_ms
+        self._clock = clock
         self._leases: dict[str, Lease] = {}
         self._data: dict[str, bytes | bytearray] = {}  # by token
 
@@ -228,7 +230,7 @@ class Leases:
         return len(self._leases)
 
     def grant(self, lease_s: float) -> Lease:
-        lease = Lease(new_token(), self._unix_ms() + int(lease_s * 1000))
+        lease = Lease(new_token(), self._clock.now() + lease_s)
         self._leases[lease.name] = lease
         return lease
 
@@ -250,8 +252,8 @@ class Leases:
             self._memory.unpin(page.digest)
 
     def sweep(self) -> None:
-        now = self._unix_ms()
-        for name in [n for n, lease in self._leases.items() if lease.expires_unix_ms < now]:
+        now = self._clock.now()
+        for name in [n for n, lease in self._leases.items() if lease.expires_at < now]:
             self.release(name)
 
     def get(self, token: str) -> bytes | bytearray | None:

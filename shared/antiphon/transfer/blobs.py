@@ -21,7 +21,7 @@ from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -162,22 +162,31 @@ class BlobSource(Protocol):
     def get(self, token: str) -> bytes | bytearray | memoryview | None: ...
 
 
+class ExpiryClock(Protocol):
+    """A monotonic clock, by which bytes expire, and the wall clock, by which claims say when."""
+
+    def now(self) -> float: ...
+
+    def unix_ms(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Blob:
     data: bytes | bytearray
-    expires_unix_ms: int
+    expires_at: float
 
 
 class BlobStore:
     """Holds bytes under unguessable tokens until they expire.
 
-    `address` is `host:port` of the blob server that serves this store, `unix_ms` the wall clock.
+    `address` is `host:port` of the blob server that serves this store. A step of the wall clock
+    neither drops bytes nor keeps them.
     """
 
-    def __init__(self, address: str, bytes_max: int, unix_ms: Callable[[], int]) -> None:
+    def __init__(self, address: str, bytes_max: int, clock: ExpiryClock) -> None:
         self._address = address
         self._bytes_max = bytes_max
-        self._unix_ms = unix_ms
+        self._clock = clock
         self._blobs: dict[str, Blob] = {}
         self._bytes = 0
 
@@ -202,20 +211,24 @@ class BlobStore:
         if self._bytes + len(data) > self._bytes_max:
             raise Overloaded("the transfer store is full; retry later", retry_after_s=1.0)
         token = new_token()
-        expires = self._unix_ms() + int(lifetime_s * 1000)
-        self._blobs[token] = Blob(data, expires)
+        self._blobs[token] = Blob(data, self._clock.now() + lifetime_s)
         self._bytes += len(data)
         return Claim(
             address=self._address,
             token=token,
             size_bytes=len(data),
             digest=checksum or hashlib.sha256(data).digest(),
-            expires_unix_ms=expires,
+            expires_unix_ms=self._clock.unix_ms() + int(lifetime_s * 1000),
         )
+
+    def left_s(self, claim: Claim) -> float:
+        """How long the bytes of a claim of this store are held from now on; 0 if they are gone."""
+        blob = self._blobs.get(claim.token)
+        return 0.0 if blob is None else max(0.0, blob.expires_at - self._clock.now())
 
     def get(self, token: str) -> bytes | bytearray | None:
         blob = self._blobs.get(token)
-        return None if blob is None or blob.expires_unix_ms < self._unix_ms() else blob.data
+        return None if blob is None or blob.expires_at < self._clock.now() else blob.data
 
     def discard(self, claim: Claim) -> None:
         """Drop bytes that were fetched. Unknown claims are ignored."""
@@ -223,8 +236,8 @@ class BlobStore:
             self._bytes -= len(blob.data)
 
     def sweep(self) -> None:
-        now = self._unix_ms()
-        for token in [t for t, blob in self._blobs.items() if blob.expires_unix_ms < now]:
+        now = self._clock.now()
+        for token in [t for t, blob in self._blobs.items() if blob.expires_at < now]:
             self._bytes -= len(self._blobs.pop(token).data)
 
 

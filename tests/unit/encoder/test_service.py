@@ -100,7 +100,7 @@ async def world(siglip: Path) -> AsyncGenerator[World]:
 async def holding(data: bytes) -> AsyncGenerator[Claim]:
     """Let an image wait to be fetched, as a gateway does."""
     with bind("127.0.0.1", 0) as bound:
-        shelf = BlobStore(f"127.0.0.1:{bound.getsockname()[1]}", 10**6, CLOCK.unix_ms)
+        shelf = BlobStore(f"127.0.0.1:{bound.getsockname()[1]}", 10**6, CLOCK)
         async with asyncio.TaskGroup() as group:
             server = group.create_task(BlobServer(bound, shelf).run())
             yield shelf.put(data, 60)

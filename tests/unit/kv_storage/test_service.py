@@ -127,7 +127,7 @@ async def fetched(claims: Sequence[Claim]) -> list[bytes]:
 @asynccontextmanager
 async def shelf() -> AsyncGenerator[BlobStore]:
     with bind("127.0.0.1", 0) as bound:
-        made = BlobStore(f"127.0.0.1:{bound.getsockname()[1]}", 10**7, CLOCK.unix_ms)
+        made = BlobStore(f"127.0.0.1:{bound.getsockname()[1]}", 10**7, CLOCK)
         async with asyncio.TaskGroup() as group:
             server = group.create_task(BlobServer(bound, made).run())
             yield made

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.clock import ManualClock
 
 from antiphon.kv_storage.disk import HEADER_BYTES, DiskTier
 from antiphon.kv_storage.pages import Page
@@ -234,9 +235,9 @@ async def test_full_disk_is_a_page_that_is_not_stored(tmp_path: Path):
 
 
 def test_leased_pages_stay_and_a_full_memory_refuses():
-    now = 1000
+    clock = ManualClock()
     memory = MemoryTier(20)
-    leases = Leases(memory, lambda: now)
+    leases = Leases(memory, clock)
     memory.put(page(0))
     memory.put(page(1))
     lease = leases.grant(1.0)
@@ -245,16 +246,30 @@ def test_leased_pages_stay_and_a_full_memory_refuses():
     assert not memory.put(page(2))
     token = next(iter(lease.pages))
     assert leases.get(token) == page(0).data
-    now += 1001
+    clock.advance(1.001)
     leases.sweep()
     assert leases.get(token) is None
     assert not memory._pins
     assert memory.put(page(2))
 
 
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_step_of_the_wall_clock_neither_ends_leases_nor_keeps_them(step_s: float):
+    clock, memory = ManualClock(), MemoryTier(20)
+    leases = Leases(memory, clock)
+    memory.put(page(0))
+    leases.add(leases.grant(1.0), page(0))
+    clock.step_wall(step_s)
+    leases.sweep()
+    assert memory._pins
+    clock.advance(1.001)
+    leases.sweep()
+    assert not memory._pins
+
+
 def test_lease_released_twice_frees_once():
     memory = MemoryTier(20)
-    leases = Leases(memory, lambda: 0)
+    leases = Leases(memory, ManualClock())
     memory.put(page(0))
     one, other = leases.grant(1), leases.grant(1)
     leases.add(one, page(0))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.support.clock import ManualClock
 
 from antiphon.service.startup import bind
 from antiphon.transfer import blobs
@@ -37,16 +38,6 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 
 
-class Wall:
-    """A wall clock that advances only when set."""
-
-    def __init__(self) -> None:
-        self.ms = 1_000_000
-
-    def __call__(self) -> int:
-        return self.ms
-
-
 def listener() -> tuple[socket.socket, str]:
     bound = bind("127.0.0.1", 0)
     return bound, f"127.0.0.1:{bound.getsockname()[1]}"
@@ -64,12 +55,12 @@ async def serving(bound: socket.socket, source: BlobSource) -> AsyncGenerator[No
 
 
 @asynccontextmanager
-async def shelf(bytes_max: int = 64 * MIB) -> AsyncGenerator[tuple[BlobStore, Wall]]:
+async def shelf(bytes_max: int = 64 * MIB) -> AsyncGenerator[tuple[BlobStore, ManualClock]]:
     bound, address = listener()
-    wall = Wall()
-    holder = BlobStore(address, bytes_max, wall)
+    clock = ManualClock()
+    holder = BlobStore(address, bytes_max, clock)
     async with serving(bound, holder):
-        yield holder, wall
+        yield holder, clock
 
 
 async def take(claim: Claim, bytes_max: int = 64 * MIB) -> bytearray:
@@ -93,15 +84,30 @@ async def test_several_claims_come_over_one_connection_in_order():
 
 
 async def test_unknown_token_and_an_expired_one_are_gone():
-    async with shelf() as (holder, wall):
+    async with shelf() as (holder, clock):
         claim = holder.put(b"x", 1)
         with pytest.raises(BlobGone):
             await take(replace(claim, token=new_token()))
-        wall.ms += 1001
+        clock.advance(1.001)
         with pytest.raises(BlobGone):
             await take(claim)
         holder.sweep()
         assert holder.bytes_held == 0
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+async def test_a_step_of_the_wall_clock_neither_drops_nor_keeps_bytes(step_s: float):
+    async with shelf() as (holder, clock):
+        claim = holder.put(b"x", 60)
+        clock.step_wall(step_s)
+        assert await take(claim) == b"x"
+        assert holder.left_s(claim) == 60
+        clock.advance(60.001)
+        assert holder.get(claim.token) is None
+        assert holder.left_s(claim) == 0
+        holder.sweep()
+        assert holder.bytes_held == 0
+        assert holder.left_s(claim) == 0
 
 
 async def test_fetch_from_an_address_without_server_is_gone():
@@ -124,7 +130,7 @@ async def test_another_checksum_or_size_is_corrupt_and_a_large_claim_refused():
 
 async def test_holder_that_hangs_up_in_the_middle_is_gone():
     bound, address = listener()
-    claim = BlobStore(address, MIB, Wall()).put(b"x" * 100, 60)
+    claim = BlobStore(address, MIB, ManualClock()).put(b"x" * 100, 60)
 
     async def half() -> None:
         loop = asyncio.get_running_loop()
@@ -141,26 +147,26 @@ async def test_holder_that_hangs_up_in_the_middle_is_gone():
 
 async def test_holder_that_says_nothing_is_gone_in_time():
     bound, address = listener()
-    claim = BlobStore(address, MIB, Wall()).put(b"x", 60)
+    claim = BlobStore(address, MIB, ManualClock()).put(b"x", 60)
     with bound, pytest.raises(BlobGone):
         await fetch(claim, timeout_s=0.05, bytes_max=MIB)
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", ":1", "host:x"])
 async def test_malformed_address_is_the_callers_error(address: str):
-    claim = BlobStore(address, MIB, Wall()).put(b"x", 60)
+    claim = BlobStore(address, MIB, ManualClock()).put(b"x", 60)
     with pytest.raises(InvalidRequest):
         await take(claim)
 
 
 async def test_full_shelf_refuses_until_something_expires():
-    async with shelf(bytes_max=100) as (holder, wall):
+    async with shelf(bytes_max=100) as (holder, clock):
         holder.put(b"x" * 80, 1)
         with pytest.raises(Overloaded):
             holder.put(b"y" * 30, 1)
         with pytest.raises(RequestTooLarge):
             holder.put(b"y" * 101, 1)
-        wall.ms += 1001
+        clock.advance(1.001)
         holder.put(b"y" * 30, 1)
         assert holder.bytes_held == 30
 
@@ -178,12 +184,13 @@ async def test_stranger_is_hung_up_on():
 CHILD = """
 import asyncio, logging, resource, sys
 import msgspec, uvloop
+from antiphon.service.clock import SystemClock
 from antiphon.service.startup import bind
 from antiphon.transfer.blobs import BlobServer, BlobStore
 
 async def serve():
     bound = bind("127.0.0.1", 0)
-    store = BlobStore("127.0.0.1:%d" % bound.getsockname()[1], 1 << 20, lambda: 0)
+    store = BlobStore("127.0.0.1:%d" % bound.getsockname()[1], 1 << 20, SystemClock())
     claim = store.put(b"bytes", 60)
     open_files = len(__import__("os").listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 8, open_files + 8))
@@ -258,7 +265,7 @@ async def test_blob_server_outlives_a_source_that_fails(caplog: pytest.LogCaptur
             return super().get(token)
 
     bound, address = listener()
-    store = Broken(address, 1024, lambda: 0)
+    store = Broken(address, 1024, ManualClock())
     claim = store.put(b"bytes", 60)
     async with serving(bound, store):
         with pytest.raises(BlobGone):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.page_transfers import BlockTransfer, TransferDone
 from antiphon.model_worker.ranks.page_shards import FETCHES_MAX
+from antiphon.service.clock import deadline_in
 from antiphon.service.startup import address_for_others, bind
 from antiphon.service.tasks import gather
 from antiphon.telemetry import catalog
@@ -91,7 +92,7 @@ class KvStorageClient:
         config = runtime.settings.cache
         bound = bind(config.host, config.port)
         address = address_for_others(bound, config.host, config.advertise_host)
-        shelf = BlobStore(address, config.save_bytes_max, runtime.clock.unix_ms)
+        shelf = BlobStore(address, config.save_bytes_max, runtime.clock)
         client = KvStorageClient(runtime, shards, shelf, land)
         with ExitStack() as stack:
             stack.enter_context(bound)
@@ -160,7 +161,7 @@ class KvStorageClient:
         self, names: Sequence[Sequence[bytes]], copies: Sequence[Sequence[BlockRecord]]
     ) -> bool:
         """Offer blocks, by rank, to the node of their chain; whether it has all of them now."""
-        node, now_ms = self._node(names), self._runtime.clock.unix_ms()
+        node = self._node(names)
         if node is None:
             return False
         offers: list[PageOffer] = []
@@ -174,7 +175,9 @@ class KvStorageClient:
             reply = await self._runtime.bus.call(
                 KV_CONTROL,
                 PutPages(
-                    pages=tuple(offers), deadline_unix_ms=now_ms + round(PUT_TIMEOUT_S * 1000)
+                    pages=tuple(offers),
+                    deadline_unix_ms=deadline_in(PUT_TIMEOUT_S, self._runtime.clock),
+                    left_ms=round(PUT_TIMEOUT_S * 1000),
                 ),
                 timeout_s=PUT_TIMEOUT_S,
                 node=node,
