@@ -13,6 +13,7 @@ from tests.support.worker import limits, plain_runs, state
 from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import PoolMode, read_pooling
+from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.model_worker.batching.plan import PlanRunner
+    from antiphon.model_worker.batching.step_core import StepCore
     from antiphon.model_worker.runner.opening import OpenModel
     from antiphon.model_worker.speculation.policy import Drafter
     from antiphon.wire.errors import ErrorReply
@@ -92,7 +94,8 @@ class ModelLoop:
 
     With a `drafter`, or the draft model of the runner, decodes verify up to `drafts_max` drafts
     each, whatever a step costs. So many steps are launched `ahead`, by default one with `overlap`.
-    With a `lead` the model is the first of several ranks; with several `flights` these are stages.
+    With a `lead` the model is the first of several ranks; with several `flights` these are stages,
+    and with several `groups` each attends to its own requests.
     """
 
     def __init__(
@@ -106,26 +109,35 @@ class ModelLoop:
         drafter: Drafter | None = None,
         drafts_max: int = 4,
         lead: LeadRank | None = None,
+        groups: int = 1,
         **changes: Any,
     ) -> None:
-        self.pools = CachePools(model.groups)
+        pools = [CachePools(model.groups) for _ in range(groups)]
         whole = {
-            "context_tokens": min(CONTEXT_TOKENS, self.pools.tokens_max),
+            "context_tokens": min(CONTEXT_TOKENS, pools[0].tokens_max),
             "vocab_size": model.spec.vocabulary,
             "end_ids": frozenset[int](),
             **changes,
         }
-        index = RadixIndex(self.pools) if tree else None
         sizes = limits(**whole)
-        self.speculation: Speculation | None = None
-        if drafter is not None or model.draft is not None:
-            self.speculation = Speculation(drafter, drafts_max, sizes.running_max)
-        self.core = EngineCore(sizes, self.pools, index, speculation=self.speculation)
+
+        def core(pools: CachePools) -> EngineCore:
+            speculation: Speculation | None = None
+            if drafter is not None or model.draft is not None:
+                speculation = Speculation(drafter, drafts_max, sizes.running_max)
+            index = RadixIndex(pools) if tree else None
+            return EngineCore(sizes, pools, index, speculation=speculation)
+
+        self.cores = [core(each) for each in pools]
+        self.core, self.pools = self.cores[0], pools[0]
+        self.speculation = self.core.speculation
+        self._step_core = _whole(self.cores)
         runner = runner or lead or model.runner
         launcher = ForwardThread(runner) if overlap else InTurn(runner)
         self._launcher = launcher if lead is None else RankedLauncher(launcher, lead)
         ahead = sizes.flights - 1 if sizes.flights > 1 else ahead if overlap else 0
-        self.loop = BatchingLoop(self.core, self._launcher, Mailbox(1), self._read, ahead=ahead)
+        looped, mailbox = self._step_core, Mailbox(1)
+        self.loop = BatchingLoop(looped, self._launcher, mailbox, self._read, ahead=ahead)
         self.outputs: list[Output] = []
         self.reports: list[StepReport] = []
         self._reader = ProgressReader()
@@ -148,15 +160,16 @@ class ModelLoop:
         for part in [{key: runs[key]} for key in runs] if one_a_turn else [runs]:
             self._turn(Mail(runs=plain_runs(part)))
         for turn in range(TURNS_MAX):
-            if self.core.idle:
+            if self._step_core.idle:
                 break
             if turn in retract_at:
-                self.core.prepare_pause(PauseMode.RETRACT)
+                self._step_core.prepare_pause(PauseMode.RETRACT)
             self._turn(Mail())
-        assert self.core.idle, "the loop does not come to an end"
+        assert self._step_core.idle, "the loop does not come to an end"
         self._turn(Mail())  # reads what is still in flight
-        held = [u - c for u, c in zip(self.pools.used(), self.pools.loose(), strict=True)]
-        assert not any(held), f"pages that no request has are held: {held}"
+        for pools in (core.pools for core in self.cores):
+            held = [u - c for u, c in zip(pools.used(), pools.loose(), strict=True)]
+            assert not any(held), f"pages that no request has are held: {held}"
         self._launcher.close()
         return [self.outputs[key] for key in runs]
 
@@ -173,6 +186,10 @@ class ModelLoop:
         self.reports.append(report)
         for news in self._reader.read(report.progress):
             self.outputs[news.key].progress.append(news)
+
+
+def _whole(cores: Sequence[EngineCore]) -> StepCore[Any]:
+    return AttentionGroups(cores) if len(cores) > 1 else cores[0]
 
 
 class PoolingEngine:

@@ -53,12 +53,12 @@ class LoneRank(SingleRank):
 
 
 class Ranks:
-    def __init__(self, tp: int = 1, pp: int = 1, *, local: bool = True) -> None:
-        self.layout = layout = RankLayout(tp, pp)
+    def __init__(self, tp: int = 1, pp: int = 1, dp: int = 1, *, local: bool = True) -> None:
+        self.layout = layout = RankLayout(tp, pp, dp)
         listening = socket.create_server((HOST, 0))
         port = listening.getsockname()[1]
         self._others = [
-            subprocess.Popen([sys.executable, "-m", __name__, *map(str, (port, rank, tp, pp))])
+            subprocess.Popen([sys.executable, "-m", __name__, *map(str, (port, rank, *layout))])
             for rank in range(1, layout.ranks)
         ]
         self.groups = RankGroups.open(0, layout, (HOST, port), listening=listening, local=local)
@@ -88,13 +88,20 @@ def _open(
     groups: RankGroups, exchange: LeadRank | FollowerRank, folder: Path, values: dict[str, Any]
 ) -> OpenModel:
     chosen = plan(folder, **values)
-    return open_model(folder, chosen, tp=groups.tensor, pp=groups.pipeline, exchange=exchange)
+    return open_model(
+        folder,
+        chosen,
+        tp=groups.tensor,
+        pp=groups.pipeline,
+        attention=groups.attention,
+        exchange=exchange,
+    )
 
 
-def main(port: int, rank: int, tp: int, pp: int) -> None:
+def main(port: int, rank: int, *sizes: int) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    groups = RankGroups.open(rank, RankLayout(tp, pp), (HOST, port))
+    groups = RankGroups.open(rank, RankLayout(*sizes), (HOST, port))
     channel = groups.channel
     while (case := msgspec.msgpack.decode(channel.receive(), type=Case)).folder:
         follower = FollowerRank(channel)

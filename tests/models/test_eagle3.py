@@ -200,7 +200,7 @@ def test_the_settings_open_a_draft_head(tmp_path: Path) -> None:
     plain = Worker(open_engine(SETTINGS), SETTINGS).run(*states)
     engine = open_engine(settings)
     worker = Worker(engine, settings)
-    warm_up(worker.loop, engine.core)
+    warm_up(worker.loop, engine)
     target, draft = engine.core.pools.groups
     assert (draft.kind, draft.layers, draft.pages_total) == (
         GroupKind.DRAFT,

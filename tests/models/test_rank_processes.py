@@ -46,6 +46,7 @@ def others(parallel: ParallelConfig) -> Iterator[RankProcesses]:
                 *(sys.executable, "-m", "antiphon.model_worker", "--parallel-node-rank", "1"),
                 *("--parallel-tp-size", str(parallel.tp_size)),
                 *("--parallel-pp-size", str(parallel.pp_size)),
+                *("--parallel-attn-dp-size", str(parallel.attn_dp_size)),
                 *("--parallel-nodes", str(parallel.nodes)),
                 *("--parallel-init-address", parallel.init_address),
             ]
@@ -71,12 +72,19 @@ def settings(parallel: ParallelConfig, **model: object) -> Settings:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize(("tp", "pp", "said"), [(2, 1, "ranks:2"), (1, 2, "stages:2")])
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp_size": 2}, "ranks:2"),
+        ({"pp_size": 2}, "stages:2"),
+        ({"tp_size": 2, "attn_dp_size": 2}, "ranks:2,attention groups:2"),
+    ],
+)
 def test_a_worker_of_two_ranks_answers_as_one_process(
-    tp: int, pp: int, said: str, nodes: int
+    sizes: dict[str, int], said: str, nodes: int
 ) -> None:
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    parallel = ParallelConfig(tp_size=tp, pp_size=pp, nodes=nodes, init_address=address)
+    parallel = ParallelConfig(**sizes, nodes=nodes, init_address=address)
     expected = answers(open_engine(settings(ParallelConfig())), PROMPTS)
     with others(parallel) as ranks:
         engine = open_engine(settings(parallel), ranks)

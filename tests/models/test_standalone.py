@@ -243,7 +243,7 @@ def test_the_settings_open_a_draft_model_whose_drafts_change_nothing_under_a_gra
     states = guided_states()
     plain = Worker(open_engine(SETTINGS), SETTINGS).run(*states)
     worker = Worker(open_engine(drafting), drafting)
-    report = warm_up(worker.loop, worker.engine.core)
+    report = warm_up(worker.loop, worker.engine)
     costs = worker.engine.core.speculation and worker.engine.core.speculation.costs
     assert costs is not None
     assert costs.tokens[:6] == (1, 2, 3, 4, 5, 6)

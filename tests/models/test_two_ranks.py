@@ -76,8 +76,18 @@ def square() -> Iterator[Ranks]:
     yield from opened(tp=2, pp=2)
 
 
-def opened(tp: int = 1, pp: int = 1) -> Iterator[Ranks]:
-    ranks = Ranks(tp, pp)
+@pytest.fixture(scope="module")
+def grouped() -> Iterator[Ranks]:
+    yield from opened(tp=2, dp=2)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[Ranks]:
+    yield from opened(tp=4, dp=2)
+
+
+def opened(tp: int = 1, pp: int = 1, dp: int = 1) -> Iterator[Ranks]:
+    ranks = Ranks(tp, pp, dp)
     yield ranks
     ranks.close()
 
@@ -108,6 +118,7 @@ def outputs(
     mode: Mapping[str, Any],
     lead: LeadRank | None = None,
     stages: int = 1,
+    groups: int = 1,
 ) -> list[Output]:
     mode = dict(mode)
     retract_at, drafts = mode.pop("retract_at", ()), mode.pop("drafts", False)
@@ -118,6 +129,7 @@ def outputs(
         step_tokens_max=64,
         chunk_tokens=16,
         flights=stages,
+        groups=groups,
         **mode,
     )
     found = loop.run(requests(kind, model.spec.vocabulary), retract_at=retract_at)
@@ -184,6 +196,31 @@ def test_stages_of_ranks_say_what_one_says(square: Ranks, tmp_path: Path, family
     for mode in MODES.values():
         with square.opened(tmp_path, **OPEN) as (model, lead):
             check_equal(outputs(model, "greedy", mode, lead, 2), expected)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_groups_say_what_one_rank_says(
+    grouped: Ranks, tmp_path: Path, family: str
+) -> None:
+    write(family, tmp_path)
+    for kind in KINDS:
+        expected = outputs(open_model(tmp_path, **OPEN), kind, {})
+        for mode in MODES.values() if kind == "greedy" else [MODES["overlap"]]:
+            with grouped.opened(tmp_path, **OPEN) as (model, lead):
+                check_equal(outputs(model, kind, mode, lead, groups=2), expected)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", ["qwen2-moe", "deepseek-v3"])
+def test_attention_groups_of_two_ranks_say_what_one_says(
+    pairs: Ranks, tmp_path: Path, family: str
+) -> None:
+    write(family, tmp_path)
+    expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
+    for ep_ranks in (1, 2):
+        with pairs.opened(tmp_path, **OPEN, ep_ranks=ep_ranks) as (model, lead):
+            check_equal(outputs(model, "greedy", MODES["overlap"], lead, groups=2), expected)
 
 
 @pytest.mark.timeout(120)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         StepPlan,
     )
     from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.step_core import StepCore
 
 VOCAB_SIZE = 40
 Scope = tuple[str, str]
@@ -282,7 +283,7 @@ class World:
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
         self.loop = BatchingLoop(
-            *(self.batching, self._launcher(), Mailbox(1), self.receive),
+            *(self._looped(), self._launcher(), Mailbox(1), self.receive),
             clock=lambda: self.now,
             ahead=self.ahead,
         )
@@ -300,6 +301,10 @@ class World:
         self._overtaken: dict[ChoiceKey, float] = {}
         self._overtaken_before: Counter[ChoiceKey] = Counter()
         self._idle_turns: dict[ChoiceKey, int] = {}
+
+    def _looped(self) -> StepCore[Any]:
+        """What the loop runs."""
+        return self.batching
 
     def _runner(self) -> WorldRunner:
         return WorldRunner(self.groups, VOCAB_SIZE, self.seed)
@@ -506,7 +511,7 @@ class World:
         self.poison, self.runner.fail, self.runner.stumble = 0.0, False, False
         self.watched.fail = False
         for _ in range(100_000):
-            idle = self.batching.idle
+            idle = self.loop._core.idle
             self.turn()
             if idle:
                 return

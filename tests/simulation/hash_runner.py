@@ -81,6 +81,13 @@ def answer_alone(
     return ids, FinishReason.LENGTH
 
 
+def group_of(plan: StepPlan, row: int) -> int:
+    """The attention group of a row."""
+    if plan.group_rows is None:
+        return 0
+    return int(np.searchsorted(plan.group_rows, row, side="right")) - 1
+
+
 class HashRunner:
     """Keeps token ids where a model keeps keys and values; a state is all ids that it was made of.
 
@@ -291,7 +298,8 @@ class HashRunner:
         begin, length = int(plan.query_start[row]), int(plan.query_len[row])
         before = self._states[group, read] if read >= 0 else np.zeros(0, np.int32)
         assert len(before) == int(plan.kv_len[row]) - length, "a row goes on from another place"
-        reads = plan.page_tables[group][:, 0]
+        beside = plan.rows_of(group_of(plan, row)) if plan.groups_count else slice(None)
+        reads = plan.page_tables[group][beside, 0]
         assert not np.isin(writes, reads).any(), "a state is written that a row reads"
         assert len(writes) in (1, length), "a row writes its last state, or one after each token"
         after = np.concatenate([before, plan.tokens[begin : begin + length]])

@@ -7,7 +7,7 @@ raises has ended, as its process would have: whatever waits for it fails.
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition, Thread
@@ -16,16 +16,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 from tests.simulation.batching_world import VOCAB_SIZE, RunFailed, World, WorldRunner
-from tests.simulation.hash_runner import HashRunner
+from tests.simulation.hash_runner import HashRunner, group_of
 
+from antiphon.model_worker.batching.attention_groups import AttentionGroups
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.plan import Sampled, StepOutcome
+from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.cache.pages import CachePools
+from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.ranks import protocol
 from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.model_worker.ranks.protocol import FollowerRank, LeadRank, RankedLauncher
+from antiphon.model_worker.speculation.policy import Speculation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.batching.plan import (
@@ -39,6 +45,10 @@ if TYPE_CHECKING:
     )
     from antiphon.model_worker.batching.state import EngineLimits
     from antiphon.model_worker.ranks.page_shards import PagesRequest
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.state import EngineLimits, RequestState
+    from antiphon.model_worker.batching.step_core import StepCore
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.model_worker.ranks.protocol import RankChannel
 
 WAIT_S = 20.0
@@ -60,6 +70,8 @@ LAYOUTS = (
     *(RankLayout(tp=2), RankLayout(tp=2), RankLayout(tp=3), RankLayout(tp=4)),
     *(RankLayout(pp=2), RankLayout(tp=2, pp=2), RankLayout(pp=3)),
 )
+GROUPED = RankLayout(tp=2, dp=2), RankLayout(tp=3, dp=3), RankLayout(tp=4, dp=2)
+"""Those whose ranks attend to different requests."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,9 @@ class Network:
         layout, (kind, *at) = self.layout, group.split()
         if kind == "tensor":
             return [layout.rank(int(at[0]), member) for member in range(layout.tp)]
+        if kind == "attention":
+            first, each = int(at[0]) * layout.attention_ranks, layout.attention_ranks
+            return [*range(first, first + each)]
         if kind == "link":
             sender, member = map(int, at)
             return [layout.rank(stage, member) for stage in (sender, sender + 1)]
@@ -167,6 +182,8 @@ class Shard:
         group = f"tensor {stage}"
         for layer in range(LAYERS):
             self._world.reach(self.rank, f"layer {layer}", plan.step)
+            if plan.groups_count:
+                self._attend(plan, layer)
             call = Collective("sum", (len(plan.tokens), 4), "float32")
             network.call(group, self.rank, call, layer, network.members(group))
         if not self.is_last:
@@ -177,6 +194,23 @@ class Shard:
         assert plan.draft_counts is not None
         call = Collective("drafts", plan.draft_counts.shape, "float32")
         network.call("tensor 0", self.rank, call, plan.step, network.members("tensor 0"))
+
+    @property
+    def attention_group(self) -> int:
+        layout = self._world.network.layout
+        return layout.member(self.rank) // layout.attention_ranks
+
+    def _attend(self, plan: StepPlan, layer: int) -> None:
+        """Sum the tokens of the group, which may have none, and give them to all ranks."""
+        network, own = self._world.network, self.attention_group
+        tokens = plan.tokens_of(plan.rows_of(own))
+        if count := tokens.stop - tokens.start:
+            group, call = f"attention {own}", Collective("sum", (count, 4), "float32")
+            network.call(group, self.rank, call, layer, network.members(group))
+        else:
+            self._world.seen["idle"] += 1
+        call = Collective("sum", (len(plan.tokens), 4), "float32")
+        network.call("tensor 0", self.rank, call, layer, network.members("tensor 0"))
 
     @property
     def is_last(self) -> bool:
@@ -193,9 +227,18 @@ class Shard:
 
 
 class LeadRunner(WorldRunner):
+    """Reads the pages of all attention groups: every rank has the stream of all tokens."""
+
     world: RankWorld
     shard: Shard
     lead: LeadRank
+    others: Sequence[HashRunner] = ()  # whose pages and states are those of the other groups
+    last_of: Mapping[int, StepPlan] = {}  # of a turn, the last plan in which a group has rows
+
+    def _context(self, plan: StepPlan, row: int, group: int) -> Ints:
+        if (of := group_of(plan, row)) == 0:
+            return super()._context(plan, row, group)
+        return HashRunner._context(self.others[of - 1], plan, row, group)
 
     def check(self, plan: StepPlan) -> StepPlan:
         self.shard.check()
@@ -203,6 +246,8 @@ class LeadRunner(WorldRunner):
 
     def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         self.last, self.planned = plan, self.planned.union(plan.slot.tolist())
+        active = np.flatnonzero(np.diff([] if plan.group_rows is None else plan.group_rows))
+        self.last_of = {**self.last_of, **dict.fromkeys(active.tolist(), plan)}
         self.shard.run_layers(plan)
         outcome = HashRunner.run(self, plan, part)
         if len(plan.logit_tokens):
@@ -244,6 +289,11 @@ class FollowerRunner(HashRunner):
     def check(self, plan: StepPlan) -> StepPlan:
         self._shard.check()
         return self.tables.fill(plan)
+
+    def _context(self, plan: StepPlan, row: int, group: int) -> Ints:
+        if plan.groups_count and group_of(plan, row) != self._shard.attention_group:
+            return NO_INTS
+        return super()._context(plan, row, group)
 
     def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
         if self._shard.is_last:
@@ -327,11 +377,12 @@ class RankWorld(World):
         *,
         failing: tuple[int, str] | None = None,
         wait_s: float = WAIT_S,
+        layouts: Sequence[RankLayout] = LAYOUTS,
         **said: Any,
     ) -> None:
         self.ranks_random = random.Random(f"ranks {seed}")
         drafting = said.get("draft_model", False)
-        layouts = [each for each in LAYOUTS if each.pp == 1 or not drafting]
+        layouts = [each for each in layouts if each.pp == 1 or not drafting]
         self.network = Network(self.ranks_random.choice(layouts), wait_s)
         self.refusing: int | None = None
         self.failing, self.failing_step = failing, self.ranks_random.randint(1, 60)
@@ -342,6 +393,12 @@ class RankWorld(World):
             # Drafts that fail end the ranks, and what is not finite is known to all of them.
             self.runner.draft_stumbles = 0.0
             self.runner.poisoned = lambda _plan, _row: False
+
+    def _looped(self) -> StepCore[Any]:
+        self.parts = [Part(self, number) for number in range(self.network.layout.dp)]
+        if len(self.parts) == 1:
+            return self.batching
+        return GroupedCores([part.core for part in self.parts], self.parts)
 
     def _ahead(self, flights: random.Random, *, overlap: bool) -> int:
         stages = self.network.layout.pp
@@ -355,6 +412,8 @@ class RankWorld(World):
         runner.world, runner.shard = self, Shard(self, 0)
         runner.lead = self.lead = LeadRank(Channel(self, 0))
         self.lead.use(runner)
+        groups = range(1, self.network.layout.dp)
+        runner.others = [HashRunner(self.groups, VOCAB_SIZE) for _ in groups]
         self.followers = [self._start(rank) for rank in range(1, self.network.ranks)]
         return runner
 
@@ -404,11 +463,18 @@ class RankWorld(World):
             self.network.check()
 
     def turn(self, mail: Mail | None = None) -> StepReport:
-        if self.failing is None:
+        if self.failing is None and len(self.parts) == 1:
             return super().turn(mail)
+        before = [set(part.core.running.values()) for part in self.parts]
+        assert isinstance(self.runner, LeadRunner)
+        self.runner.last_of, self.runner.planned = {}, frozenset()
+        self.turns += 1
         self.now += 1.0
         report = self.loop.turn(mail or Mail())
         self.receive(report)
+        if self.failing is None:
+            for part, running in zip(self.parts, before, strict=True):
+                part.check(running)
         return report
 
     def begin_pages(
@@ -422,9 +488,104 @@ class RankWorld(World):
     def check_ranks(self) -> None:
         """All ranks have the same in their pages."""
         assert not self.errors
+        assert isinstance(self.runner, LeadRunner)
+        of_groups = [self.runner, *self.runner.others]
         for follower in self.followers:
-            for mine, theirs in zip(self.runner._pages, follower._pages, strict=True):
+            here = of_groups[follower._shard.attention_group]
+            for mine, theirs in zip(here._pages, follower._pages, strict=True):
                 assert (mine == theirs).all(), "ranks have written different pages"
+
+
+class GroupedCores(AttentionGroups):
+    """Notes where each choice was placed."""
+
+    def __init__(self, cores: Sequence[EngineCore], parts: Sequence[Part]) -> None:
+        super().__init__(cores)
+        self._parts = parts
+
+    def add(
+        self, key: ChoiceKey, state: RequestState, now: float, matcher: GrammarMatcher | None = None
+    ) -> None:
+        super().add(key, state, now, matcher)
+        assert self._placed is not None
+        self._parts[self.cores.index(self._placed[1])].keys.add(key)
+
+
+class Part:
+    """An attention group of a world, which is checked like a world that has one."""
+
+    def __init__(self, world: RankWorld, number: int) -> None:
+        self._world, self._number = world, number
+        self.keys = set[ChoiceKey]()
+        self.core = core = world.batching
+        if number:
+            self.core = _another(world, core)
+        self._kept: dict[str, Any] = {
+            "batching": self.core,
+            "pools": self.core.pools,
+            "_overtaken": {},
+            "_overtaken_before": Counter[ChoiceKey](),
+            "_idle_turns": {},
+        }
+
+    def check(self, before: set[Request]) -> None:
+        world = self._world
+        if len(world.parts) == 1:
+            return
+        whole = {name: getattr(world, name) for name in (*self._kept, "reported")}
+        runner, watched = world.runner, world.watched
+        assert isinstance(runner, LeadRunner)
+        last = runner.last_of.get(self._number)
+        planned, tables = runner.planned, watched.page_tables
+        vars(world).update(self._kept)
+        world.reported = {key: whole["reported"][key] for key in self.keys}
+        first = self._number * world.limits.running_max
+        runner.last = None if last is None else self._part(last)
+        runner.planned = frozenset(
+            slot - first for slot in planned if 0 <= slot - first < world.limits.running_max
+        )
+        watched.page_tables = {
+            plan.step: tuple(table[plan.rows_of(self._number)] for table in tables[plan.step])
+            for plan in (each.record.plan for each in world.loop._flights if each.record)
+        }
+        try:
+            world.check_pages()
+            world.check_scopes()
+            world.check_slots()
+            world.check_budgets()
+            world.check_order(before)
+            world.check_decodes()
+        finally:
+            self._kept = {name: getattr(world, name) for name in self._kept}
+            vars(world).update(whole)
+            runner.planned, watched.page_tables = planned, tables
+
+    def _part(self, plan: StepPlan) -> StepPlan:
+        rows = plan.rows_of(self._number)
+        tokens = plan.tokens_of(rows)
+        logits = plan.logit_tokens
+        return msgspec.structs.replace(
+            plan,
+            slot=plan.slot[rows],
+            query_len=plan.query_len[rows],
+            tokens=plan.tokens[tokens],
+            logit_tokens=logits[(logits >= tokens.start) & (logits < tokens.stop)],
+            states=tuple(table[rows] for table in plan.states),
+        )
+
+
+def _another(world: RankWorld, first: EngineCore) -> EngineCore:
+    """The core of another attention group, with pages of its own."""
+    pools, speculation = CachePools(world.groups), first.speculation
+    if speculation is not None:
+        speculation = Speculation(
+            speculation.drafter,
+            speculation.drafts_max,
+            first.limits.running_max,
+            speculation.costs,
+        )
+    index = RadixIndex(pools) if world.cached else None
+    return EngineCore(first.limits, pools, index, first.rules, speculation=speculation)
 
 
 @contextmanager

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from tests.simulation.batching_world import DRAFTS_MAX
-from tests.simulation.rank_world import POINTS, Hung, RankWorld, without_agreement
+from tests.simulation.rank_world import GROUPED, LAYOUTS, POINTS, Hung, RankWorld, without_agreement
 from tests.simulation.worker_worlds import live, overlaps
 
 from antiphon.model_worker.batching.plan import DeviceLost
 
 TURNS = 80
 WORLDS = 200
+GROUPED_WORLDS = 80
 MANY = 3_000
 BATCH = 100
 
@@ -47,6 +48,24 @@ def test_ranks_with_a_draft_model_make_the_same_drafts_in_the_same_order() -> No
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("batch", range(4))
+def test_attention_groups_say_what_a_choice_says_alone(batch: int) -> None:
+    seen = Counter[str]()
+    for seed in range(batch * GROUPED_WORLDS // 4, (batch + 1) * GROUPED_WORLDS // 4):
+        world = sound(seed, layouts=GROUPED)
+        for part in world.parts[1:]:
+            part.core.flush()
+            assert part.core.pools.used() == [0] * len(world.groups)
+            seen["in another group"] += len(part.keys)
+        seen += world.seen
+    assert seen["idle"] > 0, "no group was idle while another one had rows"
+    assert seen["in another group"] > 0
+    assert seen["refused by 0"] > 0, "no plan was refused by the first rank"
+    assert seen["refused by 1"] > 0, "no plan was refused by another rank"
+    assert seen["drafts"] > 0
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
 @pytest.mark.parametrize(
     ("rank", "point"), [(rank, point) for rank in (0, 1) for point in POINTS[1 - rank :]]
@@ -77,4 +96,4 @@ def test_a_failure_that_is_not_agreed_on_is_found() -> None:
 @pytest.mark.parametrize("batch", range(MANY // BATCH))
 def test_many_worlds_of_ranks_are_sound(batch: int) -> None:
     for seed in range(1000 + batch * BATCH, 1000 + (batch + 1) * BATCH):
-        sound(seed)
+        sound(seed, layouts=(*LAYOUTS, *GROUPED))

@@ -96,9 +96,9 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     ("Pipeline parallelism", "As above.", "pipeline"),
     ("Expert parallelism", "A worker computes all experts of its model.", "moe"),
     (
-        "Data parallelism inside a worker: of attention alone, or with shared weights",
-        "`--dp-size` starts several workers, each with the whole model; the scheduler spreads the "
-        "requests.",
+        "Data parallelism inside a worker of more than attention",
+        "`--dp-size` starts several workers, each with the whole model, or with "
+        "`--enable-dp-attention` as many groups of ranks that attend to different requests.",
         "dp_attention",
     ),
     ("Context parallelism", "Long prompts are prefilled in chunks.", "context_parallel"),

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 LAYOUTS = {
-    "--tp-size": "parallel.tp_size; layers run one by one",
-    "--pp-size": "batching.overlap; stages wait for each other",
+    "--tp-size 2": "parallel.tp_size; layers run one by one",
+    "--pp-size 2": "batching.overlap; stages wait for each other",
+    "--tp-size 2 --dp-size 2 --enable-dp-attention": "2 attention groups: batching.running_max",
 }
-"""What the log says of a worker with two ranks, or two stages."""
+"""What the log says of a worker with two ranks, two stages, or two attention groups."""
 VERDICTS_S = {signal.SIGKILL: 0.5, signal.SIGSTOP: 4.0}
 """How long it takes to notice: the end of a connection, or twelve missed beats of a quarter second
 and the one under way."""
@@ -32,7 +33,7 @@ RESTART_S = 60.0
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
-    with serving(request.param, "2") as running:
+    with serving(*request.param.split()) as running:
         yield running
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from antiphon.kernels.recurrent import LayerStates, StateMetadata
@@ -71,6 +72,9 @@ class HiddenStates(NamedTuple):
     aux: Tensor | None = None
 
 
+Mixer = Callable[["ForwardContext", Tensor], Tensor]
+"""What mixes the tokens of each sequence: see `antiphon.layers.sublayer.Sublayer`."""
+
 FusedForward = Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
 """All layers of a forward pass and the final norm in one call, with the bits of layer by layer:
 residual (T, hidden), overwritten  ->  `HiddenStates`."""
@@ -129,4 +133,28 @@ class ForwardContext:
     # (T,) int32, the type of each token; unset: all are of type 0.
     token_types: Tensor | None = None
     fused: FusedForward | None = None  # unset: this pass runs layer by layer
+    attention: AttentionRows | None = None  # unset: this rank attends to all tokens
     aux_layers: tuple[int, ...] = ()  # ascending; see `HiddenStates.aux`
+
+    def mix(self, mixer: Mixer, x: Tensor) -> Tensor:
+        """What a mixer makes of all tokens: x (T, D)  ->  (T, D), the same on every rank.
+
+        Where groups of ranks attend to different tokens, each gives the others what it has made
+        of its own; a group without tokens takes part with nothing but zeros.
+        """
+        if (own := self.attention) is None:
+            return mixer(self, x)
+        mixed = torch.zeros_like(x)
+        if own.ctx is not None:
+            made = mixer(own.ctx, x[own.tokens])
+            if own.ctx.tp.rank == 0:  # the others of the group have the same
+                mixed[own.tokens] = made
+        return self.tp.all_reduce(mixed)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """The tokens of a pass to which this rank attends, with the other ranks of its group."""
+
+    tokens: slice  # of those of the pass
+    ctx: ForwardContext | None  # of these tokens and the ranks of the group; None: of no token

@@ -134,7 +134,8 @@ class BuildContext:
     `quantization` gives the linears that the checkpoint quantizes; unset: none. `cache_dtype` is
     the dtype of the KV cache; unset: that of the model. The ranks are `ep_ranks` equal parts: each
     has a range of the experts of every layer, and its ranks have a range of their width. `pp` is
-    unset where there is one stage, which has all layers.
+    unset where there is one stage, which has all layers. `attention` are those of the ranks
+    that attend to the same requests as this one; unset: all of them do.
     """
 
     tp: Tp
@@ -144,6 +145,17 @@ class BuildContext:
     cache_dtype: torch.dtype | None = None
     ep_ranks: int = 1
     pp: Pp | None = None
+    attention: Tp | None = None
+
+    @property
+    def attention_group(self) -> int | None:
+        """The number of this rank's group, among those that attend to different requests."""
+        return None if self.attention is None else self.tp.rank // self.attention.ranks
+
+    @property
+    def of_mixers(self) -> BuildContext:
+        """The context of what mixes the tokens of a sequence, and of what it caches."""
+        return self if self.attention is None else replace(self, tp=self.attention)
 
     @property
     def is_first_stage(self) -> bool:

@@ -85,7 +85,7 @@ class ModelWorker:
     def __init__(
         self, runtime: Runtime, engine: Engine, grammars: GrammarBackend, counts: GrammarMetrics
     ) -> None:
-        settings, limits = runtime.settings, engine.core.limits
+        settings, limits = runtime.settings, engine.step_core.limits
         live_max = limits.running_max + limits.queue_max
         check_message_fits(
             "batching.running_max + queue.waiting_max",
@@ -115,7 +115,7 @@ class ModelWorker:
         self._mailbox = Mailbox(live_max)
         self._reports = ReportQueue(take=self._on_queued_report, wait_s=wait_s)
         self._loop = BatchingLoop(
-            engine.core, engine.in_turn(), self._mailbox, self._on_report, ahead=engine.ahead
+            engine.step_core, engine.in_turn(), self._mailbox, self._on_report, ahead=engine.ahead
         )
         batching = settings.batching
         self._dumps = PlanDumps(
@@ -142,8 +142,8 @@ class ModelWorker:
             runtime.health.send_heartbeat,
         )
         size = WorkerSize(
-            pages_total=engine.core.pools.pages_total,
-            page_tokens=engine.core.pools.page_tokens,
+            pages_total=engine.step_core.pages_total,
+            page_tokens=engine.step_core.page_tokens,
             running_max=limits.running_max,
             context_tokens=limits.context_tokens,
         )
@@ -167,7 +167,7 @@ class ModelWorker:
                 opener = opener or partial(open_engine, ranks=ranks)
                 engine = await event_loop.run_in_executor(thread, opener, runtime.settings)
                 loaded = runtime.clock.now()
-                limits, counts = engine.core.limits, GrammarMetrics(runtime.metrics)
+                limits, counts = engine.step_core.limits, GrammarMetrics(runtime.metrics)
                 grammars = GrammarBackend(
                     runtime.settings.grammar,
                     limits.vocab_size,
@@ -214,8 +214,8 @@ class ModelWorker:
     def _warm_up(self) -> StepReport:
         """Run the first steps, and decide what their durations decide."""
         engine = self._engine
-        core, resolved = engine.core, engine.resolved
-        report = warm_up(self._loop, core, pools=core.limits.pool_width is not None)
+        resolved, pool_width = engine.resolved, engine.step_core.limits.pool_width
+        report = warm_up(self._loop, engine, pools=pool_width is not None)
         if engine.ahead and resolved is not None and resolved.overlap.value:
             self._loop.use(engine.in_thread(), ahead=engine.ahead)
         elif resolved is not None and resolved.overlap.value:
@@ -253,19 +253,20 @@ class ModelWorker:
     def report(self) -> Report:
         if self._last is None:
             return Report(load=0, reads=OPEN_LIST_READS)
-        output, last, limits = self._output, self._last, self._engine.core.limits
+        output, last, limits = self._output, self._last, self._engine.step_core.limits
         with self._sender.lock:
             streams, held = self._seqs.streams(), output.held()
         busy = self._busy and not last.paused
-        publishes_events = self._engine.core.index.enabled and self._runtime.settings.cache.events
+        core, events = self._engine.step_core, self._runtime.settings.cache.events
+        publishes_events = core.caches_prefixes and events
         return Report(
             load=output.live_count,
             streams=streams,
             reads=OPEN_LIST_READS,
             worker=WorkerLoad(
                 pages_free=last.credit.pages_free + last.credit.pages_evictable,
-                pages_total=self._engine.core.pools.pages_total,
-                page_tokens=self._engine.core.pools.page_tokens,
+                pages_total=self._engine.step_core.pages_total,
+                page_tokens=self._engine.step_core.page_tokens,
                 running=held,
                 waiting=last.waiting,
                 running_max=limits.running_max,
@@ -480,7 +481,7 @@ class ModelWorker:
         """Requeue requests that are not started, if other workers would start them sooner."""
         loads = other_workers(self._runtime.peers.accepting_work(Role.WORKER), self._model)
         after_s = self._runtime.settings.queue.hand_back_s
-        longest = longest_elsewhere(loads, self._engine.core.limits.context_tokens)
+        longest = longest_elsewhere(loads, self._engine.step_core.limits.context_tokens)
         if self._output.draining and loads:
             waiting = self._output.unstarted(now_ms, longest)
         elif after_s is not None and (slots := free_slots(loads)):

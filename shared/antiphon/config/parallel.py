@@ -29,6 +29,9 @@ class ParallelConfig(Config):
     ep_size: Ranks = 1
     """Number of equal parts of the ranks over which the experts of every layer are spread (expert
     parallelism); must divide tp_size. 1: each rank has a part of every expert."""
+    attn_dp_size: Ranks = 1
+    """Number of equal parts of the ranks, each of which attends to requests of its own and caches
+    only these (data-parallel attention); must divide tp_size. All else is split over all ranks."""
     nodes: Nodes = 1
     """Number of machines over which the ranks of a worker are spread evenly; on each, start
     `python -m antiphon.model_worker` with its node_rank."""
@@ -52,6 +55,16 @@ class ParallelConfig(Config):
         if self.tp_size % self.ep_size:
             raise ConfigError(
                 f"parallel.ep_size = {self.ep_size}: must divide parallel.tp_size = {self.tp_size}"
+            )
+        if self.tp_size % self.attn_dp_size:
+            raise ConfigError(
+                f"parallel.attn_dp_size = {self.attn_dp_size}: must divide parallel.tp_size = "
+                f"{self.tp_size}"
+            )
+        if self.attn_dp_size > 1 and self.pp_size > 1:
+            raise ConfigError(
+                f"parallel.attn_dp_size = {self.attn_dp_size}: parallel.pp_size = {self.pp_size}: "
+                "stages pass on the tokens of one group; use one stage"
             )
         if self.node_rank >= self.nodes:
             raise ConfigError(

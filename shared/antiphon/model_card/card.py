@@ -157,6 +157,13 @@ class ModelCard(msgspec.Struct, frozen=True):
     target_hidden_size: int | None = None
     """Hidden size of the model that a draft head drafts for."""
 
+    @property
+    def attention_share(self) -> float:
+        """Approximate share of the weights that project to heads and back; of all layers alike."""
+        heads = 2 * (self.heads + self.kv_heads)
+        numbers = self.layers * self.hidden_size * self.head_size * heads
+        return min(1.0, numbers / max(1, self.weights.count))
+
     def kv_bytes(self, dtype: Dtype | CacheDtype, ranks: int = 1) -> int:
         """KV cache bytes of one token (keys and values, or latents) in all caching layers.
 

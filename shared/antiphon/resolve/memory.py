@@ -157,11 +157,18 @@ class WeightStorage(msgspec.Struct, frozen=True):
     bytes: ResolvedValue[int]
     """Size of all weights."""
 
-    def over(self, ranks: int) -> WeightStorage:
-        """What each of several ranks holds; what all of them have, like norms, is small."""
+    def over(self, ranks: int, groups: int = 1, attention: float = 0.0) -> WeightStorage:
+        """What each of several ranks holds; what all of them have, like norms, is small.
+
+        Each of the attention `groups` has all of this share of the weights.
+        """
         if ranks == 1:
             return self
-        share = ResolvedValue(-(-self.bytes.value // ranks), f"1/{ranks} of {self.bytes.reason}")
+        whole, reason = self.bytes.value, f"1/{ranks} of {self.bytes.reason}"
+        if groups > 1:
+            whole += int(whole * attention * (groups - 1))
+            reason += f", and 1/{ranks // groups} of those of attention"
+        share = ResolvedValue(-(-whole // ranks), reason)
         return msgspec.structs.replace(self, bytes=share)
 
     @property

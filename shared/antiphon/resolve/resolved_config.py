@@ -64,6 +64,7 @@ layers (its plan, and the messages with its results) is shared by four times as 
 TILES_ISA = "amx"
 ONE_RANK = ResolvedValue(1, "parallel.tp_size")
 CUT_EXPERTS = ResolvedValue(1, "parallel.ep_size")
+ONE_GROUP = ResolvedValue(1, "parallel.attn_dp_size")
 ONE_STAGE = ResolvedValue(1, "parallel.pp_size")
 UNLOADED = ResolvedValue("", "known once the model is loaded")
 NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
@@ -108,6 +109,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     ranks: ResolvedValue[int] = ONE_RANK
     ep_ranks: ResolvedValue[int] = CUT_EXPERTS
     stages: ResolvedValue[int] = ONE_STAGE
+    attention_groups: ResolvedValue[int] = ONE_GROUP
     decoder: ResolvedValue[str] = UNLOADED
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
 
@@ -163,7 +165,8 @@ def resolve(
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
     kept = resolve_weight_storage(settings, card, dtype.value, linear)
-    kept = kept.over(settings.parallel.ranks)
+    groups, of_group = settings.parallel.attn_dp_size, _of_group(settings)
+    kept = kept.over(settings.parallel.ranks, groups, card.attention_share)
     context = _context(settings, card)
     page_tokens = settings.cluster.page_tokens
     whole = _whole(settings, card)
@@ -173,15 +176,15 @@ def resolve(
     memory = memory_budget(
         settings, card, device.memory_bytes, dtype.value, kept.bytes.value, step.value, beside.value
     )
-    state_bytes = _staged(card.state_bytes(dtype.value, ranks.value), card, stages)
-    states = state_count(settings, state_bytes, memory, pool_bytes(settings, memory))
+    state_bytes = _staged(card.state_bytes(dtype.value, ranks.value // groups), card, stages)
+    states = state_count(of_group, state_bytes, memory, pool_bytes(settings, memory))
     held = states.value * state_bytes
-    token_bytes = _staged(card.kv_bytes(cache_dtype.value, ranks.value), card, stages)
+    token_bytes = _staged(card.kv_bytes(cache_dtype.value, ranks.value // groups), card, stages)
     each = f"{token_bytes} bytes per token"
     if beside.value is not None:
         each += f", and {beside.value.token_bytes.value} of the draft model"
         token_bytes += beside.value.token_bytes.value
-    pages = cache_pages(settings, memory, token_bytes, context.value, held)
+    pages = cache_pages(of_group, memory, token_bytes, context.value, held)
     cache_bytes = pages.value * page_bytes(page_tokens, token_bytes)
     overlap = _overlap(settings, pooling)
     served = _fit(context, pages.value * page_tokens)
@@ -222,14 +225,22 @@ def resolve(
         fill_tokens=_fill(settings, device, step.value, pooling),
         mixed=_mixed(settings),
         prefix=_prefix(settings, card, pooling),
-        running_max=_running(
-            settings, pages.value, step.value, states, overlap=overlap.value or stages > 1
+        running_max=_over_groups(
+            groups,
+            _running(
+                of_group,
+                pages.value,
+                step.value // groups,
+                states,
+                overlap=overlap.value or stages > 1,
+            ),
         ),
         overlap=overlap,
         grammar=_grammar(settings, card, pooling),
         ranks=ranks,
         ep_ranks=ResolvedValue(settings.parallel.ep_size, "parallel.ep_size"),
         stages=ResolvedValue(stages, "parallel.pp_size"),
+        attention_groups=ResolvedValue(groups, "parallel.attn_dp_size"),
         draft=beside,
     )
 
@@ -276,6 +287,21 @@ def _ranks(settings: Settings, pooling: Pooling | None) -> ResolvedValue[int]:
                 f"speculation.draft_model: {said}: a model with a draft model has one stage; "
                 "use parallel.tp_size (--tp-size)"
             )
+    if (groups := parallel.attn_dp_size) > 1:
+        said = f"parallel.attn_dp_size = {groups}"
+        if pooling is not None:
+            raise ConfigError(f"{said}: a model that only pools has one attention group")
+        if settings.batching.running_max < groups:
+            raise ConfigError(
+                f"batching.running_max = {settings.batching.running_max}: must be at least {said}, "
+                "whose groups share it"
+            )
+        if settings.speculation.draft_model:
+            raise ConfigError(
+                f"speculation.draft_model: {said}: a model with a draft model has one attention group"
+            )
+        if settings.cache.hierarchical:
+            raise ConfigError(f"cache.hierarchical: {said}: pages of several groups are not stored")
     if ranks == 1:
         return ONE_RANK
     if settings.model.deterministic and parallel.nodes > 1:
@@ -415,6 +441,21 @@ def _deterministic(
     return ResolvedValue(value=True, reason=reason)
 
 
+def _of_group(settings: Settings) -> Settings:
+    """With the running requests of one attention group."""
+    if (groups := settings.parallel.attn_dp_size) == 1:
+        return settings
+    running_max = settings.batching.running_max // groups
+    batching = msgspec.structs.replace(settings.batching, running_max=running_max)
+    return msgspec.structs.replace(settings, batching=batching)
+
+
+def _over_groups(groups: int, each: ResolvedValue[int]) -> ResolvedValue[int]:
+    if groups == 1:
+        return each
+    return ResolvedValue(each.value * groups, f"{groups} attention groups: {each.reason}")
+
+
 def _staged(all_layers: int, card: ModelCard, stages: int) -> int:
     """What of a size of all layers the stage with the most layers has."""
     return -(-all_layers * -(-card.layers // stages) // card.layers)
@@ -441,6 +482,8 @@ def _numerics_digest(
         parts["expert ranks"] = str(parallel.ep_size)
     if parallel.pp_size > 1:
         parts["stages"] = str(parallel.pp_size)
+    if parallel.attn_dp_size > 1:
+        parts["attention groups"] = str(parallel.attn_dp_size)
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return ResolvedValue(text, "what the numerics depend on, besides the model")
 

@@ -107,7 +107,7 @@ class ServiceStack:
         gateway = settings.gateway
         if not gateway.port:  # chosen here, since it must be announced
             settings = replace(settings, gateway=replace(gateway, port=free_port(gateway.host)))
-        self._settings = settings
+        self._settings = settings = _with_attention_groups(settings)
         self._device = device or detect_device()
         self._folder = folder
         self._console = console
@@ -355,6 +355,24 @@ async def _set_after(wait: Callable[[], Awaitable[object]], event: asyncio.Event
     event.set()
 
 
+def _with_attention_groups(settings: Settings) -> Settings:
+    """With `supervisor.workers` as the number of attention groups, where it stands for these.
+
+    Raises:
+        ConfigError: That is set otherwise.
+    """
+    supervisor, parallel = settings.supervisor, settings.parallel
+    if not supervisor.dp_attention:
+        return settings
+    if parallel.attn_dp_size not in (1, supervisor.workers):
+        raise ConfigError(
+            f"parallel.attn_dp_size = {parallel.attn_dp_size} (--attn-dp-size): "
+            f"supervisor.workers = {supervisor.workers} (--dp-size) is the number of attention "
+            "groups with supervisor.dp_attention (--enable-dp-attention); set one of them"
+        )
+    return replace(settings, parallel=replace(parallel, attn_dp_size=supervisor.workers))
+
+
 def _instances(settings: Settings, role: Role) -> Sequence[InstanceId]:
     return tuple(InstanceId(f"{role}-{number}") for number in range(_count(settings, role)))
 
@@ -398,7 +416,7 @@ def _share(settings: Settings, role: Role, device: HostDevice) -> Mapping[str, s
 def _count(settings: Settings, role: Role) -> int:
     supervisor = settings.supervisor
     counts = {
-        Role.WORKER: supervisor.workers,
+        Role.WORKER: 1 if supervisor.dp_attention else supervisor.workers,
         Role.TOKENIZER: supervisor.tokenizers,
         Role.DETOKENIZER: supervisor.detokenizers,
         Role.SCHEDULER: supervisor.schedulers,

@@ -532,6 +532,20 @@ def test_ep_size_spreads_experts_over_ranks() -> None:
     assert (given, without) == (2, 1)
 
 
+@pytest.mark.argument("--attn-dp-size")
+def test_attn_dp_size_divides_the_ranks_into_attention_groups() -> None:
+    def share(settings: Settings) -> tuple[int, int, int]:
+        resolved = plan(settings)
+        page = resolved.cache_bytes.value // resolved.cache_pages.value
+        limits = batching(settings).limits
+        assert limits.running_max * resolved.attention_groups.value == resolved.running_max.value
+        return resolved.attention_groups.value, page, limits.running_max
+
+    base = ("--tp-size", "2")
+    given, without = compare("--attn-dp-size", "2", observe=share, base=base)
+    assert given == (2, 2 * without[1], without[2] // 2)
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "expected", "base"),
     [
@@ -571,6 +585,15 @@ def test_dist_init_addr_is_where_ranks_meet() -> None:
     [
         ("--tp 3 --nnodes 2 --dist-init-addr a:1", "pp_size = 3: must be divisible by parallel"),
         ("--tp 3 --ep 2", "ep_size = 2: must divide parallel.tp_size = 3"),
+        ("--tp 3 --attn-dp-size 2", "attn_dp_size = 2: must divide parallel.tp_size = 3"),
+        (
+            "--tp 2 --pp-size 2 --attn-dp-size 2",
+            "parallel.attn_dp_size = 2: parallel.pp_size = 2: stages pass on the tokens of one",
+        ),
+        (
+            "--tp 2 --attn-dp-size 2 --max-running-requests 1",
+            "batching.running_max = 1: must be at least parallel.attn_dp_size = 2",
+        ),
         ("--tp 2 --nnodes 2", "(--dist-init-addr): must be set if there are several nodes"),
         ("--tp 2 --dist-init-addr one", "init_address = 'one': must be host:port"),
         ("--node-rank 1", "node_rank = 1: must be less than parallel.nodes = 1"),

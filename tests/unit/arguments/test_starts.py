@@ -196,6 +196,24 @@ def test_argument_is_the_number_of_processes(flag: str, role: Role, tmp_path: Pa
     assert without == [f"{role}-0"]
 
 
+@pytest.mark.argument("--enable-dp-attention")
+def test_enable_dp_attention_makes_attention_groups_of_workers(tmp_path: Path) -> None:
+    def started(settings: Settings) -> list[tuple[str, int]]:
+        workers = children(settings, Role.WORKER, tmp_path)
+        return [(each.instance, settings_in(each).parallel.attn_dp_size) for each in workers]
+
+    base = ("--tp-size", "2", "--dp-size", "2")
+    given, without = compare("--enable-dp-attention", None, observe=started, base=base)
+    assert given == [("worker-0", 2)]
+    assert without == [("worker-0", 1), ("worker-1", 1)]
+
+
+def test_attention_groups_that_are_set_twice_are_refused(tmp_path: Path) -> None:
+    line = "--tp-size 6 --dp-size 2 --attn-dp-size 3 --enable-dp-attention"
+    with pytest.raises(ConfigError, match=r"parallel.attn_dp_size = 3 .*set one of them"):
+        children(settings_of(*line.split()), Role.WORKER, tmp_path)
+
+
 def test_workers_share_cores_and_running_requests(tmp_path: Path) -> None:
     def held(settings: Settings) -> tuple[int, int, int]:
         plan = plan_of(settings, tmp_path)

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 SMALL = Settings(cache=CacheConfig(tokens_max=512))
 
 
-def loop_of(engine: Engine) -> BatchingLoop:
+def loop_of(engine: Engine) -> BatchingLoop[Any]:
     launcher = engine.in_turn()
-    return BatchingLoop(engine.core, launcher, Mailbox(1), lambda _: None, clock=lambda: 7.0)
+    return BatchingLoop(engine.step_core, launcher, Mailbox(1), lambda _: None, clock=lambda: 7.0)
 
 
 def greedy(prompt: list[int], number: int, max_new_tokens: int) -> RequestState:
@@ -66,7 +66,7 @@ def greedy(prompt: list[int], number: int, max_new_tokens: int) -> RequestState:
 
 
 def answers(
-    engine: Engine, prompts: list[list[int]], loop: BatchingLoop | None = None
+    engine: Engine, prompts: list[list[int]], loop: BatchingLoop[Any] | None = None
 ) -> list[list[int]]:
     """12 greedy tokens to each prompt, all at once."""
     found: list[list[int]] = [[] for _ in prompts]
@@ -77,13 +77,13 @@ def answers(
 
 
 def progress_of(
-    engine: Engine, *requests: RequestState, loop: BatchingLoop | None = None
+    engine: Engine, *requests: RequestState, loop: BatchingLoop[Any] | None = None
 ) -> list[Progress]:
     """Run requests, whose keys are their numbers, until the engine is idle."""
     loop, reader = loop or loop_of(engine), ProgressReader()
     mail = Mail(runs=plain_runs({ChoiceKey(n): state for n, state in enumerate(requests)}))
     found: list[Progress] = []
-    while mail.runs or not engine.core.idle:
+    while mail.runs or not engine.step_core.idle:
         report, mail = loop.turn(mail), Mail()
         found += reader.read(report.progress)
     return found
@@ -203,7 +203,7 @@ def drafting(**batching: int) -> Settings:
 
 def test_sizes_that_never_decode_together_are_left_out_of_the_costs() -> None:
     engine = open_engine(drafting(running_max=32, prefill_max=1))
-    warm_up.warm_up(loop_of(engine), engine.core)
+    warm_up.warm_up(loop_of(engine), engine)
     speculation = engine.core.speculation
     assert speculation is not None
     assert speculation.costs is not None
@@ -251,7 +251,7 @@ def test_overlap_is_chosen_where_it_is_faster(
     real, runs = warm_up._decode_seconds, Counter[float]()
     threads: dict[float, int] = {}
 
-    def seconds(loop: BatchingLoop, rows: int) -> float:
+    def seconds(loop: BatchingLoop[Any], rows: int) -> float:
         assert real(loop, rows) > 0
         launcher = loop._launcher
         took = in_turn

@@ -11,6 +11,7 @@ import numpy as np
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.faults import raise_if_shared
 from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
+from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import QueueRules, StepPlanner, WaitingQueue
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
@@ -18,6 +19,7 @@ from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.state import (
     WIRE_IDS,
     ChoiceKey,
+    CoreTotals,
     EngineLimits,
     Finish,
     RequestState,
@@ -37,11 +39,20 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.page_budget import Capacity
     from antiphon.model_worker.batching.page_transfers import TransferDone
-    from antiphon.model_worker.batching.plan import StepOutcome
+    from antiphon.model_worker.batching.plan import (
+        Flags,
+        Ints,
+        SamplingPart,
+        StepOutcome,
+        StepPlan,
+    )
+    from antiphon.model_worker.batching.planner import Backlog
     from antiphon.model_worker.batching.state import AnyProgress
+    from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.pages import CachePools
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.model_worker.speculation.policy import Speculation
+    from antiphon.wire.kv_events import KvEvent
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +114,30 @@ class EngineCore:
     def draft_counts(self) -> DraftCounts:
         """Verify rows and drafts since start."""
         return _NO_DRAFTS if self.speculation is None else self.speculation.counts
+
+    def __contains__(self, key: ChoiceKey) -> bool:
+        return key in self._requests
+
+    @property
+    def live_count(self) -> int:
+        """Number of choices that wait or run."""
+        return len(self._requests)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return self.pools.groups
+
+    @property
+    def page_tokens(self) -> int:
+        return self.pools.page_tokens
+
+    @property
+    def pages_total(self) -> int:
+        return self.pools.pages_total
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self.index.enabled
 
     @property
     def idle(self) -> bool:
@@ -171,24 +206,68 @@ class EngineCore:
 
         Empty only if nothing is left to do, or nothing before launched rows are committed.
         """
+        rows = self.plan_rows(now)
+        if self.stalled:
+            self.wait_for_matcher()
+        return rows
+
+    def plan_rows(self, now: float) -> StepRows:
+        """`next_rows` that never waits: see `stalled`."""
         self.expire(now)
         scheduled, rows = self.planner.schedule(now), NO_ROWS
         if len(scheduled.decodes) or scheduled.drafted or scheduled.chunks:
             rows = self.batch.launch(*scheduled)
         self._rows_launched += len(rows)
-        stalled = not len(rows) and not self._rows_launched
         self.starved = False
-        if stalled and self._pending_grammar:
-            self._pending_grammar.executor.wait()
-        elif stalled and not self.idle:
+        if self.stalled and not self.idle and not self._pending_grammar:
             assert self.batch.transfers, "requests wait and nothing runs"
             self.starved = True
         return rows
+
+    @property
+    def stalled(self) -> bool:
+        """Whether no row is launched."""
+        return not self._rows_launched
+
+    def wait_for_matcher(self) -> None:
+        """Wait a short time for a grammar matcher, if rows wait for one."""
+        if self._pending_grammar:
+            self._pending_grammar.executor.wait()
+
+    def build_plan(self, step: int, rows: StepRows, part: SamplingPart | None) -> StepPlan:
+        """The plan of these rows; `part` is None if it follows."""
+        return build_plan(step, rows, self.batch, part)
+
+    def part_follows(self, rows: StepRows) -> bool:
+        return self.batch.part_follows(rows)
+
+    def part(self, rows: StepRows) -> SamplingPart:
+        return self.batch.part(rows)
+
+    def is_current(self, rows: StepRows) -> Flags:
+        return self.batch.is_current(rows)
+
+    def repeat(self, rows: StepRows) -> StepRows:
+        return self.batch.repeat(rows)
+
+    def wants_drafts(self, rows: StepRows) -> bool:
+        """Whether masks depend on the drafts that a draft model makes after these rows."""
+        batch = self.batch
+        if rows.draft_counts is None or not batch.grammars:
+            return False
+        return bool(np.count_nonzero(rows.draft_counts[batch.has_grammar[rows.slots.at]]))
+
+    def note_drafts(self, rows: StepRows, drafts: Ints) -> None:
+        self.batch.note_drafts(rows, drafts)
 
     def launched(self, step: int) -> None:
         """Note that the runner has the plan of a step, and with it all changes by slot."""
         self.batch.changes.clear()
         self.pools.launched(step)
+
+    def finished(self, step: int) -> None:
+        """Note that a step was computed, or has failed."""
+        self.pools.finished(step)
 
     def expire(self, now: float) -> None:
         """End requests that timed out. Also called in a pause, in which no rows are planned."""
@@ -310,8 +389,34 @@ class EngineCore:
         """What happened to the choices since the last call, in its order."""
         return self._log.take()
 
+    def take_events(self) -> tuple[KvEvent, ...]:
+        return self.index.take_events()
+
+    def take_started(self) -> Sequence[Request]:
+        """The requests that were started for the first time since the last call."""
+        return self.planner.take_started()
+
     def capacity(self) -> Capacity:
         return self.batch.page_budget.capacity()
+
+    def backlog(self) -> Backlog:
+        return self.waiting.backlog()
+
+    def totals(self) -> CoreTotals:
+        planner, drafts = self.planner, self.draft_counts
+        return CoreTotals(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            retractions=planner.retractions,
+            retracted_tokens=planner.retracted_tokens,
+            retracted_prompt_tokens=planner.retracted_prompt_tokens,
+            new_token_ratio=planner.new_token_ratio,
+            preemptions=planner.preemptions,
+            evicted_tokens=self.index.evicted_tokens,
+            verify_rows=drafts.rows,
+            drafts_proposed=drafts.proposed,
+            drafts_accepted=drafts.accepted,
+        )
 
     def _request(
         self, key: ChoiceKey, state: RequestState, now: float, matcher: GrammarMatcher | None

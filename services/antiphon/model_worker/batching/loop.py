@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 import msgspec
 import numpy as np
@@ -25,10 +25,9 @@ from antiphon.model_worker.batching.plan import (
     SamplingPart,
     StepOutcome,
 )
-from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import Backlog
-from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
 from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey
+from antiphon.model_worker.batching.step_core import Rows
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
     ContinueWorker,
@@ -42,7 +41,7 @@ from antiphon.wire.errors import Internal
 from antiphon.wire.kv_events import KvEvent
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.engine_core import EngineCore
+    from antiphon.model_worker.batching.step_core import StepCore
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     drafts_accepted: int = 0
 
 
-class LaunchedStep(msgspec.Struct):
+class LaunchedStep(msgspec.Struct, Generic[Rows]):
     """A plan that was launched and whose outcome was not read yet.
 
     Attributes:
@@ -101,7 +100,7 @@ class LaunchedStep(msgspec.Struct):
     """
 
     step: int
-    rows: StepRows
+    rows: Rows
     record: StepRecord | None = None
     flight: Flight | None = None
     awaits_part: bool = False
@@ -116,7 +115,7 @@ class LaunchedStep(msgspec.Struct):
         return outcome
 
 
-class BatchingLoop:
+class BatchingLoop(Generic[Rows]):
     """Turns mail into steps and steps into reports, until the mailbox is closed.
 
     So many steps are launched `ahead`, before the outcomes of those before them are read. What a
@@ -137,7 +136,7 @@ class BatchingLoop:
 
     def __init__(
         self,
-        core: EngineCore,
+        core: StepCore[Rows],
         launcher: Launcher,
         mailbox: Mailbox,
         deliver: Callable[[StepReport], None],
@@ -145,7 +144,7 @@ class BatchingLoop:
         clock: Callable[[], float] = time.monotonic,
         ahead: int = 0,
     ) -> None:
-        self.recorder = FlightRecorder(core.pools.groups)
+        self.recorder = FlightRecorder(core.cache_groups)
         self.progress_count = 0  # of what the loop begins; 0 while it is idle. For a watchdog
         self.thread: int | None = None  # its identifier, once it runs
         self.reading: StepRecord | None = None  # the plan whose outcome is read, or was last
@@ -157,10 +156,10 @@ class BatchingLoop:
         self._deliver = deliver
         self._clock = clock
         self._ahead = ahead
-        self._flights = deque[LaunchedStep]()
+        self._flights = deque[LaunchedStep[Rows]]()
         self._undelivered: StepReport | None = None
         self._capacity = core.capacity()
-        self._backlog = core.waiting.backlog()
+        self._backlog = core.backlog()
         self._capacity_due_s = 0.0
         self._step = 0
         self._beats = 0
@@ -201,46 +200,46 @@ class BatchingLoop:
 
     def turn(self, mail: Mail) -> StepReport:
         """Apply mail, then launch a step and read the oldest, if there are any."""
-        core, planner, now = self._core, self._core.planner, self._clock()
+        core, now = self._core, self._clock()
         returned = self._apply(mail, now) if mail is not NOTHING else ()
         done = self._apply_commands(mail.commands) if mail.commands else ()
         rows = self._next_rows(now)
         began = time.perf_counter()
         tokens = self._run_step(rows)
-        seconds = time.perf_counter() - began if len(rows) else 0.0
-        started = planner.take_started()
+        count = 0 if rows is None else len(rows)
+        seconds = time.perf_counter() - began if count else 0.0
+        started = core.take_started()
         credit = self._measure_capacity(now, anew=bool(started))
-        prefill_rows, prefill_tokens = len(rows) - rows.verified, rows.prefill_tokens
-        drafts = core.draft_counts
+        totals = core.totals()
         return StepReport(
             step=self._step,
             seconds=seconds,
             tokens=tokens,
-            rows=len(rows),
+            rows=count,
             progress=core.take_progress(),
             credit=credit,
-            running=len(core.running),
-            waiting=len(core.waiting),
-            prefill_rows=prefill_rows,
-            prefill_tokens=prefill_tokens,
-            retractions=planner.retractions,
-            retracted_tokens=planner.retracted_tokens,
-            retracted_prompt_tokens=planner.retracted_prompt_tokens,
-            new_token_ratio=planner.new_token_ratio,
-            preemptions=planner.preemptions,
+            running=totals.running,
+            waiting=totals.waiting,
+            prefill_rows=0 if rows is None else rows.prefill_rows,
+            prefill_tokens=0 if rows is None else rows.prefill_tokens,
+            retractions=totals.retractions,
+            retracted_tokens=totals.retracted_tokens,
+            retracted_prompt_tokens=totals.retracted_prompt_tokens,
+            new_token_ratio=totals.new_token_ratio,
+            preemptions=totals.preemptions,
             failures=self._failures + self._launcher.draft_failures,
             paused=self.paused,
             done=done,
-            events=core.index.take_events(),
+            events=core.take_events(),
             started=tuple([request.key for request in started]) if started else (),
             prompt_tokens=sum([request.prompt_tokens for request in started]) if started else 0,
             cached_tokens=sum([request.cached_tokens for request in started]) if started else 0,
             backlog=self._backlog,
             returned=returned,
-            evicted_tokens=core.index.evicted_tokens,
-            verify_rows=drafts.rows,
-            drafts_proposed=drafts.proposed,
-            drafts_accepted=drafts.accepted,
+            evicted_tokens=totals.evicted_tokens,
+            verify_rows=totals.verify_rows,
+            drafts_proposed=totals.drafts_proposed,
+            drafts_accepted=totals.drafts_accepted,
         )
 
     def _deliver_report(self) -> None:
@@ -277,7 +276,7 @@ class BatchingLoop:
                 self._failures += 1
                 self._core.fail_choice(key, Internal("internal error"))
 
-    def _next_rows(self, now: float) -> StepRows:
+    def _next_rows(self, now: float) -> Rows | None:
         try:
             if not self.paused:
                 return self._core.next_rows(now)
@@ -288,7 +287,7 @@ class BatchingLoop:
             self._failures += 1
             at_fault = error.request if isinstance(error, RequestFault) else None
             self._core.fail_planned(at_fault, Internal("internal error"))
-        return NO_ROWS
+        return None
 
     def _measure_capacity(self, now: float, *, anew: bool) -> Capacity:
         """The capacity, measured when it is due: that costs as much as building a short plan.
@@ -299,7 +298,7 @@ class BatchingLoop:
         if anew or now >= self._capacity_due_s or self._core.idle:
             self._capacity_due_s = now + CAPACITY_PERIOD_S
             self._capacity = self._core.capacity()
-            self._backlog = self._core.waiting.backlog()
+            self._backlog = self._core.backlog()
         return self._capacity
 
     def _take(self) -> Mail | None:
@@ -340,20 +339,20 @@ class BatchingLoop:
                     pages_freed=core.set_weight_version(command.version), requests=requests
                 )
 
-    def _run_step(self, rows: StepRows) -> int:
+    def _run_step(self, rows: Rows | None) -> int:
         """Launch these rows, then read the oldest step, unless more may be launched ahead of it.
 
         Returns the number of tokens of the rows.
         """
-        tokens = 0
-        if len(rows):
+        tokens, launches = 0, rows is not None and len(rows) > 0
+        if rows is not None and launches:
             launched = self._launch(rows)
             self._flights.append(launched)
             if launched.record is None:
                 self._finish_steps()  # the next rows would rest on what is never computed
                 return 0
             tokens = len(launched.record.plan.tokens)
-        if len(self._flights) > (self._ahead if len(rows) else 0):
+        if len(self._flights) > (self._ahead if launches else 0):
             self._finish_step(self._flights.popleft())
         if self._flights:
             self._sample(self._flights[0])
@@ -363,41 +362,41 @@ class BatchingLoop:
         while self._flights:
             self._finish_step(self._flights.popleft())
 
-    def _launch(self, rows: StepRows) -> LaunchedStep:
+    def _launch(self, rows: Rows) -> LaunchedStep[Rows]:
         self._step += 1
         self._beat()
-        batch = self._core.batch
+        core = self._core
         launched = LaunchedStep(self._step, rows)
         try:
             # Sampling parts are made in order: each reckons with the ones before it.
             launched.awaits_part = bool(self._flights) and (
-                self._flights[-1].awaits_part or batch.part_follows(rows)
+                self._flights[-1].awaits_part or core.part_follows(rows)
             )
-            part = None if launched.awaits_part else batch.part(rows)
-            plan = build_plan(self._step, rows, batch, part)
+            part = None if launched.awaits_part else core.part(rows)
+            plan = core.build_plan(self._step, rows, part)
             launched.flight = self._launcher.launch(plan)
         except Exception as error:  # noqa: BLE001  # logged where the outcome is read
             raise_if_shared(error)
             self._step -= 1  # no runner is ever given this step: the next plan has its changes
             launched.error = error
             return launched
-        self._core.launched(plan.step)
+        core.launched(plan.step)
         launched.record = self.recorder.begin(plan)
         return launched
 
-    def _sample(self, launched: LaunchedStep) -> None:
+    def _sample(self, launched: LaunchedStep[Rows]) -> None:
         """Give the oldest step its sampling part, if that is to follow."""
         if not launched.awaits_part or launched.flight is None:
             return
         part = PLAIN
         try:
-            part = self._core.batch.part(launched.rows)
+            part = self._core.part(launched.rows)
         except Exception as error:  # noqa: BLE001  # logged where the outcome is read
             raise_if_shared(error)
             launched.error = error
         self._complete(launched, part)
 
-    def _complete(self, launched: LaunchedStep, part: SamplingPart) -> None:
+    def _complete(self, launched: LaunchedStep[Rows], part: SamplingPart) -> None:
         """Give a step this sampling part, if it has none."""
         record, flight = launched.record, launched.flight
         if not launched.awaits_part or record is None or flight is None:
@@ -406,7 +405,7 @@ class BatchingLoop:
         self.recorder.complete(record, part)
         flight.sample(part)
 
-    def _finish_step(self, launched: LaunchedStep) -> None:
+    def _finish_step(self, launched: LaunchedStep[Rows]) -> None:
         """Wait for a plan and commit it; if it failed, find the request at fault."""
         if (outcome := self._read(launched)) is not None:
             self._commit(launched.rows, outcome)
@@ -424,26 +423,24 @@ class BatchingLoop:
         for later in invalid:
             self._core.discard_launched(later.rows)
 
-    def _note_drafts(self, launched: LaunchedStep) -> None:
+    def _note_drafts(self, launched: LaunchedStep[Rows]) -> None:
         """Note what a draft model has made for rows with a grammar: their masks depend on it."""
-        rows, batch = launched.rows, self._core.batch
-        if rows.draft_counts is None or not batch.grammars or launched.flight is None:
-            return
-        if np.count_nonzero(rows.draft_counts[batch.has_grammar[rows.slots.at]]):
-            batch.note_drafts(rows, launched.flight.drafts())
+        rows, flight = launched.rows, launched.flight
+        if flight is not None and self._core.wants_drafts(rows):
+            self._core.note_drafts(rows, flight.drafts())
 
-    def _bisect(self, rows: StepRows) -> None:
+    def _bisect(self, rows: Rows) -> None:
         """Run the rows of a failed plan again, in halves, until the request at fault is alone."""
-        error, batch = Internal("the step of this request failed"), self._core.batch
+        error, core = Internal("the step of this request failed"), self._core
         # A row that is alone because the others have ended since has yet to fail by itself.
-        alone, current = len(rows) == 1, batch.is_current(rows)
+        alone, current = len(rows) == 1, core.is_current(rows)
         if not current.all():
-            self._core.discard_launched(rows.take(np.flatnonzero(~current)))
+            core.discard_launched(rows.take(np.flatnonzero(~current)))
             rows = rows.take(np.flatnonzero(current))
         if alone or not len(rows):
-            self._core.fail(rows, error)
+            core.fail(rows, error)
             return
-        rows = batch.repeat(rows)
+        rows = core.repeat(rows)
         index, middle = np.arange(len(rows)), len(rows) // 2
         for half in filter(len, (rows.take(index[:middle]), rows.take(index[middle:]))):
             launched = self._launch(half)
@@ -452,7 +449,7 @@ class BatchingLoop:
             else:
                 self._bisect(half)
 
-    def _commit(self, rows: StepRows, outcome: StepOutcome) -> None:
+    def _commit(self, rows: Rows, outcome: StepOutcome) -> None:
         """Commit a plan; if that fails as a whole, its requests end."""
         try:
             self._core.commit(rows, outcome)
@@ -462,7 +459,7 @@ class BatchingLoop:
             self._failures += 1
             self._core.fail_committed(rows, Internal("internal error"))
 
-    def _read(self, launched: LaunchedStep) -> StepOutcome | None:
+    def _read(self, launched: LaunchedStep[Rows]) -> StepOutcome | None:
         """Wait for a plan; None if it failed."""
         self._deliver_report()
         step, record = launched.step, launched.record
@@ -480,9 +477,9 @@ class BatchingLoop:
             self._failures += 1
             if record is not None:
                 record.failure = f"{type(error).__name__}: {error}"
-                self._core.pools.finished(step)
+                self._core.finished(step)
             return None
         assert record is not None, "a plan that was not built has no outcome"
         record.end(outcome)
-        self._core.pools.finished(step)
+        self._core.finished(step)
         return outcome

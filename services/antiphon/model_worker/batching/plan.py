@@ -239,6 +239,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             page `table[r, p // page_tokens]` at `p % page_tokens`; the step writes its own tokens
             there first. `states` for a state group. Like `sampling` it is empty until the runner
             fills in what it keeps by slot.
+        group_rows: (G + 1,) of several attention groups: which rows are those of each. Each group
+            has pages and states of its own, and slots beyond those of the groups before it.
     """
 
     step: int  # grows by one; a rank rejects a gap
@@ -260,6 +262,23 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     future_start: Flags | None = None  # (R,) see above
     draft_counts: Ints | None = None  # (R,) drafts to make after each row, by a draft model
     next_tokens: Ints | None = None  # (R,) beside these: the token after a chunk that samples none
+    group_rows: Ints | None = None  # (G + 1,) see above
+
+    @property
+    def groups_count(self) -> int:
+        """Number of attention groups; 0 where there is one."""
+        return 0 if self.group_rows is None else len(self.group_rows) - 1
+
+    def rows_of(self, group: int) -> slice:
+        """The rows of an attention group."""
+        assert self.group_rows is not None, "a plan of several groups"
+        return slice(self.group_rows.item(group), self.group_rows.item(group + 1))
+
+    def tokens_of(self, rows: slice) -> slice:
+        """The tokens of neighbouring rows."""
+        ends = self.query_start + self.query_len
+        first, last = (ends.item(row - 1) if row else 0 for row in (rows.start, rows.stop))
+        return slice(first, last)
 
 
 class RowStatus(IntEnum):

@@ -74,6 +74,10 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
         return self.decodes + len(self.drafts)
 
     @property
+    def prefill_rows(self) -> int:
+        return len(self) - self.verified
+
+    @property
     def prefill_tokens(self) -> int:
         """Number of tokens of the prefill chunks."""
         first = self.verified

@@ -68,6 +68,22 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     conservativeness: float = 1.0  # a factor; see `NewTokenRatio`
 
 
+class CoreTotals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Numbers of a step's report. All but those of `running` and `waiting` are since start."""
+
+    running: int
+    waiting: int
+    retractions: int
+    retracted_tokens: int
+    retracted_prompt_tokens: int
+    new_token_ratio: float
+    preemptions: int
+    evicted_tokens: int
+    verify_rows: int
+    drafts_proposed: int
+    drafts_accepted: int
+
+
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     """All that determines how a choice continues, on this worker or on another.
 

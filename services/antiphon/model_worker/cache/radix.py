@@ -71,7 +71,7 @@ class RadixIndex:
         self._page_bytes = pools.page_tokens * TOKEN_BYTES
         self._only_states = len(pools.states) == len(pools.groups)
         self._strategy = strategy
-        self._tracker = tracker
+        self.tracker = tracker
         self._tree = RadixTree(pools, tracker)
         self._evictor = Evictor(pools, self._tree, strategy)
         self._clock = 0
@@ -148,10 +148,10 @@ class RadixIndex:
 
     def take_events(self) -> tuple[KvEvent, ...]:
         """Blocks stored and removed since the last call, if events are published."""
-        if self._tracker is None:
+        if self.tracker is None:
             return ()
         self._tree.settle()
-        return self._tracker.take()
+        return self.tracker.take()
 
     def evictable(self) -> list[int]:
         return self._pools.loose()

@@ -263,7 +263,8 @@ class DecoderLayer(Module):
         self._multiplier = spec.multiplier
         self._norm_kernel = spec.norm.kernel
         self._parallel = spec.parallel
-        self._mixer = build_sublayer(site, spec.mixer)
+        own = replace(site, build=site.build.of_mixers)
+        self._mixer = build_sublayer(own, spec.mixer)
         self._feed_forward = None
         if spec.feed_forward is not None:
             self._feed_forward = build_sublayer(site, spec.feed_forward)
@@ -284,7 +285,7 @@ class DecoderLayer(Module):
         """
         norm = self._norms.get
         entered, residual = _enter(ctx, norm("before_mixer"), pending, residual)
-        mixed = self._leave(ctx, norm("after_mixer"), self._mixer(ctx, entered))
+        mixed = self._leave(ctx, norm("after_mixer"), ctx.mix(self._mixer, entered))
         mixed, residual = _join(ctx, norm("with_mixer"), mixed, residual)
         if self._feed_forward is None:
             return mixed, residual

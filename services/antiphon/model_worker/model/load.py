@@ -109,12 +109,18 @@ class LoadedModel:
 
 
 def load(
-    place: ModelLocation, plan: ResolvedConfig, *, tp: Tp | None = None, pp: Pp | None = None
+    place: ModelLocation,
+    plan: ResolvedConfig,
+    *,
+    tp: Tp | None = None,
+    pp: Pp | None = None,
+    attention: Tp | None = None,
 ) -> LoadedModel:
     """Build the decoder that config.json describes and load its weights as planned.
 
     A plan that pools leaves out the head that computes logits, even if the checkpoint has it.
-    `tp` is this rank in a tensor-parallel group, unset for a single rank; `pp` likewise its stage.
+    `tp` is this rank in a tensor-parallel group, unset for a single rank; `pp` likewise its stage,
+    and `attention` the ranks that attend to the same requests, where not all do.
 
     Raises:
         ModelLoadError: Anything is missing, unknown or does not fit; raised before anything runs.
@@ -142,6 +148,7 @@ def load(
         cache_dtype=cache_dtype,
         ep_ranks=plan.ep_ranks.value,
         pp=pp,
+        attention=attention,
     )
     if spec is None:
         log.info(

@@ -133,14 +133,14 @@ class PlanDumps:
         """
         if not self.folder:
             raise Unsupported("no plans are written: batching.dump_folder is empty")
-        core = self.engine.core
+        core = self.engine.step_core
         header = RecordingHeader(
             reason=reason,
             unix_ms=self.clock.unix_ms(),
             instance=self.instance,
             weights_digest=core.limits.weights_digest,
             weight_version=core.limits.weight_version,
-            groups=core.pools.groups,
+            groups=core.cache_groups,
             resolved=self.engine.resolved,
         )
         try:

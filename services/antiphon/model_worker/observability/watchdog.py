@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from antiphon.model_worker.observability.flight_recorder import summary
 
@@ -70,7 +70,7 @@ def stack_of(thread: int | None) -> str:
 
 class LoopWatchdog:
     def __init__(
-        self, loop: BatchingLoop, config: BatchingConfig, stalled: Callable[[], None]
+        self, loop: BatchingLoop[Any], config: BatchingConfig, stalled: Callable[[], None]
     ) -> None:
         self._loop = loop
         self._detector = StallDetector(stall_s=config.stall_s, limit_s=config.stall_limit_s)

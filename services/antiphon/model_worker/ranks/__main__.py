@@ -17,6 +17,7 @@ if __name__ == "__main__":
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--tp-size", type=int, required=True)
     parser.add_argument("--pp-size", type=int, required=True)
+    parser.add_argument("--attn-dp-size", type=int, required=True)
     parser.add_argument("--instance", required=True, help="name in the log")
     parser.add_argument("--parent-pid", type=int, required=True, help="ends with that process")
     arguments = parser.parse_args()
@@ -25,7 +26,7 @@ if __name__ == "__main__":
         follow(
             (host, int(port)),
             rank=arguments.rank,
-            ranks=RankLayout(arguments.tp_size, arguments.pp_size),
+            ranks=RankLayout(arguments.tp_size, arguments.pp_size, arguments.attn_dp_size),
             instance=arguments.instance,
             parent_pid=arguments.parent_pid,
         )

@@ -39,7 +39,7 @@ def follow_node(parallel: ParallelConfig, instance: str) -> int:
     first, *others = parallel.local_ranks
     address = address_of(parallel)
     start_local(others, parallel, address, instance)
-    ranks = RankLayout(parallel.tp_size, parallel.pp_size)
+    ranks = RankLayout.of(parallel)
     return follow(address, rank=first, ranks=ranks, instance=f"{instance}.{first}")
 
 

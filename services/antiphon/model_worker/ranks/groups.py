@@ -178,6 +178,7 @@ class RankGroups:
     def __init__(
         self,
         tensor: Tp,
+        attention: Tp | None,
         pipeline: Pipeline | None,
         channel: GlooChannel,
         in_memory: Sequence[SharedMemoryGroup | SharedMemoryLink] = (),
@@ -185,7 +186,8 @@ class RankGroups:
         layout: RankLayout,
         gloo: Callable[[str], GlooGroup],
     ) -> None:
-        self.tensor, self.pipeline, self.channel = tensor, pipeline, channel
+        self.tensor, self.attention = tensor, attention
+        self.pipeline, self.channel = pipeline, channel
         self.layout = layout
         self._in_memory = in_memory
         self._gloo = gloo
@@ -248,6 +250,10 @@ def _in_memory(
     stage, member = ranks.stage(rank), ranks.member(rank)
     control = SharedMemoryGroup(rank, memory, parts.control)
     tensor = SharedMemoryGroup(member, memory, parts.tensors[stage])
+    attention = None
+    if ranks.dp > 1:
+        group, place = divmod(member, ranks.attention_ranks)
+        attention = SharedMemoryGroup(place, memory, parts.attention[group])
     before, after = (
         SharedMemoryLink(memory, parts.links[sender, member], ranks.ranks)
         if (sender, member) in parts.links
@@ -256,9 +262,10 @@ def _in_memory(
     )
     return RankGroups(
         tensor if ranks.tp > 1 else SingleRank(),
+        SingleRank() if ranks.dp > 1 and ranks.attention_ranks == 1 else attention,
         Pipeline(stage, ranks.pp, before, after) if ranks.pp > 1 else None,
-        GlooChannel(gloo("plans"), control),
-        [each for each in (control, tensor, before, after) if each is not None],
+        GlooChannel(plans, control),
+        [each for each in (control, tensor, attention, before, after) if each is not None],
         layout=ranks,
         gloo=gloo,
     )
@@ -270,6 +277,13 @@ def _over_network(rank: int, ranks: RankLayout, gloo: Callable[..., GlooGroup]) 
     tensor = SingleRank()
     if ranks.tp > 1:
         tensor = TensorGroup(gloo(f"tensor {stage}", member, ranks.tp))
+    attention = None
+    if ranks.dp > 1:
+        group, place = divmod(member, ranks.attention_ranks)
+        attention = SingleRank()
+        if ranks.attention_ranks > 1:
+            named = f"attention {group}"
+            attention = TensorGroup(gloo(named, place, ranks.attention_ranks))
     if ranks.pp > 1:
         group = gloo("stages")
         before, after = (
@@ -278,7 +292,7 @@ def _over_network(rank: int, ranks: RankLayout, gloo: Callable[..., GlooGroup]) 
         )
         pipeline = Pipeline(stage, ranks.pp, before, after)
     channel = GlooChannel(plans, TensorGroup(gloo("control")))
-    return RankGroups(tensor, pipeline, channel, layout=ranks, gloo=gloo)
+    return RankGroups(tensor, attention, pipeline, channel, layout=ranks, gloo=gloo)
 
 
 def _share_memory(store: KeyStore, parts: MemoryParts, *, first: bool, local: bool) -> mmap | None:

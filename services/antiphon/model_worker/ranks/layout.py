@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from antiphon.config.parallel import ParallelConfig
 
 
 class RankLayout(NamedTuple):
@@ -16,6 +19,12 @@ class RankLayout(NamedTuple):
     """Ranks of a stage, which share each of its layers."""
     pp: int = 1
     """Stages."""
+    dp: int = 1
+    """Equal parts of the ranks of a stage, each of which attends to its own requests."""
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> RankLayout:
+        return cls(parallel.tp_size, parallel.pp_size, parallel.attn_dp_size)
 
     @property
     def ranks(self) -> int:
@@ -27,6 +36,11 @@ class RankLayout(NamedTuple):
     def member(self, rank: int) -> int:
         """The number of a rank in its stage."""
         return rank % self.tp
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that attend to the same requests."""
+        return self.tp // self.dp
 
     def shard(self, rank: int) -> str:
         """Which part of every page a rank has: the heads of its member in the layers of its stage.

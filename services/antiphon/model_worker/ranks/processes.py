@@ -73,6 +73,7 @@ def start_local(
                 *(sys.executable, "-m", "antiphon.model_worker.ranks"),
                 *("--address", f"{host}:{port}", "--rank", str(rank)),
                 *("--tp-size", str(parallel.tp_size), "--pp-size", str(parallel.pp_size)),
+                *("--attn-dp-size", str(parallel.attn_dp_size)),
                 *("--instance", f"{instance}.{rank}"),
                 *("--parent-pid", str(os.getpid())),
             ],
@@ -142,7 +143,7 @@ class RankProcesses:
         listening = bind(host, port)
         self._store = bind(host, 0)
         self._store_address: tuple[str, int] = (host, self._store.getsockname()[1])
-        self._ranks = RankLayout(parallel.tp_size, parallel.pp_size)
+        self._ranks = RankLayout.of(parallel)
         self._local = parallel.nodes == 1
         self._lost = lost
         self._children: list[subprocess.Popen[bytes]] = []

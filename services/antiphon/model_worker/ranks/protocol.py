@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from enum import IntEnum
+from itertools import chain
 from queue import SimpleQueue
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
@@ -33,7 +34,7 @@ from antiphon.model_worker.batching.plan_buffer import pack, unpack
 from antiphon.model_worker.ranks.page_shards import PagesRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from threading import Thread
 
     from antiphon.model_worker.batching.plan import Flight, Launcher
@@ -49,25 +50,54 @@ class StepMode(IntEnum):
     EXTEND = 2
 
 
-class StepFacts(msgspec.Struct, frozen=True, gc=False):
-    """What ranks compare of a plan; of a refused one, the number of the rank that refused it."""
+class PassFacts(msgspec.Struct, frozen=True, gc=False):
+    """The size of a forward pass, or of one attention group's part of it."""
 
-    refused_by: int = 0  # 1 + the rank; 0: none
-    step: int = 0
     mode: int = StepMode.IDLE
     tokens: int = 0
     padded_tokens: int = 0
     logits: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan) -> StepFacts:
-        tokens, logits = len(plan.tokens), len(plan.logit_tokens)
+    def of(cls, rows: int, tokens: int, logits: int) -> PassFacts:
         mode = StepMode.IDLE
         if tokens:
-            decodes = tokens == len(plan.slot) == logits
-            mode = StepMode.DECODE if decodes else StepMode.EXTEND
+            mode = StepMode.DECODE if tokens == rows == logits else StepMode.EXTEND
         # The kernels of a CPU compute as many tokens as there are.
-        return cls(step=plan.step, mode=mode, tokens=tokens, padded_tokens=tokens, logits=logits)
+        return cls(mode=mode, tokens=tokens, padded_tokens=tokens, logits=logits)
+
+
+class StepFacts(msgspec.Struct, frozen=True, gc=False):
+    """What ranks compare of a plan; of a refused one, the number of the rank that refused it."""
+
+    refused_by: int = 0  # 1 + the rank; 0: none
+    step: int = 0
+    whole: PassFacts = PassFacts()
+    groups: tuple[PassFacts, ...] = ()  # of each attention group, if there are several
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepFacts:
+        whole = PassFacts.of(len(plan.slot), len(plan.tokens), len(plan.logit_tokens))
+        return cls(step=plan.step, whole=whole, groups=tuple(_group_facts(plan)))
+
+    @classmethod
+    def refused(cls, plan: StepPlan, rank: int) -> StepFacts:
+        groups = (PassFacts(),) * plan.groups_count
+        return cls(refused_by=1 + rank, step=plan.step, groups=groups)
+
+    @property
+    def numbers(self) -> list[int]:
+        """All of them, as many as of any plan of so many groups."""
+        passes = (self.whole, *self.groups)
+        return [self.refused_by, self.step, *chain(*map(msgspec.structs.astuple, passes))]
+
+
+def _group_facts(plan: StepPlan) -> Iterator[PassFacts]:
+    for group in range(plan.groups_count):
+        rows = plan.rows_of(group)
+        tokens = plan.tokens_of(rows)
+        first, last = np.searchsorted(plan.logit_tokens, (tokens.start, tokens.stop)).tolist()
+        yield PassFacts.of(rows.stop - rows.start, tokens.stop - tokens.start, last - first)
 
 
 class StepRefused(Exception):
@@ -147,7 +177,7 @@ def agree(channel: RankChannel, facts: StepFacts) -> StepFacts:
         StepRefused: A rank has refused the plan.
         RanksDisagree: The ranks hold different plans.
     """
-    mine = np.array(msgspec.structs.astuple(facts), np.int64)
+    mine = np.array(facts.numbers, np.int64)
     highest, lowest = np.split(channel.max(np.concatenate([mine, -mine])), 2)
     if highest[0]:
         raise StepRefused(f"rank {highest[0] - 1} refuses step {highest[1]}")
@@ -187,7 +217,7 @@ class LeadRank:
                 plan = self._own.check(plan)
                 facts = StepFacts.of(plan)
             except Exception as raised:  # noqa: BLE001  # the cause of what is raised
-                error, facts = raised, StepFacts(refused_by=1, step=plan.step)
+                error, facts = raised, StepFacts.refused(plan, 0)
             agree(self._channel, facts)
         except StepRefused as refused:
             raise refused from error
@@ -349,7 +379,7 @@ class FollowerRank:
         except Exception:
             # Not the end of this rank: the loop of rank 0 finds the request at fault.
             log.exception("plan refused", extra={"step": plan.step})
-            facts = StepFacts(refused_by=1 + self._channel.rank, step=plan.step)
+            facts = StepFacts.refused(plan, self._channel.rank)
         try:
             agree(self._channel, facts)
         except StepRefused:

@@ -215,6 +215,7 @@ class MemoryParts:
     Attributes:
         control: Of the facts of all ranks.
         tensors: Of the sums of each stage.
+        attention: Of the sums of each attention group.
         links: By the stage that sends, and the member of both stages.
     """
 
@@ -223,6 +224,11 @@ class MemoryParts:
         self.tensors = list[MemoryPart]()
         for _ in range(ranks.pp):
             self.tensors.append(part := MemoryPart(part.end, SLOT_BYTES, ranks.tp))
+        self.attention = list[MemoryPart]()
+        if ranks.dp > 1:
+            for _ in range(ranks.dp):
+                part = MemoryPart(part.end, SLOT_BYTES, ranks.attention_ranks)
+                self.attention.append(part)
         self.links = dict[tuple[int, int], MemoryPart]()
         for stage in range(ranks.pp - 1):
             for member in range(ranks.tp):

@@ -20,6 +20,7 @@ from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.context import (
     AttentionBackend,
     AttentionParams,
+    AttentionRows,
     ForwardContext,
     HiddenStates,
     LatentAttentionBackend,
@@ -83,7 +84,7 @@ class ForwardContexts:
         placement = model.build
         self._decoder = model.decoder
         self._ops = ops
-        self._tp = placement.tp
+        self._tp, self._mixing_tp = placement.tp, placement.of_mixers.tp
         alone = placement.tp.ranks == 1
         self._experts = LocalExperts() if alone else SummedExperts(placement.tp)
         self._caches = {
@@ -115,7 +116,7 @@ class ForwardContexts:
     def _choose(self, model: LoadedModel, *, fused: bool) -> BackendChoice[..., object]:
         decoder = model.decoder
         try:
-            _refuse_apart(self._ops, decoder.operations, fused=fused)
+            _refuse_apart(self._ops, model, fused=fused)
             caches = {**self._caches, **self._uncached}
             self._stack, self._stack_positions = decoder.stack(
                 caches, self._states, self._aux_layers
@@ -185,6 +186,21 @@ class ForwardContexts:
         return FusedDecoderOutput(hidden, finite, logits, self._ops.finite_rows(logits), None, aux)
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
+        own = batch.own
+        if own is batch:
+            return self._of(plan, batch)
+        ctx = self._of(own.plan, own) if len(own.plan.slot) else None
+        return ForwardContext(
+            ops=self._ops,
+            tp=self._tp,
+            experts=self._experts,
+            attend=_refuse_all,
+            positions=torch.as_tensor(batch.positions),
+            attention=AttentionRows(batch.own_tokens, ctx),
+        )
+
+    def _of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
+        """The context of tokens that have their pages here."""
         positions = batch.positions
 
         @cache
@@ -198,7 +214,7 @@ class ForwardContexts:
             fused = partial(self._stack, turns=turns, groups=groups, states=batch.states)
         return ForwardContext(
             ops=self._ops,
-            tp=self._tp,
+            tp=self._mixing_tp,
             experts=self._experts,
             attend=self._attend(plan, batch, angles),
             states_of=partial(_states_of, self._states, batch.states) if batch.states else None,
@@ -243,6 +259,10 @@ def _one_more(before: Ints, after: Ints) -> bool:
 
 
 # The backends of a `ForwardContext`, which binds their first arguments to those of one pass.
+
+
+def _refuse_all(layer: int, heads: Tensor, params: AttentionParams) -> Tensor:
+    raise AssertionError("each attention group attends to its own tokens, in their own context")
 
 
 def _paged_attention(
@@ -332,9 +352,11 @@ def _whole_texts(model: LoadedModel) -> tuple[tuple[KvShape, ...], dict[int, Unc
     return tuple(shapes), layers
 
 
-def _refuse_apart(ops: Ops, called: frozenset[str], *, fused: bool) -> None:
+def _refuse_apart(ops: Ops, model: LoadedModel, *, fused: bool) -> None:
     if not fused:
         raise NotStackable("the fused decoder is disabled")
+    if model.build.attention is not None:
+        raise NotStackable("groups of ranks attend to different requests")
     for choice in ops.choices:
-        if choice.op in _STACKED & called and choice.backend != "cpu":
+        if choice.op in _STACKED & model.decoder.operations and choice.backend != "cpu":
             raise NotStackable(f"{choice.op} runs on {choice.backend}")

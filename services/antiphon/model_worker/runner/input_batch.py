@@ -28,15 +28,24 @@ class InputBatch:
     """Values derived from one plan, each computed on first use: most passes need few of them.
 
     The groups after those of `shapes` are `states` groups of recurrent states; groups after these
-    cache nothing.
+    cache nothing. Of a plan of several attention groups, one `group` has pages and states here.
 
     Attributes:
         decodes: Whether every row has one token and samples one: a decode step, the usual case.
+        own: The rows that have pages and states here, as a batch: maybe none.
+        own_rows, own_tokens: Which rows and tokens of this batch these are.
     """
 
-    def __init__(self, plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> None:
+    def __init__(
+        self, plan: StepPlan, shapes: tuple[KvShape, ...], states: int, group: int | None = None
+    ) -> None:
         self.decodes = len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
-        self._plan = plan
+        self.plan = self._plan = plan
+        self.own, self.own_rows, self.own_tokens = self, slice(None), slice(None)
+        if group is not None:
+            self.own_rows = rows = plan.rows_of(group)
+            self.own_tokens = tokens = plan.tokens_of(rows)
+            self.own = InputBatch(_part(plan, rows, tokens), shapes, states)
         self._shapes = shapes
         self._states_count = states
         self._groups: tuple[AttentionMetadata, ...] | None = None
@@ -47,8 +56,12 @@ class InputBatch:
         Raises:
             RuntimeError: A row reads or writes a token that has no page.
         """
-        _ = self.states, self.positions, self.logit_position
-        for rows in self.groups:
+        own = self.own
+        _ = self.positions, self.logit_position
+        if not len(own.plan.slot):
+            return
+        _ = own.states, own.positions
+        for rows in own.groups:
             _ = rows.slot_mapping
             if compiled:
                 _ = rows.compiled
@@ -140,6 +153,22 @@ class InputBatch:
             if finite is not None:
                 failed[row[~finite.cpu().numpy()]] = True
         return failed
+
+
+def _part(plan: StepPlan, rows: slice, tokens: slice) -> StepPlan:
+    """Some neighbouring rows of a plan, as layers read them: what is sampled is left out."""
+    return msgspec.structs.replace(
+        plan,
+        slot=plan.slot[rows],
+        query_start=plan.query_start[rows] - tokens.start,
+        query_len=plan.query_len[rows],
+        kv_len=plan.kv_len[rows],
+        tokens=plan.tokens[tokens],
+        logit_tokens=plan.logit_tokens[:0],
+        page_tables=tuple([table[rows] for table in plan.page_tables]),
+        states=tuple([table[rows] for table in plan.states]),
+        group_rows=None,
+    )
 
 
 class SlotState:

@@ -167,7 +167,7 @@ class ModelRunner:
         plan = self._tables.fill(plan)
         if plan.future_start is not None:
             return plan  # where its rows begin is known when the plan before it has run
-        batch = InputBatch(plan, self._shapes, self._states_count)
+        batch = self._batch(plan)
         batch.build(compiled=self._reads_natively)
         self._checked[plan.step] = batch
         return plan
@@ -193,7 +193,7 @@ class ModelRunner:
         try:
             plan = self._slots.resolve(plan, self._states)
             if (batch := self._checked.pop(plan.step, None)) is None:
-                batch = InputBatch(plan, self._shapes, self._states_count)
+                batch = self._batch(plan)
             outcome = self._compute(plan, batch, part)
         except Exception:
             self._slots.record_failure(plan, self._states)
@@ -212,6 +212,10 @@ class ModelRunner:
 
     def settle(self) -> None:
         """Record what was sampled from plans that have run: here `run` has done so."""
+
+    def _batch(self, plan: StepPlan) -> InputBatch:
+        group = self._model.build.attention_group
+        return InputBatch(plan, self._shapes, self._states_count, group)
 
     def make_drafts(self) -> Ints:
         """Let the draft model read what the last plan computed, and make the drafts it asks for.
@@ -387,8 +391,11 @@ class ModelRunner:
 
     def _wipe(self, batch: InputBatch, failed: NDArray[np.bool_]) -> None:
         """Zero what failed rows wrote in this pass; what earlier passes wrote was finite."""
-        wiped = torch.as_tensor(np.flatnonzero(failed[batch.token_row]))
-        for pool, rows in zip(self.pools, batch.groups, strict=True):
+        own = batch.own
+        if not len(own.plan.slot):
+            return
+        wiped = torch.as_tensor(np.flatnonzero(failed[batch.own_rows][own.token_row]))
+        for pool, rows in zip(self.pools, own.groups, strict=True):
             pool.zero(rows.slot_mapping[wiped])
 
 

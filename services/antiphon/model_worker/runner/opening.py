@@ -74,12 +74,14 @@ def open_model(
     draft: ModelLocation | None = None,
     tp: Tp | None = None,
     pp: Pp | None = None,
+    attention: Tp | None = None,
     exchange: SampleExchange | None = None,
 ) -> OpenModel:
     """Load a model as planned and allocate the pages and states of its cache groups.
 
     `draft` is the location of its draft model, which the plan must have. One of several ranks has a
-    `tp` and a `pp`, and gets its tokens by an `exchange`.
+    `tp` and a `pp`, those that attend to the same requests in `attention`, and gets its tokens by
+    an `exchange`.
 
     Raises:
         ModelLoadError: The folder cannot be served; raised before anything runs.
@@ -88,7 +90,7 @@ def open_model(
     """
     # First, since it loads faster: what is wrong with it is found before the wait for the model.
     drafter = None if draft is None else load_draft_model(draft, plan, tp)
-    model = load(place, plan, tp=tp, pp=pp)
+    model = load(place, plan, tp=tp, pp=pp, attention=attention)
     groups = cache_groups(
         model.spec,
         model.build,

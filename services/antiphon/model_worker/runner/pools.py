@@ -104,7 +104,7 @@ def kv_shape(
     cache: KvSpec | LatentSizes,
 ) -> KvShape:
     """What attention needs to know of a group, whose layers have this mixer and cache."""
-    ranks = model.build.tp.ranks
+    ranks = model.build.of_mixers.tp.ranks
     heads = cache.heads_of(ranks)
     chunked = isinstance(cache, KvSpec) and cache.chunked
     return KvShape(
@@ -121,7 +121,7 @@ def kv_shape(
 def _group(
     cache: CacheSpec, layers: tuple[int, ...], build: BuildContext, page_tokens: int, total: int
 ) -> CacheGroup:
-    ranks = build.tp.ranks
+    ranks = build.of_mixers.tp.ranks
     kind, tensors = GroupKind.PASS, tuple[CacheTensor, ...]()
     if isinstance(cache, StateSpec):
         kind = GroupKind.STATE
@@ -211,7 +211,7 @@ class KvPool:
 
     def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
         self.group = group
-        heads, size = spec.heads_of(build.tp.ranks), spec.head_size
+        heads, size = spec.heads_of(build.of_mixers.tp.ranks), spec.head_size
         page = (group.pages_total, group.page_tokens, heads, size, build.dtype)
         self._shapes = (key_pages_shape(*page), value_pages_shape(*page))[: spec.tensors]
         self.dtype = build.kv_dtype
@@ -242,7 +242,7 @@ class StatePool:
 
     def __init__(self, group: CacheGroup, spec: StateSpec, build: BuildContext) -> None:
         self.group = group
-        ranks = build.tp.ranks
+        ranks = build.of_mixers.tp.ranks
         self._convolved = (build.dtype, (group.pages_total, *spec.convolved(ranks)))
         self._matrices = (torch.float32, (group.pages_total, *spec.matrices(ranks)))
         self.memory = GroupMemory(group, build.device)

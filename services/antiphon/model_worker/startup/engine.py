@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +15,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
+from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
 from antiphon.model_worker.batching.planner import QueueRules
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from antiphon.config.speculation import SpeculationConfig
     from antiphon.model_card.files import ModelFiles, ModelLocation
     from antiphon.model_worker.batching.plan import Launcher, PlanRunner
+    from antiphon.model_worker.batching.step_core import StepCore
     from antiphon.model_worker.cache.codec import PageCodec
     from antiphon.model_worker.ranks.groups import RankGroups
     from antiphon.model_worker.runner.model_runner import SampleExchange
@@ -62,6 +64,7 @@ class Engine:
     """The engine core and the runner of the batching loop."""
 
     core: EngineCore
+    """The engine core; of several attention groups, that of the first one."""
     runner: PlanRunner
     resolved: ResolvedConfig | None = None
     """The resolved configuration; None for an engine that runs no model."""
@@ -71,6 +74,19 @@ class Engine:
     """The runner, if there are other ranks."""
     shards: WorkerShards | None = None
     """Copies blocks of pages on all ranks, if they are stored outside the worker."""
+    groups: AttentionGroups | None = None
+    """The engine cores of all attention groups, if there are several."""
+
+    @property
+    def step_core(self) -> StepCore[Any]:
+        """What the batching loop runs."""
+        return self.groups or self.core
+
+    @property
+    def speculations(self) -> tuple[Speculation, ...]:
+        """What chooses the drafts of each attention group; empty if none are made."""
+        cores = (self.core,) if self.groups is None else self.groups.cores
+        return tuple(core.speculation for core in cores if core.speculation is not None)
 
     @property
     def ahead(self) -> int:
@@ -139,21 +155,30 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
     if ranks is None:
-        model, lead, groups = load_resolved(files, resolved, draft_place), None, None
+        model, lead, ranked = load_resolved(files, resolved, draft_place), None, None
     else:
         start = RankStart.of(settings, resolved, device.arithmetic)
-        model, lead, groups = _load_with(ranks, files, start, draft_place)
+        model, lead, ranked = _load_with(ranks, files, start, draft_place)
     resolved = msgspec.structs.replace(resolved, decoder=model.decoder)
     log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales)
+    groups = None
+    if (count := resolved.attention_groups.value) > 1:
+        others = [
+            open_engine_core(
+                settings, resolved, CachePools(model.groups), vocab_size, model.kv_scales, core
+            )
+            for _ in range(1, count)
+        ]
+        groups = AttentionGroups([core, *others])
     compiler = _compiler(settings, resolved, core.limits)
     shards = None
     if settings.cache.hierarchical:
-        shards = _open_shards(model.codec(), lead, groups)
+        shards = _open_shards(model.codec(), lead, ranked)
         places = [files] if draft_place is None else [files, draft_place]
         core.batch.identify_weights(" ".join(map(content_digest, places)))
-    return Engine(core, lead or model.runner, resolved, compiler, lead, shards)
+    return Engine(core, lead or model.runner, resolved, compiler, lead, shards, groups)
 
 
 def _check_stored(resolved: ResolvedConfig) -> None:
@@ -254,6 +279,7 @@ def load_resolved(
             draft=draft,
             tp=ranks.tensor,
             pp=ranks.pipeline,
+            attention=ranks.attention,
             exchange=exchange,
         )
     except (ModelLoadError, KernelUnavailable) as error:
@@ -266,10 +292,16 @@ def open_engine_core(
     pools: CachePools,
     vocab_size: int,
     kv_scales: str = "",
+    first: EngineCore | None = None,
 ) -> EngineCore:
-    """Make an engine core without requests; `kv_scales` is a digest of the cache's scales."""
+    """Make an engine core without requests; `kv_scales` is a digest of the cache's scales.
+
+    The attention groups after the `first` one have its drafter and its log of cached blocks.
+    """
     cache = settings.cache
     tracker = BlockTracker() if cache.events else None
+    if first is not None:
+        tracker = first.index.tracker
     index = (
         RadixIndex(pools, STRATEGIES[cache.eviction], tracker) if resolved.prefix.value else None
     )
@@ -290,16 +322,21 @@ def open_engine_core(
             layout=f"words, {pools.page_tokens} tokens",  # antiphon/kernels/kv.py
         ),
         matcher_executor=ThreadedMatcherExecutor(),
-        speculation=_speculation(settings, resolved),
+        speculation=_speculation(settings, resolved, first),
     )
 
 
-def _speculation(settings: Settings, resolved: ResolvedConfig) -> Speculation | None:
+def _speculation(
+    settings: Settings, resolved: ResolvedConfig, first: EngineCore | None
+) -> Speculation | None:
     config = settings.speculation
     if config.algorithm == "none":
         return None
-    ngrams = open_drafter(config)
-    drafter = None if ngrams is None else RequestTexts(ngrams)  # else a draft model
+    if first is not None and first.speculation is not None:
+        drafter = first.speculation.drafter
+    else:
+        ngrams = open_drafter(config)
+        drafter = None if ngrams is None else RequestTexts(ngrams)  # else a draft model
     return Speculation(drafter, drafts_max(config), resolved.running_max.value)
 
 
@@ -314,14 +351,18 @@ def _limits(
     settings: Settings, resolved: ResolvedConfig, pools: CachePools, vocab_size: int
 ) -> EngineLimits:
     batching, queue, pooling = settings.batching, settings.queue, resolved.pooling.value
+    groups = resolved.attention_groups.value  # a step is shared by all
+    running_max = max(1, resolved.running_max.value // groups)
+    step_tokens = max(running_max, resolved.step_tokens.value // groups)
+    chunk_tokens = min(resolved.chunk_tokens.value, step_tokens)
     return EngineLimits(
-        step_tokens_max=resolved.step_tokens.value,
-        chunk_tokens=None if resolved.whole_prompts.value else resolved.chunk_tokens.value,
-        fill_tokens=resolved.fill_tokens.value,
+        step_tokens_max=step_tokens,
+        chunk_tokens=None if resolved.whole_prompts.value else chunk_tokens,
+        fill_tokens=min(resolved.fill_tokens.value, step_tokens),
         prefill_max=batching.prefill_max,
         mixed=resolved.mixed.value,
-        running_max=resolved.running_max.value,
-        queue_max=queue.waiting_max,
+        running_max=running_max,
+        queue_max=-(-queue.waiting_max // groups),
         context_tokens=min(resolved.context_tokens.value, pools.tokens_max),
         vocab_size=vocab_size,
         end_ids=frozenset(resolved.eos_ids.value),

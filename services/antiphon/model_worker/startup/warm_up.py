@@ -6,7 +6,7 @@ import logging
 import time
 from contextlib import contextmanager
 from statistics import geometric_mean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,9 +21,8 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import PoolParams, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from antiphon.model_worker.batching.engine_core import EngineCore
     from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
     from antiphon.model_worker.batching.plan import Launcher
     from antiphon.model_worker.startup.engine import Engine
@@ -43,11 +42,11 @@ as the others with a small model."""
 
 
 def warm_up(
-    loop: BatchingLoop, core: EngineCore | None = None, *, pools: bool = False
+    loop: BatchingLoop[Any], engine: Engine | None = None, *, pools: bool = False
 ) -> StepReport:
     """Run a prefill and a decode step before the first request: the first of each kind is slow.
 
-    A model that `pools` has prefill steps only. If the `core` drafts tokens, what steps cost is
+    A model that `pools` has prefill steps only. If the `engine` drafts tokens, what steps cost is
     measured, too.
 
     Raises:
@@ -57,16 +56,18 @@ def warm_up(
     if pools:
         sampling = SamplingParams(max_new_tokens=0, pool=PoolParams())
     report, _ = _run(loop, 1, sampling)
-    if core is not None and core.speculation is not None:
-        core.speculation.costs = costs = measure_steps(
-            loop, core.speculation, core.limits.running_max
-        )
+    if engine is not None and engine.speculations:
+        costs = measure_steps(loop, engine.speculations, engine.step_core.limits.running_max)
+        for speculation in engine.speculations:
+            speculation.costs = costs
         if costs is not None:
             log.info("step costs", extra={"tokens": costs.tokens, "seconds": costs.seconds})
     return msgspec.structs.replace(report, progress=())
 
 
-def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -> StepCosts | None:
+def measure_steps(
+    loop: BatchingLoop[Any], speculations: Sequence[Speculation], rows_max: int
+) -> StepCosts | None:
     """Measure what decode steps cost: of one row with drafts, and of many rows without.
 
     A size that does not come about is left out, and larger ones with it: there may be too few
@@ -77,14 +78,15 @@ def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -
         CannotStart: The model does not run.
     """
     costs = dict[int, float]()
-    with _fixed_drafts(speculation):
-        for drafts in range(speculation.drafts_max + 1):
-            speculation.fixed = drafts
+    drafts_max = speculations[0].drafts_max
+    with _fixed_drafts(speculations) as fix:
+        for drafts in range(drafts_max + 1):
+            fix(drafts)
             if (seconds := _step_seconds(loop, rows=1, tokens=1 + drafts)) is None:
                 break
             costs[1 + drafts] = seconds
-        speculation.fixed = 0
-        rows = 2 * (1 + speculation.drafts_max)
+        fix(0)
+        rows = 2 * (1 + drafts_max)
         while rows <= rows_max:
             if (seconds := _step_seconds(loop, rows=rows, tokens=rows)) is None:
                 break
@@ -97,7 +99,7 @@ def measure_steps(loop: BatchingLoop, speculation: Speculation, rows_max: int) -
     return StepCosts(tuple(costs), tuple(rising))
 
 
-def choose_overlap(loop: BatchingLoop, engine: Engine) -> ResolvedValue[bool]:
+def choose_overlap(loop: BatchingLoop[Any], engine: Engine) -> ResolvedValue[bool]:
     """Let the loop launch steps ahead, in a thread for forward passes, if that proves faster.
 
     Kernels then use all cores, or leave one to the loop. Runs decode steps in all ways in turn, but
@@ -106,8 +108,7 @@ def choose_overlap(loop: BatchingLoop, engine: Engine) -> ResolvedValue[bool]:
     Raises:
         CannotStart: The model does not run.
     """
-    core = engine.core
-    with _fixed_drafts(core.speculation):
+    with _fixed_drafts(engine.speculations):
         report, _ = _run(loop, 1, SamplingParams(max_new_tokens=2, ignore_eos=True))
         if report.seconds > STEP_S_MAX:
             return ResolvedValue(value=False, reason=f"a step takes {1e3 * report.seconds:.0f} ms")
@@ -115,7 +116,8 @@ def choose_overlap(loop: BatchingLoop, engine: Engine) -> ResolvedValue[bool]:
         if engine.resolved is not None and engine.resolved.threads.value > 1:
             ways[SPARING] = engine.in_thread(spared=1)
         speeds: dict[str, dict[int, float]] = {name: {} for name in ways}
-        for rows in sorted({min(rows, core.limits.running_max) for rows in OVERLAP_ROWS}):
+        most = engine.step_core.limits.running_max
+        for rows in sorted({min(rows, most) for rows in OVERLAP_ROWS}):
             for name, ratio in _overlap_speeds(loop, in_turn, ways, rows).items():
                 speeds[name][rows] = ratio
     gains = {name: geometric_mean(ratios.values()) for name, ratios in speeds.items()}
@@ -140,7 +142,7 @@ OVERLAP_DROPPED = 0.9
 
 
 def _overlap_speeds(
-    loop: BatchingLoop, in_turn: Launcher, ways: Mapping[str, Launcher], rows: int
+    loop: BatchingLoop[Any], in_turn: Launcher, ways: Mapping[str, Launcher], rows: int
 ) -> dict[str, float]:
     """The speed of decode steps that are launched ahead in these ways, against steps in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -157,20 +159,23 @@ def _overlap_speeds(
 
 
 @contextmanager
-def _fixed_drafts(speculation: Speculation | None) -> Generator[None]:
-    """No drafts meanwhile, or as many as are set; what was verified is forgotten."""
-    if speculation is None:
-        yield
-        return
-    speculation.fixed = 0
+def _fixed_drafts(speculations: Sequence[Speculation]) -> Generator[Callable[[int], None]]:
+    """No drafts meanwhile, or as many as are set by what it yields; then, all is forgotten."""
+
+    def fix(drafts: int) -> None:
+        for speculation in speculations:
+            speculation.fixed = drafts
+
+    fix(0)
     try:
-        yield
+        yield fix
     finally:
-        speculation.fixed = None
-        speculation.reset()
+        for speculation in speculations:
+            speculation.fixed = None
+            speculation.reset()
 
 
-def _decode_seconds(loop: BatchingLoop, rows: int) -> float:
+def _decode_seconds(loop: BatchingLoop[Any], rows: int) -> float:
     """Duration of some decode steps, with the prefill before them."""
     sampling = SamplingParams(max_new_tokens=1 + OVERLAP_STEPS, ignore_eos=True)
     began = time.perf_counter()
@@ -181,7 +186,7 @@ def _decode_seconds(loop: BatchingLoop, rows: int) -> float:
 MEASURED_STEPS = 5
 
 
-def _step_seconds(loop: BatchingLoop, *, rows: int, tokens: int) -> float | None:
+def _step_seconds(loop: BatchingLoop[Any], *, rows: int, tokens: int) -> float | None:
     """The shortest of some decode steps of so many rows and tokens; None if none ran."""
     outputs = (1 + MEASURED_STEPS) * (1 + tokens - rows) + 1
     sampling = SamplingParams(max_new_tokens=outputs, ignore_eos=True)
@@ -191,7 +196,7 @@ def _step_seconds(loop: BatchingLoop, *, rows: int, tokens: int) -> float | None
 
 
 def _run(
-    loop: BatchingLoop, requests: int, sampling: SamplingParams
+    loop: BatchingLoop[Any], requests: int, sampling: SamplingParams
 ) -> tuple[StepReport, list[StepReport]]:
     """Run requests of two tokens to their ends: the last report, and all."""
     state = RequestState(
