@@ -133,8 +133,8 @@ class SupervisorConfig(Config):
     """Number of model workers, each with the whole model. They share cores, free memory,
     cache.bytes_max and batching.running_max evenly; other settings apply to each worker."""
     dp_attention: bool = False
-    """Start one worker, whose ranks attend to requests in `workers` groups (data-parallel
-    attention), instead of so many workers; parallel.tp_size must be a multiple."""
+    """Whether `workers` is the number of attention groups of one worker (data-parallel attention),
+    which must divide parallel.tp_size, and not the number of workers."""
     tokenizers: Processes = 1
     """Number of tokenizers. Together they use no more threads than there are cores."""
     detokenizers: Processes = 1

@@ -284,7 +284,7 @@ def test_a_difference_is_shown_and_is_status_1(
     assert "difference at step 2, row 0: recorded tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", ["file", "folder", "model", "no model"])
+@pytest.mark.parametrize("wrong", ["file", "folder", "model", "groups", "no model"])
 def test_what_cannot_be_replayed_is_one_line_and_status_2(
     dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
 ) -> None:
@@ -295,6 +295,14 @@ def test_what_cannot_be_replayed_is_one_line_and_status_2(
             line = [str(dump), "--model-path", str(tmp_path)]
         case "model":
             line = [str(dump), "--model-path", str(write_llama(tmp_path / "other"))]
+        case "groups":
+            recording = read(dump)
+            resolved = recording.header.resolved
+            assert resolved is not None
+            two = msgspec.structs.replace(resolved.attention_groups, value=2)
+            resolved = msgspec.structs.replace(resolved, attention_groups=two)
+            header = msgspec.structs.replace(recording.header, resolved=resolved)
+            line = [str(write(tmp_path, header, recording.records))]
         case _:
             recording = read(dump)
             header = msgspec.structs.replace(recording.header, resolved=None)

@@ -222,6 +222,11 @@ def _replay_file(recording: Recording, model_path: str) -> ReplayResult:
     header = recording.header
     if header.resolved is None:
         raise RecordingBroken("not recorded by a worker with a model")
+    if (groups := header.resolved.attention_groups.value) > 1:
+        raise CannotStart(
+            f"recorded by {groups} attention groups, each with pages of its own: "
+            "one process has not all of them"
+        )
     files = model_files(Settings(model=ModelConfig(path=model_path)))
     # Drafts are tokens of the recorded plans, and are not drafted again.
     model = load_resolved(files, header.resolved)
