@@ -43,12 +43,11 @@ if TYPE_CHECKING:
         SamplingPart,
         StepPlan,
     )
-    from antiphon.model_worker.batching.state import EngineLimits
-    from antiphon.model_worker.ranks.page_shards import PagesRequest
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import EngineLimits, RequestState
     from antiphon.model_worker.batching.step_core import StepCore
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
+    from antiphon.model_worker.ranks.page_shards import PagesRequest
     from antiphon.model_worker.ranks.protocol import RankChannel
 
 WAIT_S = 20.0

@@ -298,7 +298,7 @@ def _ranks(settings: Settings, pooling: Pooling | None) -> ResolvedValue[int]:
             )
         if settings.speculation.draft_model:
             raise ConfigError(
-                f"speculation.draft_model: {said}: a model with a draft model has one attention group"
+                f"speculation.draft_model: {said}: with a draft model there is one attention group"
             )
         if settings.cache.hierarchical:
             raise ConfigError(f"cache.hierarchical: {said}: pages of several groups are not stored")

@@ -264,7 +264,7 @@ def _in_memory(
         tensor if ranks.tp > 1 else SingleRank(),
         SingleRank() if ranks.dp > 1 and ranks.attention_ranks == 1 else attention,
         Pipeline(stage, ranks.pp, before, after) if ranks.pp > 1 else None,
-        GlooChannel(plans, control),
+        GlooChannel(gloo("plans"), control),
         [each for each in (control, tensor, attention, before, after) if each is not None],
         layout=ranks,
         gloo=gloo,
