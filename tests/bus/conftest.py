@@ -1,4 +1,4 @@
-"""Every test that takes `world` runs on a real NATS server, in memory, and behind the injector."""
+"""Tests that take `world` run on a real NATS server, behind a proxy, in memory, and with faults."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.nats import NatsServer
+from tests.support.nats_link import linked
 from tests.support.wait import until
 
 from antiphon.bus.nats import NatsTransport
@@ -107,6 +108,26 @@ class NatsWorld(World):
         await until(lambda: all(t.link.up for t in self.transports))
 
 
+class LinkedWorld(NatsWorld):
+    """The proxy without faults must be indistinguishable from the broker behind it."""
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self.link = await self.stack.enter_async_context(linked(self.server.url))
+        return self
+
+    def make(self) -> NatsTransport:
+        return NatsTransport(bus_config(self.link.url), name="test")
+
+    async def cut(self) -> None:
+        self.link.cut()
+        await until(lambda: not any(t.link.up for t in self.transports))
+
+    async def heal(self) -> None:
+        self.link.up = True
+        await until(lambda: all(t.link.up for t in self.transports))
+
+
 class MemoryWorld(World):
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +155,7 @@ class FaultlessWorld(MemoryWorld):
         return FaultyTransport(super().make())
 
 
-WORLDS = {"nats": NatsWorld, "memory": MemoryWorld, "faulty": FaultlessWorld}
+WORLDS = {"nats": NatsWorld, "linked": LinkedWorld, "memory": MemoryWorld, "faulty": FaultlessWorld}
 
 
 def bus_config(url: str, **changes: float | str) -> BusConfig:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.clients.programs import javascript_program, running_on_loopback
-from tests.support.nats_link import linked
+from tests.support.nats_link import Action, LinkMessage, linked
 from tests.support.wait import until
 from tests.system.stack import Stack, module_stack, pages_in_use, second_gateway, wait_until
 
@@ -221,15 +221,18 @@ async def test_lost_messages_are_healed(
     expected = await asyncio.to_thread(lambda: {kind: over_http(stack, kind) for kind in SAMPLED})
     seen: defaultdict[bytes, int] = defaultdict(int)
 
-    def loses(payload: bytes) -> bool:
+    def loses(message: LinkMessage) -> Action:
         kinds = (b"GenerateAccepted", b"GenerateText", b"GenerateEnd")
-        kind = next((kind for kind in kinds if kind in payload), b"")
+        kind = next((kind for kind in kinds if kind in message.payload), b"")
+        if message.sent or not kind:
+            return Action.PASS
         seen[kind] += 1
-        return seen[kind] % 3 == 0 if kind == kinds[1] else kind in kinds and seen[kind] <= 2
+        lost = seen[kind] % 3 == 0 if kind == kinds[1] else seen[kind] <= 2
+        return Action.DROP if lost else Action.PASS
 
     requests = [{"name": kind, "request": request(stack, kind)} for kind in SAMPLED]
     async with linked(stack.nats_url) as link:
-        link.loses = loses
+        link.rule = loses
         with running(tmp_path, link.url, requests, form) as program:
             outputs = await program.ended(len(requests))
     for kind, output in outputs.items():
