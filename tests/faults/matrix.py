@@ -3,9 +3,11 @@
     python -m tests.faults.matrix  # every fault; writes docs/reliability.md
     python -m tests.faults.matrix --each-kind-once --clients 20
 
-The stack has two schedulers, workers, tokenizers and detokenizers, and a broker of its own. Clients
-stream requests of all kinds, one after the other. A fault happens when each reads its first words;
-the load ends when each has read a whole answer that it asked for after the fault.
+The stack has two schedulers, workers, tokenizers and detokenizers, and a broker of its own, to
+which all connect through a link that can lose messages. Clients stream requests of all kinds, one
+after the other. A fault happens when each reads its first words; the load ends when each has read a
+whole answer that it asked for after the fault. After a fault that the stack does not recover from
+there is a new one.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tests.faults.faults import EACH_KIND, LONGER, MEMBERS, Fault
+from tests.faults.faults import EACH_KIND, LONGER
+from tests.faults.site import MEMBERS, Fault, Site
 from tests.faults.streams import Answer, Load, ask_all
 from tests.support.nats import NatsServer
+from tests.support.nats_link import linked
 from tests.support.wait import until
-from tests.system.stack import Stack, heartbeats, serving
+from tests.system.stack import heartbeats, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -54,6 +58,7 @@ class Outcome:
     """What a fault did to requests that were open or came while it lasted.
 
     Attributes:
+        times: How many processes or messages it has hit.
         hit: Streams that were open when it happened.
         complete: All answers that were read, and what they should say.
         lost: Numbers and errors of requests without an answer.
@@ -64,6 +69,7 @@ class Outcome:
     """
 
     fault: Fault
+    times: int
     hit: int
     complete: int
     lost: Sequence[tuple[int, str]]
@@ -72,11 +78,21 @@ class Outcome:
     pauses_s: Sequence[float]
     quiet_s: Sequence[float]
 
+    @property
+    def is_well(self) -> bool:
+        return bool(self.times and self.hit) and not (self.lost or self.wrong)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fault.name}: {self.times} times, {self.hit} open, {self.complete} complete, "
+            f"lost {self.lost}, wrong {self.wrong}, {self.ended} ended, "
+            f"pause {max(self.pauses_s, default=0.0):.1f} s"
+        )
+
 
 @dataclass
 class FaultBed:
-    stack: Stack
-    broker: NatsServer
+    site: Site
     clients: int
     wanted: dict[int, Answer] = field(default_factory=dict[int, Answer])
     """What requests say without a fault, by number."""
@@ -87,14 +103,16 @@ class FaultBed:
         Raises:
             TimeoutError: The stack does not recover, or keeps pages.
         """
-        await until(self.stack.healthy, TIMEOUT_S)
-        async with Load(self.stack, self.clients) as load:
+        stack = self.site.stack
+        await until(stack.healthy, TIMEOUT_S)
+        async with Load(stack, self.clients) as load:
             await until(lambda: all(a and a[-1].arrivals_s for a in load.answers), TIMEOUT_S)
             quiet_s = time.monotonic()
             await asyncio.sleep(QUIET_S)
+            await until(lambda: 4 * len(_open(load)) >= 3 * self.clients, TIMEOUT_S)
             began_s = time.monotonic()
-            hit = [answers[-1] for answers in load.answers]
-            await fault.happen(self.stack, self.broker)
+            hit = _open(load)
+            times = await fault.happen(self.site)
             ended_s = time.monotonic()
 
             def recovered(answers: list[Answer]) -> bool:
@@ -110,6 +128,7 @@ class FaultBed:
         lost = [(a.number, str(a.error)) for a in failed if a not in ended]
         return Outcome(
             fault=fault,
+            times=times,
             hit=len(hit),
             complete=len(complete),
             lost=lost,
@@ -122,14 +141,14 @@ class FaultBed:
     async def _learn(self, answers: Iterable[Answer]) -> None:
         """Ask again, without a fault, what has not been asked so before."""
         numbers = sorted({answer.number for answer in answers} - self.wanted.keys())
-        wanted = await ask_all(self.stack, numbers, AT_ONCE)
+        wanted = await ask_all(self.site.stack, numbers, AT_ONCE)
         failed = {number: a.error for number, a in wanted.items() if a.error is not None}
         assert not failed, f"requests fail without a fault: {failed}"
         self.wanted |= wanted
 
     async def _pages_free(self) -> None:
         await heartbeats(
-            self.stack.nats_url,
+            self.site.stack.nats_url,
             lambda beats: all(
                 worker in beats
                 and (load := beats[worker].worker) is not None
@@ -140,19 +159,29 @@ class FaultBed:
         )
 
 
+def _open(load: Load) -> list[Answer]:
+    return [answers[-1] for answers in load.answers if answers and answers[-1].is_open]
+
+
 @asynccontextmanager
 async def fault_bed(clients: int) -> AsyncIterator[FaultBed]:
     """A stack with a broker of its own."""
-    async with NatsServer(durable=True) as broker:
-        running = serving("--bus-url", broker.url, *ARGUMENTS)
+    async with NatsServer(durable=True) as broker, linked(broker.url) as link:
+        running = serving("--bus-url", link.url, *ARGUMENTS)
         stack = await asyncio.to_thread(running.__enter__)
         try:
-            yield FaultBed(stack, broker, clients)
+            yield FaultBed(Site(stack, broker, link), clients)
         finally:
             await asyncio.to_thread(running.__exit__, None, None, None)
 
 
-def page(outcomes: Sequence[Outcome], commit: str, clients: int) -> str:
+def page(
+    outcomes: Sequence[Outcome],
+    failed: Sequence[str],
+    left: Sequence[str],
+    commit: str,
+    clients: int,
+) -> str:
     """docs/reliability.md."""
     lines = [
         "# Reliability",
@@ -164,21 +193,28 @@ def page(outcomes: Sequence[Outcome], commit: str, clients: int) -> str:
         "workers of the embedded model in deterministic mode, one broker, all on one machine.",
         "Every answer is compared with that of the same request without a fault.",
         "",
-        "*hit*: streams that were open. *lost*: requests without an answer. *wrong*: answers that",
-        "differ in any byte, finish reason or token count. *ended*: streams of a gateway that was",
-        "hit itself, each a beginning of the right answer. *pause*: the longest time without a",
-        "piece of a stream that was hit, in seconds; *before*: the same before the fault.",
+        "*times*: processes or messages that were hit. *open*: streams that were open. *lost*:",
+        "requests without an answer. *wrong*: answers that differ in any byte, finish reason or",
+        "token count. *ended*: streams of a gateway that was hit itself, each a beginning of the",
+        "right answer. *pause*: the longest time without a piece of a stream that was open, in",
+        "seconds; *before*: the same before the fault.",
         "",
-        "| fault | hit | complete | lost | wrong | ended | pause, median / p99 | before, p99 |",
-        "|---|---|---|---|---|---|---|---|",
+        "| fault | times | open | complete | lost | wrong | ended | pause, median / p99 | before |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
+        if not one.hit:
+            lines.append(f"| {one.fault.name} | {one.times} | 0 | {one.complete} | | | | | |")
+            continue
         slowest = np.quantile(one.pauses_s, 0.99)
         lines.append(
-            f"| {one.fault.name} | {one.hit} | {one.complete} | {len(one.lost)} | "
+            f"| {one.fault.name} | {one.times} | {one.hit} | {one.complete} | {len(one.lost)} | "
             f"{len(one.wrong)} | {one.ended} | {median(one.pauses_s):.1f} / {slowest:.1f} | "
             f"{np.quantile(one.quiet_s, 0.99):.1f} |"
         )
+    lines += [f"| {name} | | | no recovery | | | | | |" for name in failed]
+    if left:
+        lines += ["", f"The time was over before these: {', '.join(left)}."]
     return "\n".join([*lines, ""])
 
 
@@ -187,28 +223,40 @@ def commit_here() -> str:
     return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
 
 
-async def main(faults: Sequence[Fault], clients: int) -> list[Outcome]:
-    """Let each fault happen."""
-    outcomes: list[Outcome] = []
-    async with fault_bed(clients) as bed:
-        for fault in faults:
-            outcomes.append(await bed.suffer(fault))
-            one = outcomes[-1]
-            print(
-                f"{fault.name}: {one.complete} complete, lost {one.lost}, wrong {one.wrong}, "
-                f"{one.ended} ended, pause {max(one.pauses_s):.1f} s",
-                flush=True,
-            )
-    return outcomes
+async def main(faults: Sequence[Fault], clients: int, minutes: float) -> bool:
+    """Let each fault happen, and write the page as they go; return whether all is well."""
+    waiting, outcomes, failed = list(reversed(faults)), list[Outcome](), list[str]()
+    until_s = time.monotonic() + 60 * minutes
+
+    def write() -> None:
+        left = [fault.name for fault in reversed(waiting)]
+        PAGE.write_text(page(outcomes, failed, left, commit, clients))
+
+    commit = commit_here()
+    while waiting and time.monotonic() < until_s:
+        before = len(waiting)
+        try:
+            async with fault_bed(clients) as bed:
+                while waiting and time.monotonic() < until_s:
+                    outcomes.append(await bed.suffer(waiting.pop()))
+                    print(outcomes[-1], flush=True)
+                    write()
+        except (TimeoutError, AssertionError) as error:
+            if len(waiting) == before:  # the stack has not started
+                raise
+            failed.append(faults[-len(waiting) - 1].name)
+            print(f"{failed[-1]}: no recovery: {error!r}", flush=True)
+    write()
+    return not (failed or waiting) and all(outcome.is_well for outcome in outcomes)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--each-kind-once", action="store_true", help="for 3 s at most")
+    parser.add_argument("--only", default="", help="faults with this in their names")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no fault begins after this")
     given = parser.parse_args()
-    found = asyncio.run(
-        main(EACH_KIND if given.each_kind_once else (*EACH_KIND, *LONGER), given.clients)
-    )
-    PAGE.write_text(page(found, commit_here(), given.clients))
-    sys.exit(any(one.lost or one.wrong for one in found))
+    every = EACH_KIND if given.each_kind_once else (*EACH_KIND, *LONGER)
+    chosen = [fault for fault in every if given.only in fault.name]
+    sys.exit(not asyncio.run(main(chosen, given.clients, given.minutes)))

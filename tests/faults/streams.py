@@ -82,6 +82,11 @@ class Answer:
     arrivals_s: list[float] = field(default_factory=list[float])
 
     @property
+    def is_open(self) -> bool:
+        """Whether some of it has come, and not its end."""
+        return bool(self.arrivals_s) and self.usage is None and self.error is None
+
+    @property
     def content(self) -> tuple[object, ...]:
         return self.said, self.finishes, self.usage
 

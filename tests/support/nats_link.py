@@ -53,6 +53,10 @@ class Action(StrEnum):
     """It comes later, as does what follows it in its subject, as in NATS."""
     REORDER = "reorder"
     """It comes later, and what follows it in its subject overtakes it."""
+    LAST = "last"
+    """It passes, and nothing after it on this connection in this direction."""
+    NONE_MORE = "none more"
+    """Neither this nor anything after it on this connection in this direction passes."""
 
 
 def passes(_: LinkMessage) -> Action:
@@ -68,6 +72,8 @@ class Connection:
     broker: asyncio.StreamWriter
     name: str = ""
     open: bool = True
+    ended: set[bool] = field(default_factory=set[bool])
+    """Directions in which nothing passes any more: whether it was sent."""
     late: dict[tuple[bool, str], deque[bytes]] = field(
         default_factory=dict[tuple[bool, str], "deque[bytes]"]
     )
@@ -87,6 +93,7 @@ class NatsLink:
         rule: What is done with each message. It is called before anything is passed on, and may cut
             connections and kill processes.
         late_s: How long delayed and reordered messages take.
+        acted: How many messages a rule or a hold has acted on.
     """
 
     def __init__(self, nats_url: str, late_s: float = 0.05) -> None:
@@ -94,6 +101,7 @@ class NatsLink:
         self.up = True
         self.rule: Callable[[LinkMessage], Action] = passes
         self.late_s = late_s
+        self.acted = 0
         self._broker = urllib.parse.urlsplit(nats_url)
         self._connections: list[Connection] = []
         self._held: set[tuple[str, bool]] = set()
@@ -157,8 +165,9 @@ class NatsLink:
                 elif sent and line.startswith(_CONNECT):
                     connection.name = msgspec.json.decode(line[len(_CONNECT) :]).get("name") or ""
                 while connection.open and (connection.name, sent) in self._held:
+                    self.acted += 1
                     await self._changed.wait()
-                if connection.open:
+                if connection.open and sent not in connection.ended:
                     self._write(connection, writer, frame, message)
                 if not connection.open:  # cut meanwhile, by the rule perhaps
                     break
@@ -178,7 +187,10 @@ class NatsLink:
             writer.write(frame)
             return
         action = self.rule(message)
-        if action is Action.DROP or not connection.open:
+        self.acted += action is not Action.PASS
+        if action in (Action.LAST, Action.NONE_MORE):
+            connection.ended.add(message.sent)
+        if action in (Action.DROP, Action.NONE_MORE) or not connection.open:
             return
         where = (message.sent, message.subject)
         loop = asyncio.get_running_loop()

@@ -1,0 +1,267 @@
+"""Named points: a process is hit when a message that marks the point passes the link.
+
+So the services need no hooks for it, and the point is the same whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import aiohttp
+import msgspec
+from tests.faults.site import DETOKENIZER, LEADER, WORKER, go_on
+from tests.faults.streams import path_and_body
+from tests.support.nats_link import Action, LinkMessage, passes
+from tests.support.wait import until
+
+from antiphon.wire.codec import MalformedMessage, decode
+from antiphon.wire.command import Admit
+from antiphon.wire.routes import CANCEL, COMMAND, SUBMIT, TOKENS
+from antiphon.wire.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from tests.faults.site import Site
+
+    from antiphon.wire.base import Message
+    from antiphon.wire.command import Command
+    from antiphon.wire.routes import Route
+    from antiphon.wire.submit import SubmitRequest
+
+M = TypeVar("M", bound="Message")
+REACHED_S = 60.0
+"""Within this time the load comes to each point."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(ABC):
+    """A process is hit at a named point.
+
+    Attributes:
+        frozen_s: How long it is frozen; 0: it is killed.
+    """
+
+    member: ClassVar[str]
+    at: ClassVar[str]
+    frozen_s: float = 0.0
+    owner: bool = False
+
+    @property
+    def name(self) -> str:
+        how = f"freeze {self.frozen_s:g} s" if self.frozen_s else "kill"
+        return f"{self.at}: {how} {self.member}"
+
+    @abstractmethod
+    def reached(self, message: LinkMessage, instance: str) -> Action | None:
+        """What is done with the message that marks the point, at which `instance` is hit."""
+
+    async def lead_to(self, site: Site, instance: str) -> None:  # noqa: B027  # most need nothing
+        """Do what brings the load to the point."""
+
+    async def happen(self, site: Site) -> int:
+        instance = await site.instance_of(self.member)
+        pid, hit = site.pid(instance), asyncio.Event()
+
+        def rule(message: LinkMessage) -> Action:
+            if hit.is_set():
+                return Action.PASS
+            action = self.reached(message, instance)
+            if action is not None:
+                os.kill(pid, signal.SIGSTOP if self.frozen_s else signal.SIGKILL)
+                hit.set()
+            return action or Action.PASS
+
+        site.link.rule = rule
+        try:
+            await self.lead_to(site, instance)
+            async with asyncio.timeout(REACHED_S):
+                await hit.wait()
+        finally:
+            site.link.rule = passes
+        if self.frozen_s:
+            await asyncio.sleep(self.frozen_s)
+            go_on(pid)
+            site.link.cut(instance)  # of its connection one direction may have ended
+        return 1
+
+
+class BeforeLastTokens(Point):
+    """The worker has finished a choice; its last tokens are lost with the detokenizer."""
+
+    member = DETOKENIZER
+    at = "after finish, before text"
+
+    def reached(self, message: LinkMessage, instance: str) -> Action | None:
+        ours = not message.sent and message.client == instance
+        return Action.DROP if ours and _finishes(message) else None
+
+
+class AfterLastTokens(Point):
+    """The worker has sent the last tokens of a choice, and nothing after them."""
+
+    member = WORKER
+    at = "just after finish"
+
+    def reached(self, message: LinkMessage, instance: str) -> Action | None:
+        ours = message.sent and message.client == instance
+        return Action.LAST if ours and _finishes(message) else None
+
+
+class InPrefill(Point):
+    """The worker has been sent a request, and computes its prompt."""
+
+    member = WORKER
+    at = "in prefill"
+
+    def reached(self, message: LinkMessage, instance: str) -> Action | None:
+        ours = not message.sent and message.client == instance
+        return Action.PASS if ours and any(_admits(message)) else None
+
+
+class AfterSeal(Point):
+    """A worker has died, and the leader has what its detokenizer had accepted."""
+
+    member = LEADER
+    at = "after seal, before admit"
+
+    async def lead_to(self, site: Site, instance: str) -> None:
+        os.kill(site.pid(await site.instance_of(WORKER)), signal.SIGKILL)
+
+    def reached(self, message: LinkMessage, instance: str) -> Action | None:
+        ours = message.sent and message.client == instance
+        continues = ours and any(admit.continues is not None for admit in _admits(message))
+        return Action.NONE_MORE if continues else None
+
+
+class AfterAccept(Point):
+    """The leader has accepted a request, and no worker has it."""
+
+    member = LEADER
+    at = "after accept, before bind"
+
+    def reached(self, message: LinkMessage, instance: str) -> Action | None:
+        accepts = message.sent and message.client == instance
+        accepts = accepts and ".inbox." in message.subject and b"SubmitAccepted" in message.payload
+        return Action.LAST if accepts else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AfterReconnect(Point):
+    """A process has connected again, and no other one knows it yet."""
+
+    member: str  # pyright: ignore[reportIncompatibleVariableOverride]
+    at = "between reconnect and the first heartbeat"
+
+    async def lead_to(self, site: Site, instance: str) -> None:
+        site.link.cut(instance)
+
+    def reached(self, message: LinkMessage, instance: str) -> Action | None:
+        ours = message.sent and message.client == instance
+        beats = ours and ".heartbeat." in message.subject
+        return Action.NONE_MORE if beats else None
+
+
+TOKENS_OF_CANCELLED = 251
+"""No other request has this limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelBeforeSubmit:
+    """A client is gone before its request has reached the leader, who is sent the cancel first."""
+
+    name: str = "cancel before submit"
+    owner: bool = False
+    late_s: float = 1.0
+
+    async def happen(self, site: Site) -> int:
+        seen = _Cancelled()
+        before_s = site.link.late_s
+        site.link.late_s, site.link.rule = self.late_s, seen
+        path, body = path_and_body(site.stack.model, 0)
+        body |= {"max_tokens": TOKENS_OF_CANCELLED}
+        try:
+            async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+                asking = group.create_task(_ask(session, site.stack.url + path, body))
+                async with asyncio.timeout(REACHED_S):
+                    await seen.submitted.wait()
+                asking.cancel()
+            await until(lambda: seen.cancels_first, REACHED_S)
+        finally:
+            site.link.rule, site.link.late_s = passes, before_s
+        return 1
+
+
+@dataclass
+class _Cancelled:
+    """The rule that lets the cancel of a request overtake it."""
+
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    cancels_first: bool = False
+    _request: str = ""
+
+    def __call__(self, message: LinkMessage) -> Action:
+        if message.sent or not self._of_it(message):
+            return Action.PASS
+        if message.subject.endswith(".submit"):
+            self.submitted.set()
+            return Action.REORDER
+        self.cancels_first = True
+        return Action.PASS
+
+    def _of_it(self, message: LinkMessage) -> bool:
+        submit: SubmitRequest | None = _read(SUBMIT, message)
+        if submit is not None and submit.sampling.max_new_tokens == TOKENS_OF_CANCELLED:
+            self._request = submit.request_id
+            return True
+        cancel = _read(CANCEL, message)
+        return cancel is not None and cancel.request_id == self._request
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, body: object) -> None:
+    async with session.post(url, json=body) as response:
+        await response.read()
+
+
+def _finishes(message: LinkMessage) -> bool:
+    """Whether these are the last tokens of a choice."""
+    batch = _read(TOKENS, message)
+    return isinstance(batch, TokenBatch) and any(row.finish_reason for row in batch.rows)
+
+
+def _admits(message: LinkMessage) -> list[Admit]:
+    batch = _read(COMMAND, message)
+    commands: tuple[Command, ...] = () if batch is None else batch.commands
+    return [command for command in commands if isinstance(command, Admit)]
+
+
+def _read(route: Route[M], message: LinkMessage) -> M | None:
+    """Decode a message, if it is of this route."""
+    words, pattern = message.subject.split("."), route.subject.split(".")
+    named = zip(words[-len(pattern) :], pattern, strict=False)
+    if not all(part.startswith("{") or word == part for word, part in named):
+        return None
+    try:
+        return decode(message.payload, route.carries)
+    except (MalformedMessage, msgspec.DecodeError):
+        return None
+
+
+POINTS = (
+    InPrefill(),
+    AfterLastTokens(),
+    BeforeLastTokens(),
+    AfterSeal(),
+    AfterAccept(),
+    AfterReconnect(member=WORKER),
+    CancelBeforeSubmit(),
+)
+LONGER_POINTS = (
+    *(kind(frozen_s=8.0) for kind in (InPrefill, AfterLastTokens, BeforeLastTokens)),
+    *(kind(frozen_s=8.0) for kind in (AfterSeal, AfterAccept)),
+    *(AfterReconnect(member=member) for member in (LEADER, DETOKENIZER)),
+    *(AfterReconnect(member=member, frozen_s=8.0) for member in (WORKER, LEADER, DETOKENIZER)),
+)
