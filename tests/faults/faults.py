@@ -6,18 +6,31 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
+import urllib.parse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from tests.faults.points import LONGER_POINTS, POINTS
-from tests.faults.site import DETOKENIZER, LEADER, WORKER, go_on
+from tests.faults.site import DETOKENIZER, HEARD_S, LEADER, WORKER, go_on
+from tests.faults.streams import path_and_body
 from tests.support.nats_link import Action, Apart, Share, passes
+from tests.system.stack import heartbeats
+
+from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.faults.site import Fault, Site
+    from tests.system.stack import Stack
 
+    from antiphon.wire.heartbeat import Heartbeat
+
+RESTARTED_S = 60.0
+"""Until a service that was stopped has finished what it may finish, and its successor is ready."""
+SLOW_TOKENS = 1000
 How = Literal["kill", "freeze"]
 HOST = (WORKER, DETOKENIZER, "encoder-0", "kv_storage-0")
 """What dies with the machine that a worker is on."""
@@ -141,6 +154,74 @@ class BetweenTwo:
         return site.link.acted - before
 
 
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """Services are stopped as an operator does it, one after the other, and start again."""
+
+    name: str
+    members: tuple[str, ...]
+    owner: bool = False
+
+    async def happen(self, site: Site) -> int:
+        for member in self.members:
+            await _restart(site, await site.instance_of(member))
+        return len(self.members)
+
+
+async def _restart(site: Site, instance: str) -> None:
+    url = site.stack.nats_url
+    before = (await heartbeats(url, lambda beats: instance in beats, HEARD_S))[instance]
+    os.kill(site.pid(instance), signal.SIGTERM)
+
+    def is_back(beats: dict[str, Heartbeat]) -> bool:
+        if (beat := beats.get(instance)) is None or beat.process == before.process:
+            return False
+        return beat.state is ProcessState.READY
+
+    await heartbeats(url, is_back, RESTARTED_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowClients:
+    """Clients read nothing for a time, and then all: their streams are complete."""
+
+    count: int
+    down_s: float
+    owner: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.count} clients read nothing {self.down_s:g} s"
+
+    async def happen(self, site: Site) -> int:
+        path, body = path_and_body(site.stack.model, 0)
+        body |= {"max_tokens": SLOW_TOKENS, "logprobs": 5}
+        opened = [await _ask_slowly(site.stack, path, body) for _ in range(self.count)]
+        await asyncio.sleep(self.down_s)
+        received = await asyncio.gather(*(reader.read() for reader, _ in opened))
+        for _, writer in opened:
+            writer.close()
+        ended = [b"data: [DONE]" in each and b'"error"' not in each for each in received]
+        assert all(ended), f"{ended.count(False)} streams are not complete"
+        return len(opened)
+
+
+async def _ask_slowly(
+    stack: Stack, path: str, body: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask with a receive buffer that a few tokens fill."""
+    url = urllib.parse.urlsplit(stack.url)
+    with socket.socket() as small:
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(small, (url.hostname, url.port))
+        reader, writer = await asyncio.open_connection(sock=small.dup(), limit=1024)
+    sent = msgspec.json.encode(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
+    return reader, writer
+
+
 SERVICES = (WORKER, DETOKENIZER, LEADER, "tokenizer-0", "kv_storage-0", "gateway-0")
 PAIRS = (
     (WORKER, DETOKENIZER),
@@ -149,6 +230,10 @@ PAIRS = (
     (LEADER, "gateway-0"),
     (DETOKENIZER, "gateway-0"),
     ("scheduler-0", "scheduler-1"),
+)
+ROLLING = (
+    *("worker-0", "worker-1", "scheduler-0", "scheduler-1", "tokenizer-0", "tokenizer-1"),
+    *("detokenizer-0", "detokenizer-1", "encoder-0", "kv_storage-0"),
 )
 ACTIONS = (Action.DROP, Action.DUPLICATE, Action.DELAY, Action.REORDER)
 
@@ -171,6 +256,8 @@ EACH_KIND: Sequence[Fault] = (
     OneWay(member=WORKER, sent=True, down_s=3.0),
     OneWay(member=WORKER, sent=False, down_s=3.0),
     BetweenTwo(members=(WORKER, DETOKENIZER), down_s=3.0),
+    Restart(name="restart the busy worker", members=(WORKER,)),
+    SlowClients(count=8, down_s=3.0),
     *POINTS,
 )
 """Each kind once."""
@@ -191,6 +278,9 @@ LONGER: Sequence[Fault] = (
         for sent in (True, False)
     ),
     *(BetweenTwo(members=members, down_s=down_s) for members in PAIRS for down_s in (3.0, 8.0)),
+    Restart(name="restart all services but the gateway, one after the other", members=ROLLING),
+    Restart(name="restart the gateway", members=("gateway-0",), owner=True),
+    SlowClients(count=16, down_s=30.0),
     *LONGER_POINTS,
 )
 """The others."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 CLIENTS = 12
