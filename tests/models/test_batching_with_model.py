@@ -113,7 +113,7 @@ class Engine:
         return Ran(
             [output.ids for output in outputs],
             cached_tokens=sum(output.cached_tokens for output in outputs),
-            retractions=self._loop.reports[-1].retractions,
+            retractions=self._loop.reports[-1].totals.retractions,
             rows_max=max(report.rows for report in self._loop.reports),
         )
 
@@ -169,7 +169,7 @@ def test_neighbours_chunks_and_retractions_leave_no_trace(
 ) -> None:
     texts, report = run(llama, pages, range(len(PROMPTS)))
     assert texts == alone
-    assert (report.retractions > 0) == (pages < 256)
+    assert (report.totals.retractions > 0) == (pages < 256)
 
 
 def test_greedy_answers_are_those_of_transformers(

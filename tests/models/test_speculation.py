@@ -411,7 +411,7 @@ def test_few_pages_and_states_leave_no_trace(tmp_path: Path) -> None:
         for mode in ("few slots and pages", "in chunks"):
             check(tight, states, MODES[mode], often_wrong, wanted)
             assert tight.loop is not None
-            assert tight.loop.reports[-1].retractions > 0
+            assert tight.loop.reports[-1].totals.retractions > 0
 
 
 def test_every_checkpoint_that_is_due_is_cached_with_drafts_too(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_few_pages_leave_no_trace(llama: Path, wanted: list[Output], tmp_path: P
     for mode in ("few slots and pages", "three ahead"):
         check(bench, EVERY, MODES[mode], wanted)
         assert bench.loop is not None
-        assert bench.loop.reports[-1].retractions > 0
+        assert bench.loop.reports[-1].totals.retractions > 0
 
 
 def test_a_draft_model_that_fails_costs_only_time(
@@ -247,7 +247,7 @@ def test_the_settings_open_a_draft_model_whose_drafts_change_nothing_under_a_gra
     costs = worker.engine.core.speculation and worker.engine.core.speculation.costs
     assert costs is not None
     assert costs.tokens[:6] == (1, 2, 3, 4, 5, 6)
-    assert report.drafts_proposed == 0
+    assert report.totals.drafts_proposed == 0
     for ahead in (0, 1):
         forward = ForwardThread(worker.engine.runner)
         worker.loop.use(forward if ahead else InTurn(worker.engine.runner), ahead=ahead)

@@ -160,7 +160,7 @@ class BusSide:
         )
         # Dropped choices may still be running, or their rows be in flight: nothing reports them.
         self.order(FlushCache())
-        self.receive_until(lambda: self.last is not None and self.last.running == 0)
+        self.receive_until(lambda: self.last is not None and self.last.totals.running == 0)
 
     def verify(self, reported: Reported) -> None:
         if reported.finish is not None and reported.finish.reason is FinishReason.ABORT:

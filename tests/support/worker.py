@@ -20,6 +20,7 @@ from antiphon.model_worker.batching.plan import (
 )
 from antiphon.model_worker.batching.state import (
     ChoiceKey,
+    CoreTotals,
     EngineLimits,
     Finish,
     Progress,
@@ -150,8 +151,10 @@ def report(step: int = 1, *, pages_free: int = 0, pages_evictable: int = 0, **fi
         pages_returning=0,
         slots_free=0,
     )
-    whole = {"progress": (), "running": 1, "waiting": 0, "retractions": 0, **fields}
-    return StepReport(step=step, credit=capacity, **whole)
+    names = CoreTotals.__struct_fields__
+    totals = {name: fields.pop(name) for name in names if name in fields}
+    totals, fields = {"running": 1, "waiting": 0, **totals}, {"progress": (), **fields}
+    return StepReport(step=step, credit=capacity, totals=CoreTotals(**totals), **fields)
 
 
 def plain_runs(

@@ -268,7 +268,7 @@ class ModelWorker:
                 pages_total=self._engine.step_core.pages_total,
                 page_tokens=self._engine.step_core.page_tokens,
                 running=held,
-                waiting=last.waiting,
+                waiting=last.totals.waiting,
                 running_max=limits.running_max,
                 step=last.step,
                 step_age_s=self._runtime.clock.now() - self._stepped_at if busy else 0.0,

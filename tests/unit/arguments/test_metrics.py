@@ -16,6 +16,7 @@ from tests.unit.gateway.metrics_page import Door, Page, labels_of, value, worker
 
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.page_budget import Capacity
+from antiphon.model_worker.batching.state import CoreTotals
 from antiphon.model_worker.observability.metrics import WorkerSize
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.telemetry.metrics import Metrics
@@ -151,9 +152,7 @@ def decode(step: int) -> StepReport:
         credit=Capacity(
             pages_free=4, pages_evictable=1, pages_reserved=0, pages_returning=0, slots_free=0
         ),
-        running=1,
-        waiting=0,
-        retractions=0,
+        totals=CoreTotals(running=1, waiting=0),
     )
 
 

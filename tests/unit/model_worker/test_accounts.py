@@ -83,12 +83,14 @@ class Desk:
         self.accounts.record(report, 10.0 + report.step)
 
     def record(self, **fields: object) -> None:
-        """Record a step whose report has these fields, of itself or of its capacity."""
-        plain = worker.report(1, **SIZES)
-        capacity = {name: fields.pop(name) for name in [*fields] if hasattr(plain.credit, name)}
-        credit = msgspec.structs.replace(plain.credit, **capacity)
-        whole = msgspec.structs.replace(plain, credit=credit, **fields)
-        self.accounts.record(whole, 10.0)
+        """Record a step whose report has these fields, of itself, its capacity or its totals."""
+        report = worker.report(1, **SIZES)
+        for part in ("credit", "totals"):
+            values = getattr(report, part)
+            own = {name: fields.pop(name) for name in [*fields] if hasattr(values, name)}
+            changed = {part: msgspec.structs.replace(values, **own)}
+            report = msgspec.structs.replace(report, **changed)
+        self.accounts.record(msgspec.structs.replace(report, **fields), 10.0)
 
     def read(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"antiphon_{name}", labels)

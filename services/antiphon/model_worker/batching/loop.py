@@ -26,7 +26,7 @@ from antiphon.model_worker.batching.plan import (
     StepOutcome,
 )
 from antiphon.model_worker.batching.planner import Backlog
-from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey
+from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, CoreTotals
 from antiphon.model_worker.batching.step_core import Rows
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
@@ -56,8 +56,7 @@ CAPACITY_PERIOD_S = 0.5
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one turn of the loop did, and the state of the engine after it.
 
-    `step`, `retractions` and their tokens, `preemptions`, `failures`, `evicted_tokens`, verify rows
-    and drafts are counted since start. `credit` and `backlog` are recent.
+    `step` and `failures` are counted since start. `credit` and `backlog` are recent.
     """
 
     step: int  # plans launched
@@ -66,15 +65,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rows: int = 0
     progress: Sequence[AnyProgress]  # in its order
     credit: Capacity
-    running: int
-    waiting: int
+    totals: CoreTotals
     prefill_rows: int = 0
     prefill_tokens: int = 0
-    retractions: int
-    retracted_tokens: int = 0
-    retracted_prompt_tokens: int = 0
-    new_token_ratio: float = 0.0
-    preemptions: int = 0
     failures: int = 0  # plans and drafts that raised
     paused: bool = False
     done: tuple[ControlDone, ...] = ()  # replies to the applied commands, in their order
@@ -84,10 +77,6 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int = 0  # of these prompts
     backlog: Backlog = Backlog()
     returned: tuple[ChoiceKey, ...] = ()  # never started, and dropped for another worker to run
-    evicted_tokens: int = 0
-    verify_rows: int = 0
-    drafts_proposed: int = 0
-    drafts_accepted: int = 0
 
 
 class LaunchedStep(msgspec.Struct, Generic[Rows]):
@@ -210,7 +199,6 @@ class BatchingLoop(Generic[Rows]):
         seconds = time.perf_counter() - began if count else 0.0
         started = core.take_started()
         credit = self._measure_capacity(now, anew=bool(started))
-        totals = core.totals()
         return StepReport(
             step=self._step,
             seconds=seconds,
@@ -218,15 +206,9 @@ class BatchingLoop(Generic[Rows]):
             rows=count,
             progress=core.take_progress(),
             credit=credit,
-            running=totals.running,
-            waiting=totals.waiting,
+            totals=core.totals(),
             prefill_rows=0 if rows is None else rows.prefill_rows,
             prefill_tokens=0 if rows is None else rows.prefill_tokens,
-            retractions=totals.retractions,
-            retracted_tokens=totals.retracted_tokens,
-            retracted_prompt_tokens=totals.retracted_prompt_tokens,
-            new_token_ratio=totals.new_token_ratio,
-            preemptions=totals.preemptions,
             failures=self._failures + self._launcher.draft_failures,
             paused=self.paused,
             done=done,
@@ -236,10 +218,6 @@ class BatchingLoop(Generic[Rows]):
             cached_tokens=sum([request.cached_tokens for request in started]) if started else 0,
             backlog=self._backlog,
             returned=returned,
-            evicted_tokens=totals.evicted_tokens,
-            verify_rows=totals.verify_rows,
-            drafts_proposed=totals.drafts_proposed,
-            drafts_accepted=totals.drafts_accepted,
         )
 
     def _deliver_report(self) -> None:

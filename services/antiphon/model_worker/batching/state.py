@@ -73,15 +73,15 @@ class CoreTotals(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     running: int
     waiting: int
-    retractions: int
-    retracted_tokens: int
-    retracted_prompt_tokens: int
-    new_token_ratio: float
-    preemptions: int
-    evicted_tokens: int
-    verify_rows: int
-    drafts_proposed: int
-    drafts_accepted: int
+    retractions: int = 0
+    retracted_tokens: int = 0
+    retracted_prompt_tokens: int = 0
+    new_token_ratio: float = 0.0
+    preemptions: int = 0
+    evicted_tokens: int = 0
+    verify_rows: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.batching.page_budget import PoolUse
+    from antiphon.model_worker.batching.state import CoreTotals
     from antiphon.telemetry.catalog import MetricSpec
     from antiphon.wire.heartbeat import WorkerStats
 
@@ -43,24 +44,23 @@ class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
         return _share(self.used_pages(report), self.pages_total)
 
 
-_TOTALS: tuple[tuple[MetricSpec, Callable[[StepReport], int]], ...] = (
-    (catalog.NUM_RETRACTIONS, lambda report: report.retractions),
-    (catalog.RETRACTED_INPUT_TOKENS, lambda report: report.retracted_prompt_tokens),
+_TOTALS: tuple[tuple[MetricSpec, Callable[[CoreTotals], int]], ...] = (
+    (catalog.NUM_RETRACTIONS, lambda totals: totals.retractions),
+    (catalog.RETRACTED_INPUT_TOKENS, lambda totals: totals.retracted_prompt_tokens),
     (
         catalog.RETRACTED_OUTPUT_TOKENS,
-        lambda report: report.retracted_tokens - report.retracted_prompt_tokens,
+        lambda totals: totals.retracted_tokens - totals.retracted_prompt_tokens,
     ),
-    (catalog.NUM_PREEMPTIONS, lambda report: report.preemptions),
-    (catalog.FAILED_STEPS, lambda report: report.failures),
-    (catalog.EVICTED_TOKENS, lambda report: report.evicted_tokens),
+    (catalog.NUM_PREEMPTIONS, lambda totals: totals.preemptions),
+    (catalog.EVICTED_TOKENS, lambda totals: totals.evicted_tokens),
 )
 _GAUGES: tuple[tuple[MetricSpec, Callable[[StepReport, WorkerSize], float]], ...] = (
     (catalog.PAUSED_WORKERS, lambda report, _: report.paused),
     (catalog.BATCH_SIZE, lambda report, _: report.rows),
-    (catalog.NUM_RUNNING_REQS, lambda report, _: report.running),
+    (catalog.NUM_RUNNING_REQS, lambda report, _: report.totals.running),
     (catalog.DECODE_SUM_SEQ_LENS, lambda report, _: report.credit.sequence_tokens),
-    (catalog.NUM_QUEUE_REQS, lambda report, _: report.waiting),
-    (catalog.NUM_PAUSED_REQS, lambda report, _: report.waiting if report.paused else 0),
+    (catalog.NUM_QUEUE_REQS, lambda report, _: report.totals.waiting),
+    (catalog.NUM_PAUSED_REQS, lambda report, _: report.totals.waiting if report.paused else 0),
     (catalog.FREE_SLOTS, lambda report, _: report.credit.slots_free),
     (catalog.KV_USED_TOKENS, lambda report, size: size.used_pages(report) * size.page_tokens),
     (
@@ -69,15 +69,15 @@ _GAUGES: tuple[tuple[MetricSpec, Callable[[StepReport, WorkerSize], float]], ...
     ),
     (catalog.KV_AVAILABLE_TOKENS, lambda report, size: report.credit.pages_free * size.page_tokens),
     (catalog.TOKEN_USAGE, lambda report, size: size.usage(report)),
-    (catalog.UTILIZATION, lambda report, size: _share(report.running, size.running_max)),
-    (catalog.NEW_TOKEN_RATIO, lambda report, _: report.new_token_ratio),
+    (catalog.UTILIZATION, lambda report, size: _share(report.totals.running, size.running_max)),
+    (catalog.NEW_TOKEN_RATIO, lambda report, _: report.totals.new_token_ratio),
     (
         catalog.SPEC_ACCEPT_LENGTH,
-        lambda report, _: _share(report.drafts_accepted + report.verify_rows, report.verify_rows),
+        lambda report, _: _accept_length(report.totals),
     ),
     (
         catalog.SPEC_ACCEPT_RATE,
-        lambda report, _: _share(report.drafts_accepted, report.drafts_proposed),
+        lambda report, _: _share(report.totals.drafts_accepted, report.totals.drafts_proposed),
     ),
 )
 _LOAD_GAUGES: tuple[tuple[MetricSpec, Callable[[WorkerStats], float]], ...] = (
@@ -118,6 +118,7 @@ class WorkerMetrics:
         }
         self._token_totals["computed"] = RunningTotal(metrics.counter(catalog.COMPUTED_TOKENS))
         self._totals = [(RunningTotal(metrics.counter(spec)), read) for spec, read in _TOTALS]
+        self._failures = RunningTotal(metrics.counter(catalog.FAILED_STEPS))
         self._gauges = [(metrics.gauge(spec), read) for spec, read in _GAUGES]
         self._load_gauges = [(metrics.gauge(spec), read) for spec, read in _LOAD_GAUGES]
         self._pools: dict[tuple[MetricSpec, ...], list[Gauge]] = {}
@@ -157,7 +158,8 @@ class WorkerMetrics:
         for kind, count in self._tokens.items():
             self._token_totals[kind].follow(count)
         for total, read in self._totals:
-            total.follow(read(report))
+            total.follow(read(report.totals))
+        self._failures.follow(report.failures)
         for gauge, value in self._gauges:
             gauge.set(value(report, self._size))
         self._show_pool(_SWA, report.credit.window, self._size.page_tokens)
@@ -195,6 +197,11 @@ class WorkerMetrics:
         )
         for gauge, value in zip(self._pools[families], values, strict=False):
             gauge.set(value)
+
+
+def _accept_length(totals: CoreTotals) -> float:
+    """Tokens that a verify row yields on average."""
+    return _share(totals.drafts_accepted + totals.verify_rows, totals.verify_rows)
 
 
 def _share(part: float, whole: float) -> float:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from antiphon.model_worker.batching.loop import StepReport
-    from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey
+    from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, CoreTotals
     from antiphon.model_worker.protocol.worker_output import RunChoice
     from antiphon.resolve.resolved_config import ResolvedConfig as Resolved
     from antiphon.telemetry.metrics import Metrics
@@ -154,7 +154,8 @@ class LoadStats:
         if report.started:
             self._prompts.add(report.prompt_tokens, now)
             self._cached.add(report.cached_tokens, now)
-        drafts = report.verify_rows, report.drafts_proposed, report.drafts_accepted
+        totals = report.totals
+        drafts = totals.verify_rows, totals.drafts_proposed, totals.drafts_accepted
         if drafts != self._drafts_counted:
             for recent, count, before in zip(
                 self._drafts, drafts, self._drafts_counted, strict=True
@@ -197,9 +198,9 @@ class StepLog:
     _ratio: float | None = None
 
     def step(self, report: StepReport, output_tokens: int, now: float) -> None:
-        if report.retractions > self._retractions:
-            self._retraction(report)
-        self._ratio = report.new_token_ratio
+        if report.totals.retractions > self._retractions:
+            self._retraction(report.totals)
+        self._ratio = report.totals.new_token_ratio
         self._generated += output_tokens
         if not report.rows:
             return
@@ -219,8 +220,8 @@ class StepLog:
             report.prefill_tokens,
             report.cached_tokens,
             self.size.usage(report),
-            max(0, report.running - report.prefill_rows),
-            report.waiting,
+            max(0, report.totals.running - report.prefill_rows),
+            report.totals.waiting,
             report.backlog.tokens,
             _rate(self._prefilled, self._prefilled_at, now),
         )
@@ -230,26 +231,26 @@ class StepLog:
         log.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: False, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
-            report.running,
+            report.totals.running,
             self.size.used_pages(report) * self.size.page_tokens,
             self.size.usage(report),
             _rate(self._generated, self._decoded_at, now),
-            report.waiting,
+            report.totals.waiting,
         )
         self._generated, self._decoded_at = 0, now
 
-    def _retraction(self, report: StepReport) -> None:
-        before = report.new_token_ratio if self._ratio is None else self._ratio
+    def _retraction(self, totals: CoreTotals) -> None:
+        before = totals.new_token_ratio if self._ratio is None else self._ratio
         log.warning(
             "KV cache pool is full. Retract requests. #retracted_reqs: %d, "
             "#new_tokens_gained: %d, #new_token_ratio: %.4f -> %.4f",
-            report.retractions - self._retractions,
-            report.retracted_tokens - self._retracted_tokens,
+            totals.retractions - self._retractions,
+            totals.retracted_tokens - self._retracted_tokens,
             before,
-            report.new_token_ratio,
+            totals.new_token_ratio,
         )
-        self._retractions = report.retractions
-        self._retracted_tokens = report.retracted_tokens
+        self._retractions = totals.retractions
+        self._retracted_tokens = totals.retracted_tokens
 
 
 def _rate(tokens: int, since: float | None, now: float) -> float:
