@@ -631,6 +631,7 @@ class World:
             key
             for key, since in self._overtaken.items()
             if key in waiting
+            and not waiting[key].fetching  # until its blocks are there, or late, others pass
             and self.now - since + self._overtaken_before[key] >= self.rules.max_overtake_s
         ]
         if overdue and started:
@@ -656,6 +657,10 @@ class World:
         """Whoever has begun to answer has a row in every plan, or in every other."""
         plan, running = self.runner.last, self.batching.running
         if self.ahead or plan is None:
+            return
+        if any(list(self.in_flight(group)) for group in range(len(self.groups))):
+            # Where pages in flight are all that is missing, no request is retracted for them.
+            self._idle_turns = {}
             return
         idle = {
             request.key: self._idle_turns.get(request.key, 0) + 1
