@@ -15,8 +15,8 @@ class Pipe:
     def __init__(self) -> None:
         self._pieces = SimpleQueue[bytearray | None]()
 
-    def send(self, data: bytearray) -> None:
-        self._pieces.put(data)
+    def send(self, data: bytearray | memoryview) -> None:
+        self._pieces.put(bytearray(data))  # the sender uses its memory again
 
     def end(self) -> None:
         self._pieces.put(None)

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from antiphon.kv_storage.pages import Page, PageIndex
 from antiphon.transfer.checksums import page_checksum
+from antiphon.transfer.memory import ChunkPool, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from io import BufferedReader, FileIO
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +55,9 @@ class DiskTier:
         OSError: The folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, bytes_max: int) -> None:
+    def __init__(self, folder: Path, bytes_max: int, pool: ChunkPool | None = None) -> None:
         self._folder = folder
+        self._pool = pool or ChunkPool()
         self.index = PageIndex(bytes_max)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._find_pages()
@@ -96,17 +99,28 @@ class DiskTier:
         if digest not in self.index:
             return None
         try:
-            content = self._path(digest).read_bytes()
+            page = self._read(digest)
         except OSError as error:
             log.warning("page not read", extra={"reason": error.strerror})
             self._drop(digest)
             return None
-        header, data = _header(content, digest), memoryview(content)[HEADER_BYTES:]
-        if header is None or not hmac.compare_digest(page_checksum(data), header.checksum):
+        if page is None:
             log.warning("page corrupt on disk", extra={"digest": digest.hex()})
             self._drop(digest)
+        return page
+
+    def _read(self, digest: bytes) -> Page | None:
+        """Read the file of a page into memory of the pool; None if it fails a check."""
+        with self._path(digest).open("rb", buffering=0) as file:
+            header = _header(file.read(HEADER_BYTES) or b"", digest)
+            if header is None or not _has_size(file, header):
+                return None
+            data = self._pool.take(header.data_bytes)
+            if any(file.readinto(view) < len(view) for view in data.views):
+                return None
+        if not hmac.compare_digest(page_checksum(data), header.checksum):
             return None
-        return Page(digest, header.parent, bytes(data), header.checksum)
+        return Page(digest, header.parent, data, header.checksum)
 
     def _free(self, size_bytes: int, page: Page) -> bool:
         """Evict pages of so many bytes, but for the predecessor of a page; False: they do not."""
@@ -122,7 +136,7 @@ class DiskTier:
             with partial.open("wb") as file:
                 file.write(_seal(page.digest, facts))
                 file.write(facts)
-                file.write(page.data)
+                file.writelines(views_of(page.data))
             partial.rename(self._path(page.digest))
         except OSError:
             partial.unlink(missing_ok=True)
@@ -186,13 +200,15 @@ def _read_header(path: Path, digest: bytes) -> _Header | None:
     try:
         with path.open("rb") as file:
             header = _header(file.read(HEADER_BYTES), digest)
-            whole = header is not None and os.fstat(file.fileno()).st_size == (
-                HEADER_BYTES + header.data_bytes
-            )
+            whole = header is not None and _has_size(file, header)
     except OSError as error:
         log.warning("page not read", extra={"reason": error.strerror})
         return None
     return header if whole else None
+
+
+def _has_size(file: FileIO | BufferedReader, header: _Header) -> bool:
+    return os.fstat(file.fileno()).st_size == HEADER_BYTES + header.data_bytes
 
 
 def _digest_of(name: str) -> bytes | None:

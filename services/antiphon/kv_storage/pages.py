@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from antiphon.transfer.memory import BlobData
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -16,7 +18,7 @@ class Page:
 
     digest: bytes
     parent: bytes | None
-    data: bytes | bytearray
+    data: BlobData
     checksum: bytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +21,8 @@ from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import repeat
 from antiphon.transfer.blobs import BlobServer, new_token
 from antiphon.transfer.checksums import page_checksum
-from antiphon.transfer.stream import stream_blobs
+from antiphon.transfer.memory import ChunkPool
+from antiphon.transfer.stream import receive_blobs
 from antiphon.wire.base import Role
 from antiphon.wire.claim import (
     Claim,
@@ -39,10 +40,11 @@ from antiphon.wire.codec import split_rows
 from antiphon.wire.routes import KV_CONTROL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 
     from antiphon.config.settings import KvStorageConfig
     from antiphon.service.clock import Clock
+    from antiphon.transfer.memory import BlobData, PooledBlob
     from antiphon.wire.ids import ModelName
 
 
@@ -51,6 +53,8 @@ RECEIVERS = 4
 """Puts whose pages are received at once."""
 BATCH_BYTES = 64 * 1024**2
 """About how many bytes of one put are in memory outside the tiers."""
+RESERVE_BYTES = 64 * 1024**2
+"""Memory that is made ready ahead of puts, until so much of it goes around as there may be."""
 
 Request = PutPages | LookupPages | GetPages | ReleaseLease
 Reply = PagesStored | PagesFound | PagesLeased | LeaseReleased
@@ -67,6 +71,7 @@ class KvStorageService:
         address: str,
         store: PageStore,
         leases: Leases,
+        pool: ChunkPool,
         receiver: ThreadPoolExecutor,
     ) -> None:
         self._runtime = runtime
@@ -75,6 +80,8 @@ class KvStorageService:
         self._address = address
         self._store = store
         self._leases = leases
+        self._pool = pool
+        self._arrivals = Arrivals()
         self._receiver = receiver
 
     @staticmethod
@@ -88,11 +95,12 @@ class KvStorageService:
             ThreadPoolExecutor(1, thread_name_prefix="disk") as thread,
             ThreadPoolExecutor(RECEIVERS, thread_name_prefix="receive") as receiver,
         ):
-            disk = await asyncio.to_thread(_open_disk, config)
+            pool = ChunkPool(min(RESERVE_BYTES, config.ram_bytes_max))
+            disk = await asyncio.to_thread(_open_disk, config, pool)
             memory = MemoryTier(config.ram_bytes_max, over_disk=disk is not None)
             leases = Leases(memory, runtime.clock)
             store = PageStore(memory, disk, thread)
-            service = KvStorageService(runtime, address, store, leases, receiver)
+            service = KvStorageService(runtime, address, store, leases, pool, receiver)
             runtime.group.create_task(BlobServer(bound, leases).run())
             runtime.group.create_task(repeat(leases.sweep, SWEEP_S))
             yield service
@@ -127,16 +135,22 @@ class KvStorageService:
         """Fetch missing pages. A page without its predecessor could never be found."""
         stored: list[bytes] = []
         due_at = self._clock.now() + time_left_s(request, self._clock)
-        for offers in split_rows(request.pages, attrgetter("claim.size_bytes"), BATCH_BYTES):
-            missing = [offer for offer in offers if offer.digest not in self._store]
-            fetched = await self._fetch(missing, due_at)
-            for offer in offers:
-                if await self._store_page(offer, fetched):
-                    stored.append(offer.digest)  # noqa: PERF401  # one after the other
+        with self._arrivals.of(offer.digest for offer in request.pages) as arriving:
+            for offers in split_rows(request.pages, attrgetter("claim.size_bytes"), BATCH_BYTES):
+                missing = [offer for offer in offers if offer.digest not in self._store]
+                fetched = await self._fetch(missing, due_at)
+                for offer in offers:
+                    if offer.parent is not None and offer.parent not in self._store:
+                        await arriving.wait(offer.parent, due_at - self._clock.now())
+                    if await self._store_page(offer, fetched):
+                        stored.append(offer.digest)
+                    arriving.end(offer.digest)
         await self._store.touch(stored)
+        if self._pool.short:
+            self._receiver.submit(self._pool.fill)
         return PagesStored(stored=tuple(stored))
 
-    async def _store_page(self, offer: PageOffer, fetched: Mapping[bytes, bytearray]) -> bool:
+    async def _store_page(self, offer: PageOffer, fetched: Mapping[bytes, PooledBlob]) -> bool:
         if offer.digest in self._store:
             return True
         if (data := fetched.get(offer.digest)) is None:
@@ -144,19 +158,21 @@ class KvStorageService:
         page = Page(offer.digest, offer.parent, data, offer.claim.digest)
         return await self._store.put(page)
 
-    async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytearray]:
+    async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, PooledBlob]:
         """Fetch pages over one connection per address; unavailable ones are left out."""
         bus_loop = asyncio.get_running_loop()
         bytes_max = self._config.page_bytes_max
         by_address: dict[str, list[PageOffer]] = {}
         for offer in offers:
             by_address.setdefault(offer.claim.address, []).append(offer)
-        fetched: dict[bytes, bytearray] = {}
+        fetched: dict[bytes, PooledBlob] = {}
         for group in by_address.values():
             wanted = [offer for offer in group if offer.claim.size_bytes <= bytes_max]
             while wanted and (left_s := due_at - self._clock.now()) > 0:
                 # A thread hashes one page while the kernel receives the next ones.
-                got = await bus_loop.run_in_executor(self._receiver, _receive, wanted, left_s)
+                got = await bus_loop.run_in_executor(
+                    self._receiver, _receive, wanted, self._pool, left_s
+                )
                 fetched |= dict(zip([offer.digest for offer in wanted], got, strict=False))
                 # The page after the fetched ones is unavailable; later ones may be available.
                 wanted = wanted[len(got) + 1 :]
@@ -187,25 +203,64 @@ class KvStorageService:
         return PagesLeased(lease=lease.name, claims=claims)
 
 
-def _receive(offers: Sequence[PageOffer], timeout_s: float) -> list[bytearray]:
+def _receive(offers: Sequence[PageOffer], pool: ChunkPool, timeout_s: float) -> list[PooledBlob]:
     """Fetch pages of one address, up to the first one that is unavailable or corrupt."""
-    pages: list[bytearray] = []
-    blobs = stream_blobs([offer.claim for offer in offers], timeout_s=timeout_s, kept=True)
+    pages: list[PooledBlob] = []
+    blobs = receive_blobs([offer.claim for offer in offers], pool, timeout_s=timeout_s)
     for offer, blob in zip(offers, blobs, strict=False):
         if not hmac.compare_digest(page_checksum(blob), offer.claim.digest):
             break
-        assert isinstance(blob.obj, bytearray)
-        pages.append(blob.obj)
+        pages.append(blob)
     return pages
 
 
-def _open_disk(config: KvStorageConfig) -> DiskTier | None:
+def _open_disk(config: KvStorageConfig, pool: ChunkPool) -> DiskTier | None:
     if not config.disk_path:
         return None
     try:
-        return DiskTier(Path(config.disk_path).expanduser(), config.disk_bytes_max)
+        return DiskTier(Path(config.disk_path).expanduser(), config.disk_bytes_max, pool)
     except OSError as error:
         raise CannotStart(f"kv_storage.disk_path: {config.disk_path}: {error.strerror}") from error
+
+
+class Arrivals:
+    """Pages that puts are about to store: a put with the pages after them waits for them."""
+
+    def __init__(self) -> None:
+        self._arriving: dict[bytes, asyncio.Future[None]] = {}
+
+    @contextmanager
+    def of(self, digests: Iterable[bytes]) -> Generator[Arrival]:
+        """The pages of one put, which ends with the context."""
+        new = [digest for digest in digests if digest not in self._arriving]
+        arrival = Arrival(self._arriving, new)
+        try:
+            yield arrival
+        finally:
+            for digest in new:
+                arrival.end(digest)
+
+
+class Arrival:
+    """The pages of one put, beside those of others."""
+
+    def __init__(self, arriving: dict[bytes, asyncio.Future[None]], own: Sequence[bytes]) -> None:
+        self._arriving = arriving
+        self._own = dict.fromkeys(own)
+        loop = asyncio.get_running_loop()
+        arriving.update((digest, loop.create_future()) for digest in self._own)
+
+    async def wait(self, digest: bytes, timeout_s: float) -> None:
+        """Wait until another put has stored a page, or has not."""
+        arriving = self._arriving.get(digest)
+        if arriving is not None and digest not in self._own:
+            await asyncio.wait([arriving], timeout=max(0.0, timeout_s))
+
+    def end(self, digest: bytes) -> None:
+        """A page of this put is stored, or will not be."""
+        if digest in self._own:
+            del self._own[digest]
+            self._arriving.pop(digest).set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +279,7 @@ class Leases:
         self._memory = memory
         self._clock = clock
         self._leases: dict[str, Lease] = {}
-        self._data: dict[str, bytes | bytearray] = {}  # by token
+        self._data: dict[str, BlobData] = {}  # by token
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -256,5 +311,5 @@ class Leases:
         for name in [n for n, lease in self._leases.items() if lease.expires_at < now]:
             self.release(name)
 
-    def get(self, token: str) -> bytes | bytearray | None:
+    def get(self, token: str) -> BlobData | None:
         return self._data.get(token)

@@ -14,20 +14,27 @@ import logging
 import os
 import secrets
 import socket
+from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
+from antiphon.transfer.memory import views_of
 from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.transfer.memory import BlobData
+
 log = logging.getLogger(__name__)
 
 HELLO: Final = b"APT1"
 TOKEN_BYTES: Final = 16
 SIZE_BYTES: Final = 8
+PIECES_MAX: Final = 1024
+"""Pieces of one call of the kernel: `IOV_MAX` of Linux."""
 GONE: Final = b"\xff" * SIZE_BYTES
 """Sent in place of a size: the token is unknown or expired."""
 
@@ -140,8 +147,34 @@ async def read_exactly(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-async def write(connection: socket.socket, data: bytes | bytearray | memoryview) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, data)
+async def write(connection: socket.socket, *pieces: bytes | bytearray | memoryview) -> None:
+    """Send pieces one after the other, without copying them together."""
+    rest = deque(memoryview(piece) for piece in pieces if len(piece))
+    while rest:
+        try:
+            sent = connection.sendmsg(list(islice(rest, PIECES_MAX)))
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        while rest and sent >= len(rest[0]):
+            sent -= len(rest.popleft())
+        if rest:
+            rest[0] = rest[0][sent:]
+            await _writable(connection)
+
+
+async def _writable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_writer(connection, _set_ready, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_writer(connection)
+
+
+def _set_ready(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
 
 
 def token_bytes(claim: Claim) -> bytes:
@@ -159,7 +192,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 class BlobSource(Protocol):
-    def get(self, token: str) -> bytes | bytearray | memoryview | None: ...
+    def get(self, token: str) -> BlobData | None: ...
 
 
 class ExpiryClock(Protocol):
@@ -172,7 +205,7 @@ class ExpiryClock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    data: bytes | bytearray
+    data: bytes | bytearray | memoryview
     expires_at: float
 
 
@@ -195,7 +228,11 @@ class BlobStore:
         return self._bytes
 
     def put(
-        self, data: bytes | bytearray, lifetime_s: float, *, checksum: bytes | None = None
+        self,
+        data: bytes | bytearray | memoryview,
+        lifetime_s: float,
+        *,
+        checksum: bytes | None = None,
     ) -> Claim:
         """Store bytes, which are not copied, and return the claim to fetch them.
 
@@ -226,7 +263,7 @@ class BlobStore:
         blob = self._blobs.get(claim.token)
         return 0.0 if blob is None else max(0.0, blob.expires_at - self._clock.now())
 
-    def get(self, token: str) -> bytes | bytearray | None:
+    def get(self, token: str) -> bytes | bytearray | memoryview | None:
         blob = self._blobs.get(token)
         return None if blob is None or blob.expires_at < self._clock.now() else blob.data
 
@@ -305,5 +342,5 @@ class BlobServer:
             if data is None:
                 await write(connection, GONE)
             else:
-                await write(connection, len(data).to_bytes(SIZE_BYTES, "little"))
-                await write(connection, data)
+                size = len(data).to_bytes(SIZE_BYTES, "little")
+                await write(connection, size, *views_of(data))

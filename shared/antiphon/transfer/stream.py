@@ -9,13 +9,15 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from antiphon.transfer.blobs import GONE, HELLO, SIZE_BYTES, host_and_port, token_bytes
+from antiphon.transfer.blobs import GONE, HELLO, PIECES_MAX, SIZE_BYTES, host_and_port, token_bytes
+from antiphon.transfer.memory import views_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from antiphon.transfer.memory import BlobData, ChunkPool, PooledBlob
     from antiphon.wire.claim import Claim
 
 REQUESTS_MAX = 1024
@@ -23,26 +25,38 @@ REQUESTS_MAX = 1024
 might wait for the other one to read."""
 _TIMEVAL = struct.Struct("@ll")
 
+Target = TypeVar("Target", bound="BlobData")
 
-def stream_blobs(
-    claims: Sequence[Claim], *, timeout_s: float, kept: bool = False
-) -> Iterator[memoryview]:
+
+def stream_blobs(claims: Sequence[Claim], *, timeout_s: float) -> Iterator[memoryview]:
     """Fetch claims of one address, in order; blocks. The connection ends with the iterator.
 
-    Each blob is valid until the next one is asked for, or is `kept`, in a bytearray of its own. It
-    is not verified: the consumer compares its checksum with the claim. Iteration ends at the first
-    blob that is gone, has another size than claimed, or has not arrived within `timeout_s` of the
-    start.
+    Each blob is valid until the next one is asked for. It is not verified: the consumer compares
+    its checksum with the claim. Iteration ends at the first blob that is gone, has another size
+    than claimed, or has not arrived within `timeout_s` of the start.
 
     Raises:
         InvalidRequest: The claims are malformed.
     """
+    # One buffer, which stays in the cache of the processor.
+    buffer = memoryview(bytearray(max((claim.size_bytes for claim in claims), default=0)))
+    return _stream(claims, timeout_s, lambda size_bytes: buffer[:size_bytes])
+
+
+def receive_blobs(
+    claims: Sequence[Claim], pool: ChunkPool, *, timeout_s: float
+) -> Iterator[PooledBlob]:
+    """Like `stream_blobs`, but each blob lies in memory of its own, which is taken from a pool."""
+    return _stream(claims, timeout_s, pool.take)
+
+
+def _stream(
+    claims: Sequence[Claim], timeout_s: float, take: Callable[[int], Target]
+) -> Iterator[Target]:
     if not claims:
         return
     tokens = [token_bytes(claim) for claim in claims]
     due = time.monotonic() + timeout_s
-    most = 0 if kept else max(claim.size_bytes for claim in claims)
-    buffer = memoryview(bytearray(most))  # one that stays in the cache of the processor
     size = memoryview(bytearray(SIZE_BYTES))
     try:
         with socket.create_connection(
@@ -52,12 +66,13 @@ def stream_blobs(
             connection.settimeout(None)  # the kernel's own is set before each receive
             connection.sendall(b"".join((HELLO, *tokens[:REQUESTS_MAX])))
             for index, claim in enumerate(claims):
-                _receive(connection, size, due)
+                _receive(connection, (size,), due)
                 if bytes(size) == GONE or int.from_bytes(size, "little") != claim.size_bytes:
                     return
-                size_bytes = claim.size_bytes
-                blob = memoryview(bytearray(size_bytes)) if kept else buffer[:size_bytes]
-                _receive(connection, blob, due)
+                blob = take(claim.size_bytes)
+                views = views_of(blob)
+                for start in range(0, len(views), PIECES_MAX):
+                    _receive(connection, views[start : start + PIECES_MAX], due)
                 if index + REQUESTS_MAX < len(tokens):
                     connection.sendall(tokens[index + REQUESTS_MAX])
                 yield blob
@@ -65,8 +80,8 @@ def stream_blobs(
         return
 
 
-def _receive(connection: socket.socket, target: memoryview, due: float) -> None:
-    """Fill the target; a closed connection and a deadline are OSErrors.
+def _receive(connection: socket.socket, targets: Sequence[memoryview], due: float) -> None:
+    """Fill the targets; a closed connection and a deadline are OSErrors.
 
     In one call: by Python's own timeouts each piece that arrives would cost three.
     """
@@ -76,5 +91,6 @@ def _receive(connection: socket.socket, target: memoryview, due: float) -> None:
     seconds, rest = divmod(left_s, 1)
     limit = _TIMEVAL.pack(int(seconds), max(1, int(rest * 1e6)))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    if connection.recv_into(target, flags=socket.MSG_WAITALL) < len(target):
+    count, *_ = connection.recvmsg_into(targets, 0, socket.MSG_WAITALL)
+    if count < sum(map(len, targets)):
         raise ConnectionResetError

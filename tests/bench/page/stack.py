@@ -26,7 +26,8 @@ TRANSFER_HEAD = """
 Blocks of 64 tokens of the 135M shape ({block_mb:.2f} MB each) to a node on the same machine and
 back, and as many bytes of raw TCP, in turns: GB/s from the call to the last byte, medians of
 {rounds} rounds, with the 10th and 90th percentile in parentheses, and CPU time a GB of both
-processes. The target for a fetch is half of raw TCP:
+processes. The memory of the node is full before they begin, as it is after a while: what is saved
+takes the place of what is evicted. The target is half of raw TCP, for a fetch and for a save:
 [tests/bench/transfer.py](../tests/bench/transfer.py).
 """
 SERVICES_HEAD = """
@@ -92,10 +93,11 @@ def transferred(summary: Summary) -> Iterable[str]:
     yield machine_line(summary) + ".\n\n"
     arms = ("save", "fetch", "raw TCP")
     yield markdown(
-        ("", *arms, "fetch / raw TCP", *(f"CPU s/GB, {arm}" for arm in arms)),
+        ("", *arms, "save / raw TCP", "fetch / raw TCP", *(f"CPU s/GB, {arm}" for arm in arms)),
         lines(
             summary,
             *(f"{{GB/s {arm}:.2f tenths}}" for arm in arms),
+            "**{ratio save:.2f tenths}**",
             "**{ratio fetch:.2f tenths}**",
             *(f"{{cpu_s/GB {arm}:.2f}}" for arm in arms),
         ),

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.bus.bus import Bus
+    from antiphon.transfer.memory import PooledBlob
     from antiphon.wire.base import Message
 
 CLOCK = SystemClock()
@@ -371,3 +372,32 @@ async def test_pages_of_a_put_are_fetched_over_one_connection(
     async with node() as worker:
         assert await worker.put(worker.offer(pages)) == chain_of(pages)
     assert connections == 1
+
+
+async def test_put_waits_for_the_pages_before_it_that_another_put_brings() -> None:
+    pages = pages_of(6)
+    async with node() as worker:
+        service, offers = worker.node.service, worker.offer(pages)
+        fetch, later_fetched = service._fetch, asyncio.Event()
+
+        async def slow(offers: Sequence[PageOffer], due_at: float) -> dict[bytes, PooledBlob]:
+            found = await fetch(offers, due_at)
+            if offers[0].parent is not None:
+                later_fetched.set()
+            await later_fetched.wait()
+            return found
+
+        service._fetch = slow
+        stored = await asyncio.gather(worker.put(offers[:3]), worker.put(offers[3:]))
+        assert stored == [chain_of(pages)[:3], chain_of(pages)[3:]]
+        assert not service._arrivals._arriving
+
+
+async def test_put_is_refused_when_the_one_before_it_fails() -> None:
+    pages = pages_of(6)
+    async with node() as worker:
+        offers = worker.offer(pages)
+        worker.shelf.discard(offers[2].claim)
+        stored = await asyncio.gather(worker.put(offers[:3]), worker.put(offers[3:]))
+        assert stored == [chain_of(pages)[:2], ()]
+        assert not worker.node.service._arrivals._arriving

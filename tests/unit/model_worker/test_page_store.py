@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.page_store import BLOCK_PAGES, SHARD, cluster
 from tests.support.wait import until
 
 from antiphon.kv_storage.pages import Page
+from antiphon.model_worker.protocol import page_store
+from antiphon.model_worker.protocol.page_store import PUTS_MAX
 from antiphon.model_worker.ranks.layout import RankLayout
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests, split_digests
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from antiphon.kv_storage.service import KvStorageService
     from antiphon.kv_storage.store import PageStore
     from antiphon.model_worker.cache.codec import BlockPages
+    from antiphon.transfer.memory import BlobData
+    from antiphon.wire.claim import PagesStored, PutPages
 
 NAMESPACE = cache_namespace(PageOrigin(model_digest="model", weights="1"))
 
@@ -106,7 +110,7 @@ async def test_flipped_bit_ends_what_is_used_before_it() -> None:
         await stored(node, ids(4))
         page = store(node).memory.get(names(ids(4))[2])
         assert page is not None
-        flipped = bytearray(page.data)
+        flipped = bytearray(bytes(page.data))
         flipped[len(flipped) // 2] ^= 1
         store(node).memory._pages[page.digest] = Page(
             page.digest, page.parent, bytes(flipped), page.checksum
@@ -149,6 +153,51 @@ async def test_node_that_does_not_answer_costs_no_more_than_the_deadline() -> No
         began = time.monotonic()
         assert await worker.fetch(NAMESPACE, ids(4), pages(4, 32), timeout_s=0.2) == 0
         assert time.monotonic() - began < 3
+
+
+async def test_frozen_node_holds_neither_pages_nor_more_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_store, "SAVE_WAIT_S", 0.05)
+    monkeypatch.setattr(page_store, "PUT_BYTES", 1)  # a block a call
+    async with cluster() as (worker, (node,)):
+        client, frozen = worker.client, asyncio.Event()
+        put = node.service._put
+
+        async def freeze(request: PutPages) -> PagesStored:
+            await frozen.wait()
+            return await put(request)
+
+        monkeypatch.setattr(node.service, "_put", freeze)
+        for seed in range(3):  # returns when the pages are free
+            await worker.save(NAMESPACE, ids(6, 1000 * seed), pages(6))
+        record_bytes = client._shards.record_bytes_max
+        assert client._memories_made == PUTS_MAX
+        assert client._shelf.bytes_held <= PUTS_MAX * record_bytes
+        frozen.set()
+        await until(lambda: all(each in store(node) for each in names(ids(3))))
+        await until(lambda: client._memories.qsize() == PUTS_MAX)
+        await worker.save(NAMESPACE, ids(6), pages(6))  # what was given up is saved by the next one
+        await stored(node, ids(6))
+        assert client._memories_made == PUTS_MAX
+
+
+async def test_blocks_that_are_on_their_way_are_not_copied_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster() as (worker, (node,)):
+        copied: list[int] = []
+        copy = worker.client._shards.copy
+
+        def counted(*args: Any) -> Any:
+            copied.extend(args[1])
+            return copy(*args)
+
+        monkeypatch.setattr(worker.client._shards, "copy", counted)
+        await worker.save(NAMESPACE, ids(4), pages(4))
+        await worker.save(NAMESPACE, ids(6), pages(6))
+        await stored(node, ids(6))
+    assert copied == [0, 1, 2, 3, 4, 5]
 
 
 async def test_blocks_whose_predecessor_was_evicted_are_offered_again() -> None:
@@ -205,7 +254,7 @@ async def test_shard_that_one_rank_misses_is_a_miss_on_all(rank: int, fate: str)
         page, foreign = tier.get(own[2]), tier.get(other[2])
         assert page is not None
         assert foreign is not None
-        wrong = bytearray(page.data)
+        wrong = bytearray(bytes(page.data))
         match fate:
             case "lost":
                 del tier._pages[own[2]]
@@ -217,7 +266,7 @@ async def test_shard_that_one_rank_misses_is_a_miss_on_all(rank: int, fate: str)
             case _:
                 get, gone = node.service._leases.get, page.data
 
-                def get_others(token: str) -> bytes | bytearray | None:
+                def get_others(token: str) -> BlobData | None:
                     data = get(token)
                     return None if data is gone else data
 

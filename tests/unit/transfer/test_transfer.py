@@ -259,7 +259,7 @@ async def test_blob_server_outlives_a_source_that_fails(caplog: pytest.LogCaptur
     class Broken(BlobStore):
         broken = True
 
-        def get(self, token: str) -> bytes | bytearray | None:
+        def get(self, token: str) -> bytes | bytearray | memoryview | None:
             if self.broken:
                 raise ValueError("a bug, on purpose")
             return super().get(token)

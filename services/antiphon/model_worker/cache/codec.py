@@ -61,17 +61,20 @@ class PageCodec:
         )
         return self._header.size + most
 
-    def encode(self, name: bytes, block: BlockPages) -> bytearray:
-        """Copy a block to a record of this name."""
+    def encode(
+        self, name: bytes, block: BlockPages, memory: memoryview | None = None
+    ) -> memoryview:
+        """Copy a block to a record of this name, in the first bytes of `memory` if it is given."""
         present = [[page for page in pages if page != HOLE] for pages in block]
         sizes = [
             len(pages) * group.page_bytes for pages, group in zip(present, self.groups, strict=True)
         ]
-        record = bytearray(self._header.size + sum(sizes))
+        size_bytes = self._header.size + sum(sizes)
+        record = (memoryview(bytearray(size_bytes)) if memory is None else memory)[:size_bytes]
         self._header.pack_into(record, 0, TAG, name, *map(_mask, block))
-        start, view = self._header.size, memoryview(record)
-        for memory, pages, size in zip(self._memories, present, sizes, strict=True):
-            memory.read(pages, view[start : start + size])
+        start = self._header.size
+        for source, pages, size in zip(self._memories, present, sizes, strict=True):
+            source.read(pages, record[start : start + size])
             start += size
         return record
 

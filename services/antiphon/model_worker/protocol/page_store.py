@@ -48,8 +48,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUT_TIMEOUT_S = 10.0
-PUT_BLOCKS_MAX = 32
-"""Records of one call: their bytes are in memory twice until the node has them."""
+PUT_BYTES = 9 * 1024**2
+"""About how many bytes of records one call has."""
+PUTS_MAX = 3
+"""Calls whose records are in memory: one is copied while nodes fetch the others."""
+SAVE_WAIT_S = 1.0
+"""How long the pages of a transfer are held if nodes do not fetch what was copied before."""
 KNOWN_MAX = 65_536
 """Names of blocks that nodes are known to have."""
 
@@ -78,7 +82,14 @@ class KvStorageClient:
         self._nodes: tuple[InstanceId, ...] = ()
         self._processes: Sequence[Process] = ()
         self._known = OrderedDict[bytes, None]()
-        self._saves = asyncio.Queue[BlockTransfer]()
+        self._saves = asyncio.Queue[tuple[BlockTransfer, float]]()
+        self._putting = set[bytes]()
+        record_bytes = shards.ranks * shards.record_bytes_max
+        bytes_max = min(PUT_BYTES, runtime.settings.cache.save_bytes_max // PUTS_MAX)
+        self._put_blocks = max(1, bytes_max // record_bytes)
+        # Memory that was touched before: the first time takes longer than all else of a save.
+        self._memories = asyncio.Queue[memoryview]()
+        self._memories_made = 0
         self._fetching = asyncio.Semaphore(FETCHES_MAX)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="page-save")
         self._fetcher = ThreadPoolExecutor(FETCHES_MAX, thread_name_prefix="page-fetch")
@@ -117,45 +128,96 @@ class KvStorageClient:
         return bool(self._nodes)
 
     def save(self, transfer: BlockTransfer) -> None:
-        self._event_loop.call_soon_threadsafe(self._saves.put_nowait, transfer)
+        self._event_loop.call_soon_threadsafe(self._begin_save, transfer)
 
     def fetch(self, transfer: BlockTransfer) -> None:
         self._event_loop.call_soon_threadsafe(self._begin_fetch, transfer)
 
     # To a node.
 
+    def _begin_save(self, transfer: BlockTransfer) -> None:
+        self._saves.put_nowait((transfer, self._runtime.clock.now() + SAVE_WAIT_S))
+
     async def _save_all(self) -> None:
-        while True:
-            transfer = await self._saves.get()
-            landed = False
-            try:
-                names = self._shards.names(transfer)
-                missing = [
-                    block
-                    for block in range(transfer.first, len(transfer.digests))
-                    if any(own[block] not in self._known for own in names)
-                ]
-                copies: list[tuple[BlockRecord, ...]] = []
-                if missing and self._nodes:
-                    copies = await self._event_loop.run_in_executor(
-                        self._saver, self._shards.copy, transfer, missing
-                    )
-                self._land(TransferDone(number=transfer.number))
-                landed = True
-                blocks_max = max(1, PUT_BLOCKS_MAX // len(names))
-                for start in range(0, len(missing) if copies else 0, blocks_max):
-                    if not await self._put(
-                        names, [own[start : start + blocks_max] for own in copies]
-                    ):
-                        break  # the blocks after a missing one would be refused
-            except EngineError as error:
-                self._metrics.save_failed(error.code)
-            except Exception:
-                log.exception("blocks not saved")
-                self._metrics.save_failed("internal")
-            finally:
-                if not landed:
-                    self._land(TransferDone(number=transfer.number))
+        """Copy what is to be saved, while nodes fetch what was copied before."""
+        async with asyncio.TaskGroup() as puts:
+            while True:
+                await self._save(*await self._saves.get(), puts)
+
+    async def _save(self, transfer: BlockTransfer, due: float, puts: asyncio.TaskGroup) -> None:
+        """Copy the blocks that no node is known to have, a call's worth at a time.
+
+        Blocks for whose copies there is no memory until `due` are not stored.
+        """
+        refused = asyncio.Event()
+        memory: memoryview | None = None
+        try:
+            names = self._shards.names(transfer)
+            missing = self._missing(transfer, names)
+            for start in range(0, len(missing), self._put_blocks):
+                memory = await self._memory_until(due)
+                if refused.is_set() or not self._nodes:
+                    break  # the blocks after a missing one would be refused
+                copies = await self._event_loop.run_in_executor(
+                    self._saver,
+                    self._shards.copy,
+                    transfer,
+                    missing[start : start + self._put_blocks],
+                    memory,
+                )
+                put = self._put_copies(names, copies, memory, refused)
+                memory = None
+                puts.create_task(put, name="page-put")
+        except TimeoutError:
+            self._metrics.save_failed("late")
+        except Exception:
+            log.exception("blocks not saved")
+            self._metrics.save_failed("internal")
+        finally:
+            if memory is not None:
+                self._memories.put_nowait(memory)
+            self._land(TransferDone(number=transfer.number))
+
+    def _missing(self, transfer: BlockTransfer, names: Sequence[Sequence[bytes]]) -> list[int]:
+        """The blocks of a transfer that no node has, nor is about to fetch."""
+        if not self._nodes:
+            return []
+        blocks = range(transfer.first, len(transfer.digests))
+        return [block for block in blocks if not all(self._is_saved(own[block]) for own in names)]
+
+    def _is_saved(self, name: bytes) -> bool:
+        return name in self._known or name in self._putting
+
+    async def _memory_until(self, due: float) -> memoryview:
+        """Memory for the records of one call, that no other one uses; raises `TimeoutError`."""
+        if self._memories.empty() and self._memories_made < PUTS_MAX:
+            self._memories_made += 1
+            return memoryview(bytearray(self._put_blocks * self._shards.record_bytes_max))
+        async with asyncio.timeout(max(0.0, due - self._runtime.clock.now())):
+            return await self._memories.get()
+
+    async def _put_copies(
+        self,
+        names: Sequence[Sequence[bytes]],
+        copies: Sequence[Sequence[BlockRecord]],
+        memory: memoryview,
+        refused: asyncio.Event,
+    ) -> None:
+        """Offer copies of blocks, and free their memory; a put that was not whole is `refused`."""
+        moving = {own[r.block] for own, rs in zip(names, copies, strict=True) for r in rs}
+        self._putting |= moving
+        try:
+            if not refused.is_set() and await self._put(names, copies):
+                return
+        except EngineError as error:
+            self._metrics.save_failed(error.code)
+        except Exception:
+            log.exception("blocks not saved")
+            self._metrics.save_failed("internal")
+        finally:
+            self._putting -= moving
+            self._memories.put_nowait(memory)
+        refused.set()
 
     async def _put(
         self, names: Sequence[Sequence[bytes]], copies: Sequence[Sequence[BlockRecord]]

@@ -113,7 +113,7 @@ class GlooPages:
     def __init__(self, group: GlooGroup, rank: int) -> None:
         self._group, self._rank = group, rank
 
-    def send(self, data: bytearray) -> None:
+    def send(self, data: bytearray | memoryview) -> None:
         content = torch.as_tensor(np.frombuffer(data, np.uint8))
         self._group.send([content], self._rank, 0).wait(_IDLE_TIMEOUT)
 

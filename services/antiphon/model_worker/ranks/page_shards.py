@@ -54,7 +54,7 @@ class BlockRecord(msgspec.Struct, frozen=True):
     """One rank's shard of a block, to be saved."""
 
     block: int
-    data: bytearray
+    data: bytearray | memoryview
     checksum: bytes
 
 
@@ -79,7 +79,7 @@ class ShardLost(Exception):
 class PageLink(Protocol):
     """Bytes between rank 0 and another one, beside those of plans."""
 
-    def send(self, data: bytearray) -> None: ...
+    def send(self, data: bytearray | memoryview) -> None: ...
 
     def receive(self, size: int) -> bytearray:
         """Wait for so many bytes; raises if the other rank has ended."""
@@ -99,6 +99,7 @@ class PageShard:
         fetch_blobs: Callable[[Sequence[Claim], float], Iterator[memoryview]] | None = None,
     ) -> None:
         self.groups = codec.groups
+        self.record_bytes_max = codec.record_bytes_max
         self._codec = codec
         self._shard = shard
         self._fetch_blobs = fetch_blobs or _streamed
@@ -107,11 +108,15 @@ class PageShard:
         """The names of all blocks of a chain."""
         return shard_names(transfer, self._shard)
 
-    def copy(self, transfer: BlockTransfer, blocks: Sequence[int]) -> tuple[BlockRecord, ...]:
-        """Copy the blocks of these numbers."""
-        names, records = self.names(transfer), list[BlockRecord]()
-        for block in blocks:
-            data = self._codec.encode(names[block], transfer.blocks[block - transfer.first])
+    def copy(
+        self, transfer: BlockTransfer, blocks: Sequence[int], memory: memoryview | None = None
+    ) -> tuple[BlockRecord, ...]:
+        """Copy the blocks of these numbers, into `memory` for as many records if it is given."""
+        records: list[BlockRecord] = []
+        for number, block in enumerate(blocks):
+            name = stored_name(transfer.namespace, transfer.digests[block], self._shard)
+            at = None if memory is None else memory[number * self.record_bytes_max :]
+            data = self._codec.encode(name, transfer.blocks[block - transfer.first], at)
             records.append(BlockRecord(block, data, page_checksum(data)))
         return tuple(records)
 
@@ -141,11 +146,13 @@ class PageShard:
             log.warning("block refused", extra={"reason": str(error)})
         return tuple(ends)
 
-    def answer(self, rank: int, request: PagesRequest) -> ShardReport:
-        """Do what rank 0 asks of this rank, which is another one."""
+    def answer(
+        self, rank: int, request: PagesRequest, memory: memoryview | None = None
+    ) -> ShardReport:
+        """Do what rank 0 asks of this rank, which is another one; `memory` as for `copy`."""
         number = request.transfer.number
         if not request.claims:
-            records = self.copy(request.transfer, request.blocks)
+            records = self.copy(request.transfer, request.blocks, memory)
             return ShardReport(number=number, records=records)
         ends = self.fetch(request.transfer, request.claims[rank], request.timeout_s)
         return ShardReport(number=number, ends=ends)
@@ -198,19 +205,28 @@ class WorkerShards:
     def ranks(self) -> int:
         return 1 + len(self._others)
 
+    @property
+    def record_bytes_max(self) -> int:
+        """Of one block of this rank."""
+        return self._own.record_bytes_max
+
     def names(self, transfer: BlockTransfer) -> tuple[tuple[bytes, ...], ...]:
         """By rank, the names of all blocks of a chain."""
         return self._own.names(transfer), *(shard_names(transfer, each) for each in self._others)
 
-    def copy(self, transfer: BlockTransfer, blocks: Sequence[int]) -> list[tuple[BlockRecord, ...]]:
+    def copy(
+        self, transfer: BlockTransfer, blocks: Sequence[int], memory: memoryview | None = None
+    ) -> list[tuple[BlockRecord, ...]]:
         """Copy blocks on all ranks  ->  by rank, their records. Blocks until no rank reads them.
+
+        `memory` is for the records of this rank.
 
         Raises:
             ShardLost: A rank has not copied them.
         """
         asked = self._ask(PagesRequest(transfer=transfer, blocks=tuple(blocks)))
         try:
-            own = self._own.copy(transfer, blocks)
+            own = self._own.copy(transfer, blocks, memory)
         finally:
             wait(asked)
         return [own, *(each.result().records or () for each in asked)]
@@ -277,6 +293,7 @@ class FollowerShards:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="page-save")
         self._fetcher = ThreadPoolExecutor(FETCHES_MAX, thread_name_prefix="page-fetch")
         self._sending = Lock()
+        self._memory = memoryview(b"")  # of the last records; one thread copies, and sends them
 
     def begin(self, request: PagesRequest) -> None:
         """Begin what rank 0 asks for. Returns at once."""
@@ -289,12 +306,18 @@ class FollowerShards:
 
     def _answer(self, request: PagesRequest) -> None:
         try:
-            report = self._shard.answer(self._rank, request)
+            report = self._shard.answer(self._rank, request, self._memory_for(request.blocks))
         except Exception:
             log.exception("pages neither copied nor fetched")
             report = ShardReport(number=request.transfer.number, records=None)
         with self._sending:
             send_report(self._link, report)
+
+    def _memory_for(self, blocks: Sequence[int]) -> memoryview:
+        size_bytes = len(blocks) * self._shard.record_bytes_max
+        if len(self._memory) < size_bytes:
+            self._memory = memoryview(bytearray(size_bytes))
+        return self._memory
 
 
 class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
