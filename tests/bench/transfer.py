@@ -218,7 +218,7 @@ def _rows(case: str, arms: dict[str, Arm]) -> Iterator[Measurement]:
 def main() -> None:
     given = arguments(description=__doc__, rounds=ROUNDS, file="transfer.json").parse_args()
     rows = [row for case in CASES for row in uvloop.run(measure(case, given.rounds))]
-    setup = {"rounds": given.rounds, "block_bytes": BLOCK_BYTES}
+    setup = {"rounds": given.rounds, "block_bytes": BLOCK_BYTES, "node_bytes": NODE_BYTES}
     report(here("transfer", setup, rows), given.json)
 
 

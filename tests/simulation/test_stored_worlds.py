@@ -61,7 +61,7 @@ def test_ranks_beside_a_faulty_store_see_the_same_pages() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("batch", range(MANY // BATCH))
 def test_many_workers_beside_faulty_stores_answer_as_alone(batch: int) -> None:
     for seed in range(1000 + batch * BATCH, 1000 + (batch + 1) * BATCH):
@@ -70,7 +70,7 @@ def test_many_workers_beside_faulty_stores_answer_as_alone(batch: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("batch", range(MANY_OF_RANKS // BATCH))
 def test_many_ranks_beside_faulty_stores_see_the_same_pages(batch: int) -> None:
     for seed in range(1000 + batch * BATCH, 1000 + (batch + 1) * BATCH):

@@ -26,10 +26,11 @@ TRANSFER_HEAD = """
 Blocks of 64 tokens of the 135M shape ({block_mb:.2f} MB each) to a node on the same machine and
 back, and as many bytes of raw TCP, in turns: GB/s from the call to the last byte, medians of
 {rounds} rounds, with the 10th and 90th percentile in parentheses, and CPU time a GB of both
-processes. The memory of the node is full before they begin, as it is after a while: what is saved
-takes the place of what is evicted. The target is half of raw TCP, for a fetch and for a save:
+processes.{full} The target is half of raw TCP:
 [tests/bench/transfer.py](../tests/bench/transfer.py).
 """
+NODE_FULL = """ The memory of the node is full before they begin, as it is after a while: what is
+saved takes the place of what is evicted."""
 SERVICES_HEAD = """
 ## CPU use of the services
 
@@ -89,7 +90,8 @@ def planned(summary: Summary) -> Iterable[str]:
 
 def transferred(summary: Summary) -> Iterable[str]:
     block_mb = float(summary.setup["block_bytes"]) / 1e6
-    yield TRANSFER_HEAD.format(block_mb=block_mb, rounds=summary.setup["rounds"]) + "\n"
+    full = NODE_FULL if "node_bytes" in summary.setup else ""
+    yield TRANSFER_HEAD.format(block_mb=block_mb, rounds=summary.setup["rounds"], full=full) + "\n"
     yield machine_line(summary) + ".\n\n"
     arms = ("save", "fetch", "raw TCP")
     yield markdown(
