@@ -81,7 +81,7 @@ class KvStorageService:
         self._store = store
         self._leases = leases
         self._pool = pool
-        self._arrivals = Arrivals()
+        self._arrivals = ArrivingPages()
         self._receiver = receiver
 
     @staticmethod
@@ -223,17 +223,17 @@ def _open_disk(config: KvStorageConfig, pool: ChunkPool) -> DiskTier | None:
         raise CannotStart(f"kv_storage.disk_path: {config.disk_path}: {error.strerror}") from error
 
 
-class Arrivals:
+class ArrivingPages:
     """Pages that puts are about to store: a put with the pages after them waits for them."""
 
     def __init__(self) -> None:
         self._arriving: dict[bytes, asyncio.Future[None]] = {}
 
     @contextmanager
-    def of(self, digests: Iterable[bytes]) -> Generator[Arrival]:
+    def of(self, digests: Iterable[bytes]) -> Generator[ArrivingPut]:
         """The pages of one put, which ends with the context."""
         new = [digest for digest in digests if digest not in self._arriving]
-        arrival = Arrival(self._arriving, new)
+        arrival = ArrivingPut(self._arriving, new)
         try:
             yield arrival
         finally:
@@ -241,7 +241,7 @@ class Arrivals:
                 arrival.end(digest)
 
 
-class Arrival:
+class ArrivingPut:
     """The pages of one put, beside those of others."""
 
     def __init__(self, arriving: dict[bytes, asyncio.Future[None]], own: Sequence[bytes]) -> None:
