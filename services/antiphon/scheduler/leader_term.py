@@ -193,7 +193,8 @@ class LeaderTerm:
             "request adopted", extra={"request_id": entry.request_id, "gateway": owner.instance}
         )
         if binding is None and entry.sealed is not None and entry.sealed.ended:
-            if entry.restartable:  # it runs nowhere, and would not be sent again
+            # It runs nowhere, and would not be sent again; unless it waits for that already.
+            if entry.restartable and entry.request_id not in self.queue:
                 self.restart(entry)
                 self.bind_waiting()
             return

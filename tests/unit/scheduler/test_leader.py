@@ -428,6 +428,26 @@ def test_output_that_ended_before_its_worker_died_is_sent_to_the_gateway_that_ad
     assert second.choices == (ended,)
 
 
+def test_request_that_waits_with_its_end_is_queued_once_though_it_is_adopted_twice() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r", resume=ResumeWindow(window_ms=20_000))
+    (first,) = stage.admits()
+    gateway.follows(request.request_id, first.attempt)
+    ended = ChoiceOutput(choice=0, output_ids=pack_ids([1]), finish_reason=FinishReason.STOP)
+    detokenizer.accepted(first, choices=(ended,))
+    stage.actors.remove(worker)
+    stage.pass_s(4.0)
+    for name in ("gateway-1", "gateway-2"):
+        stage.enter(Role.GATEWAY, name).open[request.request_id] = open_entry(request)
+        stage.leader.adopt(adopting(request, name))
+        stage.pass_s(1.0)
+    assert stage.leader.waiting == 1
+    stage.enter(Role.WORKER, "worker-0", 2)
+    stage.pass_s(1.0)
+    (second,) = stage.admits()[1:]
+    assert second.owner == process("gateway-2")
+
+
 def test_output_that_had_ended_is_sent_to_a_gateway_that_adopts_it_while_its_worker_dies() -> None:
     """What is sealed then has been sent to the gateway before."""
     stage, gateway, worker, detokenizer = usual()
