@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from tests.simulation.open_list_world import live as open_lists
+from tests.simulation.list_worlds import open_lists, running_lists
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
 from tests.simulation.stored_rank_world import StoredRankWorld
@@ -43,7 +43,7 @@ from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.model_worker.ranks import page_shards
-from antiphon.service.open_lists import OpenChange, OpenLists, OpenSet
+from antiphon.service.followed_lists import FollowedLists, LineSet, ListChange
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire import namespaces
 from antiphon.wire.codec import ID_BYTES
@@ -308,10 +308,10 @@ def one_id_short(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def taken_for_whole(_: Callable[..., Any]) -> Callable[..., Any]:
-    """The copy of an open list counts as complete whatever its gateway has."""
+    """The copy of a list counts as complete whatever its process has."""
 
-    def compare(self: Any, state: Any, _: float) -> OpenChange:
-        return OpenChange(state.owner, requests=self._followed[state.owner].open.requests)
+    def compare(self: Any, source: Any, *_: Any) -> Any:
+        return ListChange(source, lines=self._copies[source].set.lines)
 
     return compare
 
@@ -319,19 +319,34 @@ def taken_for_whole(_: Callable[..., Any]) -> Callable[..., Any]:
 def not_removed(right: Callable[..., Any]) -> Callable[..., Any]:
     """Every seventh request stays in the set when it is closed."""
 
-    def remove(self: OpenSet, request_id: Any) -> None:
-        if len(self.requests) % 7:
+    def remove(self: LineSet[Any], request_id: Any) -> None:
+        if len(self.lines) % 7:
             right(self, request_id)
 
     return remove
+
+
+def not_applied(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Changes that are lost once are taken for applied, and the whole list with them."""
+
+    def update(self: Any, source: Any, message: Any, now: float) -> Any:
+        if message.whole or message.version % 5:
+            return right(self, source, message, now)
+        self._copy(source, now).version = message.version
+        return None
+
+    return update
 
 
 MUTANTS = (
     Mutant("seal answered with more", Detokenizer, "_seal", answered_with_more, seal_order),
     Mutant("sealed ids one short", ChoiceState, "sealed", one_id_short, seal_order),
     Mutant("owner's ids one short", OwnedChoice, "sealed", one_id_short, owner_seal_order),
-    Mutant("change not counted", OpenSet, "remove", not_removed, open_lists),
-    Mutant("digest not compared", OpenLists, "_compare", taken_for_whole, open_lists),
+    Mutant("change not counted", LineSet, "remove", not_removed, open_lists),
+    Mutant("digest not compared", FollowedLists, "compare", taken_for_whole, open_lists),
+    Mutant("worker's change not counted", LineSet, "remove", not_removed, running_lists),
+    Mutant("worker's change not applied", FollowedLists, "update", not_applied, running_lists),
+    Mutant("worker's digest ignored", FollowedLists, "compare", taken_for_whole, running_lists),
     Mutant("page in flight freed", PageTransfers, "expire", freed_in_flight, stored),
     Mutant("state without checksum", PageCodec, "check", states_unchecked, stored),
     Mutant("computed + 1", OutcomeProcessor, "commit", computed_off_by(1), drafting),

@@ -24,12 +24,13 @@ from antiphon.model_worker.batching.state import (
     Progress,
     RequestState,
 )
+from antiphon.model_worker.protocol.peers import LIST_READERS
 from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import SealCall
-from antiphon.service.open_lists import OPEN_LIST_READS
+from antiphon.service.followed_lists import OPEN_LIST_READS, RUNNING_LIST_READS
 from antiphon.service.peers import LivenessConfig, Peer, PeerChange, PeerTable
 from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender
@@ -38,7 +39,13 @@ from antiphon.wire.base import FinishReason, Message, Process, ProcessState, Rol
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, WrongTerm
-from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
+from antiphon.wire.heartbeat import (
+    FetchRunningList,
+    Heartbeat,
+    RunningList,
+    StreamSeq,
+    WorkerLoad,
+)
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
     ADOPT,
@@ -50,6 +57,8 @@ from antiphon.wire.routes import (
     NOTICE,
     OPEN,
     OPEN_FETCH,
+    RUNNING,
+    RUNNING_FETCH,
     STOP,
     SUBMIT,
     TEXT,
@@ -172,11 +181,14 @@ class Node:
 
     def beat(self, process: Process | None = None) -> None:
         """Send a heartbeat; a forged one if it is another's."""
-        heartbeat = self.heartbeat(process)
+        report = self.report()
+        heartbeat = self.heartbeat(process, report)
+        for changes in report.changes:
+            self.say(RUNNING, changes, model=MODEL, worker=self.process.instance)
         self.say(HEARTBEAT, heartbeat, role=self.role, instance=self.process.instance)
 
-    def heartbeat(self, process: Process | None = None) -> Heartbeat:
-        report = self.report()
+    def heartbeat(self, process: Process | None = None, report: Report | None = None) -> Heartbeat:
+        report = report or self.report()
         return Heartbeat(
             role=self.role,
             process=process or self.process,
@@ -298,7 +310,7 @@ class GatewayNode(Node):
         self.run(begin)
 
     def report(self) -> Report:
-        return Report(load=self.owner.open_count)
+        return Report(load=self.owner.open_count, reads=RUNNING_LIST_READS)
 
     def _on_text(self, batch: TextBatch) -> None:
         self._act(self.owner.text_arrived(batch))
@@ -391,14 +403,33 @@ class SchedulerNode(Node):
         self.leader = SchedulerCore(self.process, MODEL, rules, self.clock, self.peers)
         self._doors: list[Interest] = []
         self._said = self.leader.term
+        # Some are of an earlier version, which reads no changes of running lists.
+        self.follows = random.Random(self.name).random() < 0.8
         network.listen(self, OPEN, self._on_open, model=MODEL)
+        if self.follows:
+            network.listen(self, RUNNING, self._on_running, model=MODEL)
 
     def start(self) -> None:
         super().start()
         self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._tick)
 
     def report(self) -> Report:
-        return Report(load=self.leader.open_requests, leads=self.leader.term, reads=OPEN_LIST_READS)
+        return Report(
+            load=self.leader.open_requests,
+            leads=self.leader.term,
+            reads=(*OPEN_LIST_READS, *RUNNING_LIST_READS) if self.follows else OPEN_LIST_READS,
+        )
+
+    def _receive(self, beat: Heartbeat) -> None:
+        if not self.follows and beat.worker is not None:
+            beat = msgspec.structs.replace(
+                beat, worker=msgspec.structs.replace(beat.worker, listed=None)
+            )
+        super()._receive(beat)
+
+    def _on_running(self, message: RunningList) -> None:
+        self.leader.on_running_list(message)
+        self._flush()
 
     def _on_call(self, request: SubmitRequest | CancelRequest | AdoptRequest) -> Message:
         try:
@@ -442,6 +473,8 @@ class SchedulerNode(Node):
                     self.say(COMMAND, action, worker=action.worker.instance)
                 case FetchOpenList(gateway=gateway):
                     self.say(OPEN_FETCH, action, gateway=gateway.instance)
+                case FetchRunningList(worker=worker):
+                    self.say(RUNNING_FETCH, action, worker=worker.instance)
                 case NoticeBatch():
                     self.say(NOTICE, action, gateway=action.gateway.instance)
                 case SealCall():
@@ -522,6 +555,7 @@ class WorkerNode(Node):
             live_max=2 * self.running_max,
             our_time_ms=self.peers.to_local_ms,
             leading=lambda: self.peers.leading(MODEL),
+            list_part_max=3,
         )
         self.running: deque[Running] = deque()
         self.step = 0
@@ -537,6 +571,7 @@ class WorkerNode(Node):
         network.listen(self, COMMAND, self._on_command, worker=instance)
         network.listen(self, STOP, self._on_stop, worker=instance)
         network.listen(self, OPEN, self._on_open, model=MODEL)
+        network.listen(self, RUNNING_FETCH, self._on_list_request, worker=instance)
 
     def start(self) -> None:
         super().start()
@@ -544,11 +579,14 @@ class WorkerNode(Node):
         self.every(0.25, self._tick)
 
     def report(self) -> Report:
+        as_changes = self.peers.read_by_all(RunningList, *LIST_READERS)
+        listed, changes = self.output.list_changes() if as_changes else (None, ())
         load = WorkerLoad(
             pages_free=64 - min(len(self.running), self.running_max),
             pages_total=64,
             page_tokens=16,
-            running=self.output.held(),
+            running=() if as_changes else self.output.held(),
+            listed=listed,
             waiting=max(0, len(self.running) - self.running_max),
             running_max=self.running_max,
             step=self.step,
@@ -563,8 +601,9 @@ class WorkerNode(Node):
         return Report(
             load=len(self.running),
             worker=load,
+            changes=changes,
             streams=self.seqs.streams(),
-            reads=OPEN_LIST_READS,
+            reads=(*OPEN_LIST_READS, *RUNNING_LIST_READS),
         )
 
     @property
@@ -597,6 +636,12 @@ class WorkerNode(Node):
             self._act(self.output.stop(message))
         else:
             self._act(self.output.resend(message))
+
+    def _on_list_request(self, message: FetchRunningList) -> None:
+        if parts := self.output.list_requested(message, self.clock.unix_ms()):
+            for part in parts:
+                self.say(RUNNING, part, model=MODEL, worker=self.process.instance)
+            self.beat()
 
     def _on_open(self, message: OpenList | OpenListState) -> None:
         self._act(self.output.open_list(message, self.clock.unix_ms()))

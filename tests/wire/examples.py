@@ -171,6 +171,16 @@ SUBMIT = submit.SubmitRequest(
     resume=RESUME,
     output_bytes=4096,
 )
+HELD = heartbeat.RunningRequest(
+    request_id=REQUEST,
+    attempt=FIRST,
+    tokens=40,
+    detokenizer=DETOKENIZER.instance,
+    detokenizer_incarnation=DETOKENIZER.incarnation,
+    ended=True,
+    waiting=True,
+    returned=True,
+)
 EVERY: tuple[Message, ...] = (
     generate.GenerateRequest(
         key=KEY,
@@ -593,18 +603,7 @@ EVERY: tuple[Message, ...] = (
             pages_free=100,
             pages_total=512,
             page_tokens=16,
-            running=(
-                heartbeat.RunningRequest(
-                    request_id=REQUEST,
-                    attempt=FIRST,
-                    tokens=40,
-                    detokenizer=DETOKENIZER.instance,
-                    detokenizer_incarnation=DETOKENIZER.incarnation,
-                    ended=True,
-                    waiting=True,
-                    returned=True,
-                ),
-            ),
+            running=(HELD,),
             waiting=2,
             running_max=64,
             step=345,
@@ -619,6 +618,7 @@ EVERY: tuple[Message, ...] = (
             pages_returning=12,
             kv_seq=77,
             hands_back=True,
+            listed=heartbeat.RunningListState(version=12, count=3, digest=bytes(range(8)), live=2),
             figures=heartbeat.WorkerStats(
                 device="cpu",
                 weight_bytes=3_000_000_000,
@@ -644,6 +644,15 @@ EVERY: tuple[Message, ...] = (
         sent_unix_ms=DEADLINE - 2500,
         not_after_unix_ms=DEADLINE,
     ),
+    heartbeat.RunningList(
+        worker=WORKER,
+        version=12,
+        whole=True,
+        opened=(HELD,),
+        closed=(REQUEST,),
+        parts=2,
+    ),
+    heartbeat.FetchRunningList(worker=WORKER),
     heartbeat.Discover(asker=GATEWAY),
     heartbeat.ProcessExited(process=WORKER),
     heartbeat.ClaimName(process=GATEWAY, held=True),

@@ -18,7 +18,7 @@ from antiphon.detokenizer.choice import ChoiceResult, ChoiceState, DetokenizerRe
 from antiphon.detokenizer.incremental import Decode, TokenTexts
 from antiphon.detokenizer.streams import StreamTable
 from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.service.open_lists import OPEN_LIST_READS, OpenLists
+from antiphon.service.followed_lists import OPEN_LIST_READS, OpenLists
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
 from antiphon.wire.codec import split_rows, unpack_ids
@@ -172,11 +172,11 @@ class Detokenizer:
                 request.closed_at = now
         if change.torn:
             return [FetchOpenList(gateway=owner)]
-        if change.requests is None:
+        if change.lines is None:
             return []
         actions: list[Action] = []
         for request in self._owned(owner):
-            if request.request_id in change.requests:
+            if request.request_id in change.lines:
                 request.listed_at, request.unowned_at = now, None
             elif request.closed_at is None and now - request.listed_at > (
                 CLOSED_S if request.stream.resume_ms else UNLISTED_S

@@ -28,6 +28,7 @@ from antiphon.gateway.requests.submission import Submission
 from antiphon.gateway.requests.tokenizer_client import TokenizerClient
 from antiphon.model_card.served_model import served_name
 from antiphon.service.endpoint import Endpoint, StreamEndpoint
+from antiphon.service.followed_lists import RUNNING_LIST_READS
 from antiphon.service.metrics_publisher import report_of
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import OPEN_ENTRY_BYTES, fitting_entries
@@ -135,7 +136,7 @@ class GatewayService:
         return self.submission.model
 
     def report(self) -> Report:
-        return Report(load=self.submission.driver.open_count)
+        return Report(load=self.submission.driver.open_count, reads=RUNNING_LIST_READS)
 
     async def drain(self) -> None:
         """Return when every open request has ended and was sent over NATS or stored.

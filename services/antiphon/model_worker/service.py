@@ -24,6 +24,7 @@ from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.model_worker.protocol.page_store import KvStorageClient
 from antiphon.model_worker.protocol.peers import (
+    LIST_READERS,
     NumericsCheck,
     free_slots,
     longest_elsewhere,
@@ -36,21 +37,23 @@ from antiphon.model_worker.speculation.corpora import ExternalCorpora
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.model_worker.startup.warm_up import choose_overlap, warm_up
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
-from antiphon.service.open_lists import OPEN_LIST_READS
+from antiphon.service.followed_lists import OPEN_LIST_READS, RUNNING_LIST_READS
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
-from antiphon.service.startup import HELD_ENTRY_BYTES, check_message_fits
+from antiphon.service.startup import HELD_ENTRY_BYTES, check_message_fits, fitting_entries
 from antiphon.wire.base import Role
 from antiphon.wire.command import CommandBatch, ControlDone, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, Overloaded
-from antiphon.wire.heartbeat import WorkerLoad
+from antiphon.wire.heartbeat import FetchRunningList, RunningList, WorkerLoad
 from antiphon.wire.routes import (
     COMMAND,
     KV_EVENTS,
     KV_REPLAY,
     OPEN,
     OPEN_FETCH,
+    RUNNING,
+    RUNNING_FETCH,
     STOP,
     WORKER_CONTROL,
 )
@@ -70,6 +73,7 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
+READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS)
 TICK_S = 0.25
 LINGER_S = 3.0
 """How long a drained worker keeps ids for a replay: five heartbeats."""
@@ -106,6 +110,9 @@ class ModelWorker:
             runtime.process,
             self._seqs,
             live_max=live_max,
+            list_part_max=fitting_entries(
+                HELD_ENTRY_BYTES, runtime.bus.transport.payload_bytes_max
+            ),
             our_time_ms=runtime.peers.to_local_ms,
             leading=lambda: runtime.peers.leading(self._model),
         )
@@ -243,6 +250,7 @@ class ModelWorker:
             StreamEndpoint(route=COMMAND, apply=self._on_command, address=here),
             StreamEndpoint(route=STOP, apply=self._on_stop, address=here),
             StreamEndpoint(route=OPEN, apply=self._on_open, address={"model": self._model}),
+            StreamEndpoint(route=RUNNING_FETCH, apply=self._on_list_request, address=here),
             RequestEndpoint(route=WORKER_CONTROL, handler=self._on_control, address=here),
             RequestEndpoint(route=KV_REPLAY, handler=self._on_replay, address=here),
         )
@@ -252,17 +260,22 @@ class ModelWorker:
 
     def report(self) -> Report:
         if self._last is None:
-            return Report(load=0, reads=OPEN_LIST_READS)
+            return Report(load=0, reads=READS)
         output, last, limits = self._output, self._last, self._engine.step_core.limits
+        as_changes = self._runtime.peers.read_by_all(RunningList, *LIST_READERS)
         with self._sender.lock:
-            streams, held = self._seqs.streams(), output.held()
+            streams = self._seqs.streams()
+            # `antiphon drain` up to version 0.4 waits until a heartbeat lists no request.
+            held = () if as_changes and not self._hands_back else output.held()
+            listed, changes = output.list_changes() if as_changes else (None, ())
         busy = self._busy and not last.paused
         core, events = self._engine.step_core, self._runtime.settings.cache.events
         publishes_events = core.caches_prefixes and events
         return Report(
             load=output.live_count,
             streams=streams,
-            reads=OPEN_LIST_READS,
+            reads=READS,
+            changes=changes,
             worker=WorkerLoad(
                 pages_free=last.credit.pages_free + last.credit.pages_evictable,
                 pages_total=self._engine.step_core.pages_total,
@@ -283,6 +296,7 @@ class ModelWorker:
                 commands_seq=output.commands.seq,
                 refused=output.commands.refused,
                 hands_back=self._hands_back,
+                listed=listed,
                 figures=self._accounting.load_stats(
                     last, grammars=len(self._grammar_queue), now=self._runtime.clock.now()
                 ),
@@ -331,6 +345,20 @@ class ModelWorker:
             self._runtime.metrics.late.labels(OPEN.name).inc()
             return
         self._apply(self._output.open_list, message, now_ms)
+
+    def _on_list_request(self, message: FetchRunningList) -> None:
+        with self._sender.lock:
+            parts = self._output.list_requested(message, self._runtime.clock.unix_ms())
+        try:
+            for part in parts:
+                self._runtime.bus.publish(
+                    RUNNING, part, model=self._model, worker=self._runtime.process.instance
+                )
+        except EngineError as error:
+            # The heartbeat shows that it is missing, and it is requested again.
+            log.warning("running list not sent", extra={"code": error.code})
+        if parts:
+            self._runtime.health.changed()
 
     async def _on_control(self, message: ControlMessage, _: object) -> ControlDone:
         return await self._control.answer(message)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.service.followed_lists import FollowedLists, running_content
 from antiphon.wire.base import Process
+from antiphon.wire.heartbeat import FetchRunningList
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.wire.base import Attempt
-    from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
+    from antiphon.wire.heartbeat import (
+        Heartbeat,
+        RunningList,
+        RunningListState,
+        RunningRequest,
+        WorkerLoad,
+    )
     from antiphon.wire.ids import RequestId
 
 
@@ -24,36 +32,79 @@ class HeldAttempt:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker holds by its last heartbeat.
+    """What a worker holds by a heartbeat.
 
     Requests in `ended` have sent their last token and wait for the gateway to read it.
     """
 
     beat: Heartbeat
     received_at: float
+    lines: tuple[RunningRequest, ...]
     held: Mapping[RequestId, Attempt]
     detokenizers: Mapping[RequestId, Process | None]
     ended: set[RequestId]
 
 
 class WorkerAssignments:
-    """The attempts in each live worker's last report."""
+    """The attempts in each live worker's last report.
+
+    A heartbeat whose list is not known completely is no report: the whole list is requested.
+    """
 
     def __init__(self) -> None:
         self._reports: dict[Process, WorkerReport] = {}
+        self._lists = FollowedLists(running_content)
+        self._beats: dict[Process, Heartbeat] = {}  # the last ones
+        self._incomplete: dict[Process, RunningListState] = {}  # those of the last heartbeats
+        self._fetches: list[FetchRunningList] = []
 
     def apply(self, beat: Heartbeat, load: WorkerLoad, now: float) -> WorkerReport | None:
-        """Apply a worker's heartbeat, and return its report; None if it was applied before."""
-        before = self._reports.get(beat.process)
-        if before is not None and before.beat is beat:
+        """Apply a worker's heartbeat, and return its report.
+
+        None if it was applied before, or if what it lists is not known.
+        """
+        worker = beat.process
+        if self._beats.get(worker) is beat:
             return None
+        self._beats[worker] = beat
+        self._incomplete.pop(worker, None)
+        if load.listed is None:
+            return self._report(beat, load.running, now)
+        if (change := self._lists.compare(worker, load.listed, now)) is None:
+            return None
+        if change.lines is None:
+            self._incomplete[worker] = load.listed
+            self._fetches.append(FetchRunningList(worker=worker))
+            return None
+        return self._report(beat, tuple(change.lines.values()), now)
+
+    def apply_list(self, message: RunningList, now: float) -> WorkerReport | None:
+        """Apply a worker's changes; return a report if they are what its last heartbeat lists."""
+        worker = message.worker
+        self._lists.update(worker, message, now)
+        if (listed := self._incomplete.get(worker)) is None:
+            return None
+        change = self._lists.compare(worker, listed, now)
+        if change is None or change.lines is None:
+            return None
+        del self._incomplete[worker]
+        return self._report(self._beats[worker], tuple(change.lines.values()), now)
+
+    def take_fetches(self) -> list[FetchRunningList]:
+        fetches, self._fetches = self._fetches, []
+        return fetches
+
+    def _report(
+        self, beat: Heartbeat, lines: tuple[RunningRequest, ...], now: float
+    ) -> WorkerReport:
         report = self._reports[beat.process] = WorkerReport(
             beat,
             now,
+            lines,
             # A requeued request is not held: it must not count as running there.
-            {held.request_id: held.attempt for held in load.running if not held.returned},
-            {held.request_id: _detokenizer(held) for held in load.running},
-            {held.request_id for held in load.running if held.ended},
+            {held.request_id: held.attempt for held in lines if not held.returned},
+            {held.request_id: _detokenizer(held) for held in lines},
+            {held.request_id for held in lines if held.ended},
         )
         return report
 
@@ -71,7 +122,9 @@ class WorkerAssignments:
         return report is not None and report.received_at > since
 
     def forget(self, worker: Process) -> None:
-        self._reports.pop(worker, None)
+        self._lists.forget(worker)
+        for table in (self._reports, self._beats, self._incomplete):
+            table.pop(worker, None)
 
 
 def _detokenizer(held: RunningRequest) -> Process | None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.cluster_view import WorkerAssignments
+from antiphon.scheduler.cluster_view import WorkerAssignments, WorkerReport
 from antiphon.scheduler.election import LeaderElection
 from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, LeaderConfig
 from antiphon.scheduler.leader_term import LeaderTerm
 from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
 from antiphon.scheduler.worker_caches import WorkerCaches
-from antiphon.service.open_lists import OpenLists
+from antiphon.service.followed_lists import OpenLists
 from antiphon.service.peers import Liveness, Peer, PeerChange, PeerTable
 from antiphon.wire.base import Attempt, Process, Role, Term, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from antiphon.scheduler.outbox import Action, SealCall
     from antiphon.service.clock import Clock
+    from antiphon.wire.heartbeat import FetchRunningList, RunningList, WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName, RequestId
     from antiphon.wire.seal import AttemptsSealed
     from antiphon.wire.submit import (
@@ -66,7 +67,7 @@ class SchedulerCore:
         self.caches = WorkerCaches(rules.blocks_max)
         self._assignments = WorkerAssignments()
         self._lists = OpenLists()
-        self._fetches: list[FetchOpenList] = []
+        self._fetches: list[FetchOpenList | FetchRunningList] = []
         self._leader_term: LeaderTerm | None = None
         self._reconciliation: Reconciliation | None = None
         self._not_ready_since = clock.now()
@@ -135,6 +136,16 @@ class SchedulerCore:
                 self._reconciliation.on_open_list(change)
         return True
 
+    def on_running_list(self, message: RunningList) -> None:
+        """Apply the changes of a worker's running list, which belong to a heartbeat of it."""
+        worker = message.worker
+        peer = self._peers.find(worker.instance)
+        if peer is None or peer.process != worker or peer.heartbeat.model != self._model:
+            return
+        report = self._assignments.apply_list(message, self._clock.now())
+        if report is not None and report.beat.worker is not None:
+            self._on_worker_report(peer, report.beat.worker, report)
+
     def on_sealed(self, call: SealCall, answer: AttemptsSealed | None) -> None:
         """Apply a detokenizer's reply; None if it gave none: it is asked again."""
         if answer is None:
@@ -176,6 +187,7 @@ class SchedulerCore:
 
     def take_actions(self) -> list[Action]:
         fetches, self._fetches = self._fetches, []
+        fetches += self._assignments.take_fetches()
         return [*fetches, *(self._leader_term.outbox.take_actions() if self._leader_term else ())]
 
     def _require_leader_term(self) -> LeaderTerm:
@@ -207,15 +219,18 @@ class SchedulerCore:
         load = peer.heartbeat.worker
         if load is None:
             return
-        if (report := self._assignments.apply(peer.heartbeat, load, self._clock.now())) is None:
-            return
+        report = self._assignments.apply(peer.heartbeat, load, self._clock.now())
         self.caches.on_heartbeat(peer.process, load.kv_seq)
         if load.term is not None:
             if not self._leadership.observe_term(load.term):
                 self._peers.reject_heartbeat(peer.heartbeat, "worker.term")
             self._check_term()
-        self._observe_attempts(report.held.values())
         self._note_stall(peer.process, is_stalled=stalled(load, self._rules.stall_s))
+        if report is not None:
+            self._on_worker_report(peer, load, report)
+
+    def _on_worker_report(self, peer: Peer, load: WorkerLoad, report: WorkerReport) -> None:
+        self._observe_attempts(report.held.values())
         self._update_ready()
         if self._reconciliation is not None:
             self._reconciliation.on_worker_report(peer, load, report)

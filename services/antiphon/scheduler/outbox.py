@@ -14,6 +14,7 @@ from antiphon.scheduler.leader_config import GRACE_BEATS, LeaderConfig
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.codec import split_rows
 from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch, Rebind
+from antiphon.wire.heartbeat import FetchRunningList
 from antiphon.wire.seal import SEALS_MAX, SealAttempts
 from antiphon.wire.submit import FetchOpenList, LostRequest, NoticeBatch
 from antiphon.wire.tokens import TokenColumns, TokenStep
@@ -74,6 +75,7 @@ Action = (
     | NoticeBatch
     | SealCall
     | FetchOpenList
+    | FetchRunningList
     | RequestBound
     | RequestRequeued
     | RequestRemoved

@@ -241,7 +241,7 @@ def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> Re
 
 def stalled(load: WorkerLoad, stall_s: float) -> bool:
     """Whether requests are running and no step has ended for `stall_s`."""
-    return any(not held.ended for held in load.running) and load.step_age_s > stall_s
+    return load.live > 0 and load.step_age_s > stall_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from antiphon.scheduler.leader_term import LeaderTerm
     from antiphon.scheduler.outbox import FailedRequest
-    from antiphon.service.open_lists import OpenChange, OpenLists
+    from antiphon.service.followed_lists import OpenChange, OpenLists
     from antiphon.service.peers import Peer
     from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
     from antiphon.wire.ids import RequestId
@@ -72,11 +72,11 @@ class Reconciliation:
                     entry.seen_at = self._clock.now()
             elif self._leader_term.ready:
                 self._miss(entry, peer, held.get(entry.request_id))
-        if (cleared := self._ledger.capacity(worker).report(load.running)) is not None:
+        if (cleared := self._ledger.capacity(worker).report(report.lines)) is not None:
             self._leader_term.clear(cleared)
         if load.refused is not None and load.refused.leader == self._leader_term.term:
             self._requeue_refused(worker, held)
-        for line in load.running:
+        for line in report.lines:
             if line.returned:
                 self._requeue_returned(line, worker)
         if load.hands_back and self._leader_term.ready:
@@ -85,12 +85,12 @@ class Reconciliation:
 
     def on_open_list(self, change: OpenChange) -> None:
         for request_id in change.closed:
-            self._close(request_id, change.owner)
-        if change.requests is not None:
-            self._compare(change.owner, change.requests)
+            self._close(request_id, change.source)
+        if change.lines is not None:
+            self._compare(change.source, change.lines)
         else:
             for line in change.opened:
-                self._line(change.owner, line)
+                self._line(change.source, line)
         self._leader_term.bind_waiting()
 
     def on_worker_died(self, worker: Process, *, exited: bool) -> None:

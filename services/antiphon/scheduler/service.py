@@ -22,7 +22,7 @@ from antiphon.scheduler.outbox import (
 )
 from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
-from antiphon.service.open_lists import OPEN_LIST_READS
+from antiphon.service.followed_lists import OPEN_LIST_READS, RUNNING_LIST_READS
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tasks import isolated, perform
 from antiphon.telemetry import catalog
@@ -31,6 +31,7 @@ from antiphon.telemetry.tracing import Span, span
 from antiphon.wire.base import Process, Role, Term
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.errors import EngineError, Unavailable
+from antiphon.wire.heartbeat import FetchRunningList, RunningList
 from antiphon.wire.routes import (
     ADOPT,
     CANCEL,
@@ -41,6 +42,8 @@ from antiphon.wire.routes import (
     NOTICE,
     OPEN,
     OPEN_FETCH,
+    RUNNING,
+    RUNNING_FETCH,
     SUBMIT,
 )
 from antiphon.wire.seal import AttemptsSealed
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS)
 TICKS_A_BEAT = 5
 SEAL_TIMEOUT_S = 1.0
 
@@ -105,6 +109,7 @@ class SchedulerService:
         here = {"model": self._model}
         return (
             StreamEndpoint(route=OPEN, apply=self._on_open, address=here),
+            StreamEndpoint(route=RUNNING, apply=self._on_running, address=here),
             StreamEndpoint(route=KV_EVENTS, apply=self._on_kv_events, address=here),
         )
 
@@ -113,7 +118,7 @@ class SchedulerService:
 
     def report(self) -> Report:
         leads = self._core.term if self._core.term == self._announced_term else None
-        return Report(load=self._core.open_requests, leads=leads, reads=OPEN_LIST_READS)
+        return Report(load=self._core.open_requests, leads=leads, reads=READS)
 
     async def drain(self) -> None:
         """Bind the waiting requests, unless a standby can do it; then stop leading."""
@@ -152,6 +157,10 @@ class SchedulerService:
     def _on_open(self, message: OpenList | OpenListState) -> None:
         if not self._core.on_open_list(message):
             self._runtime.metrics.late.labels(OPEN.name).inc()
+        self._news.set()
+
+    def _on_running(self, message: RunningList) -> None:
+        self._core.on_running_list(message)
         self._news.set()
 
     def _on_kv_events(self, message: KvEvents) -> None:
@@ -225,6 +234,8 @@ class SchedulerService:
                 self._runtime.bus.publish(NOTICE, action, gateway=action.gateway.instance)
             case FetchOpenList(gateway=gateway):
                 self._runtime.bus.publish(OPEN_FETCH, action, gateway=gateway.instance)
+            case FetchRunningList(worker=worker):
+                self._runtime.bus.publish(RUNNING_FETCH, action, worker=worker.instance)
             case RequestBound():
                 self._note_bound(action)
             case RequestRequeued(request_id, worker):

@@ -68,7 +68,7 @@ async def _drain(instance: InstanceId, settings: Settings) -> int:
 
     async def deliver(delivery: Delivery) -> None:
         load = delivery.read(HEARTBEAT).worker
-        if called and load is not None and all(held.ended for held in load.running):
+        if called and load is not None and not load.live:
             drained.set()
 
     async with bus:

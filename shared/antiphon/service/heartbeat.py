@@ -15,7 +15,7 @@ from antiphon.service.service import Report, Runtime, Service
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import EngineError, RequestTooLarge
 from antiphon.wire.heartbeat import Discover, Heartbeat, ProcessExited
-from antiphon.wire.routes import DISCOVER, EXIT, HEARTBEAT, HEARTBEAT_SOURCES
+from antiphon.wire.routes import DISCOVER, EXIT, HEARTBEAT, HEARTBEAT_SOURCES, RUNNING
 
 if TYPE_CHECKING:
     from antiphon.service.instance_name import InstanceName
@@ -81,8 +81,13 @@ class Heartbeater:
     async def send(self) -> None:
         """Send one heartbeat. While the link is down it is dropped; the next one replaces it."""
         instance, role = self._runtime.process.instance, self._role
+        bus, report = self._runtime.bus, self._report()
         try:
-            self._runtime.bus.publish(HEARTBEAT, self._heartbeat(), role=role, instance=instance)
+            beat = self._heartbeat(report)
+            for changes in report.changes:
+                assert beat.model is not None, "a worker serves a model"
+                bus.publish(RUNNING, changes, model=beat.model, worker=instance)
+            bus.publish(HEARTBEAT, beat, role=role, instance=instance)
         except RequestTooLarge as error:
             # Later ones will be too large as well: peers will consider us dead.
             self._runtime.metrics.bus_errors.labels("heartbeat").inc()
@@ -91,11 +96,16 @@ class Heartbeater:
             self._runtime.metrics.bus_errors.labels("heartbeat").inc()
             log.debug("heartbeat not sent", extra={"code": error.code})
 
-    def _heartbeat(self) -> Heartbeat:
-        runtime = self._runtime
-        starting = runtime.health.state is ProcessState.STARTING
-        service = None if starting else self.service
-        report = Report(load=0) if service is None else service.report()
+    @property
+    def _started(self) -> Service | None:
+        starting = self._runtime.health.state is ProcessState.STARTING
+        return None if starting else self.service
+
+    def _report(self) -> Report:
+        return Report(load=0) if self._started is None else self._started.report()
+
+    def _heartbeat(self, report: Report) -> Heartbeat:
+        runtime, service = self._runtime, self._started
         dead_s = runtime.settings.service.heartbeat_s * runtime.settings.scheduler.dead_beats
         return Heartbeat(
             role=self._role,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from antiphon.service.endpoint import Endpoint, Listeners
     from antiphon.service.peers import PeerTable
     from antiphon.wire.base import Process, Role, Term
-    from antiphon.wire.heartbeat import StreamSeq, WorkerLoad
+    from antiphon.wire.heartbeat import RunningList, StreamSeq, WorkerLoad
     from antiphon.wire.ids import ModelName
 
 
@@ -64,8 +64,11 @@ class Runtime(ProcessContext):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
+    """A service's part of its heartbeat. `changes` of a worker's list are published before it."""
+
     load: int
     worker: WorkerLoad | None = None
+    changes: tuple[RunningList, ...] = ()
     leads: Term | None = None
     streams: tuple[StreamSeq, ...] = ()
     reads: tuple[str, ...] = ()

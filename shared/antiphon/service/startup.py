@@ -10,7 +10,7 @@ import sys
 
 OPEN_ENTRY_BYTES = 192
 """Estimated size of an open list's entry, rounded up."""
-HELD_ENTRY_BYTES = 224
+HELD_ENTRY_BYTES = 288
 """Estimated size of a running request in a worker's heartbeat, rounded up."""
 _REST_BYTES = 16 * 1024
 _BACKLOG = 1024

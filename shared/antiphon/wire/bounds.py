@@ -35,6 +35,9 @@ CHOICES_MAX = 4096
 Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
 ChoiceIndex = Annotated[int, Meta(ge=0, lt=CHOICES_MAX)]
 
+LIST_DIGEST_BYTES = 8
+ListDigest = Annotated[bytes, Meta(min_length=LIST_DIGEST_BYTES, max_length=LIST_DIGEST_BYTES)]
+"""Of a list of requests; see `service.followed_lists`."""
 Sha256 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 ShortText = Annotated[str, Meta(max_length=1024)]
 """A name, a code or a digest as text."""

@@ -17,7 +17,17 @@ from antiphon.wire.base import (
     Term,
     Value,
 )
-from antiphon.wire.bounds import Count, Finite, Number, Port, Positive, ShortText, Signed, UnixMs
+from antiphon.wire.bounds import (
+    Count,
+    Finite,
+    ListDigest,
+    Number,
+    Port,
+    Positive,
+    ShortText,
+    Signed,
+    UnixMs,
+)
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 
 
@@ -32,7 +42,8 @@ class RunningRequest(Value):
     """A request that a worker holds; the leader compares them with the open requests.
 
     Attributes:
-        tokens: Output tokens so far, of all choices.
+        tokens: Output tokens so far, of all choices. In a `RunningList` those of this attempt are
+            rounded down to a power of two, so that a token is no change of the list.
         detokenizer: Where they are sent; unset by workers up to version 0.4.
         detokenizer_incarnation: Of the process there that fixes the tokens of this attempt.
         ended: It holds neither a slot nor pages, only its ids, until its owner stops listing it.
@@ -49,6 +60,48 @@ class RunningRequest(Value):
     ended: bool = False
     waiting: bool = False
     returned: bool = False
+
+
+class RunningList(Message):
+    """Changes of the requests that a worker holds, sent before the heartbeat that counts them.
+
+    The whole list is sent on request. A process that announces that it reads this also reads
+    `WorkerLoad.listed`.
+
+    Attributes:
+        version: Increases by one per message.
+        opened: Requests that are new, or that have changed.
+        closed: Requests that it does not hold any more.
+        parts: A whole list that is too long for a message is sent in so many; all but the first one
+            add requests to it. The next heartbeat completes it.
+    """
+
+    worker: Process
+    version: Number
+    whole: bool
+    opened: tuple[RunningRequest, ...] = ()
+    closed: tuple[RequestId, ...] = ()
+    parts: Positive = 1
+
+
+class FetchRunningList(Message):
+    """A worker sends its whole list again, and a heartbeat."""
+
+    worker: Process
+
+
+class RunningListState(Value):
+    """A worker's list as of a version.
+
+    Attributes:
+        digest: XOR of BLAKE2b of each line; see `service.followed_lists`.
+        live: How many of its requests have not ended.
+    """
+
+    version: Number
+    count: Count
+    digest: ListDigest
+    live: Count
 
 
 class WorkerStats(Value):
@@ -105,6 +158,7 @@ class WorkerLoad(Value):
     Attributes:
         pages_free: Pages that are unused or held only by the prefix cache.
         pages_promised: How many of these are reserved for the growth of running requests.
+        running: All requests that it holds, unless they are `listed`.
         pages_returning: Pages soon to be freed by requests that are about to reach `max_tokens`.
         step: Forward passes since start.
         step_age_s: Time since the last step ended; with work in flight it shows a stall.
@@ -115,6 +169,8 @@ class WorkerLoad(Value):
             depend on. Workers of one model must agree in it; a differing one exits.
         hands_back: Its running requests are to be continued on other workers.
         kv_seq: Number of the newest prefix cache event; None if it publishes none.
+        listed: What its running list is by now. Unset while a process that reads its heartbeats
+            does not read this (those up to version 0.4), and by workers of these versions.
     """
 
     pages_free: Count
@@ -137,6 +193,14 @@ class WorkerLoad(Value):
     figures: WorkerStats = WorkerStats()
     refused: RefusedCommands | None = None
     hands_back: bool = False
+    listed: RunningListState | None = None
+
+    @property
+    def live(self) -> int:
+        """How many requests have not ended."""
+        if self.listed is not None:
+            return self.listed.live
+        return sum(not held.ended for held in self.running)
 
 
 class Heartbeat(Message):

@@ -241,6 +241,20 @@ WORKER_CONTROL = RequestRoute(
     senders=(Role.SCHEDULER, Role.GATEWAY, OPERATOR),
     listeners=(Role.WORKER,),
 )
+RUNNING = Route(
+    subject="events.running.{model}.{worker}",
+    carries=(heartbeat.RunningList,),
+    senders=(Role.WORKER,),
+    listeners=(Role.SCHEDULER,),
+    delivery=DeliveryMode.ALL,
+    ordered=True,
+)
+RUNNING_FETCH = Route(
+    subject="worker.{worker}.running",
+    carries=(heartbeat.FetchRunningList,),
+    senders=(Role.SCHEDULER,),
+    listeners=(Role.WORKER,),
+)
 KV_EVENTS = Route(
     subject="events.kv.{model}.{worker}",
     carries=(kv_events.KvEvents,),

@@ -11,6 +11,7 @@ from antiphon.wire.bounds import (
     CHOICES_MAX,
     Choices,
     Count,
+    ListDigest,
     LongText,
     Milliseconds,
     Number,
@@ -185,9 +186,6 @@ class OpenList(Message):
     parts: Positive = 1
 
 
-OPEN_DIGEST_BYTES = 8
-
-
 class OpenListState(Message):
     """How many requests a gateway's open list has as of a version, and their digest.
 
@@ -196,14 +194,14 @@ class OpenListState(Message):
 
     Attributes:
         digest: XOR of BLAKE2b of each request's id, and of the term and number of the attempt that
-            is followed; see `service.open_lists`.
+            is followed; see `service.followed_lists`.
     """
 
     model: ModelName
     owner: Process
     version: Number
     count: Count
-    digest: Annotated[bytes, Meta(min_length=OPEN_DIGEST_BYTES, max_length=OPEN_DIGEST_BYTES)]
+    digest: ListDigest
     not_after_unix_ms: UnixMs
 
 

@@ -27,6 +27,7 @@ from antiphon.model_worker.protocol.worker_output import WorkerOutput
 from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.clock import Clock, SystemClock
+from antiphon.service.followed_lists import RUNNING_LIST_READS, FollowedLists, running_content
 from antiphon.service.inbox import SharedStateBroken
 from antiphon.service.startup import CannotStart
 from antiphon.wire.base import Attempt, FinishReason, Process, ProcessState, Role, Term
@@ -44,7 +45,15 @@ from antiphon.wire.command import (
     StopChoice,
 )
 from antiphon.wire.digests import block_digests
-from antiphon.wire.heartbeat import Heartbeat, RefusalReason, RefusedCommands, WorkerLoad
+from antiphon.wire.heartbeat import (
+    FetchRunningList,
+    Heartbeat,
+    RefusalReason,
+    RefusedCommands,
+    RunningList,
+    RunningRequest,
+    WorkerLoad,
+)
 from antiphon.wire.ids import RequestId
 from antiphon.wire.kv_events import BlocksCleared, BlocksStored, KvEvents, KvReplayed, ReplayKv
 from antiphon.wire.namespaces import PageOrigin, announced_root, cache_namespace
@@ -54,6 +63,8 @@ from antiphon.wire.routes import (
     KV_EVENTS,
     KV_REPLAY,
     OPEN,
+    RUNNING,
+    RUNNING_FETCH,
     STOP,
     TOKENS,
     WORKER_CONTROL,
@@ -124,6 +135,8 @@ class Stage:
         self.reader = ColumnReader()
         self.beats: list[Heartbeat] = []
         self.kv_events: list[KvEvents] = []
+        self.running: list[RunningList] = []
+        self.copies = FollowedLists(running_content)
         self.commands = 0
         self.lists = 0
         self.meet()
@@ -132,10 +145,13 @@ class Stage:
         await self.bus.listen(TOKENS, self._tokens, detokenizer=DETOKENIZER.instance)
         await self.bus.listen(HEARTBEAT, self._beat, role="worker")
         await self.bus.listen(KV_EVENTS, self._kv)
+        await self.bus.listen(RUNNING, self._running)
         # So that the leader is known before the first command: messages of two subjects race.
         await until(lambda: bool(self.beats))
 
-    def meet(self, leader: Process = TERM.scheduler, ahead_s: float = 0.0) -> None:
+    def meet(
+        self, leader: Process = TERM.scheduler, ahead_s: float = 0.0, reads: tuple[str, ...] = ()
+    ) -> None:
         """Send the worker a heartbeat of a leader whose clock is so far ahead of its own."""
         sent_ms = SystemClock().unix_ms() + round(1000 * ahead_s)
         beat = Heartbeat(
@@ -145,6 +161,7 @@ class Stage:
             config_digest=digest(self.worker.around.settings.cluster),
             health_port=0,
             load=0,
+            reads=reads,
             sent_unix_ms=sent_ms,
             not_after_unix_ms=sent_ms + 2_500,
         )
@@ -159,6 +176,11 @@ class Stage:
     async def _kv(self, delivery: Delivery) -> None:
         self.kv_events.append(delivery.read(KV_EVENTS))
 
+    async def _running(self, delivery: Delivery) -> None:
+        message = delivery.read(RUNNING)
+        self.running.append(message)
+        self.copies.update(message.worker, message, 0.0)
+
     async def _beat(self, delivery: Delivery) -> None:
         self.beats.append(delivery.read(HEARTBEAT))
 
@@ -168,6 +190,16 @@ class Stage:
         load = self.beats[-1].worker
         assert load is not None
         return load
+
+    @property
+    def held(self) -> tuple[RunningRequest, ...]:
+        """What the worker lists, in heartbeats or by changes."""
+        load, worker = self.load, self.worker.process
+        if load.listed is None:
+            return load.running
+        change = self.copies.compare(worker, load.listed, 0.0)
+        lines = None if change is None else change.lines
+        return () if lines is None else tuple(lines.values())
 
     def ids(self, request_id: str) -> list[int]:
         rows = [row for row in self.rows if row.request_id == request_id]
@@ -291,15 +323,41 @@ async def test_the_heartbeat_reports_pages_load_and_running_requests(stage: Stag
     await stage.command(admit("a", 900))
     await stage.load_is(1)
     load = stage.load
-    assert [line.request_id for line in load.running] == ["a"]
+    await until(lambda: [line.request_id for line in stage.held] == ["a"])
     assert (load.term, load.commands_seq, load.context_tokens) == (TERM, 1, 1024)
     await until(lambda: stage.ended("a"))
     await stage.load_is(0)
     load = stage.load
     assert load.pages_free == load.pages_total == 64
-    assert [line.ended for line in load.running] == [True]
+    await until(lambda: [line.ended for line in stage.held] == [True])
     assert load.step_age_s == 0.0
     assert stage.beats[-1].streams[0].receiver == DETOKENIZER.instance
+
+
+async def test_schedulers_that_follow_the_running_list_are_sent_its_changes(stage: Stage) -> None:
+    stage.meet(reads=RUNNING_LIST_READS)
+    await until(lambda: stage.load.listed is not None)
+    await stage.command(admit("a", 900))
+    await until(lambda: stage.load.live == 1)
+    assert not stage.load.running
+    assert [line.request_id for one in stage.running for line in one.opened][:1] == ["a"]
+    await until(lambda: stage.ended("a"))
+    await until(lambda: stage.load.live == 0)
+    fetch = FetchRunningList(worker=stage.worker.process)
+    stage.bus.publish(RUNNING_FETCH, fetch, worker=stage.worker.process.instance)
+    await until(lambda: stage.running[-1].whole)
+    (line,) = stage.running[-1].opened
+    assert line.ended
+
+
+async def test_a_worker_whose_requests_are_to_migrate_lists_them_for_earlier_tools(
+    stage: Stage,
+) -> None:
+    stage.meet(reads=RUNNING_LIST_READS)
+    await stage.start(admit("a", 300))
+    await stage.control(DrainWorker(migrate=True))
+    await until(lambda: stage.load.hands_back)
+    assert [line.request_id for line in stage.load.running] == ["a"]
 
 
 def leader_ahead(ahead_s: float) -> Term:
@@ -394,7 +452,7 @@ async def test_a_resend_brings_everything_again(stage: Stage) -> None:
 async def test_what_the_owner_closed_is_forgotten(stage: Stage) -> None:
     await stage.finish(admit("a"))
     await stage.close("a")
-    await until(lambda: stage.load.running == ())
+    await until(lambda: stage.load.live == 0 and stage.held == ())
 
 
 async def test_tokens_of_an_outage_are_sent_after_it(stage: Stage) -> None:
@@ -596,8 +654,8 @@ def opener_of(runner: Callable[[PlanRunner], PlanRunner]) -> Callable[[Settings]
 
 def given_back(stage: Stage) -> list[str]:
     here = [beat for beat in stage.beats if beat.process == stage.worker.process]
-    load = here[-1].worker if here else None
-    return [line.request_id for line in load.running if line.returned] if load else []
+    known = bool(here) and here[-1] is stage.beats[-1] and here[-1].worker is not None
+    return [line.request_id for line in stage.held if line.returned] if known else []
 
 
 @pytest.mark.parametrize("drains", [True, False], ids=["leaving", "too slow"])

@@ -400,7 +400,13 @@ ATTEMPT = Attempt(term=Term(number=2**31, scheduler=SCHEDULER), n=2**31)
 def test_what_a_line_is_taken_to_need_is_enough() -> None:
     line = OpenRequest(request_id=new_request_id(), deadline_unix_ms=2**50, attempt=ATTEMPT)
     held = RunningRequest(
-        request_id=new_request_id(), attempt=ATTEMPT, tokens=2**31, ended=True, waiting=True
+        request_id=new_request_id(),
+        attempt=ATTEMPT,
+        tokens=2**31,
+        detokenizer=SCHEDULER.instance,
+        detokenizer_incarnation=SCHEDULER.incarnation,
+        ended=True,
+        waiting=True,
     )
     assert len(msgspec.msgpack.encode(line)) <= OPEN_ENTRY_BYTES
     assert len(msgspec.msgpack.encode(held)) <= HELD_ENTRY_BYTES

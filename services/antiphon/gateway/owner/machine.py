@@ -75,7 +75,6 @@ _SILENCE_MAX_S = 64.0
 _TOMBSTONE_S = 10.0  # how long past the deadline a cancel is repeated
 _PACE_S = 0.001  # pause between submits when all are sent again: a new leader's inbox is bounded
 _STALE_LEADER_S = 0.2  # pause after a reply of a leader that has been superseded
-_WHOLE_LIST_PAUSE_S = 0.1
 _RESUME_WAIT_S = 0.1  # how long requested text may be in flight
 _RESUME_RETRY_S = 0.25  # pause after a failed fetch of text
 _BURST_READ_S = 5.0
@@ -128,7 +127,6 @@ class Owner:
         self._open_list = OpenListBuilder(process, model, clock, config.open_list_s, list_part_max)
         self._timers: Timers[_ListTimer | _RequestTimer | _ResumeTimer] = Timers()
         self._states_read = states_read
-        self._whole_list_at = -_WHOLE_LIST_PAUSE_S
         self._timers.set(_LIST_TIMER, clock.now())
         self._actions: list[Action] = []
 
@@ -391,9 +389,7 @@ class Owner:
 
     def open_list_requested(self, message: FetchOpenList) -> list[Action]:
         """Publish the whole list, for all; one that asks again so soon will ask once more."""
-        now = self._clock.now()
-        if message.gateway == self._process and now - self._whole_list_at >= _WHOLE_LIST_PAUSE_S:
-            self._whole_list_at = now
+        if message.gateway == self._process:
             self._actions += self._open_list.parts()
         return self._take_actions()
 
@@ -606,8 +602,7 @@ class Owner:
         self._actions.append(self._open_list.state() if as_state else self._open_list.whole())
 
     def _announce(self) -> None:
-        if (changes := self._open_list.changes()) is not None:
-            self._actions.append(changes)
+        self._actions += self._open_list.changes()
 
     def _take_actions(self) -> list[Action]:
         self._announce()

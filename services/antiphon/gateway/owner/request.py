@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.owner.actions import Finished, TextDelta
-from antiphon.service.open_lists import OpenSet
+from antiphon.service.followed_lists import ListUpdate, PublishedList, open_content
 from antiphon.service.sequence import Arrival, SeqReceiver
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
 from antiphon.wire.codec import ID_BYTES, id_count
@@ -445,7 +445,7 @@ class UnreadBytes:
 
 
 class OpenListBuilder:
-    """Collects changes until they are published. Pure."""
+    """Makes the messages of this gateway's open list. Pure."""
 
     def __init__(
         self, owner: Process, model: ModelName, clock: Clock, interval_s: float, part_max: int
@@ -454,75 +454,50 @@ class OpenListBuilder:
         self._model = model
         self._clock = clock
         self._valid_ms = int(_LISTS_VALID * interval_s * 1000)
-        self._part_max = part_max
-        self._version = 0
-        self._open = OpenSet()
-        self._changed: dict[RequestId, OpenRequest] = {}
-        self._closed: list[RequestId] = []
+        self._list = PublishedList(open_content, part_max)
 
     def add(self, request: OwnedRequest) -> None:
         """Add a request that is new, or that follows another attempt."""
-        line = self._changed[request.id] = request.open_list_entry()
-        self._open.put(line)
+        self._list.put(request.open_list_entry())
 
     def close(self, request: OwnedRequest) -> None:
-        self._open.remove(request.id)
-        self._changed.pop(request.id, None)
-        self._closed.append(request.id)
+        self._list.remove(request.id)
 
-    def changes(self) -> OpenList | None:
-        if not self._changed and not self._closed:
-            return None
-        return self._list(tuple(self._changed.values()), tuple(self._closed))
+    def changes(self) -> list[OpenList]:
+        return [self._message(update) for update in self._list.changes()]
 
     def whole(self) -> OpenList:
         """Return all open requests in one message; includes all changes so far."""
-        return self._list(tuple(self._open.requests.values()), whole=True)
+        return self._message(self._list.whole())
 
-    def parts(self) -> Iterator[OpenList | OpenListState]:
-        """Yield all open requests in messages of bounded size; includes all changes so far."""
-        lines = tuple(self._open.requests.values())
-        starts = range(0, max(1, len(lines)), self._part_max)
-        for start in starts:
-            part = lines[start : start + self._part_max]
-            yield self._list(part, whole=start == 0, parts=len(starts))
-        yield self.state()
+    def parts(self) -> list[OpenList | OpenListState]:
+        """Return all open requests in messages of bounded size; none if that was done just now."""
+        parts = [self._message(update) for update in self._list.parts(self._clock.now())]
+        return [*parts, self.state()] if parts else []
 
     def state(self) -> OpenListState:
         """Return the number and digest of the requests as of all changes that were published."""
-        assert not self._changed, "changes are to be published first"
-        assert not self._closed, "changes are to be published first"
+        assert self._list.is_published, "changes are to be published first"
         return OpenListState(
             model=self._model,
             owner=self._owner,
-            version=self._version,
-            count=len(self._open.requests),
-            digest=self._open.digest,
+            version=self._list.version,
+            count=len(self._list.lines),
+            digest=self._list.digest,
             not_after_unix_ms=self._clock.unix_ms() + self._valid_ms,
         )
 
-    def _list(
-        self,
-        opened: tuple[OpenRequest, ...],
-        closed: tuple[RequestId, ...] = (),
-        *,
-        whole: bool = False,
-        parts: int = 1,
-    ) -> OpenList:
-        self._version += 1
-        message = OpenList(
+    def _message(self, update: ListUpdate[OpenRequest]) -> OpenList:
+        return OpenList(
             model=self._model,
             owner=self._owner,
-            version=self._version,
-            whole=whole,
-            opened=opened,
-            closed=closed,
+            version=update.version,
+            whole=update.whole,
+            opened=update.opened,
+            closed=update.closed,
             not_after_unix_ms=self._clock.unix_ms() + self._valid_ms,
-            parts=parts,
+            parts=update.parts,
         )
-        self._changed.clear()
-        self._closed.clear()
-        return message
 
 
 class StreamGaps:

@@ -9,6 +9,7 @@ import msgspec
 from antiphon.model_worker.batching.state import WIRE_IDS, Finish
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import ID_BYTES, id_count
+from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsBuffer, join_token_outputs
 from antiphon.wire.tokens import TokenRow, TokenStream
 
@@ -305,6 +306,7 @@ class HeldRequest:
             for choice, key in zip(admit.choices, keys, strict=True)
         ]
         self._introduced = False
+        self._began_tokens = self.tokens
 
     @property
     def detokenizer_incarnation(self) -> Incarnation | None:
@@ -321,6 +323,22 @@ class HeldRequest:
     @property
     def tokens(self) -> int:
         return sum(choice.length for choice in self.choices)
+
+    def line(self, *, exact: bool) -> RunningRequest:
+        """What the leader reads of it; unless `exact`, few new tokens change it."""
+        tokens = self.tokens
+        if not exact and (new := tokens - self._began_tokens) > 0:
+            tokens = self._began_tokens + (1 << (new.bit_length() - 1))
+        return RunningRequest(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            tokens=tokens,
+            detokenizer=self.detokenizer,
+            detokenizer_incarnation=self.detokenizer_incarnation,
+            ended=not self.live,
+            waiting=not self.started,
+            returned=self.requeued,
+        )
 
     def rebind(self, message: Rebind, now_ms: int) -> None:
         """Send all of it again, to another detokenizer or for another owner."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.cluster import differing
 from antiphon.service.startup import CannotStart
-from antiphon.wire.base import Process, ProcessState
+from antiphon.wire.base import Process, ProcessState, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from antiphon.service.peers import Peer
     from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
     from antiphon.wire.ids import ModelName
+
+
+LIST_READERS = (Role.SCHEDULER, Role.GATEWAY, Role.WORKER)
+"""Those that read what a worker's heartbeat says of the requests that it holds."""
 
 
 class NumericsCheck:
@@ -69,7 +73,7 @@ def longest_elsewhere(loads: Iterable[WorkerLoad], context_tokens: int) -> int |
 def free_slots(loads: Iterable[WorkerLoad]) -> int:
     """How many requests other workers could start now: free slots, with pages not reserved."""
     return sum(
-        max(0, load.running_max - sum(not line.ended for line in load.running))
+        max(0, load.running_max - load.live)
         for load in loads
         if load.pages_free > load.pages_promised
     )

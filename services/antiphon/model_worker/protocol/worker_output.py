@@ -17,18 +17,20 @@ from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, Re
 from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFilter
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import PlainStreams, TokenOutbox
-from antiphon.service.open_lists import OpenLists
+from antiphon.service.followed_lists import OpenLists, PublishedList, running_content
 from antiphon.wire.command import Abort, Admit, CommandBatch, Rebind, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, WorkerLost, decode_error
-from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.heartbeat import RunningList, RunningListState
 from antiphon.wire.submit import FetchOpenList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable
 
     from antiphon.model_worker.batching.state import AnyProgress, SampledTokens
+    from antiphon.service.followed_lists import ListUpdate
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process, Term
+    from antiphon.wire.heartbeat import FetchRunningList, RunningRequest
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList, OpenListState
     from antiphon.wire.tokens import TokenBatch
@@ -69,7 +71,8 @@ Action = RunChoice | DropChoice | FetchOpenList
 class WorkerOutput:
     """All requests that this worker has accepted and not forgotten.
 
-    `our_time_ms` converts a time of another process to our clock; `leading` is the leader's term by
+    `list_part_max` of them go into a message of the running list. `our_time_ms` converts a time of
+    another process to our clock; `leading` is the leader's term by
     the heartbeats of schedulers.
     """
 
@@ -79,6 +82,7 @@ class WorkerOutput:
         seqs: SeqSender,
         *,
         live_max: int,
+        list_part_max: int = 4096,
         our_time_ms: Callable[[int, Process], int] = lambda unix_ms, _: unix_ms,
         leading: Callable[[], Term | None] = lambda: None,
     ) -> None:
@@ -95,6 +99,7 @@ class WorkerOutput:
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
         self._tombstones = AttemptTombstones(TOMBSTONE_MS)
         self._lists = OpenLists()
+        self._running = PublishedList(running_content, list_part_max)
         self._keys = count(1)
         self._actions: list[Action] = []  # that the loop was not given yet
 
@@ -112,18 +117,38 @@ class WorkerOutput:
 
     def held(self) -> tuple[RunningRequest, ...]:
         self._plain.write_lengths()
-        return tuple(
-            RunningRequest(
-                request_id=held.request_id,
-                attempt=held.attempt,
-                tokens=held.tokens,
-                detokenizer=held.detokenizer,
-                detokenizer_incarnation=held.detokenizer_incarnation,
-                ended=not held.live,
-                waiting=not held.started,
-                returned=held.requeued,
-            )
-            for held in self._held.values()
+        return tuple(held.line(exact=True) for held in self._held.values())
+
+    def list_changes(self) -> tuple[RunningListState, tuple[RunningList, ...]]:
+        """What the running list is by now, and the messages that lead to it from the last call."""
+        self._plain.write_lengths()
+        for held in self._held.values():
+            self._running.put(held.line(exact=False))
+        for request_id in self._running.lines.keys() - self._held.keys():
+            self._running.remove(request_id)
+        changes = tuple(self._list(update) for update in self._running.changes())
+        state = RunningListState(
+            version=self._running.version,
+            count=len(self._running.lines),
+            digest=self._running.digest,
+            live=sum(not line.ended for line in self._running.lines.values()),
+        )
+        return state, changes
+
+    def list_requested(self, message: FetchRunningList, now_ms: int) -> list[RunningList]:
+        """The whole list as of the last call, in parts. The next heartbeat completes it."""
+        if message.worker != self.process:
+            return []
+        return [self._list(update) for update in self._running.parts(now_ms / 1000)]
+
+    def _list(self, update: ListUpdate[RunningRequest]) -> RunningList:
+        return RunningList(
+            worker=self.process,
+            version=update.version,
+            whole=update.whole,
+            opened=update.opened,
+            closed=update.closed,
+            parts=update.parts,
         )
 
     def command(self, batch: CommandBatch, now_ms: int, offset_ms: int | None = 0) -> list[Action]:
@@ -192,9 +217,9 @@ class WorkerOutput:
         if change.torn:
             self._actions.append(FetchOpenList(gateway=message.owner))
         gone = set(change.closed)
-        if change.requests is not None:
-            gone |= self._unlisted(message.owner, change.requests, now_ms)
-            self._repeat_ends(message.owner, change.requests)
+        if change.lines is not None:
+            gone |= self._unlisted(message.owner, change.lines, now_ms)
+            self._repeat_ends(message.owner, change.lines)
         for request_id in gone:
             held = self._held.get(request_id)
             if held is None or held.owner != message.owner:

@@ -356,7 +356,7 @@ class InfoEndpoints(Endpoints):
 def load_of(rank: int, peer: Peer, load: WorkerLoad) -> Load:
     """Convert a worker's heartbeat; `rank` is its index in the list."""
     figures = load.figures
-    running = sum(not held.ended for held in load.running)
+    running = load.live
     used = (load.pages_total - load.pages_free) * load.page_tokens
     total = load.pages_total * load.page_tokens
     return Load(
