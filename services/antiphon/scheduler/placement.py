@@ -273,29 +273,25 @@ class Dispatcher:
         reserved: set[Process] = set()
         for request_id in itertools.islice(self.queue.in_order(self.clock.now()), QUEUE_SCAN_MAX):
             entry, submit = self._waiting(request_id)
-            if entry.isolated and entry.deadline_unix_ms > self.clock.unix_ms():
+            if entry.deadline_unix_ms <= self.clock.unix_ms():
+                return QueueExit(entry, submit)
+            try:
+                self.placement.check(submit)
+            except PromptTooLong as error:
+                return QueueExit(entry, submit, error=error)
+            if entry.isolated:
                 place, worker = self.placement.choose_alone(submit)
                 if place is not None:
                     return QueueExit(entry, submit, place)
                 reserved.update(() if worker is None else (worker,))
                 continue
-            if (match := self._match(request_id, reserved)) is not None:
-                return match
+            place = self.placement.choose(submit, avoid=entry.requeued_by, kept=reserved)
+            if place is not None:
+                return QueueExit(entry, submit, place)
             reserved.update(one.worker for one in self.placement.able(submit))
             if not self.placement.has_free_slots_outside(reserved):
                 break
         return self._match_over()
-
-    def _match(self, request_id: RequestId, reserved: set[Process]) -> QueueExit | None:
-        entry, submit = self._waiting(request_id)
-        if entry.deadline_unix_ms <= self.clock.unix_ms():
-            return QueueExit(entry, submit)
-        try:
-            self.placement.check(submit)
-        except PromptTooLong as error:
-            return QueueExit(entry, submit, error=error)
-        place = self.placement.choose(submit, avoid=entry.requeued_by, kept=reserved)
-        return None if place is None else QueueExit(entry, submit, place)
 
     def _match_over(self) -> QueueExit | None:
         if (request_id := self.queue.highest()) is None:

@@ -230,6 +230,9 @@ class Reconciliation:
         if binding.rebound:
             if held in binding.continues:
                 self._leader_term.admit(entry, held)
+            elif held is None:
+                error = WorkerLost("the worker has lost the request")
+                self._leader_term.fail_attempt(entry, error)
             return
         if not entry.restartable:
             return  # it has run, so it ended; `_check_age` decides

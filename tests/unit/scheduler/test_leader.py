@@ -502,6 +502,24 @@ def test_gateway_that_adopts_is_sent_all_though_the_rebinds_were_lost() -> None:
     assert not stage.of(SealCall)
 
 
+def test_rebound_request_that_its_worker_has_lost_continues_after_a_few_heartbeats() -> None:
+    stage, gateway, worker, detokenizer = usual()
+    request = stage.submit("r", resume=ResumeWindow(window_ms=20_000))
+    (first,) = stage.admits()
+    gateway.follows(request.request_id, first.attempt)
+    worker.reports(sent_to(detokenizer.process, first.request_id, first.attempt))
+    detokenizer.accepted(first, [1, 2])
+    stage.enter(Role.GATEWAY, "gateway-1").open[request.request_id] = open_entry(
+        request, first.attempt
+    )
+    stage.leader.adopt(adopting(request))
+    worker.reports()
+    stage.pass_s(3.0)
+    (second,) = stage.admits()[1:]
+    assert second.choices[0].output_ids == pack_ids([1, 2])
+    assert second.owner == process("gateway-1")
+
+
 def test_new_leader_calls_no_stream_unknown_before_all_have_reported() -> None:
     stage = Stage()
     stage.pass_s(1.2)
@@ -623,6 +641,16 @@ def test_request_under_which_two_workers_have_ended_begins_alone_and_then_goes_o
     alone.runs(held(RequestId("poison"), admit.attempt, tokens=8))
     stage.pass_s(1.0)
     assert [each.request_id for each in stage.admits(alone)[1:]] == ["r4"]
+
+
+def test_request_that_is_too_long_for_all_workers_does_not_wait_to_begin_alone() -> None:
+    stage, first = dead_twice()
+    second = Actor(stage, Role.WORKER, process("worker-1"))
+    stage.actors.append(second)
+    for worker in (first, second):
+        worker.set_load(context_tokens=4)
+    stage.pass_s(1.0)
+    assert {lost.error.code for lost in stage.lost()} == {"prompt_too_long"}
 
 
 def test_request_that_ends_a_third_worker_is_quarantined_and_its_companions_are_not() -> None:
