@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from tests.support.services import client_bus
 from tests.support.wait import until
 from tests.unit.gateway.calls import TEXT
 from tests.unit.gateway.cluster import SCRIPT, House, house, second_gateway
-from tests.unit.gateway.test_generate import Client, request, visiting
+from tests.unit.gateway.test_generate import GATEWAY, Client, request, visiting
 
 from antiphon.gateway.nats import generate
+from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.generate import (
     GenerateAccepted,
+    GenerateCancel,
     GenerateEnd,
     GenerateText,
     ResumePosition,
     TextCursor,
 )
 from antiphon.wire.ids import RequestId
+from antiphon.wire.routes import GATEWAY_CONTROL
 from antiphon.wire.sampling import TokenOutputParams
 from antiphon.wire.token_outputs import join_chunks
 
@@ -131,6 +135,19 @@ async def test_client_that_comes_back_later_gets_the_rest(at: House) -> None:
         await client.first(GenerateEnd)
         assert joined(client.all(GenerateText))[0] == "".join(SCRIPT[1:])
         assert at.cluster.cancelled == []
+
+
+async def test_response_whose_client_is_away_is_cancelled_by_its_tenant_only(at: House) -> None:
+    async with visiting(at) as client, started(at, client, 2) as (_, request_id):
+        await leave(at, client, request_id, 2)
+        cancel = GenerateCancel(request_id=request_id)
+        async with client_bus(at.transport(), "thief", party="scheduler") as thief:
+            with pytest.raises(InvalidRequest):
+                await thief.call(GATEWAY_CONTROL, cancel, timeout_s=5.0, gateway=GATEWAY)
+        assert at.open_count == 1
+        await client.control(cancel)
+        await until(lambda: at.cluster.cancelled == [request_id])
+        assert at.open_count == 0
 
 
 async def test_response_that_ended_without_its_client_is_kept(at: House) -> None:

@@ -257,10 +257,15 @@ class NatsGenerationEndpoints:
     async def _control(
         self, message: GenerateResume | GenerateCancel, delivery: Delivery
     ) -> GenerateDone:
-        generation = self._by_id.get(message.request_id)
-        if generation is None or generation.tenant != tenant_of(delivery):
-            raise InvalidRequest("this gateway has no such request", param="request_id")
-        if isinstance(message, GenerateCancel):
+        generation, tenant = self._by_id.get(message.request_id), tenant_of(delivery)
+        if generation is None and isinstance(message, GenerateCancel):
+            submit = self._driver.find(message.request_id)  # it may go on without its client
+            if submit is None or submit.tenant != tenant:
+                raise _no_such_request()
+            self._driver.cancel_detached(message.request_id)
+        elif generation is None or generation.tenant != tenant:
+            raise _no_such_request()
+        elif isinstance(message, GenerateCancel):
             self._driver.cancel(generation.stream)
         else:
             for again in list(generation.replay(message.places)):
@@ -282,6 +287,10 @@ class NatsGenerationEndpoints:
             self._retained.remove(generation)
         if generation.refusal is None and self._by_id.get(generation.id) is generation:
             del self._by_id[generation.id]
+
+
+def _no_such_request() -> InvalidRequest:
+    return InvalidRequest("this gateway has no such request", param="request_id")
 
 
 async def _respond(

@@ -109,6 +109,11 @@ class OwnerDriver:
         if stream.ended is None:
             self._apply(self._owner.cancel(stream.submit.request_id, error))
 
+    def cancel_detached(self, request_id: RequestId) -> None:
+        """Cancel a request whose client is away, or let go of the output that is kept for it."""
+        if (stream := self._streams.get(request_id)) is None or stream.detached:
+            self._apply(self._owner.cancel(request_id))
+
     def find(self, request_id: RequestId) -> SubmitRequest | None:
         """A request of this gateway whose output can be delivered once more."""
         return self._owner.find(request_id)
