@@ -124,6 +124,26 @@ async def test_response_goes_on_at_any_gateway_behind_what_the_client_has(at: Ho
         assert len(at.cluster.submits) == 1
 
 
+async def test_response_that_is_resumed_at_another_gateway_keeps_its_name(at: House) -> None:
+    async with (
+        visiting(at) as client,
+        started(at, client, 2, key="mine") as (first, request_id),
+        second_gateway(at),
+    ):
+        gateways: list[str] = []
+        while not (set(gateways) == BOTH and gateways[-1] == GATEWAY):
+            client.received.clear()
+            await client.ask(resumed(first, request_id, place(0, SCRIPT[0])))
+            gateways.append((await client.first(GenerateAccepted)).gateway)
+        submission = at.service.submission
+        assert {stream.name for stream in submission.driver.streams()} == {("default", "mine")}
+        client.received.clear()
+        submission.abort("mine")
+        end = await client.first(GenerateEnd)
+        assert end.choices[0].finish_reason == "abort"
+        await until(lambda: submission.idle)
+
+
 async def test_client_that_comes_back_later_gets_the_rest(at: House) -> None:
     async with visiting(at) as client, started(at, client, 2) as (first, request_id):
         await leave(at, client, request_id, 2)

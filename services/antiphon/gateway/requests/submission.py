@@ -201,7 +201,22 @@ class Submission:
         thinking = submit.stop.thinking
         stream.starts_in_reasoning = thinking is not None and thinking.inside
         stream.labels = self.metrics.custom.current()
+        self._take_name(stream, gen_request)
         return stream
+
+    def _take_name(self, stream: RequestStream, gen_request: GenerationRequest) -> None:
+        """Give a resumed stream its id, unless another request has taken that meanwhile."""
+        name = _name(gen_request)
+        for stale in self.driver.streams():
+            if stale.submit.request_id == stream.submit.request_id and stale.name == name:
+                stale.name = None
+                break
+        else:
+            if name in self._names:
+                return
+        stream.name = name
+        if name is not None:
+            self._names.add(name)
 
     def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
         with self.metrics.count_rejections(tenant):
