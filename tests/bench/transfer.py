@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from tests.support.page_store import PageStoreUser
 
     from antiphon.model_worker.cache.codec import BlockPages
-    from antiphon.model_worker.protocol.page_store import KvStorageClient
 
 ROUNDS = 21
 CASES = {"12 blocks": 12, "64 blocks": 64}
@@ -133,33 +132,40 @@ class Arm:
         self.cpu_s += cpu_s(os.getpid(), self.pid) - cpu_before
 
 
-class Stored:
-    """Waits until a client knows that so many more blocks are stored."""
+class Stored(PageStoreMetrics):
+    """Counts what a client knows to be stored; `wait` for so many more blocks."""
 
-    def __init__(self, client: KvStorageClient, blocks: int) -> None:
+    def __init__(self, metrics: PageStoreMetrics) -> None:
+        self._saves, self._fetches = metrics._saves, metrics._fetches
+        self._left = 0
+        self._all = asyncio.Event()
+
+    def expect(self, blocks: int) -> None:
         self._left = blocks
-        self._event = asyncio.Event()
-        metrics = client._metrics
+        self._all.clear()
 
-        def saved(stored: int, refused: int) -> None:
-            PageStoreMetrics.saved(metrics, stored, refused)
-            self._left -= stored
-            if self._left <= 0:
-                self._event.set()
-
-        metrics.saved = saved  # type: ignore[method-assign]
+    def saved(self, stored: int, refused: int) -> None:
+        super().saved(stored, refused)
+        self._left -= stored
+        if self._left <= 0:
+            self._all.set()
 
     async def wait(self) -> None:
         async with asyncio.timeout(30):
-            await self._event.wait()
+            await self._all.wait()
 
 
 async def measure_round(
-    worker: PageStoreUser, arms: dict[str, Arm], port: int, blocks: int, number: int
+    worker: PageStoreUser,
+    stored: Stored,
+    arms: dict[str, Arm],
+    port: int,
+    blocks: int,
+    number: int,
 ) -> None:
     """A save, a fetch and raw TCP of as many bytes, one after the other."""
     ids, size = prompt(blocks, number), blocks * BLOCK_BYTES
-    stored = Stored(worker.client, blocks)
+    stored.expect(blocks)
     async with arms["save"].timed(size):
         await worker.save(NAMESPACE, ids, pages(blocks))
         await stored.wait()
@@ -194,14 +200,15 @@ async def measure(case: str, rounds: int) -> list[Measurement]:
                 service = worker.service
                 await until(lambda: service.client.available, 30)
                 service.fill(1)
+                service.client._metrics = stored = Stored(service.client._metrics)
                 ends = {"save": storage, "fetch": storage, "raw TCP": sender}
                 arms = {name: Arm(end.pid) for name, end in ends.items()}
                 warm_up = {name: Arm(end.pid) for name, end in ends.items()}
                 until_full = range(2 + NODE_BYTES // (blocks * BLOCK_BYTES))
                 for number in until_full:
-                    await measure_round(service, warm_up, port, blocks, number)
+                    await measure_round(service, stored, warm_up, port, blocks, number)
                 for number in range(len(until_full), len(until_full) + rounds):
-                    await measure_round(service, arms, port, blocks, number)
+                    await measure_round(service, stored, arms, port, blocks, number)
     return list(_rows(case, arms))
 
 

@@ -21,9 +21,10 @@ from tests.system.stack import heartbeats
 from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tests.faults.site import Fault, Site
+    from tests.support.nats_link import LinkMessage
     from tests.system.stack import Stack
 
     from antiphon.wire.heartbeat import Heartbeat
@@ -106,10 +107,7 @@ class OfMessages:
         return f"{self.action} {self.share:.0%} of messages {self.down_s:g} s"
 
     async def happen(self, site: Site) -> int:
-        before, site.link.rule = site.link.acted, Share(self.action, self.share)
-        await asyncio.sleep(self.down_s)
-        site.link.rule = passes
-        return site.link.acted - before
+        return await _for_a_time(site, Share(self.action, self.share), self.down_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +146,15 @@ class BetweenTwo:
 
     async def happen(self, site: Site) -> int:
         one, other = [await site.instance_of(member) for member in self.members]
-        before, site.link.rule = site.link.acted, Apart(one, other)
-        await asyncio.sleep(self.down_s)
-        site.link.rule = passes
-        return site.link.acted - before
+        return await _for_a_time(site, Apart(one, other), self.down_s)
+
+
+async def _for_a_time(site: Site, rule: Callable[[LinkMessage], Action], down_s: float) -> int:
+    """Let the link act by this rule; returns on how many messages it has."""
+    before, site.link.rule = site.link.acted, rule
+    await asyncio.sleep(down_s)
+    site.link.rule = passes
+    return site.link.acted - before
 
 
 @dataclass(frozen=True, kw_only=True)

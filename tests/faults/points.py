@@ -45,8 +45,8 @@ class Point(ABC):
         frozen_s: How long it is frozen; 0: it is killed.
     """
 
-    member: ClassVar[str]
     at: ClassVar[str]
+    member: str
     frozen_s: float = 0.0
     owner: bool = False
 
@@ -92,7 +92,6 @@ class Point(ABC):
 class BeforeLastTokens(Point):
     """The worker has finished a choice; its last tokens are lost with the detokenizer."""
 
-    member = DETOKENIZER
     at = "after finish, before text"
 
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
@@ -103,7 +102,6 @@ class BeforeLastTokens(Point):
 class AfterLastTokens(Point):
     """The worker has sent the last tokens of a choice, and nothing after them."""
 
-    member = WORKER
     at = "just after finish"
 
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
@@ -114,7 +112,6 @@ class AfterLastTokens(Point):
 class InPrefill(Point):
     """The worker has been sent a request, and computes its prompt."""
 
-    member = WORKER
     at = "in prefill"
 
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
@@ -125,7 +122,6 @@ class InPrefill(Point):
 class AfterSeal(Point):
     """A worker has died, and the leader has what its detokenizer had accepted."""
 
-    member = LEADER
     at = "after seal, before admit"
 
     async def lead_to(self, site: Site, instance: str) -> None:
@@ -140,7 +136,6 @@ class AfterSeal(Point):
 class AfterAccept(Point):
     """The leader has accepted a request, and no worker has it."""
 
-    member = LEADER
     at = "after accept, before bind"
 
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
@@ -149,11 +144,9 @@ class AfterAccept(Point):
         return Action.LAST if accepts else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class AfterReconnect(Point):
     """A process has connected again, and no other one knows it yet."""
 
-    member: str  # pyright: ignore[reportIncompatibleVariableOverride]
     at = "between reconnect and the first heartbeat"
 
     async def lead_to(self, site: Site, instance: str) -> None:
@@ -171,7 +164,7 @@ TOKENS_OF_CANCELLED = 251
 
 @dataclass(frozen=True, kw_only=True)
 class CancelBeforeSubmit:
-    """A client is gone before its request has reached the leader, who is sent the cancel first."""
+    """A client is gone before its request has reached the leader, which gets the cancel first."""
 
     name: str = "cancel before submit"
     owner: bool = False
@@ -250,18 +243,17 @@ def _read(route: Route[M], message: LinkMessage) -> M | None:
         return None
 
 
+OF_REQUESTS = (
+    *((InPrefill, WORKER), (AfterLastTokens, WORKER), (BeforeLastTokens, DETOKENIZER)),
+    *((AfterSeal, LEADER), (AfterAccept, LEADER)),
+)
 POINTS = (
-    InPrefill(),
-    AfterLastTokens(),
-    BeforeLastTokens(),
-    AfterSeal(),
-    AfterAccept(),
+    *(kind(member=member) for kind, member in OF_REQUESTS),
     AfterReconnect(member=WORKER),
     CancelBeforeSubmit(),
 )
 LONGER_POINTS = (
-    *(kind(frozen_s=8.0) for kind in (InPrefill, AfterLastTokens, BeforeLastTokens)),
-    *(kind(frozen_s=8.0) for kind in (AfterSeal, AfterAccept)),
+    *(kind(member=member, frozen_s=8.0) for kind, member in OF_REQUESTS),
     *(AfterReconnect(member=member) for member in (LEADER, DETOKENIZER)),
     *(AfterReconnect(member=member, frozen_s=8.0) for member in (WORKER, LEADER, DETOKENIZER)),
 )

@@ -94,14 +94,14 @@ class Cluster:
     nats_url: str
     folder: Path
     port: int
-    lives: dict[str, subprocess.Popen[bytes]] = field(
-        default_factory=dict[str, "subprocess.Popen[bytes]"]
+    lives: dict[str, subprocess.Popen[str]] = field(
+        default_factory=dict[str, "subprocess.Popen[str]"]
     )
 
     @property
     def stack(self) -> Stack:
         url = f"http://127.0.0.1:{self.port}"
-        process: subprocess.Popen[str] = next(iter(self.lives.values()))  # pyright: ignore
+        process = next(iter(self.lives.values()))
         return Stack(process, url, SERVED_NAME, self.nats_url, self.folder, 0.0)
 
     def start(self, instance: str, python: Path, environment: Mapping[str, str]) -> None:
@@ -109,7 +109,7 @@ class Cluster:
         command += ["--bus-url", self.nats_url, "--gateway-port", str(self.port), *SMALL]
         with (self.folder / f"{instance}.log").open("ab") as lines:
             self.lives[instance] = subprocess.Popen(
-                command, stdout=lines, stderr=lines, env=dict(environment)
+                command, stdout=lines, stderr=lines, env=dict(environment), text=True
             )
 
     async def replace(self, instance: str, python: Path, environment: Mapping[str, str]) -> None:

@@ -72,8 +72,7 @@ class WorkerOutput:
     """All requests that this worker has accepted and not forgotten.
 
     `list_part_max` of them go into a message of the running list. `our_time_ms` converts a time of
-    another process to our clock; `leading` is the leader's term by
-    the heartbeats of schedulers.
+    another process to our clock; `leading` is the leader's term by the heartbeats of schedulers.
     """
 
     def __init__(
