@@ -43,7 +43,8 @@ class StoredRankWorld(StoredWorld, RankWorld):
     def __init__(self, seed: int, **said: Any) -> None:
         # By rank, what rows that are sampled from have seen, by step and row.
         self.contexts = defaultdict[int, dict[tuple[int, int], bytes]](dict)
-        self._threads_of_transfers = ThreadPoolExecutor(8)
+        # Enough for all that are begun: a turn waits until its transfer has sent its request.
+        self._threads_of_transfers = ThreadPoolExecutor(256)
         self._sent = Event()
         super().__init__(seed, **said)
 
