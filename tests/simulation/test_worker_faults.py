@@ -14,7 +14,6 @@ from tests.support.worker import error_of, limits, page_group, plain_runs, state
 
 from antiphon.model_worker.batching import (
     engine_core,
-    loop,
     outcome,
     plan_builder,
     running_batch,
@@ -117,7 +116,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "start": (StepPlanner, "_start"),
     "fill": (LogitsProcessors, "fill"),
     "outputs": (LogprobsParams, "fill"),
-    "build": (loop, "build_plan"),
+    "build": (engine_core, "build_plan"),
     "chunks": (plan_builder, "_tokens"),
     "ids": (Request, "ids"),
     "mask": (TokenFilter, "restrict"),
