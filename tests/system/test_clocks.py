@@ -133,6 +133,11 @@ def test_clocks_six_seconds_apart_are_refused_and_lose_nothing(
             START_TIMEOUT_S,
             "refusals",
         )
+        wait_until(
+            lambda: other.counts(STEPS, "worker-1")["worker-1"] > 0,
+            START_TIMEOUT_S,
+            "the step of its warm-up",
+        )
         before = other.counts(STEPS, "worker-1")
         assert asyncio.run(ask([stack.url], stack.model)) == expected
         assert other.counts(STEPS, "worker-1") == before
