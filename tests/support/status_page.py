@@ -89,12 +89,22 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
 NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     ("GPU kernels and CUDA graphs", "Models run on the CPU.", "gpu cuda_graphs"),
     (
-        "Tensor parallelism",
-        "A worker is one process with the whole model; a model must fit on one machine.",
+        "Tensor parallelism by other splits, and other collectives",
+        "`--tp-size` splits attention, MLPs, embedding and head alike, with one kind of sum over "
+        "ranks.",
         "tensor collectives",
     ),
-    ("Pipeline parallelism", "As above.", "pipeline"),
-    ("Expert parallelism", "A worker computes all experts of its model.", "moe"),
+    (
+        "Pipeline parallelism with microbatches of a chosen size",
+        "`--pp-size` makes stages, and as many steps are in flight as there are stages.",
+        "pipeline",
+    ),
+    (
+        "Expert parallelism with redundant experts, and other MoE kernels",
+        "`--ep-size` spreads whole experts over the ranks, which compute them with the CPU's "
+        "kernels.",
+        "moe",
+    ),
     (
         "Data parallelism inside a worker of more than attention",
         "`--dp-size` starts several workers, each with the whole model, or with "
