@@ -7,12 +7,16 @@ from tests.support import (
     config_page,
     formats_page,
     http_page,
+    kernels_page,
     metrics_page,
     models_page,
     status_page,
 )
 
-PAGES = (*(config_page, bus_page, metrics_page, http_page, models_page, formats_page, status_page),)
+PAGES = (
+    *(config_page, bus_page, metrics_page, http_page, models_page, formats_page, status_page),
+    kernels_page,
+)
 
 if __name__ == "__main__":
     for module in PAGES:

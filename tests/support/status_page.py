@@ -155,6 +155,8 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
 )
 """A missing feature, what is there instead, and the reasons of refused arguments that report it."""
 
+DEVICES = ("auto", "cpu", "cuda", "cuda:N")
+
 
 def page() -> str:
     return "\n".join(
@@ -303,11 +305,12 @@ def _family(path: str) -> str:
 
 def _models() -> Iterator[str]:
     yield "## Models and devices\n"
-    devices = fields()["model.device"].choices
     refused = values()["--device"]
     families = {family.name for family in FAMILIES.values()}
     yield from (
-        f"* Devices (`--device`): {_code(devices)}. Refused: {_code(refused)}.",
+        f"* Devices (`--device`): {_code(DEVICES)} ([kernels.md](kernels.md): the"
+        " kernels of a GPU have not yet run on one); `auto` is `cpu`. Refused:"
+        f" {_code(refused)}.",
         f"* Architectures: {len(FAMILIES)}, declared by {len(families)} families:"
         " [reference/models.md](reference/models.md). Other causal models run through the modules"
         " of transformers if a paged KV cache serves them:"

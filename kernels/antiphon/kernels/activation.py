@@ -11,6 +11,7 @@ from torch import Tensor
 
 from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.op import kernel
+from antiphon.kernels.triton.backend import triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,7 @@ _FUNCTIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
 }
 
 
-@kernel("activation.silu_mul", cpu("silu_mul"))
+@kernel("activation.silu_mul", cpu("silu_mul"), triton("activation:silu_mul"))
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for the two halves of the last dimension.
 

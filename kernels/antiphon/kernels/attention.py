@@ -22,10 +22,14 @@ from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import CompiledMetadata, cpu
 from antiphon.kernels.kv import UNSCALED, KvScales, is_fp8, page_slots, read_keys, read_values
 from antiphon.kernels.op import kernel
+from antiphon.kernels.triton.backend import triton
+from antiphon.kernels.triton.rows import check_pages, device_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from antiphon.kernels.triton.rows import DeviceRows
+    from antiphon.kernels.upload import Upload
 
 QUERIES_MAX = 256
 """Queries of one row in a block: longer chunks are split; their first pieces gather fewer keys."""
@@ -86,15 +90,21 @@ class AttentionMetadata:
     page_table: Ints  # (R, N), -1 where a row has no page
     query_len: Ints  # (R,) tokens of a row in this pass
     kv_len: Ints  # (R,) tokens that the row's last query may attend to, including itself
+    upload: Upload = torch.as_tensor
 
     @classmethod
     def of(
-        cls, shape: KvShape, page_table: Ints, query_len: Ints, kv_len: Ints
+        cls,
+        shape: KvShape,
+        page_table: Ints,
+        query_len: Ints,
+        kv_len: Ints,
+        upload: Upload = torch.as_tensor,
     ) -> AttentionMetadata:
         """The rows of a pass. With chunked attention, a row's tokens in each chunk become a row."""
         # Kernels need no support for chunks that way: a query attends to all of its row before it.
         if shape.chunk is None:
-            return cls(shape, page_table, query_len, kv_len)
+            return cls(shape, page_table, query_len, kv_len, upload)
         start, chunk = kv_len - query_len, shape.chunk
         first = start // chunk
         runs = (kv_len - 1) // chunk - first + 1
@@ -106,8 +116,9 @@ class AttentionMetadata:
         page = (run * pages)[:, None] + np.arange(min(pages, width))
         table = page_table[row[:, None], np.minimum(page, width - 1)]
         table = np.where(page < width, table, -1)
-        lengths = (end - begin, end - run * chunk)
-        return cls(shape, *(part.astype(np.int32) for part in (table, *lengths)))
+        query_len, kv_len = end - begin, end - run * chunk
+        parts = (part.astype(np.int32) for part in (table, query_len, kv_len))
+        return cls(shape, *parts, upload=upload)
 
     @classmethod
     def of_texts(cls, shape: KvShape, lengths: Ints) -> AttentionMetadata:
@@ -141,12 +152,23 @@ class AttentionMetadata:
         )
 
     @cached_property
+    def on_device(self) -> DeviceRows:
+        """What Triton kernels read of the rows.
+
+        Raises:
+            RuntimeError: A row reads or writes a token that has no page.
+        """
+        shape, rows = self.shape, (self.page_table, self.query_len, self.kv_len)
+        check_pages(*rows, shape.page_tokens, shape.window)
+        return device_rows(*rows, shape.queries_per_head, self.upload)
+
+    @cached_property
     def slot_mapping(self) -> Tensor:
         """The slots of the pass's own keys, (T,) int64, as in `antiphon.kernels.kv`."""
         row = np.repeat(np.arange(len(self.query_len)), self.query_len)
         ends = np.cumsum(self.query_len, dtype=np.int64)
         position = np.arange(len(row)) + (self.kv_len - ends)[row]
-        return torch.as_tensor(self._places(row, position))
+        return self.upload(self._places(row, position))
 
     @cached_property
     def blocks(self) -> tuple[AttentionBlock, ...]:
@@ -200,7 +222,7 @@ class AttentionMetadata:
         return mask.repeat(1, copies, 1).unsqueeze(1)  # (B, 1, G * Q, K)
 
 
-@kernel("attention.paged", cpu("paged_attention"))
+@kernel("attention.paged", cpu("paged_attention"), triton("attention:paged_attention"))
 def paged_attention(
     q: Tensor,
     keys: Tensor,

@@ -1,12 +1,17 @@
 """The paged KV cache of a layer: how pages are laid out, and writing into them.
 
-Pages are laid out as the CPU kernels multiply them: `csrc/kv_layout.h`. Only the functions here
-translate between pages and tokens. Axes: P pages, S tokens that a page has room for, H kv heads,
-D head size, W numbers of a 32-bit word in the dtype of the model, T tokens. Of each head of a page,
+Only the functions here translate between pages and tokens. Axes: P pages, S tokens that a page has
+room for, H kv heads, D head size, W numbers of a 32-bit word in the dtype of the model, T tokens.
+
+Pages of words are laid out as the CPU kernels multiply them (`csrc/kv_layout.h`). Of each head of a
+page,
 
 * keys are words of the head by tokens, (P, H, D / W, S, W);
 * values are words of tokens by the head, (P, H, S / W, D, W);
 * latents, which are both, are stored once, as keys.
+
+Pages of rows are laid out as a GPU reads them: keys and values of a head of a page are the vectors
+of its tokens, (P, H, S, D), so that neighbouring threads read 128 neighbouring bits each.
 
 The slot of a token is page * S + its offset in the page.
 
@@ -18,7 +23,7 @@ Source: Micikevicius et al. 2022, arXiv:2209.05433.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -26,6 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+
+
+PageLayout = Literal["words", "rows"]
+"""How the pages of a device are laid out."""
 
 
 class KvScales(NamedTuple):
@@ -94,8 +103,24 @@ def value_pages_shape(
     return pages, heads, page_slots(page_tokens) // word, head_size, word
 
 
+def row_pages_shape(pages: int, page_tokens: int, heads: int, head_size: int) -> tuple[int, ...]:
+    """The shape of pages of rows, of keys as of values: as many elements as pages of words have."""
+    return pages, heads, page_slots(page_tokens), head_size
+
+
+def _row_index(pages: Tensor, slots: Tensor) -> tuple[Tensor | slice, ...]:
+    size = pages.shape[2]
+    return slots // size, slice(None), slots % size
+
+
+def _in_rows(pages: Tensor) -> bool:
+    return pages.dim() == 4
+
+
 def read_keys(pages: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
     """Read the keys at `slots` (T,) as they are stored, (T, H, D), into `out` if it is given."""
+    if _in_rows(pages):
+        return _read_rows(pages, slots, out)
     if out is None:
         out = pages.new_empty(len(slots), pages.shape[1], pages.shape[2] * pages.shape[4])
     words = _words(pages)
@@ -105,10 +130,17 @@ def read_keys(pages: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor
 
 def read_values(pages: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
     """Read the values at `slots` (T,) as they are stored, (T, H, D), into `out` if it is given."""
+    if _in_rows(pages):
+        return _read_rows(pages, slots, out)
     if out is None:
         out = pages.new_empty(len(slots), pages.shape[1], pages.shape[3])
     _gather(as_bytes(pages), _value_index(pages, slots), as_bytes(out))
     return out
+
+
+def _read_rows(pages: Tensor, slots: Tensor, out: Tensor | None) -> Tensor:
+    found = as_bytes(pages)[_row_index(pages, slots)].view(pages.dtype)
+    return found if out is None else out.copy_(found)
 
 
 def store_kv(
@@ -117,19 +149,25 @@ def store_kv(
     """Write this pass's keys and values (T, H, D) to `slots` (T,) of their pages, in place."""
     store_keys(k, keys, slots, scales.key)
     stored = quantize_fp8(v, values.dtype, scales.value)
-    as_bytes(values)[_value_index(values, slots)] = as_bytes(stored)
+    index = _row_index(values, slots) if _in_rows(values) else _value_index(values, slots)
+    as_bytes(values)[index] = as_bytes(stored)
 
 
 def store_keys(k: Tensor, pages: Tensor, slots: Tensor, scale: float) -> None:
     """Write keys or latents (T, H, D), divided by the scale if the cache is 8-bit, into pages."""
     stored = quantize_fp8(k, pages.dtype, scale).contiguous()
+    if _in_rows(pages):
+        as_bytes(pages)[_row_index(pages, slots)] = as_bytes(stored)
+        return
     words = _words(pages)
     words[_key_index(pages, slots)] = stored.view(words.dtype)
 
 
 def zero_slots(pages: Tensor, slots: Tensor, *, values: bool) -> None:
     """Zero what is stored at `slots` (T,)."""
-    if values:
+    if _in_rows(pages):
+        as_bytes(pages)[_row_index(pages, slots)] = 0
+    elif values:
         as_bytes(pages)[_value_index(pages, slots)] = 0
     else:
         _words(pages)[_key_index(pages, slots)] = 0

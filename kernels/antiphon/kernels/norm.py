@@ -11,6 +11,7 @@ from torch import Tensor
 
 from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.op import kernel
+from antiphon.kernels.triton.backend import triton
 
 NormKind = Literal["rms", "rms_wide", "layer"]
 """`rms` rounds to the model's dtype before multiplying by its weight; `rms_wide`, whose weight is
@@ -30,7 +31,7 @@ def _scale_to_unit(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
 
 
-@kernel("norm.rmsnorm", cpu("rmsnorm"))
+@kernel("norm.rmsnorm", cpu("rmsnorm"), triton("norm:rmsnorm"))
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to unit root-mean-square; `eps` is added inside the root.
 
@@ -43,7 +44,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _scale_to_unit(x, weight, eps)
 
 
-@kernel("norm.add_rmsnorm", cpu("add_rmsnorm"))
+@kernel("norm.add_rmsnorm", cpu("add_rmsnorm"), triton("norm:add_rmsnorm"))
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add a block's output to the residual stream, and normalise the sum for the next block.
 
@@ -54,7 +55,7 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return _scale_to_unit(total, weight, eps), total
 
 
-@kernel("norm.rmsnorm_wide", cpu("rmsnorm_wide"))
+@kernel("norm.rmsnorm_wide", cpu("rmsnorm_wide"), triton("norm:rmsnorm_wide"))
 def rmsnorm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to unit root-mean-square, rounding once, after the weight multiplied.
 
@@ -104,9 +105,12 @@ def gated_rmsnorm(
     return (normed if gate_first else normed * opening).to(gate.dtype)
 
 
-@kernel("rows.finite", cpu("finite_rows"), invariant=True)
+@kernel("rows.finite", cpu("finite_rows"), triton("norm:finite_rows"), invariant=True)
 def finite_rows(values: Tensor) -> Tensor | None:
-    """Which rows contain only finite values. values (R, N)  ->  (R,) bool; None: all do."""
+    """Which rows contain only finite values. values (R, N)  ->  (R,) bool; None: all do.
+
+    A device on which a host would have to wait for None returns flags that are all set.
+    """
     # One sum is an order cheaper than checking each element, and nearly always finite.
     if math.isfinite(float(values.sum(dtype=torch.float32))):
         return None

@@ -29,8 +29,9 @@ class KernelUnavailable(Exception):
 class DeviceCapability:
     """The facts about a device that determine which backends can run."""
 
-    kind: str  # cpu or cuda
+    kind: str  # cpu, cuda, or interpreter: Triton's, on CPU tensors
     dtype: torch.dtype = torch.float32
+    sm: int | None = None  # of a CUDA device, its compute capability: 90 is 9.0
 
 
 @dataclass(frozen=True, slots=True)

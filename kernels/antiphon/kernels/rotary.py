@@ -19,10 +19,13 @@ from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.kv import UNSCALED, KvScales, store_kv
 from antiphon.kernels.norm import NormKind, NormWeights, layernorm, rmsnorm, rmsnorm_wide
 from antiphon.kernels.op import kernel
+from antiphon.kernels.triton.backend import triton
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from antiphon.kernels.upload import Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +166,11 @@ class TokenCosSin:
     sin: Tensor  # likewise, signed as in `cos_sin`
     positions: NDArray[np.int32]  # (T,) int32
     query_scale: Tensor | None = None  # (P,) float32, what multiplies queries before all else
+    upload: Upload = torch.as_tensor
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
-        positions = torch.as_tensor(self.positions)
+        positions = self.upload(self.positions)
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
@@ -201,7 +205,9 @@ class CosSinCache:
         dtype: torch.dtype,
         device: torch.device | None = None,
         temperature: Temperature | None = None,
+        upload: Upload = torch.as_tensor,
     ) -> None:
+        self._upload = upload
         self._temperature = temperature
         self._rotary = rotary or RotarySpec(0, 1.0)
         self._dtype = dtype
@@ -216,7 +222,7 @@ class CosSinCache:
             known = 1 << last.bit_length()
             self._cos, self._sin, self._query_scale = self._computed(known)
             self._known = known
-        return TokenCosSin(self._cos, self._sin, positions, self._query_scale)
+        return TokenCosSin(self._cos, self._sin, positions, self._query_scale, self._upload)
 
     def _computed(self, positions: int) -> tuple[Tensor, Tensor, Tensor | None]:
         every = torch.arange(positions, device=self._device)
@@ -261,7 +267,7 @@ class QkNormWeights(NamedTuple):
         return x.view(heads.shape)
 
 
-@kernel("attention.heads", cpu("qk_norm_rope_store"))
+@kernel("attention.heads", cpu("qk_norm_rope_store"), triton("heads:qk_norm_rope_store"))
 def qk_norm_rope_store(
     heads: Tensor,
     cos: Tensor,

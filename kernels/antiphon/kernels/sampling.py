@@ -27,6 +27,7 @@ from torch import Tensor
 
 from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.op import kernel
+from antiphon.kernels.triton.backend import triton
 
 BLOCK = 256
 CANDIDATES = 256
@@ -41,7 +42,7 @@ _ROUNDS = 10
 Words = NDArray[np.uint64]
 
 
-@kernel("sampling.penalize", invariant=True)
+@kernel("sampling.penalize", triton("sampling:penalize"), invariant=True)
 def penalize(
     logits: Tensor,
     rows: Tensor,
@@ -65,7 +66,7 @@ def penalize(
     logits[rows, token_ids] = torch.where(seen > 0, seen / repetition, seen * repetition)
 
 
-@kernel("sampling.mask", invariant=True)
+@kernel("sampling.mask", triton("sampling:mask"), invariant=True)
 def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """Set the logits of tokens whose bit is not set to -inf, in place.
 
@@ -79,7 +80,7 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     logits.index_add_(0, rows, added[:, : logits.shape[-1]])
 
 
-@kernel("sampling.bias", invariant=True)
+@kernel("sampling.bias", triton("sampling:bias"), invariant=True)
 def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
     """Add to single logits, in place. Each pair of row and token occurs once.
 
@@ -88,7 +89,7 @@ def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> Non
     logits[rows, token_ids] += values
 
 
-@kernel("sampling.log_mass", invariant=True)
+@kernel("sampling.log_mass", triton("sampling:logsumexp"), invariant=True)
 def logsumexp(logits: Tensor, temperature: Tensor) -> Tensor:
     """The log of the softmax denominator: a scaled logit minus it is a logprob.
 
@@ -99,13 +100,13 @@ def logsumexp(logits: Tensor, temperature: Tensor) -> Tensor:
     return peak[:, 0] / temperature + mass.log().float()
 
 
-@kernel("sampling.greedy", cpu("argmax"), invariant=True)
+@kernel("sampling.greedy", cpu("argmax"), triton("sampling:argmax"), invariant=True)
 def argmax(logits: Tensor) -> Tensor:
     """The first of the highest logits. logits (L, V)  ->  (L,) int64."""
     return logits.argmax(dim=-1)
 
 
-@kernel("sampling.draw", invariant=True)
+@kernel("sampling.draw", triton("sampling:sample"), invariant=True)
 def sample(
     logits: Tensor,
     uniform: Tensor,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from antiphon.kernels.triton.backend import INTERPRETER
 from antiphon.layers.quantization.storage import (
     ANY,
     FLOATS,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.linear import Grouping
+    from antiphon.kernels.kv import PageLayout
     from antiphon.layers.methods import LinearMethod, LinearShape, LinearWeights
 
 
@@ -135,7 +137,8 @@ class BuildContext:
     the dtype of the KV cache; unset: that of the model. The ranks are `ep_ranks` equal parts: each
     has a range of the experts of every layer, and its ranks have a range of their width. `pp` is
     unset where there is one stage, which has all layers. `attention` are those of the ranks
-    that attend to the same requests as this one; unset: all of them do.
+    that attend to the same requests as this one; unset: all of them do. On an `interpreted` device
+    Triton's interpreter runs the kernels, on CPU tensors.
     """
 
     tp: Tp
@@ -146,6 +149,7 @@ class BuildContext:
     ep_ranks: int = 1
     pp: Pp | None = None
     attention: Tp | None = None
+    interpreted: bool = False
 
     @property
     def attention_group(self) -> int | None:
@@ -156,6 +160,16 @@ class BuildContext:
     def of_mixers(self) -> BuildContext:
         """The context of what mixes the tokens of a sequence, and of what it caches."""
         return self if self.attention is None else replace(self, tp=self.attention)
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of the device by which kernels are chosen: cpu, cuda or interpreter."""
+        return INTERPRETER if self.interpreted else self.device.type
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """The layout in which the kernels of the device read pages."""
+        return "words" if self.device_kind == "cpu" else "rows"
 
     @property
     def is_first_stage(self) -> bool:

@@ -95,8 +95,8 @@ class ModelConfig(Config):
     """Enable deterministic inference: results do not depend on batch composition, chunked prefill
     or the prefix cache. The worker does not start if an operation cannot guarantee it, or beside a
     worker of the model with another instruction set or other kernels."""
-    device: Literal["auto", "cpu"] = "auto"
-    """Device that runs the model."""
+    device: Annotated[str, Meta(max_length=32)] = "auto"
+    """Device that runs the model: cpu, cuda, or cuda:N for one of several GPUs; auto is cpu."""
     threads: Threads | None = None
     """Number of compute threads of one worker; unset: all cores or all but one, with the reason in
     the plan printed at start."""

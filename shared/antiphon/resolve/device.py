@@ -13,13 +13,18 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
+INTERPRETER = "interpreter"
+"""The kind of the device for developing: GPU kernels in Triton's interpreter, on the CPU."""
+
+
 class HostDevice(msgspec.Struct, frozen=True):
     """Where a model runs; only the worker sets the last two fields."""
 
     kind: str
+    """cpu, cuda or interpreter."""
     cores: int
     memory_bytes: int
-    """Free memory before anything was loaded."""
+    """Free memory, of a GPU its own, before anything was loaded."""
     lacking: str | None = None
     """Why the CPU kernels do not run in this process; None if they do."""
     arithmetic: dict[str, str] = {}

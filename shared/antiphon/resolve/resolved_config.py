@@ -12,6 +12,7 @@ from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
 from antiphon.model_card.pooling import Pooling, PoolMode
 from antiphon.model_card.served_model import draft_settings
+from antiphon.resolve.device import INTERPRETER
 from antiphon.resolve.draft import (
     ResolvedDraft,
     check_draft,
@@ -160,6 +161,8 @@ def resolve(
     layers = implementation or ResolvedValue(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":
         card = card.with_full_heads()
+    if device.kind != "cpu":
+        _check_gpu(settings, device, pooling, layers.value)
     free, device = device.memory_bytes, _within(settings, device)
     dtype = _dtype(settings, card, device)
     linear = _linear(settings, device, dtype.value)
@@ -186,7 +189,7 @@ def resolve(
         token_bytes += beside.value.token_bytes.value
     pages = cache_pages(of_group, memory, token_bytes, context.value, held)
     cache_bytes = pages.value * page_bytes(page_tokens, token_bytes)
-    overlap = _overlap(settings, pooling)
+    overlap = _overlap(settings, device, pooling)
     served = _fit(context, pages.value * page_tokens)
     if draft is not None:
         check_draft_context(settings, draft.card, served.value)
@@ -262,6 +265,27 @@ def _rows(plan: ResolvedConfig | ResolvedDraft, prefix: str = "") -> Iterator[tu
             continue
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         yield f"{prefix}{name}", shown or "none", decided.reason
+
+
+def _check_gpu(
+    settings: Settings, device: HostDevice, pooling: Pooling | None, implementation: str
+) -> None:
+    """Refuse what only runs on the CPU, by the name of its setting."""
+    said = f"model.device = {settings.model.device}"
+    refused = {
+        "a model that pools": pooling is not None,
+        "model.implementation = transformers": implementation == "transformers",
+        "speculation.draft_model": bool(settings.speculation.draft_model),
+        "cache.hierarchical": settings.cache.hierarchical,
+        "parallel.tp_size": settings.parallel.tp_size > 1,
+        "parallel.pp_size": settings.parallel.pp_size > 1,
+        "model.deterministic": settings.model.deterministic,
+    }
+    if device.kind == INTERPRETER:
+        refused["model.dtype = bfloat16"] = settings.model.dtype is Dtype.BFLOAT16
+    for what, asked in refused.items():
+        if asked:
+            raise ConfigError(f"{said}: {what} runs on cpu only")
 
 
 def _within(settings: Settings, device: HostDevice) -> HostDevice:
@@ -361,13 +385,15 @@ def _free(settings: Settings, used: int, free: int) -> ResolvedValue[int]:
 
 def _device(settings: Settings, device: HostDevice) -> ResolvedValue[str]:
     if settings.model.device == "auto":
-        return ResolvedValue(device.kind, "the device of this machine")
+        return ResolvedValue("cpu", "the device of this machine")
     return ResolvedValue(settings.model.device, "model.device")
 
 
 def _dtype(settings: Settings, card: ModelCard, device: HostDevice) -> ResolvedValue[Dtype]:
     if settings.model.dtype is not Dtype.AUTO:
         return ResolvedValue(settings.model.dtype, "model.dtype")
+    if device.kind == INTERPRETER:
+        return ResolvedValue(Dtype.FLOAT32, "Triton interprets bfloat16 as integers")
     # Most tensors of a GGUF file whose dtype is unknown are in blocks, grouped or not.
     in_blocks = card.gguf and card.weights.bytes > 0 and card.weights.dtype is None
     quantized = card.quantization is not None or card.weights.grouped > 0 or in_blocks
@@ -616,13 +642,18 @@ def _grammar(settings: Settings, card: ModelCard, pooling: Pooling | None) -> Re
     return ResolvedValue(settings.grammar.backend, "grammar.backend")
 
 
-def _overlap(settings: Settings, pooling: Pooling | None) -> ResolvedValue[bool]:
+def _overlap(
+    settings: Settings, device: HostDevice, pooling: Pooling | None
+) -> ResolvedValue[bool]:
     if not settings.batching.overlap:
         return ResolvedValue(value=False, reason="batching.overlap")
     if pooling is not None:
         return ResolvedValue(value=False, reason="nothing is generated")
     if settings.parallel.pp_size > 1:
         return ResolvedValue(value=True, reason="batching.overlap; stages wait for each other")
+    if device.kind != "cpu":
+        reason = "batching.overlap; the device computes while the host plans"
+        return ResolvedValue(value=True, reason=reason)
     return ResolvedValue(value=True, reason="batching.overlap, if the warm-up finds it faster")
 
 

@@ -210,6 +210,23 @@ def test_static_ratio_counts_weights_and_pool_and_leaves_room_for_a_step() -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ({"parallel__tp_size": "2"}, "parallel.tp_size"),
+        ({"model__deterministic": "1"}, "model.deterministic"),
+        ({"model__dtype": "bfloat16"}, "model.dtype = bfloat16"),
+    ],
+)
+def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(
+    said: dict[str, str], what: str
+) -> None:
+    device = replace(DEVICE, kind="interpreter", lacking="model.device is interpreter")
+    with pytest.raises(ConfigError) as caught:
+        decide(device, model__device="interpreter", **said)
+    assert str(caught.value) == f"model.device = interpreter: {what} runs on cpu only"
+
+
 def test_small_pool_shortens_the_context_and_the_batch() -> None:
     plan = decide(cache__tokens_max="160")
     assert plan.context_tokens.value == 160

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def head_of(states: torch.Tensor) -> torch.Tensor:
 
 
 def outputs(
-    wanted: LogprobsRequest | None = EVERYTHING, head: Head = head_of, **options: int
+    wanted: LogprobsRequest | None = EVERYTHING, head: Head = head_of, **options: Any
 ) -> LogprobsBatch | None:
     computer = LogprobsComputer(select(DeviceCapability("cpu")), **options)
     plan = step_plan(

@@ -20,6 +20,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import LoadFormat
 from antiphon.kernels.kv import KvScales, KvSpec
 from antiphon.kernels.latent import LatentSizes
+from antiphon.kernels.triton.backend import INTERPRETER
 from antiphon.layers.methods import LinearMethod, unsupported_reason
 from antiphon.layers.quantization.eight_bit import (
     Fp8Storage,
@@ -133,7 +134,7 @@ def load(
         stored = _quantization(files, plan.quantization.value)
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error
-    dtype, device = DTYPES[plan.dtype.value], torch.device(plan.device.value)
+    dtype, device = DTYPES[plan.dtype.value], _device(plan.device.value)
     linear, quantized = LinearMethod(plan.linear.value), LinearMethod(plan.quantized.value)
     for method in {linear, quantized}:
         if lacks := unsupported_reason(method, device, dtype):
@@ -149,6 +150,7 @@ def load(
         ep_ranks=plan.ep_ranks.value,
         pp=pp,
         attention=attention,
+        interpreted=plan.device.value == INTERPRETER,
     )
     if spec is None:
         log.info(
@@ -183,6 +185,10 @@ def load(
             raise ModelLoadError(f"{files.folder}: {error}") from error
     scales = _scales(scales, spec, build, plan.cache_scales.value)
     return LoadedModel(spec, decoder, build, scales)
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cpu" if name == INTERPRETER else name)
 
 
 def load_weights(

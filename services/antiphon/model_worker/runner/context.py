@@ -16,6 +16,7 @@ from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attentio
 from antiphon.kernels.op import BackendChoice
 from antiphon.kernels.recurrent import LayerStates, StateMetadata
 from antiphon.kernels.rotary import CosSinCache, RotarySpec, TokenCosSin, apply_rotary
+from antiphon.kernels.upload import upload_to
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.context import (
     AttentionBackend,
@@ -103,7 +104,12 @@ class ForwardContexts:
         self._texts, self._uncached = _whole_texts(model)
         self._deterministic = deterministic
         self._aux_layers = aux_layers
-        self._angles = cache(partial(CosSinCache, dtype=placement.dtype, device=placement.device))
+        self._upload = upload_to(placement.device_kind, placement.device)
+        self._angles = cache(
+            partial(
+                CosSinCache, dtype=placement.dtype, device=placement.device, upload=self._upload
+            )
+        )
         self._stack: FusedDecoder | None = None
         self._stack_positions: tuple[PositionSpec, ...] = ()
         # With chunked attention, the rows of a sequence may differ from step to step.
@@ -173,7 +179,7 @@ class ForwardContexts:
         """The context of a forward pass, and its hidden states."""
         decoder, ctx = self._decoder, self.of(plan, batch)
         assert not isinstance(decoder, DraftHead), "its layer reads more than tokens"
-        token_ids = torch.as_tensor(tokens.astype(np.int64))
+        token_ids = self._upload(tokens.astype(np.int64))
         return ctx, decoder.forward(ctx, token_ids)
 
     def score_by_layer(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
@@ -181,7 +187,7 @@ class ForwardContexts:
         ctx, (hidden, finite, aux) = self.run_layers(plan, batch, tokens)
         wanted = hidden
         if len(plan.logit_tokens) < len(hidden):
-            wanted = hidden.index_select(0, torch.as_tensor(plan.logit_tokens))
+            wanted = hidden.index_select(0, self._upload(plan.logit_tokens))
         logits = self._decoder.logits(ctx, wanted)
         return FusedDecoderOutput(hidden, finite, logits, self._ops.finite_rows(logits), None, aux)
 
@@ -195,7 +201,7 @@ class ForwardContexts:
             tp=self._tp,
             experts=self._experts,
             attend=_refuse_all,
-            positions=torch.as_tensor(batch.positions),
+            positions=self._upload(batch.positions),
             attention=AttentionRows(batch.own_tokens, ctx),
         )
 
@@ -219,8 +225,8 @@ class ForwardContexts:
             attend=self._attend(plan, batch, angles),
             states_of=partial(_states_of, self._states, batch.states) if batch.states else None,
             attend_latent=self._attend_latent(batch, angles) if self._latent else None,
-            positions=torch.as_tensor(positions),
-            token_types=None if plan.token_types is None else torch.as_tensor(plan.token_types),
+            positions=self._upload(positions),
+            token_types=None if plan.token_types is None else self._upload(plan.token_types),
             fused=fused,
             aux_layers=self._aux_layers,
         )

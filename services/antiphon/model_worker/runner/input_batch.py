@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import torch
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.recurrent import StateMetadata
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from antiphon.kernels.upload import Upload
     from antiphon.model_worker.batching.plan import Flags, Ints, Longs, StepPlan
 
 
@@ -37,7 +39,12 @@ class InputBatch:
     """
 
     def __init__(
-        self, plan: StepPlan, shapes: tuple[KvShape, ...], states: int, group: int | None = None
+        self,
+        plan: StepPlan,
+        shapes: tuple[KvShape, ...],
+        states: int,
+        group: int | None = None,
+        upload: Upload = torch.as_tensor,
     ) -> None:
         self.decodes = len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
         self.plan = self._plan = plan
@@ -45,9 +52,11 @@ class InputBatch:
         if group is not None:
             self.own_rows = rows = plan.rows_of(group)
             self.own_tokens = tokens = plan.tokens_of(rows)
-            self.own = InputBatch(_part(plan, rows, tokens), shapes, states)
+            part = _part(plan, rows, tokens)
+            self.own = InputBatch(part, shapes, states, upload=upload)
         self._shapes = shapes
         self._states_count = states
+        self._upload = upload
         self._groups: tuple[AttentionMetadata, ...] | None = None
 
     def build(self, *, compiled: bool) -> None:
@@ -72,7 +81,7 @@ class InputBatch:
         if self._groups is None:  # functools.cached_property costs a lock and cold code
             plan = self._plan
             self._groups = tuple(
-                AttentionMetadata.of(shape, table, plan.query_len, plan.kv_len)
+                AttentionMetadata.of(shape, table, plan.query_len, plan.kv_len, self._upload)
                 for shape, table in zip(self._shapes, plan.page_tables, strict=False)
             )
         return self._groups
@@ -152,7 +161,7 @@ class InputBatch:
         for finite, row in ((tokens, self.token_row), (logits, self.logit_row)):
             if finite is not None:
                 failed[row[~finite.cpu().numpy()]] = True
-        return failed
+        return failed if failed.any() else None
 
 
 def _part(plan: StepPlan, rows: slice, tokens: slice) -> StepPlan:

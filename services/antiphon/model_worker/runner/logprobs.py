@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.ops import Ops
+    from antiphon.kernels.upload import Upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class LogprobsComputer:
 
     ops: Ops
     logit_bytes_max: int = PROMPT_LOGITS_BYTES_MAX
+    upload: Upload = torch.as_tensor
 
     def compute(
         self,
@@ -69,17 +71,17 @@ class LogprobsComputer:
             top_ids=np.full((tokens, top), -1, np.int32),
             top_logprobs=np.full((tokens, top), np.nan, np.float32),
             named_logprobs=np.full((tokens, named.shape[1]), np.nan, np.float32),
-            hidden=_states(hidden, entries.place) if wanted.hidden.any() else None,
+            hidden=self._states(hidden, entries.place) if wanted.hidden.any() else None,
         )
         requested = wanted.logprobs | (wanted.top > 0) | (np.diff(wanted.named_starts) > 0)
         scored = requested[entries.request_row]
 
         def fill(part: Longs, logits: Tensor, temperature: Floats) -> None:
-            _fill(batch, self.ops, part, logits, temperature, named[entries.request_row[part]])
+            _fill(batch, self, part, logits, temperature, named[entries.request_row[part]])
 
         sampled = np.flatnonzero(scored & (entries.logit >= 0))
         if len(sampled):
-            rows = torch.as_tensor(entries.logit[sampled])
+            rows = self.upload(entries.logit[sampled])
             columns = plan.sampling
             temperature = np.where(is_random(columns), columns.temperature, np.float32(1))
             fill(sampled, logits[rows], temperature[entries.row[sampled]])
@@ -87,9 +89,12 @@ class LogprobsComputer:
         rows_max = prompt_logits_rows(logits.shape[-1], self.logit_bytes_max)
         for first in range(0, len(prompt), rows_max):
             part = prompt[first : first + rows_max]
-            rows = torch.as_tensor(entries.place[part])
+            rows = self.upload(entries.place[part])
             fill(part, head(hidden[rows]), np.ones(len(part), np.float32))
         return batch
+
+    def _states(self, hidden: Tensor, places: Longs) -> Floats:
+        return hidden[self.upload(places)].float().cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +117,21 @@ class _Entries:
 
 
 def _fill(
-    batch: LogprobsBatch, ops: Ops, entries: Longs, logits: Tensor, temperature: Floats, named: Ints
+    batch: LogprobsBatch,
+    computer: LogprobsComputer,
+    entries: Longs,
+    logits: Tensor,
+    temperature: Floats,
+    named: Ints,
 ) -> None:
     """Fill in these entries of a batch, each from its own row of `logits` (E, V)."""
-    scale = torch.as_tensor(temperature)[:, None]
-    mass = ops.logsumexp(logits, scale[:, 0])[:, None]
+    upload = computer.upload
+    scale = upload(temperature)[:, None]
+    mass = computer.ops.logsumexp(logits, scale[:, 0])[:, None]
 
     def at(ids: Ints) -> NDArray[np.float32]:
         """The logprobs of (E, n) ids; NaN for -1."""
-        index = torch.as_tensor(ids.astype(np.int64))
+        index = upload(ids.astype(np.int64))
         values = logits.gather(-1, index.clamp(min=0)) / scale - mass
         return values.masked_fill(index < 0, torch.nan).cpu().numpy()
 
@@ -156,10 +167,6 @@ def _entries(plan: StepPlan, wanted: LogprobsRequest, starts: Ints, token_ids: I
         token_ids=np.concatenate([wanted.prompt_targets, sampled])[order].astype(np.int32),
         logit=np.concatenate([np.full(len(prompt_row), -1), accepted])[order],
     )
-
-
-def _states(hidden: Tensor, places: Longs) -> Floats:
-    return hidden[torch.as_tensor(places)].float().cpu().numpy()
 
 
 def _named(wanted: LogprobsRequest) -> Ints:

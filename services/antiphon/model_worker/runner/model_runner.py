@@ -13,9 +13,11 @@ import msgspec
 import numpy as np
 import torch
 
+from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.op import REFERENCE, BackendChoice, DeviceCapability, KernelUnavailable
 from antiphon.kernels.ops import select
 from antiphon.kernels.recurrent import StateSpec
+from antiphon.kernels.upload import upload_to
 from antiphon.model_worker.batching.plan import (
     Flags,
     Ints,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
+    from antiphon.layers.weights import BuildContext
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.runner.draft_model import DraftModel
@@ -57,6 +60,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SAMPLING = frozenset(
+    {
+        *("rows.finite", "sampling.penalize", "sampling.mask", "sampling.bias"),
+        *("sampling.log_mass", "sampling.greedy", "sampling.draw"),
+    }
+)
+"""Operations that every model calls."""
 BLOCKS = frozenset(
     {
         *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
@@ -108,9 +118,10 @@ class ModelRunner:
         exchange: SampleExchange | None = None,
     ) -> None:
         spec, placement = model.spec, model.build
-        if placement.device.type != "cpu":
-            raise KernelUnavailable(f"this runner computes on cpu, not on {placement.device}")
-        self.ops = select(DeviceCapability(placement.device.type, placement.dtype), forced)
+        self.ops = select(capability_of(placement), forced)
+        if placement.device_kind != "cpu":
+            require_kernels(model, self.ops.choices)
+        self._upload = upload_to(placement.device_kind, placement.device)
         attending = [
             (group, *attention_of(spec, index))
             for index, group in enumerate(groups)
@@ -139,13 +150,13 @@ class ModelRunner:
         self._tables = SlotTables(groups)
         self._slots = SlotState()
         self._states = slice(len(self._shapes), len(self._shapes) + self._states_count)
-        self._sampler = Sampler(self.ops)
-        self._logprobs = LogprobsComputer(self.ops)
+        self._sampler = Sampler(self.ops, self._upload)
+        self._logprobs = LogprobsComputer(self.ops, upload=self._upload)
         self._pooler = pooler
         self.draft = draft
         self._exchange = exchange
         self._reads_natively = spec.causal and any(
-            choice.op == "attention.paged" and choice.backend != REFERENCE
+            choice.op == "attention.paged" and choice.backend == "cpu"
             for choice in self.ops.choices
         )
         self._checked: dict[int, InputBatch] = {}  # by step
@@ -215,7 +226,7 @@ class ModelRunner:
 
     def _batch(self, plan: StepPlan) -> InputBatch:
         group = self._model.build.attention_group
-        return InputBatch(plan, self._shapes, self._states_count, group)
+        return InputBatch(plan, self._shapes, self._states_count, group, self._upload)
 
     def make_drafts(self) -> Ints:
         """Let the draft model read what the last plan computed, and make the drafts it asks for.
@@ -394,9 +405,34 @@ class ModelRunner:
         own = batch.own
         if not len(own.plan.slot):
             return
-        wiped = torch.as_tensor(np.flatnonzero(failed[batch.own_rows][own.token_row]))
+        wiped = self._upload(np.flatnonzero(failed[batch.own_rows][own.token_row]))
         for pool, rows in zip(self.pools, own.groups, strict=True):
             pool.zero(rows.slot_mapping[wiped])
+
+
+def capability_of(build: BuildContext) -> DeviceCapability:
+    """The facts about the device of a model."""
+    sm = None
+    if build.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(build.device)
+        sm = 10 * major + minor
+    return DeviceCapability(build.device_kind, build.dtype, sm)
+
+
+def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
+    """Check that no operation of the model runs on torch, on a device that is not the CPU."""
+    kind, called = model.build.device_kind, SAMPLING | model.decoder.operations
+    if any(isinstance(cache, LatentSizes) for cache, _ in model.spec.cache_groups()):
+        raise KernelUnavailable(
+            f"device {kind}: latent attention (MLA), which this model needs, has no kernel there"
+        )
+    for choice in choices:
+        if choice.op in called and choice.backend == REFERENCE:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refused)
+            raise KernelUnavailable(
+                f"device {kind}: {choice.op}, which this model needs, has no kernel there"
+                + (f" ({reasons})" if reasons else "")
+            )
 
 
 def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:

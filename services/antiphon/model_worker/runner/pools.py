@@ -18,6 +18,7 @@ from antiphon.kernels.cpu.extension import pool_zeros
 from antiphon.kernels.kv import (
     KvSpec,
     key_pages_shape,
+    row_pages_shape,
     value_pages_shape,
     zero_slots,
 )
@@ -212,8 +213,12 @@ class KvPool:
     def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
         self.group = group
         heads, size = spec.heads_of(build.of_mixers.tp.ranks), spec.head_size
-        page = (group.pages_total, group.page_tokens, heads, size, build.dtype)
-        self._shapes = (key_pages_shape(*page), value_pages_shape(*page))[: spec.tensors]
+        page = (group.pages_total, group.page_tokens, heads, size)
+        if build.page_layout == "rows":
+            shapes = (row_pages_shape(*page),) * 2
+        else:
+            shapes = key_pages_shape(*page, build.dtype), value_pages_shape(*page, build.dtype)
+        self._shapes = shapes[: spec.tensors]
         self.dtype = build.kv_dtype
         self.memory = GroupMemory(group, build.device)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.ops import Ops
+    from antiphon.kernels.upload import Upload
     from antiphon.model_worker.batching.plan import (
         Floats,
         Ints,
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 class Sampler:
     """Samples tokens on one rank; every rank samples the same."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops, upload: Upload = torch.as_tensor) -> None:
         self._ops = ops
-        self._counts_by_slot = TokenCounts()
+        self._upload = upload
+        self._counts_by_slot = TokenCounts(upload)
 
     def process_logits(
         self, plan: StepPlan, logit_row: Longs, tokens: Ints, logits: Tensor
@@ -50,12 +52,12 @@ class Sampler:
             self._counts_by_slot.apply(self._ops, logits, logit_row, tokens, plan, part.penalties)
         if part.token_masks is not None:
             assert part.token_mask_logits is not None, "masks of no logits"
-            masked = torch.as_tensor(part.token_mask_logits.astype(np.int64))
-            self._ops.mask(logits, masked, torch.as_tensor(part.token_masks))
+            masked = self._upload(part.token_mask_logits.astype(np.int64))
+            self._ops.mask(logits, masked, self._upload(part.token_masks))
         if part.biases is not None:
-            biased = torch.as_tensor(part.biases.logits.astype(np.int64))
-            ids = torch.as_tensor(part.biases.token_ids.astype(np.int64))
-            self._ops.bias(logits, biased, ids, torch.as_tensor(part.biases.values))
+            biased = self._upload(part.biases.logits.astype(np.int64))
+            ids = self._upload(part.biases.token_ids.astype(np.int64))
+            self._ops.bias(logits, biased, ids, self._upload(part.biases.values))
         if part.token_masks is None and part.biases is None:
             return None
         blocked = torch.isneginf(logits.amax(dim=-1)).cpu().numpy()
@@ -83,7 +85,7 @@ class Sampler:
         tokens = _ints(self._ops.argmax(logits)) if argmax is None else argmax
         random_rows = np.flatnonzero(random)
         if len(random_rows):
-            some = logits[torch.as_tensor(random_rows)]
+            some = logits[self._upload(random_rows)]
             tokens[random_rows] = self._sample(
                 columns, some, rows[random_rows], positions[random_rows]
             )
@@ -103,8 +105,8 @@ class Sampler:
         self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
     ) -> Ints:
         noise = uniform(columns.seed[rows], columns.choice[rows], positions)
-        filters = map(torch.as_tensor, columns.filters(rows))
-        return _ints(self._ops.sample(logits, torch.as_tensor(noise), *filters))
+        filters = map(self._upload, columns.filters(rows))
+        return _ints(self._ops.sample(logits, self._upload(noise), *filters))
 
 
 def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:
@@ -169,7 +171,8 @@ class TokenCounts:
     Axes: S slots, K distinct tokens of the slot that has most, P rows with penalties.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, upload: Upload = torch.as_tensor) -> None:
+        self._upload = upload
         self._ids = np.full((_SLOTS, _TOKENS), _NONE, np.int32)  # (S, K)
         self._counts = np.zeros((_SLOTS, _TOKENS), np.float32)  # (S, K)
         self._distinct = np.zeros(_SLOTS, np.int64)  # (S,)
@@ -212,12 +215,12 @@ class TokenCounts:
             return
         ops.penalize(
             logits,
-            torch.as_tensor(places[which]),
-            torch.as_tensor(ids[which, column].astype(np.int64)),
-            torch.as_tensor(counts[which, column]),
-            torch.as_tensor(penalties.frequency[factor[which]]),
-            torch.as_tensor(penalties.presence[factor[which]]),
-            torch.as_tensor(penalties.repetition[factor[which]]),
+            self._upload(places[which]),
+            self._upload(ids[which, column].astype(np.int64)),
+            self._upload(counts[which, column]),
+            self._upload(penalties.frequency[factor[which]]),
+            self._upload(penalties.presence[factor[which]]),
+            self._upload(penalties.repetition[factor[which]]),
         )
 
     def count(self, slots: Ints, token_ids: Ints) -> None:
@@ -270,4 +273,4 @@ def _with_drafts(
 
 
 def _ints(tokens: Tensor) -> Ints:
-    return tokens.numpy().astype(np.int32)
+    return tokens.cpu().numpy().astype(np.int32)

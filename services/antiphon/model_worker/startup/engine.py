@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from antiphon.model_worker.speculation.ngram import open_drafter
 from antiphon.model_worker.speculation.policy import Speculation
 from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup.checksums import content_digest, verify, verify_digest
-from antiphon.resolve.device import HostDevice, detect_device
+from antiphon.resolve.device import INTERPRETER, HostDevice, detect_device
 from antiphon.resolve.draft import DraftCard, check_draft_tokenizer, naming_draft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.service.startup import CannotStart
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from antiphon.resolve.resolved_value import ResolvedValue
 
 log = logging.getLogger(__name__)
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|interpreter")
 
 
 @dataclass(slots=True)
@@ -92,6 +95,11 @@ class Engine:
     def ahead(self) -> int:
         """Steps that are launched before an outcome is read, so that all stages are busy."""
         return self.core.limits.flights - 1
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the host only launches what another device computes."""
+        return self.resolved is not None and self.resolved.device.value != "cpu"
 
     def in_turn(self) -> Launcher:
         """A launcher that computes plans when their outcomes are read."""
@@ -136,6 +144,11 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
             "cache.hierarchical and cache.storage must be set together: "
             "--enable-hierarchical-cache --hicache-storage-backend kv_storage"
         )
+    if settings.model.device == INTERPRETER:
+        # Before anything that imports Triton, as transformers does.
+        from antiphon.kernels.triton.interpreter import enable  # noqa: PLC0415
+
+        enable()
     try:
         files = model_files(settings)
         verify(files, settings.load, settings.model.path)
@@ -147,7 +160,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         implementation = _implementation(files, settings.model.implementation)
         draft_place = draft_files(settings)
         draft = None if draft_place is None else _draft_card(draft_place, settings)
-        device = host_device()
+        device = host_device(settings.model.device)
         resolved = resolve(settings, card, device, pooling, implementation, draft)
         if settings.cache.hierarchical:
             _check_stored(resolved)
@@ -224,13 +237,34 @@ def _compiler(
     return partial(open_compiler, tokenizer, limits.vocab_size, limits.end_ids, settings.grammar)
 
 
-def host_device() -> HostDevice:
-    """This machine, whether the CPU kernels run on it, and its numerics."""
+def host_device(name: str = "cpu") -> HostDevice:
+    """The device of that name in this machine, and its numerics.
+
+    Raises:
+        CannotStart: There is none.
+    """
     # torch takes seconds to import; meanwhile the process reports that it is starting.
     from antiphon.kernels.cpu.extension import numerics_info, unavailable_reason  # noqa: PLC0415
 
+    host = detect_device()
+    if _DEVICE.fullmatch(name) is None:
+        raise CannotStart(f"model.device = {name}: must be auto, cpu, cuda, or cuda:N")
+    if name in ("auto", "cpu"):
+        return msgspec.structs.replace(
+            host, lacking=unavailable_reason(), arithmetic=numerics_info()
+        )
+    from antiphon.model_worker.startup.gpu import (  # noqa: PLC0415 (it imports torch)
+        find_gpu,
+        gpu_numerics,
+    )
+
+    memory_bytes = host.memory_bytes if name == INTERPRETER else find_gpu(name)
     return msgspec.structs.replace(
-        detect_device(), lacking=unavailable_reason(), arithmetic=numerics_info()
+        host,
+        kind=name.partition(":")[0],
+        memory_bytes=memory_bytes,
+        lacking=f"model.device is {name}",
+        arithmetic=gpu_numerics(name),
     )
 
 
@@ -319,11 +353,15 @@ def open_engine_core(
             quantization=resolved.linear.value,
             arithmetic=resolved.bits.value,
             kv_scales=kv_scales,
-            layout=f"words, {pools.page_tokens} tokens",  # antiphon/kernels/kv.py
+            layout=f"{_layout(resolved)}, {pools.page_tokens} tokens",  # antiphon/kernels/kv.py
         ),
         matcher_executor=ThreadedMatcherExecutor(),
         speculation=_speculation(settings, resolved, first),
     )
+
+
+def _layout(resolved: ResolvedConfig) -> str:
+    return "words" if resolved.device.value == "cpu" else "rows"
 
 
 def _speculation(

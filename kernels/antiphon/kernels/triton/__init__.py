@@ -1,0 +1,1 @@
+"""Triton kernels: rows of the operations, for CUDA and for Triton's interpreter."""

@@ -1,0 +1,443 @@
+"""Sampling without a sort, and what changes single logits before it.
+
+One pass over the logits keeps the peak and the mass of each block; the second one reads the chosen
+block alone. For rows with top-k or top-p, the smallest weight that is kept is found in between, bit
+by bit: a weight is kept if fewer than k are greater, and these have no more than p of all mass.
+
+Axes: L rows of logits, V vocabulary, N blocks of it.
+"""
+
+# pyright: basic, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from antiphon.kernels.sampling import BLOCK
+from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2
+
+PASS = 1024
+"""Logits that a program reads at a time."""
+
+
+@triton.jit
+def block_kernel(
+    logits,
+    temperature,
+    peaks,
+    sums,
+    vocabulary: tl.constexpr,
+    blocks: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """The peak of each block, and the sum of its weights relative to that peak."""
+    row = tl.program_id(0)
+    block = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    value = tl.load(
+        logits + row.to(tl.int64) * vocabulary + place, mask=place < vocabulary, other=-float("inf")
+    )
+    peak = tl.max(value, axis=1)
+    base = tl.where(peak == -float("inf"), 0.0, peak)
+    weights = tl.exp((value - base[:, None]) / tl.load(temperature + row))
+    at = row * blocks + block
+    tl.store(peaks + at, peak, mask=block < blocks)
+    tl.store(sums + at, tl.sum(weights.to(tl.float64), axis=1), mask=block < blocks)
+
+
+@triton.jit
+def _row_sums(peaks, sums, row, blocks, temperature, BLOCKS: tl.constexpr):
+    """The peak of a row, and the mass of each of its blocks relative to that, (BLOCKS,)."""
+    block = tl.arange(0, BLOCKS)
+    at = row * blocks + block
+    peak = tl.load(peaks + at, mask=block < blocks, other=-float("inf"))
+    mass = tl.load(sums + at, mask=block < blocks, other=0.0)
+    highest = tl.max(peak, axis=0)
+    return highest, mass * tl.exp((peak - highest) / temperature).to(tl.float64)
+
+
+@triton.jit
+def _kept(logits, row, vocabulary, highest, temperature, pivot, PASS: tl.constexpr):
+    """How many weights are above a pivot, and their mass."""
+    count = tl.zeros([PASS], tl.int32)
+    mass = tl.zeros([PASS], tl.float64)
+    for start in range(0, vocabulary, PASS):
+        place = start + tl.arange(0, PASS)
+        value = tl.load(
+            logits + row.to(tl.int64) * vocabulary + place,
+            mask=place < vocabulary,
+            other=-float("inf"),
+        )
+        weight = tl.exp((value - highest) / temperature)
+        above = weight > pivot
+        count += above.to(tl.int32)
+        mass += tl.where(above, weight, 0.0).to(tl.float64)
+    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def floor_kernel(
+    logits,
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    peaks,
+    sums,
+    floors,
+    vocabulary: tl.constexpr,
+    blocks: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PASS: tl.constexpr,
+):
+    """The smallest weight that a row keeps."""
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    highest, mass = _row_sums(peaks, sums, row, blocks, temperature, BLOCKS)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    floor = tl.load(min_p + row)
+    if (k > 0) | (p < 1.0):
+        rank_max = tl.where(k > 0, k, vocabulary)
+        mass_max = tl.where(p < 1.0, p.to(tl.float64) * tl.sum(mass, axis=0), float("inf"))
+        # Weights are in [0, 1], and the order of such numbers is that of their bits.
+        bits = tl.zeros([1], tl.int32)
+        for step in range(30):
+            # The largest bits that keep too much, so far: those of the floor are one more.
+            tried = bits + (1 << (29 - step))
+            pivot = tl.sum((tried - 1).to(tl.float32, bitcast=True), axis=0)
+            count, above = _kept(logits, row, vocabulary, highest, temperature, pivot, PASS)
+            keeps_more = (count >= rank_max) | (above > mass_max)
+            bits = tl.where(keeps_more, tried, bits)
+        floor = tl.maximum(floor, tl.sum(bits.to(tl.float32, bitcast=True), axis=0))
+    tl.store(floors + row, floor)
+
+
+@triton.jit
+def floored_kernel(
+    logits,
+    temperatures,
+    floors,
+    peaks,
+    sums,
+    out,
+    vocabulary: tl.constexpr,
+    blocks: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The mass of what each block keeps, relative to the peak of the row."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    highest, mass = _row_sums(peaks, sums, row, blocks, temperature, BLOCKS)
+    floor = tl.load(floors + row)
+    kept = tl.sum(tl.where(tl.arange(0, BLOCKS) == block, mass, 0.0), axis=0)
+    if floor > 0.0:
+        place = block * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(
+            logits + row.to(tl.int64) * vocabulary + place,
+            mask=place < vocabulary,
+            other=-float("inf"),
+        )
+        weight = tl.exp((value - highest) / temperature)
+        kept = tl.sum(tl.where(weight < floor, 0.0, weight).to(tl.float64), axis=0)
+    tl.store(out + row * blocks + block, kept)
+
+
+@triton.jit
+def invert_kernel(
+    logits,
+    uniform,
+    temperatures,
+    floors,
+    peaks,
+    masses,
+    tokens,
+    vocabulary: tl.constexpr,
+    blocks: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The first token at which the running mass exceeds `uniform` of all."""
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    block = tl.arange(0, BLOCKS)
+    at = row * blocks + block
+    peak = tl.load(peaks + at, mask=block < blocks, other=-float("inf"))
+    mass = tl.load(masses + at, mask=block < blocks, other=0.0)
+    highest = tl.max(peak, axis=0)
+    running = tl.cumsum(mass, axis=0)
+    target = tl.load(uniform + row) * tl.max(running, axis=0)
+    chosen = tl.minimum(tl.sum((running <= target).to(tl.int32), axis=0), blocks - 1)
+    before = tl.sum(tl.where(block < chosen, mass, 0.0), axis=0)
+    place = chosen * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(
+        logits + row.to(tl.int64) * vocabulary + place, mask=place < vocabulary, other=-float("inf")
+    )
+    weight = tl.exp((value - highest) / temperature)
+    weight = tl.where(weight < tl.load(floors + row), 0.0, weight)
+    inside = tl.cumsum(weight.to(tl.float64), axis=0)
+    passed = tl.sum((inside <= target - before).to(tl.int32), axis=0)
+    # The sum inside a block may round below the block's own sum: never past its last kept token.
+    last = tl.max(tl.where(weight > 0.0, tl.arange(0, BLOCK), 0), axis=0)
+    tl.store(tokens + row, (chosen * BLOCK + tl.minimum(passed, last)).to(tl.int64))
+
+
+@triton.jit
+def argmax_kernel(logits, tokens, vocabulary: tl.constexpr, PASS: tl.constexpr):
+    row = tl.program_id(0)
+    best = tl.full([PASS], -float("inf"), tl.float32)
+    where = tl.zeros([PASS], tl.int32) + vocabulary
+    for start in range(0, vocabulary, PASS):
+        place = start + tl.arange(0, PASS)
+        value = tl.load(
+            logits + row.to(tl.int64) * vocabulary + place,
+            mask=place < vocabulary,
+            other=-float("inf"),
+        ).to(tl.float32)
+        better = (value > best) | ((where == vocabulary) & (place < vocabulary))
+        where = tl.where(better, place, where)
+        best = tl.where(better, value, best)
+    highest = tl.max(best, axis=0)
+    first = tl.min(tl.where(best == highest, where, vocabulary), axis=0)
+    tl.store(tokens + row, tl.minimum(first, vocabulary - 1).to(tl.int64))
+
+
+@triton.jit
+def log_mass_kernel(peaks, sums, temperatures, out, blocks: tl.constexpr, BLOCKS: tl.constexpr):
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    highest, mass = _row_sums(peaks, sums, row, blocks, temperature, BLOCKS)
+    total = tl.log(tl.sum(mass, axis=0)).to(tl.float32)
+    tl.store(out + row, highest / temperature + total)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def penalize_kernel(
+    logits,
+    rows,
+    token_ids,
+    counts,
+    frequency,
+    presence,
+    repetition,
+    entries,
+    vocabulary: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries
+    place = tl.load(rows + entry, mask=inside, other=0) * vocabulary
+    place += tl.load(token_ids + entry, mask=inside, other=0)
+    seen = tl.load(logits + place, mask=inside, other=0.0)
+    seen -= tl.load(counts + entry, mask=inside, other=0.0) * tl.load(
+        frequency + entry, mask=inside, other=0.0
+    )
+    seen -= tl.load(presence + entry, mask=inside, other=0.0)
+    factor = tl.load(repetition + entry, mask=inside, other=1.0)
+    tl.store(logits + place, tl.where(seen > 0, seen / factor, seen * factor), mask=inside)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def bias_kernel(
+    logits, rows, token_ids, values, entries, vocabulary: tl.constexpr, BLOCK: tl.constexpr
+):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < entries
+    place = tl.load(rows + entry, mask=inside, other=0) * vocabulary
+    place += tl.load(token_ids + entry, mask=inside, other=0)
+    before = tl.load(logits + place, mask=inside, other=0.0)
+    tl.store(logits + place, before + tl.load(values + entry, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def mask_kernel(
+    logits, rows, words, vocabulary: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr
+):
+    line = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocabulary
+    word = tl.load(words + line.to(tl.int64) * width + token // 32, mask=inside, other=0)
+    blocked = ((word >> (token % 32)) & 1) == 0
+    place = tl.load(rows + line) * vocabulary + token
+    tl.store(logits + place, tl.full([BLOCK], -float("inf"), tl.float32), mask=inside & blocked)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """As `antiphon.kernels.sampling.argmax`."""
+    logits = logits.contiguous()
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    vocabulary = logits.shape[1]
+    size = min(PASS, power_of_2(vocabulary))
+    launch(argmax_kernel, (len(logits),), logits, tokens, vocabulary=vocabulary, PASS=size)
+    return tokens
+
+
+def sample(
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    """As `antiphon.kernels.sampling.sample`."""
+    logits = logits.contiguous()
+    peaks, sums = _blocks(logits, temperature)
+    rows, blocks = peaks.shape
+    width = power_of_2(blocks)
+    vocabulary = logits.shape[1]
+    floors, kept = torch.empty_like(temperature), torch.empty_like(sums)
+    launch(
+        floor_kernel,
+        (rows,),
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        peaks,
+        sums,
+        floors,
+        vocabulary=vocabulary,
+        blocks=blocks,
+        BLOCKS=width,
+        PASS=min(PASS, power_of_2(vocabulary)),
+    )
+    launch(
+        floored_kernel,
+        (rows, blocks),
+        logits,
+        temperature,
+        floors,
+        peaks,
+        sums,
+        kept,
+        vocabulary=vocabulary,
+        blocks=blocks,
+        BLOCK=BLOCK,
+        BLOCKS=width,
+    )
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    launch(
+        invert_kernel,
+        (rows,),
+        logits,
+        uniform,
+        temperature,
+        floors,
+        peaks,
+        kept,
+        tokens,
+        vocabulary=vocabulary,
+        blocks=blocks,
+        BLOCK=BLOCK,
+        BLOCKS=width,
+    )
+    return tokens
+
+
+def logsumexp(logits: Tensor, temperature: Tensor) -> Tensor:
+    """As `antiphon.kernels.sampling.logsumexp`."""
+    logits, temperature = logits.contiguous(), temperature.contiguous()
+    peaks, sums = _blocks(logits, temperature)
+    rows, blocks = peaks.shape
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    launch(
+        log_mass_kernel,
+        (rows,),
+        peaks,
+        sums,
+        temperature,
+        out,
+        blocks=blocks,
+        BLOCKS=power_of_2(blocks),
+    )
+    return out
+
+
+def penalize(
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    counts: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    repetition: Tensor,
+) -> None:
+    """As `antiphon.kernels.sampling.penalize`."""
+    entries = len(rows)
+    launch(
+        penalize_kernel,
+        (ceil_div(entries, PASS),),
+        logits,
+        rows,
+        token_ids,
+        counts,
+        frequency,
+        presence,
+        repetition,
+        entries,
+        vocabulary=logits.shape[1],
+        BLOCK=PASS,
+    )
+
+
+def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+    """As `antiphon.kernels.sampling.bias`."""
+    entries = len(rows)
+    grid = (ceil_div(entries, PASS),)
+    launch(
+        bias_kernel,
+        grid,
+        logits,
+        rows,
+        token_ids,
+        values,
+        entries,
+        vocabulary=logits.shape[1],
+        BLOCK=PASS,
+    )
+
+
+def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """As `antiphon.kernels.sampling.mask`."""
+    vocabulary, width = logits.shape[1], words.shape[1]
+    grid = (len(rows), ceil_div(vocabulary, PASS))
+    launch(
+        mask_kernel,
+        grid,
+        logits,
+        rows,
+        words.contiguous(),
+        vocabulary=vocabulary,
+        width=width,
+        BLOCK=PASS,
+    )
+
+
+def _blocks(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """The peak and the mass of each block, (L, N) float32 and float64."""
+    rows, vocabulary = logits.shape
+    blocks = ceil_div(vocabulary, BLOCK)
+    peaks = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
+    sums = torch.empty((rows, blocks), dtype=torch.float64, device=logits.device)
+    each = PASS // BLOCK
+    grid = (rows, ceil_div(blocks, each))
+    launch(
+        block_kernel,
+        grid,
+        logits,
+        temperature,
+        peaks,
+        sums,
+        vocabulary=vocabulary,
+        blocks=blocks,
+        BLOCK=BLOCK,
+        EACH=each,
+    )
+    return peaks, sums

@@ -1,0 +1,235 @@
+"""Each kernel against the reference of its op, as functions of the module that has the kernel."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from antiphon.kernels import activation, norm, rotary, sampling
+from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
+from antiphon.kernels.kv import UNSCALED, read_keys, read_values, row_pages_shape, store_kv
+from antiphon.kernels.norm import NormWeights
+from antiphon.kernels.rotary import QkNormWeights, RotarySpec, cos_sin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+Module = Any
+"""A module of `antiphon.kernels.triton`, or a mutant of one."""
+DTYPES = (torch.float32, torch.float16)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance, equal_nan=False)
+
+
+def randn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_rmsnorm(module: Module, rows: int, size: int, dtype: torch.dtype) -> None:
+    x, residual = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype, seed=1)
+    x[:1] *= 1e-3  # where what is added inside the root matters
+    weight = randn(size, dtype=dtype, seed=2)
+    close(module.rmsnorm(x, weight, 1e-5), norm.rmsnorm.reference(x, weight, 1e-5))
+    pairs = zip(
+        module.add_rmsnorm(x, residual, weight, 1e-5),
+        norm.add_rmsnorm.reference(x, residual, weight, 1e-5),
+        strict=True,
+    )
+    for got, expected in pairs:
+        close(got, expected)
+    wide = weight.float()
+    close(module.rmsnorm_wide(x, wide, 1e-6), norm.rmsnorm_wide.reference(x, wide, 1e-6))
+
+
+def check_finite(module: Module, size: int) -> None:
+    values = randn(7, size)
+    values[1, size - 1], values[3, 0], values[4, size // 2] = torch.nan, torch.inf, -torch.inf
+    values[5] = torch.finfo(torch.float32).max
+    flags = [True, False, True, False, False, True, True]
+    assert module.finite_rows(values).tolist() == flags
+
+
+def check_silu_mul(module: Module, rows: int, width: int, dtype: torch.dtype) -> None:
+    both = randn(rows, 2 * width, dtype=dtype) * 3
+    close(module.silu_mul(both), activation.silu_mul.reference(both))
+
+
+def qk_norms(kind: str | None, over: str, queries: int, kv_heads: int, size: int) -> Any:
+    if kind is None:
+        return None
+    heads = (queries, kv_heads) if over == "token" else (1, 1)
+    each: list[NormWeights] = []
+    for place, count in enumerate(heads):
+        weight = randn(count * size, seed=3 + place)
+        each.append(NormWeights(weight, randn(count * size, seed=5) if kind == "layer" else None))
+    return QkNormWeights(*each, 1e-5, kind, over)  # type: ignore[arg-type]
+
+
+def check_heads(
+    module: Module,
+    tokens: int,
+    shape: tuple[int, int, int, int],
+    kind: str | None = None,
+    over: str = "head",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    queries, kv_heads, size, rotated = shape
+    heads = randn(tokens, queries + 2 * kv_heads, size, dtype=dtype)
+    generator = torch.Generator().manual_seed(tokens)
+    slots = torch.randperm(40 * 6, generator=generator)[:tokens]  # pages out of order
+    positions = torch.randint(0, 900, (tokens,), generator=generator)
+    cos, sin = cos_sin(RotarySpec(rotated, 1e4).frequencies(), positions, dtype)
+    norms = qk_norms(kind, over, queries, kv_heads, size)
+    if norms is not None and dtype != torch.float32:
+        cast = [NormWeights(part.weight.to(dtype)) for part in (norms.query, norms.key)]
+        norms = norms._replace(query=cast[0], key=cast[1])
+    results: list[list[Tensor]] = []
+    for call in (module.qk_norm_rope_store, rotary.qk_norm_rope_store.reference):
+        pages = [torch.full(row_pages_shape(40, 5, kv_heads, size), -7.0, dtype=dtype)] * 2
+        keys, values = (each.clone() for each in pages)
+        out = call(heads, cos, sin, keys, values, slots, norms)
+        results.append([out, keys, values])
+    for got, expected in zip(*results, strict=True):
+        close(got, expected)
+
+
+class Rows:
+    """Rows of a cache of which all that none may read is NaN."""
+
+    def __init__(
+        self,
+        query_len: Sequence[int],
+        prefix: Sequence[int],
+        shape: KvShape,
+        pages: int = 700,
+        last: int | None = None,
+    ) -> None:
+        random = np.random.default_rng(len(query_len))
+        query = np.array(query_len, np.int32)
+        kv = query + np.array(prefix, np.int32)
+        needed = -(-kv // shape.page_tokens)
+        table = np.full((len(query), needed.max()), -1, np.int32)
+        free = random.permutation(pages if last is None else 100).astype(np.int32)
+        for row, count in enumerate(needed):
+            table[row, :count], free = free[:count], free[count:]
+        if last is not None:
+            table[0, 0] = last
+        self.rows = AttentionMetadata(shape, table, query, kv, torch.tensor)
+        size = row_pages_shape(pages, shape.page_tokens, shape.heads, shape.head_size)
+        self.keys, self.values = (torch.empty(size, dtype=shape.dtype) for _ in range(2))
+        for row, length in enumerate(kv.tolist()):
+            seen = np.arange(length)
+            if shape.window is not None:
+                seen = seen[max(0, length - int(query[row]) - shape.window + 1) :]
+            slots = table[row, seen // shape.page_tokens].astype(np.int64)
+            slots = slots * self.keys.shape[2] + seen % shape.page_tokens
+            k, v = (
+                randn(len(seen), shape.heads, shape.head_size, dtype=shape.dtype, seed=s + row)
+                for s in (10, 20)
+            )
+            store_kv(k, v, self.keys, self.values, torch.as_tensor(slots))
+        heads = shape.heads * shape.queries_per_head
+        self.q = randn(int(query.sum()), heads, shape.head_size, dtype=shape.dtype)
+        self.scale = shape.head_size**-0.5
+
+
+def a_shape(
+    heads: int = 2,
+    group: int = 3,
+    size: int = 24,
+    page_tokens: int = 5,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> KvShape:
+    return KvShape(page_tokens, heads, group, size, dtype, window)
+
+
+RAGGED = [1, 1, 5, 70, 1, 2], [0, 130, 3, 40, 63, 64]
+"""Queries and keys before them: one token, prefill, decode, verify."""
+LONG = [1, 1, 1], [1100, 3, 511]
+"""Decode rows whose keys are in three splits, in the first one, and end where it ends."""
+
+
+def check_attention(
+    module: Module,
+    shape: KvShape,
+    lengths: tuple[Sequence[int], Sequence[int]] = RAGGED,
+    softcap: float | None = None,
+    *,
+    sinks: bool = False,
+) -> None:
+    case = Rows(*lengths, shape)
+    sink = None if not sinks else randn(case.q.shape[1], dtype=shape.dtype)
+    arguments = case.q, case.keys, case.values, case.rows, case.scale, UNSCALED, softcap, sink
+    close(module.paged_attention(*arguments), paged_attention.reference(*arguments))
+
+
+def check_far_pages(attention: Module, heads: Module) -> None:
+    """The last page of a pool of more than 2**31 elements, of which few are ever touched."""
+    shape = a_shape(heads=2, group=1, size=64, page_tokens=16, dtype=torch.float16)
+    pages = 2**31 // (2 * 16 * 64) + 8
+    torch.use_deterministic_algorithms(False)  # which fill memory
+    case = Rows([1], [6], shape, pages=pages, last=pages - 1)
+    arguments = case.q, case.keys, case.values, case.rows, case.scale
+    close(attention.paged_attention(*arguments), paged_attention.reference(*arguments))
+    slots = case.rows.slot_mapping
+    made = randn(1, 6, 64, dtype=torch.float16)
+    cos, sin = cos_sin(RotarySpec(64, 1e4).frequencies(), torch.tensor([0]), torch.float16)
+    heads.qk_norm_rope_store(made, cos, sin, case.keys, case.values, slots, None)
+    close(read_keys(case.keys, slots), made[:, 2:4])
+    close(read_values(case.values, slots), made[:, 4:])
+
+
+def check_greedy(module: Module) -> None:
+    for vocabulary in (1, 40, 1024, 2500):
+        logits = randn(6, vocabulary).round(decimals=1)  # many are equal
+        logits[2], logits[3] = -torch.inf, 5.0
+        assert torch.equal(module.argmax(logits), sampling.argmax.reference(logits)), vocabulary
+
+
+def check_draw(module: Module, vocabulary: int) -> None:
+    ways = [
+        *product((0, 5), (1.0, 0.6), (0.0, 0.1)),
+        *((1, 1.0, 0.0), (2000, 0.9, 0.0), (0, 1e-6, 0.0), (3, 1.0, 1.0)),
+    ]
+    rows = len(ways)
+    logits = randn(rows, vocabulary, seed=vocabulary) * 4
+    logits[::3] = logits[::3].round()  # as likely as each other
+    logits[1, : vocabulary // 2] = -torch.inf
+    generator = torch.Generator().manual_seed(vocabulary)
+    uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
+    uniform[0], uniform[1] = 0.0, 1 - 2**-52
+    k, p, least = (torch.tensor(column) for column in zip(*ways, strict=True))
+    temperature = torch.linspace(0.2, 3, rows)
+    arguments = logits, uniform, temperature, k, p.float(), least.float()
+    got = module.sample(*arguments)
+    assert got.tolist() == sampling.sample.reference(*arguments).tolist()
+    close(module.logsumexp(logits, temperature), sampling.logsumexp.reference(logits, temperature))
+
+
+def check_logits(module: Module, vocabulary: int) -> None:
+    rows = torch.tensor([0, 0, 2, 3, 3])
+    ids = torch.tensor([0, vocabulary - 1, 3, 1, 2])
+    factors = [randn(5, seed=seed).abs() + 0.5 for seed in range(4)]
+    words = torch.randint(-(2**31), 2**31, (2, -(-vocabulary // 32)), dtype=torch.int32)
+    masked = torch.tensor([3, 1])
+    values = torch.tensor([1.5, -torch.inf, 2.0, -3.0, 0.0])
+    results: list[Tensor] = []
+    for penalize, bias, mask in (
+        (module.penalize, module.bias, module.mask),
+        (sampling.penalize.reference, sampling.bias.reference, sampling.mask.reference),
+    ):
+        logits = randn(4, vocabulary)
+        penalize(logits, rows, ids, *factors)
+        bias(logits, rows, ids, values)
+        mask(logits, masked, words)
+        results.append(logits)
+    close(*results)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import os
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.interpreted import checks
+from tests.kernels.interpreted.checks import LONG, RAGGED, Rows, a_shape
+
+from antiphon.kernels.triton import activation, attention, heads, norm, sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=["float32", "float16"])
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "size"), [(0, 64), (1, 1), (5, 192), (33, 1000), (3, 5000)])
+def test_norms_equal_their_reference(rows: int, size: int, dtype: torch.dtype) -> None:
+    checks.check_rmsnorm(norm, rows, size, dtype)
+
+
+def test_norms_read_rows_with_a_stride() -> None:
+    wide = checks.randn(4, 300)
+    weight = checks.randn(100)
+    got = norm.rmsnorm(wide[:, 100:200], weight, 1e-5)
+    checks.close(got, norm.rmsnorm(wide[:, 100:200].contiguous(), weight, 1e-5))
+
+
+@pytest.mark.parametrize("size", [1, 100, 3000])
+def test_rows_that_are_not_finite_are_found(size: int) -> None:
+    checks.check_finite(norm, size)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (7, 500), (3, 1024)])
+def test_the_gated_activation_equals_its_reference(
+    rows: int, width: int, dtype: torch.dtype
+) -> None:
+    checks.check_silu_mul(activation, rows, width, dtype)
+
+
+@pytest.mark.parametrize("over", ["head", "token"])
+@pytest.mark.parametrize("kind", ["rms", "rms_wide", "layer"])
+def test_heads_are_normalised_rotated_and_stored(kind: str, over: str) -> None:
+    checks.check_heads(heads, 9, (6, 2, 24, 24), kind, over)
+
+
+@dtypes
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("shape", [(6, 2, 32, 32), (3, 3, 20, 8), (4, 1, 16, 0)])
+def test_heads_are_rotated_and_stored(
+    tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    checks.check_heads(heads, tokens, shape, dtype=dtype)
+
+
+def test_half_precision_heads_are_normalised() -> None:
+    checks.check_heads(heads, 5, (6, 2, 32, 32), "rms", dtype=torch.float16)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 7, 70])
+def test_attention_equals_its_reference(window: int | None, dtype: torch.dtype) -> None:
+    checks.check_attention(attention, a_shape(window=window, dtype=dtype))
+
+
+@pytest.mark.parametrize("group", [1, 4, 20])
+@pytest.mark.parametrize(("size", "page_tokens"), [(32, 16), (80, 1), (8, 128)])
+def test_attention_packs_groups_of_any_size(group: int, size: int, page_tokens: int) -> None:
+    shape = a_shape(1, group, size, page_tokens)
+    checks.check_attention(attention, shape, ([1, 30], [17, 2]))
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, LONG], ids=["ragged", "long"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_has_soft_caps_and_sinks(
+    lengths: tuple[list[int], list[int]], softcap: float | None, *, sinks: bool
+) -> None:
+    checks.check_attention(attention, a_shape(), lengths, softcap, sinks=sinks)
+
+
+@pytest.mark.parametrize("window", [600, 40])
+def test_splits_before_the_window_are_left_out(window: int) -> None:
+    checks.check_attention(attention, a_shape(window=window), LONG)
+
+
+def test_attention_of_a_row_does_not_depend_on_other_rows() -> None:
+    alone, beside = Rows([1], [600], a_shape()), Rows([1, 1, 7], [600, 1200, 0], a_shape())
+    beside.q[:1] = alone.q
+    got = [
+        attention.paged_attention(case.q, case.keys, case.values, case.rows, case.scale)[:1]
+        for case in (alone, beside)
+    ]
+    checks.close(*got)
+
+
+def test_a_row_without_a_page_is_refused() -> None:
+    case = Rows([1, 3], [8, 0], a_shape())
+    case.rows.page_table[1, 0] = -1
+    with pytest.raises(RuntimeError, match="no page"):
+        attention.paged_attention(case.q, case.keys, case.values, case.rows, case.scale)
+
+
+def test_pages_beyond_2_to_the_31_elements_are_reached() -> None:
+    checks.check_far_pages(attention, heads)
+
+
+def test_greedy_takes_the_first_of_the_highest() -> None:
+    checks.check_greedy(sampling)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 100, 2500])
+def test_draws_equal_those_of_the_reference(vocabulary: int) -> None:
+    checks.check_draw(sampling, vocabulary)
+
+
+@pytest.mark.parametrize("vocabulary", [33, 1024, 2500])
+def test_logits_are_penalised_biased_and_masked(vocabulary: int) -> None:
+    checks.check_logits(sampling, vocabulary)
+
+
+FAST = ([1, 5], [70, 3])
+F32 = torch.float32
+norms = partial(checks.check_rmsnorm, rows=2, size=100, dtype=F32)
+gated = partial(checks.check_silu_mul, rows=3, width=500, dtype=F32)
+few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
+many_heads = partial(checks.check_heads, tokens=30, shape=(6, 2, 24, 24))
+normed_heads = partial(many_heads, tokens=3, kind="rms", over="token")
+short = partial(checks.check_attention, shape=a_shape(), lengths=FAST)
+windowed = partial(short, shape=a_shape(window=3))
+long = partial(short, lengths=LONG)
+draws = partial(checks.check_draw, vocabulary=300)
+changes = partial(checks.check_logits, vocabulary=300)
+MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
+    ("norm", "/ SIZE", "/ BLOCK", norms),
+    ("norm", "+ eps", "", norms),
+    (
+        "norm",
+        "place < size, other",
+        "place < size - 1, other",
+        partial(checks.check_finite, size=9),
+    ),
+    ("activation", "place % WIDTH", "place % BLOCK", gated),
+    ("heads", "column + half, column - half", "column - half, column + half", few_heads),
+    ("heads", "slot % SLOTS", "slot % (SLOTS - 1)", many_heads),
+    ("heads", "head - QUERIES, column", "head, column", normed_heads),
+    ("attention", "key[None, :] <= position", "key[None, :] < position", short),
+    ("attention", "key < high)", "key <= high)", short),
+    ("attention", "[:, None] - WINDOW)", "[:, None] - WINDOW - 1)", windowed),
+    ("attention", " * scale\n", "\n", short),
+    ("attention", "mixed * shrink[:, None]", "mixed", long),
+    (
+        "attention",
+        "        mass += tl.exp2(sink - peak)",
+        "        mass += 0",
+        partial(short, sinks=True),
+    ),
+    ("attention", "    total += tl.exp2(sink - peak)", "    total += 0", partial(long, sinks=True)),
+    ("attention", "(split + 1) * SPLIT)", "(split + 1) * SPLIT - 1)", long),
+    ("attention", "page.to(tl.int64)", "page", partial(checks.check_far_pages, heads=heads)),
+    ("sampling", "count >= rank_max", "count > rank_max", draws),
+    ("sampling", "above > mass_max", "above > 2 * mass_max", draws),
+    ("sampling", "weight < floor", "weight <= floor", draws),
+    ("sampling", "target - before", "target", draws),
+    ("sampling", "value > best)", "value >= best)", checks.check_greedy),
+    ("sampling", "token % 32", "token % 31", changes),
+    ("sampling", "seen > 0", "seen < 0", changes),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "check"), MUTANTS, ids=lambda part: part if isinstance(part, str) else ""
+)
+def test_checks_find_mutants(
+    name: str, old: str, new: str, check: Callable[..., None], tmp_path: Path
+) -> None:
+    source = Path(f"{norm.__file__}").with_name(f"{name}.py").read_text()
+    assert old in source, "the mutant no longer applies"
+    place = tmp_path / f"{name}.py"
+    place.write_text(source.replace(old, new))
+    spec = spec_from_file_location(f"mutant_{name}", place)
+    assert spec is not None
+    assert spec.loader is not None
+    mutant = module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    # In a process of its own: a wrong address may be one that is not there.
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with np.errstate(all="ignore"):
+                check(mutant)
+        except BaseException:  # noqa: BLE001  # whatever finds it
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert status != 0, f"{old!r} -> {new!r} is not found"

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "interpreted"
+PARTS = (
+    "norm or finite or activation or heads",
+    "attention or split or page",
+    "greedy or draw or penalised",
+)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", [f"({part}) and not mutants" for part in PARTS] + ["mutants"])
+def test_triton_kernels_equal_their_references(part: str) -> None:
+    run_interpreted("parity.py", "-k", part)
+
+
+@pytest.mark.timeout(300)
+def test_models_generate_the_same_on_triton_kernels() -> None:
+    run_interpreted("models.py")
+
+
+def run_interpreted(file: str, *options: str) -> None:
+    """Run the tests of a file.
+
+    In a process of its own: Triton interprets kernels from its first import on, or never.
+    """
+    words = ("-q", "-p", "no:cacheprovider", "--timeout", "300", *options, str(FOLDER / file))
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout

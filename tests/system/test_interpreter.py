@@ -1,0 +1,63 @@
+"""The whole stack on the device `interpreter`: the path of a GPU, with Triton's interpreter."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.system.stack import run_antiphon, serving
+
+if TYPE_CHECKING:
+    from tests.system.stack import Stack
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+PROMPTS = (
+    "What colour is the sky?",
+    "12 + 30 =",
+    "The capital of France is",
+    "Count from one to ten:",
+    "Say hello.",
+    "A cat and a dog",
+)
+OUTPUTS = 12
+
+
+def answers(stack: Stack) -> list[Any]:
+    """The greedy tokens of all prompts, which are decoded together."""
+
+    def ask(prompt: str) -> Any:
+        sampling = {"temperature": 0, "max_new_tokens": OUTPUTS, "ignore_eos": True}
+        body = {"text": prompt, "sampling_params": sampling}
+        answer = stack.post("/generate", body)
+        assert len(answer["output_ids"]) == OUTPUTS
+        return answer["output_ids"]
+
+    with ThreadPoolExecutor(len(PROMPTS)) as asking:
+        return list(asking.map(ask, PROMPTS))
+
+
+def test_interpreted_kernels_generate_what_the_cpu_does() -> None:
+    with serving("--dtype", "float32") as stack:
+        expected = answers(stack)
+    for overlap in ((), ("--disable-overlap-schedule",)):
+        with serving("--device", "interpreter", *overlap) as stack:
+            assert answers(stack) == expected
+            log = stack.log("worker-0")
+            assert "attention.paged        triton" in log
+            assert "stalled" not in log
+
+
+def test_a_gpu_that_is_not_there_is_named_in_one_line() -> None:
+    ran = run_antiphon("serve", "--device", "cuda:3", "--port", "0", timeout_s=120)
+    lines = [line for line in ran.stdout.splitlines() + ran.stderr.splitlines() if "cuda:3" in line]
+    assert ran.returncode != 0
+    assert len(lines) == 1
+    assert "worker-0 cannot start: model.device = cuda:3: no such device: torch" in lines[0]
+
+
+def test_the_interpreter_is_not_in_the_help() -> None:
+    ran = run_antiphon("serve", "--help")
+    assert "cuda:N" in ran.stdout
+    assert "interpreter" not in ran.stdout
