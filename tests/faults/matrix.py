@@ -106,7 +106,7 @@ class FaultBed:
         stack = self.site.stack
         await until(stack.healthy, TIMEOUT_S)
         async with Load(stack, self.clients) as load:
-            await until(lambda: all(a and a[-1].arrivals_s for a in load.answers), TIMEOUT_S)
+            await until(lambda: all(_has_begun(a) for a in load.answers), TIMEOUT_S)
             quiet_s = time.monotonic()
             await asyncio.sleep(QUIET_S)
             await until(lambda: 4 * len(_open(load)) >= 3 * self.clients, TIMEOUT_S)
@@ -161,6 +161,10 @@ class FaultBed:
             ),
             TIMEOUT_S,
         )
+
+
+def _has_begun(answers: Sequence[Answer]) -> bool:
+    return any(answer.arrivals_s for answer in answers)
 
 
 def _open(load: Load) -> list[Answer]:
