@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from tests.faults.points import LONGER_POINTS, POINTS
-from tests.faults.site import DETOKENIZER, HEARD_S, LEADER, WORKER, go_on
+from tests.faults.site import DETOKENIZER, GATEWAY, HEARD_S, LEADER, WORKER, go_on
 from tests.faults.streams import path_and_body
 from tests.support.nats_link import Action, Apart, Share, passes
 from tests.system.stack import heartbeats
@@ -54,7 +54,7 @@ class OfProcesses:
     owner: bool = False
 
     async def happen(self, site: Site) -> int:
-        pids = [site.pid(await site.instance_of(member)) for member in self.members]
+        pids = [site.pid(await site.strike(member)) for member in self.members]
         number = signal.SIGKILL if self.how == "kill" else signal.SIGSTOP
         for pid in pids:
             os.kill(pid, number)
@@ -126,7 +126,7 @@ class OneWay:
 
     async def happen(self, site: Site) -> int:
         before = site.link.acted
-        site.link.hold(await site.instance_of(self.member), sent=self.sent)
+        site.link.hold(await site.strike(self.member), sent=self.sent)
         await asyncio.sleep(self.down_s)
         site.link.let_go()
         return site.link.acted - before
@@ -145,7 +145,7 @@ class BetweenTwo:
         return f"{' and '.join(self.members)} apart {self.down_s:g} s"
 
     async def happen(self, site: Site) -> int:
-        one, other = [await site.instance_of(member) for member in self.members]
+        one, other = [await site.strike(member) for member in self.members]
         return await _for_a_time(site, Apart(one, other), self.down_s)
 
 
@@ -167,7 +167,7 @@ class Restart:
 
     async def happen(self, site: Site) -> int:
         for member in self.members:
-            await _restart(site, await site.instance_of(member))
+            await _restart(site, await site.strike(member))
         return len(self.members)
 
 
@@ -199,6 +199,7 @@ class SlowClients:
     async def happen(self, site: Site) -> int:
         path, body = path_and_body(site.stack.model, 0)
         body |= {"max_tokens": SLOW_TOKENS, "logprobs": 5}
+        site.struck = set()
         opened = [await _ask_slowly(site.stack, path, body) for _ in range(self.count)]
         await asyncio.sleep(self.down_s)
         received = await asyncio.gather(*(reader.read() for reader, _ in opened))
@@ -225,13 +226,13 @@ async def _ask_slowly(
     return reader, writer
 
 
-SERVICES = (WORKER, DETOKENIZER, LEADER, "tokenizer-0", "kv_storage-0", "gateway-0")
+SERVICES = (WORKER, DETOKENIZER, LEADER, "tokenizer-0", "kv_storage-0", GATEWAY)
 PAIRS = (
     (WORKER, DETOKENIZER),
     (LEADER, WORKER),
     (LEADER, DETOKENIZER),
-    (LEADER, "gateway-0"),
-    (DETOKENIZER, "gateway-0"),
+    (LEADER, GATEWAY),
+    (DETOKENIZER, GATEWAY),
     ("scheduler-0", "scheduler-1"),
 )
 ROLLING = (
@@ -244,7 +245,7 @@ ACTIONS = (Action.DROP, Action.DUPLICATE, Action.DELAY, Action.REORDER)
 def _of(member: str, how: How, down_s: float = 0.0) -> OfProcesses:
     name = f"{how} {member}" + (f" {down_s:g} s" if down_s else "")
     return OfProcesses(
-        name=name, how=how, members=(member,), down_s=down_s, owner=member.startswith("gateway")
+        name=name, how=how, members=(member,), down_s=down_s, owner=member == GATEWAY
     )
 
 
@@ -282,7 +283,7 @@ LONGER: Sequence[Fault] = (
     ),
     *(BetweenTwo(members=members, down_s=down_s) for members in PAIRS for down_s in (3.0, 8.0)),
     Restart(name="restart all services but the gateway, one after the other", members=ROLLING),
-    Restart(name="restart the gateway", members=("gateway-0",), owner=True),
+    Restart(name="restart the gateway", members=(GATEWAY,), owner=True),
     SlowClients(count=16, down_s=30.0),
     *LONGER_POINTS,
 )

@@ -47,6 +47,8 @@ PAGE = Path("docs/reliability.md")
 CLIENTS = 64
 QUIET_S = 2.0
 """Between the first words of all streams and the fault."""
+AFTER_S = 5.0
+"""After a fault streams that it has not hit may be slow: those that it has hit begin again."""
 TIMEOUT_S = 240.0
 """For each stage: first words, recovery, pages without owner. A loaded machine is slow."""
 AT_ONCE = 16
@@ -59,35 +61,43 @@ class Outcome:
 
     Attributes:
         times: How many processes or messages it has hit.
-        hit: Streams that were open when it happened.
+        open: Streams that were open when it happened.
         complete: All answers that were read, and what they should say.
         lost: Numbers and errors of requests without an answer.
         wrong: Numbers of answers that differ.
         ended: Of a fault of their gateway, streams that ended as a right beginning.
-        pauses_s: The longest pause of each stream that was hit.
-        quiet_s: The longest pause of each before.
+        pauses_s: The longest pause of each open stream whose worker, detokenizer or gateway the
+            fault has hit.
+        others_s: The times between pieces of all others, from the fault to `AFTER_S` after it.
+        quiet_s: Those of all before.
     """
 
     fault: Fault
     times: int
-    hit: int
+    open: int
     complete: int
     lost: Sequence[tuple[int, str]]
     wrong: Sequence[int]
     ended: int
     pauses_s: Sequence[float]
+    others_s: Sequence[float]
     quiet_s: Sequence[float]
 
     @property
     def is_well(self) -> bool:
-        return bool(self.times and self.hit) and not (self.lost or self.wrong)
+        return bool(self.times and self.open) and not (self.lost or self.wrong)
 
     def __str__(self) -> str:
         return (
-            f"{self.fault.name}: {self.times} times, {self.hit} open, {self.complete} complete, "
+            f"{self.fault.name}: {self.times} times, {self.open} open, {self.complete} complete, "
             f"lost {self.lost}, wrong {self.wrong}, {self.ended} ended, "
-            f"pause {max(self.pauses_s, default=0.0):.1f} s"
+            f"{len(self.pauses_s)} hit: pause {_p99(self.pauses_s)} s; "
+            f"others {_p99(self.others_s)} s, before {_p99(self.quiet_s)} s"
         )
+
+
+def _p99(times_s: Sequence[float]) -> str:
+    return f"{np.quantile(times_s, 0.99):.2f}" if times_s else ""
 
 
 @dataclass
@@ -110,8 +120,9 @@ class FaultBed:
             quiet_s = time.monotonic()
             await asyncio.sleep(QUIET_S)
             await until(lambda: 4 * len(_open(load)) >= 3 * self.clients, TIMEOUT_S)
+            self.site.struck = None
             began_s = time.monotonic()
-            hit = _open(load)
+            opened = _open(load)
             times = await fault.happen(self.site)
             ended_s = time.monotonic()
 
@@ -130,16 +141,23 @@ class FaultBed:
         failed = [answer for answer in answers if answer.error is not None]
         ended = [a for a in failed if fault.owner and a.is_beginning_of(self.wanted[a.number])]
         lost = [(a.number, str(a.error)) for a in failed if a not in ended]
+        hit = [answer for answer in opened if self.site.hits(answer.request_id)]
         return Outcome(
             fault=fault,
             times=times,
-            hit=len(hit),
+            open=len(opened),
             complete=len(complete),
             lost=lost,
             wrong=[a.number for a in complete if a.content != self.wanted[a.number].content],
             ended=len(ended),
-            pauses_s=[answer.pause_s(began_s, ended_s) for answer in hit],
-            quiet_s=[answer.pause_s(quiet_s, began_s) for answer in hit],
+            pauses_s=[max(a.gaps_s(began_s, ended_s), default=0.0) for a in hit],
+            others_s=[
+                gap_s
+                for answer in opened
+                if answer not in hit
+                for gap_s in answer.gaps_s(began_s, ended_s + AFTER_S)
+            ],
+            quiet_s=[gap_s for answer in opened for gap_s in answer.gaps_s(quiet_s, began_s)],
         )
 
     async def _learn(self, answers: Iterable[Answer]) -> None:
@@ -201,26 +219,26 @@ def page(
         "workers of the embedded model in deterministic mode, one broker, all on one machine.",
         "Every answer is compared with that of the same request without a fault.",
         "",
-        "*times*: processes or messages that were hit. *open*: streams that were open. *lost*:",
-        "requests without an answer. *wrong*: answers that differ in any byte, finish reason or",
-        "token count. *ended*: streams of a gateway that was hit itself, each a beginning of the",
-        "right answer. *pause*: the longest time without a piece of a stream that was open, in",
-        "seconds; *before*: the same before the fault.",
+        "*times*: processes or messages that were hit. *lost*: requests without an answer.",
+        "*wrong*: answers that differ in any byte, finish reason or token count. *ended*: streams",
+        "of a gateway that was hit itself, each a beginning of the right answer. *hit*: open",
+        "streams whose worker, detokenizer or gateway was hit; all, if messages or the broker",
+        "were. *pause*: the longest time without a piece of each of these, median and p99, in",
+        "seconds. *others*: p99 of the times between pieces of all other open streams, until",
+        f"{AFTER_S:g} s after the fault; *before*: of all open streams before it.",
         "",
-        "| fault | times | open | complete | lost | wrong | ended | pause, median / p99 | before |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| fault | times | open | complete | lost | wrong | ended "
+        "| hit | pause | others | before |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
-        if not one.hit:
-            lines.append(f"| {one.fault.name} | {one.times} | 0 | {one.complete} | | | | | |")
-            continue
-        slowest = np.quantile(one.pauses_s, 0.99)
+        pause = f"{median(one.pauses_s):.1f} / {_p99(one.pauses_s)}" if one.pauses_s else ""
         lines.append(
-            f"| {one.fault.name} | {one.times} | {one.hit} | {one.complete} | {len(one.lost)} | "
-            f"{len(one.wrong)} | {one.ended} | {median(one.pauses_s):.1f} / {slowest:.1f} | "
-            f"{np.quantile(one.quiet_s, 0.99):.1f} |"
+            f"| {one.fault.name} | {one.times} | {one.open} | {one.complete} | {len(one.lost)} | "
+            f"{len(one.wrong)} | {one.ended} | {len(one.pauses_s)} | {pause} | "
+            f"{_p99(one.others_s)} | {_p99(one.quiet_s)} |"
         )
-    lines += [f"| {name} | | | no recovery | | | | | |" for name in failed]
+    lines += [f"| {name} | | | no recovery | | | | | | | |" for name in failed]
     if left:
         lines += ["", f"The time was over before these: {', '.join(left)}."]
     return "\n".join([*lines, ""])

@@ -10,29 +10,24 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import aiohttp
-import msgspec
+from tests.faults.placements import commands_in, read_message
 from tests.faults.site import DETOKENIZER, LEADER, WORKER, go_on
 from tests.faults.streams import path_and_body
 from tests.support.nats_link import Action, LinkMessage, passes
 from tests.support.wait import until
 
-from antiphon.wire.codec import MalformedMessage, decode
 from antiphon.wire.command import Admit
-from antiphon.wire.routes import CANCEL, COMMAND, SUBMIT, TOKENS
+from antiphon.wire.routes import CANCEL, SUBMIT, TOKENS
 from antiphon.wire.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from tests.faults.site import Site
 
-    from antiphon.wire.base import Message
-    from antiphon.wire.command import Command
-    from antiphon.wire.routes import Route
     from antiphon.wire.submit import SubmitRequest
 
-M = TypeVar("M", bound="Message")
 REACHED_S = 60.0
 """Within this time the load comes to each point."""
 
@@ -63,7 +58,7 @@ class Point(ABC):
         """Do what brings the load to the point."""
 
     async def happen(self, site: Site) -> int:
-        instance = await site.instance_of(self.member)
+        instance = await site.strike(self.member)
         pid, hit = site.pid(instance), asyncio.Event()
 
         def rule(message: LinkMessage) -> Action:
@@ -125,7 +120,7 @@ class AfterSeal(Point):
     at = "after seal, before admit"
 
     async def lead_to(self, site: Site, instance: str) -> None:
-        os.kill(site.pid(await site.instance_of(WORKER)), signal.SIGKILL)
+        os.kill(site.pid(await site.strike(WORKER)), signal.SIGKILL)
 
     def reached(self, message: LinkMessage, instance: str) -> Action | None:
         ours = message.sent and message.client == instance
@@ -171,6 +166,7 @@ class CancelBeforeSubmit:
     late_s: float = 1.0
 
     async def happen(self, site: Site) -> int:
+        site.struck = set()
         seen = _Cancelled()
         before_s = site.link.late_s
         site.link.late_s, site.link.rule = self.late_s, seen
@@ -206,11 +202,11 @@ class _Cancelled:
         return Action.PASS
 
     def _of_it(self, message: LinkMessage) -> bool:
-        submit: SubmitRequest | None = _read(SUBMIT, message)
+        submit: SubmitRequest | None = read_message(SUBMIT, message)
         if submit is not None and submit.sampling.max_new_tokens == TOKENS_OF_CANCELLED:
             self._request = submit.request_id
             return True
-        cancel = _read(CANCEL, message)
+        cancel = read_message(CANCEL, message)
         return cancel is not None and cancel.request_id == self._request
 
 
@@ -221,26 +217,12 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: object) -> None:
 
 def _finishes(message: LinkMessage) -> bool:
     """Whether these are the last tokens of a choice."""
-    batch = _read(TOKENS, message)
+    batch = read_message(TOKENS, message)
     return isinstance(batch, TokenBatch) and any(row.finish_reason for row in batch.rows)
 
 
 def _admits(message: LinkMessage) -> list[Admit]:
-    batch = _read(COMMAND, message)
-    commands: tuple[Command, ...] = () if batch is None else batch.commands
-    return [command for command in commands if isinstance(command, Admit)]
-
-
-def _read(route: Route[M], message: LinkMessage) -> M | None:
-    """Decode a message, if it is of this route."""
-    words, pattern = message.subject.split("."), route.subject.split(".")
-    named = zip(words[-len(pattern) :], pattern, strict=False)
-    if not all(part.startswith("{") or word == part for word, part in named):
-        return None
-    try:
-        return decode(message.payload, route.carries)
-    except (MalformedMessage, msgspec.DecodeError):
-        return None
+    return [command for command in commands_in(message) if isinstance(command, Admit)]
 
 
 OF_REQUESTS = (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from tests.faults.placements import Placements
 from tests.system.stack import heartbeats
 
 from antiphon.wire.base import Role
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MEMBERS = 2
 """Schedulers, tokenizers, workers and detokenizers, each."""
+GATEWAY = "gateway-0"
 LEADER = "the leading scheduler"
 WORKER, DETOKENIZER = "the busy worker", "the busy detokenizer"
 HEARD_S = 30.0
@@ -44,11 +46,34 @@ class Fault(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Site:
+    """A stack, and what a fault hits of it.
+
+    Attributes:
+        struck: The instances that the fault hits; None: messages of all, or their broker.
+    """
+
     stack: Stack
     broker: NatsServer
     link: NatsLink
+    struck: set[str] | None = None
+    placements: Placements = field(default_factory=Placements)
+
+    def __post_init__(self) -> None:
+        self.link.watch = self.placements
+
+    def hits(self, request_id: str) -> bool:
+        """Whether the fault hits the worker, detokenizer or gateway of a request."""
+        if self.struck is None:
+            return True
+        return not self.struck.isdisjoint({GATEWAY, *self.placements.of(request_id)})
+
+    async def strike(self, member: str) -> str:
+        """The instance that a member is now, which is then one that the fault hits."""
+        instance = await self.instance_of(member)
+        self.struck = (self.struck or set()) | {instance}
+        return instance
 
     async def instance_of(self, member: str) -> str:
         """The instance that a member is now: the one that leads, or has most requests."""

@@ -80,6 +80,8 @@ class Answer:
     error: str | None = None
     """The code of an error, or the kind of a broken connection; None: it is complete."""
     arrivals_s: list[float] = field(default_factory=list[float])
+    request_id: str = ""
+    """As its pieces give it."""
 
     @property
     def is_open(self) -> bool:
@@ -95,11 +97,9 @@ class Answer:
             other.said.get(choice, "").startswith(text) for choice, text in self.said.items()
         )
 
-    def pause_s(self, first_s: float, last_s: float) -> float:
-        """The longest time without a piece that touches this span."""
-        times = [self.began_s, *self.arrivals_s]
-        gaps = pairwise(times)
-        return max((b - a for a, b in gaps if b >= first_s and a <= last_s), default=0.0)
+    def gaps_s(self, first_s: float, last_s: float) -> list[float]:
+        """The times without a piece, after the first one, that touch this span."""
+        return [b - a for a, b in pairwise(self.arrivals_s) if b >= first_s and a <= last_s]
 
     def take(self, chunk: dict[str, Any]) -> None:
         """Add a piece of the stream."""
@@ -107,6 +107,7 @@ class Answer:
         if (error := chunk.get("error")) is not None:
             self.error = str(error.get("code") or error.get("type"))
             return
+        self.request_id = chunk["id"]
         if (usage := chunk.get("usage")) is not None:
             self.usage = usage["prompt_tokens"], usage["completion_tokens"]
         for choice in chunk["choices"]:

@@ -59,6 +59,10 @@ class Action(StrEnum):
     """Neither this nor anything after it on this connection in this direction passes."""
 
 
+def ignores(_: LinkMessage) -> None:
+    """The watch of a link that nothing watches."""
+
+
 def passes(_: LinkMessage) -> Action:
     """The rule of a link without faults."""
     return Action.PASS
@@ -92,6 +96,7 @@ class NatsLink:
         up: Whether connections are accepted.
         rule: What is done with each message. It is called before anything is passed on, and may cut
             connections and kill processes.
+        watch: Is called with each message, whatever is done with it.
         late_s: How long delayed and reordered messages take.
         acted: How many messages a rule or a hold has acted on.
     """
@@ -100,6 +105,7 @@ class NatsLink:
         self.url = ""
         self.up = True
         self.rule: Callable[[LinkMessage], Action] = passes
+        self.watch: Callable[[LinkMessage], None] = ignores
         self.late_s = late_s
         self.acted = 0
         self._broker = urllib.parse.urlsplit(nats_url)
@@ -186,6 +192,7 @@ class NatsLink:
         if message is None:
             writer.write(frame)
             return
+        self.watch(message)
         action = self.rule(message)
         self.acted += action is not Action.PASS
         if action in (Action.LAST, Action.NONE_MORE):
