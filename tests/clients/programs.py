@@ -72,14 +72,16 @@ def javascript_program(name: str) -> list[str]:
 
 def python_of(requirements: str) -> Path:
     """Return a Python that has a requirements file of `python/`, in an environment of its own."""
-    file = HERE / "python" / f"{requirements}.txt"
-    with _installed(requirements, [file]) as (folder, ready):
+    wanted, versions = (
+        HERE / "python" / f"{requirements}{kind}.txt" for kind in ("", ".constraints")
+    )
+    with _installed(requirements, [wanted, versions]) as (folder, ready):
         python = folder / "bin" / "python"
         if not ready:
             _run([sys.executable, "-m", "venv", str(folder)], folder)
             # Compiled on import: of most packages nothing is imported.
             pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile"]
-            _run([*pip, "-r", str(file)], folder)
+            _run([*pip, "-c", str(versions), "-r", str(wanted)], folder)
     return python
 
 
