@@ -70,6 +70,8 @@ class Outcome:
             fault has hit.
         others_s: The times between pieces of all others, from the fault to `AFTER_S` after it.
         quiet_s: Those of all before.
+        first_s: How long each request that came from the fault on, or whose first words it hit,
+            waited for these.
     """
 
     fault: Fault
@@ -82,6 +84,7 @@ class Outcome:
     pauses_s: Sequence[float]
     others_s: Sequence[float]
     quiet_s: Sequence[float]
+    first_s: Sequence[float]
 
     @property
     def is_well(self) -> bool:
@@ -92,7 +95,8 @@ class Outcome:
             f"{self.fault.name}: {self.times} times, {self.open} open, {self.complete} complete, "
             f"lost {self.lost}, wrong {self.wrong}, {self.ended} ended, "
             f"{len(self.pauses_s)} hit: pause {_p99(self.pauses_s)} s; "
-            f"others {_p99(self.others_s)} s, before {_p99(self.quiet_s)} s"
+            f"others {_p99(self.others_s)} s, before {_p99(self.quiet_s)} s; "
+            f"first words {max(self.first_s, default=0.0):.1f} s"
         )
 
 
@@ -158,6 +162,7 @@ class FaultBed:
                 for gap_s in answer.gaps_s(began_s, ended_s + AFTER_S)
             ],
             quiet_s=[gap_s for answer in opened for gap_s in answer.gaps_s(quiet_s, began_s)],
+            first_s=[a.first_s for a in answers if a.began_s + a.first_s >= began_s],
         )
 
     async def _learn(self, answers: Iterable[Answer]) -> None:
@@ -225,20 +230,21 @@ def page(
         "streams whose worker, detokenizer or gateway was hit; all, if messages or the broker",
         "were. *pause*: the longest time without a piece of each of these, median and p99, in",
         "seconds. *others*: p99 of the times between pieces of all other open streams, until",
-        f"{AFTER_S:g} s after the fault; *before*: of all open streams before it.",
+        f"{AFTER_S:g} s after the fault; *before*: of all open streams before it. *first words*:",
+        "the longest time that a request waited for these, from the fault on.",
         "",
         "| fault | times | open | complete | lost | wrong | ended "
-        "| hit | pause | others | before |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| hit | pause | others | before | first words |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
         pause = f"{median(one.pauses_s):.1f} / {_p99(one.pauses_s)}" if one.pauses_s else ""
         lines.append(
             f"| {one.fault.name} | {one.times} | {one.open} | {one.complete} | {len(one.lost)} | "
             f"{len(one.wrong)} | {one.ended} | {len(one.pauses_s)} | {pause} | "
-            f"{_p99(one.others_s)} | {_p99(one.quiet_s)} |"
+            f"{_p99(one.others_s)} | {_p99(one.quiet_s)} | {max(one.first_s, default=0.0):.1f} |"
         )
-    lines += [f"| {name} | | | no recovery | | | | | | | |" for name in failed]
+    lines += [f"| {name} | | | no recovery | | | | | | | | |" for name in failed]
     if left:
         lines += ["", f"The time was over before these: {', '.join(left)}."]
     return "\n".join([*lines, ""])

@@ -80,6 +80,7 @@ class Answer:
     error: str | None = None
     """The code of an error, or the kind of a broken connection; None: it is complete."""
     arrivals_s: list[float] = field(default_factory=list[float])
+    ended_s: float = 0.0
     request_id: str = ""
     """As its pieces give it."""
 
@@ -96,6 +97,11 @@ class Answer:
         return all(
             other.said.get(choice, "").startswith(text) for choice, text in self.said.items()
         )
+
+    @property
+    def first_s(self) -> float:
+        """How long it took until something of it came, or until it ended without."""
+        return (self.arrivals_s[0] if self.arrivals_s else self.ended_s) - self.began_s
 
     def gaps_s(self, first_s: float, last_s: float) -> list[float]:
         """The times without a piece, after the first one, that touch this span."""
@@ -142,6 +148,8 @@ async def read(session: aiohttp.ClientSession, stack: Stack, answer: Answer) -> 
                 answer.error = "cut"
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         answer.error = type(error).__name__
+    finally:
+        answer.ended_s = time.monotonic()
 
 
 class Load:
