@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.scheduler.cluster_view import WorkerAssignments, WorkerReport
 from antiphon.scheduler.election import LeaderElection
-from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, LeaderConfig
+from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, UNHEARD_BEATS, LeaderConfig
 from antiphon.scheduler.leader_term import LeaderTerm
 from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
@@ -73,6 +73,8 @@ class SchedulerCore:
         self._not_ready_since = clock.now()
         self._stalled: set[Process] = set()
         self._joins = 0
+        self._ticked_at = clock.now()
+        self._unheard_s = 0.0
         peers.watch(self._peer_changed)
 
     @property
@@ -158,14 +160,17 @@ class SchedulerCore:
     def tick(self, *, link_up: bool, joins: int) -> None:
         """Do the time-dependent work, several times a heartbeat; `joins`: `Link.connect_count`."""
         now = self._clock.now()
+        since_s, self._ticked_at = now - self._ticked_at, now
         if joins != self._joins or not link_up:
             self._joins = joins
             self._leadership.reset_timeout(now)
             self._clear_ready()
         if not link_up:
+            self._unheard_s = 0.0
             return
         self.caches.expire(now)
-        if self._leadership.claim(now):
+        self._check_hearing(now, since_s)
+        if not self._unheard_s and self._leadership.claim(now):
             self._start_leader_term()
         self._update_ready()
         if self._reconciliation is not None:
@@ -288,6 +293,24 @@ class SchedulerCore:
         )
         self._leader_term = None
         self._reconciliation = None
+
+    def _check_hearing(self, now: float, since_s: float) -> None:
+        """Make way if nothing reaches this leader: its heartbeats do, so that no standby claims.
+
+        A tick counts for one heartbeat at most: a process that was frozen has not listened.
+        """
+        if self._peers.hears_itself:
+            self._unheard_s = 0.0
+            return
+        self._unheard_s += min(since_s, self._rules.beat_s)
+        unheard = self._unheard_s >= self._rules.beats(UNHEARD_BEATS)
+        if unheard and self._leader_term is not None and self._has_standby():
+            self._leadership.make_way(now)
+            self._check_term()
+
+    def _has_standby(self) -> bool:
+        standbys = self._peers.accepting_work(Role.SCHEDULER)
+        return any(peer.heartbeat.model == self._model for peer in standbys)
 
     def _update_ready(self) -> None:
         """Allow binds and aborts once all gateways and workers have reported, or had time to."""

@@ -110,6 +110,11 @@ class LeaderElection:
         self._failed_until = now + pause_s
         return pause_s
 
+    def make_way(self, now: float) -> None:
+        """Give up the local term, for a standby to claim the next one."""
+        self.term = None
+        self._quiet_since = now
+
     def resign(self) -> None:
         self._leaving = True
         self.term = None

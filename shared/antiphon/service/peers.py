@@ -208,6 +208,11 @@ class PeerTable:
         # at most.
         return unix_ms + (self.offset_ms(sender) or 0)
 
+    @property
+    def hears_itself(self) -> bool:
+        """Whether our own heartbeats come back, or none ever has."""
+        return self._echoed_at is None or self._is_recent(self._echoed_at)
+
     def take_name_conflict(self) -> Process | None:
         """Return a process that sent heartbeats with our name while ours were missing, once."""
         rival, self._name_conflict = self._name_conflict, None
@@ -286,9 +291,11 @@ class PeerTable:
         return self._clock.now() - peer.received_at
 
     def _link_whole(self) -> bool:
+        return self._echo_at is not None and self._is_recent(self._echo_at)
+
+    def _is_recent(self, echo_at: float) -> bool:
         # Two intervals: one heartbeat that is merely late must not suspend liveness updates.
-        silence_max = 2 * self._liveness.heartbeat_s
-        return self._echo_at is not None and self._clock.now() - self._echo_at <= silence_max
+        return self._clock.now() - echo_at <= 2 * self._liveness.heartbeat_s
 
     def _on_own_heartbeat(self, beat: Heartbeat) -> None:
         now = self._clock.now()

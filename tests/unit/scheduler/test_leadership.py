@@ -124,6 +124,33 @@ def test_the_term_of_an_attempt_is_surpassed(teller: str) -> None:
     assert stage.leader.term == mine(10)
 
 
+@pytest.mark.parametrize("standby", [True, False])
+def test_a_leader_that_nothing_reaches_makes_way_for_a_standby(*, standby: bool) -> None:
+    stage, *_ = usual()
+    if standby:
+        stage.enter(Role.SCHEDULER, "scheduler-1")
+    stage.hears = False
+    stage.pass_s(1.7)
+    assert stage.leader.term == mine(1)
+    stage.pass_s(0.6)
+    assert stage.leader.term == (None if standby else mine(1))
+    stage.pass_s(10)
+    assert stage.leader.term == (None if standby else mine(1)), "it cannot know who leads"
+    stage.hears = True
+    stage.pass_s(2)
+    assert stage.leader.term == mine(2 if standby else 1)
+
+
+def test_a_leader_that_was_frozen_has_not_been_unreachable() -> None:
+    stage, *_ = usual()
+    stage.enter(Role.SCHEDULER, "scheduler-1")
+    stage.clock.advance(30)
+    stage.leader.tick(link_up=True, joins=1)
+    assert stage.leader.term == mine(1)
+    stage.pass_s(5)
+    assert stage.leader.term == mine(1)
+
+
 def test_silence_while_the_link_is_down_makes_no_leader() -> None:
     stage = Stage()
     stage.link_up = False
