@@ -127,6 +127,7 @@ class FaultBed:
             self.site.struck = None
             began_s = time.monotonic()
             opened = _open(load)
+            placed = [self.site.placements.of(answer.request_id) for answer in opened]
             times = await fault.happen(self.site)
             ended_s = time.monotonic()
 
@@ -145,7 +146,11 @@ class FaultBed:
         failed = [answer for answer in answers if answer.error is not None]
         ended = [a for a in failed if fault.owner and a.is_beginning_of(self.wanted[a.number])]
         lost = [(a.number, str(a.error)) for a in failed if a not in ended]
-        hit = [answer for answer in opened if self.site.hits(answer.request_id)]
+        hit = [
+            answer
+            for answer, instances in zip(opened, placed, strict=True)
+            if self.site.hits(instances)
+        ]
         return Outcome(
             fault=fault,
             times=times,

@@ -63,11 +63,9 @@ class Site:
     def __post_init__(self) -> None:
         self.link.watch = self.placements
 
-    def hits(self, request_id: str) -> bool:
-        """Whether the fault hits the worker, detokenizer or gateway of a request."""
-        if self.struck is None:
-            return True
-        return not self.struck.isdisjoint({GATEWAY, *self.placements.of(request_id)})
+    def hits(self, placed: tuple[str, ...]) -> bool:
+        """Whether the fault hits the gateway, or one of the instances that serve a request."""
+        return self.struck is None or not self.struck.isdisjoint({GATEWAY, *placed})
 
     async def strike(self, member: str) -> str:
         """The instance that a member is now, which is then one that the fault hits."""
