@@ -302,10 +302,11 @@ class SchedulerCore:
         if self._peers.hears_itself:
             self._unheard_s = 0.0
             return
+        self._leadership.reset_timeout(now)  # it cannot know who leads
         self._unheard_s += min(since_s, self._rules.beat_s)
         unheard = self._unheard_s >= self._rules.beats(UNHEARD_BEATS)
         if unheard and self._leader_term is not None and self._has_standby():
-            self._leadership.make_way(now)
+            self._leadership.make_way()
             self._check_term()
 
     def _has_standby(self) -> bool:

@@ -110,10 +110,9 @@ class LeaderElection:
         self._failed_until = now + pause_s
         return pause_s
 
-    def make_way(self, now: float) -> None:
+    def make_way(self) -> None:
         """Give up the local term, for a standby to claim the next one."""
         self.term = None
-        self._quiet_since = now
 
     def resign(self) -> None:
         self._leaving = True
