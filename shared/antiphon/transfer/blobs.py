@@ -8,13 +8,17 @@ token. The response is the size as 8 little-endian bytes and the content, or `GO
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
 import os
 import secrets
 import socket
+import struct
+import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
@@ -24,7 +28,7 @@ from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from antiphon.transfer.memory import BlobData
 
@@ -46,6 +50,7 @@ ACCEPT_PAUSE_S = 0.1
 LOG_PAUSE_S = 10.0
 IDLE_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
+_TIMEVAL: Final = struct.Struct("@ll")
 
 
 class ConnectionClosed(Exception):
@@ -110,9 +115,9 @@ async def _fetch(
         connection.setblocking(False)  # noqa: FBT003  # the name says it
         await loop.sock_connect(connection, (host, port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await write(connection, HELLO)
+        await loop.sock_sendall(connection, HELLO)
         for claim, token in zip(claims, tokens, strict=True):
-            await write(connection, token)
+            await loop.sock_sendall(connection, token)
             blobs.append(await _receive(connection, claim))
 
 
@@ -147,34 +152,43 @@ async def read_exactly(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-async def write(connection: socket.socket, *pieces: bytes | bytearray | memoryview) -> None:
-    """Send pieces one after the other, without copying them together."""
+def wait_until(connection: socket.socket, option: int, due: float) -> None:
+    """Let the next blocking calls wait until `due`, by the kernel's own timeout: an `OSError`.
+
+    By Python's timeouts each piece that arrives or leaves would cost three calls. `option` is
+    `SO_RCVTIMEO` or `SO_SNDTIMEO`.
+
+    Raises:
+        TimeoutError: It is past.
+    """
+    left_s = due - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    seconds, rest = divmod(left_s, 1)
+    limit = _TIMEVAL.pack(int(seconds), max(1, int(rest * 1e6)))
+    connection.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def receive_into(
+    connection: socket.socket, targets: Sequence[memoryview | bytearray], due: float
+) -> None:
+    """Fill the targets in one blocking call; a closed connection and a deadline are OSErrors."""
+    wait_until(connection, socket.SO_RCVTIMEO, due)
+    count, *_ = connection.recvmsg_into(targets, 0, socket.MSG_WAITALL)
+    if count < sum(map(len, targets)):
+        raise ConnectionResetError
+
+
+def send(connection: socket.socket, pieces: Iterable[bytes | memoryview], due: float) -> None:
+    """Send pieces one after the other, without copying them together; blocks, errors likewise."""
     rest = deque(memoryview(piece) for piece in pieces if len(piece))
     while rest:
-        try:
-            sent = connection.sendmsg(list(islice(rest, PIECES_MAX)))
-        except (BlockingIOError, InterruptedError):
-            sent = 0
+        wait_until(connection, socket.SO_SNDTIMEO, due)
+        sent = connection.sendmsg(list(islice(rest, PIECES_MAX)))
         while rest and sent >= len(rest[0]):
             sent -= len(rest.popleft())
         if rest:
             rest[0] = rest[0][sent:]
-            await _writable(connection)
-
-
-async def _writable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_writer(connection, _set_ready, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_writer(connection)
-
-
-def _set_ready(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
 
 
 def token_bytes(claim: Claim) -> bytes:
@@ -192,7 +206,9 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 class BlobSource(Protocol):
-    def get(self, token: str) -> BlobData | None: ...
+    def get(self, token: str) -> BlobData | None:
+        """The bytes of a token, or None. Called in threads."""
+        ...
 
 
 class ExpiryClock(Protocol):
@@ -279,19 +295,40 @@ class BlobStore:
 
 
 class BlobServer:
-    """Serves fetches on a bound socket, which the caller closes after `run` was cancelled."""
+    """Serves fetches on a bound socket, which the caller closes after `run` was cancelled.
+
+    Each connection has a thread, whose calls block: an event loop that sends a large blob is woken
+    for each part of it that the kernel has taken, which costs more than the copy itself.
+    """
 
     def __init__(self, bound: socket.socket, source: BlobSource) -> None:
         self._bound = bound
         self._source = source
         self._slots = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._threads = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="blobs")
 
     async def run(self) -> None:
         """Accept connections; beyond `CONNECTIONS_MAX` they wait in the kernel's queue."""
-        async with asyncio.TaskGroup() as group:
-            while True:
-                await self._slots.acquire()
-                group.create_task(self._serve(await self._accept()))
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    await self._slots.acquire()
+                    group.create_task(self._connected(await self._accept()))
+        finally:
+            self._threads.shutdown(wait=False)
+
+    async def _connected(self, connection: socket.socket) -> None:
+        """Serve one connection in a thread, which closes it."""
+        connection.setblocking(True)  # noqa: FBT003  # the name says it
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._threads, self._serve, connection)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):  # it has just been closed
+                connection.shutdown(socket.SHUT_RDWR)  # ends what the thread waits for
+            raise
+        finally:
+            self._slots.release()
 
     async def _accept(self) -> socket.socket:
         """Wait for the next connection, retrying errors."""
@@ -314,33 +351,28 @@ class BlobServer:
                     log.info("connections are accepted again", extra={"failures": failures})
                 return connection
 
-    async def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         """Serve one connection until it is closed, idle for too long, or invalid."""
         try:
             with connection:
-                connection.setblocking(False)  # noqa: FBT003  # the name says it
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                async with asyncio.timeout(IDLE_TIMEOUT_S):
-                    hello = bytes(await read_exactly(connection, len(HELLO)))
-                if hello != HELLO:
+                hello = bytearray(len(HELLO))
+                receive_into(connection, [hello], time.monotonic() + IDLE_TIMEOUT_S)
+                if bytes(hello) != HELLO:
                     log.warning("fetch refused", extra={"hello": hello.hex()})
                     return
                 while True:
-                    await self._send_blob(connection)
-        except (ConnectionClosed, TimeoutError, OSError):
+                    self._send_blob(connection)
+        except OSError:
             return  # the client sees it, too, and only the client knows whether it matters
         except Exception:
             log.exception("fetch failed")  # other connections are not affected
-        finally:
-            self._slots.release()
 
-    async def _send_blob(self, connection: socket.socket) -> None:
-        async with asyncio.timeout(IDLE_TIMEOUT_S):
-            token = await read_exactly(connection, TOKEN_BYTES)
+    def _send_blob(self, connection: socket.socket) -> None:
+        token = bytearray(TOKEN_BYTES)
+        receive_into(connection, [token], time.monotonic() + IDLE_TIMEOUT_S)
         data = self._source.get(token.hex())
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            if data is None:
-                await write(connection, GONE)
-            else:
-                size = len(data).to_bytes(SIZE_BYTES, "little")
-                await write(connection, size, *views_of(data))
+        pieces = [GONE]
+        if data is not None:
+            pieces = [len(data).to_bytes(SIZE_BYTES, "little"), *views_of(data)]
+        send(connection, pieces, time.monotonic() + SEND_TIMEOUT_S)

@@ -7,11 +7,18 @@ is verified, the next ones arrive in the kernel's buffers.
 from __future__ import annotations
 
 import socket
-import struct
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from antiphon.transfer.blobs import GONE, HELLO, PIECES_MAX, SIZE_BYTES, host_and_port, token_bytes
+from antiphon.transfer.blobs import (
+    GONE,
+    HELLO,
+    PIECES_MAX,
+    SIZE_BYTES,
+    host_and_port,
+    receive_into,
+    token_bytes,
+)
 from antiphon.transfer.memory import views_of
 
 if TYPE_CHECKING:
@@ -23,7 +30,6 @@ if TYPE_CHECKING:
 REQUESTS_MAX = 1024
 """Sent ahead of their responses: 16 KiB, which fit in the kernel's buffers. With more, both sides
 might wait for the other one to read."""
-_TIMEVAL = struct.Struct("@ll")
 
 Target = TypeVar("Target", bound="BlobData")
 
@@ -66,31 +72,15 @@ def _stream(
             connection.settimeout(None)  # the kernel's own is set before each receive
             connection.sendall(b"".join((HELLO, *tokens[:REQUESTS_MAX])))
             for index, claim in enumerate(claims):
-                _receive(connection, (size,), due)
+                receive_into(connection, (size,), due)
                 if bytes(size) == GONE or int.from_bytes(size, "little") != claim.size_bytes:
                     return
                 blob = take(claim.size_bytes)
                 views = views_of(blob)
                 for start in range(0, len(views), PIECES_MAX):
-                    _receive(connection, views[start : start + PIECES_MAX], due)
+                    receive_into(connection, views[start : start + PIECES_MAX], due)
                 if index + REQUESTS_MAX < len(tokens):
                     connection.sendall(tokens[index + REQUESTS_MAX])
                 yield blob
     except OSError:
         return
-
-
-def _receive(connection: socket.socket, targets: Sequence[memoryview], due: float) -> None:
-    """Fill the targets; a closed connection and a deadline are OSErrors.
-
-    In one call: by Python's own timeouts each piece that arrives would cost three.
-    """
-    left_s = due - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    seconds, rest = divmod(left_s, 1)
-    limit = _TIMEVAL.pack(int(seconds), max(1, int(rest * 1e6)))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    count, *_ = connection.recvmsg_into(targets, 0, socket.MSG_WAITALL)
-    if count < sum(map(len, targets)):
-        raise ConnectionResetError

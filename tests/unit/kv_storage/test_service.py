@@ -362,10 +362,10 @@ async def test_pages_of_a_put_are_fetched_over_one_connection(
     connections = 0
     serve = BlobServer._serve
 
-    async def counted(self: BlobServer, connection: socket.socket) -> None:
+    def counted(self: BlobServer, connection: socket.socket) -> None:
         nonlocal connections
         connections += 1
-        await serve(self, connection)
+        serve(self, connection)
 
     monkeypatch.setattr(BlobServer, "_serve", counted)
     pages = pages_of(20)
