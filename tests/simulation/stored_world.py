@@ -211,7 +211,7 @@ class FaultyStore:
 
         def end() -> TransferDone:
             lost = isinstance(fetching.exception(), ShardLost)
-            count = 0 if lost else fetching.result()
+            count = 0 if lost else fetching.result().usable
             self._world.seen["found"] += count
             return TransferDone(number=transfer.number, blocks=count)
 

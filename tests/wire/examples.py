@@ -588,7 +588,7 @@ EVERY: tuple[Message, ...] = (
     claim.PagesFound(pages=2),
     claim.GetPages(request_id=REQUEST, chain=DIGESTS, lease_s=30.0),
     claim.PagesLeased(lease="lease-1", claims=(CLAIM,)),
-    claim.ReleaseLease(lease="lease-1"),
+    claim.ReleaseLease(lease="lease-1", corrupt=True),
     claim.LeaseReleased(),
     heartbeat.Heartbeat(
         role=Role.WORKER,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page: its bytes, their checksum, verified on receipt, and the page before it."""
+    """One page: its bytes, their checksum as its writer has made it, and the page before it."""
 
     digest: bytes
     parent: bytes | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from antiphon.transfer.memory import BlobData, PooledBlob
     from antiphon.wire.ids import ModelName
 
+log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
 RECEIVERS = 4
@@ -127,8 +129,10 @@ class KvStorageService:
                 return PagesFound(pages=self._store.prefix_length(chain))
             case GetPages():
                 return await self._get(request)
-            case ReleaseLease(lease=lease):
-                self._leases.release(lease)
+            case ReleaseLease(lease=lease, corrupt=corrupt):
+                pages = self._leases.release(lease)
+                if corrupt:
+                    await self._drop_corrupt(pages)
                 return LeaseReleased()
 
     async def _put(self, request: PutPages) -> PagesStored:
@@ -169,7 +173,6 @@ class KvStorageService:
         for group in by_address.values():
             wanted = [offer for offer in group if offer.claim.size_bytes <= bytes_max]
             while wanted and (left_s := due_at - self._clock.now()) > 0:
-                # A thread hashes one page while the kernel receives the next ones.
                 got = await bus_loop.run_in_executor(
                     self._receiver, _receive, wanted, self._pool, left_s
                 )
@@ -177,6 +180,13 @@ class KvStorageService:
                 # The page after the fetched ones is unavailable; later ones may be available.
                 wanted = wanted[len(got) + 1 :]
         return fetched
+
+    async def _drop_corrupt(self, pages: Sequence[Page]) -> None:
+        """Verify pages, since a reader could not, and drop those that are damaged."""
+        bus_loop = asyncio.get_running_loop()
+        for page in await bus_loop.run_in_executor(self._receiver, _corrupt, pages):
+            log.warning("page corrupt", extra={"digest": page.digest.hex()})
+            await self._store.drop(page)
 
     async def _get(self, request: GetPages) -> PagesLeased:
         lease_s = min(request.lease_s, self._config.lease_s_max)
@@ -204,14 +214,17 @@ class KvStorageService:
 
 
 def _receive(offers: Sequence[PageOffer], pool: ChunkPool, timeout_s: float) -> list[PooledBlob]:
-    """Fetch pages of one address, up to the first one that is unavailable or corrupt."""
-    pages: list[PooledBlob] = []
-    blobs = receive_blobs([offer.claim for offer in offers], pool, timeout_s=timeout_s)
-    for offer, blob in zip(offers, blobs, strict=False):
-        if not hmac.compare_digest(page_checksum(blob), offer.claim.digest):
-            break
-        pages.append(blob)
-    return pages
+    """Fetch pages of one address, up to the first one that is unavailable.
+
+    They are not verified: a reader must do that in any case, and finds what changes later, too.
+    """
+    return list(receive_blobs([offer.claim for offer in offers], pool, timeout_s=timeout_s))
+
+
+def _corrupt(pages: Sequence[Page]) -> list[Page]:
+    return [
+        page for page in pages if not hmac.compare_digest(page_checksum(page.data), page.checksum)
+    ]
 
 
 def _open_disk(config: KvStorageConfig, pool: ChunkPool) -> DiskTier | None:
@@ -298,13 +311,14 @@ class Leases:
         lease.pages[token] = page
         self._data[token] = page.data
 
-    def release(self, name: str) -> None:
-        """End a lease. Unknown leases are ignored."""
+    def release(self, name: str) -> Sequence[Page]:
+        """End a lease  ->  its pages; none of an unknown one."""
         if (lease := self._leases.pop(name, None)) is None:
-            return
+            return ()
         for token, page in lease.pages.items():
             del self._data[token]
             self._memory.unpin(page.digest)
+        return tuple(lease.pages.values())
 
     def sweep(self) -> None:
         now = self._clock.now()

@@ -47,6 +47,12 @@ class MemoryTier:
         index.add(page.digest, parent, size)
         return True
 
+    def drop(self, digest: bytes) -> None:
+        """Remove a page and all that follow it here, pinned or not."""
+        for each in reversed(self.index.descendants(digest)):
+            del self._pages[each]
+            self.index.remove(each)
+
     def pin(self, digest: bytes) -> None:
         """Protect a page, which must be here, from eviction until it is unpinned as often."""
         assert digest in self._pages, "pinned a page that is not here"
@@ -89,6 +95,14 @@ class PageStore:
         if stored:
             self.memory.put(page)
         return stored
+
+    async def drop(self, page: Page) -> None:
+        """Drop a corrupt page from memory, and from disk where its file is, too."""
+        if self.memory.get(page.digest) is page:
+            self.memory.drop(page.digest)
+        if self.disk is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self.thread, self.disk.get, page.digest)
 
     async def touch(self, chain: Sequence[bytes]) -> None:
         """Mark pages of a chain, in its order, as used."""

@@ -111,9 +111,14 @@ class PagesLeased(Message):
 
 
 class ReleaseLease(Message):
-    """End a lease. Unknown leases are ignored."""
+    """End a lease. Unknown leases are ignored.
+
+    `corrupt` says that its reader has found a page that is not what its checksum says: the node
+    verifies those of the lease, and drops what fails.
+    """
 
     lease: ShortText
+    corrupt: bool = False
 
 
 class LeaseReleased(Message):

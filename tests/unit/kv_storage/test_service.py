@@ -104,8 +104,8 @@ class Worker:
         assert isinstance(reply, PagesLeased)
         return reply
 
-    async def release(self, lease: str) -> None:
-        assert await self.call(ReleaseLease(lease=lease)) == LeaseReleased()
+    async def release(self, lease: str, *, corrupt: bool = False) -> None:
+        assert await self.call(ReleaseLease(lease=lease, corrupt=corrupt)) == LeaseReleased()
 
 
 async def fetched(claims: Sequence[Claim]) -> list[bytes]:
@@ -199,13 +199,38 @@ async def test_a_page_without_its_parent_could_never_be_found_and_is_left() -> N
         assert await worker.held(chain) == 3
 
 
-async def test_a_holder_that_is_gone_or_lies_costs_only_its_page() -> None:
+@pytest.mark.parametrize("on_disk", [False, True])
+async def test_page_that_its_reader_finds_corrupt_goes_with_all_that_follow(
+    on_disk: bool, tmp_path: Path
+) -> None:
+    pages = pages_of(4)
+    chain = chain_of(pages)
+    async with node(disk_path=str(tmp_path) if on_disk else "") as worker:
+        offers = list(worker.offer(pages))
+        wrong = replace(offers[1].claim, digest=offers[0].claim.digest)
+        assert await worker.put([offers[0], replace(offers[1], claim=wrong), *offers[2:]]) == chain
+        leased = await worker.lease(chain)
+        with pytest.raises(AssertionError):
+            await fetched(leased.claims)
+        await worker.release(leased.lease)
+        assert await worker.held(chain) == 4, "no reader has complained"
+        leased = await worker.lease(chain)
+        await worker.release(leased.lease, corrupt=True)
+        assert await worker.held(chain) == 1
+        assert await worker.put(offers) == chain
+        leased = await worker.lease(chain)
+        assert await fetched(leased.claims) == pages
+        await worker.release(leased.lease, corrupt=True)
+        assert await worker.held(chain) == 4, "what is sound stays, whatever a reader says"
+
+
+async def test_a_holder_that_is_gone_costs_only_its_page() -> None:
     pages = pages_of(2)
     chain = chain_of(pages)
     async with node() as worker:
         first, second = worker.offer(pages)
-        lie = replace(second, claim=replace(second.claim, digest=first.claim.digest))
-        assert await worker.put([first, lie]) == chain[:1]
+        cut = replace(second, claim=replace(second.claim, size_bytes=PAGE_BYTES - 1))
+        assert await worker.put([first, cut]) == chain[:1]
         unreachable = replace(second, claim=replace(second.claim, address="127.0.0.1:1"))
         assert await worker.put([unreachable]) == ()
         assert await worker.put([second], within_s=-1) == ()

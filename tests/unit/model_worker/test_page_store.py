@@ -117,6 +117,11 @@ async def test_flipped_bit_ends_what_is_used_before_it() -> None:
         )
         assert await worker.fetch(NAMESPACE, ids(4), pages(4, 32)) == 2
         assert same(worker, pages(2), pages(2, 32))
+        # The node drops it when it is said to be corrupt, and the next save brings it again.
+        await until(lambda: not any(name in store(node) for name in names(ids(4))[2:]))
+        await worker.save(NAMESPACE, ids(4), pages(4))
+        await stored(node, ids(4))
+        assert await worker.fetch(NAMESPACE, ids(4), pages(4, 32)) == 4
 
 
 async def test_chain_is_whole_on_one_of_several_nodes_and_few_move_with_a_lost_one() -> None:
@@ -159,7 +164,7 @@ async def test_frozen_node_holds_neither_pages_nor_more_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(page_store, "SAVE_WAIT_S", 0.05)
-    monkeypatch.setattr(page_store, "PUT_BYTES", 1)  # a block a call
+    monkeypatch.setattr(page_store, "PUT_BYTES_MAX", 1)  # a block a call
     async with cluster() as (worker, (node,)):
         client, frozen = worker.client, asyncio.Event()
         put = node.service._put

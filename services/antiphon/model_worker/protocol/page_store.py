@@ -17,7 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.page_transfers import BlockTransfer, TransferDone
-from antiphon.model_worker.ranks.page_shards import FETCHES_MAX
+from antiphon.model_worker.ranks.page_shards import FETCHES_MAX, FetchedBlocks
 from antiphon.service.clock import deadline_in
 from antiphon.service.startup import address_for_others, bind
 from antiphon.service.tasks import gather
@@ -37,7 +37,7 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.routes import KV_CONTROL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     from antiphon.model_worker.ranks.page_shards import BlockRecord, WorkerShards
     from antiphon.service.peers import Peer, PeerChange
@@ -48,8 +48,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUT_TIMEOUT_S = 10.0
-PUT_BYTES = 9 * 1024**2
-"""About how many bytes of records one call has."""
+PUT_BYTES_MIN = 6 * 1024**2
+PUT_BYTES_MAX = 18 * 1024**2
+"""About how many bytes of records one call has. It costs as much as a megabyte of them."""
+CALLS_MIN = 4
+"""Calls of a save, unless they would be too small: nothing is sent while the first is copied."""
 PUTS_MAX = 3
 """Calls whose records are in memory: one is copied while nodes fetch the others."""
 SAVE_WAIT_S = 1.0
@@ -85,8 +88,9 @@ class KvStorageClient:
         self._saves = asyncio.Queue[tuple[BlockTransfer, float]]()
         self._putting = set[bytes]()
         record_bytes = shards.ranks * shards.record_bytes_max
-        bytes_max = min(PUT_BYTES, runtime.settings.cache.save_bytes_max // PUTS_MAX)
+        bytes_max = min(PUT_BYTES_MAX, runtime.settings.cache.save_bytes_max // PUTS_MAX)
         self._put_blocks = max(1, bytes_max // record_bytes)
+        self._put_blocks_min = max(1, PUT_BYTES_MIN // record_bytes)
         # Memory that was touched before: the first time takes longer than all else of a save.
         self._memories = asyncio.Queue[memoryview]()
         self._memories_made = 0
@@ -154,7 +158,7 @@ class KvStorageClient:
         try:
             names = self._shards.names(transfer)
             missing = self._missing(transfer, names)
-            for start in range(0, len(missing), self._put_blocks):
+            for blocks in self._calls(missing):
                 memory = await self._memory_until(due)
                 if refused.is_set() or not self._nodes:
                     break  # the blocks after a missing one would be refused
@@ -162,7 +166,7 @@ class KvStorageClient:
                     self._saver,
                     self._shards.copy,
                     transfer,
-                    missing[start : start + self._put_blocks],
+                    blocks,
                     memory,
                 )
                 put = self._put_copies(names, copies, memory, refused)
@@ -184,6 +188,12 @@ class KvStorageClient:
             return []
         blocks = range(transfer.first, len(transfer.digests))
         return [block for block in blocks if not all(self._is_saved(own[block]) for own in names)]
+
+    def _calls(self, blocks: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Parts of blocks, one a call: a quarter, so that few wait for the first to be copied."""
+        count = -(-len(blocks) // CALLS_MIN)
+        count = min(self._put_blocks, max(self._put_blocks_min, count))
+        return (blocks[start : start + count] for start in range(0, len(blocks), count))
 
     def _is_saved(self, name: bytes) -> bool:
         return name in self._known or name in self._putting
@@ -255,10 +265,13 @@ class KvStorageClient:
         whole = len(reply.stored) == len(offers)
         if not whole:
             # The node has lost what is known of this chain: the next request offers all of it.
-            for name in chain.from_iterable(names):
-                self._known.pop(name, None)
+            self._forget(names)
         self._metrics.saved(len(reply.stored), len(offers) - len(reply.stored))
         return whole
+
+    def _forget(self, names: Sequence[Sequence[bytes]]) -> None:
+        for name in chain.from_iterable(names):
+            self._known.pop(name, None)
 
     # From a node.
 
@@ -298,18 +311,23 @@ class KvStorageClient:
         )
         # A block is there if all its shards are.
         count = min(len(reply.claims) for reply in replies)
+        fetched = FetchedBlocks(0)
         try:
             left_s = due - self._runtime.clock.now()
             if not count or left_s <= 0:
                 return 0
             claims = [reply.claims[:count] for reply in replies]
-            return await self._event_loop.run_in_executor(
+            fetched = await self._event_loop.run_in_executor(
                 self._fetcher, self._shards.fetch, transfer, claims, left_s
             )
+            return fetched.usable
         finally:
+            if fetched.refused:
+                # The node drops what is corrupt, with all that follows it: it is offered again.
+                self._forget(names)
             for reply in replies:
                 if reply.claims:
-                    release = self._release(node, reply.lease)
+                    release = self._release(node, reply.lease, corrupt=fetched.refused)
                     self._runtime.group.create_task(release, name="page-lease")
 
     async def _lease(self, node: InstanceId, request: GetPages) -> PagesLeased:
@@ -319,11 +337,10 @@ class KvStorageClient:
         assert isinstance(reply, PagesLeased), "the reply to a get"
         return reply
 
-    async def _release(self, node: InstanceId, lease: str) -> None:
+    async def _release(self, node: InstanceId, lease: str, *, corrupt: bool) -> None:
+        request = ReleaseLease(lease=lease, corrupt=corrupt)
         try:
-            await self._runtime.bus.call(
-                KV_CONTROL, ReleaseLease(lease=lease), timeout_s=1.0, node=node
-            )
+            await self._runtime.bus.call(KV_CONTROL, request, timeout_s=1.0, node=node)
         except EngineError as error:
             log.debug("lease not released, it expires", extra={"error": error})
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -64,12 +64,21 @@ class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: That of the transfer.
         ends: After how many of the fetched blocks a request could continue, ascending.
+        refused: Whether a fetched record was not what was saved.
         records: What was copied; None if the rank has failed.
     """
 
     number: int
     ends: tuple[int, ...] = ()
+    refused: bool = False
     records: tuple[BlockRecord, ...] | None = ()
+
+
+class FetchedBlocks(NamedTuple):
+    """How many of the blocks of a fetch are usable, and whether a record was not what was saved."""
+
+    usable: int
+    refused: bool = False
 
 
 class ShardLost(Exception):
@@ -122,16 +131,19 @@ class PageShard:
 
     def fetch(
         self, transfer: BlockTransfer, claims: Sequence[Claim], timeout_s: float
-    ) -> tuple[int, ...]:
-        """Receive, verify and write the first blocks of a transfer  ->  the usable ends.
+    ) -> tuple[tuple[int, ...], bool]:
+        """Receive, verify and write the first blocks of a transfer.
+
+        Returns the usable ends, and whether a record was refused.
 
         A record is written only after it was verified as a whole, so that a page is what was saved
         or is not used.
         """
         most = self._codec.record_bytes_max
         if any(claim.size_bytes > most for claim in claims):
-            return ()  # these are no blocks of ours
+            return (), False  # these are no blocks of ours
         usable, ends = UsableBlocks(self.groups, transfer.first), list[int]()
+        refused = False
         names = self.names(transfer)[transfer.first :]
         blobs = self._fetch_blobs(claims, timeout_s)
         try:
@@ -144,7 +156,8 @@ class PageShard:
                     ends.append(usable.count)
         except RecordInvalid as error:
             log.warning("block refused", extra={"reason": str(error)})
-        return tuple(ends)
+            refused = True
+        return tuple(ends), refused
 
     def answer(
         self, rank: int, request: PagesRequest, memory: memoryview | None = None
@@ -154,8 +167,8 @@ class PageShard:
         if not request.claims:
             records = self.copy(request.transfer, request.blocks, memory)
             return ShardReport(number=number, records=records)
-        ends = self.fetch(request.transfer, request.claims[rank], request.timeout_s)
-        return ShardReport(number=number, ends=ends)
+        ends, refused = self.fetch(request.transfer, request.claims[rank], request.timeout_s)
+        return ShardReport(number=number, ends=ends, refused=refused)
 
 
 def shard_names(transfer: BlockTransfer, shard: str) -> tuple[bytes, ...]:
@@ -233,8 +246,8 @@ class WorkerShards:
 
     def fetch(
         self, transfer: BlockTransfer, claims: Sequence[Sequence[Claim]], timeout_s: float
-    ) -> int:
-        """Fetch blocks on all ranks, each by its own claims  ->  how many are usable.
+    ) -> FetchedBlocks:
+        """Fetch blocks on all ranks, each by its own claims.
 
         Blocks until no rank writes them.
 
@@ -245,10 +258,12 @@ class WorkerShards:
             PagesRequest(transfer=transfer, claims=tuple(map(tuple, claims)), timeout_s=timeout_s)
         )
         try:
-            own = self._own.fetch(transfer, claims[0], timeout_s)
+            own, refused = self._own.fetch(transfer, claims[0], timeout_s)
         finally:
             wait(asked)
-        return agreed_blocks(self._own.groups, [own, *(each.result().ends for each in asked)])
+        reports = [each.result() for each in asked]
+        usable = agreed_blocks(self._own.groups, [own, *(each.ends for each in reports)])
+        return FetchedBlocks(usable, refused or any(each.refused for each in reports))
 
     def _ask(self, request: PagesRequest) -> list[Future[ShardReport]]:
         """Ask all other ranks  ->  their reports."""
@@ -325,6 +340,7 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     ends: tuple[int, ...]
+    refused: bool
     records: tuple[tuple[int, bytes, int], ...] | None
 
 
@@ -332,7 +348,9 @@ def send_report(link: PageLink, report: ShardReport) -> None:
     """Send a report and its records, which are not copied."""
     records = report.records
     sizes = None if records is None else tuple((r.block, r.checksum, len(r.data)) for r in records)
-    header = msgspec.msgpack.encode(_Sizes(number=report.number, ends=report.ends, records=sizes))
+    header = msgspec.msgpack.encode(
+        _Sizes(number=report.number, ends=report.ends, refused=report.refused, records=sizes)
+    )
     link.send(bytearray(len(header).to_bytes(_SIZE_BYTES, "little")))
     link.send(bytearray(header))
     for record in records or ():
@@ -348,7 +366,9 @@ def receive_report(link: PageLink) -> ShardReport:
         records = tuple(
             BlockRecord(block, link.receive(size), checksum) for block, checksum, size in records
         )
-    return ShardReport(number=header.number, ends=header.ends, records=records)
+    return ShardReport(
+        number=header.number, ends=header.ends, refused=header.refused, records=records
+    )
 
 
 def _streamed(claims: Sequence[Claim], timeout_s: float) -> Iterator[memoryview]:
