@@ -234,6 +234,11 @@ class Oracle:
 class World:
     """A worker, and a client that sends and drops requests. A turn takes a second of its clock."""
 
+    lengths: Sequence[int] = 0, 1, 5, 60, 10_000
+    """Of which a choice has one at most."""
+    flushes = 0.01
+    """Share of turns in which the prefix cache is emptied."""
+
     def __init__(self, seed: int, *, overlap: bool = False, **said: Any) -> None:
         self.seed = seed
         self.random = random.Random(seed)
@@ -391,7 +396,7 @@ class World:
         self.runner.fail = self.random.random() < 0.003
         self.runner.stumble = self.extras.random() < self.stumbles
         self.watched.fail = self._faults.random() < self.stumbles / 2
-        orders = (FlushCache(),) if self.random.random() < 0.01 else ()
+        orders = (FlushCache(),) if self.random.random() < self.flushes else ()
         if self.random.random() < 0.005:
             orders = (PauseWorker(mode=PauseMode.RETRACT), ContinueWorker())
         returns = dict.fromkeys(keys for keys in asked if drops.keys().isdisjoint(keys))
@@ -424,7 +429,7 @@ class World:
             prompt = (self.random.choice(self.stems) + prompt)[: self.prompt_max]
         asked = self.extras.choice([None, None, LOGPROBS, TOP])
         sampling = SamplingParams(
-            max_new_tokens=self.random.choice([0, 1, 5, 60, 10_000]),
+            max_new_tokens=self.random.choice(self.lengths),
             frequency_penalty=float(self.extras.random() < self.penalised),
             seed=self.random.randint(-9, 9),
             stop_token_ids=(7,) if self.random.random() < 0.2 else (),
@@ -700,6 +705,7 @@ class World:
         ids, reason = self.alone(reported.state)
         if reported.state.sampling.details is not None:
             count = len(reported.ids)
+            assert count <= len(ids), "more than the choice answers alone"
             places = np.arange(prompt_tokens, prompt_tokens + count, dtype=np.int32)
             expected = logprobs_of(places, np.array(ids[:count], np.int32))
             assert reported.logprobs == expected.tolist()

@@ -15,7 +15,7 @@ from tests.simulation.list_worlds import open_lists, running_lists
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
 from tests.simulation.stored_rank_world import StoredRankWorld
-from tests.simulation.stored_world import StoredWorld
+from tests.simulation.stored_world import STORED_TURNS, StoredWorld
 from tests.simulation.worker_worlds import (
     drafting,
     drafting_states,
@@ -265,14 +265,14 @@ def states_unchecked(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stored(seed: int) -> None:
-    live(StoredWorld(seed, overlap=overlaps(seed)), 120)
+    live(StoredWorld(seed, overlap=overlaps(seed)), STORED_TURNS)
 
 
 def stored_on_ranks(seed: int) -> None:
     world = StoredRankWorld(seed, overlap=overlaps(seed))
     try:
         with world.ranks_end():
-            live(world, 150)
+            live(world, STORED_TURNS)
     except DeviceLost as error:
         raise AssertionError("a rank has ended") from error
     world.check_ranks()

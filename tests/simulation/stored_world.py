@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TOKENS_MAX = 300
+STORED_TURNS = 40
+"""In which requests arrive; a world goes on until they have ended."""
 PAGE_TOKENS = (4, 16, 64)
 
 
@@ -163,12 +165,14 @@ class FaultyStore:
         self._fetches: list[BlockTransfer] = []
         self._begun: list[Begun] = []
         self._ended: list[TransferDone] = []
+        self._due: dict[int, float] = {}  # of fetches, by their numbers
 
     def save(self, transfer: BlockTransfer) -> None:
         self._saves.append(transfer)
 
     def fetch(self, transfer: BlockTransfer) -> None:
         self._fetches.append(transfer)
+        self._due[transfer.number] = self._world.now + transfer.timeout_s
 
     def work(self, share: float) -> None:
         """End a share of the transfers, in any order."""
@@ -182,8 +186,12 @@ class FaultyStore:
             done = ended.end()
             self.landed.append(done)
             self._ended.append(done)
+            self._world.seen["late"] += (
+                self._due.get(done.number, self._world.now) < self._world.now
+            )
         if self._ended and self._random.random() < 0.1:
             self.landed.append(self._random.choice(self._ended))
+            self._world.seen["twice"] += 1
 
     def _save(self, transfer: BlockTransfer) -> Begun:
         blocks = range(transfer.first, len(transfer.digests))
@@ -219,7 +227,14 @@ class FaultyStore:
 
 
 class StoredWorld(World):
-    """Prompts of several blocks with few beginnings, and a pool that holds few of them."""
+    """Prompts of several blocks with few beginnings, and a pool that holds few of them.
+
+    Responses are short: what is saved and fetched of them is a block, and longer ones are most of
+    the turns of a world.
+    """
+
+    lengths = 0, 1, 5, 20, 80
+    flushes = 0.1
 
     def __init__(self, seed: int, **said: Any) -> None:
         source = random.Random(f"stored {seed}")
@@ -232,6 +247,7 @@ class StoredWorld(World):
             "conservativeness": 0.3,
             "draft_model": False,
             "queue_max": 256,
+            "arrivals": [0, 0, 1],
         }
         super().__init__(seed, **(fixed | said))
         self.stems = [self._ids(source.choice([70, 130, 200])) for _ in range(3)]
