@@ -131,7 +131,8 @@ class SupervisorConfig(Config):
 
     workers: Processes = 1
     """Number of model workers, each with the whole model. They share cores, free memory,
-    cache.bytes_max and batching.running_max evenly; other settings apply to each worker."""
+    cache.bytes_max and batching.running_max evenly; other settings apply to each worker. With
+    model.device = cuda each has a GPU of its own, by its number."""
     dp_attention: bool = False
     """Whether `workers` is the number of attention groups of one worker (data-parallel attention),
     which must divide parallel.tp_size, and not the number of workers."""

@@ -171,14 +171,16 @@ class CacheConfig(Config):
     gets a full snapshot."""
     tokens_max: Tokens | None = None
     """Size of the KV cache pool, in tokens; unset: from the free memory."""
-    memory_ratio: Ratio = 0.25
-    """Ratio of the KV cache pool to the memory that is left after loading the weights."""
+    memory_ratio: Ratio | None = None
+    """Ratio of the KV cache pool to the memory that weights and the largest step leave; unset: 0.25
+    on the CPU, 0.9 on a GPU."""
     static_ratio: Ratio | None = None
     """Ratio of weights and KV cache pool together to the free memory, regardless of
     batching.running_max and cache.bytes_max; the worker does not start if its largest step does not
     fit in the rest."""
-    bytes_max: Bytes = 2 * 1024**3
-    """Maximum size of the KV cache pool when it is sized automatically, in bytes."""
+    bytes_max: Bytes | None = None
+    """Maximum size of the KV cache pool when it is sized automatically, in bytes; unset: 2 GiB on
+    the CPU, no limit on a GPU."""
     checkpoint_tokens: Tokens = 256
     """Interval between cached checkpoints of a recurrent state, in tokens; the end of a prompt is
     cached as well."""

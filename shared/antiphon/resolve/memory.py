@@ -33,6 +33,10 @@ EXPANDED_BYTES_MAX = 512 * 1024**2
 """Maximum size of keys and values expanded from latents, with the buffers of the expansion."""
 PROMPT_LOGITS_BYTES_MAX = 32 * 1024**2
 """Maximum memory of prompt logits at a time: logprobs of a long prompt are computed in chunks."""
+HOST_POOL_RATIO, HOST_POOL_BYTES_MAX = 0.25, 2 * 1024**3
+"""Default size of the pool in the memory of a machine, which other programs need as well."""
+GPU_POOL_RATIO = 0.9
+"""The same of a GPU; the rest is for workspaces of libraries, and what its allocator rounds up."""
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +51,8 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Logits of the maximum number of rows that sample a token in one step."""
     scored: int
     """Logits of the prompt tokens whose logprobs are computed at a time."""
+    gpu: bool = False
+    """Whether it is the memory of a GPU, which serves nothing else."""
 
     @property
     def rest(self) -> int:
@@ -296,6 +302,8 @@ def memory_budget(
     weights: int,
     step_tokens: int,
     draft: ResolvedDraft | None = None,
+    *,
+    gpu: bool = False,
 ) -> MemoryBudget:
     """Divide the free memory; a draft model has weights and activations of its own.
 
@@ -311,6 +319,7 @@ def memory_budget(
         activations=activations,
         logits=logits_bytes(card, min(settings.batching.running_max, step_tokens)),
         scored=logits_bytes(card, min(step_tokens, prompt_logits_rows(card.vocabulary_size))),
+        gpu=gpu,
     )
     if memory.weights > memory.free:
         limit = settings.model.memory_bytes
@@ -398,7 +407,12 @@ def pool_bytes(settings: Settings, memory: MemoryBudget) -> ResolvedValue[int]:
         share = int(memory.free * cache.static_ratio) - memory.weights
         reason = f"cache.static_ratio = {cache.static_ratio} of {memory}"
         return ResolvedValue(max(share, 0), reason)
-    share = int(memory.rest * cache.memory_ratio)
-    if share > cache.bytes_max:
-        return ResolvedValue(cache.bytes_max, f"cache.bytes_max = {gib(cache.bytes_max)}; {memory}")
-    return ResolvedValue(max(share, 0), f"cache.memory_ratio = {cache.memory_ratio} of {memory}")
+    ratio, limit = cache.memory_ratio, cache.bytes_max
+    if ratio is None:
+        ratio = GPU_POOL_RATIO if memory.gpu else HOST_POOL_RATIO
+    if limit is None and not memory.gpu:
+        limit = HOST_POOL_BYTES_MAX
+    share = int(memory.rest * ratio)
+    if limit is not None and share > limit:
+        return ResolvedValue(limit, f"cache.bytes_max = {gib(limit)}; {memory}")
+    return ResolvedValue(max(share, 0), f"cache.memory_ratio = {ratio} of {memory}")

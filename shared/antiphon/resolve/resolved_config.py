@@ -177,7 +177,14 @@ def resolve(
     drawing = min(settings.batching.running_max, step.value)
     beside = _draft(settings, card, device, draft, step.value)
     memory = memory_budget(
-        settings, card, device.memory_bytes, dtype.value, kept.bytes.value, step.value, beside.value
+        settings,
+        card,
+        device.memory_bytes,
+        dtype.value,
+        kept.bytes.value,
+        step.value,
+        beside.value,
+        gpu=device.kind == "cuda",
     )
     state_bytes = _staged(card.state_bytes(dtype.value, ranks.value // groups), card, stages)
     states = state_count(of_group, state_bytes, memory, pool_bytes(settings, memory))
@@ -213,7 +220,7 @@ def resolve(
         page_tokens=ResolvedValue(page_tokens, "cluster.page_tokens"),
         cache_dtype=cache_dtype,
         cache_scales=_cache_scales(settings, cache_dtype.value),
-        memory_bytes=_free(settings, memory.free, free),
+        memory_bytes=_free(settings, device, free),
         weight_bytes=kept.bytes,
         activation_bytes=ResolvedValue(memory.activations, f"{step.value} tokens per step"),
         logit_bytes=ResolvedValue(memory.logits, f"{drawing} rows of logits"),
@@ -377,9 +384,12 @@ def _draft(
     )
 
 
-def _free(settings: Settings, used: int, free: int) -> ResolvedValue[int]:
+def _free(settings: Settings, device: HostDevice, free: int) -> ResolvedValue[int]:
+    used = device.memory_bytes
     if used == settings.model.memory_bytes:
         return ResolvedValue(used, f"model.memory_bytes, of {gib(free)} free")
+    if device.kind == "cuda":
+        return ResolvedValue(used, f"free memory of {settings.model.device}")
     return ResolvedValue(used, "free memory, within container limits")
 
 

@@ -37,6 +37,7 @@ from antiphon.model_card.served_model import (
 )
 from antiphon.resolve.device import HostDevice, detect_device
 from antiphon.resolve.draft import check_draft, check_draft_tokenizer, naming_draft
+from antiphon.resolve.memory import HOST_POOL_BYTES_MAX
 from antiphon.resolve.resolved_config import check_context
 from antiphon.service.tasks import gather
 from antiphon.service.web import server_context
@@ -220,16 +221,16 @@ class ServiceStack:
                 settings=settings,
                 config=self._folder / "settings.yaml",
                 log_folder=self._folder / "logs",
-                environment={**environment, **self._environment(settings, role)},
+                environment={**environment, **self._environment(settings, role, number)},
                 ports=ports,
             )
             for role in START_ORDER
-            for instance in _instances(settings, role)
+            for number, instance in enumerate(_instances(settings, role))
         )
 
-    def _environment(self, settings: Settings, role: Role) -> Mapping[str, str]:
-        """The environment of a role: its NATS user and its share of the machine."""
-        share = _share(settings, role, self._device)
+    def _environment(self, settings: Settings, role: Role, number: int) -> Mapping[str, str]:
+        """The environment of a process: its NATS user and its share of the machine."""
+        share = process_share(settings, role, number, self._device)
         return share if self._passwords is None else {**self._passwords.environment(role), **share}
 
     async def _wait_ready(self, url: str, stop: asyncio.Event) -> Readiness:
@@ -388,26 +389,38 @@ def _check_counts(settings: Settings, device: HostDevice) -> None:
             f"batching.running_max = {running_max} (--max-running-requests): must be at least "
             f"supervisor.workers = {supervisor.workers} (--dp-size), since workers share it"
         )
+    if _count(settings, Role.WORKER) > 1 and settings.model.device.startswith("cuda:"):
+        raise ConfigError(
+            f"model.device = {settings.model.device} (--device): supervisor.workers = "
+            f"{supervisor.workers} (--dp-size) cannot share one GPU; with cuda, each has its own"
+        )
 
 
-def _share(settings: Settings, role: Role, device: HostDevice) -> Mapping[str, str]:
+def process_share(
+    settings: Settings, role: Role, number: int, device: HostDevice
+) -> Mapping[str, str]:
     """Return the environment variables of a process's share, if its service has several processes.
 
     Memory is that of `device`, measured before any process was started: a restarted process finds
-    less free memory but may use as much as before.
+    less free memory but may use as much as before. A worker on a GPU has one of its own.
     """
     count = _count(settings, role)
     if count == 1:
         return {}
-    values: dict[str, int] = {}
+    values: dict[str, int | str] = {}
     if role is Role.WORKER:
-        model = settings.model
+        model, pool = settings.model, settings.cache.bytes_max
         values = {
             "model.cores": model.cores or device.cores // count,
-            "model.memory_bytes": model.memory_bytes or device.memory_bytes // count,
-            "cache.bytes_max": max(settings.cache.bytes_max // count, 1),
             "batching.running_max": settings.batching.running_max // count,
         }
+        if model.device == "cuda":
+            values["model.device"] = f"cuda:{number}"
+        else:
+            values["model.memory_bytes"] = model.memory_bytes or device.memory_bytes // count
+            pool = pool or HOST_POOL_BYTES_MAX
+        if pool is not None:
+            values["cache.bytes_max"] = max(pool // count, 1)
     elif role is Role.TOKENIZER:
         values = {"tokenizer.threads": min(settings.tokenizer.threads, device.cores // count)}
     return {fields()[path].variable: str(value) for path, value in values.items()}

@@ -144,7 +144,8 @@ def test_bad_file_is_refused_with_path_value_and_bound(file: Path, text: str, me
         (
             "ANTIPHON_CACHE__MEMORY_RATIO",
             "1.5",
-            "ANTIPHON_CACHE__MEMORY_RATIO: cache.memory_ratio = '1.5': must be a number > 0, <= 1",
+            "ANTIPHON_CACHE__MEMORY_RATIO: cache.memory_ratio = '1.5': must be a number > 0, <= 1, "
+            "or null",
         ),
     ],
 )

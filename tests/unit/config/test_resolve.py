@@ -210,6 +210,24 @@ def test_static_ratio_counts_weights_and_pool_and_leaves_room_for_a_step() -> No
     )
 
 
+def test_pool_of_a_gpu_is_most_of_what_weights_and_a_step_leave() -> None:
+    device = HostDevice(kind="cuda", cores=6, memory_bytes=80 * GIB, lacking="it is a GPU")
+    said = {"model__device": "cuda", "batching__running_max": "1000000000"}
+    plan = decide(device, **said)
+    left = 80 * GIB - plan.weight_bytes.value - plan.activation_bytes.value
+    left -= plan.logit_bytes.value + plan.scored_bytes.value
+    pages = int(left * 0.9) // PAGE_BYTES
+    assert plan.cache_pages.value == pages
+    assert plan.cache_pages.reason.startswith("cache.memory_ratio = 0.9 of 80.00 GiB free, weights")
+    assert plan.memory_bytes == ResolvedValue(80 * GIB, "free memory of cuda")
+    limited = decide(device, cache__bytes_max=str(GIB), **said)
+    assert limited.cache_bytes.value == GIB
+    static = decide(device, cache__static_ratio="0.5", **said)
+    assert static.cache_bytes.value == 40 * GIB - plan.weight_bytes.value
+    with pytest.raises(ConfigError, match=r"static\): its pool of 79.00 GiB exceeds"):
+        decide(device, cache__static_ratio="1", **said)
+
+
 @pytest.mark.parametrize(
     ("said", "what"),
     [

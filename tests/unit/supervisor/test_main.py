@@ -30,7 +30,13 @@ from antiphon.model_card.packaged import Wheel
 from antiphon.resolve.device import HostDevice
 from antiphon.supervisor.broker import Broker
 from antiphon.supervisor.ports import free_port, is_free
-from antiphon.supervisor.stack import CannotServe, ServiceStack, StartProgress, loading
+from antiphon.supervisor.stack import (
+    CannotServe,
+    ServiceStack,
+    StartProgress,
+    loading,
+    process_share,
+)
 from antiphon.telemetry import log as telemetry
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.heartbeat import Heartbeat
@@ -165,12 +171,31 @@ AT_MOST_4 = "must be at most 4, the number of cores"
             "batching.running_max = 3 (--max-running-requests): must be at least "
             "supervisor.workers = 4 (--dp-size), since workers share it",
         ),
+        (
+            ("--dp-size", "2", "--device", "cuda:1"),
+            "model.device = cuda:1 (--device): supervisor.workers = 2 (--dp-size) cannot share one "
+            "GPU; with cuda, each has its own",
+        ),
     ],
 )
 async def test_more_processes_than_the_machine_holds_are_refused_before_anything_starts(
     tmp_path: Path, arguments: tuple[str, ...], reason: str
 ):
     assert await refused_before_start(tmp_path, *arguments) == reason
+
+
+def test_workers_share_a_machine_and_have_a_gpu_each():
+    machine = HostDevice(kind="cpu", cores=4, memory_bytes=1 << 40)
+    settings = settings_of("--dp-size", "2", "--max-running-requests", "8")
+    share = process_share(settings, Role.WORKER, 1, machine)
+    running = {"ANTIPHON_MODEL__CORES": "2", "ANTIPHON_BATCHING__RUNNING_MAX": "4"}
+    assert share == running | {
+        "ANTIPHON_MODEL__MEMORY_BYTES": str(1 << 39),
+        "ANTIPHON_CACHE__BYTES_MAX": str(1 << 30),
+    }
+    settings = settings_of("--dp-size", "2", "--max-running-requests", "8", "--device", "cuda")
+    share = process_share(settings, Role.WORKER, 1, machine)
+    assert share == running | {"ANTIPHON_MODEL__DEVICE": "cuda:1"}
 
 
 @pytest.mark.parametrize(
