@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
-PARTS = (
-    "norm or finite or activation or heads",
-    "attention or split or page",
-    "greedy or draw or penalised",
-)
+ATTENTION = "(attention or split or page)"
+PARTS = (f"{ATTENTION} and not mutants", f"not {ATTENTION} and not mutants", "mutants")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", [f"({part}) and not mutants" for part in PARTS] + ["mutants"])
+@pytest.mark.parametrize("part", PARTS)
 def test_triton_kernels_equal_their_references(part: str) -> None:
     run_interpreted("parity.py", "-k", part)
 

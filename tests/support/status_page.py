@@ -87,7 +87,11 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
 }
 """What each service does, and the effect of its death on requests."""
 NOT_BUILT: tuple[tuple[str, str, str], ...] = (
-    ("GPU kernels and CUDA graphs", "Models run on the CPU.", "gpu cuda_graphs"),
+    (
+        "GPU kernels and CUDA graphs",
+        "Kernels of a GPU have not yet run on one; there are no CUDA graphs.",
+        "gpu cuda_graphs",
+    ),
     (
         "Tensor parallelism by other splits, and other collectives",
         "`--tp-size` splits attention, MLPs, embedding and head alike, with one kind of sum over "

@@ -45,7 +45,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@kernel("activation.gate", cpu("gate"))
+@kernel("activation.gate", cpu("gate"), triton("activation:gate"))
 def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
     """activation(gate) * up, for the two halves of the last dimension.
 
@@ -57,13 +57,13 @@ def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
     return _FUNCTIONS[activation](first) * up
 
 
-@kernel("activation.plain", cpu("activate"))
+@kernel("activation.plain", cpu("activate"), triton("activation:activate"))
 def activate(x: Tensor, activation: ActivationKind) -> Tensor:
     """Apply the activation elementwise; shape as x."""
     return _FUNCTIONS[activation](x)
 
 
-@kernel("activation.sigmoid_mul", cpu("sigmoid_mul"))
+@kernel("activation.sigmoid_mul", cpu("sigmoid_mul"), triton("activation:sigmoid_mul"))
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """X * sigmoid(gate): heads and their gates (T, Q, D) both, of which a token's lie in one piece.
 
@@ -72,7 +72,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
-@kernel("logits.softcap", cpu("soft_capped"))
+@kernel("logits.softcap", cpu("soft_capped"), triton("activation:soft_capped"))
 def soft_capped(x: Tensor, softcap: float) -> Tensor:
     """Elementwise softcap * tanh(x / softcap); x float32, shape as x.
 
@@ -81,7 +81,7 @@ def soft_capped(x: Tensor, softcap: float) -> Tensor:
     return softcap * (x / softcap).tanh()
 
 
-@kernel("activation.clamped_swish_mul", invariant=True)
+@kernel("activation.clamped_swish_mul", triton("activation:clamped_swish_mul"), invariant=True)
 def clamped_swish_mul(gate_up: Tensor, sharpness: float, limit: float) -> Tensor:
     """Gated SiLU with a clamp: gate * sigmoid(sharpness * gate) * (up + 1).
 

@@ -66,7 +66,7 @@ def rmsnorm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(mean_square + eps) * weight).to(x.dtype)
 
 
-@kernel("norm.layernorm", cpu("layernorm"))
+@kernel("norm.layernorm", cpu("layernorm"), triton("norm:layernorm"))
 def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Scale each row to zero mean and unit variance.
 

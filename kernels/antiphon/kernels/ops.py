@@ -13,6 +13,7 @@ from antiphon.kernels.activation import (
     soft_capped,
 )
 from antiphon.kernels.attention import bidirectional_attention, paged_attention
+from antiphon.kernels.experts import experts
 from antiphon.kernels.norm import (
     add_rmsnorm,
     finite_rows,
@@ -58,6 +59,7 @@ class Ops:
         self.soft_capped = choose(soft_capped)
         self.route = choose(route)
         self.combine = choose(combine)
+        self.experts = choose(experts)
         self.qk_norm_rope_store = choose(qk_norm_rope_store)
         self.paged_attention = choose(paged_attention)
         self.bidirectional_attention = choose(bidirectional_attention)

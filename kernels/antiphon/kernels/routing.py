@@ -13,6 +13,7 @@ from torch import Tensor
 
 from antiphon.kernels.activation import sigmoid
 from antiphon.kernels.op import kernel
+from antiphon.kernels.triton.backend import triton
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,11 +36,11 @@ class RoutingSpec:
     group_best: int = 1  # the score of a group is the sum of so many of its best experts
 
 
-_NOTHING = 1e-20
+NOTHING = 1e-20
 """Added to the sum that weights are normalised by: all of them may round to zero."""
 
 
-@kernel("moe.route", invariant=True)
+@kernel("moe.route", triton("routing:route"), invariant=True)
 def route(logits: Tensor, correction: Tensor | None, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
     """Select each token's experts, the best first.
 
@@ -58,7 +59,7 @@ def route(logits: Tensor, correction: Tensor | None, routing: RoutingSpec) -> tu
     experts = ranking.topk(routing.top_k, dim=-1).indices
     shares = scores.gather(1, experts)
     if routing.renormalised:
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + _NOTHING)
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + NOTHING)
     return experts, shares * routing.factor
 
 

@@ -66,9 +66,15 @@ class PlainWeights:
 
     packed: CompiledLinear | None = None
 
-    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.table = torch.empty((shape.outputs, shape.inputs), dtype=dtype, device=device)
-        self._bias = torch.empty(shape.outputs, dtype=dtype, device=device) if shape.bias else None
+    def __init__(self, table: Tensor, bias: Tensor | None) -> None:
+        self.table = table
+        self._bias = bias
+
+    @classmethod
+    def empty(cls, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> PlainWeights:
+        table = torch.empty((shape.outputs, shape.inputs), dtype=dtype, device=device)
+        bias = torch.empty(shape.outputs, dtype=dtype, device=device) if shape.bias else None
+        return cls(table, bias)
 
     def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
         """Load a slice of the checkpoint's `weight` or `bias`."""
@@ -181,7 +187,7 @@ class LinearMethod(StrEnum):
     ) -> LinearWeights:
         """Make the memory of a linear; `grouping` is that of its weights, if they have one."""
         if self is LinearMethod.PLAIN:
-            return PlainWeights(shape, dtype, device)
+            return PlainWeights.empty(shape, dtype, device)
         if self is not LinearMethod.GROUPED:
             return PackedWeights(shape, dtype, self.value)
         if grouping is None or not grouping.fits(shape.inputs):

@@ -10,9 +10,16 @@ import torch
 
 from antiphon.kernels.activation import ActivationKind, sigmoid
 from antiphon.kernels.cpu.experts import CompiledExperts, PackedExperts
+from antiphon.kernels.experts import ExpertWeights
 from antiphon.kernels.routing import RoutingSpec, sort_by_expert
 from antiphon.layers.linear import LinearPart, weight_sources
-from antiphon.layers.methods import WHOLE_SLICE, LinearShape, LinearWeights, RankSlice
+from antiphon.layers.methods import (
+    WHOLE_SLICE,
+    LinearShape,
+    LinearWeights,
+    PlainWeights,
+    RankSlice,
+)
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec
 from antiphon.layers.quantization.storage import (
     LoadedWeight,
@@ -157,9 +164,7 @@ class MixtureOfExperts(Sublayer):
             gate = None if self._gate is None else self._gate.packed
             if shared is None or (gate is None and self._gate is not None):
                 return None
-        spec, activation = self._spec.experts, self._spec.experts.activation
-        if isinstance(activation, ClampedSwish):
-            activation = (activation.alpha, activation.limit)
+        spec = self._spec.experts
         gate_up, down = experts
         return PackedExperts(
             routing=self._spec.routing,
@@ -168,7 +173,7 @@ class MixtureOfExperts(Sublayer):
             gate_up=gate_up,
             down=down,
             first=self._experts.share.numbers.start,
-            activation=activation,
+            activation=self._experts.activation,
             apply_router_weight_on_input=spec.apply_router_weight_on_input,
             shared=shared,
             shared_gate=gate,
@@ -256,24 +261,31 @@ class Experts(Module):
         self._width = own.stop - own.start
         # The outputs of an expert's parts are summed, so only one rank adds the bias.
         self._down_bias = spec.bias and own.start == 0
+        # A GPU multiplies by all experts at once.
+        self._stack = None if site.build.device_kind == "cpu" else self._stacked_weights()
         self._experts = [self._expert(number) for number in self.share.numbers]
         gate = "activation.silu_mul" if spec.activation == "silu" else "activation.gate"
         if isinstance(spec.activation, ClampedSwish):
             gate = "activation.clamped_swish_mul"
-        self.kernels = frozenset({gate, "moe.combine"})
+        self.kernels = frozenset({gate, "moe.combine"} if self._stack is None else {"moe.experts"})
 
     def __call__(self, ctx: ForwardContext, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """This rank's part of the experts' output: x (T, D)  ->  (T, D), to be summed over ranks.
 
         chosen (T, K) int64, shares (T, K) float32
         """
+        weighted_inputs = self._spec.apply_router_weight_on_input
+        if self._stack is not None:
+            return ctx.ops.experts(
+                x, chosen, shares, self._stack, self.activation, weighted_inputs=weighted_inputs
+            )
         pair, bounds = sort_by_expert(chosen, self._spec.count)
         numbers = self.share.numbers
         bounds = bounds[numbers.start : numbers.stop + 1]
         pair = pair[bounds[0] : bounds[-1]]
         bounds = [bound - bounds[0] for bound in bounds]
         rows = x.index_select(0, pair // chosen.shape[1])  # (N, D)
-        if self._spec.apply_router_weight_on_input:
+        if weighted_inputs:
             rows = (rows * shares.flatten()[pair, None]).to(x.dtype)
             shares = torch.ones_like(shares)
         made = [
@@ -299,7 +311,36 @@ class Experts(Module):
         else:
             yield from self._stacked(names)
 
+    @property
+    def activation(self) -> ActivationKind | tuple[float, float]:
+        activation = self._spec.activation
+        if isinstance(activation, ClampedSwish):
+            return activation.alpha, activation.limit
+        return activation
+
+    def _stacked_weights(self) -> ExpertWeights:
+        build, hidden, width = self._site.build, self._site.hidden, self._width
+        count = len(self.share.numbers)
+        return ExpertWeights(
+            build.empty(count, 2 * width, hidden),
+            build.empty(count, hidden, width),
+            build.empty(count, 2 * width) if self._spec.bias else None,
+            build.empty(count, hidden) if self._down_bias else None,
+        )
+
     def _expert(self, number: int) -> _Expert:
+        if self._stack is not None:
+            place = number - self.share.numbers.start
+            tables = (
+                (self._stack.gate_up, self._stack.gate_up_bias),
+                (self._stack.down, self._stack.down_bias),
+            )
+            return _Expert(
+                *(
+                    PlainWeights(weights[place], None if biases is None else biases[place])
+                    for weights, biases in tables
+                )
+            )
         build, method, names = self._site.build, self._site.method, self._spec.names
         wide = (names.gate, names.up) if isinstance(names, SeparateExperts) else (names.gate_up,)
         wide, down = (
@@ -315,9 +356,9 @@ class Experts(Module):
         )
 
     def _gated(self, ctx: ForwardContext, gate_up: Tensor) -> Tensor:
-        activation = self._spec.activation
-        if isinstance(activation, ClampedSwish):
-            return ctx.ops.clamped_swish_mul(gate_up, activation.alpha, activation.limit)
+        activation = self.activation
+        if isinstance(activation, tuple):
+            return ctx.ops.clamped_swish_mul(gate_up, *activation)
         if activation == "silu":
             return ctx.ops.silu_mul(gate_up)
         return ctx.ops.gate(gate_up, activation)

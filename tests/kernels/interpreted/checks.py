@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 
 from antiphon.kernels import activation, norm, rotary, sampling
+from antiphon.kernels import routing as routing_ops
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
+from antiphon.kernels.experts import ExpertWeights, experts
 from antiphon.kernels.kv import UNSCALED, read_keys, read_values, row_pages_shape, store_kv
 from antiphon.kernels.norm import NormWeights
 from antiphon.kernels.rotary import QkNormWeights, RotarySpec, cos_sin
+from antiphon.kernels.routing import RoutingSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +63,79 @@ def check_finite(module: Module, size: int) -> None:
 def check_silu_mul(module: Module, rows: int, width: int, dtype: torch.dtype) -> None:
     both = randn(rows, 2 * width, dtype=dtype) * 3
     close(module.silu_mul(both), activation.silu_mul.reference(both))
+
+
+def check_activations(module: Module, rows: int, width: int, dtype: torch.dtype) -> None:
+    """Gates of each kind, the same without a gate, and what only some models have."""
+    both = randn(rows, 2 * width, dtype=dtype) * 3
+    for kind in get_args(activation.ActivationKind):
+        close(module.gate(both, kind), activation.gate.reference(both, kind))
+        close(module.activate(both, kind), activation.activate.reference(both, kind))
+    swish = both, 1.7, 4.0
+    close(module.clamped_swish_mul(*swish), activation.clamped_swish_mul.reference(*swish))
+    wide = both.float() * 20
+    close(module.soft_capped(wide, 30.0), activation.soft_capped.reference(wide, 30.0))
+    heads = both.view(rows, 2, width)  # those of a token lie in one piece
+    x, opening = heads[:, :1], heads[:, 1:]
+    close(module.sigmoid_mul(x, opening), activation.sigmoid_mul.reference(x, opening))
+
+
+def check_layernorm(module: Module, rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (randn(*part, dtype=dtype) for part in ((rows, size), (size,), (size,)))
+    x[:1] = 1e-3 * x[:1] + 0.5
+    for parts in ((weight, bias), (weight, None), (None, None)):
+        close(module.layernorm(x, *parts, 1e-5), norm.layernorm.reference(x, *parts, 1e-5))
+
+
+ROUTINGS = (
+    RoutingSpec(top_k=2, renormalised=True),
+    RoutingSpec(top_k=3, factor=2.5),
+    RoutingSpec(top_k=3, scoring="sigmoid", renormalised=True),
+    RoutingSpec(top_k=3, scoring="sigmoid", groups=4, groups_kept=2, group_best=2),
+    RoutingSpec(top_k=2, groups=3, groups_kept=1),
+)
+
+
+def check_route(module: Module, tokens: int, count: int, routing: RoutingSpec) -> None:
+    logits = randn(tokens, count, seed=count)
+    for correction in (None, randn(count, seed=1)):
+        got = module.route(logits, correction, routing)
+        experts, shares = routing_ops.route.reference(logits, correction, routing)
+        assert torch.equal(got[0], experts)
+        close(got[1], shares)
+
+
+def check_route_of_nan(module: Module) -> None:
+    """Experts that there are, whatever the logits: more is read by their numbers."""
+    with np.errstate(invalid="ignore"):
+        experts, _ = module.route(torch.full((2, 5), torch.nan), None, RoutingSpec(top_k=2))
+    assert set(experts.flatten().tolist()) <= set(range(5))
+
+
+def check_experts(
+    module: Module,
+    tokens: int,
+    sizes: tuple[int, int, int],
+    activation: Any = "silu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = False,
+    weighted_inputs: bool = False,
+) -> None:
+    """Tokens choose among all experts but the second, so that one has no token."""
+    count, hidden, width = sizes
+    made = [(count, 2 * width, hidden), (count, hidden, width)]
+    made += [(count, 2 * width), (count, hidden)] if bias else []
+    weights = ExpertWeights(*(randn(*size, dtype=dtype, seed=s) for s, size in enumerate(made)))
+    x, shares = randn(tokens, hidden, dtype=dtype) / hidden**0.5, randn(tokens, 2, seed=7).abs()
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.rand(tokens, count - 1, generator=generator).argsort(dim=-1)[:, :2]
+    chosen += (chosen > 0).long()
+    arguments = x, chosen, shares, weights, activation
+    got = module.experts(*arguments, weighted_inputs=weighted_inputs)
+    expected = experts.reference(*arguments, weighted_inputs=weighted_inputs)
+    scale = expected.abs().max()
+    close(got / scale, expected / scale)
 
 
 def qk_norms(kind: str | None, over: str, queries: int, kv_heads: int, size: int) -> Any:
@@ -198,7 +274,7 @@ def check_greedy(module: Module) -> None:
 def check_draw(module: Module, vocabulary: int) -> None:
     ways = [
         *product((0, 5), (1.0, 0.6), (0.0, 0.1)),
-        *((1, 1.0, 0.0), (2000, 0.9, 0.0), (0, 1e-6, 0.0), (3, 1.0, 1.0)),
+        *((1, 1.0, 0.0), (2000, 0.9, 0.0), (0, 1e-6, 0.0), (3, 1.0, 1.0), (2000, 1.0, 0.0)),
     ]
     rows = len(ways)
     logits = randn(rows, vocabulary, seed=vocabulary) * 4
@@ -206,7 +282,8 @@ def check_draw(module: Module, vocabulary: int) -> None:
     logits[1, : vocabulary // 2] = -torch.inf
     generator = torch.Generator().manual_seed(vocabulary)
     uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
-    uniform[0], uniform[1] = 0.0, 1 - 2**-52
+    uniform[0], uniform[1], uniform[-1] = 0.0, 1 - 2**-52, 0.0
+    logits[-1] = logits[-1].sort().values  # of which the first is kept that may be
     k, p, least = (torch.tensor(column) for column in zip(*ways, strict=True))
     temperature = torch.linspace(0.2, 3, rows)
     arguments = logits, uniform, temperature, k, p.float(), least.float()

@@ -12,10 +12,20 @@ import torch
 from tests.kernels.interpreted import checks
 from tests.kernels.interpreted.checks import LONG, RAGGED, Rows, a_shape
 
-from antiphon.kernels.triton import activation, attention, heads, norm, sampling
+from antiphon.kernels.triton import (
+    activation,
+    attention,
+    experts,
+    heads,
+    norm,
+    routing,
+    sampling,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from antiphon.kernels.routing import RoutingSpec
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=["float32", "float16"])
 
@@ -44,6 +54,48 @@ def test_the_gated_activation_equals_its_reference(
     rows: int, width: int, dtype: torch.dtype
 ) -> None:
     checks.check_silu_mul(activation, rows, width, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (5, 300)])
+def test_activations_equal_their_references(rows: int, width: int, dtype: torch.dtype) -> None:
+    checks.check_activations(activation, rows, width, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "size"), [(0, 64), (5, 192), (3, 5000)])
+def test_layer_norms_equal_their_reference(rows: int, size: int, dtype: torch.dtype) -> None:
+    checks.check_layernorm(norm, rows, size, dtype)
+
+
+@pytest.mark.parametrize("spec", checks.ROUTINGS, ids=str)
+@pytest.mark.parametrize(("tokens", "count"), [(7, 12), (3, 60)])
+def test_routing_equals_its_reference(tokens: int, count: int, spec: RoutingSpec) -> None:
+    checks.check_route(routing, tokens, count, spec)
+
+
+def test_routing_of_a_nan_names_an_expert() -> None:
+    checks.check_route_of_nan(routing)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [(1, (4, 80, 24)), (9, (5, 40, 72)), (90, (3, 64, 64))]
+)
+def test_experts_equal_their_reference(
+    tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    checks.check_experts(experts, tokens, sizes, dtype=dtype)
+
+
+@pytest.mark.parametrize("activation", ["gelu", (1.7, 0.5)])
+@pytest.mark.parametrize("weighted_inputs", [False, True])
+def test_experts_have_biases_and_activations(
+    activation: str | tuple[float, float], *, weighted_inputs: bool
+) -> None:
+    checks.check_experts(
+        experts, 5, (4, 40, 24), activation, bias=True, weighted_inputs=weighted_inputs
+    )
 
 
 @pytest.mark.parametrize("over", ["head", "token"])
@@ -131,6 +183,12 @@ FAST = ([1, 5], [70, 3])
 F32 = torch.float32
 norms = partial(checks.check_rmsnorm, rows=2, size=100, dtype=F32)
 gated = partial(checks.check_silu_mul, rows=3, width=500, dtype=F32)
+activations = partial(checks.check_activations, rows=3, width=100, dtype=F32)
+layer_norms = partial(checks.check_layernorm, rows=2, size=100, dtype=F32)
+groups = partial(checks.check_route, tokens=5, count=12, routing=checks.ROUTINGS[3])
+routes = partial(checks.check_route, tokens=5, count=12, routing=checks.ROUTINGS[0])
+few_experts = partial(checks.check_experts, tokens=9, sizes=(5, 40, 72), bias=True)
+many_pairs = partial(checks.check_experts, tokens=90, sizes=(3, 16, 16))
 few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
 many_heads = partial(checks.check_heads, tokens=30, shape=(6, 2, 24, 24))
 normed_heads = partial(many_heads, tokens=3, kind="rms", over="token")
@@ -149,6 +207,49 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
         partial(checks.check_finite, size=9),
     ),
     ("activation", "place % WIDTH", "place % BLOCK", gated),
+    ("activation", "0.7071067811865476", "0.7", activations),
+    ("activation", "0.044715 *", "0.05 *", activations),
+    ("activation", "wide > limit, limit", "wide > 2 * limit, limit", activations),
+    (
+        "activation",
+        "limit, tl.where(rest < -limit, -limit",
+        "limit, tl.where(rest < -limit, 0",
+        activations,
+    ),
+    ("activation", "(rest + 1.0)", "rest", activations),
+    ("activation", "token * GATE_STRIDE", "token * WIDTH", activations),
+    ("norm", "tl.where(inside, wide - mean[:, None], 0.0)", "wide - mean[:, None]", layer_norms),
+    ("norm", "added.to(tl.float32)", "0 * added.to(tl.float32)", layer_norms),
+    ("routing", "mine = expert == first", "mine = (expert == first) & (choice > 0)", routes),
+    ("routing", "share / (tl.sum(share, axis=0) + nothing)", "share", routes),
+    ("routing", "tl.static_range(BEST)", "tl.static_range(1)", groups),
+    ("routing", "tl.where(mine, 1, kept)", "tl.where(mine, 1, 0)", groups),
+    ("routing", "expert, GROUPS * EACH - 1)", "expert, GROUPS * EACH)", checks.check_route_of_nan),
+    ("experts", "(number < expert)", "(number <= expert)", few_experts),
+    ("experts", "mask=mine == 1", "mask=mine >= 0", few_experts),
+    (
+        "experts",
+        "next_place += tl.sum(mine, axis=0)",
+        "next_place += 0",
+        partial(many_pairs, tokens=700),
+    ),
+    ("experts", "axis=0) <= tile)", "axis=0) < tile)", few_experts),
+    ("experts", "(tile - before) * BLOCK_M", "0", many_pairs),
+    (
+        "experts",
+        "tiles = pairs // block_m + min(pairs, count)",
+        "tiles = pairs // block_m + 1",
+        few_experts,
+    ),
+    ("experts", "place + WIDTH * HIDDEN", "place", few_experts),
+    ("experts", "bias + WIDTH", "bias", few_experts),
+    (
+        "experts",
+        "total += made if SHARED else made * tl.load(shares + pair)",
+        "total += made",
+        few_experts,
+    ),
+    ("experts", "pair = token * TOP_K + choice", "pair = token * TOP_K", few_experts),
     ("heads", "column + half, column - half", "column - half, column + half", few_heads),
     ("heads", "slot % SLOTS", "slot % (SLOTS - 1)", many_heads),
     ("heads", "head - QUERIES, column", "head, column", normed_heads),
@@ -167,7 +268,12 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("attention", "(split + 1) * SPLIT)", "(split + 1) * SPLIT - 1)", long),
     ("attention", "page.to(tl.int64)", "page", partial(checks.check_far_pages, heads=heads)),
     ("sampling", "count >= rank_max", "count > rank_max", draws),
-    ("sampling", "above > mass_max", "above > 2 * mass_max", draws),
+    ("sampling", "mass > mass_max", "mass > 2 * mass_max", draws),
+    ("sampling", "best >= bound)", "best > bound)", draws),
+    ("sampling", "weight >= bound\n", "weight > bound\n", draws),
+    ("sampling", "(BLOCK - 1) * pivot", "0 * pivot", partial(draws, vocabulary=2500)),
+    ("sampling", "if found <= CANDIDATES", "if found >= 0", partial(draws, vocabulary=2500)),
+    ("sampling", "best < floor", "best <= floor", draws),
     ("sampling", "weight < floor", "weight <= floor", draws),
     ("sampling", "target - before", "target", draws),
     ("sampling", "value > best)", "value >= best)", checks.check_greedy),

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from antiphon.kernels.kv import UNSCALED, KvScales
+from antiphon.kernels.triton.activation import tanh
 from antiphon.kernels.triton.launch import launch, power_of_2
 from antiphon.kernels.triton.rows import SPLIT_TOKENS
 
@@ -104,8 +105,7 @@ def paged_attention_kernel(
         k = tl.load(keys + cached, mask=stored, other=0.0)
         scores = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
-            # The hyperbolic tangent, which is no operation of Triton.
-            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 / softcap * scores)) - 1.0)
+            scores = softcap * tanh(scores / softcap)
         seen = there[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)

@@ -51,6 +51,41 @@ def rmsnorm_kernel(
     tl.store(out + place, normed, mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def layernorm_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    eps,
+    STRIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < SIZE)[None, :]
+    source = row.to(tl.int64)[:, None] * STRIDE + column[None, :]
+    values = tl.load(x + source, mask=inside, other=0.0)
+    wide = values.to(tl.float32)
+    mean = tl.sum(wide, axis=1) / SIZE
+    centred = tl.where(inside, wide - mean[:, None], 0.0)
+    variance = tl.sum(centred * centred, axis=1) / SIZE
+    normed = centred * (1.0 / tl.sqrt(variance + eps))[:, None]
+    if WEIGHT:
+        factor = tl.load(weight + column, mask=column < SIZE, other=0.0)
+        normed = normed * factor.to(tl.float32)[None, :]
+    if BIAS:
+        added = tl.load(bias + column, mask=column < SIZE, other=0.0)
+        normed = normed + added.to(tl.float32)[None, :]
+    place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    tl.store(out + place, normed.to(values.dtype), mask=inside)
+
+
 @triton.jit
 def finite_kernel(values, out, size: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -82,6 +117,31 @@ def rmsnorm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `antiphon.kernels.norm.layernorm`."""
+    rows, size = _rows(x), x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block, each = _tile(size)
+    launch(
+        layernorm_kernel,
+        (ceil_div(len(rows), each),),
+        rows,
+        rows if weight is None else weight,
+        rows if bias is None else bias,
+        out,
+        len(rows),
+        eps,
+        warps=8 if block > TILE else 4,
+        STRIDE=rows.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        ROWS=each,
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+    )
+    return out
+
+
 def finite_rows(values: Tensor) -> Tensor:
     """As `antiphon.kernels.norm.finite_rows`, without the wait for a host that would need a sum."""
     values = values.contiguous()
@@ -94,14 +154,10 @@ def finite_rows(values: Tensor) -> Tensor:
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    size = x.shape[-1]
-    rows = x.reshape(-1, size)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows, size = _rows(x), x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out) if residual is not None else out
-    block = power_of_2(size)
-    each = max(1, min(16, TILE // block))
+    block, each = _tile(size)
     launch(
         rmsnorm_kernel,
         (ceil_div(len(rows), each),),
@@ -121,3 +177,14 @@ def _launch(
         WIDE=wide,
     )
     return out, total
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _tile(size: int) -> tuple[int, int]:
+    """Columns of a program, of which one row may use fewer, and its rows."""
+    block = power_of_2(size)
+    return block, max(1, min(16, TILE // block))

@@ -3,6 +3,8 @@
 One pass over the logits keeps the peak and the mass of each block; the second one reads the chosen
 block alone. For rows with top-k or top-p, the smallest weight that is kept is found in between, bit
 by bit: a weight is kept if fewer than k are greater, and these have no more than p of all mass.
+Peaks and masses of blocks bound it from below, so that only the blocks that reach the bound are
+read once more, and few weights are left; if there are many, these blocks are read for every bit.
 
 Axes: L rows of logits, V vocabulary, N blocks of it.
 """
@@ -10,6 +12,8 @@ Axes: L rows of logits, V vocabulary, N blocks of it.
 # pyright: basic, reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
@@ -21,6 +25,8 @@ from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2
 
 PASS = 1024
 """Logits that a program reads at a time."""
+CANDIDATES = 2048
+"""Weights of a row among which the smallest one that top-k and top-p keep is found at once."""
 
 
 @triton.jit
@@ -61,22 +67,120 @@ def _row_sums(peaks, sums, row, blocks, temperature, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _kept(logits, row, vocabulary, highest, temperature, pivot, PASS: tl.constexpr):
-    """How many weights are above a pivot, and their mass."""
-    count = tl.zeros([PASS], tl.int32)
-    mass = tl.zeros([PASS], tl.float64)
-    for start in range(0, vocabulary, PASS):
-        place = start + tl.arange(0, PASS)
-        value = tl.load(
-            logits + row.to(tl.int64) * vocabulary + place,
-            mask=place < vocabulary,
-            other=-float("inf"),
+def _too_much(count, mass, rank_max, mass_max):
+    """Whether so many weights of so much mass are more than the filters keep before one more."""
+    return (count >= rank_max) | (mass > mass_max)
+
+
+@triton.jit
+def bound_kernel(
+    temperatures,
+    top_k,
+    top_p,
+    peaks,
+    sums,
+    bounds,
+    listed,
+    vocabulary: tl.constexpr,
+    blocks: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """A weight that the floor of a row is not below, and the blocks that reach it, in order.
+
+    A block whose peak is above a weight has one weight above it, at least, and these have its mass
+    but for what its other weights, none of which is above, may have.
+    """
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    block = tl.arange(0, BLOCKS)
+    at = row * blocks + block
+    highest, mass = _row_sums(peaks, sums, row, blocks, temperature, BLOCKS)
+    peak = tl.load(peaks + at, mask=block < blocks, other=-float("inf"))
+    best = tl.exp((peak - highest) / temperature)
+    rank_max, mass_max = _limits(top_k, top_p, row, vocabulary, mass)
+    # Sums of weights relative to the block's peak were rounded before they were made relative to
+    # the row's.
+    mass_max *= 1.0001
+    bits = tl.zeros([1], tl.int32)
+    for step in range(30):
+        tried = bits + (1 << (29 - step))
+        pivot = tl.sum((tried - 1).to(tl.float32, bitcast=True), axis=0)
+        above = best > pivot
+        least = tl.maximum(best.to(tl.float64), mass - (BLOCK - 1) * pivot.to(tl.float64))
+        count = tl.sum(above.to(tl.int32), axis=0)
+        certain = tl.sum(tl.where(above, least, 0.0), axis=0)
+        bits = tl.where(_too_much(count, certain, rank_max, mass_max), tried, bits)
+    bound = tl.sum(bits.to(tl.float32, bitcast=True), axis=0)
+    reaches = (best >= bound) & (block < blocks)
+    place = tl.cumsum(reaches.to(tl.int32), axis=0) - 1
+    tl.store(bounds + row, bound)
+    tl.store(listed + row * (blocks + 1), tl.sum(reaches.to(tl.int32), axis=0))
+    tl.store(listed + row * (blocks + 1) + 1 + place, block, mask=reaches)
+
+
+@triton.jit
+def _limits(top_k, top_p, row, vocabulary, mass):
+    """The rank and the mass before a token from which on the filters drop it."""
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    rank_max = tl.where(k > 0, k, vocabulary)
+    mass_max = tl.where(p < 1.0, p.to(tl.float64) * tl.sum(mass, axis=0), float("inf"))
+    return rank_max, mass_max
+
+
+@triton.jit
+def _listed_weights(
+    logits, listed, start, row, vocabulary, blocks, highest, temperature, BLOCK: tl.constexpr,
+    PASS: tl.constexpr,
+):  # fmt: skip
+    """Weights of the listed blocks of a row, from the `start`-th on; -1 behind the last."""
+    lane = start + tl.arange(0, PASS)
+    length = tl.load(listed + row * (blocks + 1)) * BLOCK
+    block = tl.load(listed + row * (blocks + 1) + 1 + lane // BLOCK, mask=lane < length, other=0)
+    place = block * BLOCK + lane % BLOCK
+    inside = (lane < length) & (place < vocabulary)
+    value = tl.load(logits + row.to(tl.int64) * vocabulary + place, mask=inside, other=0.0)
+    return tl.where(inside, tl.exp((value - highest) / temperature), -1.0)
+
+
+@triton.jit
+def candidates_kernel(
+    logits,
+    temperatures,
+    top_k,
+    top_p,
+    peaks,
+    bounds,
+    listed,
+    weights,
+    counts,
+    vocabulary: tl.constexpr,
+    blocks: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PASS: tl.constexpr,
+):
+    """The weights of a row from its bound on, in order, and how many; one too many if too many."""
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    block = tl.arange(0, BLOCKS)
+    peak = tl.load(peaks + row * blocks + block, mask=block < blocks, other=-float("inf"))
+    highest = tl.max(peak, axis=0)
+    bound = tl.load(bounds + row)
+    filtered = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0)
+    length = tl.where(filtered, tl.load(listed + row * (blocks + 1)) * BLOCK, 0)
+    found, start = 0, 0
+    while (start < length) & (found <= CANDIDATES):
+        weight = _listed_weights(
+            logits, listed, start, row, vocabulary, blocks, highest, temperature, BLOCK, PASS
         )
-        weight = tl.exp((value - highest) / temperature)
-        above = weight > pivot
-        count += above.to(tl.int32)
-        mass += tl.where(above, weight, 0.0).to(tl.float64)
-    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+        wanted = weight >= bound
+        place = found + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+        tl.store(weights + row * CANDIDATES + place, weight, mask=wanted & (place < CANDIDATES))
+        found += tl.sum(wanted.to(tl.int32), axis=0)
+        start += PASS
+    tl.store(counts + row, found)
 
 
 @triton.jit
@@ -88,31 +192,50 @@ def floor_kernel(
     min_p,
     peaks,
     sums,
+    listed,
+    weights,
+    counts,
     floors,
     vocabulary: tl.constexpr,
     blocks: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     PASS: tl.constexpr,
 ):
     """The smallest weight that a row keeps."""
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     highest, mass = _row_sums(peaks, sums, row, blocks, temperature, BLOCKS)
-    k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
     floor = tl.load(min_p + row)
-    if (k > 0) | (p < 1.0):
-        rank_max = tl.where(k > 0, k, vocabulary)
-        mass_max = tl.where(p < 1.0, p.to(tl.float64) * tl.sum(mass, axis=0), float("inf"))
+    if (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0):
+        rank_max, mass_max = _limits(top_k, top_p, row, vocabulary, mass)
+        candidate = tl.arange(0, CANDIDATES)
+        found = tl.load(counts + row)
+        weight = tl.load(weights + row * CANDIDATES + candidate, mask=candidate < found, other=-1.0)
+        length = tl.load(listed + row * (blocks + 1)) * BLOCK
         # Weights are in [0, 1], and the order of such numbers is that of their bits.
         bits = tl.zeros([1], tl.int32)
         for step in range(30):
             # The largest bits that keep too much, so far: those of the floor are one more.
             tried = bits + (1 << (29 - step))
             pivot = tl.sum((tried - 1).to(tl.float32, bitcast=True), axis=0)
-            count, above = _kept(logits, row, vocabulary, highest, temperature, pivot, PASS)
-            keeps_more = (count >= rank_max) | (above > mass_max)
-            bits = tl.where(keeps_more, tried, bits)
+            if found <= CANDIDATES:
+                above = weight > pivot
+                count = tl.sum(above.to(tl.int32), axis=0)
+                heavier = tl.sum(tl.where(above, weight, 0.0).to(tl.float64), axis=0)
+            else:
+                counted = tl.zeros([PASS], tl.int32)
+                summed = tl.zeros([PASS], tl.float64)
+                for start in range(0, length, PASS):
+                    read = _listed_weights(
+                        logits, listed, start, row, vocabulary, blocks, highest, temperature,
+                        BLOCK, PASS,
+                    )  # fmt: skip
+                    counted += (read > pivot).to(tl.int32)
+                    summed += tl.where(read > pivot, read, 0.0).to(tl.float64)
+                count, heavier = tl.sum(counted, axis=0), tl.sum(summed, axis=0)
+            bits = tl.where(_too_much(count, heavier, rank_max, mass_max), tried, bits)
         floor = tl.maximum(floor, tl.sum(bits.to(tl.float32, bitcast=True), axis=0))
     tl.store(floors + row, floor)
 
@@ -136,7 +259,10 @@ def floored_kernel(
     highest, mass = _row_sums(peaks, sums, row, blocks, temperature, BLOCKS)
     floor = tl.load(floors + row)
     kept = tl.sum(tl.where(tl.arange(0, BLOCKS) == block, mass, 0.0), axis=0)
-    if floor > 0.0:
+    best = tl.exp((tl.load(peaks + row * blocks + block) - highest) / temperature)
+    if best < floor:
+        kept = kept * 0.0  # nothing of it is kept, and nothing is read
+    elif floor > 0.0:
         place = block * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(
             logits + row.to(tl.int64) * vocabulary + place,
@@ -292,6 +418,43 @@ def sample(
     width = power_of_2(blocks)
     vocabulary = logits.shape[1]
     floors, kept = torch.empty_like(temperature), torch.empty_like(sums)
+    made = partial(torch.empty, device=logits.device)
+    listed, counts = made((rows, blocks + 1), dtype=torch.int32), made(rows, dtype=torch.int32)
+    weights, bounds = made((rows, CANDIDATES)), torch.empty_like(temperature)
+    launch(
+        bound_kernel,
+        (rows,),
+        temperature,
+        top_k,
+        top_p,
+        peaks,
+        sums,
+        bounds,
+        listed,
+        vocabulary=vocabulary,
+        blocks=blocks,
+        BLOCK=BLOCK,
+        BLOCKS=width,
+    )
+    launch(
+        candidates_kernel,
+        (rows,),
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        peaks,
+        bounds,
+        listed,
+        weights,
+        counts,
+        vocabulary=vocabulary,
+        blocks=blocks,
+        BLOCK=BLOCK,
+        BLOCKS=width,
+        CANDIDATES=CANDIDATES,
+        PASS=PASS,
+    )
     launch(
         floor_kernel,
         (rows,),
@@ -302,11 +465,17 @@ def sample(
         min_p,
         peaks,
         sums,
+        listed,
+        weights,
+        counts,
         floors,
+        warps=8,
         vocabulary=vocabulary,
         blocks=blocks,
+        BLOCK=BLOCK,
         BLOCKS=width,
-        PASS=min(PASS, power_of_2(vocabulary)),
+        CANDIDATES=CANDIDATES,
+        PASS=PASS,
     )
     launch(
         floored_kernel,

@@ -73,7 +73,7 @@ BLOCKS = frozenset(
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("activation.sigmoid_mul", "recurrent.layer"),
         *("attention.heads", "attention.paged", "attention.whole"),
-        "logits.softcap",
+        *("logits.softcap", "moe.experts"),
     }
 )
 """Operations of layers and heads, which only some models call."""
