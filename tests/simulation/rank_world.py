@@ -7,10 +7,13 @@ raises has ended, as its process would have: whatever waits for it fails.
 from __future__ import annotations
 
 import random
+import sys
+import traceback
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition, Thread
+from threading import enumerate as enumerate_threads
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -59,6 +62,16 @@ POINTS = ("receive", "layer 0", "layer 1", "sampling")
 
 class Hung(AssertionError):
     """A rank waits in a collective that the others never reach."""
+
+
+def stacks() -> str:
+    """Where each thread of this process is, and so what waits for what."""
+    names = {thread.ident: thread.name for thread in enumerate_threads()}
+    frames = sys._current_frames().items()
+    return "\n".join(
+        f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames
+    )
 
 
 class RankEnded(Exception):
@@ -116,7 +129,7 @@ class Network:
                 self._wait_s,
             )
             if not arrived:
-                raise Hung(f"rank {rank} waits in {group}: {collective}")
+                raise Hung(f"rank {rank} waits in {group}: {collective}\n{stacks()}")
             if not values.keys() >= set(awaited):
                 raise RankEnded
             return values
@@ -434,7 +447,8 @@ class RankWorld(World):
             runner.settle()
 
         for work in (follower.receive, compute):
-            thread = Thread(target=self._run, args=(rank, work, runner))
+            name = f"rank {rank}, {work.__name__}"
+            thread = Thread(target=self._run, args=(rank, work, runner), name=name)
             self._threads.append(thread)
             thread.start()
         return runner
@@ -458,7 +472,8 @@ class RankWorld(World):
             self.network.end(0)
             for thread in self._threads:
                 thread.join(2 * WAIT_S)
-            assert not any(thread.is_alive() for thread in self._threads), "a rank is left"
+            left = any(thread.is_alive() for thread in self._threads)
+            assert not left, f"a rank is left\n{stacks()}"
             self.network.check()
 
     def turn(self, mail: Mail | None = None) -> StepReport:
