@@ -230,8 +230,19 @@ async def stored_by_two(node: Running[KvStorageService], prompt: bytes) -> None:
         await until(lambda own=shard: all(name in store(node) for name in own))
 
 
-async def test_ranks_fetch_the_shards_that_they_have_saved() -> None:
+async def test_ranks_fetch_the_shards_that_they_have_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(ranks=2) as (worker, (node,)):
+        shards = worker.client._shards
+        copy = shards.copy
+
+        def copied(*args: Any) -> Any:
+            *_, memory = args
+            records = copy(*args)
+            held = [memoryview(record.data).obj for own in records for record in own]
+            assert all(each is memory.obj for each in held)
+            return records
+
+        monkeypatch.setattr(shards, "copy", copied)
         await worker.save(NAMESPACE, ids(40), pages(13) * 3 + pages(1))
         await stored_by_two(node, ids(40))
         assert await worker.fetch(NAMESPACE, ids(2), pages(2, 52)) == 2

@@ -202,7 +202,8 @@ class KvStorageClient:
         """Memory for the records of one call, that no other one uses; raises `TimeoutError`."""
         if self._memories.empty() and self._memories_made < PUTS_MAX:
             self._memories_made += 1
-            return memoryview(bytearray(self._put_blocks * self._shards.record_bytes_max))
+            blocks = self._put_blocks * self._shards.ranks
+            return memoryview(bytearray(blocks * self._shards.record_bytes_max))
         async with asyncio.timeout(max(0.0, due - self._runtime.clock.now())):
             return await self._memories.get()
 

@@ -117,11 +117,9 @@ class GlooPages:
         content = torch.as_tensor(np.frombuffer(data, np.uint8))
         self._group.send([content], self._rank, 0).wait(_IDLE_TIMEOUT)
 
-    def receive(self, size: int) -> bytearray:
-        data = bytearray(size)
-        content = torch.as_tensor(np.frombuffer(data, np.uint8))
+    def receive(self, out: bytearray | memoryview) -> None:
+        content = torch.as_tensor(np.frombuffer(out, np.uint8))
         self._group.recv([content], self._rank, 0).wait(_IDLE_TIMEOUT)
-        return data
 
 
 class GlooChannel:

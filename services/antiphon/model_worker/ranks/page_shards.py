@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import zip_longest
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -90,8 +91,8 @@ class PageLink(Protocol):
 
     def send(self, data: bytearray | memoryview) -> None: ...
 
-    def receive(self, size: int) -> bytearray:
-        """Wait for so many bytes; raises if the other rank has ended."""
+    def receive(self, out: bytearray | memoryview) -> None:
+        """Wait for as many bytes as `out` has; raises if the other rank has ended."""
         ...
 
 
@@ -188,6 +189,11 @@ def agreed_blocks(groups: Sequence[CacheGroup], ends: Sequence[Sequence[int]]) -
     return agreed
 
 
+class _Awaited(NamedTuple):
+    report: Future[ShardReport]
+    memory: memoryview | None
+
+
 class WorkerShards:
     """The shards of all ranks, as rank 0 copies and fetches them; alone without `others`.
 
@@ -209,7 +215,7 @@ class WorkerShards:
         self._others = tuple(others)
         self._send = send
         self._lock = Lock()
-        self._awaited = [dict[int, Future[ShardReport]]() for _ in others]
+        self._awaited = [dict[int, _Awaited]() for _ in others]
         self._ended = set[int]()
         for index, link in enumerate(links):
             Thread(target=self._read, args=(index, link), name="shards", daemon=True).start()
@@ -232,14 +238,19 @@ class WorkerShards:
     ) -> list[tuple[BlockRecord, ...]]:
         """Copy blocks on all ranks  ->  by rank, their records. Blocks until no rank reads them.
 
-        `memory` is for the records of this rank.
+        `memory` is for as many records of each rank; where it is not given, or they are larger
+        than this rank's, other ranks' are received into memory of their own.
 
         Raises:
             ShardLost: A rank has not copied them.
         """
-        asked = self._ask(PagesRequest(transfer=transfer, blocks=tuple(blocks)))
+        parts: list[memoryview | None] = [None] * self.ranks
+        if memory is not None:
+            size = len(memory) // self.ranks
+            parts = [memory[rank * size : (rank + 1) * size] for rank in range(self.ranks)]
+        asked = self._ask(PagesRequest(transfer=transfer, blocks=tuple(blocks)), parts[1:])
         try:
-            own = self._own.copy(transfer, blocks, memory)
+            own = self._own.copy(transfer, blocks, parts[0])
         finally:
             wait(asked)
         return [own, *(each.result().records or () for each in asked)]
@@ -265,16 +276,19 @@ class WorkerShards:
         usable = agreed_blocks(self._own.groups, [own, *(each.ends for each in reports)])
         return FetchedBlocks(usable, refused or any(each.refused for each in reports))
 
-    def _ask(self, request: PagesRequest) -> list[Future[ShardReport]]:
-        """Ask all other ranks  ->  their reports."""
+    def _ask(
+        self, request: PagesRequest, memories: Sequence[memoryview | None] = ()
+    ) -> list[Future[ShardReport]]:
+        """Ask all other ranks  ->  their reports, with records in the memory of each."""
         if self._send is None:
             return []
         asked: list[Future[ShardReport]] = []
         with self._lock:
             if self._ended:
                 raise ShardLost(f"rank {1 + min(self._ended)} has ended")
-            for awaited in self._awaited:
-                awaited[request.transfer.number] = future = Future[ShardReport]()
+            for awaited, memory in zip_longest(self._awaited, memories):
+                future = Future[ShardReport]()
+                awaited[request.transfer.number] = _Awaited(future, memory)
                 asked.append(future)
         self._send(request)
         return asked
@@ -284,9 +298,9 @@ class WorkerShards:
         lost = ShardLost(f"rank {1 + index} has ended")
         try:
             while True:
-                report = receive_report(link)
+                report = receive_report(link, lambda number: self._memory_of(index, number))
                 with self._lock:
-                    awaited = self._awaited[index].pop(report.number)
+                    awaited = self._awaited[index].pop(report.number).report
                 if report.records is None:
                     awaited.set_exception(ShardLost(f"rank {1 + index} has failed: see its log"))
                 else:
@@ -297,7 +311,11 @@ class WorkerShards:
             self._ended.add(index)
             awaited, self._awaited[index] = self._awaited[index], {}
         for each in awaited.values():
-            each.set_exception(lost)
+            each.report.set_exception(lost)
+
+    def _memory_of(self, index: int, number: int) -> memoryview | None:
+        with self._lock:
+            return self._awaited[index][number].memory
 
 
 class FollowerShards:
@@ -357,17 +375,29 @@ def send_report(link: PageLink, report: ShardReport) -> None:
         link.send(record.data)
 
 
-def receive_report(link: PageLink) -> ShardReport:
-    """Wait for a report."""
-    size = int.from_bytes(link.receive(_SIZE_BYTES), "little")
-    header = msgspec.msgpack.decode(link.receive(size), type=_Sizes)
-    records = header.records
-    if records is not None:
-        records = tuple(
-            BlockRecord(block, link.receive(size), checksum) for block, checksum, size in records
-        )
+def receive_report(
+    link: PageLink, memory_of: Callable[[int], memoryview | None] = lambda _: None
+) -> ShardReport:
+    """Wait for a report. Its records lie in the memory for its number, if they fit there."""
+    size = bytearray(_SIZE_BYTES)
+    link.receive(size)
+    encoded = bytearray(int.from_bytes(size, "little"))
+    link.receive(encoded)
+    header = msgspec.msgpack.decode(encoded, type=_Sizes)
+    records = list[BlockRecord]()
+    total_bytes = sum(size_bytes for _, _, size_bytes in header.records or ())
+    memory = memory_of(header.number) if total_bytes else None
+    if memory is None or len(memory) < total_bytes:
+        memory = memoryview(bytearray(total_bytes))
+    for block, checksum, size_bytes in header.records or ():
+        data, memory = memory[:size_bytes], memory[size_bytes:]
+        link.receive(data)
+        records.append(BlockRecord(block, data, checksum))
     return ShardReport(
-        number=header.number, ends=header.ends, refused=header.refused, records=records
+        number=header.number,
+        ends=header.ends,
+        refused=header.refused,
+        records=None if header.records is None else tuple(records),
     )
 
 
