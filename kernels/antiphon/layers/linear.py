@@ -191,12 +191,14 @@ def quantized_sources(
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     gathering = _WeightAssembler(storage, fields, shape, part, take)
+    wider = part.aligned(fields, *shape)
     for one in fields:
         yield WeightSource(
             name + one.suffix,
             one.shape(*shape),
             lambda tensor, one=one: gathering.add(one, tensor),
             one.dtypes,
+            rows=one.rows(wider),
         )
 
 

@@ -429,6 +429,7 @@ class Experts(Module):
                 (self._spec.count, *field.shape(*shape)),
                 partial(load, field),
                 field.dtypes,
+                rows=slice(self.share.numbers.start, self.share.numbers.stop),
             )
 
     def _each(self, take: Take) -> Callable[[Tensor], None]:

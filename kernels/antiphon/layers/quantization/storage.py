@@ -65,6 +65,13 @@ class WeightField:
             axis if isinstance(axis, int) else axis.size(totals[axis.of]) for axis in self.axes
         )
 
+    def rows(self, part: WeightSlice) -> slice | None:
+        """What `cut` leaves of the first axis for such a slice; None: all of it."""
+        axis = self.axes[0]
+        if isinstance(axis, int):
+            return None
+        return axis.cut(part.outputs if axis.of == "outputs" else part.inputs)
+
     def cut(self, tensor: Tensor, part: WeightSlice) -> Tensor:
         """The part of the whole tensor for a slice returned by `aligned`."""
         for dim, axis in enumerate(self.axes):
