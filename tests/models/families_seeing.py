@@ -58,6 +58,7 @@ ROWS = (
         )
         for text in ("llama4", "llama4 with two experts a token and no norms of heads")
     ),
+    seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
     seeing(
         "mistral", transformers.Mistral3ForConditionalGeneration, model_type="pixtral", head_dim=16
     ),

@@ -76,8 +76,8 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
         "Workers send its requests to another one, or to the same one once it has restarted.",
     ),
     Role.ENCODER: (
-        "Computes embeddings of images with CLIP and SigLIP towers, for callers on NATS",
-        "No request uses it.",
+        "Computes embeddings of images with CLIP and SigLIP towers, for models that take images",
+        "Workers call another encoder, or the same one once it has restarted; texts do not notice.",
     ),
     Role.KV_STORAGE: (
         "Stores KV pages in memory and files, if workers are started with "
@@ -135,9 +135,8 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
         "hicache",
     ),
     (
-        "Images, audio and video in requests",
-        "They are refused; the text part of a multimodal model is served. The encoder has no "
-        "caller yet.",
+        "Audio and video in requests, and images of other models than LLaVA 1.5",
+        "They are refused; the text part of another multimodal model is served.",
         "multimodal encode_disaggregation",
     ),
     ("Sparse attention", "Attention reads every cached token.", "sparse"),

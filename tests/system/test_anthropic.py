@@ -219,7 +219,7 @@ async def test_what_is_wrong_is_told_as_the_client_knows_it(client: AsyncAnthrop
     long = [{"role": "user", "content": "one two three " * 2000}]
     search = {"type": "web_search_20250305", "name": "web_search"}
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0].source"),
         ({"messages": long}, "messages: The input"),
         ({"tools": [search]}, "tools[0].type: 'web_search_20250305'"),
         ({"extra_body": {"temperature": 1.5}}, "temperature"),

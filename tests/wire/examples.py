@@ -15,6 +15,7 @@ from antiphon.wire import (
     generate,
     heartbeat,
     kv_events,
+    media,
     sampling,
     seal,
     submit,
@@ -124,6 +125,9 @@ CLAIM = claim.Claim(
     expires_unix_ms=DEADLINE,
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
+HEADER = media.MediumHeader(digest=DIGESTS[0], width=640, height=480)
+SPAN = media.MediumSpan(start=1, tokens=2, key=DIGESTS[1])
+MEDIUM = media.Medium(span=SPAN, width=640, height=480, claim=CLAIM)
 CHAT = (
     tokenize.ChatMessage(
         role="tool",
@@ -135,6 +139,7 @@ CHAT = (
         ),
         tool_call_id="call_1",
         without_content=True,
+        parts=(tokenize.MessagePart(text="Grüße", medium=3),),
     ),
 )
 
@@ -170,6 +175,7 @@ SUBMIT = submit.SubmitRequest(
     ),
     resume=RESUME,
     output_bytes=4096,
+    media=(MEDIUM,),
 )
 HELD = heartbeat.RunningRequest(
     request_id=REQUEST,
@@ -255,6 +261,7 @@ EVERY: tuple[Message, ...] = (
         ),
         special_tokens=False,
         truncate=True,
+        media=(HEADER,),
         cache_salt=DIGESTS[0],
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
@@ -315,6 +322,8 @@ EVERY: tuple[Message, ...] = (
         reasoning_parser="qwen3",
         reranks=True,
         second_from=2,
+        media=(SPAN,),
+        sees=True,
         pooling=tokenize.PoolingCard(
             scores=True,
             width=2,
@@ -330,6 +339,8 @@ EVERY: tuple[Message, ...] = (
         model=MODEL,
         image=b"\x89PNG",
         claim=CLAIM,
+        width=640,
+        height=480,
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
@@ -418,6 +429,7 @@ EVERY: tuple[Message, ...] = (
                 deadline_unix_ms=DEADLINE,
                 traceparent=TRACE,
                 resume_ms=30_000,
+                media=(MEDIUM,),
             ),
             command.Rebind(
                 request_id=REQUEST,

@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+
+Pixels = TypeVar("Pixels")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor, Future
 
     from antiphon.wire.claim import Claim
+
+
+class DecodeJob(msgspec.Struct, frozen=True):
+    """An image to decode, and its size by its header; 0 if that is unknown."""
+
+    image: bytes
+    width: int = 0
+    height: int = 0
 
 
 @dataclass(slots=True)
@@ -69,15 +81,15 @@ class _EmbedJob:
 
 
 @dataclass(eq=False)
-class Embedder:
-    """Embeds images in a thread, one by one; concurrent calls for one image share a job."""
+class Embedder(Generic[Pixels]):
+    """Embeds decoded images in a thread, one by one; concurrent calls for one image share a job."""
 
-    compute: Callable[[bytes | bytearray], CachedEmbedding]
+    compute: Callable[[Pixels], CachedEmbedding]
     cache: EmbeddingCache
     thread: Executor
     _jobs: dict[bytes, _EmbedJob] = field(default_factory=dict[bytes, _EmbedJob], init=False)
 
-    async def embed(self, digest: bytes, image: bytes | bytearray) -> CachedEmbedding:
+    async def embed(self, digest: bytes, image: Pixels) -> CachedEmbedding:
         """Return the embedding of an image whose SHA-256 is `digest`.
 
         Cancelling a call does not affect other calls for the same image. A queued image without any
@@ -97,7 +109,7 @@ class Embedder:
             if not job.waiting and job.work.cancel():
                 self._forget(digest, job)
 
-    def _begin(self, digest: bytes, image: bytes | bytearray) -> _EmbedJob:
+    def _begin(self, digest: bytes, image: Pixels) -> _EmbedJob:
         work = self.thread.submit(self.compute, image)
         job = _EmbedJob(work, asyncio.wrap_future(work))
         self._jobs[digest] = job

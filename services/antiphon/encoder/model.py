@@ -12,9 +12,9 @@ import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from safetensors import SafetensorError, safe_open
@@ -27,19 +27,27 @@ from antiphon.encoder.preprocess import (
     VisionActivation,
     VisionFamily,
     VisionTowerSpec,
+    read_features,
     read_preprocessor_config,
     read_spec,
 )
+from antiphon.model_card.config_json import read_json
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from antiphon.config.settings import Settings
+    from antiphon.model_card.vision import FeatureFields
 
 
-INNER = "vision_model."
-"""Prefix of the tower's tensor names in models that have more than the tower."""
+PATCH = "embeddings.patch_embedding.weight"
+"""The tensor that shows the prefix of the tower's names in models that have more than it."""
+PROJECTOR = "multi_modal_projector."
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class VisionTowerWeights:
         positions: (T, C).
         class_token: (C,), CLIP only.
         norm_before: Before the first layer, CLIP only.
+        layers: Those that are computed: the last one may be left out.
         norm_after: After the last layer, SigLIP only: CLIP applies it only to its pooled output.
     """
 
@@ -136,6 +145,56 @@ class VisionTower:
         return F.linear(wide, layer.down.weight, layer.down.bias)
 
 
+class Projector:
+    """LLaVA's projector: two linear layers, from the width of the tower to that of the text model.
+
+    Source: Liu et al. 2023, arXiv:2310.03744.
+    """
+
+    def __init__(self, first: Affine, second: Affine, *, drops_first: bool) -> None:
+        self._first, self._second = first, second
+        self._start = int(drops_first)
+
+    @property
+    def hidden(self) -> int:
+        return len(self._second.bias)
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Project what the tower has computed: (B, T, C)  ->  (B, T or T - 1, hidden)."""
+        wide = F.gelu(F.linear(x[:, self._start :], self._first.weight, self._first.bias))
+        return F.linear(wide, self._second.weight, self._second.bias)
+
+
+def read_projector(folder: Path, spec: VisionTowerSpec, features: FeatureFields) -> Projector:
+    """Read LLaVA's projector as float32.
+
+    Raises:
+        ConfigError: A tensor is missing or has another shape, or the projector is not supported.
+    """
+    file = folder / "config.json"
+    config = read_json(file, _ProjectorFields)
+    if config.projector_hidden_act != "gelu":
+        raise ConfigError(
+            f"{file}: projector_hidden_act = {config.projector_hidden_act!r}: must be gelu"
+        )
+    if not config.multimodal_projector_bias:
+        raise ConfigError(f"{file}: multimodal_projector_bias = false is not supported")
+    with ExitStack() as open_files:
+        checkpoint = _Checkpoint(
+            _weight_files(folder), open_files, last=f"{PROJECTOR}linear_1.bias"
+        )
+        hidden = checkpoint.length(f"{PROJECTOR}linear_1.bias")
+        first = checkpoint.affine(f"{PROJECTOR}linear_1", hidden, spec.hidden)
+        second = checkpoint.affine(f"{PROJECTOR}linear_2", hidden, hidden)
+    return Projector(first, second, drops_first=features.drops_first and spec.has_class)
+
+
+class _ProjectorFields(msgspec.Struct, frozen=True):
+    projector_hidden_act: str = "gelu"
+    multimodal_projector_bias: bool = True
+
+
 def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
     """Read a tower as float32; other tensors (text tower, projections, heads) are ignored.
 
@@ -143,10 +202,14 @@ def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
         ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
             an unsupported dtype.
     """
+    with ExitStack() as open_files:
+        return _read(_Checkpoint(_weight_files(folder), open_files, last=PATCH), spec)
+
+
+def _weight_files(folder: Path) -> list[Path]:
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise ConfigError(f"{folder}: there is no .safetensors file")
-    with ExitStack() as open_files:
-        return _read(_Checkpoint(files, open_files), spec)
+    return files
 
 
 class _OpenSafetensors(Protocol):
@@ -158,7 +221,9 @@ class _OpenSafetensors(Protocol):
 
 
 class _Checkpoint:
-    def __init__(self, files: list[Path], open_files: ExitStack) -> None:
+    """Open files. What stands before the name that ends in `last` is before all names."""
+
+    def __init__(self, files: list[Path], open_files: ExitStack, *, last: str) -> None:
         self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
         for file in files:
             try:
@@ -169,7 +234,17 @@ class _Checkpoint:
                 raise ConfigError(f"{file}: not a safetensors file: {error}") from error
             self._homes |= dict.fromkeys(opened.keys(), (file, opened))
         self._folder = files[0].parent
-        self._prefix = INNER if any(name.startswith(INNER) for name in self._homes) else ""
+        # A model of text and images may have the same embeddings in both towers: not this one.
+        found = (name for name in self._homes if name == last or name.endswith("." + last))
+        self._prefix = next(found, last).removesuffix(last)
+
+    def length(self, name: str) -> int:
+        """The length of a vector."""
+        name = self._prefix + name
+        if name not in self._homes:
+            raise ConfigError(f"{self._folder}: the weights lack {name}")
+        _, opened = self._homes[name]
+        return len(opened.get_tensor(name))
 
     def read(self, name: str, *shape: int) -> Tensor:
         name = self._prefix + name
@@ -199,8 +274,8 @@ def _read(checkpoint: _Checkpoint, spec: VisionTowerSpec) -> VisionTowerWeights:
         positions=take("embeddings.position_embedding.weight", spec.tokens, hidden),
         # The misspelling is in every CLIP checkpoint.
         norm_before=affine("pre_layrnorm", hidden) if clip else None,
-        layers=tuple(_layer(checkpoint, f"encoder.layers.{i}", spec) for i in range(spec.layers)),
-        norm_after=None if clip else affine("post_layernorm", hidden),
+        layers=tuple(_layer(checkpoint, f"encoder.layers.{i}", spec) for i in range(spec.computed)),
+        norm_after=None if clip or spec.inner else affine("post_layernorm", hidden),
     )
 
 
@@ -219,34 +294,41 @@ def _layer(checkpoint: _Checkpoint, name: str, spec: VisionTowerSpec) -> VisionL
 
 @dataclass(frozen=True, eq=False)
 class VisionModel:
-    """Preprocessor and vision tower. Blocks; must be used from one thread."""
+    """Preprocessor, vision tower and projector. Blocks."""
 
     preprocess: Preprocessor
     tower: VisionTower
+    projector: Projector | None = None
 
     @property
     def embedding_bytes(self) -> int:
-        """Size of an embedding, the same for all images."""
-        return self.tower.spec.tokens * self.tower.spec.hidden * 4
+        """Size of an embedding, the same for all images, or a bit more."""
+        spec = self.tower.spec
+        hidden = spec.hidden if self.projector is None else self.projector.hidden
+        return spec.tokens * hidden * 4
 
-    def embed(self, image: bytes | bytearray) -> CachedEmbedding:
-        pixels = torch.as_tensor(self.preprocess(image))
-        (embedding,) = self.tower(pixels[None])  # (T, C)
+    def embed(self, decoded: NDArray[np.uint8]) -> CachedEmbedding:
+        """Embed pixels (size, size, 3), which `preprocess` has decoded."""
+        states = self.tower(torch.as_tensor(self.preprocess.normalized(decoded))[None])
+        if self.projector is not None:
+            states = self.projector(states)
+        (embedding,) = states  # (T, C)
         data = embedding.numpy().astype("<f4", copy=False).tobytes()
         tokens, hidden = embedding.shape
         return CachedEmbedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())
 
 
-def open_model(settings: Settings) -> VisionModel:
-    """Load `encoder.model_path`, and set torch's threads as the worker does.
+def open_model(settings: Settings, folder: Path) -> VisionModel:
+    """Load the vision model of a folder, and set torch's threads as the worker does.
 
     Raises:
         ConfigError: The folder has no supported vision tower; the message names the file.
     """
     torch.set_num_threads(settings.model.threads or detect_device().cores)
-    folder = Path(settings.encoder.model_path).expanduser()
     spec = read_spec(folder)
     recipe = read_preprocessor_config(folder, spec)
     tower = VisionTower(spec, read_weights(folder, spec))
     preprocessor = Preprocessor(recipe, pixels_max=settings.encoder.pixels_max)
-    return VisionModel(preprocessor, tower)
+    features = read_features(folder)
+    projector = None if features is None else read_projector(folder, spec, features)
+    return VisionModel(preprocessor, tower, projector)

@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
+from antiphon.model_card.vision import FeatureFields
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -60,11 +61,31 @@ class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_channels: Annotated[int, Meta(ge=3, le=3)] = 3
     activation: VisionActivation = field(name="hidden_act", default=VisionActivation.QUICK_GELU)
     norm_eps: float = field(name="layer_norm_eps", default=1e-5)
+    feature_layer: int | None = None
+    """LLaVA's `vision_feature_layer`: which of the states before, between and after the layers is
+    the output; None: what the original model returns."""
+
+    @property
+    def computed(self) -> int:
+        """Number of layers to compute."""
+        if self.feature_layer is None:
+            return self.layers
+        return self.feature_layer + (self.layers + 1 if self.feature_layer < 0 else 0)
+
+    @property
+    def inner(self) -> bool:
+        """Whether the output is that of a layer, without a norm after it."""
+        return self.feature_layer is not None
+
+    @property
+    def has_class(self) -> bool:
+        """Whether the first row is a class token, and not a patch."""
+        return self.family is VisionFamily.CLIP
 
     @property
     def tokens(self) -> int:
         """Rows of the embedding: the complete patches, preceded by the class token for CLIP."""
-        return (self.image_size // self.patch_size) ** 2 + (self.family is VisionFamily.CLIP)
+        return (self.image_size // self.patch_size) ** 2 + self.has_class
 
 
 class SiglipSpec(VisionTowerSpec, frozen=True, kw_only=True):
@@ -91,7 +112,16 @@ def read_spec(folder: Path) -> VisionTowerSpec:
         raise ConfigError(f"{file}: model_type = {kind!r}: must be one of {', '.join(_KINDS)}")
     spec_type, nested = _KINDS[kind]
     if nested:
-        spec = parse_json(read_json(file, _Both).vision_config, spec_type, file)
+        tower = read_json(file, _Both).vision_config
+        if kind == "llava":
+            inner = parse_json(tower, _Kind, file).model_type
+            if inner not in LLAVA_TOWERS:
+                raise ConfigError(
+                    f"{file}: vision_config: model_type = {inner!r}: must be one of "
+                    f"{', '.join(LLAVA_TOWERS)}"
+                )
+            spec_type, _ = _KINDS[inner]
+        spec = parse_json(tower, spec_type, file)
     else:
         spec = read_json(file, spec_type)
     if spec.hidden % spec.heads:
@@ -103,7 +133,25 @@ def read_spec(folder: Path) -> VisionTowerSpec:
         raise ConfigError(
             f"{file}: patch_size = {spec.patch_size} exceeds image_size = {spec.image_size}"
         )
+    if (features := read_features(folder)) is not None:
+        assert isinstance(features.vision_feature_layer, int), "it was checked"
+        spec = msgspec.structs.replace(spec, feature_layer=features.vision_feature_layer)
+        if not 0 <= spec.computed < spec.layers:
+            raise ConfigError(
+                f"{file}: vision_feature_layer = {features.vision_feature_layer}: must be a layer "
+                f"before the last of {spec.layers}"
+            )
     return spec
+
+
+def read_features(folder: Path) -> FeatureFields | None:
+    """What a LLaVA model takes of its tower; None for other models."""
+    file = folder / "config.json"
+    if read_json(file, _Kind).model_type != "llava":
+        return None
+    features = read_json(file, FeatureFields)
+    features.check(file)
+    return features
 
 
 class _Kind(msgspec.Struct):
@@ -112,6 +160,7 @@ class _Kind(msgspec.Struct):
 
 class _Both(msgspec.Struct):
     vision_config: msgspec.Raw
+    model_type: str = ""
 
 
 _KINDS: dict[str, tuple[type[VisionTowerSpec], bool]] = {
@@ -119,8 +168,10 @@ _KINDS: dict[str, tuple[type[VisionTowerSpec], bool]] = {
     "clip": (VisionTowerSpec, True),
     "siglip_vision_model": (SiglipSpec, False),
     "siglip": (SiglipSpec, True),
+    "llava": (VisionTowerSpec, True),
 }
 """By `model_type`: the spec, and whether the tower is in `vision_config`."""
+LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -168,9 +219,35 @@ class Preprocessor:
             InvalidRequest: It is not an image of one of `FORMATS`, or it is too narrow.
             RequestTooLarge: The image has too many pixels.
         """
-        image = self._fit(self._decode(data))
-        values = np.asarray(image, dtype=np.float32) * np.float32(self._recipe.scale)  # (H, W, 3)
+        return self.normalized(self.decoded(data))
+
+    def decoded(
+        self, data: bytes | bytearray, width: int = 0, height: int = 0
+    ) -> NDArray[np.uint8]:
+        """Return the pixels as (size, size, 3), decoded and resized, but not normalized.
+
+        Raises:
+            InvalidRequest: It is not an image of one of `FORMATS`, it is too narrow, or it has
+                another size than `width` and `height`, if these are not 0.
+            RequestTooLarge: The image has too many pixels.
+        """
+        image = self._decode(data)
+        if (width or height) and image.size != (width, height):
+            raise InvalidRequest(
+                f"the image has {image.width} x {image.height} pixels, and {width} x {height} by "
+                "its header",
+                param="image",
+            )
+        return np.asarray(self._fit(image), dtype=np.uint8)
+
+    def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Scale and normalize: (size, size, 3)  ->  (3, size, size)."""
+        values = pixels.astype(np.float32) * np.float32(self._recipe.scale)
         return np.ascontiguousarray(((values - self._mean) / self._std).transpose(2, 0, 1))
+
+    @property
+    def recipe(self) -> PreprocessorConfig:
+        return self._recipe
 
     def _decode(self, data: bytes | bytearray) -> Image.Image:
         try:

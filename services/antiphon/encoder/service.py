@@ -9,11 +9,13 @@ import asyncio
 import hashlib
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
-from antiphon.model_card.served_model import served_name
+from antiphon.encoder.cache import CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
+from antiphon.model_card.served_model import model_files, served_name
+from antiphon.model_card.vision import read_vision
 from antiphon.service.clock import check
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
@@ -29,7 +31,11 @@ from antiphon.wire.routes import ENCODE_IMAGE
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from antiphon.config.settings import Settings
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from antiphon.config.settings import EncoderConfig, Settings
+    from antiphon.encoder.decode_process import DecodeProcesses
     from antiphon.encoder.model import VisionModel
     from antiphon.wire.ids import ModelName
 
@@ -49,10 +55,11 @@ class EncoderService:
     @asynccontextmanager
     async def lifespan(runtime: Runtime) -> AsyncGenerator[EncoderService]:
         config = runtime.settings.encoder
-        if not config.model_path:
+        folder = await asyncio.to_thread(_vision_folder, runtime.settings)
+        if folder is None:
             yield EncoderService(runtime, None)
             return
-        model = await asyncio.to_thread(_open, runtime.settings)
+        model = await asyncio.to_thread(_open, runtime.settings, folder)
         with (
             bind(config.host, config.port) as bound,
             ThreadPoolExecutor(1, thread_name_prefix="embed") as thread,
@@ -60,7 +67,10 @@ class EncoderService:
             address = address_for_others(bound, config.host, config.advertise_host)
             shelf = BlobStore(address, config.claims_bytes_max, runtime.clock)
             runtime.group.create_task(BlobServer(bound, shelf).run())
-            yield EncoderService(runtime, ImageEncoder(runtime, model, thread, shelf))
+            processes = _decode_processes(model, config)
+            async with processes.pool:
+                images = ImageEncoder(runtime, model, processes, thread, shelf)
+                yield EncoderService(runtime, images)
 
     def endpoints(self) -> Sequence[Endpoint]:
         here = {"model": self._served}
@@ -77,7 +87,7 @@ class EncoderService:
 
     async def _encode(self, request: EncodeImage, _: object) -> ImageEmbedding:
         if self._images is None:
-            raise Unsupported("this model takes no images: encoder.model_path is not set")
+            raise Unsupported("this model takes no images, and encoder.model_path is not set")
         self._images.metrics.received.inc()
         left_s = check(request, self._runtime.clock)
         self._in_flight += 1
@@ -94,16 +104,23 @@ class ImageEncoder:
     """Embeds the images of requests, and stores the results for their callers to fetch."""
 
     def __init__(
-        self, runtime: Runtime, model: VisionModel, thread: Executor, shelf: BlobStore
+        self,
+        runtime: Runtime,
+        model: VisionModel,
+        processes: DecodeProcesses,
+        thread: Executor,
+        shelf: BlobStore,
     ) -> None:
         self._config = runtime.settings.encoder
+        self._clock = runtime.clock
+        self._processes = processes
         self._shelf = shelf
         self._cache = EmbeddingCache(self._config.cache_bytes_max)
         self.metrics = EncoderMetrics(runtime.metrics, self._cache)
 
-        def embed(image: bytes | bytearray) -> CachedEmbedding:
+        def embed(pixels: NDArray[np.uint8]) -> CachedEmbedding:
             with self.metrics.embed_seconds.time():
-                return model.embed(image)
+                return model.embed(pixels)
 
         self._embedder = Embedder(embed, self._cache, thread)
 
@@ -113,8 +130,12 @@ class ImageEncoder:
         embedding = self._cache.get(digest)
         cached = embedding is not None
         if embedding is None:
-            image = await self._image(request, left_s)
-            embedding = await self._embedder.embed(digest, image)
+            due = self._clock.now() + left_s
+            image = bytes(await self._image(request, left_s))
+            job = DecodeJob(image, request.width, request.height)
+            timeout_s = max(0.0, due - self._clock.now())
+            pixels = await self._processes.decode(job, timeout_s=timeout_s)
+            embedding = await self._embedder.embed(digest, pixels)
         self.metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
             request_id=request.request_id,
@@ -153,7 +174,32 @@ def _digest(request: EncodeImage) -> bytes:
     return hashlib.sha256(request.image or b"").digest()
 
 
-def _open(settings: Settings) -> VisionModel:
+def _vision_folder(settings: Settings) -> Path | None:
+    """The folder of `encoder.model_path`, or of the served model, if that sees.
+
+    Raises:
+        CannotStart: There is no such model.
+    """
+    if settings.encoder.model_path:
+        return Path(settings.encoder.model_path).expanduser()
+    try:
+        folder = model_files(settings, weights=False).folder
+        if read_vision(folder) is None:
+            return None
+        return model_files(settings).folder
+    except ConfigError as error:
+        raise CannotStart(str(error)) from error
+
+
+def _decode_processes(model: VisionModel, config: EncoderConfig) -> DecodeProcesses:
+    # Pillow is only installed where images are served.
+    from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings  # noqa: PLC0415
+
+    recipe = DecodeSettings(model.preprocess.recipe, config.pixels_max)
+    return DecodeProcesses(recipe, config.decode_processes)
+
+
+def _open(settings: Settings, folder: Path) -> VisionModel:
     """Load the model; its imports take seconds, so they are done here.
 
     Raises:
@@ -162,13 +208,12 @@ def _open(settings: Settings) -> VisionModel:
     try:
         from antiphon.encoder.model import open_model  # noqa: PLC0415
     except ImportError as error:
-        raise CannotStart(
-            f"encoder.model_path requires the extra antiphon[encoder]: {error}"
-        ) from error
+        raise CannotStart(f"images require the extra antiphon[encoder]: {error}") from error
     try:
-        model = open_model(settings)
+        model = open_model(settings, folder)
     except ConfigError as error:
-        raise CannotStart(f"encoder.model_path: {error}") from error
+        named = "encoder.model_path" if settings.encoder.model_path else "model.path"
+        raise CannotStart(f"{named}: {error}") from error
     limit = settings.encoder.claims_bytes_max
     if model.embedding_bytes > limit:
         raise CannotStart(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -16,6 +21,7 @@ from antiphon.gateway.http.core.body_reader import BodyReader
 from antiphon.gateway.http.core.operation import Operation, routes
 from antiphon.gateway.http.core.respond import DetachedTasks
 from antiphon.gateway.http.families import all_operations
+from antiphon.gateway.media.intake import MediaIntake
 from antiphon.gateway.metrics_exposition import Exposition, ModelMetrics
 from antiphon.gateway.nats.embeddings import NatsEmbeddingEndpoints
 from antiphon.gateway.nats.generate import NatsGenerationEndpoints
@@ -90,14 +96,17 @@ class GatewayService:
         tokenizers = TokenizerClient(runtime, model)
         requests = RequestLog(runtime, model)
         await asyncio.to_thread(requests.check_folders)
-        submission = Submission(runtime, model, driver, tokenizers, metrics, access, requests)
-        generations = NatsGenerationEndpoints(submission)
-        embeds = NatsEmbeddingEndpoints(submission)
-        detached = DetachedTasks(runtime.group)
-        bodies = BodyReader()
-        served = all_operations(submission, detached, bodies, model_metrics.ports)
+        detached, bodies = DetachedTasks(runtime.group), BodyReader()
         runtime.metrics.gauge(NUM_OPEN_REQS).set_function(lambda: driver.open_count)
-        async with bodies, _server(runtime, access, served, metrics) as port:
+        async with MediaIntake.lifespan(runtime) as media, AsyncExitStack() as stack:
+            submission = Submission(
+                runtime, model, driver, tokenizers, metrics, access, requests, media
+            )
+            generations = NatsGenerationEndpoints(submission)
+            embeds = NatsEmbeddingEndpoints(submission)
+            served = all_operations(submission, detached, bodies, model_metrics.ports)
+            await stack.enter_async_context(bodies)
+            port = await stack.enter_async_context(_server(runtime, access, served, metrics))
             driver.start()
             if keys is not None:
                 runtime.group.create_task(access.follow(keys, metrics))

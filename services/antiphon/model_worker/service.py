@@ -22,6 +22,7 @@ from antiphon.model_worker.observability.recording import PlanDumps
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
+from antiphon.model_worker.protocol.media import EmbeddingClient
 from antiphon.model_worker.protocol.page_store import KvStorageClient
 from antiphon.model_worker.protocol.peers import (
     LIST_READERS,
@@ -188,6 +189,7 @@ class ModelWorker:
                 service._accounting.metrics.started(
                     load_s=loaded - began, warm_up_s=warmed - loaded
                 )
+                service._use_encoders()
                 async with service._page_store():
                     ended = event_loop.run_in_executor(thread, service._loop.run)
                     service._start(ended)
@@ -201,6 +203,21 @@ class ModelWorker:
                             log.error("a step does not end")
         finally:
             thread.shutdown(wait=False)
+
+    def _use_encoders(self) -> None:
+        """Have media embedded, if the model takes any."""
+        engine = self._engine
+        if (width := engine.step_core.limits.media_width) is None:
+            return
+        client = EmbeddingClient(
+            self._runtime,
+            self._model,
+            width=width,
+            bytes_max=self._runtime.settings.batching.media_bytes_max,
+            land=self._mailbox.land,
+        )
+        for core in (engine.core,) if engine.groups is None else engine.groups.cores:
+            core.batch.media.use(client)
 
     @asynccontextmanager
     async def _page_store(self) -> AsyncGenerator[None]:

@@ -446,7 +446,9 @@ class LeaderTerm:
 
     def _reject_overload(self, request: SubmitRequest) -> None:
         bytes_max = self.rules.payload_bytes_max
-        size_bytes = admit_bytes(request.prompt_ids, request.stop.texts, request.sampling)
+        size_bytes = admit_bytes(
+            request.prompt_ids, request.stop.texts, request.sampling, media=len(request.media)
+        )
         if size_bytes > bytes_max:
             raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=bytes_max)
         self._reject_large_output(request)

@@ -15,6 +15,7 @@ from antiphon.service.sequence import SeqSender
 from antiphon.wire.codec import split_rows
 from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch, Rebind
 from antiphon.wire.heartbeat import FetchRunningList
+from antiphon.wire.media import MEDIUM_BYTES
 from antiphon.wire.seal import SEALS_MAX, SealAttempts
 from antiphon.wire.submit import FetchOpenList, LostRequest, NoticeBatch
 from antiphon.wire.tokens import TokenColumns, TokenStep
@@ -203,6 +204,7 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
         deadline_unix_ms=submit.deadline_unix_ms,
         traceparent=submit.traceparent,
         resume_ms=submit.resume_ms,
+        media=submit.media,
     )
 
 
@@ -234,7 +236,9 @@ def command_bytes(command: Command) -> int:
     if not isinstance(command, Admit):
         return ENVELOPE_BYTES
     outputs = sum(map(_output_bytes, command.choices))
-    return outputs + admit_bytes(command.prompt_ids, command.stop.texts, command.sampling)
+    return outputs + admit_bytes(
+        command.prompt_ids, command.stop.texts, command.sampling, media=len(command.media)
+    )
 
 
 def continuation_bytes(entry: RequestEntry) -> int:
@@ -242,14 +246,18 @@ def continuation_bytes(entry: RequestEntry) -> int:
     submit, sealed = entry.submit, entry.sealed
     assert submit is not None
     outputs = sum(map(_output_bytes, () if sealed is None else sealed.choices))
-    return outputs + admit_bytes(submit.prompt_ids, submit.stop.texts, submit.sampling)
+    return outputs + admit_bytes(
+        submit.prompt_ids, submit.stop.texts, submit.sampling, media=len(submit.media)
+    )
 
 
 def _output_bytes(choice: ChoiceOutput) -> int:
     return len(choice.output_ids) + (0 if choice.details is None else choice.details.size_bytes)
 
 
-def admit_bytes(prompt_ids: bytes, stop: tuple[str, ...], sampling: SamplingParams) -> int:
-    """An upper bound."""
-    texts = sum(4 + len(text.encode()) for text in stop)
+def admit_bytes(
+    prompt_ids: bytes, stop: tuple[str, ...], sampling: SamplingParams, *, media: int = 0
+) -> int:
+    """An upper bound; `media` is their number."""
+    texts = sum(4 + len(text.encode()) for text in stop) + MEDIUM_BYTES * media
     return ENVELOPE_BYTES + len(prompt_ids) + texts + len(msgspec.msgpack.encode(sampling))

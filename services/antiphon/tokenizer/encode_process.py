@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from antiphon.model_card.vision import VisionCard
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
@@ -33,10 +34,15 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
     origin: PageOrigin
     text_bytes_max: int
     context_tokens: int
+    vision: VisionCard | None = None
 
     def encoder(self) -> TextEncoder:
         words = read_model_tokenizer(
-            Path(self.folder), self.chat_template, self.completion_template, self.chat_template_name
+            Path(self.folder),
+            self.chat_template,
+            self.completion_template,
+            self.chat_template_name,
+            self.vision,
         )
         return TextEncoder(words, self.origin, self.text_bytes_max, self.context_tokens)
 

@@ -18,7 +18,8 @@ from antiphon.wire.errors import (
     RequestTooLarge,
     Unsupported,
 )
-from antiphon.wire.namespaces import PageOrigin, prompt_digests
+from antiphon.wire.media import MediumSpan
+from antiphon.wire.namespaces import PageOrigin, key_ids, medium_key, prompt_digests
 from antiphon.wire.tokenize import DecodeRequest, EncodeRequest, characters_max
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
+    from antiphon.wire.media import MediumHeader
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -66,7 +68,8 @@ class EncodedPrompt(msgspec.Struct, frozen=True, tag=True):
     """A prompt's ids (int32, little-endian), its block digests, and the end of its rendered text.
 
     `second_from` is where the second text of a pair begins, if the tokenizer has type ids for it.
-    `untruncated_tokens` is the length of the full prompt, if these ids were truncated.
+    `untruncated_tokens` is the length of the full prompt, if these ids were truncated. `media` are
+    the places of the request's media.
     """
 
     token_ids: bytes
@@ -74,6 +77,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True, tag=True):
     text_end: str = ""
     second_from: int | None = None
     untruncated_tokens: int | None = None
+    media: tuple[MediumSpan, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +114,9 @@ class TextEncoder:
         plain = text.messages is None and text.special_tokens
         encoding = self.vocabulary.tokenizer.encode(rendered, text.pair, add_special_tokens=plain)
         kept = self._tokens_kept(text, encoding)
+        if text.media:
+            ids, media = self._expanded(encoding.ids, text.media)
+            return self._with_media(text, rendered, ids, media)
         token_ids = pack_ids(encoding.ids[:kept])
         text_end = "" if text.messages is None or kept is not None else rendered[-TEXT_END:]
         paired = text.pair is not None and 1 in encoding.type_ids
@@ -117,6 +124,50 @@ class TextEncoder:
         digests = prompt_digests(self.origin, text.cache_salt, token_ids)
         untruncated = None if kept is None else len(encoding.ids)
         return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
+
+    def _with_media(
+        self, text: EncodeRequest, rendered: str, ids: list[int], media: tuple[MediumSpan, ...]
+    ) -> EncodedPrompt:
+        token_ids = pack_ids(ids)
+        keys = key_ids(token_ids, [(each.start, each.tokens, each.key) for each in media])
+        digests = prompt_digests(self.origin, text.cache_salt, keys)
+        return EncodedPrompt(token_ids, digests, rendered[-TEXT_END:], media=media)
+
+    def _expanded(
+        self, ids: Sequence[int], media: Sequence[MediumHeader]
+    ) -> tuple[list[int], tuple[MediumSpan, ...]]:
+        """Repeat each placeholder as often as its medium has tokens.
+
+        Raises:
+            Unsupported: The model takes no media.
+            InvalidRequest: There are not as many placeholders as media.
+            PromptTooLong: The prompt exceeds the context.
+        """
+        vision = self.vocabulary.vision
+        if vision is None:
+            raise Unsupported("this model takes no images", param="messages")
+        found = [at for at, token_id in enumerate(ids) if token_id == vision.placeholder]
+        if len(found) != len(media):
+            raise InvalidRequest(
+                f"the rendered prompt has {len(found)} placeholders for {len(media)} images: texts "
+                "must not contain the model's placeholder, and the chat template must show images",
+                param="messages",
+            )
+        expanded: list[int] = []
+        spans: list[MediumSpan] = []
+        before = 0
+        for at, medium in zip(found, media, strict=True):
+            expanded += ids[before:at]
+            tokens = vision.tokens(medium.width, medium.height)
+            key = medium_key(medium.digest, vision.processing)
+            spans.append(MediumSpan(start=len(expanded), tokens=tokens, key=key))
+            expanded += [vision.placeholder] * tokens
+            if len(expanded) > self.context_tokens:
+                raise PromptTooLong.of(
+                    prompt_tokens=len(expanded), tokens_max=self.context_tokens, param="messages"
+                )
+            before = at + 1
+        return [*expanded, *ids[before:]], tuple(spans)
 
     def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it is not truncated."""
@@ -146,6 +197,8 @@ class TextEncoder:
             )
 
     def _render(self, text: EncodeRequest) -> str:
+        if text.media and self.vocabulary.vision is None:
+            raise Unsupported("this model takes no images", param="messages")
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
@@ -165,7 +218,10 @@ class TextEncoder:
                 param="messages",
             )
         return template.render(
-            text.messages, text.template, continue_final=text.continue_final_message
+            text.messages,
+            text.template,
+            continue_final=text.continue_final_message,
+            placeholder=self.vocabulary.placeholder,
         )
 
     def _render_fill_in_middle(self, prompt: str, suffix: str) -> str:

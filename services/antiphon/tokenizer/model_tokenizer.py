@@ -17,6 +17,7 @@ from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.tokenizer_file import open_tokenizer
+from antiphon.model_card.vision import VisionCard
 from antiphon.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
 
     `completion` is the fill-in-the-middle template, or None if it is unknown. `token_characters` is
     the length of the longest token; byte tokens are stored with one character per byte, so no token
-    decodes to more.
+    decodes to more. `vision` says how the model takes images, if it does.
     """
 
     tokenizer: Tokenizer
@@ -55,10 +56,22 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
     template_formats: TemplateFormats
     completion: CompletionTemplate | None = None
     token_characters: int = 0
+    vision: VisionCard | None = None
+
+    @property
+    def placeholder(self) -> str:
+        """The text of the placeholder of an image; empty if the model takes none."""
+        if self.vision is None:
+            return ""
+        return self.tokenizer.id_to_token(self.vision.placeholder) or ""
 
 
 def read_model_tokenizer(
-    folder: Path, template_file: str = "", completion_template: str = "", template_name: str = ""
+    folder: Path,
+    template_file: str = "",
+    completion_template: str = "",
+    template_name: str = "",
+    vision: VisionCard | None = None,
 ) -> ModelTokenizer:
     """Load a folder's tokenizer and chat template.
 
@@ -68,6 +81,7 @@ def read_model_tokenizer(
         completion_template: Name or file of the fill-in-the-middle template; empty: detect it.
         template_name: The folder's template for all conversations; empty: chosen by whether a
             conversation has tools.
+        vision: How the model takes images; its placeholder must be a special token.
 
     Raises:
         ConfigError: A file is missing or malformed, there is no such template, or a marker is not a
@@ -83,9 +97,12 @@ def read_model_tokenizer(
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if vision is not None and vision.placeholder not in tokenizer.get_added_tokens_decoder():
+        raise ConfigError(f"the placeholder of images, {vision.placeholder}, is no added token")
     completion = choose_completion_template(tokenizer, completion_template)
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
-    return ModelTokenizer(tokenizer, template, size, _formats(sources), completion, longest)
+    formats = _formats(sources)
+    return ModelTokenizer(tokenizer, template, size, formats, completion, longest, vision)
 
 
 def _formats(sources: TemplateSources | None) -> TemplateFormats:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
+from antiphon.model_card.vision import read_vision
 from antiphon.service.clock import check, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
@@ -103,6 +104,7 @@ class TokenizerService:
             ),
             text_bytes_max=settings.tokenizer.text_bytes_max,
             context_tokens=settings.model.context_tokens or card.context_tokens,
+            vision=read_vision(files.folder),
         )
         encoder = await asyncio.to_thread(shared.encoder)
         processes = EncodeProcesses(shared, threads)
@@ -165,6 +167,8 @@ class TokenizerService:
             pooling=self._pooling,
             token_characters=self._vocabulary.token_characters,
             untruncated_tokens=encoded.untruncated_tokens,
+            media=encoded.media,
+            sees=self._vocabulary.vision is not None,
         )
 
     async def _encoded_once(self, request: EncodeRequest) -> EncodedPrompt:

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.tokenize import ChatMessage, TemplateParams
+from antiphon.wire.tokenize import ChatMessage, MessagePart, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,8 +82,12 @@ class ChatTemplate:
         params: TemplateParams = _PLAIN,
         *,
         continue_final: bool,
+        placeholder: str = "",
     ) -> str:
         """Render the conversation up to the start of the assistant's answer.
+
+        Messages with media have a list of parts as their content, if the template reads such lists;
+        else their text, with `placeholder` where a medium is.
 
         With `continue_final` the last message is a prefix of the answer, and nothing that would end
         the answer is written after its content.
@@ -100,7 +104,7 @@ class ChatTemplate:
             **self._special_tokens,
             "documents": None,
             **options,
-            "messages": _turns(known, continue_final=continue_final),
+            "messages": _turns(known, placeholder, compiled, continue_final=continue_final),
             "tools": tools,
             "add_generation_prompt": params.generation_prompt and not continue_final,
         }
@@ -115,12 +119,27 @@ class ChatTemplate:
 
 
 class _Compiled(NamedTuple):
+    """A template, and whether it has the role `developer`, and parts of a message's content."""
+
     template: jinja2.Template
     knows_developer: bool
+    reads_parts: bool
 
     @classmethod
     def of(cls, source: str) -> _Compiled:
-        return cls(_environment().from_string(source), _DEVELOPER in source)
+        template = _environment().from_string(source)
+        return cls(template, _DEVELOPER in source, _reads_parts(template))
+
+
+def _reads_parts(template: jinja2.Template) -> bool:
+    """Whether a template writes the text of a part, and not the list of them as it is."""
+    parts = [{"type": "image"}, {"type": "text", "text": _CONTINUED}]
+    messages = [{"role": "user", "content": parts}]
+    try:
+        text = template.render(messages=messages, add_generation_prompt=True, bos_token="")
+    except _TEMPLATE_ERRORS:
+        return False
+    return _CONTINUED.strip() in text and "'type'" not in text
 
 
 def _without_developer(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
@@ -152,16 +171,32 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _turns(messages: Sequence[ChatMessage], *, continue_final: bool) -> list[dict[str, object]]:
+def _turns(
+    messages: Sequence[ChatMessage], placeholder: str, compiled: _Compiled, *, continue_final: bool
+) -> list[dict[str, object]]:
     turns = [_plain(message) for message in messages]
+    for turn, message in zip(turns, messages, strict=True):
+        if message.parts:
+            turn["content"] = (
+                [_part(part) for part in message.parts]
+                if compiled.reads_parts
+                else "".join(
+                    placeholder if part.text is None else part.text for part in message.parts
+                )
+            )
     if continue_final and messages[-1].content:
         turns[-1]["content"] = messages[-1].content + _CONTINUED
     return turns
 
 
+def _part(part: MessagePart) -> dict[str, object]:
+    return {"type": "image"} if part.text is None else {"type": "text", "text": part.text}
+
+
 def _plain(message: ChatMessage) -> dict[str, object]:
     """A message as templates read it: tool calls as in the OpenAI API, with parsed arguments."""
     plain = cast("dict[str, object]", msgspec.to_builtins(message))
+    plain.pop("parts", None)
     if plain.pop("without_content", False) and not message.content:
         plain["content"] = NoContent()
     if message.reasoning_content is not None:

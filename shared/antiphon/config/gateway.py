@@ -117,6 +117,37 @@ class GatewayConfig(Config):
         return "https" if self.ssl_certfile else "http"
 
 
+class MediaConfig(Config):
+    """Images in requests: what is fetched, and how much."""
+
+    images_max: Annotated[int, Meta(ge=1, le=256)] = 16
+    """Maximum number of images of a request."""
+    allowed_domains: str = ""
+    """Source hosts of images, separated by commas or spaces: images are fetched from these and no
+    others, whatever their addresses are; empty: any host with a public address."""
+    allowed_local_path: str = ""
+    """Folder below which file URLs may name images; empty: file URLs are rejected."""
+    file_bytes_max: Bytes = 32 * 1024**2
+    """Maximum size of an image, in bytes."""
+    fetches_max: Annotated[int, Meta(ge=1, le=1024)] = 32
+    """Maximum number of images fetched at once."""
+    fetch_timeout_s: Seconds = 10.0
+    """Maximum time to fetch an image, redirects included, in seconds."""
+    store_bytes_max: Bytes = 1024**3
+    """Maximum size of the images of open requests, in bytes; further requests get a 503."""
+    host: Host = "127.0.0.1"
+    """Address of the port that encoders fetch images from."""
+    advertise_host: str = ""
+    """Host name announced to encoders; empty: `host`, or this machine's name if it is 0.0.0.0."""
+    port: Port = 0
+    """Port that encoders fetch images from; 0 takes any free port."""
+
+    @property
+    def domains(self) -> frozenset[str]:
+        """The hosts of `allowed_domains`, in lower case."""
+        return frozenset(self.allowed_domains.lower().replace(",", " ").split())
+
+
 class ResponsesConfig(Config):
     """Stored responses of /v1/responses, kept in JetStream."""
 

@@ -11,6 +11,7 @@ from antiphon.config.cluster import ClusterConfig
 from antiphon.config.gateway import (
     AccessConfig,
     GatewayConfig,
+    MediaConfig,
     RequestLogConfig,
     ResponsesConfig,
     SessionsConfig,
@@ -218,7 +219,10 @@ class EncoderConfig(Config):
     """Image embeddings."""
 
     model_path: str = ""
-    """Folder of a CLIP or SigLIP vision model; empty: every call is rejected as `unsupported`."""
+    """Folder of a CLIP, SigLIP or LLaVA model; empty: that of the served model, if it takes images;
+    else every call is rejected as `unsupported`."""
+    decode_processes: Annotated[int, Meta(ge=1, le=256)] = 2
+    """Number of child processes that decode images."""
     cache_bytes_max: Bytes = 256 * 1024**2
     """Maximum size of the embedding cache, in bytes; entries are keyed by content hash."""
     image_bytes_max: Bytes = 32 * 1024**2
@@ -273,6 +277,7 @@ class Settings(Config):
     telemetry: TelemetryConfig = TelemetryConfig()
     metrics: MetricsConfig = MetricsConfig()
     gateway: GatewayConfig = GatewayConfig()
+    media: MediaConfig = MediaConfig()
     request_log: RequestLogConfig = RequestLogConfig()
     access: AccessConfig = AccessConfig()
     responses: ResponsesConfig = ResponsesConfig()

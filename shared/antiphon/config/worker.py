@@ -84,6 +84,9 @@ class BatchingConfig(Config):
     """Number of output tokens sent together when streaming."""
     hidden_states: bool = False
     """Whether requests may return hidden states."""
+    media_bytes_max: Bytes = 1024**3
+    """Maximum size of the embeddings of images that requests wait for or are prefilled with, in
+    bytes; further requests wait for room."""
     running_timeout_s: Seconds | None = None
     """Maximum running time of a request, in seconds; after it the request ends with an error."""
     stall_s: Seconds = 30.0

@@ -43,6 +43,7 @@ Factors = Literal["short", "long"]
 MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
@@ -109,6 +110,19 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "starcoder2": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
 }
 """By `model_type`: defaults of unset fields that differ from those of most families."""
+
+_LLAMA_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "vocab_size": 32000,
+}
+TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
+    ("LlavaForConditionalGeneration", "llama"): _LLAMA_7B,
+}
+"""By architecture and the type of its text model: sizes that published files leave out."""
 
 _ONE_HEAD_COUNT = ("num_key_value_heads", "head_dim")
 IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -182,7 +196,14 @@ def text_model_config(config: Fields) -> Fields:
     text = parse_json(config["text_config"], Fields, "config.json: text_config")
     # transformers ties weights by the outer config; the inner one may have its class's default.
     outer = ("architectures", "tie_word_embeddings")
-    flat = config | _without_nulls(text) | {name: config[name] for name in outer if name in config}
+    sizes = TEXT_DEFAULTS.get((architecture, _model_type(text)), {}).items()
+    unset = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in sizes}
+    flat = (
+        unset
+        | config
+        | _without_nulls(text)
+        | {name: config[name] for name in outer if name in config}
+    )
     if "quantization_config" in flat:
         # Names of linear layers, and patterns for them, are those of the whole model.
         stored = bytes(flat["quantization_config"]).replace(TEXT_MODEL_PREFIX.encode(), b"")

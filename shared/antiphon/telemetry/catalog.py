@@ -443,7 +443,7 @@ PAUSED_WORKERS = _gauge("paused_workers", "Workers whose generation is paused.",
 # The encoder.
 ENCODER_SECONDS = _histogram(
     "encoder_request_e2e_latency_seconds",
-    "Time to decode and encode an image.",
+    "Time to encode an image that is decoded.",
     _IMAGE_S,
     _SCHEDULER,
 )

@@ -33,12 +33,19 @@ class Claim(Value):
 
 
 class EncodeImage(Message):
-    """Encode one image, given inline (below the size limit) or by claim check."""
+    """Encode one image, given inline (below the size limit) or by claim check.
+
+    Attributes:
+        width: By its header, in pixels, upright; an image of another size is rejected. 0: unknown.
+        height: Likewise.
+    """
 
     request_id: RequestId
     model: ModelName
     image: bytes | None = None
     claim: Claim | None = None
+    width: Count = 0
+    height: Count = 0
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
     traceparent: str | None = None

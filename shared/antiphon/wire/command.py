@@ -22,6 +22,7 @@ from antiphon.wire.bounds import (
 )
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import DEFAULT_TENANT, Incarnation, InstanceId, RequestId, TenantId
+from antiphon.wire.media import Media
 from antiphon.wire.namespaces import CacheSalt
 from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 from antiphon.wire.token_outputs import TokenOutputs
@@ -63,6 +64,7 @@ class Admit(Value, tag=True):
         columns: Whether its detokenizer reads `TokenColumns`.
         tenant: Tenants are served round-robin when the worker compiles grammars.
         resume_ms: How long it goes on after its owner has died: another gateway may adopt it.
+        media: Its images; their bytes are at its owner until its end.
     """
 
     request_id: RequestId
@@ -86,6 +88,7 @@ class Admit(Value, tag=True):
     deadline_unix_ms: UnixMs
     traceparent: str | None = None
     resume_ms: Milliseconds = 0
+    media: Media = ()
 
     def __post_init__(self) -> None:
         check_ids(self.prompt_ids)

@@ -16,12 +16,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
-from antiphon.wire.digests import DIGEST_BYTES, block_digests
+from antiphon.wire.digests import DIGEST_BYTES, TOKEN_BYTES, block_digests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_LOW_BITS = b"\xff\xff\xff\x3f"
+_WORD_BIT = b"\x00\x00\x00\x40"
 
 CacheSaltText = Annotated[str, Meta(max_length=256)]
 """A client's cache salt: requests share cached prefixes only with requests of the same salt."""
@@ -104,6 +110,40 @@ def announced_root(namespace: bytes) -> bytes:
 def prompt_digests(origin: PageOrigin, cache_salt: bytes, token_ids: bytes) -> bytes:
     """Return the block digests of a prompt: 32 bytes for each full block of 64 tokens."""
     return block_digests(announced_root(cache_namespace(origin, cache_salt)), token_ids)
+
+
+def medium_key(content: bytes, processing: bytes) -> bytes:
+    """Return the key of a medium, in 32 bytes.
+
+    `content` is the SHA-256 of its bytes, `processing` a digest of how they become embeddings. The
+    tower's weights are part of the model's, and so of `PageOrigin`.
+    """
+    return _named(b"antiphon.medium.v1", content, processing)
+
+
+def key_ids(token_ids: bytes, spans: Iterable[tuple[int, int, bytes]]) -> bytes:
+    """Return a prompt's ids with words made of media in place of their placeholders.
+
+    The words of a medium are an expansion of its whole key in counter mode. Their highest bit of 31
+    is set, so that none is a token id.
+
+    Args:
+        token_ids: int32, little-endian.
+        spans: Of each medium the first placeholder, their number, and the key.
+    """
+    words = bytearray(token_ids)
+    for start, tokens, key in spans:
+        blocks = range(-(-tokens * TOKEN_BYTES // DIGEST_BYTES))
+        stream = b"".join(
+            hashlib.sha256(key + block.to_bytes(4, "little")).digest() for block in blocks
+        )
+        size = tokens * TOKEN_BYTES
+        numbers = int.from_bytes(stream[:size], "little")
+        lowest = int.from_bytes(_LOW_BITS * tokens, "little")
+        highest = int.from_bytes(_WORD_BIT * tokens, "little")
+        made = (numbers & lowest | highest).to_bytes(size, "little")
+        words[start * TOKEN_BYTES : start * TOKEN_BYTES + size] = made
+    return bytes(words)
 
 
 def stored_name(namespace: bytes, block: bytes, shard: str) -> bytes:

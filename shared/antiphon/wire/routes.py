@@ -177,7 +177,7 @@ ENCODE_IMAGE = RequestRoute(
     subject="encoder.{model}.encode",
     carries=(claim.EncodeImage,),
     replies=(claim.ImageEmbedding,),
-    senders=(Role.GATEWAY,),
+    senders=(Role.WORKER,),
     listeners=(Role.ENCODER,),
     delivery=DeliveryMode.QUEUE,
 )

@@ -22,6 +22,7 @@ from antiphon.wire.bounds import (
 from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ModelName, RequestId, TenantId
+from antiphon.wire.media import Media
 from antiphon.wire.namespaces import CacheSalt
 from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 from antiphon.wire.seal import SealRequest
@@ -77,6 +78,7 @@ class SubmitRequest(Message):
         resume: Set if another gateway may adopt the request.
         output_bytes: Maximum size of its output while it is open: ids, text and token outputs, in a
             detokenizer and in its owner. 0 from gateways up to version 0.4.
+        media: Its images; their bytes are at its owner until its end.
     """
 
     request_id: RequestId
@@ -98,6 +100,7 @@ class SubmitRequest(Message):
     sealed: OwnerSeal | None = None
     resume: ResumeWindow | None = None
     output_bytes: Count = 0
+    media: Media = ()
 
     @property
     def resume_ms(self) -> int:

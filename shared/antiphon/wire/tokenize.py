@@ -9,6 +9,7 @@ from msgspec import Meta
 from antiphon.wire.base import Message, Value
 from antiphon.wire.bounds import Count, ShortText, Signed, TokenCount, UnixMs
 from antiphon.wire.ids import DEFAULT_TENANT, ModelName, RequestId, TenantId
+from antiphon.wire.media import MEDIA_MAX, Headers, Spans
 from antiphon.wire.namespaces import CacheSalt
 from antiphon.wire.sampling import SamplingDefaults
 
@@ -40,6 +41,13 @@ class MessageToolCall(Value):
     arguments: str = "{}"
 
 
+class MessagePart(Value):
+    """A part of a message: text, or the medium of this index in the request."""
+
+    text: str | None = None
+    medium: Annotated[int, Meta(ge=0, lt=MEDIA_MAX)] | None = None
+
+
 class ChatMessage(Value):
     """One message of a conversation.
 
@@ -48,6 +56,7 @@ class ChatMessage(Value):
         tool_calls: Tool calls of the assistant.
         tool_call_id: The call that a message of the role `tool` has the result of.
         without_content: Whether the content is null, which templates distinguish from empty.
+        parts: Text and media of a message with media, in order; `content` is their text.
     """
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -57,6 +66,7 @@ class ChatMessage(Value):
     tool_calls: Annotated[tuple[MessageToolCall, ...], Meta(max_length=CALLS_MAX)] = ()
     tool_call_id: ShortText | None = None
     without_content: bool = False
+    parts: Annotated[tuple[MessagePart, ...], Meta(max_length=MESSAGES_MAX)] = ()
 
 
 Messages = Annotated[tuple[ChatMessage, ...], Meta(max_length=MESSAGES_MAX)]
@@ -83,7 +93,7 @@ class EncodeRequest(Message):
     of two texts, which are encoded together as the tokenizer joins them. With a `suffix`, `prompt`
     is the text before a gap to fill, and `suffix` the text after it. `cache_salt` goes into the
     digests of the prompt's blocks. Tenants are served round-robin for long texts. With `truncate`
-    the end of a prompt longer than the context is cut off.
+    the end of a prompt longer than the context is cut off. `media` are those of all messages.
     """
 
     request_id: RequestId
@@ -97,6 +107,7 @@ class EncodeRequest(Message):
     template: TemplateParams = TemplateParams()
     special_tokens: bool = True
     truncate: bool = False
+    media: Headers = ()
     cache_salt: CacheSalt = b""
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
@@ -141,6 +152,8 @@ class EncodeReply(Message):
         token_characters: Characters of the longest token, to reject texts that cannot fit the
             context without encoding them. 0: unknown.
         untruncated_tokens: Length of the whole prompt, if `token_ids` was truncated.
+        media: Where the media of the request are in the prompt, in their order.
+        sees: Whether the model takes images.
     """
 
     request_id: RequestId
@@ -160,6 +173,8 @@ class EncodeReply(Message):
     pooling: PoolingCard | None = None
     token_characters: Count = 0
     untruncated_tokens: TokenCount | None = None
+    media: Spans = ()
+    sees: bool = False
 
 
 class CancelEncode(Message):

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from antiphon.bus.bus import Bus
     from antiphon.encoder.cache import CachedEmbedding
     from antiphon.service.service import Service
@@ -115,10 +117,10 @@ class Brake:
         self._released = threading.Event()
         embed = VisionModel.embed
 
-        def slowly(model: VisionModel, image: bytes | bytearray) -> CachedEmbedding:
+        def slowly(model: VisionModel, decoded: NDArray[np.uint8]) -> CachedEmbedding:
             self.reached.set()
             assert self._released.wait(5), "never released"
-            return embed(model, image)
+            return embed(model, decoded)
 
         monkeypatch.setattr(VisionModel, "embed", slowly)
 
@@ -134,7 +136,8 @@ async def test_an_image_comes_back_as_embeddings_that_wait_to_be_fetched(
     assert (answer.tokens, answer.hidden, answer.dtype, answer.cached) == (4, 16, "float32", False)
     assert answer.content_digest == hashlib.sha256(RED).digest()
     rows = np.frombuffer(data, "<f4").reshape(answer.tokens, answer.hidden)
-    expected = open_model(settings(siglip)).embed(RED)
+    model = open_model(settings(siglip), siglip)
+    expected = model.embed(model.preprocess.decoded(RED))
     np.testing.assert_array_equal(rows, np.frombuffer(expected.data, "<f4").reshape(4, 16))
     assert np.ptp(rows) > 0.1
 

@@ -238,7 +238,7 @@ async def test_defaults_are_the_models(at: House) -> None:
 
 def read(*messages: Body, **fields: object) -> tuple[ChatMessage, ...]:
     body = msgspec.json.encode({"max_tokens": 1, "messages": [*messages]} | fields)
-    return conversation(msgspec.json.decode(body, type=MessagesBody))
+    return conversation(msgspec.json.decode(body, type=MessagesBody), [])
 
 
 def user(*blocks: Body) -> Body:
@@ -327,7 +327,7 @@ async def test_last_message_of_the_assistant_is_continued(at: House) -> None:
         ({"messages": [user()]}, "messages[0].content"),
         ({"messages": [user({"type": "document"})]}, f"{CONTENT}.type"),
         ({"messages": [user({"type": "text"})]}, f"{CONTENT}.text"),
-        ({"messages": [user(IMAGE)]}, f"{CONTENT}.type"),
+        ({"messages": [user(IMAGE)]}, f"{CONTENT}.source"),
         ({"messages": [user(USE)]}, f"{CONTENT}.type"),
         ({"messages": [user(RESULT | {"tool_use_id": "c9"})]}, f"{CONTENT}.tool_use_id"),
         ({"messages": [*HI, assistant(USE)]}, "messages[1].content"),
@@ -546,7 +546,7 @@ async def test_paths_versions_models_and_sizes_are_refused_in_the_same_shape() -
         assert reply["error"]["type"] == invalid
 
 
-@pytest.mark.parametrize("kind", ["document", "image", "search_result", "tool_reference"])
+@pytest.mark.parametrize("kind", ["document", "search_result", "tool_reference"])
 async def test_blocks_that_are_not_read_are_unsupported_at_any_place(at: House, kind: str) -> None:
     block = {"type": kind, "source": {"type": "text", "data": "x"}, "title": "t", "content": []}
     for messages, field in (

@@ -239,7 +239,7 @@ async def test_max_tokens_may_be_zero(at: House) -> None:
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
-        (CHAT, {"messages": [IMAGE]}, "messages[0].content[0].type"),
+        (CHAT, {"messages": [IMAGE]}, "messages[0].content[0].image_url"),
         (CHAT, {"temperature": -1}, "temperature"),
         (CHAT, {"temperature": "hot"}, "temperature"),
         (CHAT, {"top_p": 0}, "top_p"),

@@ -27,6 +27,7 @@ from antiphon.wire.errors import (
     InvalidRequest,
     RequestTooLarge,
     Unavailable,
+    Unsupported,
     encode_error,
 )
 from antiphon.wire.generate import (
@@ -321,6 +322,8 @@ def _to_generation_request(
         raise InvalidRequest(
             "exactly one of messages, prompt and prompt_ids is required", param="prompt"
         )
+    if any(message.parts for message in request.messages or ()):
+        raise Unsupported.at("messages", "images are not supported over NATS; use an HTTP API")
     if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
         raise InvalidRequest.at("timeout_s", f"must be at most {TIMEOUT_MAX_S:g}")
     if request.resume_from is not None:

@@ -75,6 +75,13 @@ class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
     call_marks: tuple[str, ...] = ()
 
 
+class MediumSource(msgspec.Struct, frozen=True):
+    """An image of a request: a URL, or base64; `param` is the API's name of the part."""
+
+    source: str
+    param: str
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Exactly one of `messages`, `prompt` and `prompt_ids` is set.
 
@@ -89,6 +96,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         pooling: Pooling parameters, if the prompt is pooled to a vector and nothing is generated.
         cache_salt: Scope of prefix cache sharing, from `wire.digests.cache_salt`.
         resume: Set if the client may resume its stream, at any gateway.
+        media: The images of all messages, whose parts name them by their index.
         private: Whether to exclude it from request logs and crash dumps.
         auto_truncate: Whether `gateway.allow_auto_truncate` applies. It does not if the end of the
             prompt matters (scoring), or if the request sets its own truncation.
@@ -121,6 +129,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
     resume: ResumeWindow | None = None
     private: bool = False
+    media: tuple[MediumSource, ...] = ()
     auto_truncate: bool = True
 
     def field(self, name: str) -> str:

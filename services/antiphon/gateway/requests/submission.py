@@ -24,7 +24,7 @@ from antiphon.gateway.requests.generation_request import (
     validate_request,
 )
 from antiphon.gateway.requests.pooling import OPEN_MAX, wrong_model
-from antiphon.gateway.requests.tokenizer_client import TokenizerClient, truncated
+from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S, TokenizerClient, truncated
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.model_card.served_model import served_names
 from antiphon.service.clock import deadline_in
@@ -48,9 +48,11 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
+    from antiphon.gateway.media.intake import HeldMedia, MediaIntake
     from antiphon.gateway.owner.driver import OwnerDriver
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.service.service import Runtime
+    from antiphon.wire.media import Medium
     from antiphon.wire.tokenize import EncodeReply
 
 
@@ -77,6 +79,7 @@ class Submission:
     metrics: GatewayMetrics
     access: Access
     request_log: RequestLog
+    media: MediaIntake
     _submitting: int = field(default=0, init=False)
     _probes: int = field(default=0, init=False)
     _names: set[tuple[TenantId, ClientKey]] = field(
@@ -334,6 +337,7 @@ class Submission:
         timeout_s = gen_request.timeout_s or self.runtime.settings.gateway.request_timeout_s
         deadline_unix_ms = deadline_in(timeout_s, clock)
         record = self.request_log.begin(gen_request, request_id)
+        media: HeldMedia | None = None
         trace = span(
             f"gateway.{gen_request.api}",
             gen_request.traceparent,
@@ -341,6 +345,9 @@ class Submission:
             tenant=gen_request.tenant,
         ).start()
         try:
+            if gen_request.media:
+                with span("gateway.media", trace.traceparent):
+                    media = await self._open_media(gen_request, timeout_s)
             with request_context(request_id), span("gateway.encode", trace.traceparent) as here:
                 encoded = await self.tokenizers.encode(
                     gen_request,
@@ -348,6 +355,7 @@ class Submission:
                     deadline_unix_ms,
                     here.traceparent,
                     truncate=self._may_truncate(gen_request),
+                    media=() if media is None else media.headers,
                 )
             _check_model_kind(gen_request, encoded)
             with request_context(request_id):
@@ -359,10 +367,14 @@ class Submission:
             submit = self._build_submit_request(
                 gen_request, encoded, tokens_max, request_id, deadline_unix_ms, trace.traceparent
             )
+            if media is not None:
+                submit = _with_media(submit, media.placed(encoded.media))
             budget.reserve(submit, gen_request, hidden_size=encoded.hidden_size)
             size_bytes = output_bytes(submit, hidden_size=encoded.hidden_size)
             submit = msgspec.structs.replace(submit, output_bytes=size_bytes)
         except BaseException as error:
+            if media is not None:
+                media.discard()
             trace.end(error)
             if record is not None:
                 self.request_log.refuse(record, error, came_at)
@@ -380,6 +392,7 @@ class Submission:
             received_at=came_at,
             submitted_at=clock.now(),
         )
+        stream.media = media
         stream.starts_in_reasoning = inside
         stream.truncated = encoded.untruncated_tokens is not None
         stream.labels = self.metrics.custom.current()
@@ -387,11 +400,27 @@ class Submission:
         self.driver.open(stream)
         return stream
 
+    async def _open_media(self, gen_request: GenerationRequest, timeout_s: float) -> HeldMedia:
+        """Fetch a request's media.
+
+        Raises:
+            EngineError: The model takes none, or one cannot be used; `param` names the part.
+        """
+        first = gen_request.media[0].param
+        if gen_request.prompt_ids is not None:
+            text = "images cannot be combined with a prompt of token ids"
+            raise InvalidRequest(text, param=first)
+        if not (await self.tokenizers.card(CARD_TIMEOUT_S)).sees:
+            raise InvalidRequest(f"the model {self.model} takes no images", param=first)
+        return await self.media.open(gen_request.media, timeout_s)
+
     def _may_truncate(self, gen_request: GenerationRequest) -> bool:
         """Whether the prompt or the token limit may be reduced to fit."""
         allowed = self.runtime.settings.gateway.allow_auto_truncate
-        # A truncated fill-in-the-middle prompt would lose the suffix and its special token.
-        return allowed and gen_request.auto_truncate and gen_request.suffix is None
+        # A truncated fill-in-the-middle prompt would lose the suffix and its special token, and an
+        # image could be cut in two.
+        whole = gen_request.suffix is not None or bool(gen_request.media)
+        return allowed and gen_request.auto_truncate and not whole
 
     def _truncate_to_context(
         self, gen_request: GenerationRequest, encoded: EncodeReply
@@ -493,6 +522,13 @@ class Submission:
             if beat.worker is not None and beat.model == self.model
         }
         return contexts or {encoded.context_tokens}
+
+
+def _with_media(submit: SubmitRequest, media: tuple[Medium, ...]) -> SubmitRequest:
+    """The request with its media, which are part of what makes a retry the same request."""
+    content = (submit.digest, [medium.span.key for medium in media])
+    digest = hashlib.sha256(msgspec.msgpack.encode(content)).digest()
+    return msgspec.structs.replace(submit, digest=digest, media=media)
 
 
 def _name(gen_request: GenerationRequest) -> tuple[TenantId, ClientKey] | None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.service.service import Runtime
+    from antiphon.wire.media import MediumHeader
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class TokenizerClient:
         traceparent: str | None,
         *,
         truncate: bool = False,
+        media: Sequence[MediumHeader] = (),
     ) -> EncodeReply:
         """Tokenize a prompt. With `truncate`, one longer than the context is truncated.
 
@@ -100,6 +102,7 @@ class TokenizerClient:
             template=gen_request.template,
             special_tokens=gen_request.special_tokens,
             truncate=truncate,
+            media=tuple(media),
             cache_salt=gen_request.cache_salt,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from antiphon.gateway.access.limits import QuotaReservation
+    from antiphon.gateway.media.intake import HeldMedia
     from antiphon.telemetry.tracing import Span
     from antiphon.wire.base import FinishReason
     from antiphon.wire.errors import EngineError
@@ -49,6 +50,7 @@ class RequestStream:
     name: tuple[TenantId, ClientKey] | None = None  # the client's id of it
     starts_in_reasoning: bool = False
     truncated: bool = False
+    media: HeldMedia | None = None  # held until the end
     labels: tuple[str, ...] = ()  # values of its custom metric labels
     detached: bool = False  # its output has no reader, and is not kept here
     resumed: bool = False  # its output has been delivered before, perhaps by another gateway
@@ -90,6 +92,8 @@ class RequestStream:
                 self.ended_at = now
                 self.trace.end(event.error)
                 self.reservation.end(event.usage.prompt_tokens + event.usage.completion_tokens)
+                if self.media is not None:
+                    self.media.discard()
                 if self.on_end is not None:
                     self.on_end()
         if not self.detached:

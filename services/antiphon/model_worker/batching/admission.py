@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.logits import unpack_bias
+from antiphon.model_worker.batching.media import check_media
 from antiphon.model_worker.batching.state import WIRE_IDS, EngineLimits, RequestState
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
 from antiphon.wire.sampling import BIAS_MAX, LogitBias, SamplingParams, named_ids
@@ -24,7 +25,7 @@ def check(state: RequestState, limits: EngineLimits) -> None:
         InvalidRequest: The prompt is empty, or a parameter does not fit the model.
         PromptTooLong: Prompt and one token do not fit in the context, or in the empty cache.
         Unsupported: It asks for hidden states that are disabled, a pooling model for tokens, or a
-            generative one for a vector.
+            generative one for a vector, or a model that does not see for media.
     """
     if len(state.prompt_ids) % 4 or len(state.output_ids) % 4:
         raise InvalidRequest("token ids are not a multiple of 4 bytes", param="input_ids")
@@ -43,6 +44,7 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
     _check_logprobs(sampling, limits)
     _check_pooling(sampling, limits.pool_width)
+    check_media(state.media, prompt_tokens, sees=limits.media_width is not None)
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:

@@ -21,6 +21,7 @@ from antiphon.model_worker.batching.joint_plan import (
     offsets,
     split_outcome,
 )
+from antiphon.model_worker.batching.media import MediaLoaded
 from antiphon.model_worker.batching.page_budget import Capacity, PoolUse
 from antiphon.model_worker.batching.plan import PLAIN
 from antiphon.model_worker.batching.planner import Backlog
@@ -157,7 +158,7 @@ class AttentionGroups:
 
         def rank(core: EngineCore) -> tuple[int, int]:
             namespace = core.batch.namespace_of(state)
-            key = CacheKey(namespace=namespace, token_ids=state.prompt_ids + state.output_ids)
+            key = CacheKey(namespace=namespace, token_ids=state.key_ids() + state.output_ids)
             return core.index.peek(key).length, -core.live_count
 
         return max(near, key=rank)
@@ -169,8 +170,10 @@ class AttentionGroups:
     def requeue(self, keys: Sequence[ChoiceKey]) -> bool:
         return any(core.requeue(keys) for core in self.cores)
 
-    def land(self, done: TransferDone) -> None:
-        raise AssertionError("no pages are transferred")
+    def land(self, done: TransferDone | MediaLoaded) -> None:
+        assert isinstance(done, MediaLoaded), "no pages are transferred"
+        for core in self.cores:
+            core.land(done)
 
     def expire(self, now: float) -> None:
         for core in self.cores:

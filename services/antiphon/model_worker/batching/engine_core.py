@@ -10,6 +10,7 @@ import numpy as np
 
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.faults import raise_if_shared
+from antiphon.model_worker.batching.media import MediaLoaded
 from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import QueueRules, StepPlanner, WaitingQueue
@@ -99,7 +100,7 @@ class EngineCore:
         self._arrivals = 0
         self._rows_launched = 0
         self.starved = False
-        """Whether nothing can run before a transfer of pages ends."""
+        """Whether nothing can run before a transfer of pages, or a load of media, ends."""
         self._log = ProgressLog(self.batch, limits.weight_version, limits.stream_interval)
         self._outcomes = OutcomeProcessor(
             batch=self.batch,
@@ -220,7 +221,7 @@ class EngineCore:
         self._rows_launched += len(rows)
         self.starved = False
         if self.stalled and not self.idle and not self._pending_grammar:
-            assert self.batch.transfers, "requests wait and nothing runs"
+            assert self.batch.transfers or self.batch.media, "requests wait and nothing runs"
             self.starved = True
         return rows
 
@@ -285,9 +286,15 @@ class EngineCore:
         self._rows_launched -= len(rows)
         self._outcomes.commit(rows, outcome)
 
-    def land(self, done: TransferDone) -> None:
-        """End a transfer of pages; requests that waited for it find them in the prefix cache."""
-        if self.batch.transfers is not None:
+    def land(self, done: TransferDone | MediaLoaded) -> None:
+        """End a transfer of pages; requests that waited for it find them in the prefix cache.
+
+        Or end a load of media; the request that waited for it goes on, or ends with its error.
+        """
+        if isinstance(done, MediaLoaded):
+            if self.batch.media.land(done) and done.error is not None:
+                self._end_each([self._requests[done.key]], Finish.failed(done.error))
+        elif self.batch.transfers is not None:
             self.batch.transfers.land(done)
 
     def fail_choice(self, key: ChoiceKey, error: EngineError) -> None:
@@ -478,6 +485,7 @@ class EngineCore:
             self.batch.release(request)
         else:
             self.waiting.discard(request)
+            self.batch.media.release(request)
         self._timeouts.ended(request)
         if self.speculation is not None:
             self.speculation.ended(request)

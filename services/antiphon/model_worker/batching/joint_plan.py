@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from antiphon.model_worker.batching.plan import Ints, LogprobsBatch
+    from antiphon.model_worker.batching.plan import Floats, Ints, LogprobsBatch
     from antiphon.model_worker.batching.rows import StepRows
 
 
@@ -67,6 +67,7 @@ def join_plans(
     found = [(plan, at) for plan, at in zip(plans, before, strict=True) if plan is not None]
     tokens = np.cumsum([0, *(len(plan.tokens) for plan, _ in found)], dtype=np.int32).tolist()
     both = [(plan, at, first) for (plan, at), first in zip(found, tokens, strict=False)]
+    spliced = _join_splices([(plan, first) for plan, _, first in both])
     counts = [0 if plan is None else len(plan.slot) for plan in plans]
     return StepPlan(
         step=step,
@@ -86,6 +87,8 @@ def join_plans(
         changes=_join_changes(
             [(each, at.slots) for each, at in zip(changes, before, strict=True) if each is not None]
         ),
+        spliced=None if spliced is None else spliced[0],
+        spliced_rows=None if spliced is None else spliced[1],
         group_rows=np.cumsum([0, *counts], dtype=np.int32),
     )
 
@@ -166,6 +169,15 @@ def _padded(tables: Sequence[Ints]) -> Ints:
             for table in tables
         ]
     )
+
+
+def _join_splices(parts: Sequence[tuple[StepPlan, int]]) -> tuple[Ints, Floats] | None:
+    """Of plans whose tokens follow so many of others."""
+    places = [plan.spliced + first for plan, first in parts if plan.spliced is not None]
+    if not places:
+        return None
+    rows = [plan.spliced_rows for plan, _ in parts if plan.spliced_rows is not None]
+    return _joined(places), np.concatenate(rows)
 
 
 def _join_details(parts: Sequence[tuple[LogprobsRequest, int, int]]) -> LogprobsRequest | None:

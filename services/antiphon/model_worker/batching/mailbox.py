@@ -6,6 +6,7 @@ import threading
 
 import msgspec
 
+from antiphon.model_worker.batching.media import MediaLoaded
 from antiphon.model_worker.batching.page_transfers import TransferDone
 from antiphon.model_worker.batching.state import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
@@ -24,7 +25,7 @@ class Mail(msgspec.Struct, kw_only=True):
 
     `runs` have the matcher of the choice's grammar, if it has one. `drops` have the number of
     outputs that are part of the response, or None where it is unknown.
-    `landed` are transfers of pages that have ended.
+    `landed` are transfers of pages, and loads of media, that have ended.
     `requeues` are the choices of requests that go to another worker if none of them was started.
     """
 
@@ -32,7 +33,7 @@ class Mail(msgspec.Struct, kw_only=True):
     drops: dict[ChoiceKey, int | None] = {}
     requeues: dict[tuple[ChoiceKey, ...], None] = {}
     commands: list[ControlCommand] = []
-    landed: list[TransferDone] = []
+    landed: list[TransferDone | MediaLoaded] = []
 
     def __bool__(self) -> bool:
         return bool(self.runs or self.drops or self.requeues or self.commands or self.landed)
@@ -84,8 +85,11 @@ class Mailbox:
             self._mail.commands.append(command)
             self._news.notify()
 
-    def land(self, done: TransferDone) -> None:
-        """Report a transfer of pages that has ended. The loop has started it, which bounds them."""
+    def land(self, done: TransferDone | MediaLoaded) -> None:
+        """Report a transfer of pages or a load of media that has ended.
+
+        The loop has started it, which bounds them.
+        """
         with self._news:
             self._mail.landed.append(done)
             self._news.notify()

@@ -322,6 +322,7 @@ class OutcomeProcessor:
             batch.cache_prefix(request)
             if sampled:
                 batch.prefilling[request.slot] = False
+                batch.media.release(request)
                 batch.prefix_sharing.unregister(request)
         elif batch.checkpoints is not None and batch.checkpoints.due(request.computed):
             batch.cache_prefix(request)

@@ -239,6 +239,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             page `table[r, p // page_tokens]` at `p % page_tokens`; the step writes its own tokens
             there first. `states` for a state group. Like `sampling` it is empty until the runner
             fills in what it keeps by slot.
+        spliced: Tokens that are not read from the embedding table, rising; see `spliced_rows`.
+        spliced_rows: What stands in their place as the layers are entered, in float32.
         group_rows: (G + 1,) of several attention groups: which rows are those of each. Each group
             has pages and states of its own, and slots beyond those of the groups before it.
     """
@@ -262,6 +264,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     future_start: Flags | None = None  # (R,) see above
     draft_counts: Ints | None = None  # (R,) drafts to make after each row, by a draft model
     next_tokens: Ints | None = None  # (R,) beside these: the token after a chunk that samples none
+    spliced: Ints | None = None  # (E,) indices into `tokens`
+    spliced_rows: Floats | None = None  # (E, hidden)
     group_rows: Ints | None = None  # (G + 1,) see above
 
     @property

@@ -11,9 +11,9 @@ from antiphon.model_worker.batching.logprobs import pooling_request, token_types
 from antiphon.model_worker.batching.plan import StepPlan, future
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from antiphon.model_worker.batching.plan import Ints, Longs, SamplingPart
+    from antiphon.model_worker.batching.plan import Floats, Ints, Longs, SamplingPart
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.running_batch import RunningBatch
@@ -35,12 +35,14 @@ def build_plan(
         query_end = np.cumsum(query_len, dtype=np.int32)
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
     pooling, types, next_tokens = None, None, None
+    spliced, spliced_rows = None, None
     if rows.draft_counts is not None:
         next_tokens = np.zeros(count, np.int32)
     if rows.verified < count:
         chunks = [batch.running[slot] for slot in slots[rows.verified :].tolist()]
         if next_tokens is not None:
             next_tokens[rows.verified :] = _next_tokens(chunks, rows.ends[rows.verified :])
+        spliced, spliced_rows = _splices(chunks, rows, query_start)
         if (pooling := pooling_request(chunks, rows)) is not None:
             types = token_types(chunks, rows)
     return StepPlan(
@@ -59,6 +61,8 @@ def build_plan(
         future_start=rows.future_start,
         draft_counts=rows.draft_counts,
         next_tokens=next_tokens,
+        spliced=spliced,
+        spliced_rows=spliced_rows,
         changes=batch.changes.read(),
     )
 
@@ -91,6 +95,25 @@ def _next_tokens(chunks: Iterable[Request], ends: Longs) -> list[int]:
         chunk.ids(end, end + 1).item() if end < chunk.length else 0
         for chunk, end in zip(chunks, ends.tolist(), strict=True)
     ]
+
+
+def _splices(
+    chunks: Sequence[Request], rows: StepRows, query_start: Ints
+) -> tuple[Ints | None, Floats | None]:
+    """The spliced tokens of these rows of prompts, and their rows: (E,) and (E, H), or None."""
+    indices: list[Ints] = []
+    embeddings: list[Floats] = []
+    for row, request in enumerate(chunks, start=rows.verified):
+        if request.media is None:
+            continue
+        start, end = rows.starts.item(row), rows.ends.item(row)
+        for first, found in request.media.rows(start, end):
+            at = query_start.item(row) + first - start
+            indices.append(np.arange(at, at + len(found), dtype=np.int32))
+            embeddings.append(found)
+    if not indices:
+        return None, None
+    return np.concatenate(indices), np.concatenate(embeddings)
 
 
 def _last_each(ends: Ints, counts: Longs) -> Ints:

@@ -264,6 +264,10 @@ class StepPlanner:
         try:
             length = budget.prefill_chunk(table.committed, request.length - table.committed)
             end = table.committed + length
+            if self._batch.media.wait(request, table.committed):
+                # Less of it is cached than when it was looked at.
+                table.release()
+                return None
             if not length or not self._pages.allocate(table, end):
                 table.release()
                 return None
@@ -279,9 +283,10 @@ class StepPlanner:
         """Whether it cannot start yet, or should wait for another prefill of its prefix."""
         if request.stalled or request.fetching:
             return True
-        if request.urgent:
-            return False
-        return self._batch.prefix_sharing.should_wait(request, self._batch.cached_tokens)
+        batch = self._batch
+        if not request.urgent and batch.prefix_sharing.should_wait(request, batch.cached_tokens):
+            return True
+        return batch.lacks_media(request)
 
     def _fetch(self, request: Request, now: float) -> bool:
         """Let a request wait for blocks of a page store, if enough of it may be there."""

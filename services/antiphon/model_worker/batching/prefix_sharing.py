@@ -153,5 +153,5 @@ class StateCheckpoints(msgspec.Struct, frozen=True, kw_only=True):
 def _common_length(a: Request, b: Request, longest: int) -> int:
     if longest <= 0:
         return 0
-    different = np.flatnonzero(a.ids(0, longest) != b.ids(0, longest))
+    different = np.flatnonzero(a.key_ids(longest) != b.key_ids(longest))
     return int(different[0]) if len(different) else longest

@@ -14,6 +14,7 @@ from antiphon.model_worker.batching.state import (
     Finish,
     Progress,
     QueueKey,
+    RequestMedia,
     RequestState,
 )
 from antiphon.model_worker.batching.token_masks import TokenFilter, looks_back
@@ -43,6 +44,8 @@ class Request:
         place: Key in the waiting queue.
         rank: Rank by priority; lower ranks go first.
         prompt: Its prompt ids.
+        key_prompt: What keys have in their place, as bytes: see `RequestState.key_ids`.
+        media: The media of its prompt, if there are any.
         outputs: Its output ids.
         cached_tokens: Cached tokens of the prompt when it was first started.
         found_tokens: Cached tokens when it was last started.
@@ -73,7 +76,8 @@ class Request:
     __slots__ = (
         "__weakref__", "_details", "_length", "_reported", "arrival", "batch", "cache_key",
         "cached_tokens", "end_ids", "ended", "fetched", "fetching", "filter", "finish",
-        "following", "found_tokens", "key", "leader_number", "matcher", "namespace", "outputs",
+        "following", "found_tokens", "key", "key_prompt", "leader_number", "matcher", "media",
+        "namespace", "outputs",
         "overtaken_before_s", "overtaken_s", "passed_leaders", "place", "prefix", "prompt",
         "prompt_logprob_cursor", "prompt_tokens", "queued_s", "rank", "retractions",
         "saved_blocks", "scores", "slot", "stalled", "started_s", "state", "stepwise", "table",
@@ -102,6 +106,8 @@ class Request:
         self.rank = place[0]
         self.ended = False
         self.prompt: Ints = np.frombuffer(state.prompt_ids, WIRE_IDS)
+        self.key_prompt = state.key_ids()
+        self.media = RequestMedia(state.media) if state.media else None
         self.outputs = outputs
         self.prompt_tokens = len(self.prompt)
         self.tokens_max = self.prompt_tokens + max(outputs_max, before)
@@ -196,9 +202,15 @@ class Request:
         outputs = self.outputs.read(max(0, start - prompt_tokens), end - prompt_tokens)
         return outputs if start >= prompt_tokens else np.concatenate([self.prompt[start:], outputs])
 
+    def key_ids(self, end: int) -> Ints:
+        """Its known ids up to `end`, as keys have them."""
+        if self.media is None:
+            return self.ids(0, end)
+        return np.frombuffer(self.token_bytes(end), WIRE_IDS)
+
     def token_bytes(self, tokens: int) -> bytes:
         """The first `tokens` token ids, as bytes of a cache key."""
-        prompt = self.state.prompt_ids[: tokens * WIRE_IDS.itemsize]
+        prompt = self.key_prompt[: tokens * WIRE_IDS.itemsize]
         if tokens <= self.prompt_tokens:
             return prompt
         outputs = self.outputs.read(0, tokens - self.prompt_tokens)

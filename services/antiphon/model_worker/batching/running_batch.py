@@ -10,6 +10,7 @@ import numpy as np
 
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
+from antiphon.model_worker.batching.media import MediaLoader
 from antiphon.model_worker.batching.page_budget import PageBudget
 from antiphon.model_worker.batching.page_transfers import PageTransfers
 from antiphon.model_worker.batching.plan import (
@@ -93,6 +94,7 @@ class RunningBatch(SlotArrays):
         self.origin = origin
         self.checkpoints = _checkpoints(limits, pools) if indexed else None
         self.transfers: PageTransfers | None = None
+        self.media = MediaLoader()
         self.prefix_sharing = PrefixSharing(
             page_tokens=pools.page_tokens,
             key_of=self.key_of,
@@ -126,6 +128,10 @@ class RunningBatch(SlotArrays):
     def shared_tokens(self, request: Request) -> int:
         """Tokens of a waiting request that `cached_table` would hold."""
         return max(self.cached_tokens(request), self.prefix_sharing.shared_tokens(request))
+
+    def lacks_media(self, request: Request) -> bool:
+        """Whether a waiting request must wait for embeddings, which are loaded then."""
+        return request.media is not None and self.media.wait(request, self.shared_tokens(request))
 
     def cached_table(self, request: Request) -> PageTable:
         """A table with the longest cached or shared prefix of a waiting request."""
@@ -214,6 +220,7 @@ class RunningBatch(SlotArrays):
         """Release the slot and the pages of a request. It waits then, or is about to end."""
         slot, table = request.slot, request.running_table
         self.prefix_sharing.unregister(request)
+        self.media.release(request)
         table.release()
         request.leave()
         del self.running[slot]

@@ -12,6 +12,8 @@ from antiphon.model_worker.batching.token_store import OutputIds
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
 from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
+from antiphon.wire.media import Medium
+from antiphon.wire.namespaces import key_ids
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.token_outputs import TokenOutputs
 
@@ -42,6 +44,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         pool_width: Width of the pooled vector of a model that generates no tokens. None: a
             generative model, which pools nothing.
         flights: Steps in flight at once, each of other requests: one for each pipeline stage.
+        media_width: Hidden size of a model that takes media; None: it takes none.
         checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
     """
 
@@ -60,6 +63,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int = 1  # output tokens from one message of a stream to the next
     hidden_states: bool = False
     pool_width: int | None = None
+    media_width: int | None = None
     flights: int = 1
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
@@ -100,6 +104,63 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     tenant: TenantId = DEFAULT_TENANT
     waited_ms: int = 0  # in queues, before the request arrived here
     deadline_unix_ms: int
+    media: tuple[Medium, ...] = ()  # of the prompt, in its order
+
+    def key_ids(self) -> bytes:
+        """The prompt ids as keys have them: with words made of media in place of placeholders."""
+        if not self.media:
+            return self.prompt_ids
+        spans = [(each.span.start, each.span.tokens, each.span.key) for each in self.media]
+        return key_ids(self.prompt_ids, spans)
+
+
+class RequestMedia:
+    """The media of one choice, and the embeddings that are there.
+
+    Attributes:
+        number: Of its last load; 0: there was none.
+        loading: Whether that has not ended.
+    """
+
+    __slots__ = ("_embeddings", "loading", "media", "number")
+
+    def __init__(self, media: tuple[Medium, ...]) -> None:
+        self.media = media
+        self.number = 0
+        self.loading = False
+        self._embeddings: dict[int, Floats] = {}
+
+    def lacking(self, tokens: int) -> dict[int, Medium]:
+        """The media that end behind so many tokens, and whose embeddings are not there."""
+        return {
+            index: medium
+            for index, medium in enumerate(self.media)
+            if medium.span.start + medium.span.tokens > tokens and index not in self._embeddings
+        }
+
+    def put(self, embeddings: dict[int, Floats]) -> None:
+        self._embeddings |= embeddings
+
+    def clear(self) -> bool:
+        """Forget all embeddings, and a load; return whether there was anything."""
+        held = self.loading or bool(self._embeddings)
+        self.loading, self._embeddings = False, {}
+        return held
+
+    def rows(self, start: int, end: int) -> list[tuple[int, Floats]]:
+        """Spliced rows of the tokens from `start` to `end`: the first token of each piece, these.
+
+        Raises:
+            AssertionError: An embedding is not there: the chunk must not be computed.
+        """
+        found: list[tuple[int, Floats]] = []
+        for index, medium in enumerate(self.media):
+            first, last = medium.span.start, medium.span.start + medium.span.tokens
+            begin, stop = max(start, first), min(end, last)
+            if begin < stop:
+                assert index in self._embeddings, "a chunk was planned without its embeddings"
+                found.append((begin, self._embeddings[index][begin - first : stop - first]))
+        return found
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, gc=False):

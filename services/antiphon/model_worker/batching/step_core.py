@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
+    from antiphon.model_worker.batching.media import MediaLoaded
     from antiphon.model_worker.batching.page_budget import Capacity
     from antiphon.model_worker.batching.page_transfers import TransferDone
     from antiphon.model_worker.batching.plan import (
@@ -90,7 +91,7 @@ class StepCore(Protocol[Rows]):
 
     def requeue(self, keys: Sequence[ChoiceKey]) -> bool: ...
 
-    def land(self, done: TransferDone) -> None: ...
+    def land(self, done: TransferDone | MediaLoaded) -> None: ...
 
     def expire(self, now: float) -> None: ...
 

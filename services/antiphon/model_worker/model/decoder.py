@@ -142,12 +142,19 @@ class Decoder(Module):
             names += [spec.head.name] if isinstance(spec.head, HeadSpec) else []
         return tuple(f"{name}." for name in names if name)
 
-    def forward(self, ctx: ForwardContext, tokens: Tensor) -> HiddenStates:
+    def forward(
+        self, ctx: ForwardContext, tokens: Tensor, splices: tuple[Tensor, Tensor] | None = None
+    ) -> HiddenStates:
         """Run the layers on tokens (T,); stages pass the residual stream on to each other.
 
-        The hidden states of a stage before the last one are that stream.
+        `splices` are indices (E,) of tokens, and rows (E, hidden) that stand in place of theirs in
+        the stream that enters the first layer. The hidden states of a stage before the last one are
+        that stream.
         """
         residual = self._enter(ctx, tokens)
+        if splices is not None and self.embedding is not None:
+            places, rows = splices
+            residual = residual.index_copy(0, places, rows.to(residual.dtype))
         if ctx.fused is not None:
             states = HiddenStates(*ctx.fused(residual))
             if self._next is None:

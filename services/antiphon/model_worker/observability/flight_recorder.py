@@ -132,6 +132,8 @@ def _size_bytes(plan: StepPlan) -> int:
     size = _PLAN_BYTES + _ROW_BYTES * len(plan.slot) + _TOKEN_BYTES * len(plan.tokens)
     if plan.changes is not None:
         size += sum(entries.nbytes for entries in plan.changes.entries)
+    if plan.spliced_rows is not None:
+        size += plan.spliced_rows.nbytes
     if plan.details is not None:
         size += _array_bytes(plan.details)
     return size + _part_bytes(plan.part)

@@ -516,6 +516,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 tenant=admit.tenant,
                 waited_ms=admit.waited_ms,
                 deadline_unix_ms=held.due_ms,
+                media=admit.media,
             ),
             admit.traceparent,
             choice,

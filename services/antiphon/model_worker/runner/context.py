@@ -142,7 +142,7 @@ class ForwardContexts:
         """
         stack, before = self._stack, self._kv_len
         self._kv_len = None  # set again on success
-        if stack is None or not self._absorbed(batch):
+        if stack is None or plan.spliced is not None or not self._absorbed(batch):
             return None
         scored = None
         if before is not None and batch.decodes and _one_more(before, plan.kv_len):
@@ -180,7 +180,10 @@ class ForwardContexts:
         decoder, ctx = self._decoder, self.of(plan, batch)
         assert not isinstance(decoder, DraftHead), "its layer reads more than tokens"
         token_ids = self._upload(tokens.astype(np.int64))
-        return ctx, decoder.forward(ctx, token_ids)
+        if plan.spliced is None or plan.spliced_rows is None:
+            return ctx, decoder.forward(ctx, token_ids)
+        places = self._upload(plan.spliced.astype(np.int64))
+        return ctx, decoder.forward(ctx, token_ids, (places, self._upload(plan.spliced_rows)))
 
     def score_by_layer(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
         """`score` in several calls. Only requested rows get logits, since the head is wide."""

@@ -15,6 +15,7 @@ from antiphon.config.worker import Policy, QueueConfig
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
+from antiphon.model_card.vision import read_vision
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore
@@ -175,12 +176,21 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     resolved = msgspec.structs.replace(resolved, decoder=model.decoder)
     log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
-    core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales)
+    sees = None
+    if read_vision(files.folder) is not None and implementation.value != "transformers":
+        sees = card.hidden_size
+    core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales, sees=sees)
     groups = None
     if (count := resolved.attention_groups.value) > 1:
         others = [
             open_engine_core(
-                settings, resolved, CachePools(model.groups), vocab_size, model.kv_scales, core
+                settings,
+                resolved,
+                CachePools(model.groups),
+                vocab_size,
+                model.kv_scales,
+                core,
+                sees=sees,
             )
             for _ in range(1, count)
         ]
@@ -327,10 +337,13 @@ def open_engine_core(
     vocab_size: int,
     kv_scales: str = "",
     first: EngineCore | None = None,
+    *,
+    sees: int | None = None,
 ) -> EngineCore:
     """Make an engine core without requests; `kv_scales` is a digest of the cache's scales.
 
-    The attention groups after the `first` one have its drafter and its log of cached blocks.
+    The attention groups after the `first` one have its drafter and its log of cached blocks. `sees`
+    is the hidden size of a model that takes media.
     """
     cache = settings.cache
     tracker = BlockTracker() if cache.events else None
@@ -340,7 +353,7 @@ def open_engine_core(
         RadixIndex(pools, STRATEGIES[cache.eviction], tracker) if resolved.prefix.value else None
     )
     return EngineCore(
-        _limits(settings, resolved, pools, vocab_size),
+        _limits(settings, resolved, pools, vocab_size, sees),
         pools,
         index=index,
         rules=_rules(settings.queue),
@@ -386,7 +399,11 @@ def drafts_max(config: SpeculationConfig) -> int:
 
 
 def _limits(
-    settings: Settings, resolved: ResolvedConfig, pools: CachePools, vocab_size: int
+    settings: Settings,
+    resolved: ResolvedConfig,
+    pools: CachePools,
+    vocab_size: int,
+    sees: int | None,
 ) -> EngineLimits:
     batching, queue, pooling = settings.batching, settings.queue, resolved.pooling.value
     groups = resolved.attention_groups.value  # a step is shared by all
@@ -409,6 +426,7 @@ def _limits(
         stream_interval=batching.stream_interval,
         hidden_states=batching.hidden_states,
         pool_width=None if pooling is None else pooling.card.width,
+        media_width=sees,
         flights=resolved.stages.value,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,

@@ -10,6 +10,8 @@ import msgspec
 from antiphon.gateway.http.anthropic.schema import (
     Block,
     ContextManagement,
+    ImageBlock,
+    ImageSource,
     MessageParam,
     MessagesBody,
     OutputConfig,
@@ -44,12 +46,13 @@ from antiphon.gateway.parsing.tools.choice import (
 from antiphon.gateway.parsing.tools.tool import Tool, read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
+    MediumSource,
     ReasoningParams,
     SamplingOptions,
 )
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings
-from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
+from antiphon.wire.tokenize import ChatMessage, MessagePart, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -113,14 +116,18 @@ def parse_messages(body: MessagesBody, formats: Formats) -> ParsedMessagesReques
 
 
 def parse_count(body: PromptBody, formats: Formats) -> GenerationRequest:
-    return _prompt(body, _plan(body, formats), formats.reasoning, api="count_tokens")
+    gen_request = _prompt(body, _plan(body, formats), formats.reasoning, api="count_tokens")
+    if gen_request.media:
+        raise Unsupported("images are not supported here", param=gen_request.media[0].param)
+    return gen_request
 
 
 def _prompt(
     body: PromptBody, plan: ToolPlan, reasoning: ReasoningFormat | None, *, api: str
 ) -> GenerationRequest:
     at = f"messages[{len(body.messages) - 1}].content"
-    turns, continued = continues_last_turn(conversation(body), at)
+    images: list[MediumSource] = []
+    turns, continued = continues_last_turn(conversation(body, images), at)
     enabled = _reasoning_enabled(body.thinking, reasoning)
     return GenerationRequest(
         api=api,
@@ -133,6 +140,8 @@ def _prompt(
         ),
         reasoning=None if reasoning is None else ReasoningParams(format=reasoning, enabled=enabled),
         model_defaults=True,
+        media=tuple(images),
+        fields={f"media.{index}": image.param for index, image in enumerate(images)},
     )
 
 
@@ -271,15 +280,18 @@ def _function(tool: ToolBody, at: str) -> Json:
     return {"type": "function", "function": function}
 
 
-def conversation(body: PromptBody) -> tuple[ChatMessage, ...]:
-    """Convert the system prompt and the messages. Consecutive messages of one role are merged."""
+def conversation(body: PromptBody, images: list[MediumSource]) -> tuple[ChatMessage, ...]:
+    """Convert the system prompt and the messages. Consecutive messages of one role are merged.
+
+    `images` gets those of all messages.
+    """
     turns: list[ChatMessage] = []
     if body.system:
         system = body.system if isinstance(body.system, str) else _text(body.system, "system")
         turns.append(ChatMessage(role="system", content=system))
     calls: dict[str, str] = {}
     for index, message in enumerate(body.messages):
-        for turn in _turns(message, f"messages[{index}].content", calls):
+        for turn in _turns(message, f"messages[{index}].content", calls, images):
             _add(turns, turn)
     return tuple(turns)
 
@@ -315,7 +327,9 @@ def _add(turns: list[ChatMessage], turn: ChatMessage) -> None:
         turns.append(turn)
 
 
-def _turns(message: MessageParam, at: str, calls: dict[str, str]) -> list[ChatMessage]:
+def _turns(
+    message: MessageParam, at: str, calls: dict[str, str], images: list[MediumSource]
+) -> list[ChatMessage]:
     """Convert a message; `calls` has the names of earlier tool calls by id."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
@@ -327,7 +341,7 @@ def _turns(message: MessageParam, at: str, calls: dict[str, str]) -> list[ChatMe
         raise InvalidRequest("a message requires content", param=at)
     if message.role == "system":
         return [ChatMessage(role="system", content=_text(message.content, at))]
-    return _user_turns(message.content, at, calls)
+    return _user_turns(message.content, at, calls, images)
 
 
 def _assistant_turn(blocks: Sequence[Block], at: str) -> ChatMessage:
@@ -355,8 +369,10 @@ def _assistant_turn(blocks: Sequence[Block], at: str) -> ChatMessage:
     )
 
 
-def _user_turns(blocks: Sequence[Block], at: str, calls: dict[str, str]) -> list[ChatMessage]:
-    """Convert a user message: its text and tool results become one turn each, in order."""
+def _user_turns(
+    blocks: Sequence[Block], at: str, calls: dict[str, str], images: list[MediumSource]
+) -> list[ChatMessage]:
+    """Convert a user message: texts, images and tool results become one turn each, in order."""
     turns: list[ChatMessage] = []
     for index, block in enumerate(blocks):
         where = f"{at}[{index}]"
@@ -365,9 +381,25 @@ def _user_turns(blocks: Sequence[Block], at: str, calls: dict[str, str]) -> list
                 turns.append(ChatMessage(role="user", content=text))
             case ToolResultBlock():
                 turns.append(_result(block, where, calls))
+            case ImageBlock(source):
+                part = MessagePart(medium=len(images))
+                images.append(
+                    MediumSource(_image_url(source, f"{where}.source"), f"{where}.source")
+                )
+                turns.append(ChatMessage(role="user", content="", parts=(part,)))
             case _:
                 _misplaced(block, "user", where)
     return turns
+
+
+def _image_url(source: ImageSource, at: str) -> str:
+    found = source.data if source.type == "base64" else source.url
+    if not found:
+        field = "data" if source.type == "base64" else "url"
+        raise InvalidRequest(f"a source of type {source.type} requires {field}", param=at)
+    if source.type == "url" and not found.startswith(("http://", "https://", "data:", "file:")):
+        raise InvalidRequest("only http, https, data and file URLs are fetched", param=at)
+    return found
 
 
 def _call(block: ToolUseBlock, at: str) -> MessageToolCall:
@@ -419,4 +451,17 @@ def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:
         reasoning_content=both(first.reasoning_content, second.reasoning_content) or None,
         tool_calls=first.tool_calls + second.tool_calls,
         without_content=first.without_content and second.without_content,
+        parts=_merge_parts(first, second) if first.parts or second.parts else (),
     )
+
+
+def _merge_parts(first: ChatMessage, second: ChatMessage) -> tuple[MessagePart, ...]:
+    """Parts of both; neighbouring texts become one, as in a message without images."""
+    before, after = (
+        each.parts or ((MessagePart(text=each.content),) if each.content else ())
+        for each in (first, second)
+    )
+    if before and after and before[-1].text is not None and after[0].text is not None:
+        text = before[-1].text + _BETWEEN + after[0].text
+        return (*before[:-1], MessagePart(text=text), *after[1:])
+    return before + after

@@ -32,10 +32,19 @@ class TextBlock(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
     text: str
 
 
-class ImageBlock(msgspec.Struct, frozen=True, tag="image", tag_field="type"):
-    """Image content. Rejected: this model accepts text only."""
+class ImageSource(msgspec.Struct, frozen=True):
+    """An image: `data` in base64, or an http, https, `data:` or file URL."""
 
-    source: Json
+    type: Literal["base64", "url"]
+    data: str | None = None
+    url: str | None = None
+    media_type: str | None = None
+
+
+class ImageBlock(msgspec.Struct, frozen=True, tag="image", tag_field="type"):
+    """Image content, in user messages."""
+
+    source: ImageSource
 
 
 class DocumentBlock(msgspec.Struct, frozen=True, tag="document", tag_field="type"):

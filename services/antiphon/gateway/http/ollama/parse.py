@@ -27,12 +27,13 @@ from antiphon.gateway.parsing.tools.choice import plan_tools, read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
+    MediumSource,
     ReasoningParams,
     SamplingOptions,
 )
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings, TokenOutputParams
-from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
+from antiphon.wire.tokenize import ChatMessage, MessagePart, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,13 +67,13 @@ def parse_chat(
     """Parse a chat; None if it has no messages and only checks that the model is ready."""
     if not body.messages:
         return _is_load_request(body, served)
-    last = body.messages[-1]
+    last, media = body.messages[-1], _images(body.messages)
     gen_request = GenerationRequest(
         api="ollama_chat",
         model=model_of(body.model, served),
-        messages=tuple(
-            _message(turn, f"messages[{index}]") for index, turn in enumerate(body.messages)
-        ),
+        messages=_conversation(body.messages),
+        media=media,
+        fields=_media_fields(media),
         continue_final_message=last.role == "assistant"
         and bool(last.content)
         and not last.tool_calls,
@@ -86,8 +87,14 @@ def parse_generate(
     """Parse a prompt; None if it is empty and only checks that the model is ready."""
     if not body.prompt and not body.suffix:
         return _is_load_request(body, served)
+    media = tuple(
+        MediumSource(image, f"images[{index}]") for index, image in enumerate(body.images or ())
+    )
     gen_request = GenerationRequest(
-        api="ollama_generate", model=model_of(body.model, served), fields={"messages": "prompt"}
+        api="ollama_generate",
+        model=model_of(body.model, served),
+        fields={"messages": "prompt"} | _media_fields(media),
+        media=media,
     )
     prompt = body.prompt or ""
     if body.raw or body.suffix:
@@ -95,7 +102,8 @@ def parse_generate(
             msgspec.structs.replace(gen_request, prompt=prompt, suffix=body.suffix or None), body
         )
     system = (ChatMessage(role="system", content=body.system),) if body.system else ()
-    messages = (*system, ChatMessage(role="user", content=prompt))
+    user = ChatMessage(role="user", content=prompt, parts=_parts(len(media), 0, prompt))
+    messages = (*system, user)
     return _chat(msgspec.structs.replace(gen_request, messages=messages), body, [], formats)
 
 
@@ -161,6 +169,8 @@ def _chat(
 
 
 def _raw(gen_request: GenerationRequest, body: OllamaGenerateBody) -> ParsedOllamaRequest:
+    if body.images:
+        raise InvalidRequest.at("images", "cannot be combined with raw or suffix")
     if body.system:
         raise InvalidRequest.at("system", "cannot be combined with raw; include it in the prompt")
     if body.think:
@@ -207,9 +217,38 @@ def _grammar(format_: str | Json | None) -> Grammar | None:
     return Grammar(kind=GrammarKind.JSON_OBJECT) if format_ else None
 
 
-def _message(turn: OllamaTurn, at: str) -> ChatMessage:
-    if turn.images:
-        raise Unsupported.at(f"{at}.images", "this model accepts text only")
+def _images(turns: Sequence[OllamaTurn]) -> tuple[MediumSource, ...]:
+    """The images of all messages, in order."""
+    return tuple(
+        MediumSource(image, f"messages[{index}].images[{i}]")
+        for index, turn in enumerate(turns)
+        for i, image in enumerate(turn.images or ())
+    )
+
+
+def _media_fields(media: Sequence[MediumSource]) -> dict[str, str]:
+    return {f"media.{index}": each.param for index, each in enumerate(media)}
+
+
+def _conversation(turns: Sequence[OllamaTurn]) -> tuple[ChatMessage, ...]:
+    before, messages = 0, list[ChatMessage]()
+    for index, turn in enumerate(turns):
+        messages.append(_message(turn, f"messages[{index}]", before))
+        before += len(turn.images or ())
+    return tuple(messages)
+
+
+def _parts(count: int, before: int, text: str) -> tuple[MessagePart, ...]:
+    """A message with so many images after `before` others: they come before its text."""
+    if not count:
+        return ()
+    shown = tuple(MessagePart(medium=before + index) for index in range(count))
+    return (*shown, MessagePart(text=text)) if text else shown
+
+
+def _message(turn: OllamaTurn, at: str, images_before: int) -> ChatMessage:
+    if turn.images and turn.role not in ("user", "tool"):
+        raise Unsupported.at(f"{at}.images", f"not supported in messages of the role {turn.role}")
     if turn.content is None and turn.role != "assistant":
         raise InvalidRequest("a message requires content", param=f"{at}.content")
     return ChatMessage(
@@ -227,4 +266,5 @@ def _message(turn: OllamaTurn, at: str) -> ChatMessage:
         ),
         tool_call_id=turn.tool_call_id,
         without_content=turn.content is None,
+        parts=_parts(len(turn.images or ()), images_before, turn.content or ""),
     )

@@ -144,6 +144,8 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     applied."""
     system: str | None = None
     """System message placed before the prompt."""
+    images: Parts[str] | None = None
+    """Images that come before the prompt, in base64."""
     raw: bool | None = None
     """Whether to use the prompt as is, without a chat template."""
 
@@ -151,7 +153,6 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
         **OllamaBody.UNSUPPORTED,
         "template": UnsupportedField("the chat template is configured by the operator", ("",)),
         "context": UnsupportedField("send the messages of the conversation to /api/chat", ([],)),
-        "images": UnsupportedField("this model accepts text only", ([],)),
         **dict.fromkeys(
             ("width", "height", "steps"), UnsupportedField("this model generates text only", (0,))
         ),

@@ -26,6 +26,7 @@ from antiphon.gateway.http.openai.schema import (
     StreamOptions,
     begins_answer,
     conversation,
+    images,
 )
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import ToolPlan, plan_tools, read_choice
@@ -80,6 +81,7 @@ def parse_chat(
     wanted = _token_outputs_wanted(body, reply_options)
     plan = _plan(body, formats.tools, requires_strict=requires_strict)
     messages = conversation(body.messages)
+    media = images(body.messages)
     gen_request = GenerationRequest(
         api="chat",
         model=model_of(body.model),
@@ -90,7 +92,10 @@ def parse_chat(
         reasoning=_reasoning_params(body, formats.reasoning),
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         model_defaults=True,
-        fields=CHAT_FIELDS | ({"max_tokens": "max_completion_tokens"} if completing else {}),
+        media=media,
+        fields=CHAT_FIELDS
+        | ({"max_tokens": "max_completion_tokens"} if completing else {})
+        | {f"media.{index}": each.param for index, each in enumerate(media)},
     )
     parser_options = OutputParserOptions(
         plan=plan,

@@ -30,12 +30,13 @@ from antiphon.gateway.http.core.limits import (
 from antiphon.gateway.http.core.logprobs import ChatLogprobs, TextLogprobs, TopLogprobs
 from antiphon.gateway.http.core.meta_info import CachedTokensDetails, MetaInfo
 from antiphon.gateway.http.core.sampling_fields import SglangSamplingFields
+from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.gateway.sessions import SessionParams
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.namespaces import CacheSaltText
 from antiphon.wire.sampling import Priority, Seed, TokenId
-from antiphon.wire.tokenize import ChatMessage, MessageToolCall
+from antiphon.wire.tokenize import ChatMessage, MessagePart, MessageToolCall
 
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` of a text completion."""
@@ -117,10 +118,18 @@ class CompletionFields(OpenAiFields):
     """Request id, unique among running requests."""
 
 
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image: an http, https, `data:` or file URL. Its size alone decides its tokens."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content: `text`, or the assistant's `thinking` or `refusal`."""
+    """One part of a message: `text`, `image_url`, or the assistant's `thinking` or `refusal`."""
 
     type: str
+    image_url: ImageUrl | str | None = None
     text: str | None = None
     thinking: str | None = None
     refusal: str | None = None
@@ -258,14 +267,38 @@ def conversation(turns: Sequence[ChatMessageParam]) -> tuple[ChatMessage, ...]:
                 "only a final assistant message can be continued",
                 param=f"messages[{index}].prefix",
             )
-    return tuple(_message(turn, f"messages[{index}]") for index, turn in enumerate(turns))
+    before, messages = 0, list[ChatMessage]()
+    for index, turn in enumerate(turns):
+        messages.append(_message(turn, f"messages[{index}]", before))
+        before += len(_images(turn, ""))
+    return tuple(messages)
+
+
+def images(turns: Sequence[ChatMessageParam]) -> tuple[MediumSource, ...]:
+    """The images of all messages, in order."""
+    return tuple(
+        image for index, turn in enumerate(turns) for image in _images(turn, f"messages[{index}]")
+    )
+
+
+def _images(turn: ChatMessageParam, at: str) -> list[MediumSource]:
+    return [
+        MediumSource(_url(part), f"{at}.content[{i}].image_url")
+        for i, part in enumerate(turn.content if isinstance(turn.content, list) else ())
+        if part.type == "image_url"
+    ]
+
+
+def _url(part: ContentPart) -> str:
+    image = part.image_url
+    return image.url if isinstance(image, ImageUrl) else image or ""
 
 
 def begins_answer(turns: Sequence[ChatMessageParam]) -> bool:
     return bool(turns and turns[-1].prefix)
 
 
-def _message(turn: ChatMessageParam, at: str) -> ChatMessage:
+def _message(turn: ChatMessageParam, at: str, images_before: int) -> ChatMessage:
     if turn.role == "function":
         raise Unsupported("use role tool", param=f"{at}.role")
     if turn.function_call:
@@ -283,7 +316,28 @@ def _message(turn: ChatMessageParam, at: str) -> ChatMessage:
         ),
         tool_call_id=turn.tool_call_id,
         without_content=turn.content is None,
+        parts=_parts(turn, at, images_before),
     )
+
+
+def _parts(turn: ChatMessageParam, at: str, images_before: int) -> tuple[MessagePart, ...]:
+    """Text and images of a message with images; none of others."""
+    if not isinstance(turn.content, list) or not _images(turn, at):
+        return ()
+    if turn.role not in ("user", "tool"):
+        i = next(i for i, part in enumerate(turn.content) if part.type == "image_url")
+        raise Unsupported(
+            f"images are supported in messages of the roles user and tool, not {turn.role}",
+            param=f"{at}.content[{i}]",
+        )
+    parts: list[MessagePart] = []
+    for i, part in enumerate(turn.content):
+        if part.type == "image_url":
+            parts.append(MessagePart(medium=images_before))
+            images_before += 1
+        else:
+            parts.append(MessagePart(text=_part(part, turn, f"{at}.content[{i}]")))
+    return tuple(parts)
 
 
 def _content(turn: ChatMessageParam, at: str) -> str:
@@ -295,7 +349,9 @@ def _content(turn: ChatMessageParam, at: str) -> str:
         raise InvalidRequest("a message requires content", param=f"{at}.content")
     parts = enumerate(turn.content)
     texts = [
-        _part(part, turn, f"{at}.content[{i}]") for i, part in parts if not _thinks(part, turn)
+        _part(part, turn, f"{at}.content[{i}]")
+        for i, part in parts
+        if not (_thinks(part, turn) or _shows(part, f"{at}.content[{i}]"))
     ]
     # Joined by a space, as in SGLang for templates that take plain text.
     return " ".join(texts)
@@ -316,6 +372,16 @@ def _part(part: ContentPart, turn: ChatMessageParam, at: str) -> str:
 def _reasoning_of(turn: ChatMessageParam) -> str | None:
     parts = turn.content if isinstance(turn.content, list) else []
     return "\n".join(part.thinking or "" for part in parts if _thinks(part, turn)) or None
+
+
+def _shows(part: ContentPart, at: str) -> bool:
+    if part.type != "image_url":
+        return False
+    if not _url(part):
+        raise InvalidRequest(
+            "a content part of type image_url requires image_url", param=f"{at}.image_url"
+        )
+    return True
 
 
 def _thinks(part: ContentPart, turn: ChatMessageParam) -> bool:

@@ -17,12 +17,13 @@ from antiphon.gateway.http.openai.schema import (
     ChatMessageParam,
     begins_answer,
     conversation,
+    images,
 )
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.service.clock import deadline_in
 from antiphon.service.tasks import gather
 from antiphon.wire.codec import unpack_ids
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.sampling import TokenId
 from antiphon.wire.tokenize import TemplateParams
@@ -122,6 +123,8 @@ class TokenizeEndpoints(Endpoints):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
         self.check_model(model_of(body.model))
         if body.messages is not None:
+            if found := images(body.messages):
+                raise Unsupported("images are not supported here", param=found[0].param)
             template = TemplateParams(
                 generation_prompt=body.add_generation_prompt is not False,
                 tools=_text(body.tools),

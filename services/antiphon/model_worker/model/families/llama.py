@@ -10,7 +10,7 @@ from antiphon.kernels.rotary import Temperature
 from antiphon.layers.attention import AttentionNames, AttentionSpec
 from antiphon.layers.moe import MoeSpec, SeparateExperts, StackedExperts
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 from antiphon.model_worker.model.llama_parts import (
     Count,
     ExpertFields,
@@ -65,6 +65,20 @@ def declare_mistral(config: ConfigFile) -> ModelSpec:
     mixer = attention(config, window=config.sliding_window)
     layer = LayerSpec(mixer=mixer, feed_forward=gated(config), norm=rms_norm(config))
     return model(config, layer)
+
+
+def declare_llava(config: ConfigFile) -> ModelSpec:
+    """LLaVA 1.5: the text model is Llama, or Mistral; embeddings of images come from outside."""
+    match config.model_type:
+        case "llama" | "":
+            return declare_llama(config)
+        case "mistral":
+            return declare_mistral(config)
+        case other:
+            raise UnsupportedVariant(
+                f"config.json: text_config: model_type {other!r} is not supported in LLaVA: there"
+                " are llama, mistral"
+            )
 
 
 class _MixtralFields(ExpertFields, frozen=True, kw_only=True):
@@ -267,6 +281,7 @@ def _experts(config: ConfigFile, fields: _Llama4Fields) -> MoeSpec:
 
 
 LLAMA = ModelFamily("llama", declare_llama)
+LLAVA = ModelFamily("llava", declare_llava)
 MISTRAL = ModelFamily("mistral", declare_mistral)
 MIXTRAL = ModelFamily("mixtral", declare_mixtral)
 SMOLLM3 = ModelFamily("smollm3", declare_smollm3)

@@ -114,9 +114,12 @@ class TransformersDecoder:
         self.operations = frozenset({"attention.heads", "attention.paged"})
         """Names of the kernels that its layers call."""
 
-    def forward(self, ctx: ForwardContext, tokens: Tensor) -> HiddenStates:
+    def forward(
+        self, ctx: ForwardContext, tokens: Tensor, splices: tuple[Tensor, Tensor] | None = None
+    ) -> HiddenStates:
         """As `Decoder.forward`."""
         assert ctx.positions is not None
+        assert splices is None, "models that see run on our own decoder"
 
         def attend(call: AttentionCall) -> Tensor:
             mixed = ctx.attend(call.layer, _pad_heads(call), self._params[call.layer])

@@ -1,0 +1,112 @@
+"""Decodes and resizes images in child processes: what they are given was written by strangers.
+
+A decoder that is led astray by a file ends a process without keys or connections, whose memory and
+time are limited.
+
+python -m antiphon.encoder.decode_process RECIPE PARENT_PID MEMORY_BYTES_MAX
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from antiphon.encoder.cache import DecodeJob
+from antiphon.encoder.preprocess import Preprocessor, PreprocessorConfig
+from antiphon.service.process_pool import ProcessPool, serve
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    EngineError,
+    ErrorReply,
+    Internal,
+    InvalidRequest,
+    decode_error,
+    encode_error,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MEMORY_BYTES_MAX = 4 * 1024**3
+"""Address space: an interpreter with numpy and Pillow takes 1 GiB of it, an image of 64 million
+pixels 256 MiB, and as much again while it is converted or turned."""
+_JOB_S = 20.0
+"""Maximum time of one image in a child that is ready."""
+_JOBS_MAX = 1024
+_BYTES_MAX = 1024**3
+
+
+class DecodeSettings(msgspec.Struct, frozen=True):
+    """Settings with which a child builds the same preprocessor as its parent."""
+
+    recipe: PreprocessorConfig
+    pixels_max: int
+
+
+class _Pixels(msgspec.Struct, frozen=True, tag=True):
+    """Row-major (size, size, 3), of 8 bits each."""
+
+    data: bytes
+
+
+class DecodeProcesses:
+    """Decodes images, one per process at a time, while its `pool` is entered."""
+
+    def __init__(self, settings: DecodeSettings, processes: int) -> None:
+        self._size = settings.recipe.size
+        shown = msgspec.json.encode(settings).decode()
+        self.pool = ProcessPool(
+            ("-m", "antiphon.encoder.decode_process", shown),
+            job_s=_JOB_S,
+            processes=processes,
+            jobs_max=_JOBS_MAX,
+            bytes_max=_BYTES_MAX,
+            memory_bytes_max=_MEMORY_BYTES_MAX,
+        )
+
+    async def decode(self, job: DecodeJob, *, timeout_s: float) -> NDArray[np.uint8]:
+        """Decode and resize an image: (size, size, 3).
+
+        Raises:
+            InvalidRequest: It is no image, has another size, or ended its process: by its memory
+                or its time.
+            EngineError: It is too large, or was not decoded in time.
+        """
+        began = time.monotonic()
+        try:
+            result = await self.pool.run(msgspec.msgpack.encode(job), timeout_s=timeout_s)
+        except Internal as error:
+            raise InvalidRequest("the image could not be decoded", param="image") from error
+        except DeadlineExceeded as error:
+            if time.monotonic() - began >= timeout_s:
+                raise
+            raise InvalidRequest("the image takes too long to decode", param="image") from error
+        outcome = msgspec.msgpack.decode(result, type=_Pixels | ErrorReply)
+        if isinstance(outcome, ErrorReply):
+            raise decode_error(outcome)
+        size = self._size
+        return np.frombuffer(outcome.data, np.uint8).reshape(size, size, 3)
+
+
+def main(arguments: list[str]) -> None:
+    shown, parent_pid, memory_bytes_max = arguments
+    settings = msgspec.json.decode(shown, type=DecodeSettings)
+    preprocessor = Preprocessor(settings.recipe, pixels_max=settings.pixels_max)
+
+    def work(data: bytes) -> bytes:
+        job = msgspec.msgpack.decode(data, type=DecodeJob)
+        try:
+            pixels = preprocessor.decoded(job.image, job.width, job.height)
+        except EngineError as error:
+            return msgspec.msgpack.encode(encode_error(error))
+        return msgspec.msgpack.encode(_Pixels(pixels.tobytes()))
+
+    serve(work, parent_pid, memory_bytes_max)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

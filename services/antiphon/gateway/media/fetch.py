@@ -1,0 +1,244 @@
+"""Fetches media: `data:` URLs, http and https URLs, and files below one folder.
+
+A URL comes from a client and must not reach what only this machine reaches. So names are resolved
+here, every address is checked, and the connection is made to a checked address: a name whose
+address changes in between changes nothing. Redirects are followed by hand, each checked anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import socket
+import urllib.parse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge
+
+if TYPE_CHECKING:
+    from antiphon.config.gateway import MediaConfig
+
+REDIRECTS_MAX = 5
+URL_CHARACTERS_MAX = 8192
+_SHOWN = 100
+_CHUNK_BYTES = 64 * 1024
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CARRIER_NAT = ipaddress.ip_network("100.64.0.0/10")
+_TRANSLATED = (
+    ipaddress.ip_network("64:ff9b::/96"),
+    ipaddress.ip_network("64:ff9b:1::/48"),
+)
+"""IPv6 addresses that a gateway translates to the IPv4 address at their end (NAT64)."""
+
+
+class AddressRefused(OSError):
+    """No address of a host may be connected to."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet, whichever way it is written."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        if any(ip in network for network in _TRANSLATED):
+            return False
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if ip.teredo is not None or (int(ip) >> 32 == 0):
+            return False
+        if inner is not None:
+            return is_public(str(inner))
+    elif ip in _CARRIER_NAT:
+        return False
+    return ip.is_global and not ip.is_multicast
+
+
+class PublicResolver(AbstractResolver):
+    """Resolves names to public addresses only; hosts that are allowed by name to any.
+
+    aiohttp connects to what this returns, and to nothing else.
+    """
+
+    def __init__(self, allowed: frozenset[str]) -> None:
+        self._allowed = allowed
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
+        results = [
+            ResolveResult(
+                hostname=host,
+                host=str(address[0]),
+                port=int(address[1]),
+                family=kind,
+                proto=protocol,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for kind, _, protocol, _, address in found
+            if host.lower() in self._allowed or is_public(str(address[0]))
+        ]
+        if not results:
+            raise AddressRefused(f"{host} has no public address")
+        return results
+
+    async def close(self) -> None:
+        pass
+
+
+class MediaFetcher:
+    """Fetches the bytes of media, a limited number at a time, while it is entered."""
+
+    def __init__(self, config: MediaConfig) -> None:
+        self._config = config
+        self._domains = config.domains
+        self._slots = asyncio.Semaphore(config.fetches_max)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def fetch(self, source: str) -> bytes:
+        """Return the bytes that a URL names, or that are in it as base64.
+
+        Raises:
+            InvalidRequest: The URL is not allowed, not readable, or was not fetched in time.
+            RequestTooLarge: There are too many bytes.
+        """
+        scheme = source[: source.find(":")].lower() if ":" in source[:16] else ""
+        match scheme:
+            case "data":
+                return await asyncio.to_thread(self._decode_data, source)
+            case "http" | "https":
+                return await self._download(source)
+            case "file":
+                return await asyncio.to_thread(self._read_file, source)
+            case _:
+                return await asyncio.to_thread(self._decode_base64, source)
+
+    # Bytes in the URL itself.
+
+    def _decode_data(self, source: str) -> bytes:
+        head, comma, text = source.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise InvalidRequest("a data URL must have the form data:<type>;base64,<data>")
+        return self._decode_base64(text)
+
+    def _decode_base64(self, text: str) -> bytes:
+        self._check_size(len(text) * 3 // 4 - 2)
+        try:
+            return base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise InvalidRequest(
+                "neither an http, https, file or data URL, nor base64 data"
+            ) from error
+
+    # Files.
+
+    def _read_file(self, source: str) -> bytes:
+        allowed = self._config.allowed_local_path
+        if not allowed:
+            raise InvalidRequest(
+                "files are disabled; start the gateway with --media-allowed-local-path"
+            )
+        parts = urllib.parse.urlsplit(source)
+        if parts.netloc not in ("", "localhost"):
+            raise InvalidRequest("a file URL must name a file of this machine")
+        try:
+            root = Path(allowed).expanduser().resolve(strict=True)
+            path = Path(urllib.parse.unquote(parts.path)).resolve(strict=True)
+            if not path.is_relative_to(root) or not path.is_file():
+                raise InvalidRequest("the file is not below the allowed folder")
+            with path.open("rb") as file:
+                data = file.read(self._config.file_bytes_max + 1)
+        except (OSError, ValueError) as error:
+            raise InvalidRequest("the file is not below the allowed folder") from error
+        self._check_size(len(data))
+        return data
+
+    # The network.
+
+    async def _download(self, source: str) -> bytes:
+        if len(source) > URL_CHARACTERS_MAX:
+            raise InvalidRequest(f"a URL has at most {URL_CHARACTERS_MAX} characters")
+        try:
+            async with self._slots, asyncio.timeout(self._config.fetch_timeout_s):
+                return await self._follow(source)
+        except TimeoutError as error:
+            text = f"{source[:_SHOWN]} was not fetched within {self._config.fetch_timeout_s:g} s"
+            raise InvalidRequest(text) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # No detail: it would show what is to be reached from here.
+            raise InvalidRequest(f"{source[:_SHOWN]} could not be fetched") from error
+
+    async def _follow(self, source: str) -> bytes:
+        url = URL(source)
+        for _ in range(REDIRECTS_MAX + 1):
+            self._check_url(url)
+            async with self._opened().get(url, allow_redirects=False) as response:
+                if response.status in _REDIRECTS and "Location" in response.headers:
+                    url = url.join(URL(response.headers["Location"]))
+                    continue
+                if response.status != 200:
+                    text = f"{source[:_SHOWN]} answered with status {response.status}"
+                    raise InvalidRequest(text)
+                return await self._read(response)
+        raise InvalidRequest(f"{source[:_SHOWN]} redirects more than {REDIRECTS_MAX} times")
+
+    def _check_url(self, url: URL) -> None:
+        host = url.host
+        if url.scheme not in ("http", "https") or not host:
+            raise InvalidRequest("only http and https URLs are fetched")
+        if url.user or url.password:
+            raise InvalidRequest("a URL must not contain a user")
+        if self._domains:
+            if host.lower() not in self._domains:
+                raise InvalidRequest(f"{host[:_SHOWN]} is not one of the allowed domains")
+        # aiohttp does not ask the resolver for what looks like an address to it.
+        elif _looks_like_address(host) and not is_public(host):
+            raise InvalidRequest(f"{host[:_SHOWN]} is not a public address")
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        if response.content_length is not None:
+            self._check_size(response.content_length)
+        data = bytearray()
+        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+            data += chunk
+            self._check_size(len(data))
+        return bytes(data)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                resolver=PublicResolver(self._domains),
+                use_dns_cache=False,
+                force_close=True,  # a kept connection would outlive the check of its address
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                trust_env=False,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Accept-Encoding": "identity", "User-Agent": "antiphon"},
+            )
+        return self._session
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._config.file_bytes_max:
+            raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=self._config.file_bytes_max)
+
+
+def _looks_like_address(host: str) -> bool:
+    """Whether a host is an IP address in any form that a C library reads, 127.1 among them."""
+    last = host.rstrip(".").rpartition(".")[2].lower()
+    return ":" in host or last.isdecimal() or last.startswith("0x")

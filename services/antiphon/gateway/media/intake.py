@@ -1,0 +1,147 @@
+"""Media of requests on their way in: fetched, hashed, checked, and held until the request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.media.fetch import MediaFetcher
+from antiphon.gateway.media.header import FORMATS, read_header
+from antiphon.service.startup import address_for_others, bind
+from antiphon.service.tasks import gather
+from antiphon.transfer.blobs import BlobServer, BlobStore
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge
+from antiphon.wire.media import Medium, MediumHeader
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.config.gateway import MediaConfig
+    from antiphon.gateway.requests.generation_request import MediumSource
+    from antiphon.service.service import Runtime
+    from antiphon.wire.claim import Claim
+    from antiphon.wire.media import MediumSpan
+
+LINGER_S = 30.0
+"""How long media are held behind a request's deadline, at most."""
+_INLINE_BYTES = 256 * 1024
+"""More than this is hashed in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    data: bytes
+    header: MediumHeader
+
+
+class HeldMedia:
+    """The media of one request, in order. They are held until `discard`, or for some time."""
+
+    def __init__(
+        self, store: BlobStore, headers: Sequence[MediumHeader], claims: Sequence[Claim]
+    ) -> None:
+        self.headers = tuple(headers)
+        self._store = store
+        self._claims = tuple(claims)
+
+    def placed(self, spans: Sequence[MediumSpan]) -> tuple[Medium, ...]:
+        """The media with their places in the prompt."""
+        return tuple(
+            Medium(span=span, width=header.width, height=header.height, claim=claim)
+            for span, header, claim in zip(spans, self.headers, self._claims, strict=True)
+        )
+
+    def discard(self) -> None:
+        for claim in self._claims:
+            self._store.discard(claim)
+
+
+class MediaIntake:
+    """Fetches and checks media, and serves their bytes to encoders."""
+
+    def __init__(self, config: MediaConfig, store: BlobStore, pixels_max: int) -> None:
+        self._config = config
+        self._store = store
+        self._pixels_max = pixels_max
+        self._fetcher = MediaFetcher(config)
+
+    @staticmethod
+    @asynccontextmanager
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[MediaIntake]:
+        config = runtime.settings.media
+        with bind(config.host, config.port) as bound:
+            address = address_for_others(bound, config.host, config.advertise_host)
+            store = BlobStore(address, config.store_bytes_max, runtime.clock)
+            server = runtime.group.create_task(BlobServer(bound, store).run(), name="media")
+            intake = MediaIntake(config, store, runtime.settings.encoder.pixels_max)
+            try:
+                yield intake
+            finally:
+                server.cancel()
+                await intake.close()
+
+    @property
+    def bytes_held(self) -> int:
+        return self._store.bytes_held
+
+    async def close(self) -> None:
+        await self._fetcher.close()
+
+    async def open(self, sources: Sequence[MediumSource], lifetime_s: float) -> HeldMedia:
+        """Fetch the media of a request, each URL once.
+
+        Raises:
+            InvalidRequest: There are too many, or one cannot be fetched, is no image, or is too
+                large; `param` names the part.
+            Overloaded: The media of open requests take too much memory.
+        """
+        if len(sources) > self._config.images_max:
+            limit = self._config.images_max
+            raise InvalidRequest(
+                f"the request has {len(sources)} images; the limit is {limit}",
+                param=sources[limit].param,
+            )
+        first = {each.source: each for each in reversed(sources)}
+        fetched = dict(
+            zip(first, await gather([self._fetch(each) for each in first.values()]), strict=True)
+        )
+        claims: list[Claim] = []
+        held = [fetched[each.source] for each in sources]
+        try:
+            for each in held:
+                digest = each.header.digest
+                claims.append(self._store.put(each.data, lifetime_s + LINGER_S, checksum=digest))
+        except BaseException:
+            for claim in claims:
+                self._store.discard(claim)
+            raise
+        return HeldMedia(self._store, [each.header for each in held], claims)
+
+    async def _fetch(self, source: MediumSource) -> _Fetched:
+        try:
+            data = await self._fetcher.fetch(source.source)
+            if len(data) > _INLINE_BYTES:
+                digest = await asyncio.to_thread(hashlib.sha256, data)
+            else:
+                digest = hashlib.sha256(data)
+            return _Fetched(data, self._checked(data, digest.digest()))
+        except RequestTooLarge as error:
+            size, most = error.details["size_bytes"], error.details["bytes_max"]
+            text = f"the image has {size} bytes; the limit is {most} bytes"
+            raise InvalidRequest(text, param=source.param) from error
+        except InvalidRequest as error:
+            error.param = source.param
+            raise
+
+    def _checked(self, data: bytes, digest: bytes) -> MediumHeader:
+        header = read_header(data)
+        if header is None:
+            raise InvalidRequest(f"not an image of a known format ({', '.join(FORMATS)})")
+        if (pixels := header.width * header.height) > self._pixels_max:
+            raise InvalidRequest(
+                f"the image has {pixels} pixels; the limit is {self._pixels_max} pixels"
+            )
+        return MediumHeader(digest=digest, width=header.width, height=header.height)

@@ -1,0 +1,145 @@
+"""Embeddings of the media of prompts: what is loaded, where it comes from, what a request has.
+
+The batching loop decides what is needed: the embeddings of the media that are not in the prefix
+cache, until the prefill is past them. A `MediaStore` brings them in the event loop's thread, and
+reports by the mailbox.
+
+Axes: H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from antiphon.model_worker.batching.plan import Floats
+from antiphon.model_worker.batching.state import ChoiceKey, RequestMedia, RequestState
+from antiphon.wire.errors import EngineError, InvalidRequest, Unsupported
+from antiphon.wire.ids import RequestId
+from antiphon.wire.media import Medium
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class MediaLoad(msgspec.Struct, frozen=True):
+    """Media of a choice whose embeddings are needed, by their indices in the request.
+
+    Attributes:
+        number: Of this load of the choice.
+    """
+
+    key: ChoiceKey
+    number: int
+    request_id: RequestId
+    media: dict[int, Medium]
+    deadline_unix_ms: int
+
+
+class MediaLoaded(msgspec.Struct, frozen=True, eq=False):
+    """A load has ended: with an embedding (tokens, H) of each of its media, or an error."""
+
+    key: ChoiceKey
+    number: int
+    embeddings: dict[int, Floats] = {}
+    error: EngineError | None = None
+
+
+class MediaStore(Protocol):
+    """Where embeddings come from. Each call returns at once."""
+
+    def load(self, load: MediaLoad) -> None:
+        """Bring embeddings; answered by a `MediaLoaded`, unless it is released before."""
+        ...
+
+    def release(self, key: ChoiceKey, number: int) -> None:
+        """End a load: what it has brought, or would bring, is not used any more."""
+        ...
+
+
+class MediaRequest(Protocol):
+    """What a loader sees of a request."""
+
+    @property
+    def key(self) -> ChoiceKey: ...
+
+    @property
+    def state(self) -> RequestState: ...
+
+    @property
+    def media(self) -> RequestMedia | None: ...
+
+
+class MediaLoader:
+    """Loads the embeddings that requests of one engine core wait for."""
+
+    def __init__(self) -> None:
+        self._store: MediaStore | None = None
+        self._loading: dict[ChoiceKey, MediaRequest] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._loading)
+
+    def use(self, store: MediaStore) -> None:
+        self._store = store
+
+    def wait(self, request: MediaRequest, tokens: int) -> bool:
+        """Whether a request, so many tokens of which are cached, must wait for embeddings.
+
+        Those that are lacking are loaded from here on.
+        """
+        media = request.media
+        if media is None:
+            return False
+        if media.loading:
+            return True
+        if not (lacking := media.lacking(tokens)):
+            return False
+        assert self._store is not None, "media were admitted without a store"
+        media.number, media.loading = media.number + 1, True
+        self._loading[request.key] = request
+        state = request.state
+        self._store.load(
+            MediaLoad(request.key, media.number, state.request_id, lacking, state.deadline_unix_ms)
+        )
+        return True
+
+    def land(self, done: MediaLoaded) -> bool:
+        """End a load; return whether its request still waits for it.
+
+        If the load has failed, the caller ends the request.
+        """
+        request = self._loading.get(done.key)
+        if request is None or request.media is None or request.media.number != done.number:
+            return False
+        del self._loading[done.key]
+        request.media.loading = False
+        request.media.put(done.embeddings)
+        return True
+
+    def release(self, request: MediaRequest) -> None:
+        """Free the embeddings of a request that needs them no more, or has given up its slot."""
+        media = request.media
+        if media is not None and media.clear():
+            self._loading.pop(request.key, None)
+            if self._store is not None:
+                self._store.release(request.key, media.number)
+
+
+def check_media(media: Sequence[Medium], prompt_tokens: int, *, sees: bool) -> None:
+    """Refuse media that this model does not take, or whose places are not in the prompt.
+
+    Raises:
+        Unsupported: The model takes no media.
+        InvalidRequest: Places are not in the prompt, or not in order.
+    """
+    if media and not sees:
+        raise Unsupported("this model takes no images", param="media")
+    end = 0
+    for medium in media:
+        if medium.span.start < end or not medium.span.tokens:
+            raise InvalidRequest("media are empty, or not in order", param="media")
+        end = medium.span.start + medium.span.tokens
+    if end > prompt_tokens:
+        raise InvalidRequest("a medium ends behind the prompt", param="media")

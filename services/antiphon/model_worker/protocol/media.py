@@ -1,0 +1,228 @@
+"""The worker's side of encoders: embeddings of media, for requests that are about to need them.
+
+The batching loop calls `load` and `release`, which return at once; everything else is done in the
+event loop. An encoder is called again until the request's deadline: the medium is at its owner, and
+encoders hold nothing that is not found again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
+from antiphon.service.clock import remaining_s
+from antiphon.service.peers import PeerChange
+from antiphon.service.tasks import gather, isolated
+from antiphon.transfer.blobs import fetch
+from antiphon.wire.base import Role
+from antiphon.wire.claim import EncodeImage
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    EngineError,
+    Internal,
+    Overloaded,
+    RequestTooLarge,
+    Unavailable,
+)
+from antiphon.wire.routes import ENCODE_IMAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.model_worker.batching.plan import Floats
+    from antiphon.model_worker.batching.state import ChoiceKey
+    from antiphon.service.peers import Peer
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.media import Medium
+
+log = logging.getLogger(__name__)
+
+ATTEMPT_S = 30.0
+"""Maximum time of one call and the fetch after it. A death is noticed sooner, by heartbeats."""
+RETRY_S = 0.1
+RETRY_MAX_S = 1.0
+NUMBER_BYTES = 4
+"""Embeddings are float32."""
+
+
+class EmbeddingClient:
+    """Embeddings by encoders, as the batching loop's `MediaStore`.
+
+    What is loaded and not released takes at most `bytes_max`; further loads wait, in their order.
+    `width` is the hidden size of the model.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ModelName,
+        *,
+        width: int,
+        bytes_max: int,
+        land: Callable[[MediaLoaded], None],
+    ) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._width = width
+        self._land = land
+        self._budget = ByteBudget(bytes_max)
+        self._event_loop = asyncio.get_running_loop()
+        self._loads: dict[tuple[ChoiceKey, int], asyncio.Task[None]] = {}
+        self._attempts = set[asyncio.Timeout]()
+        runtime.peers.watch(self._on_peer)
+
+    # The batching loop's side.
+
+    def load(self, load: MediaLoad) -> None:
+        self._event_loop.call_soon_threadsafe(self._begin, load)
+
+    def release(self, key: ChoiceKey, number: int) -> None:
+        self._event_loop.call_soon_threadsafe(self._end, key, number)
+
+    # The event loop's side.
+
+    @property
+    def bytes_held(self) -> int:
+        return self._budget.held
+
+    def _begin(self, load: MediaLoad) -> None:
+        task = self._runtime.group.create_task(isolated(self._run, load), name="media")
+        self._loads[load.key, load.number] = task
+
+    def _end(self, key: ChoiceKey, number: int) -> None:
+        if (task := self._loads.pop((key, number), None)) is not None:
+            task.cancel()
+            self._budget.free((key, number))
+
+    async def _run(self, load: MediaLoad) -> None:
+        """Load embeddings, and report; their bytes stay counted until the load is released."""
+        done = MediaLoaded(load.key, load.number, error=Internal("internal error"))
+        try:
+            async with asyncio.timeout(self._left_s(load)):
+                done = MediaLoaded(load.key, load.number, await self._loaded(load))
+        except TimeoutError:
+            error = DeadlineExceeded("the request's media were not embedded in time")
+            done = MediaLoaded(load.key, load.number, error=error)
+        except EngineError as error:
+            done = MediaLoaded(load.key, load.number, error=error)
+        finally:
+            if done.error is not None:
+                self._loads.pop((load.key, load.number), None)
+                self._budget.free((load.key, load.number))
+            self._land(done)
+
+    async def _loaded(self, load: MediaLoad) -> dict[int, Floats]:
+        tokens = sum(medium.span.tokens for medium in load.media.values())
+        await self._budget.take((load.key, load.number), tokens * self._width * NUMBER_BYTES)
+        pairs = [*load.media.items()]
+        rows = await gather([self._embedding(load, index, medium) for index, medium in pairs])
+        return {index: each for (index, _), each in zip(pairs, rows, strict=True)}
+
+    async def _embedding(self, load: MediaLoad, index: int, medium: Medium) -> Floats:
+        """Call encoders until one has answered: (tokens, width).
+
+        Raises:
+            EngineError: The medium is at fault; the error names its index.
+        """
+        pause_s = RETRY_S
+        while True:
+            try:
+                return await self._attempt(load.request_id, medium, self._left_s(load))
+            except (Unavailable, Overloaded, DeadlineExceeded) as error:
+                fields = {"request_id": load.request_id, "code": error.code, "medium": index}
+                log.info("medium not embedded yet", extra=fields)
+            except EngineError as error:
+                error.param = f"media.{index}"
+                raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+    async def _attempt(self, request_id: RequestId, medium: Medium, left_s: float) -> Floats:
+        timeout_s, tokens = min(left_s, ATTEMPT_S), medium.span.tokens
+        clock = self._runtime.clock
+        request = EncodeImage(
+            request_id=request_id,
+            model=self._model,
+            claim=medium.claim,
+            width=medium.width,
+            height=medium.height,
+            deadline_unix_ms=clock.unix_ms() + round(timeout_s * 1000),
+            left_ms=round(timeout_s * 1000),
+        )
+        try:
+            async with asyncio.timeout(timeout_s) as attempt:
+                self._attempts.add(attempt)
+                try:
+                    reply = await self._runtime.bus.call(
+                        ENCODE_IMAGE, request, timeout_s=timeout_s, model=self._model
+                    )
+                    if (reply.tokens, reply.hidden) != (tokens, self._width):
+                        raise Internal(
+                            f"an encoder made {reply.tokens} x {reply.hidden} numbers of an image, "
+                            f"not {tokens} x {self._width}"
+                        )
+                    size = tokens * self._width * NUMBER_BYTES
+                    data = await fetch(reply.claim, timeout_s=timeout_s, bytes_max=size)
+                finally:
+                    self._attempts.discard(attempt)
+        except TimeoutError:
+            raise Unavailable("no encoder answered", retry_after_s=RETRY_S) from None
+        return np.frombuffer(data, "<f4").reshape(tokens, self._width)
+
+    def _left_s(self, load: MediaLoad) -> float:
+        return remaining_s(load.deadline_unix_ms, self._runtime.clock)
+
+    def _on_peer(self, change: PeerChange, peer: Peer) -> None:
+        """Call again at once when an encoder has died: it may have had any of the calls."""
+        if change is PeerChange.DIED and peer.heartbeat.role is Role.ENCODER:
+            for attempt in self._attempts:
+                attempt.reschedule(self._event_loop.time())
+
+
+class ByteBudget:
+    """Bytes that are held under keys, up to a number; who asks for more waits, in order."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._held: dict[object, int] = {}
+        self._waiting = deque[tuple[object, int, asyncio.Future[None]]]()
+
+    @property
+    def held(self) -> int:
+        return sum(self._held.values())
+
+    async def take(self, key: object, size_bytes: int) -> None:
+        """Wait until there is room, and hold so many bytes.
+
+        Raises:
+            RequestTooLarge: There will never be room.
+        """
+        if size_bytes > self._bytes_max:
+            raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=self._bytes_max)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((key, size_bytes, waiter))
+        self._grant()
+        try:
+            await waiter
+        except BaseException:
+            self.free(key)
+            raise
+
+    def free(self, key: object) -> None:
+        """Free what is held under a key, or give up waiting. Unknown keys are ignored."""
+        self._held.pop(key, None)
+        self._waiting = deque(each for each in self._waiting if each[0] != key)
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self.held + self._waiting[0][1] <= self._bytes_max:
+            key, size_bytes, waiter = self._waiting.popleft()
+            if not waiter.done():
+                self._held[key] = size_bytes
+                waiter.set_result(None)

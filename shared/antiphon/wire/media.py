@@ -1,0 +1,55 @@
+"""Media of a prompt: what the gateway knows of them, where they are in it, and their claims.
+
+The gateway owns a medium until the request's terminal, and reads its size from the header. The
+tokenizer decides how many tokens it has; the worker lets an encoder embed it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from antiphon.wire.base import Value
+from antiphon.wire.bounds import Count, Sha256, TokenCount
+from antiphon.wire.claim import Claim
+
+MEDIA_MAX = 256
+"""Maximum media of one request."""
+MEDIUM_BYTES = 512
+"""Size of a medium in a message: an upper bound."""
+
+
+class MediumHeader(Value):
+    """An image that a prompt has: the SHA-256 of its bytes, and its size in pixels, upright."""
+
+    digest: Sha256
+    width: Count
+    height: Count
+
+
+class MediumSpan(Value):
+    """The placeholders of an image in a prompt.
+
+    Attributes:
+        start: Index of the first one.
+        key: What stands in place of the placeholders in keys: see `namespaces.key_ids`.
+    """
+
+    start: TokenCount
+    tokens: TokenCount
+    key: Sha256
+
+
+class Medium(Value):
+    """An image of a request. `claim` names its bytes, at its owner."""
+
+    span: MediumSpan
+    width: Count
+    height: Count
+    claim: Claim
+
+
+Headers = Annotated[tuple[MediumHeader, ...], Meta(max_length=MEDIA_MAX)]
+Spans = Annotated[tuple[MediumSpan, ...], Meta(max_length=MEDIA_MAX)]
+Media = Annotated[tuple[Medium, ...], Meta(max_length=MEDIA_MAX)]

@@ -1,0 +1,79 @@
+"""A tiny LLaVA with random weights, whose tokenizer is the embedded model's with a placeholder."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer
+
+from antiphon import embedded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLACEHOLDER = "<image>"
+IMAGE_TOKENS = 16
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>\n"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""As the templates of LLaVA: images and texts where they are in a message."""
+
+
+def write_llava(folder: Path) -> Path:
+    """Write a model of two layers of text and three of images; an image has `IMAGE_TOKENS`."""
+    tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(PLACEHOLDER, special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    config = transformers.LlavaConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 7,
+        },
+        text_config={
+            "model_type": "llama",
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": False,
+        },
+        image_token_index=tokenizer.token_to_id(PLACEHOLDER) or 0,
+        image_seq_length=IMAGE_TOKENS,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(17)
+    model = transformers.LlavaForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # So large that what an image shows changes what is generated.
+            spread = 1.0 if parameter.ndim == 1 and "norm" in name else 0.0
+            parameter.copy_(spread + torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def picture(seed: int, width: int = 40, height: int = 33, kind: str = "PNG") -> bytes:
+    """An image of random colours."""
+    colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(colours).save(file, kind)
+    return file.getvalue()

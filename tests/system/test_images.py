@@ -1,0 +1,267 @@
+"""A stack whose model sees, asked by the OpenAI client, unmodified, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import re
+import signal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import ollama
+import openai
+import pytest
+import torch
+import transformers
+from openai import AsyncOpenAI
+from tests.support.llava import IMAGE_TOKENS, PLACEHOLDER, picture, write_llava
+from tests.system.stack import Stack, read, serving
+
+from antiphon.encoder.preprocess import Preprocessor, read_preprocessor_config, read_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+
+TIE = 1e-3
+"""Logits that are nearer than this may be taken either way."""
+TOKENS = 12
+QUESTION = "Which of the two is larger, and what is the colour of the sky above them, if any?"
+
+
+@dataclass(frozen=True)
+class Seeing:
+    stack: Stack
+    folder: Path
+
+    @cached_property
+    def reference(self) -> transformers.LlavaForConditionalGeneration:
+        return transformers.LlavaForConditionalGeneration.from_pretrained(self.folder).eval()
+
+    @cached_property
+    def preprocess(self) -> Preprocessor:
+        spec = read_spec(self.folder)
+        return Preprocessor(read_preprocessor_config(self.folder, spec), pixels_max=10**8)
+
+    def check(self, prompt: list[int], output: list[int], images: list[bytes]) -> None:
+        """Compare with what transformers generates of the same prompt and pixels, greedily."""
+        pixels = torch.stack([torch.as_tensor(self.preprocess(image)) for image in images])
+        ids = torch.tensor([prompt + output])
+        with torch.inference_mode():
+            logits = self.reference(input_ids=ids, pixel_values=pixels).logits[0]
+        for index, token in enumerate(output, start=len(prompt) - 1):
+            row = logits[index]
+            assert row[token] >= row.max() - TIE, f"token {index - len(prompt) + 1} of {output}"
+
+    def worked(self) -> tuple[int, int]:
+        """Calls that encoders have received, and images that they have embedded."""
+        ports = json.loads(self.stack.get("/server_info"))["metrics_ports"]
+        text = read(f"http://127.0.0.1:{ports['encoder-0']}/metrics")
+        found = [
+            re.search(rf"^antiphon_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+            for name in (
+                "encoder_requests_received_total",
+                "encoder_request_e2e_latency_seconds_count",
+            )
+        ]
+        calls, embedded = (0 if each is None else int(float(each[1])) for each in found)
+        return calls, embedded
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    folder = write_llava(tmp_path_factory.mktemp("llava"))
+    files = tmp_path_factory.mktemp("files")
+    (files / "one.png").write_bytes(picture(1))
+    with serving(
+        *("--model-path", str(folder), "--served-model-name", "tiny", "--dtype", "float32"),
+        *("--media-allowed-local-path", str(files), "--media-images-max", "4"),
+        *("--batching-chunk-tokens", "24"),
+    ) as stack:
+        yield Seeing(stack, folder)
+
+
+@pytest.fixture
+async def client(seeing: Seeing) -> Any:
+    async with AsyncOpenAI(base_url=f"{seeing.stack.url}/v1", api_key="none") as made:
+        yield made
+
+
+def url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def message(*parts: str | bytes) -> list[Any]:
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": url(part)}}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+async def answer(client: AsyncOpenAI, messages: list[Any]) -> tuple[list[int], list[int]]:
+    reply = await client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        temperature=0,
+        max_tokens=TOKENS,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    extra = reply.choices[0].model_extra or {}
+    return extra["prompt_token_ids"], extra["response_token_ids"]
+
+
+async def test_answers_are_those_of_transformers(seeing: Seeing, client: AsyncOpenAI) -> None:
+    one, two, three = picture(1), picture(2, 200, 31), picture(3, 9, 70, "JPEG")
+    asked = [
+        ("What is this?", one),
+        (two, "What is this?"),
+        ("First ", one, " and then ", two, QUESTION),
+        (three, three, one, "What has changed?"),
+    ]
+    replies = await asyncio.gather(*(answer(client, message(*parts)) for parts in asked))
+    outputs = set[tuple[int, ...]]()
+    for parts, (prompt, output) in zip(asked, replies, strict=True):
+        images = [part for part in parts if isinstance(part, bytes)]
+        placeholder = seeing.reference.config.image_token_index
+        assert prompt.count(placeholder) == IMAGE_TOKENS * len(images)
+        assert len(output) == TOKENS
+        seeing.check(prompt, output, images)
+        outputs.add(tuple(output))
+    assert len(outputs) == len(asked), "the images make no difference"
+
+
+async def test_a_stream_has_the_same_text_and_the_second_time_no_encoder_works(
+    seeing: Seeing, client: AsyncOpenAI
+) -> None:
+    messages = message("Look: ", picture(11), picture(12), QUESTION)
+
+    async def text() -> str:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, max_tokens=TOKENS, stream=True
+        )
+        return "".join(
+            [each.choices[0].delta.content or "" async for each in stream if each.choices]
+        )
+
+    before = seeing.worked()
+    first = await text()
+    calls, embedded = seeing.worked()
+    assert (calls, embedded) == (before[0] + 2, before[1] + 2)
+    again = await client.chat.completions.create(
+        model="tiny", messages=messages, temperature=0, max_tokens=TOKENS
+    )
+    assert first == again.choices[0].message.content
+    assert seeing.worked() == (calls, embedded)
+
+
+async def test_a_file_below_the_allowed_folder_is_as_its_bytes(
+    seeing: Seeing, client: AsyncOpenAI, tmp_path: Path
+) -> None:
+    command = seeing.stack.process.args
+    assert isinstance(command, list)
+    folder = command[command.index("--media-allowed-local-path") + 1]
+
+    def named(path: str) -> list[Any]:
+        part = {"type": "image_url", "image_url": {"url": f"file://{path}"}}
+        return [{"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}]
+
+    by_file = await answer(client, named(f"{folder}/one.png"))
+    assert by_file == await answer(client, message(picture(1), "What is this?"))
+    (tmp_path / "secret.png").write_bytes(picture(1))
+    for path in (f"{tmp_path}/secret.png", f"{folder}/../secret.png", f"{folder}/none.png"):
+        with pytest.raises(openai.BadRequestError, match="not below the allowed folder"):
+            await answer(client, named(path))
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("data:image/png;base64,%%%", "nor base64 data"),
+        ("data:image/png," + "a" * 8, "data URL must have the form"),
+        (url(b"no image at all"), "not an image of a known format"),
+        (url(picture(1)[:60]), "cannot be decoded"),
+        ("http://127.0.0.1:1/a.png", "not a public address"),
+        ("http://localhost:1/a.png", "could not be fetched"),
+        ("http://[::ffff:127.0.0.1]/a.png", "not a public address"),
+        ("ftp://example.com/a.png", "neither an http"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_a_400_that_names_its_part(
+    seeing: Seeing, source: str, reason: str
+) -> None:
+    parts = [{"type": "text", "text": "See: "}, {"type": "image_url", "image_url": {"url": source}}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+    error = json.loads(seeing.stack.refusal("/v1/chat/completions", body))
+    error = error.get("error", error)
+    assert reason in error["message"]
+    assert error["param"] == "messages[0].content[1].image_url"
+
+
+def test_too_many_images_and_placeholders_in_texts_are_refused(seeing: Seeing) -> None:
+    def refusal(*parts: str | bytes) -> str:
+        body = {"model": "tiny", "messages": message(*parts), "max_tokens": 2}
+        return seeing.stack.refusal("/v1/chat/completions", body)
+
+    assert "5 images; the limit is 4" in refusal(*[picture(1)] * 5)
+    assert "2 placeholders for 1 images" in refusal(f"Here: {PLACEHOLDER}", picture(1))
+
+
+async def test_the_three_apis_have_the_same_prompt(seeing: Seeing, client: AsyncOpenAI) -> None:
+    one, two, question = picture(21), picture(22), "What differs?"
+    texts: list[str] = []
+    reply = await client.chat.completions.create(
+        model="tiny", messages=message(one, two, question), temperature=0, max_tokens=TOKENS
+    )
+    assert reply.usage is not None
+    texts.append(reply.choices[0].message.content or "")
+    sources: list[Any] = [
+        {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+        for data in (one, two)
+    ]
+    blocks: list[Any] = [{"type": "image", "source": each} for each in sources]
+    asked: list[Any] = [{"role": "user", "content": [*blocks, {"type": "text", "text": question}]}]
+    async with (
+        anthropic.AsyncAnthropic(base_url=seeing.stack.url, api_key="none") as other,
+        other.messages.stream(
+            model="tiny",
+            max_tokens=TOKENS,
+            messages=asked,
+            extra_body={"temperature": 0},
+        ) as stream,
+    ):
+        texts.append(await stream.get_final_text())
+        usage = (await stream.get_final_message()).usage
+    cached = usage.cache_read_input_tokens or 0
+    assert usage.input_tokens + cached == reply.usage.prompt_tokens
+    assert cached > 2 * IMAGE_TOKENS - 16
+    async with ollama.AsyncClient(seeing.stack.url) as third:
+        parts = await third.chat(
+            "tiny",
+            messages=[{"role": "user", "content": question, "images": [one, two]}],
+            options={"temperature": 0, "num_predict": TOKENS},
+            stream=True,
+        )
+        texts.append("".join([part.message.content or "" async for part in parts]))
+    assert len(set(texts)) == 1
+
+
+async def test_an_image_is_embedded_again_when_its_encoder_has_died(
+    seeing: Seeing, client: AsyncOpenAI
+) -> None:
+    killed = seeing.stack.pid("encoder-0")
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    new = picture(31)
+    prompt, output = await answer(client, message("What is this?", new))
+    seeing.check(prompt, output, [new])
+    assert seeing.stack.pid("encoder-0") != killed

@@ -1,0 +1,241 @@
+"""Images of requests: their headers, and what the gateway connects to for them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import random
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from PIL import Image, ImageOps
+from tests.support.clock import ManualClock
+
+from antiphon.config.gateway import MediaConfig
+from antiphon.gateway.media.fetch import (
+    AddressRefused,
+    MediaFetcher,
+    PublicResolver,
+    is_public,
+)
+from antiphon.gateway.media.header import read_header
+from antiphon.gateway.media.intake import MediaIntake
+from antiphon.gateway.requests.generation_request import MediumSource
+from antiphon.transfer.blobs import BlobStore
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+
+def image(kind: str, width: int = 37, height: int = 21, **options: Any) -> bytes:
+    colours = np.random.default_rng(3).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(colours).save(file, kind, **options)
+    return file.getvalue()
+
+
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+IMAGES = {
+    "png": image("PNG"),
+    "turned png": image("PNG", exif=turned(6)),
+    "jpeg": image("JPEG"),
+    "progressive jpeg": image("JPEG", progressive=True),
+    "turned jpeg": image("JPEG", exif=turned(8)),
+    "mirrored jpeg": image("JPEG", exif=turned(2)),
+    "webp": image("WEBP"),
+    "lossless webp": image("WEBP", lossless=True),
+    "turned webp": image("WEBP", exif=turned(5)),
+    "gif": image("GIF"),
+    "bmp": image("BMP"),
+}
+
+
+@pytest.mark.parametrize("data", IMAGES.values(), ids=IMAGES)
+def test_header_has_the_size_that_the_decoder_comes_to(data: bytes) -> None:
+    header = read_header(data)
+    with Image.open(io.BytesIO(data)) as opened:
+        upright = ImageOps.exif_transpose(opened)
+        assert header is not None
+        assert (header.format.upper(), header.width, header.height) == (
+            opened.format,
+            *upright.size,
+        )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_damaged_header_is_no_image_or_has_a_size_and_never_an_exception(seed: int) -> None:
+    draw = random.Random(seed)
+    for data in IMAGES.values():
+        for _ in range(10):
+            damaged = bytearray(data[: draw.randrange(len(data))])
+            for _ in range(draw.randrange(8)):
+                if damaged:
+                    damaged[draw.randrange(min(64, len(damaged)))] = draw.randrange(256)
+            header = read_header(bytes(damaged))
+            assert header is None or header.width * header.height > 0
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"),
+        *("100.64.0.1", "224.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1"),
+        *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "2001:db8::1"),
+        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "2002:7f00:1::1"),
+        *("64:ff9b::7f00:1", "64:ff9b:1::a00:1", "2001:0:4136:e378:8000:63bf:3fff:fdd2"),
+        *("127.1", "0x7f000001", "2130706433", "no address", ""),
+    ],
+)
+def test_address_is_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"])
+def test_address_is_public(address: str) -> None:
+    assert is_public(address)
+
+
+@asynccontextmanager
+async def fetching(**config: Any) -> AsyncGenerator[MediaFetcher]:
+    fetcher = MediaFetcher(MediaConfig(**config))
+    try:
+        yield fetcher
+    finally:
+        await fetcher.close()
+
+
+@asynccontextmanager
+async def serving(*routes: web.RouteDef) -> AsyncGenerator[int]:
+    app = web.Application()
+    app.add_routes(routes)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        (address,) = runner.addresses
+        yield address[1]
+    finally:
+        await runner.cleanup()
+
+
+async def _picture(_: web.Request) -> web.Response:
+    return web.Response(body=IMAGES["png"])
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "localhost", "localhost.", "127.1", "2130706433", "0x7f.1", "0x7f000001"),
+        *("[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "①②⑦.⓪.⓪.①", "0", "0.0.0.0"),
+    ],
+)
+async def test_nothing_on_this_machine_is_reached_whatever_it_is_called(host: str) -> None:
+    asked: list[str] = []
+
+    async def note(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return await _picture(request)
+
+    async with serving(web.get("/a.png", note)) as port, fetching() as fetcher:
+        with pytest.raises(InvalidRequest):
+            await fetcher.fetch(f"http://{host}:{port}/a.png")
+    assert asked == []
+
+
+async def test_redirects_are_followed_and_checked_anew() -> None:
+    def to(target: str) -> Any:
+        async def redirect(_: web.Request) -> web.Response:
+            return web.Response(status=302, headers={"Location": target})
+
+        return redirect
+
+    async with (
+        serving(
+            web.get("/a.png", _picture),
+            web.get("/near", to("/a.png")),
+            web.get("/loop", to("/loop")),
+            web.get("/file", to("file:///etc/passwd")),
+            web.get("/loopback", to("http://127.0.0.1/a.png")),
+        ) as port,
+        fetching(allowed_domains="localhost") as fetcher,
+    ):
+        at = f"http://localhost:{port}"
+        assert await fetcher.fetch(f"{at}/near") == IMAGES["png"]
+        for path, reason in (
+            ("/loop", "redirects more than"),
+            ("/file", "only http and https"),
+            ("/loopback", "not one of the allowed domains"),
+            ("/none", "status 404"),
+        ):
+            with pytest.raises(InvalidRequest, match=reason):
+                await fetcher.fetch(at + path)
+
+
+async def test_a_name_that_changes_its_address_is_connected_to_where_it_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter(["93.184.216.34", "127.0.0.1"])
+
+    async def getaddrinfo(*_: object, **__: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), 80))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    resolver = PublicResolver(frozenset())
+    (found,) = await resolver.resolve("rebinding.example", 80)
+    assert found["host"] == "93.184.216.34"
+    assert found["flags"] & socket.AI_NUMERICHOST
+    with pytest.raises(AddressRefused):
+        await resolver.resolve("rebinding.example", 80)
+
+
+async def test_bytes_beyond_the_limit_are_not_read() -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(bytes(4096))
+        except ConnectionError:
+            return response
+
+    async with serving(web.get("/a", endless)) as port:
+        store = BlobStore("a:1", 10**6, ManualClock())
+        config = MediaConfig(allowed_domains="localhost", file_bytes_max=100_000)
+        intake = MediaIntake(config, store, pixels_max=100)
+        try:
+            for source in (f"http://localhost:{port}/a", "A" * 400_000):
+                with pytest.raises(InvalidRequest, match="the limit is 100000 bytes") as refused:
+                    await intake.open([MediumSource(source, "here")], 1.0)
+                assert refused.value.param == "here"
+            with pytest.raises(InvalidRequest, match="777 pixels; the limit is 100"):
+                await intake.open([MediumSource(_data("png"), "here")], 1.0)
+        finally:
+            await intake.close()
+    assert store.bytes_held == 0
+
+
+def _data(name: str) -> str:
+    return "data:;base64," + base64.b64encode(IMAGES[name]).decode()
+
+
+async def test_media_are_held_until_they_are_discarded_each_once() -> None:
+    store = BlobStore("a:1", 10**6, ManualClock())
+    intake = MediaIntake(MediaConfig(), store, pixels_max=10**6)
+    sources = [MediumSource(_data(name), str(n)) for n, name in enumerate(("png", "jpeg", "png"))]
+    held = await intake.open(sources, 1.0)
+    assert [(header.width, header.height) for header in held.headers] == [(37, 21)] * 3
+    assert store.bytes_held > 0
+    held.discard()
+    assert store.bytes_held == 0

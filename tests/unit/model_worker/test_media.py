@@ -1,0 +1,231 @@
+"""Requests with media wait for embeddings, splice them, and share pages by what they show."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.unit.model_worker.steps import Steps, spans
+
+from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
+from antiphon.model_worker.batching.plan import PLAIN
+from antiphon.wire.claim import Claim
+from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.media import Medium, MediumSpan
+from antiphon.wire.namespaces import key_ids, medium_key
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.plan import StepPlan
+    from antiphon.model_worker.batching.rows import StepRows
+    from antiphon.model_worker.batching.state import ChoiceKey
+
+WIDTH = 3
+PLACEHOLDER = 50
+CLAIM = Claim(address="a:1", token="00", size_bytes=1, digest=bytes(32), expires_unix_ms=0)
+
+
+def medium(start: int, tokens: int, content: int = 1) -> Medium:
+    key = medium_key(bytes([content]) * 32, b"")
+    return Medium(
+        span=MediumSpan(start=start, tokens=tokens, key=key), width=1, height=1, claim=CLAIM
+    )
+
+
+def prompt(*parts: int) -> list[int]:
+    """Positive parts are so many tokens of text, negative ones so many placeholders."""
+    ids: list[int] = []
+    for part in parts:
+        ids += range(60, 60 + part) if part > 0 else [PLACEHOLDER] * -part
+    return ids
+
+
+class FakeStore:
+    """Loads nothing until `land`."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.loads: list[MediaLoad] = []
+        self.released: list[tuple[int, int]] = []
+        self._batching = steps.batching
+        steps.batching.batch.media.use(self)
+
+    def load(self, load: MediaLoad) -> None:
+        self.loads.append(load)
+
+    def release(self, key: ChoiceKey, number: int) -> None:
+        self.released.append((key, number))
+
+    def land(self, load: MediaLoad) -> None:
+        """Bring embeddings in which each row names its medium and its index."""
+        rows = {index: rows_of(index, each.span.tokens) for index, each in load.media.items()}
+        self._batching.land(MediaLoaded(load.key, load.number, rows))
+
+
+def rows_of(index: int, tokens: int) -> np.ndarray:
+    return np.stack([np.full(WIDTH, 100 * index + row, np.float32) for row in range(tokens)])
+
+
+def world(**changes: Any) -> tuple[Steps, FakeStore]:
+    steps = Steps(pages=40, cached=True, media_width=WIDTH, **changes)
+    return steps, FakeStore(steps)
+
+
+def plan_of(steps: Steps, rows: StepRows) -> StepPlan:
+    return steps.batching.build_plan(1, rows, PLAIN)
+
+
+def test_a_request_waits_for_its_embeddings_and_others_do_not() -> None:
+    steps, store = world()
+    steps.add(1, prompt(2, -6, 2), media=(medium(2, 6),))
+    steps.add(2, prompt(5))
+    assert steps.go() == [(2, 5)]
+    assert [[*load.media] for load in store.loads] == [[0]]
+    assert steps.go() == [(2, 1)]
+    store.land(store.loads[0])
+    assert (1, 8) in steps.go()
+    assert len(store.loads) == 1
+
+
+def test_nothing_runs_while_the_only_request_waits() -> None:
+    steps, store = world()
+    steps.add(1, prompt(1, -3), media=(medium(1, 3),))
+    assert not len(steps.next())
+    assert steps.batching.starved
+    store.land(store.loads[0])
+    assert len(steps.next())
+    assert not steps.batching.starved
+
+
+def test_rows_are_spliced_where_the_placeholders_are_whatever_the_chunks() -> None:
+    for chunk in range(1, 9):
+        steps, store = world(chunk_tokens=chunk)
+        ids = prompt(3, -7, 2, -4, 1)
+        steps.add(1, ids, media=(medium(3, 7), medium(12, 4, 2)))
+        steps.next()
+        store.land(store.loads[0])
+        spliced: dict[int, float] = {}
+        while not spliced or max(spliced) < 15:
+            rows = steps.next()
+            plan = plan_of(steps, rows)
+            (start, _, draws), *_ = spans(rows)
+            if plan.spliced is not None and plan.spliced_rows is not None:
+                assert all(b > a for a, b in pairwise(plan.spliced.tolist()))
+                for at, row in zip(plan.spliced.tolist(), plan.spliced_rows, strict=True):
+                    assert plan.tokens[at] == PLACEHOLDER
+                    spliced[start + at] = row[0].item()
+            steps.commit(rows, [1] if draws else [])
+        expected = {3 + row: float(row) for row in range(7)} | {12 + n: 100.0 + n for n in range(4)}
+        assert spliced == expected
+
+
+def test_embeddings_are_released_when_the_prompt_is_computed() -> None:
+    steps, store = world()
+    steps.add(1, prompt(1, -3, 1), media=(medium(1, 3),))
+    steps.next()
+    store.land(store.loads[0])
+    assert store.released == []
+    steps.go()
+    assert store.released == [(1, 1)]
+    steps.drop(1)
+    assert store.released == [(1, 1)]
+
+
+def test_a_dropped_request_gives_up_its_load_and_what_comes_later_is_ignored() -> None:
+    steps, store = world()
+    steps.add(1, prompt(1, -3, 1), media=(medium(1, 3),))
+    steps.next()
+    steps.drop(1)
+    assert store.released == [(1, 1)]
+    store.land(store.loads[0])
+    assert steps.batching.idle
+    assert not steps.batching.batch.media
+
+
+def test_a_failed_load_ends_its_request_alone() -> None:
+    steps, store = world()
+    steps.add(1, prompt(1, -3, 1), media=(medium(1, 3),))
+    steps.add(2, prompt(4))
+    steps.go()
+    (load,) = store.loads
+    error = InvalidRequest("no image", param="media.0")
+    steps.batching.land(MediaLoaded(load.key, load.number, error=error))
+    ended = [each for each in steps.progress() if each.finish is not None]
+    assert [(each.key, each.finish and each.finish.error) for each in ended] == [
+        (1, ended[0].finish and ended[0].finish.error)
+    ]
+    assert ended[0].finish is not None
+    assert ended[0].finish.error is not None
+    assert ended[0].finish.error.param == "media.0"
+    assert steps.running() == [2]
+
+
+def test_the_same_picture_is_a_hit_and_another_one_is_not() -> None:
+    ids = prompt(2, -6, 8)
+    for content, found in ((1, 12), (2, 0)):
+        steps, store = world()
+        steps.add(1, ids, media=(medium(2, 6),), max_new_tokens=1)
+        steps.next()
+        store.land(store.loads[0])
+        while steps.batching.live_count:
+            steps.go(9)
+        steps.add(2, ids, media=(medium(2, 6, content),))
+        steps.next()
+        assert len(store.loads) == (1 if found else 2)
+        if not found:
+            store.land(store.loads[1])
+            steps.next()
+        (request,) = steps.batching.running.values()
+        assert request.cached_tokens == found
+
+
+def test_a_retracted_request_loads_again_what_is_not_cached() -> None:
+    steps, store = world()
+    steps.add(1, prompt(2, -6, 1), media=(medium(2, 6),))
+    steps.next()
+    store.land(store.loads[0])
+    steps.go()
+    (request,) = steps.batching.running.values()
+    steps.batching.planner.retract(request)
+    steps.batching.flush()
+    assert not len(steps.next())
+    assert [load.number for load in store.loads] == [1, 2]
+    store.land(store.loads[0])  # late: of the time before
+    assert not len(steps.next())
+    store.land(store.loads[1])
+    assert len(steps.next())
+
+
+@pytest.mark.parametrize(
+    ("media", "width", "reason"),
+    [
+        ((medium(0, 2),), None, "takes no images"),
+        ((medium(2, 3),), WIDTH, "ends behind the prompt"),
+        ((medium(2, 1), medium(2, 1)), WIDTH, "not in order"),
+        ((medium(1, 0),), WIDTH, "empty"),
+    ],
+)
+def test_media_that_do_not_fit_are_refused(
+    media: tuple[Medium, ...], width: int | None, reason: str
+) -> None:
+    steps = Steps(media_width=width)
+    steps.add(1, prompt(4), media=media)
+    ((finish),) = [each.finish for each in steps.progress()]
+    assert finish is not None
+    assert finish.error is not None
+    assert reason in finish.error.message
+
+
+def test_keys_have_words_of_the_whole_key_in_place_of_placeholders() -> None:
+    ids = pack_ids(prompt(2, -9, 1))
+    one = [*unpack_ids(key_ids(ids, [(2, 9, b"a" * 32)]))]
+    assert one[:2] == [60, 61]
+    assert one[11:] == [60]
+    words = one[2:11]
+    assert len(set(words)) == 9
+    assert all(2**30 <= word < 2**31 for word in words)
+    # Keys that agree in their first 64 bits have no word in common.
+    other = [*unpack_ids(key_ids(ids, [(2, 9, b"a" * 8 + b"b" * 24)]))]
+    assert not set(words) & set(other[2:11])
+    assert [*unpack_ids(key_ids(ids, [(2, 4, b"a" * 32)]))][2:6] == words[:4]
