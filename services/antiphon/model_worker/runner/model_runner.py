@@ -6,6 +6,7 @@ Axes: R rows, T tokens, L rows of logits, V vocabulary.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -122,6 +123,9 @@ class ModelRunner:
         if placement.device_kind != "cpu":
             require_kernels(model, self.ops.choices)
         self._upload = upload_to(placement.device_kind, placement.device)
+        # Triton launches kernels on the current device, of which each thread has one of its own.
+        on_gpu = placement.device.type == "cuda"
+        self._current = torch.cuda.device(placement.device) if on_gpu else nullcontext()
         attending = [
             (group, *attention_of(spec, index))
             for index, group in enumerate(groups)
@@ -263,7 +267,7 @@ class ModelRunner:
             failed = batch.failed_rows(scored.finite, scored.logits_finite)
             sampled = Sampled(scored.argmax, None, failed)
             return self._conclude(plan, batch, tokens, scored, sampled)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._current:
             if plan.pooling is not None:
                 return self._pool(plan, batch, tokens)
             if scored is None:
