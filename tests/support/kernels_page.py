@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.kernels.ahead_of_time import read_table
+from tests.kernels.dry_run import MODELS
+
 from antiphon.kernels.op import REGISTRY
 from antiphon.kernels.ops import select  # registers all operations
 from antiphon.kernels.triton.backend import DTYPES, INTERPRETED_DTYPES, SMS
@@ -54,8 +57,18 @@ only.
     yield f"""
 Triton kernels are written for {", ".join(names)}; the interpreter has run
 {" and ".join(interpreted)}, since it computes bfloat16 as integers. They accept compute
-capabilities {", ".join(f"{sm // 10}.{sm % 10}" for sm in SMS)},
-and are not compiled ahead of time yet.
+capabilities {", ".join(f"{sm // 10}.{sm % 10}" for sm in SMS)}.
+
+## Compiled ahead of time
+
+No GPU is needed to compile for one. Every launch of a prefill and of decode steps in bfloat16 of
+{", ".join(MODELS)}, and of all of sampling, is
+recorded and compiled for each of these compute capabilities (`python -m
+tests.kernels.ahead_of_time`). None keeps registers in memory, and each fits in the shared memory of
+a block there. What the launch that uses most has, as registers of a thread and KiB of shared
+memory:
+
+{_compiled()}
 
 ## On a GPU these are refused
 
@@ -63,6 +76,18 @@ Models that only pool, tensor and pipeline parallelism, draft models, the module
 transformers, deterministic inference, an FP8 KV cache, latent attention, and pages stored
 outside the worker. CUDA graphs and FlashInfer are not used. The host waits for the tokens of a
 step before it launches the next one, in a thread of its own."""
+
+
+def _compiled() -> str:
+    rows = read_table()
+    lines = [f"| kernel | launches | {' | '.join(f'sm_{sm}' for sm in SMS)} |"]
+    lines.append("|---" * (2 + len(SMS)) + "|")
+    used = {(row.kernel, row.sm): row for row in rows}
+    for name, count in dict.fromkeys((row.kernel, row.launches) for row in rows):
+        each = (used[name, sm].usage for sm in SMS)
+        cells = (f"{usage.registers}, {usage.shared / 1024:.0f}" for usage in each)
+        lines.append(f"| `{name}` | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _status(backends: tuple[Backend, ...], name: str) -> str:

@@ -124,7 +124,7 @@ def test_attention_equals_its_reference(window: int | None, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("group", [1, 4, 20])
-@pytest.mark.parametrize(("size", "page_tokens"), [(32, 16), (80, 1), (8, 128)])
+@pytest.mark.parametrize(("size", "page_tokens"), [(32, 16), (136, 1), (8, 128)])
 def test_attention_packs_groups_of_any_size(group: int, size: int, page_tokens: int) -> None:
     shape = a_shape(1, group, size, page_tokens)
     checks.check_attention(attention, shape, ([1, 30], [17, 2]))

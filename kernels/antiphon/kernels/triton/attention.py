@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 KEYS = 64
 """Keys of a block, whatever the page size; the smallest that fills the matrix units."""
+WIDE = 128
+"""Above this head size a block has half the keys: two of them must fit in 99 KiB."""
+TILE = 4096
 DOT_ROWS_MIN = 16
 
 
@@ -215,6 +218,7 @@ def _attend(
         ).view(-1)
         masses, parts = space[: len(space) // (size + 1)], space[len(space) // (size + 1) :]
     block_d = max(16, power_of_2(size))
+    large = block_m * block_d > TILE
     launch(
         paged_attention_kernel,
         (count, heads, splits),
@@ -233,6 +237,9 @@ def _attend(
         float(scale * scales.key),
         1.0 if softcap is None else float(softcap),
         float(scales.value),
+        # With fewer warps or stages, registers of a large tile are kept in memory.
+        warps=8 if large else 4,
+        stages=3 if large and block_d <= WIDE else 2,
         PAGE_TOKENS=shape.page_tokens,
         SLOTS=keys.shape[2],
         KV_HEADS=heads,
@@ -240,7 +247,7 @@ def _attend(
         SIZE=size,
         BLOCK_Q=tiles.queries,
         BLOCK_M=block_m,
-        BLOCK_N=KEYS,
+        BLOCK_N=KEYS if block_d <= WIDE else KEYS // 2,
         BLOCK_D=block_d,
         WINDOW=shape.window or 0,
         SOFTCAP=softcap is not None,
