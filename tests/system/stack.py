@@ -71,7 +71,7 @@ class Stack:
         """Return what a path answers."""
         return read(self.url + path)
 
-    def post(self, path: str, body: object) -> Any:
+    def post(self, path: str, body: object, timeout_s: float = 60) -> Any:
         """Post JSON; return the JSON of the answer.
 
         Raises:
@@ -79,7 +79,7 @@ class Stack:
         """
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.load(answer)
 
     def refusal(self, path: str, body: object) -> str:

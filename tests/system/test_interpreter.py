@@ -30,7 +30,7 @@ def answers(stack: Stack) -> list[Any]:
     def ask(prompt: str) -> Any:
         sampling = {"temperature": 0, "max_new_tokens": OUTPUTS, "ignore_eos": True}
         body = {"text": prompt, "sampling_params": sampling}
-        answer = stack.post("/generate", body)
+        answer = stack.post("/generate", body, timeout_s=300)
         assert len(answer["output_ids"]) == OUTPUTS
         return answer["output_ids"]
 
