@@ -45,9 +45,9 @@ def test_models_are_listed_with_size_licence_and_source(capsys: pytest.CaptureFi
     [
         ("srve", "antiphon: srve: no such command; did you mean serve?"),
         (
-            "serve --device cuda",
-            "antiphon: --device cuda: refused: The worker runs on the CPU and has no kernels for "
-            "another device; use cpu.",
+            "serve --device xpu",
+            "antiphon: --device xpu: refused: The worker has kernels for the CPU and for CUDA; use "
+            "cpu or cuda.",
         ),
         ("serve --prot 1", "antiphon: --prot: no such argument; did you mean --port?"),
         ("config --config /none.yaml", "antiphon: /none.yaml: No such file or directory"),
