@@ -38,6 +38,7 @@ from antiphon.wire.errors import (
     Overloaded,
     Unavailable,
     UnknownModel,
+    Unsupported,
 )
 from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId, new_request_id
 from antiphon.wire.sampling import SamplingParams
@@ -411,7 +412,7 @@ class Submission:
             text = "images cannot be combined with a prompt of token ids"
             raise InvalidRequest(text, param=first)
         if not (await self.tokenizers.card(CARD_TIMEOUT_S)).sees:
-            raise InvalidRequest(f"the model {self.model} takes no images", param=first)
+            raise Unsupported(f"the model {self.model} takes no images", param=first)
         return await self.media.open(gen_request.media, timeout_s)
 
     def _may_truncate(self, gen_request: GenerationRequest) -> bool:
