@@ -7,6 +7,7 @@ import base64
 import io
 import random
 import socket
+import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import pytest
 from aiohttp import web
 from PIL import Image, ImageOps
 from tests.support.clock import ManualClock
+from tests.support.wait import until
 
 from antiphon.config.gateway import MediaConfig
 from antiphon.gateway.media.fetch import (
@@ -23,11 +25,11 @@ from antiphon.gateway.media.fetch import (
     PublicResolver,
     is_public,
 )
-from antiphon.gateway.media.header import read_header
+from antiphon.gateway.media.header import PIECES_MAX, read_header
 from antiphon.gateway.media.intake import MediaIntake
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.transfer.blobs import BlobStore
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.errors import InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -87,6 +89,37 @@ def test_a_damaged_header_is_no_image_or_has_a_size_and_never_an_exception(seed:
 
 
 @pytest.mark.parametrize(
+    ("head", "piece", "known"),
+    [
+        (IMAGES["png"][:33], bytes(4) + b"tEXt" + bytes(4), False),
+        (b"\xff\xd8", b"\xff\xe0\0\2", False),
+        (b"\xff\xd8", b"\xff\x01", False),
+        (b"\xff\xd8", b"\xff", False),
+        (b"\xff\xd8\xff", b"\0", False),
+        (b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(10), b"junk\0\0\0\0", True),
+    ],
+)
+def test_what_is_read_of_a_header_does_not_grow_with_the_file(
+    head: bytes, piece: bytes, *, known: bool
+) -> None:
+    """It is read in the event loop: so many pieces at most, however many a file has."""
+    seen: list[object] = []
+
+    def trace(_frame: object, event: str, _arg: object) -> Any:
+        if event == "line":
+            seen.append(event)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        header = read_header(head + 200_000 * piece)
+    finally:
+        sys.settrace(None)
+    assert (header is not None) == known
+    assert len(seen) < 20 * PIECES_MAX
+
+
+@pytest.mark.parametrize(
     "address",
     [
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"),
@@ -94,14 +127,18 @@ def test_a_damaged_header_is_no_image_or_has_a_size_and_never_an_exception(seed:
         *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "2001:db8::1"),
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "2002:7f00:1::1"),
         *("64:ff9b::7f00:1", "64:ff9b:1::a00:1", "2001:0:4136:e378:8000:63bf:3fff:fdd2"),
-        *("127.1", "0x7f000001", "2130706433", "no address", ""),
+        *("fec0::1", "5f00::1", "64:ff9b::808:808", "127.1", "0x7f000001", "2130706433"),
+        *("no address", ""),
     ],
 )
 def test_address_is_not_public(address: str) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"])
+@pytest.mark.parametrize(
+    "address",
+    ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946", "::ffff:93.184.216.34"],
+)
 def test_address_is_public(address: str) -> None:
     assert is_public(address)
 
@@ -237,5 +274,37 @@ async def test_media_are_held_until_they_are_discarded_each_once() -> None:
     held = await intake.open(sources, 1.0)
     assert [(header.width, header.height) for header in held.headers] == [(37, 21)] * 3
     assert store.bytes_held > 0
+    assert store.bytes_held == len(IMAGES["png"]) + len(IMAGES["jpeg"])
     held.discard()
+    assert store.bytes_held == 0
+
+
+async def test_bytes_count_while_other_images_of_their_request_are_fetched() -> None:
+    asked = asyncio.Event()
+    answered = asyncio.Event()
+
+    async def late(_: web.Request) -> web.Response:
+        asked.set()
+        await answered.wait()
+        return web.Response(status=404)
+
+    store = BlobStore("a:1", len(IMAGES["png"]), ManualClock())
+    async with serving(web.get("/a", late)) as port:
+        intake = MediaIntake(MediaConfig(allowed_domains="localhost"), store, pixels_max=10**6)
+        sources = [MediumSource(each, "") for each in (_data("png"), f"http://localhost:{port}/a")]
+
+        async def refused() -> None:
+            with pytest.raises(InvalidRequest, match="404"):
+                await intake.open(sources, 1.0)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(refused())
+                await asked.wait()
+                await until(lambda: store.bytes_held == len(IMAGES["png"]))
+                with pytest.raises(Overloaded):
+                    await intake.open([MediumSource(_data("jpeg"), "")], 1.0)
+                answered.set()
+        finally:
+            await intake.close()
     assert store.bytes_held == 0

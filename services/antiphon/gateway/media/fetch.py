@@ -31,11 +31,8 @@ _SHOWN = 100
 _CHUNK_BYTES = 64 * 1024
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CARRIER_NAT = ipaddress.ip_network("100.64.0.0/10")
-_TRANSLATED = (
-    ipaddress.ip_network("64:ff9b::/96"),
-    ipaddress.ip_network("64:ff9b:1::/48"),
-)
-"""IPv6 addresses that a gateway translates to the IPv4 address at their end (NAT64)."""
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All IPv6 addresses that are routed (RFC 4291). Those that NAT64 translates are not among them."""
 
 
 class AddressRefused(OSError):
@@ -49,16 +46,11 @@ def is_public(address: str) -> bool:
     except ValueError:
         return False
     if isinstance(ip, ipaddress.IPv6Address):
-        if any(ip in network for network in _TRANSLATED):
-            return False
         inner = ip.ipv4_mapped or ip.sixtofour
-        if ip.teredo is not None or (int(ip) >> 32 == 0):
-            return False
         if inner is not None:
             return is_public(str(inner))
-    elif ip in _CARRIER_NAT:
-        return False
-    return ip.is_global and not ip.is_multicast
+        return ip in _UNICAST and ip.is_global and ip.teredo is None
+    return ip.is_global and not ip.is_multicast and ip not in _CARRIER_NAT
 
 
 class PublicResolver(AbstractResolver):

@@ -2,22 +2,28 @@
 
 A size is that of the image upright: a camera's orientation (EXIF) may swap the edges. Bytes that
 are not what their header says are found out by the encoder, whose decoder must come to this size.
+It is read in the event loop, so no more than `PIECES_MAX` pieces before the pixels are read.
 """
 
 from __future__ import annotations
 
+import re
 import struct
+from itertools import repeat
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FORMATS: Final = ("JPEG", "PNG", "WebP", "GIF", "BMP")
+PIECES_MAX: Final = 1000
+"""Chunks, segments, or EXIF entries. Files have a few dozen; a hostile one could have millions."""
 _SIDEWAYS: Final = frozenset({5, 6, 7, 8})
 """Values of the EXIF orientation that swap the edges."""
 _ORIENTATION: Final = 0x0112
 _SHORT: Final = 3
 _EXIF: Final = b"Exif\0\0"
+_FILLING: Final = re.compile(rb"\xff*")
 _BITMAP_CORE: Final = 12
 """Length of the oldest header of a bitmap, whose sizes have 16 bits."""
 
@@ -57,14 +63,16 @@ def _png(data: bytes) -> ImageHeader | None:
         return None
     width, height = struct.unpack_from(">II", data, 16)
     at, exif = 8, b""
-    while at + 8 <= len(data):
+    for _ in repeat(None, PIECES_MAX):
+        if at + 8 > len(data):
+            return _upright("PNG", width, height, exif)
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind in (b"IDAT", b"IEND"):
-            break
+            return _upright("PNG", width, height, exif)
         if kind == b"eXIf":
             exif = data[at + 8 : at + 8 + length]
         at += 12 + length
-    return _upright("PNG", width, height, exif)
+    return None
 
 
 def _jpeg(data: bytes) -> ImageHeader | None:
@@ -82,13 +90,13 @@ def _jpeg(data: bytes) -> ImageHeader | None:
 def _segments(data: bytes) -> Iterator[tuple[int, bytes]]:
     """Markers up to the first scan, each with its content."""
     at = 2
-    while at < len(data):
-        if data[at] != 0xFF:
-            at = data.find(b"\xff", at)  # decoders look for the next marker, too
-            if at < 0:
-                return
-        while data[at] == 0xFF:
-            at += 1
+    for _ in repeat(None, PIECES_MAX):
+        at = data.find(b"\xff", at)  # decoders look for the next marker, too
+        if at < 0:
+            return
+        filled = _FILLING.match(data, at)
+        assert filled is not None, "it matches nothing, too"
+        at = filled.end()
         marker = data[at]
         at += 1
         if marker in (0xD9, 0xDA):
@@ -102,7 +110,9 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _webp(data: bytes) -> ImageHeader | None:
     at, size, exif = 12, None, b""
-    while at + 8 <= len(data):
+    for _ in repeat(None, PIECES_MAX):
+        if at + 8 > len(data):
+            break
         kind, length = struct.unpack_from("<4sI", data, at)
         content = at + 8
         if kind == b"VP8X":
@@ -144,7 +154,7 @@ def _orientation(exif: bytes) -> int:
         return 1
     (start,) = struct.unpack_from(f"{order}I", exif, 4)
     (count,) = struct.unpack_from(f"{order}H", exif, start)
-    for index in range(count):
+    for index in range(min(count, PIECES_MAX)):
         tag, kind, _, value = struct.unpack_from(f"{order}HHIH", exif, start + 2 + 12 * index)
         if tag == _ORIENTATION and kind == _SHORT:
             return value

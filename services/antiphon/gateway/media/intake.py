@@ -32,20 +32,18 @@ _INLINE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Fetched:
-    data: bytes
+class _Held:
     header: MediumHeader
+    claim: Claim
 
 
 class HeldMedia:
     """The media of one request, in order. They are held until `discard`, or for some time."""
 
-    def __init__(
-        self, store: BlobStore, headers: Sequence[MediumHeader], claims: Sequence[Claim]
-    ) -> None:
-        self.headers = tuple(headers)
+    def __init__(self, store: BlobStore, held: Sequence[_Held]) -> None:
+        self.headers = tuple(each.header for each in held)
         self._store = store
-        self._claims = tuple(claims)
+        self._claims = tuple(each.claim for each in held)
 
     def placed(self, spans: Sequence[MediumSpan]) -> tuple[Medium, ...]:
         """The media with their places in the prompt."""
@@ -105,29 +103,28 @@ class MediaIntake:
                 param=sources[limit].param,
             )
         first = {each.source: each for each in reversed(sources)}
-        fetched = dict(
-            zip(first, await gather([self._fetch(each) for each in first.values()]), strict=True)
-        )
-        claims: list[Claim] = []
-        held = [fetched[each.source] for each in sources]
-        try:
-            for each in held:
-                digest = each.header.digest
-                claims.append(self._store.put(each.data, lifetime_s + LINGER_S, checksum=digest))
-        except BaseException:
-            for claim in claims:
-                self._store.discard(claim)
-            raise
-        return HeldMedia(self._store, [each.header for each in held], claims)
+        held: dict[str, _Held] = {}
 
-    async def _fetch(self, source: MediumSource) -> _Fetched:
+        async def hold(source: MediumSource) -> None:
+            held[source.source] = await self._hold(source, lifetime_s + LINGER_S)
+
+        try:
+            await gather([hold(each) for each in first.values()])
+        except BaseException:
+            HeldMedia(self._store, [*held.values()]).discard()
+            raise
+        return HeldMedia(self._store, [held[each.source] for each in sources])
+
+    async def _hold(self, source: MediumSource, lifetime_s: float) -> _Held:
+        """Fetch a medium into the store: its bytes count while others of the request are fetched."""
         try:
             data = await self._fetcher.fetch(source.source)
             if len(data) > _INLINE_BYTES:
                 digest = await asyncio.to_thread(hashlib.sha256, data)
             else:
                 digest = hashlib.sha256(data)
-            return _Fetched(data, self._checked(data, digest.digest()))
+            header = self._checked(data, digest.digest())
+            return _Held(header, self._store.put(data, lifetime_s, checksum=header.digest))
         except RequestTooLarge as error:
             size, most = error.details["size_bytes"], error.details["bytes_max"]
             text = f"the image has {size} bytes; the limit is {most} bytes"
