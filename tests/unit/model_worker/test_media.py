@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.worker import state
 from tests.unit.model_worker.steps import Steps, spans
 
 from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
 from antiphon.model_worker.batching.plan import PLAIN
+from antiphon.model_worker.batching.state import ChoiceKey, RequestMedia
 from antiphon.wire.claim import Claim
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest
@@ -20,7 +23,7 @@ from antiphon.wire.namespaces import key_ids, medium_key
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import StepPlan
     from antiphon.model_worker.batching.rows import StepRows
-    from antiphon.model_worker.batching.state import ChoiceKey
+    from antiphon.model_worker.batching.state import RequestState
 
 WIDTH = 3
 PLACEHOLDER = 50
@@ -61,6 +64,15 @@ class FakeStore:
         """Bring embeddings in which each row names its medium and its index."""
         rows = {index: rows_of(index, each.span.tokens) for index, each in load.media.items()}
         self._batching.land(MediaLoaded(load.key, load.number, rows))
+
+
+@dataclass
+class Waiting:
+    """A request as the loader sees it."""
+
+    key: ChoiceKey
+    state: RequestState
+    media: RequestMedia
 
 
 def rows_of(index: int, tokens: int) -> np.ndarray:
@@ -151,13 +163,11 @@ def test_a_failed_load_ends_its_request_alone() -> None:
     (load,) = store.loads
     error = InvalidRequest("no image", param="media.0")
     steps.batching.land(MediaLoaded(load.key, load.number, error=error))
-    ended = [each for each in steps.progress() if each.finish is not None]
-    assert [(each.key, each.finish and each.finish.error) for each in ended] == [
-        (1, ended[0].finish and ended[0].finish.error)
-    ]
-    assert ended[0].finish is not None
-    assert ended[0].finish.error is not None
-    assert ended[0].finish.error.param == "media.0"
+    ended = {each.key: each.finish for each in steps.progress() if each.finish is not None}
+    assert [*ended] == [1]
+    (finish,) = ended.values()
+    assert finish.error is not None
+    assert finish.error.param == "media.0"
     assert steps.running() == [2]
 
 
@@ -195,6 +205,24 @@ def test_a_retracted_request_loads_again_what_is_not_cached() -> None:
     assert not len(steps.next())
     store.land(store.loads[1])
     assert len(steps.next())
+
+
+def test_what_was_brought_is_given_up_for_a_load_of_all_that_is_lacking() -> None:
+    """More may be lacking than before: of a prompt that was cached, pages are evicted."""
+    steps, store = world()
+    asked = state(prompt(1, -3, 1, -2, 1), media=(medium(1, 3), medium(5, 2, 2)))
+    request = Waiting(ChoiceKey(1), asked, RequestMedia(asked.media))
+    loader = steps.batching.batch.media
+    assert loader.wait(request, 4)
+    store.land(store.loads[0])
+    assert not loader.wait(request, 4)
+    assert loader.wait(request, 0)
+    assert [[*load.media] for load in store.loads] == [[1], [0, 1]]
+    assert store.released == [(1, 1)]
+    store.land(store.loads[1])
+    assert not loader.wait(request, 0)
+    loader.release(request)
+    assert store.released == [(1, 1), (1, 2)]
 
 
 @pytest.mark.parametrize(

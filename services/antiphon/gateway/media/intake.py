@@ -116,7 +116,7 @@ class MediaIntake:
         return HeldMedia(self._store, [held[each.source] for each in sources])
 
     async def _hold(self, source: MediumSource, lifetime_s: float) -> _Held:
-        """Fetch a medium into the store: its bytes count while others of the request are fetched."""
+        """Fetch a medium into the store: its bytes count while others of a request are fetched."""
         try:
             data = await self._fetcher.fetch(source.source)
             if len(data) > _INLINE_BYTES:

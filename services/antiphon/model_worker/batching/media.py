@@ -87,15 +87,18 @@ class MediaLoader:
     def wait(self, request: MediaRequest, tokens: int) -> bool:
         """Whether a request, so many tokens of which are cached, must wait for embeddings.
 
-        Those that are lacking are loaded from here on.
+        Those that are lacking are loaded from here on, in one load: what an earlier one has brought
+        is given up, so that no request waits for memory while it holds some.
         """
         media = request.media
         if media is None:
             return False
         if media.loading:
             return True
-        if not (lacking := media.lacking(tokens)):
+        if not media.lacking(tokens):
             return False
+        self.release(request)
+        lacking = media.lacking(tokens)
         assert self._store is not None, "media were admitted without a store"
         media.number, media.loading = media.number + 1, True
         self._loading[request.key] = request
