@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.scheduler.cluster_view import WorkerAssignments, WorkerReport
 from antiphon.scheduler.election import LeaderElection
-from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, UNHEARD_BEATS, LeaderConfig
+from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, UNECHOED_BEATS, LeaderConfig
 from antiphon.scheduler.leader_term import LeaderTerm
 from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
@@ -74,7 +74,7 @@ class SchedulerCore:
         self._stalled: set[Process] = set()
         self._joins = 0
         self._ticked_at = clock.now()
-        self._unheard_s = 0.0
+        self._unechoed_s = 0.0
         peers.watch(self._peer_changed)
 
     @property
@@ -166,11 +166,11 @@ class SchedulerCore:
             self._leadership.reset_timeout(now)
             self._clear_ready()
         if not link_up:
-            self._unheard_s = 0.0
+            self._unechoed_s = 0.0
             return
         self.caches.expire(now)
-        self._check_hearing(now, since_s)
-        if not self._unheard_s and self._leadership.claim(now):
+        self._check_echo(now, since_s)
+        if not self._unechoed_s and self._leadership.claim(now):
             self._start_leader_term()
         self._update_ready()
         if self._reconciliation is not None:
@@ -294,18 +294,18 @@ class SchedulerCore:
         self._leader_term = None
         self._reconciliation = None
 
-    def _check_hearing(self, now: float, since_s: float) -> None:
+    def _check_echo(self, now: float, since_s: float) -> None:
         """Make way if nothing reaches this leader: its heartbeats do, so that no standby claims.
 
-        A tick counts for one heartbeat at most: a process that was frozen has not listened.
+        A tick counts for one heartbeat at most: nothing reaches a process while it is frozen.
         """
-        if self._peers.hears_itself:
-            self._unheard_s = 0.0
+        if self._peers.is_echoed:
+            self._unechoed_s = 0.0
             return
         self._leadership.reset_timeout(now)  # it cannot know who leads
-        self._unheard_s += min(since_s, self._rules.beat_s)
-        unheard = self._unheard_s >= self._rules.beats(UNHEARD_BEATS)
-        if unheard and self._leader_term is not None and self._has_standby():
+        self._unechoed_s += min(since_s, self._rules.beat_s)
+        silent = self._unechoed_s >= self._rules.beats(UNECHOED_BEATS)
+        if silent and self._leader_term is not None and self._has_standby():
             self._leadership.make_way()
             self._check_term()
 

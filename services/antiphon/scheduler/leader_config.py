@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ELECTION_TIMEOUT_BEATS = 2
 """A scheduler claims a term after so many heartbeats without a leader."""
-UNHEARD_BEATS = 2
+UNECHOED_BEATS = 2
 """So long after its own heartbeats have stopped coming back, a leader makes way for a standby."""
 READY_TIMEOUT_BEATS = 2
 """How long a new leader waits for gateways and workers to report before it binds or aborts."""

@@ -209,7 +209,7 @@ class PeerTable:
         return unix_ms + (self.offset_ms(sender) or 0)
 
     @property
-    def hears_itself(self) -> bool:
+    def is_echoed(self) -> bool:
         """Whether our own heartbeats come back, or none ever has."""
         return self._echoed_at is None or self._is_recent(self._echoed_at)
 

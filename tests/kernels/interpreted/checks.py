@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from antiphon.kernels.norm import NormKind
 
 Module = Any
 """A module of `antiphon.kernels.triton`, or a mutant of one."""
@@ -138,23 +140,31 @@ def check_experts(
     close(got / scale, expected / scale)
 
 
-def qk_norms(kind: str | None, over: str, queries: int, kv_heads: int, size: int) -> Any:
+def qk_norms(
+    kind: NormKind | None,
+    over: Literal["head", "token"],
+    queries: int,
+    kv_heads: int,
+    size: int,
+    dtype: torch.dtype,
+) -> QkNormWeights | None:
     if kind is None:
         return None
-    heads = (queries, kv_heads) if over == "token" else (1, 1)
-    each: list[NormWeights] = []
-    for place, count in enumerate(heads):
-        weight = randn(count * size, seed=3 + place)
-        each.append(NormWeights(weight, randn(count * size, seed=5) if kind == "layer" else None))
-    return QkNormWeights(*each, 1e-5, kind, over)  # type: ignore[arg-type]
+
+    def weights(heads: int, seed: int) -> NormWeights:
+        count = size * (heads if over == "token" else 1)
+        bias = randn(count, dtype=dtype, seed=5) if kind == "layer" else None
+        return NormWeights(randn(count, dtype=dtype, seed=seed), bias)
+
+    return QkNormWeights(weights(queries, 3), weights(kv_heads, 4), 1e-5, kind, over)
 
 
 def check_heads(
     module: Module,
     tokens: int,
     shape: tuple[int, int, int, int],
-    kind: str | None = None,
-    over: str = "head",
+    kind: NormKind | None = None,
+    over: Literal["head", "token"] = "head",
     dtype: torch.dtype = torch.float32,
 ) -> None:
     queries, kv_heads, size, rotated = shape
@@ -163,10 +173,7 @@ def check_heads(
     slots = torch.randperm(40 * 6, generator=generator)[:tokens]  # pages out of order
     positions = torch.randint(0, 900, (tokens,), generator=generator)
     cos, sin = cos_sin(RotarySpec(rotated, 1e4).frequencies(), positions, dtype)
-    norms = qk_norms(kind, over, queries, kv_heads, size)
-    if norms is not None and dtype != torch.float32:
-        cast = [NormWeights(part.weight.to(dtype)) for part in (norms.query, norms.key)]
-        norms = norms._replace(query=cast[0], key=cast[1])
+    norms = qk_norms(kind, over, queries, kv_heads, size, dtype)
     results: list[list[Tensor]] = []
     for call in (module.qk_norm_rope_store, rotary.qk_norm_rope_store.reference):
         pages = [torch.full(row_pages_shape(40, 5, kv_heads, size), -7.0, dtype=dtype)] * 2

@@ -4,7 +4,7 @@ import os
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from antiphon.kernels.triton import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.kernels.norm import NormKind
     from antiphon.kernels.routing import RoutingSpec
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=["float32", "float16"])
@@ -100,7 +101,9 @@ def test_experts_have_biases_and_activations(
 
 @pytest.mark.parametrize("over", ["head", "token"])
 @pytest.mark.parametrize("kind", ["rms", "rms_wide", "layer"])
-def test_heads_are_normalised_rotated_and_stored(kind: str, over: str) -> None:
+def test_heads_are_normalised_rotated_and_stored(
+    kind: NormKind, over: Literal["head", "token"]
+) -> None:
     checks.check_heads(heads, 9, (6, 2, 24, 24), kind, over)
 
 

@@ -189,7 +189,7 @@ class Stage:
         self.actions: list[Action] = []
         self.actors: list[Actor] = []
         self.link_up = True
-        self.hears = True  # messages come, as well as go
+        self.reachable = True  # messages come, as well as go
         self._echo = Actor(self, Role.SCHEDULER, ME)
 
     def enter(self, role: Role, instance: str, life: int = 1) -> Actor:
@@ -215,7 +215,7 @@ class Stage:
             self.clock.advance(TICK_S)
             if self.link_up and round(self.clock.now() / TICK_S) % round(BEAT_S / TICK_S) == 0:
                 for actor in [self._echo, *self.actors]:
-                    if self.hears and not actor.silent:
+                    if self.reachable and not actor.silent:
                         actor.beat()
             self.peers.update_liveness(link_up=self.link_up, connect_count=1)
             self.leader.tick(link_up=self.link_up, joins=1)

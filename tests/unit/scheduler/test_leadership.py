@@ -129,14 +129,14 @@ def test_a_leader_that_nothing_reaches_makes_way_for_a_standby(*, standby: bool)
     stage, *_ = usual()
     if standby:
         stage.enter(Role.SCHEDULER, "scheduler-1")
-    stage.hears = False
+    stage.reachable = False
     stage.pass_s(1.7)
     assert stage.leader.term == mine(1)
     stage.pass_s(0.6)
     assert stage.leader.term == (None if standby else mine(1))
     stage.pass_s(10)
     assert stage.leader.term == (None if standby else mine(1)), "it cannot know who leads"
-    stage.hears = True
+    stage.reachable = True
     stage.pass_s(2)
     assert stage.leader.term == mine(2 if standby else 1)
 

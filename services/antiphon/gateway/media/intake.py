@@ -32,7 +32,7 @@ _INLINE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _StoredMedium:
     header: MediumHeader
     claim: Claim
 
@@ -40,7 +40,7 @@ class _Held:
 class HeldMedia:
     """The media of one request, in order. They are held until `discard`, or for some time."""
 
-    def __init__(self, store: BlobStore, held: Sequence[_Held]) -> None:
+    def __init__(self, store: BlobStore, held: Sequence[_StoredMedium]) -> None:
         self.headers = tuple(each.header for each in held)
         self._store = store
         self._claims = tuple(each.claim for each in held)
@@ -103,7 +103,7 @@ class MediaIntake:
                 param=sources[limit].param,
             )
         first = {each.source: each for each in reversed(sources)}
-        held: dict[str, _Held] = {}
+        held: dict[str, _StoredMedium] = {}
 
         async def hold(source: MediumSource) -> None:
             held[source.source] = await self._hold(source, lifetime_s + LINGER_S)
@@ -115,7 +115,7 @@ class MediaIntake:
             raise
         return HeldMedia(self._store, [held[each.source] for each in sources])
 
-    async def _hold(self, source: MediumSource, lifetime_s: float) -> _Held:
+    async def _hold(self, source: MediumSource, lifetime_s: float) -> _StoredMedium:
         """Fetch a medium into the store: its bytes count while others of a request are fetched."""
         try:
             data = await self._fetcher.fetch(source.source)
@@ -124,7 +124,7 @@ class MediaIntake:
             else:
                 digest = hashlib.sha256(data)
             header = self._checked(data, digest.digest())
-            return _Held(header, self._store.put(data, lifetime_s, checksum=header.digest))
+            return _StoredMedium(header, self._store.put(data, lifetime_s, checksum=header.digest))
         except RequestTooLarge as error:
             size, most = error.details["size_bytes"], error.details["bytes_max"]
             text = f"the image has {size} bytes; the limit is {most} bytes"
