@@ -42,7 +42,7 @@ _ROUNDS = 10
 Words = NDArray[np.uint64]
 
 
-@kernel("sampling.penalize", triton("sampling:penalize"), invariant=True)
+@kernel("sampling.penalize", triton("logits:penalize"), invariant=True)
 def penalize(
     logits: Tensor,
     rows: Tensor,
@@ -66,7 +66,7 @@ def penalize(
     logits[rows, token_ids] = torch.where(seen > 0, seen / repetition, seen * repetition)
 
 
-@kernel("sampling.mask", triton("sampling:mask"), invariant=True)
+@kernel("sampling.mask", triton("logits:mask"), invariant=True)
 def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """Set the logits of tokens whose bit is not set to -inf, in place.
 
@@ -80,7 +80,7 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     logits.index_add_(0, rows, added[:, : logits.shape[-1]])
 
 
-@kernel("sampling.bias", triton("sampling:bias"), invariant=True)
+@kernel("sampling.bias", triton("logits:bias"), invariant=True)
 def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
     """Add to single logits, in place. Each pair of row and token occurs once.
 

@@ -17,6 +17,7 @@ from antiphon.kernels.triton import (
     attention,
     experts,
     heads,
+    logits,
     norm,
     routing,
     sampling,
@@ -179,7 +180,7 @@ def test_draws_equal_those_of_the_reference(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("vocabulary", [33, 1024, 2500])
 def test_logits_are_penalised_biased_and_masked(vocabulary: int) -> None:
-    checks.check_logits(sampling, vocabulary)
+    checks.check_logits(logits, vocabulary)
 
 
 FAST = ([1, 5], [70, 3])
@@ -280,8 +281,8 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("sampling", "weight < floor", "weight <= floor", draws),
     ("sampling", "target - before", "target", draws),
     ("sampling", "value > best)", "value >= best)", checks.check_greedy),
-    ("sampling", "token % 32", "token % 31", changes),
-    ("sampling", "seen > 0", "seen < 0", changes),
+    ("logits", "token % 32", "token % 31", changes),
+    ("logits", "seen > 0", "seen < 0", changes),
 ]
 
 

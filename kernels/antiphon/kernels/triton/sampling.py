@@ -1,4 +1,4 @@
-"""Sampling without a sort, and what changes single logits before it.
+"""Sampling without a sort.
 
 One pass over the logits keeps the peak and the mass of each block; the second one reads the chosen
 block alone. For rows with top-k or top-p, the smallest weight that is kept is found in between, bit
@@ -30,6 +30,13 @@ CANDIDATES = 2048
 
 
 @triton.jit
+def _logits_at(logits, row, place, vocabulary):
+    """Logits of a row; -inf behind its last."""
+    source = logits + row.to(tl.int64) * vocabulary + place
+    return tl.load(source, mask=place < vocabulary, other=-float("inf"))
+
+
+@triton.jit
 def block_kernel(
     logits,
     temperature,
@@ -44,9 +51,7 @@ def block_kernel(
     row = tl.program_id(0)
     block = tl.program_id(1) * EACH + tl.arange(0, EACH)
     place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    value = tl.load(
-        logits + row.to(tl.int64) * vocabulary + place, mask=place < vocabulary, other=-float("inf")
-    )
+    value = _logits_at(logits, row, place, vocabulary)
     peak = tl.max(value, axis=1)
     base = tl.where(peak == -float("inf"), 0.0, peak)
     weights = tl.exp((value - base[:, None]) / tl.load(temperature + row))
@@ -264,11 +269,7 @@ def floored_kernel(
         kept = kept * 0.0  # nothing of it is kept, and nothing is read
     elif floor > 0.0:
         place = block * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(
-            logits + row.to(tl.int64) * vocabulary + place,
-            mask=place < vocabulary,
-            other=-float("inf"),
-        )
+        value = _logits_at(logits, row, place, vocabulary)
         weight = tl.exp((value - highest) / temperature)
         kept = tl.sum(tl.where(weight < floor, 0.0, weight).to(tl.float64), axis=0)
     tl.store(out + row * blocks + block, kept)
@@ -301,9 +302,7 @@ def invert_kernel(
     chosen = tl.minimum(tl.sum((running <= target).to(tl.int32), axis=0), blocks - 1)
     before = tl.sum(tl.where(block < chosen, mass, 0.0), axis=0)
     place = chosen * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(
-        logits + row.to(tl.int64) * vocabulary + place, mask=place < vocabulary, other=-float("inf")
-    )
+    value = _logits_at(logits, row, place, vocabulary)
     weight = tl.exp((value - highest) / temperature)
     weight = tl.where(weight < tl.load(floors + row), 0.0, weight)
     inside = tl.cumsum(weight.to(tl.float64), axis=0)
@@ -320,11 +319,7 @@ def argmax_kernel(logits, tokens, vocabulary: tl.constexpr, PASS: tl.constexpr):
     where = tl.zeros([PASS], tl.int32) + vocabulary
     for start in range(0, vocabulary, PASS):
         place = start + tl.arange(0, PASS)
-        value = tl.load(
-            logits + row.to(tl.int64) * vocabulary + place,
-            mask=place < vocabulary,
-            other=-float("inf"),
-        ).to(tl.float32)
+        value = _logits_at(logits, row, place, vocabulary).to(tl.float32)
         better = (value > best) | ((where == vocabulary) & (place < vocabulary))
         where = tl.where(better, place, where)
         best = tl.where(better, value, best)
@@ -340,57 +335,6 @@ def log_mass_kernel(peaks, sums, temperatures, out, blocks: tl.constexpr, BLOCKS
     highest, mass = _row_sums(peaks, sums, row, blocks, temperature, BLOCKS)
     total = tl.log(tl.sum(mass, axis=0)).to(tl.float32)
     tl.store(out + row, highest / temperature + total)
-
-
-@triton.jit(do_not_specialize=["entries"])
-def penalize_kernel(
-    logits,
-    rows,
-    token_ids,
-    counts,
-    frequency,
-    presence,
-    repetition,
-    entries,
-    vocabulary: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    place = tl.load(rows + entry, mask=inside, other=0) * vocabulary
-    place += tl.load(token_ids + entry, mask=inside, other=0)
-    seen = tl.load(logits + place, mask=inside, other=0.0)
-    seen -= tl.load(counts + entry, mask=inside, other=0.0) * tl.load(
-        frequency + entry, mask=inside, other=0.0
-    )
-    seen -= tl.load(presence + entry, mask=inside, other=0.0)
-    factor = tl.load(repetition + entry, mask=inside, other=1.0)
-    tl.store(logits + place, tl.where(seen > 0, seen / factor, seen * factor), mask=inside)
-
-
-@triton.jit(do_not_specialize=["entries"])
-def bias_kernel(
-    logits, rows, token_ids, values, entries, vocabulary: tl.constexpr, BLOCK: tl.constexpr
-):
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    place = tl.load(rows + entry, mask=inside, other=0) * vocabulary
-    place += tl.load(token_ids + entry, mask=inside, other=0)
-    before = tl.load(logits + place, mask=inside, other=0.0)
-    tl.store(logits + place, before + tl.load(values + entry, mask=inside, other=0.0), mask=inside)
-
-
-@triton.jit
-def mask_kernel(
-    logits, rows, words, vocabulary: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr
-):
-    line = tl.program_id(0)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocabulary
-    word = tl.load(words + line.to(tl.int64) * width + token // 32, mask=inside, other=0)
-    blocked = ((word >> (token % 32)) & 1) == 0
-    place = tl.load(rows + line) * vocabulary + token
-    tl.store(logits + place, tl.full([BLOCK], -float("inf"), tl.float32), mask=inside & blocked)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -527,66 +471,6 @@ def logsumexp(logits: Tensor, temperature: Tensor) -> Tensor:
         BLOCKS=power_of_2(blocks),
     )
     return out
-
-
-def penalize(
-    logits: Tensor,
-    rows: Tensor,
-    token_ids: Tensor,
-    counts: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-    repetition: Tensor,
-) -> None:
-    """As `antiphon.kernels.sampling.penalize`."""
-    entries = len(rows)
-    launch(
-        penalize_kernel,
-        (ceil_div(entries, PASS),),
-        logits,
-        rows,
-        token_ids,
-        counts,
-        frequency,
-        presence,
-        repetition,
-        entries,
-        vocabulary=logits.shape[1],
-        BLOCK=PASS,
-    )
-
-
-def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-    """As `antiphon.kernels.sampling.bias`."""
-    entries = len(rows)
-    grid = (ceil_div(entries, PASS),)
-    launch(
-        bias_kernel,
-        grid,
-        logits,
-        rows,
-        token_ids,
-        values,
-        entries,
-        vocabulary=logits.shape[1],
-        BLOCK=PASS,
-    )
-
-
-def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """As `antiphon.kernels.sampling.mask`."""
-    vocabulary, width = logits.shape[1], words.shape[1]
-    grid = (len(rows), ceil_div(vocabulary, PASS))
-    launch(
-        mask_kernel,
-        grid,
-        logits,
-        rows,
-        words.contiguous(),
-        vocabulary=vocabulary,
-        width=width,
-        BLOCK=PASS,
-    )
 
 
 def _blocks(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
