@@ -108,6 +108,7 @@ def _p99(times_s: Sequence[float]) -> str:
 class FaultBed:
     site: Site
     clients: int
+    quiet_s: float
     wanted: dict[int, Answer] = field(default_factory=dict[int, Answer])
     """What requests say without a fault, by number."""
 
@@ -122,7 +123,7 @@ class FaultBed:
         async with Load(stack, self.clients) as load:
             await until(lambda: all(_has_begun(a) for a in load.answers), TIMEOUT_S)
             quiet_s = time.monotonic()
-            await asyncio.sleep(QUIET_S)
+            await asyncio.sleep(self.quiet_s)
             await until(lambda: 4 * len(_open(load)) >= 3 * self.clients, TIMEOUT_S)
             self.site.struck = None
             began_s = time.monotonic()
@@ -200,13 +201,13 @@ def _open(load: Load) -> list[Answer]:
 
 
 @asynccontextmanager
-async def fault_bed(clients: int) -> AsyncIterator[FaultBed]:
+async def fault_bed(clients: int, quiet_s: float = QUIET_S) -> AsyncIterator[FaultBed]:
     """A stack with a broker of its own."""
     async with NatsServer(durable=True) as broker, linked(broker.url) as link:
         running = serving("--bus-url", link.url, *ARGUMENTS)
         stack = await asyncio.to_thread(running.__enter__)
         try:
-            yield FaultBed(Site(stack, broker, link), clients)
+            yield FaultBed(Site(stack, broker, link), clients, quiet_s)
         finally:
             await asyncio.to_thread(running.__exit__, None, None, None)
 

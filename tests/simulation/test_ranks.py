@@ -13,7 +13,7 @@ from tests.simulation.worker_worlds import live, overlaps
 from antiphon.model_worker.batching.plan import DeviceLost
 
 TURNS = 80
-WORLDS = 200
+WORLDS = 100
 GROUPED_WORLDS = 80
 MANY = 3_000
 BATCH = 100
