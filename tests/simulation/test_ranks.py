@@ -14,7 +14,7 @@ from antiphon.model_worker.batching.plan import DeviceLost
 
 TURNS = 80
 WORLDS = 100
-GROUPED_WORLDS = 80
+GROUPED_WORLDS = 40
 MANY = 3_000
 BATCH = 100
 WAIT_S = 300.0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BLOCK = 64
 PREFIX = [5 + number * 7 % 200 for number in range(12 * BLOCK)]
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
 stack = module_stack(
     "--enable-hierarchical-cache",
