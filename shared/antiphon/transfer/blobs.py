@@ -353,8 +353,8 @@ class BlobServer:
 
     def _serve(self, connection: socket.socket) -> None:
         """Serve one connection until it is closed, idle for too long, or invalid."""
-        try:
-            with connection:
+        with connection:
+            try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 hello = bytearray(len(HELLO))
                 receive_into(connection, [hello], time.monotonic() + IDLE_TIMEOUT_S)
@@ -363,10 +363,10 @@ class BlobServer:
                     return
                 while True:
                     self._send_blob(connection)
-        except OSError:
-            return  # the client sees it, too, and only the client knows whether it matters
-        except Exception:
-            log.exception("fetch failed")  # other connections are not affected
+            except OSError:
+                return  # the client sees it, too, and only the client knows whether it matters
+            except Exception:  # other connections go on
+                log.exception("fetch failed")  # before the client can see that it failed
 
     def _send_blob(self, connection: socket.socket) -> None:
         token = bytearray(TOKEN_BYTES)
