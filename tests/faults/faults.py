@@ -261,7 +261,7 @@ EACH_KIND: Sequence[Fault] = (
     OneWay(member=WORKER, sent=False, down_s=3.0),
     BetweenTwo(members=(WORKER, DETOKENIZER), down_s=3.0),
     Restart(name="restart the busy worker", members=(WORKER,)),
-    SlowClients(count=8, down_s=3.0),
+    SlowClients(count=4, down_s=3.0),
     *POINTS,
 )
 """Each kind once."""

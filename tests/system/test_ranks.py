@@ -87,7 +87,7 @@ def generation(stack: Stack) -> Iterator[list[str]]:
     outcomes: list[str] = []
 
     def generate() -> None:
-        body = {"prompt": "one two", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        body = {"prompt": "one two", "max_tokens": 600, "ignore_eos": True, "stream": True}
         request = Request(
             f"{stack.url}/v1/completions",
             json.dumps({**body, "model": stack.model}).encode(),
