@@ -52,7 +52,7 @@ class Seeing:
 
     def check(self, prompt: list[int], output: list[int], images: list[bytes]) -> None:
         """Compare with what transformers generates of the same prompt and pixels, greedily."""
-        pixels = torch.stack([torch.as_tensor(self.preprocess(image)) for image in images])
+        pixels = torch.cat([torch.as_tensor(self.preprocess(image)) for image in images])
         ids = torch.tensor([prompt + output])
         with torch.inference_mode():
             logits = self.reference(input_ids=ids, pixel_values=pixels).logits[0]

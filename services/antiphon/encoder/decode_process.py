@@ -48,16 +48,16 @@ class DecodeSettings(msgspec.Struct, frozen=True):
 
 
 class _Pixels(msgspec.Struct, frozen=True, tag=True):
-    """Row-major (size, size, 3), of 8 bits each."""
+    """Row-major, of 8 bits each, and their shape (F, H, W, 3): F frames of H x W pixels."""
 
     data: bytes
+    shape: tuple[int, int, int, int]
 
 
 class DecodeProcesses:
     """Decodes images, one per process at a time, while its `pool` is entered."""
 
     def __init__(self, settings: DecodeSettings, processes: int) -> None:
-        self._size = settings.recipe.size
         shown = msgspec.json.encode(settings).decode()
         self.pool = ProcessPool(
             ("-m", "antiphon.encoder.decode_process", shown),
@@ -69,7 +69,7 @@ class DecodeProcesses:
         )
 
     async def decode(self, job: DecodeJob, *, timeout_s: float) -> NDArray[np.uint8]:
-        """Decode and resize an image: (size, size, 3).
+        """Decode and resize an image: frames (F, H, W, 3).
 
         Raises:
             InvalidRequest: It is no image, has another size, or ended its process: by its memory
@@ -88,8 +88,7 @@ class DecodeProcesses:
         outcome = msgspec.msgpack.decode(result, type=_Pixels | ErrorReply)
         if isinstance(outcome, ErrorReply):
             raise decode_error(outcome)
-        size = self._size
-        return np.frombuffer(outcome.data, np.uint8).reshape(size, size, 3)
+        return np.frombuffer(outcome.data, np.uint8).reshape(outcome.shape)
 
 
 def main(arguments: list[str]) -> None:
@@ -103,7 +102,7 @@ def main(arguments: list[str]) -> None:
             pixels = preprocessor.decoded(job.image, job.width, job.height)
         except EngineError as error:
             return msgspec.msgpack.encode(encode_error(error))
-        return msgspec.msgpack.encode(_Pixels(pixels.tobytes()))
+        return msgspec.msgpack.encode(_Pixels(pixels.tobytes(), pixels.shape))
 
     serve(work, parent_pid, memory_bytes_max)
 

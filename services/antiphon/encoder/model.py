@@ -308,11 +308,11 @@ class VisionModel:
         return spec.tokens * hidden * 4
 
     def embed(self, decoded: NDArray[np.uint8]) -> CachedEmbedding:
-        """Embed pixels (size, size, 3), which `preprocess` has decoded."""
-        states = self.tower(torch.as_tensor(self.preprocess.normalized(decoded))[None])
+        """Embed frames (F, size, size, 3), which `preprocess` has decoded."""
+        states = self.tower(torch.as_tensor(self.preprocess.normalized(decoded)))
         if self.projector is not None:
             states = self.projector(states)
-        (embedding,) = states  # (T, C)
+        embedding = states.flatten(0, 1)  # (F * T, C)
         data = embedding.numpy().astype("<f4", copy=False).tobytes()
         tokens, hidden = embedding.shape
         return CachedEmbedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())

@@ -213,7 +213,7 @@ class Preprocessor:
         self._std = np.array(recipe.std, dtype=np.float32)
 
     def __call__(self, data: bytes | bytearray) -> NDArray[np.float32]:
-        """Return the pixels as (3, size, size), in RGB order.
+        """Return the frames of an image as (F, 3, size, size), in RGB order.
 
         Raises:
             InvalidRequest: It is not an image of one of `FORMATS`, or it is too narrow.
@@ -224,7 +224,7 @@ class Preprocessor:
     def decoded(
         self, data: bytes | bytearray, width: int = 0, height: int = 0
     ) -> NDArray[np.uint8]:
-        """Return the pixels as (size, size, 3), decoded and resized, but not normalized.
+        """Return the frames as (F, size, size, 3), decoded and resized, but not normalized.
 
         Raises:
             InvalidRequest: It is not an image of one of `FORMATS`, it is too narrow, or it has
@@ -238,12 +238,12 @@ class Preprocessor:
                 "its header",
                 param="image",
             )
-        return np.asarray(self._fit(image), dtype=np.uint8)
+        return np.stack([np.asarray(frame, dtype=np.uint8) for frame in self._fit(image)])
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Scale and normalize: (size, size, 3)  ->  (3, size, size)."""
+        """Scale and normalize: (F, size, size, 3)  ->  (F, 3, size, size)."""
         values = pixels.astype(np.float32) * np.float32(self._recipe.scale)
-        return np.ascontiguousarray(((values - self._mean) / self._std).transpose(2, 0, 1))
+        return np.ascontiguousarray(((values - self._mean) / self._std).transpose(0, 3, 1, 2))
 
     @property
     def recipe(self) -> PreprocessorConfig:
@@ -271,10 +271,11 @@ class Preprocessor:
                 details={"pixels": str(pixels), "pixels_max": str(self._pixels_max)},
             )
 
-    def _fit(self, image: Image.Image) -> Image.Image:
+    def _fit(self, image: Image.Image) -> list[Image.Image]:
+        """Resize an image to the frames that the tower takes."""
         size, short, filter_ = self._recipe.size, self._recipe.short_edge, self._recipe.resample
         if short is None:
-            return image.resize((size, size), filter_)
+            return [image.resize((size, size), filter_)]
         width, height = (short * edge // min(image.size) for edge in image.size)
         if width * height > self._pixels_max:
             # An image a few pixels wide and millions long would be resized to billions of pixels.
@@ -282,7 +283,7 @@ class Preprocessor:
                 f"an image of {image.width} x {image.height} pixels is too narrow", param="image"
             )
         left, top = (width - size) // 2, (height - size) // 2
-        return image.resize((width, height), filter_).crop((left, top, left + size, top + size))
+        return [image.resize((width, height), filter_).crop((left, top, left + size, top + size))]
 
 
 def _opaque(image: Image.Image) -> Image.Image:

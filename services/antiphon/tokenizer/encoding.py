@@ -112,11 +112,10 @@ class TextEncoder:
         self.check_length(text, len(rendered) + len(text.pair or ""))
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
+        if text.media:
+            return self._with_media(text, rendered)
         encoding = self.vocabulary.tokenizer.encode(rendered, text.pair, add_special_tokens=plain)
         kept = self._tokens_kept(text, encoding)
-        if text.media:
-            ids, media = self._expanded(encoding.ids, text.media)
-            return self._with_media(text, rendered, ids, media)
         token_ids = pack_ids(encoding.ids[:kept])
         text_end = "" if text.messages is None or kept is not None else rendered[-TEXT_END:]
         paired = text.pair is not None and 1 in encoding.type_ids
@@ -125,49 +124,54 @@ class TextEncoder:
         untruncated = None if kept is None else len(encoding.ids)
         return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
 
-    def _with_media(
-        self, text: EncodeRequest, rendered: str, ids: list[int], media: tuple[MediumSpan, ...]
-    ) -> EncodedPrompt:
+    def _with_media(self, text: EncodeRequest, rendered: str) -> EncodedPrompt:
+        ids, media = self._expanded(rendered, text.media)
         token_ids = pack_ids(ids)
         keys = key_ids(token_ids, [(each.start, each.tokens, each.key) for each in media])
         digests = prompt_digests(self.origin, text.cache_salt, keys)
         return EncodedPrompt(token_ids, digests, rendered[-TEXT_END:], media=media)
 
     def _expanded(
-        self, ids: Sequence[int], media: Sequence[MediumHeader]
+        self, rendered: str, media: Sequence[MediumHeader]
     ) -> tuple[list[int], tuple[MediumSpan, ...]]:
-        """Repeat each placeholder as often as its medium has tokens.
+        """Encode a text with what stands for each medium in place of its marker.
+
+        Placeholders are repeated as ids: a text with one in place of many is encoded sooner.
 
         Raises:
-            Unsupported: The model takes no media.
-            InvalidRequest: There are not as many placeholders as media.
+            InvalidRequest: There are not as many markers as media, or other placeholders.
             PromptTooLong: The prompt exceeds the context.
         """
-        vision = self.vocabulary.vision
-        if vision is None:
-            raise Unsupported("this model takes no images", param="messages")
-        found = [at for at, token_id in enumerate(ids) if token_id == vision.placeholder]
-        if len(found) != len(media):
-            raise InvalidRequest(
-                f"the rendered prompt has {len(found)} placeholders for {len(media)} images: texts "
-                "must not contain the model's placeholder, and the chat template must show images",
-                param="messages",
-            )
-        expanded: list[int] = []
-        spans: list[MediumSpan] = []
-        before = 0
-        for at, medium in zip(found, media, strict=True):
-            expanded += ids[before:at]
-            tokens = vision.tokens(medium.width, medium.height)
-            key = medium_key(medium.digest, vision.processing)
-            spans.append(MediumSpan(start=len(expanded), tokens=tokens, key=key))
-            expanded += [vision.placeholder] * tokens
-            if len(expanded) > self.context_tokens:
+        vision, placeholder = self.vocabulary.vision, self.vocabulary.placeholder
+        assert vision is not None, "checked by _render"
+        texts = rendered.split(self.vocabulary.image_marker)
+        if len(texts) != len(media) + 1:
+            raise _other_placeholders(len(texts) - 1, len(media))
+        written, runs = [texts[0]], list[tuple[int, ...]]()
+        for medium, after in zip(media, texts[1:], strict=True):
+            pieces = vision.pieces(medium.width, medium.height)
+            written += [placeholder if isinstance(piece, int) else piece for piece in pieces]
+            written.append(after)
+            runs.append(tuple(piece for piece in pieces if isinstance(piece, int)))
+        encoded = self.vocabulary.tokenizer.encode("".join(written), add_special_tokens=False).ids
+        found = [at for at, token_id in enumerate(encoded) if token_id == vision.placeholder]
+        if surplus := len(found) - sum(map(len, runs)):
+            raise _other_placeholders(len(media) + surplus, len(media))
+        ids, spans, places, before = list[int](), list[MediumSpan](), iter(found), 0
+        for medium, lengths in zip(media, runs, strict=True):
+            start = -1
+            for length, at in zip(lengths, places, strict=False):
+                ids += encoded[before:at]
+                start = len(ids) if start < 0 else start
+                ids += [vision.placeholder] * length
+                before = at + 1
+            if len(ids) > self.context_tokens:
                 raise PromptTooLong.of(
-                    prompt_tokens=len(expanded), tokens_max=self.context_tokens, param="messages"
+                    prompt_tokens=len(ids), tokens_max=self.context_tokens, param="messages"
                 )
-            before = at + 1
-        return [*expanded, *ids[before:]], tuple(spans)
+            key = medium_key(medium.digest, vision.processing)
+            spans.append(_span(start, len(ids) - start, sum(lengths), key))
+        return [*ids, *encoded[before:]], tuple(spans)
 
     def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it is not truncated."""
@@ -221,7 +225,7 @@ class TextEncoder:
             text.messages,
             text.template,
             continue_final=text.continue_final_message,
-            placeholder=self.vocabulary.placeholder,
+            placeholder=self.vocabulary.image_marker,
         )
 
     def _render_fill_in_middle(self, prompt: str, suffix: str) -> str:
@@ -233,6 +237,19 @@ class TextEncoder:
                 param="suffix",
             )
         return template.write(prompt, suffix)
+
+
+def _span(start: int, tokens: int, placeholders: int, key: bytes) -> MediumSpan:
+    among = 0 if placeholders == tokens else placeholders
+    return MediumSpan(start=start, tokens=tokens, key=key, placeholders=among)
+
+
+def _other_placeholders(found: int, images: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the rendered prompt has {found} placeholders for {images} images: texts must not contain "
+        "the model's placeholder, and the chat template must show images",
+        param="messages",
+    )
 
 
 def decode(vocabulary: ModelTokenizer, request: DecodeRequest) -> tuple[str, ...]:

@@ -65,6 +65,11 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
             return ""
         return self.tokenizer.id_to_token(self.vision.placeholder) or ""
 
+    @property
+    def image_marker(self) -> str:
+        """What stands for an image in a rendered template; empty if the model takes none."""
+        return self.placeholder if self.vision is None else self.vision.marker or self.placeholder
+
 
 def read_model_tokenizer(
     folder: Path,

@@ -1,7 +1,7 @@
-"""How a model that sees takes images: its placeholder, and how many tokens an image has.
+"""How a model that sees takes images: its placeholder, and what stands in a prompt for an image.
 
-Read by the tokenizer, which repeats placeholders, and by the encoder, which must come to the same
-number; without torch.
+Read by the tokenizer, which writes markers and repeats placeholders, and by the encoder, which must
+come to the same number of rows; without torch.
 """
 
 from __future__ import annotations
@@ -22,23 +22,37 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PROCESSOR = "preprocessor_config.json"
 
 
-class VisionCard(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model takes images.
+Pieces = tuple[str | int, ...]
+"""What stands in a prompt for an image: texts, and numbers of placeholders in a row."""
+
+
+class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the ways to take images have in common.
 
     Attributes:
         placeholder: Token id of the placeholder, one for each row of an embedding.
-        image_tokens: Rows of the embedding of an image, whatever its size.
+        marker: What chat templates write for an image; empty: the placeholder.
         processing: Digest of all that decides the embedding beside the image and the weights.
     """
 
     placeholder: int
-    image_tokens: int
+    marker: str = ""
     processing: bytes
 
-    def tokens(self, width: int, height: int) -> int:
-        """Rows of the embedding of an image of this size in pixels."""
-        del width, height  # LLaVA 1.5 scales every image to one square
-        return self.image_tokens
+
+class SquareImages(VisionBase, frozen=True, kw_only=True):
+    """Every image is scaled to one square, and has `image_tokens` rows: LLaVA 1.5."""
+
+    image_tokens: int
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        del width, height
+        return (self.image_tokens,)
+
+
+VisionCard = SquareImages
+"""How a model takes images."""
 
 
 class FeatureFields(msgspec.Struct, frozen=True):
@@ -100,7 +114,7 @@ def read_vision(folder: Path) -> VisionCard | None:
     recipe = processor.read_bytes() if processor.is_file() else b""
     settings = msgspec.json.encode(config)
     placeholder = config.image_token_id
-    return VisionCard(
+    return SquareImages(
         placeholder=config.image_token_index if placeholder is None else placeholder,
         image_tokens=(tower.image_size // tower.patch_size) ** 2 + has_class - dropped,
         processing=hashlib.sha256(settings + b"\0" + recipe).digest(),

@@ -29,16 +29,24 @@ class MediumHeader(Value):
 
 
 class MediumSpan(Value):
-    """The placeholders of an image in a prompt.
+    """The placeholders of an image in a prompt, from the first to the last.
 
     Attributes:
         start: Index of the first one.
-        key: What stands in place of the placeholders in keys: see `namespaces.key_ids`.
+        tokens: Up to the last one, and markers between them.
+        key: What stands in place of these tokens in keys: see `namespaces.key_ids`.
+        placeholders: How many of the tokens are placeholders; 0: all.
     """
 
     start: TokenCount
     tokens: TokenCount
     key: Sha256
+    placeholders: TokenCount = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding: one for each placeholder."""
+        return self.placeholders or self.tokens
 
 
 class Medium(Value):

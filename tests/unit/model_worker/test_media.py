@@ -30,11 +30,10 @@ PLACEHOLDER = 50
 CLAIM = Claim(address="a:1", token="00", size_bytes=1, digest=bytes(32), expires_unix_ms=0)
 
 
-def medium(start: int, tokens: int, content: int = 1) -> Medium:
+def medium(start: int, tokens: int, content: int = 1, placeholders: int = 0) -> Medium:
     key = medium_key(bytes([content]) * 32, b"")
-    return Medium(
-        span=MediumSpan(start=start, tokens=tokens, key=key), width=1, height=1, claim=CLAIM
-    )
+    span = MediumSpan(start=start, tokens=tokens, key=key, placeholders=placeholders)
+    return Medium(span=span, width=1, height=1, claim=CLAIM)
 
 
 def prompt(*parts: int) -> list[int]:
@@ -62,7 +61,7 @@ class FakeStore:
 
     def land(self, load: MediaLoad) -> None:
         """Bring embeddings in which each row names its medium and its index."""
-        rows = {index: rows_of(index, each.span.tokens) for index, each in load.media.items()}
+        rows = {index: rows_of(index, each.span.rows) for index, each in load.media.items()}
         self._batching.land(MediaLoaded(load.key, load.number, rows))
 
 
@@ -130,6 +129,25 @@ def test_rows_are_spliced_where_the_placeholders_are_whatever_the_chunks() -> No
             steps.commit(rows, [1] if draws else [])
         expected = {3 + row: float(row) for row in range(7)} | {12 + n: 100.0 + n for n in range(4)}
         assert spliced == expected
+
+
+def test_markers_between_placeholders_are_not_spliced() -> None:
+    """An image of tiles, with markers between their rows."""
+    for chunk in (1, 4, 16):
+        steps, store = world(chunk_tokens=chunk)
+        steps.add(1, prompt(2, -3, 2, -3, 1, -1, 2), media=(medium(2, 10, placeholders=7),))
+        steps.next()
+        store.land(store.loads[0])
+        spliced: dict[int, float] = {}
+        while len(spliced) < 7:
+            rows = steps.next()
+            plan = plan_of(steps, rows)
+            (start, _, draws), *_ = spans(rows)
+            if plan.spliced is not None and plan.spliced_rows is not None:
+                for at, row in zip(plan.spliced.tolist(), plan.spliced_rows, strict=True):
+                    spliced[start + at] = row[0].item()
+            steps.commit(rows, [1] if draws else [])
+        assert spliced == dict(zip([2, 3, 4, 7, 8, 9, 11], map(float, range(7)), strict=True))
 
 
 def test_embeddings_are_released_when_the_prompt_is_computed() -> None:
@@ -211,7 +229,9 @@ def test_what_was_brought_is_given_up_for_a_load_of_all_that_is_lacking() -> Non
     """More may be lacking than before: of a prompt that was cached, pages are evicted."""
     steps, store = world()
     asked = state(prompt(1, -3, 1, -2, 1), media=(medium(1, 3), medium(5, 2, 2)))
-    request = Waiting(ChoiceKey(1), asked, RequestMedia(asked.media))
+    request = Waiting(
+        ChoiceKey(1), asked, RequestMedia(asked.media, np.frombuffer(asked.prompt_ids, np.int32))
+    )
     loader = steps.batching.batch.media
     assert loader.wait(request, 4)
     store.land(store.loads[0])
@@ -232,6 +252,7 @@ def test_what_was_brought_is_given_up_for_a_load_of_all_that_is_lacking() -> Non
         ((medium(2, 3),), WIDTH, "ends behind the prompt"),
         ((medium(2, 1), medium(2, 1)), WIDTH, "not in order"),
         ((medium(1, 0),), WIDTH, "empty"),
+        ((medium(1, 3, placeholders=2),), WIDTH, "other placeholders than rows"),
     ],
 )
 def test_media_that_do_not_fit_are_refused(

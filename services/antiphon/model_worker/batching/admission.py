@@ -44,7 +44,8 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_ids(sampling.stop_token_ids, limits, "stop_token_ids")
     _check_logprobs(sampling, limits)
     _check_pooling(sampling, limits.pool_width)
-    check_media(state.media, prompt_tokens, sees=limits.media_width is not None)
+    prompt = ids[:prompt_tokens]
+    check_media(state.media, prompt, sees=limits.media_width is not None)
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from antiphon.model_worker.batching.plan import Floats
-from antiphon.model_worker.batching.state import ChoiceKey, RequestMedia, RequestState
+from antiphon.model_worker.batching.plan import Floats, Ints
+from antiphon.model_worker.batching.state import (
+    ChoiceKey,
+    RequestMedia,
+    RequestState,
+    placeholders,
+)
 from antiphon.wire.errors import EngineError, InvalidRequest, Unsupported
 from antiphon.wire.ids import RequestId
 from antiphon.wire.media import Medium
@@ -130,12 +135,12 @@ class MediaLoader:
                 self._store.release(request.key, media.number)
 
 
-def check_media(media: Sequence[Medium], prompt_tokens: int, *, sees: bool) -> None:
-    """Refuse media that this model does not take, or whose places are not in the prompt.
+def check_media(media: Sequence[Medium], prompt: Ints, *, sees: bool) -> None:
+    """Refuse media that this model does not take, or whose places are not in the prompt (P,).
 
     Raises:
         Unsupported: The model takes no media.
-        InvalidRequest: Places are not in the prompt, or not in order.
+        InvalidRequest: Places are not in the prompt, or not in order, or have other placeholders.
     """
     if media and not sees:
         raise Unsupported("this model takes no images", param="media")
@@ -144,5 +149,8 @@ def check_media(media: Sequence[Medium], prompt_tokens: int, *, sees: bool) -> N
         if medium.span.start < end or not medium.span.tokens:
             raise InvalidRequest("media are empty, or not in order", param="media")
         end = medium.span.start + medium.span.tokens
-    if end > prompt_tokens:
+    if end > len(prompt):
         raise InvalidRequest("a medium ends behind the prompt", param="media")
+    for medium in media:
+        if len(placeholders(medium, prompt)) != medium.span.rows:
+            raise InvalidRequest("a medium has other placeholders than rows", param="media")

@@ -107,9 +107,8 @@ def _splices(
         if request.media is None:
             continue
         start, end = rows.starts.item(row), rows.ends.item(row)
-        for first, found in request.media.rows(start, end):
-            at = query_start.item(row) + first - start
-            indices.append(np.arange(at, at + len(found), dtype=np.int32))
+        for places, found in request.media.rows(start, end):
+            indices.append(places + np.int32(query_start.item(row) - start))
             embeddings.append(found)
     if not indices:
         return None, None

@@ -107,7 +107,7 @@ class Request:
         self.ended = False
         self.prompt: Ints = np.frombuffer(state.prompt_ids, WIRE_IDS)
         self.key_prompt = state.key_ids()
-        self.media = RequestMedia(state.media) if state.media else None
+        self.media = RequestMedia(state.media, self.prompt) if state.media else None
         self.outputs = outputs
         self.prompt_tokens = len(self.prompt)
         self.tokens_max = self.prompt_tokens + max(outputs_max, before)

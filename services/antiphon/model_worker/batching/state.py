@@ -117,15 +117,19 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
 class RequestMedia:
     """The media of one choice, and the embeddings that are there.
 
+    `prompt` are the token ids, (P,): of a medium's tokens those are placeholders that equal the
+    first one.
+
     Attributes:
         number: Of its last load; 0: there was none.
         loading: Whether that has not ended.
     """
 
-    __slots__ = ("_embeddings", "loading", "media", "number")
+    __slots__ = ("_embeddings", "_places", "loading", "media", "number")
 
-    def __init__(self, media: tuple[Medium, ...]) -> None:
+    def __init__(self, media: tuple[Medium, ...], prompt: Ints) -> None:
         self.media = media
+        self._places = [placeholders(medium, prompt) for medium in media]
         self.number = 0
         self.loading = False
         self._embeddings: dict[int, Floats] = {}
@@ -147,20 +151,26 @@ class RequestMedia:
         self.loading, self._embeddings = False, {}
         return held
 
-    def rows(self, start: int, end: int) -> list[tuple[int, Floats]]:
-        """Spliced rows of the tokens from `start` to `end`: the first token of each piece, these.
+    def rows(self, start: int, end: int) -> list[tuple[Ints, Floats]]:
+        """The spliced tokens from `start` to `end`, rising, and their rows.
 
         Raises:
             AssertionError: An embedding is not there: the chunk must not be computed.
         """
-        found: list[tuple[int, Floats]] = []
-        for index, medium in enumerate(self.media):
-            first, last = medium.span.start, medium.span.start + medium.span.tokens
-            begin, stop = max(start, first), min(end, last)
+        found: list[tuple[Ints, Floats]] = []
+        for index, places in enumerate(self._places):
+            begin, stop = np.searchsorted(places, (start, end)).tolist()
             if begin < stop:
                 assert index in self._embeddings, "a chunk was planned without its embeddings"
-                found.append((begin, self._embeddings[index][begin - first : stop - first]))
+                found.append((places[begin:stop], self._embeddings[index][begin:stop]))
         return found
+
+
+def placeholders(medium: Medium, prompt: Ints) -> Ints:
+    """The indices of a medium's placeholders in a prompt (P,), as many as it has rows."""
+    start, tokens = medium.span.start, medium.span.tokens
+    found = np.flatnonzero(prompt[start : start + tokens] == prompt[start])
+    return (found + start).astype(np.int32)
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, gc=False):

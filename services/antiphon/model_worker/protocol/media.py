@@ -118,8 +118,8 @@ class EmbeddingClient:
             self._land(done)
 
     async def _loaded(self, load: MediaLoad) -> dict[int, Floats]:
-        tokens = sum(medium.span.tokens for medium in load.media.values())
-        await self._budget.take((load.key, load.number), tokens * self._width * NUMBER_BYTES)
+        count = sum(medium.span.rows for medium in load.media.values())
+        await self._budget.take((load.key, load.number), count * self._width * NUMBER_BYTES)
         pairs = [*load.media.items()]
         rows = await gather([self._embedding(load, index, medium) for index, medium in pairs])
         return {index: each for (index, _), each in zip(pairs, rows, strict=True)}
@@ -144,7 +144,7 @@ class EmbeddingClient:
             pause_s = min(2 * pause_s, RETRY_MAX_S)
 
     async def _attempt(self, request_id: RequestId, medium: Medium, left_s: float) -> Floats:
-        timeout_s, tokens = min(left_s, ATTEMPT_S), medium.span.tokens
+        timeout_s, tokens = min(left_s, ATTEMPT_S), medium.span.rows
         clock = self._runtime.clock
         request = EncodeImage(
             request_id=request_id,
