@@ -203,6 +203,7 @@ class Node:
             reads=report.reads,
             sent_unix_ms=self.clock.unix_ms(),
             not_after_unix_ms=self.clock.unix_ms() + 2_500,
+            unechoed_ms=self.peers.count_sent(self.network.joins),
         )
 
     def say(self, route: object, message: Message, **part: str) -> None:

@@ -353,14 +353,18 @@ class World:
         terms = [node.leader.term for node in self.schedulers if node.leader.term]
         assert len(terms) == 1, f"these lead: {terms}"
 
-    def check_recovered(self) -> None:
-        """Long after a fault, and long before the deadlines: all have ended, none is orphaned."""
+    def check_ended(self) -> None:
+        """All requests have ended whose gateways live."""
         waiting = [
             story.submit.request_id
             for story in self.stories.values()
             if story.ended is None and story.gateway.alive
         ]
         assert not waiting, f"{waiting} still wait"
+
+    def check_recovered(self) -> None:
+        """Long after a fault, and long before the deadlines: all have ended, none is orphaned."""
+        self.check_ended()
         for node in self.nodes:
             check_empty(node)
 
@@ -515,6 +519,11 @@ class World:
     def deaf(self) -> None:
         """One receives nothing."""
         self.random.choice(self.nodes).deaf_until = self.now + self.random.uniform(0.5, 6)
+
+    def deaf_one(self, kind: str) -> None:
+        """One of a kind receives nothing, for longer than it takes to count as dead."""
+        node = self.random.choice(self._kinds[kind][0])
+        node.deaf_until = self.now + self.random.uniform(3, 8)
 
     def outage(self) -> None:
         if self.network.up:

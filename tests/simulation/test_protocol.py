@@ -23,6 +23,10 @@ def crash(kind: str) -> Fault:
     return partial(World.crash, kind=kind)
 
 
+def deaf(kind: str) -> Fault:
+    return partial(World.deaf_one, kind=kind)
+
+
 def replace_frozen(kind: str) -> Fault:
     return partial(World.replace_frozen, kind=kind)
 
@@ -66,6 +70,8 @@ UNNOTICED: dict[str, Fault] = {
     )
 } | {
     "short_outage": World.short_outage,
+    "deaf_worker": deaf("worker"),
+    "deaf_detokenizer": deaf("detokenizer"),
     "forge": World.forge,
     "freeze_gateway": World.freeze_gateway,
 }
@@ -303,6 +309,29 @@ def test_a_leader_that_missed_the_one_between_goes_on(seed: int) -> None:
     assert first.leader.term
     assert all(story.ended for story in asked)
     assert [story.error for story in asked] == [None] * len(asked)
+
+
+@pytest.mark.parametrize("kind", ["worker", "detokenizer", "scheduler"])
+@pytest.mark.parametrize("seed", range(2))
+def test_requests_end_while_one_process_still_receives_nothing(seed: int, kind: str) -> None:
+    """It sends heartbeats, but it counts as silent, and others do what it would have done."""
+    world = loaded(seed, SLOW, 40, 8)
+    when, nodes = (
+        world.random.uniform(1, 7),
+        {
+            "worker": world.workers,
+            "detokenizer": world.detokenizers,
+            "scheduler": world.schedulers,
+        }[kind],
+    )
+    node = world.random.choice(nodes)
+    world.timeline.after(when, lambda: setattr(node, "deaf_until", world.now + 30))
+    world.run(8 + RECOVERY_S)
+    world.check_ended()
+    world.run(30)
+    world.check_recovered()
+    world.finish()
+    assert_all_succeeded(world)
 
 
 @pytest.mark.parametrize("seed", [*range(6), 136, 292])

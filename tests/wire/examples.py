@@ -655,6 +655,7 @@ EVERY: tuple[Message, ...] = (
         reads=("TokenStep",),
         sent_unix_ms=DEADLINE - 2500,
         not_after_unix_ms=DEADLINE,
+        unechoed_ms=1500,
     ),
     heartbeat.RunningList(
         worker=WORKER,

@@ -121,6 +121,7 @@ class Heartbeater:
             reads=report.reads,
             sent_unix_ms=runtime.clock.unix_ms(),
             not_after_unix_ms=deadline_in(dead_s, runtime.clock),
+            unechoed_ms=runtime.peers.count_sent(runtime.bus.link.connect_count),
         )
 
     async def _on_connected(self) -> None:

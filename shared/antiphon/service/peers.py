@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -126,6 +127,9 @@ class PeerTable:
     A broken link does not make peers dead: missed heartbeats count only while our own heartbeats
     come back to us. While they do not (the link is down or frozen, or this process was stalled), no
     liveness changes, and when they do again, all peers count as just received.
+
+    A process that sends but receives nothing is as good as silent. Its heartbeats say how long its
+    own ones have not come back to it, and that is how long it counts as silent.
     """
 
     def __init__(
@@ -140,6 +144,10 @@ class PeerTable:
         self._echo_at: float | None = None
         self._echoed_at: float | None = None  # not reset on reconnects, unlike _echo_at
         self._connect_count = 0
+        self._whole_since = -math.inf  # since when our heartbeats come back, or last came back
+        self._sent_at = 0.0
+        self._sent_connect_count = 0
+        self._unechoed_s = 0.0
         self._silent_until: float | None = None
         self._name_conflict: Process | None = None
         self._timings: dict[Process, ClockOffset] = {}
@@ -213,6 +221,21 @@ class PeerTable:
         """Whether our own heartbeats come back, or none ever has."""
         return self._echoed_at is None or self._is_recent(self._echoed_at)
 
+    def count_sent(self, connect_count: int) -> int:
+        """Count a heartbeat that is about to be sent, and return its `unechoed_ms`.
+
+        An interval counts for one heartbeat at most, and nothing before a reconnect: neither a
+        freeze of this process nor an outage of the broker means that nothing reaches it.
+        """
+        now, beat_s = self._clock.now(), self._liveness.heartbeat_s
+        if connect_count == self._sent_connect_count:
+            self._unechoed_s += min(now - self._sent_at, beat_s)
+        else:
+            self._sent_connect_count, self._unechoed_s = connect_count, 0.0
+        self._sent_at = now
+        # The last one is due by now, so that it is the one before that may be missing.
+        return round(self._unechoed_s * 1000) if self._unechoed_s > 1.5 * beat_s else 0
+
     def take_name_conflict(self) -> Process | None:
         """Return a process that sent heartbeats with our name while ours were missing, once."""
         rival, self._name_conflict = self._name_conflict, None
@@ -251,6 +274,8 @@ class PeerTable:
             self.reject_heartbeat(beat, fault, difference_ms)
         elif beat.process.instance == self._process.instance:
             self._on_name_conflict(beat, timing)
+        elif beat.unechoed_ms:
+            self._count_as_silence(beat)
         else:
             self._accept(beat, timing)
 
@@ -299,7 +324,9 @@ class PeerTable:
 
     def _on_own_heartbeat(self, beat: Heartbeat) -> None:
         now = self._clock.now()
+        self._unechoed_s = 0.0
         if not self._link_whole():
+            self._whole_since = now
             for peer in self._peers.values():
                 self._peers[peer.process.instance] = replace(peer, received_at=now)
         # A process that was frozen right after its start has sent no heartbeat since its first one.
@@ -341,6 +368,15 @@ class PeerTable:
         if former is not None and self._sent_ms(beat) <= former.sent_ms:
             return "sent_unix_ms"
         return None
+
+    def _count_as_silence(self, beat: Heartbeat) -> None:
+        """Note that its sender receives nothing, if that may not be due to the broker."""
+        peer = self._peers.get(beat.process.instance)
+        if peer is not None and peer.process == beat.process:
+            # While our own heartbeats did not come back, those of no process did.
+            since = max(self._clock.now() - beat.unechoed_ms / 1000, self._whole_since)
+            received_at = min(peer.received_at, since)
+            self._peers[beat.process.instance] = replace(peer, received_at=received_at)
 
     def _accept(self, beat: Heartbeat, timing: ClockOffset) -> None:
         known = self._peers.get(beat.process.instance)

@@ -217,6 +217,8 @@ class Heartbeat(Message):
         sent_unix_ms: Send time by the sender's clock; receivers measure the clock offset with it.
         reads: Names of the messages added to v1 later that this process can read; they are sent to
             no other.
+        unechoed_ms: How long the sender's own heartbeats have not come back to it; 0 if they do. It
+            seems to receive nothing: this heartbeat is no sign of life.
     """
 
     role: Role
@@ -233,6 +235,7 @@ class Heartbeat(Message):
     reads: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
     sent_unix_ms: UnixMs | None = None
     not_after_unix_ms: UnixMs
+    unechoed_ms: Count = 0
 
 
 class Discover(Message):

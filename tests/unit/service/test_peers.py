@@ -369,6 +369,88 @@ def test_frozen_broker_makes_no_peer_dead(world: World) -> None:
     assert world.verdict() is Liveness.DEAD
 
 
+def test_a_process_that_receives_nothing_counts_as_silent_however_often_it_sends(
+    world: World,
+) -> None:
+    world.beat()
+    for unechoed_ms in (0, 0, 1000, 1500, 2000):  # the first of these went astray
+        world.run(0.5)
+        world.beat(unechoed_ms=unechoed_ms)
+    assert world.verdict() is Liveness.SUSPECT
+    world.run(0.5)
+    world.beat(unechoed_ms=2500)
+    assert world.verdict() is Liveness.DEAD
+    world.beat()
+    assert world.verdict() is Liveness.ALIVE
+
+
+def test_a_heartbeat_counts_how_long_ours_have_not_come_back() -> None:
+    world = World()
+    ours, table = (US.instance, US.incarnation), world.peers
+
+    def send(count: int = 1, *, echoed: bool) -> list[int]:
+        sent = list[int]()
+        for _ in range(count):
+            world.clock.advance(BEAT_S)
+            sent.append(table.count_sent(world.joins))
+            if echoed:
+                world.beat(*ours)
+        return sent
+
+    assert send(3, echoed=True) == [0, 0, 0]
+    assert send(4, echoed=False) == [0, 1000, 1500, 2000]
+    assert send(2, echoed=True) == [2500, 0]
+    world.clock.advance(60)  # frozen
+    assert send(3, echoed=False) == [0, 1000, 1500]
+    world.joins += 1
+    assert send(3, echoed=False) == [0, 0, 1000]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_broker_that_stands_still_makes_no_process_seem_to_receive_nothing(seed: int) -> None:
+    """Heartbeats sent meanwhile come all at once, in any order of their senders."""
+    chance = random.Random(seed)
+    clock, names = ManualClock(), ("scheduler-0", "scheduler-1", "scheduler-2")
+    tables = [PeerTable(process(name, "1"), DIGEST, clock, PATIENCE) for name in names]
+    held: list[list[Heartbeat]] = [[] for _ in names]
+
+    def deliver() -> None:
+        for queue in chance.sample(held, len(held)):
+            beats, queue[:] = queue[:], []
+            for beat in beats:
+                for table in tables:
+                    table.on_heartbeat(beat)
+                    table.update_liveness(link_up=True, connect_count=1)
+
+    frozen_from = chance.uniform(2, 3)
+    frozen_until = frozen_from + chance.uniform(0, 12)
+    flagged = False
+    for tick in range(200):
+        clock.advance(0.1)
+        for at, table in enumerate(tables):
+            if tick % 5 == at:
+                beat = Heartbeat(
+                    role=Role.SCHEDULER,
+                    process=process(names[at], "1"),
+                    state=ProcessState.READY,
+                    config_digest=DIGEST,
+                    health_port=0,
+                    load=0,
+                    sent_unix_ms=clock.unix_ms(),
+                    not_after_unix_ms=clock.unix_ms() + 2500,
+                    unechoed_ms=table.count_sent(1),
+                )
+                flagged |= beat.unechoed_ms > 0
+                held[at].append(beat)
+        if not frozen_from <= tick / 10 < frozen_until:
+            deliver()
+        for table in tables:
+            table.update_liveness(link_up=True, connect_count=1)
+            if tick > 10:
+                assert [peer.liveness for peer in table.all()] == [Liveness.ALIVE] * 2
+    assert flagged or frozen_until - frozen_from < 2
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_peers_with_heartbeats_never_die_and_silent_ones_always_do(seed: int) -> None:
     """Processes, restarts, silences and outages drawn at random."""
