@@ -46,6 +46,22 @@ def seeing(
     )
 
 
+def with_axes(name: str, architecture: type[transformers.PreTrainedModel], **vision: object) -> Row:
+    """The row of a Qwen2 whose positions have axes."""
+    row = BY_NAME["qwen2"]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    return Row(
+        name,
+        architecture,
+        sizes={},
+        fields={
+            "text_config": {**row.sizes, **row.fields, "rope_parameters": rope},
+            "vision_config": {"depth": 1, "num_heads": 2, "hidden_size": 64, **vision},
+            "tie_word_embeddings": False,
+        },
+    )
+
+
 ROWS = (
     seeing("gemma3", transformers.Gemma3ForConditionalGeneration, image_size=56),
     *(
@@ -57,6 +73,14 @@ ROWS = (
             projector_output_dim=32,
         )
         for text in ("llama4", "llama4 with two experts a token and no norms of heads")
+    ),
+    with_axes("qwen2-vl", transformers.Qwen2VLForConditionalGeneration, embed_dim=32),
+    with_axes(
+        "qwen2.5-vl",
+        transformers.Qwen2_5_VLForConditionalGeneration,
+        hidden_size=32,
+        intermediate_size=48,
+        out_hidden_size=64,
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
     seeing(

@@ -126,7 +126,7 @@ CLAIM = claim.Claim(
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
 HEADER = media.MediumHeader(digest=DIGESTS[0], width=640, height=480)
-SPAN = media.MediumSpan(start=1, tokens=2, key=DIGESTS[1], placeholders=1)
+SPAN = media.MediumSpan(start=1, tokens=2, key=DIGESTS[1], placeholders=1, columns=4)
 MEDIUM = media.Medium(span=SPAN, width=640, height=480, claim=CLAIM)
 CHAT = (
     tokenize.ChatMessage(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from antiphon.kernels.op import kernel
 from antiphon.kernels.triton.backend import triton
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from antiphon.kernels.upload import Upload
@@ -98,12 +98,14 @@ RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | Dyna
 class RotarySpec:
     """The RoPE of a layer: rotated elements of a head, base and scaling.
 
-    With a `size` below the head's, the rest of each head is not rotated.
+    With a `size` below the head's, the rest of each head is not rotated. With `sections` positions
+    have as many axes, and so many pairs of each head are rotated by that along each.
     """
 
     size: int
     base: float
     scaling: RotaryScaling | None = None
+    sections: tuple[int, ...] = ()
 
     @property
     def amplitude(self) -> float:
@@ -162,9 +164,9 @@ def cos_sin(
 class TokenCosSin:
     """Cosine and sine for the tokens of a pass."""
 
-    cos: Tensor  # for every position up to the last, (P, 1, R)
+    cos: Tensor  # for every position up to the last, or for every token, (P, 1, R)
     sin: Tensor  # likewise, signed as in `cos_sin`
-    positions: NDArray[np.int32]  # (T,) int32
+    positions: NDArray[np.int32]  # (T,) int32, the row of each token in `cos` and `sin`
     query_scale: Tensor | None = None  # (P,) float32, what multiplies queries before all else
     upload: Upload = torch.as_tensor
 
@@ -216,19 +218,46 @@ class CosSinCache:
         self._cos, self._sin, self._query_scale = self._computed(self._known)
 
     def at_positions(self, positions: NDArray[np.int32]) -> TokenCosSin:
+        """Of positions (T,), or (A, T) along axes."""
+        if positions.ndim > 1:
+            return self._at_axes(positions)
         # Python integers: numpy's maximum and torch's length go through Python, cold code.
-        last = max(positions.tolist())
+        self._reach(max(positions.tolist()))
+        return TokenCosSin(self._cos, self._sin, positions, self._query_scale, self._upload)
+
+    def _at_axes(self, positions: NDArray[np.int32]) -> TokenCosSin:
+        """Of positions (A, T) along axes: each pair of elements by that along its own."""
+        sections = self._rotary.sections
+        assert len(sections) == len(positions), "a RoPE with as many sections as axes"
+        assert self._query_scale is None, "a temperature goes by the index of a token"
+        self._reach(int(positions.max()))
+        places = self._upload(positions)
+        cos, sin = (_by_axis(table, places, sections) for table in (self._cos, self._sin))
+        every = np.arange(positions.shape[1], dtype=np.int32)
+        return TokenCosSin(cos, sin, every, None, self._upload)
+
+    def _reach(self, last: int) -> None:
+        """Compute all positions up to the last one."""
         if last >= self._known:
             known = 1 << last.bit_length()
             self._cos, self._sin, self._query_scale = self._computed(known)
             self._known = known
-        return TokenCosSin(self._cos, self._sin, positions, self._query_scale, self._upload)
 
     def _computed(self, positions: int) -> tuple[Tensor, Tensor, Tensor | None]:
         every = torch.arange(positions, device=self._device)
         frequencies = self._rotary.frequencies_at(every)
         angles = cos_sin(frequencies, every, self._dtype, self._rotary.amplitude)
         return *angles, None if self._temperature is None else self._temperature.of(every)
+
+
+def _by_axis(table: Tensor, places: Tensor, sections: tuple[int, ...]) -> Tensor:
+    """Rows of a table (P, 1, R) at places (A, T)  ->  (T, 1, R), each pair by its own axis."""
+    parts, first = list[Tensor](), 0
+    for number, pairs in enumerate(sections * 2):  # of the first half, and of the second one
+        part = table.narrow(-1, first, pairs)
+        parts.append(part.index_select(0, places[number % len(sections)]))
+        first += pairs
+    return torch.cat(parts, dim=-1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -45,11 +45,13 @@ MULTIMODAL_ARCHITECTURES = (
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
 TEXT_MODEL_PREFIX = "language_model."
 """Prefix of its tensor names, first or after the common prefix."""
-VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.")
 """Prefixes of vision tensors."""
 
 FIELD_ALIASES: Mapping[str, str] = {
@@ -72,6 +74,7 @@ FIELD_ALIASES: Mapping[str, str] = {
 """Names of fields in some families, and in most."""
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
+_QWEN_VL = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "bert": {**_BERT, "pad_token_id": 0},
@@ -103,6 +106,10 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     },
     "modernbert": {"hidden_act": "gelu"},
     "phi": {"partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen2_5_vl_text": _QWEN_VL,
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_vl_text": _QWEN_VL,
     "qwen3": {"head_dim": 128},
     "roberta": {**_BERT, "pad_token_id": 1},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},

@@ -36,12 +36,15 @@ class MediumSpan(Value):
         tokens: Up to the last one, and markers between them.
         key: What stands in place of these tokens in keys: see `namespaces.key_ids`.
         placeholders: How many of the tokens are placeholders; 0: all.
+        columns: Width of the grid of the placeholders, of models whose positions have axes; 0: they
+            are in a line, as text.
     """
 
     start: TokenCount
     tokens: TokenCount
     key: Sha256
     placeholders: TokenCount = 0
+    columns: TokenCount = 0
 
     @property
     def rows(self) -> int:

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
-from tests.support.worker import state
+from tests.support.worker import state, step_plan
 from tests.unit.model_worker.steps import Steps, spans
 
-from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
+from antiphon.model_worker.batching.joint_plan import join_plans, offsets
+from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded, check_media
 from antiphon.model_worker.batching.plan import PLAIN
 from antiphon.model_worker.batching.state import ChoiceKey, RequestMedia
+from antiphon.model_worker.runner.context import _goes_on
+from antiphon.model_worker.runner.input_batch import InputBatch
 from antiphon.wire.claim import Claim
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest
@@ -278,3 +282,61 @@ def test_keys_have_words_of_the_whole_key_in_place_of_placeholders() -> None:
     other = [*unpack_ids(key_ids(ids, [(2, 9, b"a" * 8 + b"b" * 24)]))]
     assert not set(words) & set(other[2:11])
     assert [*unpack_ids(key_ids(ids, [(2, 4, b"a" * 32)]))][2:6] == words[:4]
+
+
+def grid(start: int, rows: int, columns: int) -> Medium:
+    plain = medium(start, rows * columns)
+    return msgspec.structs.replace(plain, span=msgspec.structs.replace(plain.span, columns=columns))
+
+
+def test_a_grid_is_whole_and_only_where_positions_have_axes() -> None:
+    ids = np.array(prompt(2, -6, 2), np.int32)
+    check_media([grid(2, 2, 3)], ids, sees=True, grids=True)
+    check_media([medium(2, 6)], ids, sees=True)
+    wrong = [
+        (medium(2, 6), True, "no grid"),
+        (grid(2, 2, 3), False, "has a grid"),
+        (msgspec.structs.replace(grid(2, 2, 3), span=_columns(4)), True, "no whole grid"),
+    ]
+    for found, grids, reason in wrong:
+        with pytest.raises(InvalidRequest, match=reason):
+            check_media([found], ids, sees=True, grids=grids)
+
+
+def _columns(columns: int) -> MediumSpan:
+    return msgspec.structs.replace(grid(2, 2, 3).span, columns=columns)
+
+
+def test_positions_are_in_the_joint_plan_of_groups_and_in_the_part_of_each() -> None:
+    """The first group has a text that decodes; the second one prompts with images."""
+    steps, _ = world()
+    steps.add(1, prompt(3))
+    rows = [steps.next()]
+    plans = [plan_of(steps, rows[0])]
+    seeing, store = world(media_grids=True, chunk_tokens=16)
+    seeing.add(1, prompt(2, -6, 2), media=(grid(2, 2, 3),))
+    seeing.next()
+    store.land(store.loads[0])
+    rows.append(seeing.next())
+    plans.append(plan_of(seeing, rows[1]))
+    joined = join_plans(1, plans, [None, None], offsets(rows, 4))
+    whole = InputBatch(joined, (), 0).rotary_positions
+    text, image = np.arange(3), [[2] * 6, [2, 2, 2, 3, 3, 3], [2, 3, 4] * 2]
+    axes = [[0, 1, *image[axis], 5, 6] for axis in range(3)]
+    np.testing.assert_array_equal(whole, [[*text, *axis] for axis in axes])
+    parts = [InputBatch(joined, (), 0, group).own.rotary_positions for group in range(2)]
+    np.testing.assert_array_equal(parts[0], text)
+    np.testing.assert_array_equal(parts[1], axes)
+
+
+def test_a_decode_step_goes_on_only_from_the_same_positions() -> None:
+    lengths, plain = np.array([5, 8], np.int32), step_plan([1, 1])
+    longer = msgspec.structs.replace(plain, kv_len=lengths + 1)
+    shifted = msgspec.structs.replace(longer, position_offsets=np.array([0, -3], np.int32))
+    moved = np.array([-3, 0], np.int32)
+    assert _goes_on((lengths, None), longer)
+    assert _goes_on((lengths, shifted.position_offsets), shifted)
+    assert not _goes_on((lengths, None), plain)
+    assert not _goes_on((lengths, moved), shifted)
+    assert not _goes_on((lengths, None), shifted)
+    assert not _goes_on((lengths, moved), longer)

@@ -45,7 +45,7 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_logprobs(sampling, limits)
     _check_pooling(sampling, limits.pool_width)
     prompt = ids[:prompt_tokens]
-    check_media(state.media, prompt, sees=limits.media_width is not None)
+    check_media(state.media, prompt, sees=limits.media_width is not None, grids=limits.media_grids)
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:

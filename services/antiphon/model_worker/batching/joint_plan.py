@@ -68,6 +68,7 @@ def join_plans(
     tokens = np.cumsum([0, *(len(plan.tokens) for plan, _ in found)], dtype=np.int32).tolist()
     both = [(plan, at, first) for (plan, at), first in zip(found, tokens, strict=False)]
     spliced = _join_splices([(plan, first) for plan, _, first in both])
+    axes = _join_axes([(plan, first) for plan, _, first in both])
     counts = [0 if plan is None else len(plan.slot) for plan in plans]
     return StepPlan(
         step=step,
@@ -89,6 +90,9 @@ def join_plans(
         ),
         spliced=None if spliced is None else spliced[0],
         spliced_rows=None if spliced is None else spliced[1],
+        position_offsets=_join_offsets([plan for plan, _, _ in both]),
+        axis_tokens=None if axes is None else axes[0],
+        axis_positions=None if axes is None else axes[1],
         group_rows=np.cumsum([0, *counts], dtype=np.int32),
     )
 
@@ -178,6 +182,23 @@ def _join_splices(parts: Sequence[tuple[StepPlan, int]]) -> tuple[Ints, Floats] 
         return None
     rows = [plan.spliced_rows for plan, _ in parts if plan.spliced_rows is not None]
     return _joined(places), np.concatenate(rows)
+
+
+def _join_offsets(plans: Sequence[StepPlan]) -> Ints | None:
+    if all(plan.position_offsets is None for plan in plans):
+        return None
+    none = [np.zeros(len(plan.slot), np.int32) for plan in plans]
+    offsets = [plan.position_offsets for plan in plans]
+    return _joined([n if each is None else each for each, n in zip(offsets, none, strict=True)])
+
+
+def _join_axes(parts: Sequence[tuple[StepPlan, int]]) -> tuple[Ints, Ints] | None:
+    """Of plans whose tokens follow so many of others."""
+    tokens = [plan.axis_tokens + first for plan, first in parts if plan.axis_tokens is not None]
+    if not tokens:
+        return None
+    positions = [plan.axis_positions for plan, _ in parts if plan.axis_positions is not None]
+    return _joined(tokens), np.concatenate(positions, axis=1)
 
 
 def _join_details(parts: Sequence[tuple[LogprobsRequest, int, int]]) -> LogprobsRequest | None:

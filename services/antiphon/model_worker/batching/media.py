@@ -135,8 +135,10 @@ class MediaLoader:
                 self._store.release(request.key, media.number)
 
 
-def check_media(media: Sequence[Medium], prompt: Ints, *, sees: bool) -> None:
+def check_media(media: Sequence[Medium], prompt: Ints, *, sees: bool, grids: bool = False) -> None:
     """Refuse media that this model does not take, or whose places are not in the prompt (P,).
+
+    With `grids` each must have columns.
 
     Raises:
         Unsupported: The model takes no media.
@@ -154,3 +156,10 @@ def check_media(media: Sequence[Medium], prompt: Ints, *, sees: bool) -> None:
     for medium in media:
         if len(placeholders(medium, prompt)) != medium.span.rows:
             raise InvalidRequest("a medium has other placeholders than rows", param="media")
+        if bool(medium.span.columns) != grids:
+            text = "the positions of this model have axes, and a medium no grid"
+            if not grids:
+                text = "a medium has a grid, and the positions of this model no axes"
+            raise InvalidRequest(text, param="media")
+        if grids and (medium.span.placeholders or medium.span.tokens % medium.span.columns):
+            raise InvalidRequest("a medium is no whole grid", param="media")

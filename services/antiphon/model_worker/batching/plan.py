@@ -241,6 +241,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             fills in what it keeps by slot.
         spliced: Tokens that are not read from the embedding table, rising; see `spliced_rows`.
         spliced_rows: What stands in their place as the layers are entered, in float32.
+        position_offsets: What the positions of a row's tokens are beyond their indices, all axes
+            alike: images before them take fewer positions than tokens. See `positions`.
+        axis_tokens: Tokens of prompts up to the last image, rising, whose positions
+            `axis_positions` has instead.
         group_rows: (G + 1,) of several attention groups: which rows are those of each. Each group
             has pages and states of its own, and slots beyond those of the groups before it.
     """
@@ -266,6 +270,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     next_tokens: Ints | None = None  # (R,) beside these: the token after a chunk that samples none
     spliced: Ints | None = None  # (E,) indices into `tokens`
     spliced_rows: Floats | None = None  # (E, hidden)
+    position_offsets: Ints | None = None  # (R,) see above
+    axis_tokens: Ints | None = None  # (A,) indices into `tokens`
+    axis_positions: Ints | None = None  # (3, A)
     group_rows: Ints | None = None  # (G + 1,) see above
 
     @property

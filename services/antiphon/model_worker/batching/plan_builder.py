@@ -35,7 +35,7 @@ def build_plan(
         query_end = np.cumsum(query_len, dtype=np.int32)
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
     pooling, types, next_tokens = None, None, None
-    spliced, spliced_rows = None, None
+    spliced, spliced_rows, axis_tokens, axis_positions = None, None, None, None
     if rows.draft_counts is not None:
         next_tokens = np.zeros(count, np.int32)
     if rows.verified < count:
@@ -43,6 +43,7 @@ def build_plan(
         if next_tokens is not None:
             next_tokens[rows.verified :] = _next_tokens(chunks, rows.ends[rows.verified :])
         spliced, spliced_rows = _splices(chunks, rows, query_start)
+        axis_tokens, axis_positions = _axes(chunks, rows, query_start)
         if (pooling := pooling_request(chunks, rows)) is not None:
             types = token_types(chunks, rows)
     return StepPlan(
@@ -63,6 +64,9 @@ def build_plan(
         next_tokens=next_tokens,
         spliced=spliced,
         spliced_rows=spliced_rows,
+        position_offsets=batch.position_offset[slots] if batch.offsets else None,
+        axis_tokens=axis_tokens,
+        axis_positions=axis_positions,
         changes=batch.changes.read(),
     )
 
@@ -113,6 +117,29 @@ def _splices(
     if not indices:
         return None, None
     return np.concatenate(indices), np.concatenate(embeddings)
+
+
+def _axes(
+    chunks: Sequence[Request], rows: StepRows, query_start: Ints
+) -> tuple[Ints | None, Ints | None]:
+    """The tokens of these rows of prompts up to the last image of each, and their positions.
+
+    (A,) and (3, A), or None: see `StepPlan`.
+    """
+    indices: list[Ints] = []
+    positions: list[Ints] = []
+    for row, request in enumerate(chunks, start=rows.verified):
+        if request.media is None:
+            continue
+        start, end = rows.starts.item(row), rows.ends.item(row)
+        found = request.media.positions[:, start:end]
+        if count := found.shape[1]:
+            at = query_start.item(row)
+            indices.append(np.arange(at, at + count, dtype=np.int32))
+            positions.append(found)
+    if not indices:
+        return None, None
+    return np.concatenate(indices), np.concatenate(positions, axis=1)
 
 
 def _last_each(ends: Ints, counts: Longs) -> Ints:

@@ -181,6 +181,11 @@ class Request:
         return self.length - self.prompt_tokens
 
     @property
+    def position_offset(self) -> int:
+        """What the positions of its tokens behind all images are beyond their indices."""
+        return 0 if self.media is None else self.media.position_offset
+
+    @property
     def exact(self) -> bool:
         """Whether its number of output tokens is known beforehand."""
         return self.state.sampling.ignore_eos

@@ -56,6 +56,7 @@ class RunningBatch(SlotArrays):
         prefills: Those of which a token of the prompt is not launched yet.
         steps: Scheduled since start.
         grammars: Number of running requests with a grammar.
+        offsets: Number of those whose positions have an offset.
         chains: Their recurrent states, by group of these.
         checkpoints: None without recurrent states or a prefix cache.
         transfers: None without a page store.
@@ -72,7 +73,7 @@ class RunningBatch(SlotArrays):
         self.step_tokens_max = limits.step_tokens_max
         self._flights = limits.flights
         self.steps = 0
-        self.grammars = 0
+        self.grammars = self.offsets = 0
         self.running: dict[int, Request] = {}
         self.prefills: dict[int, Request] = {}
         self._ends = np.zeros(slots, np.bool_)  # (S,) whether an end id of the model ends it
@@ -203,6 +204,8 @@ class RunningBatch(SlotArrays):
         self.stepwise[slot] = request.stepwise
         self.has_grammar[slot] = request.matcher is not None
         self.grammars += request.matcher is not None
+        self.position_offset[slot] = request.position_offset
+        self.offsets += request.position_offset != 0
         self.prefilling[slot] = self.rowwise[slot] = True
         self.reported[slot] = reported
         self._ends[slot] = bool(request.end_ids)
@@ -231,6 +234,7 @@ class RunningBatch(SlotArrays):
         self.in_flight_tokens[slot] = 0
         self.generation[slot] += 1
         self.grammars -= request.matcher is not None
+        self.offsets -= request.position_offset != 0
         self._own_ends.pop(slot, None)
         self.changes.release(slot)
         self.logits.clear(slot)

@@ -32,6 +32,7 @@ class SlotArrays:
             are among them, or a grammar matcher has not accepted the last one yet.
         has_grammar: (S,)
         last_token: (S,) the last known token.
+        position_offset: (S,) of tokens behind the images of the prompt: see `positions`.
         reported: (S,) output tokens that were reported.
         rowwise: (S,) whether the next tokens are reported as `Progress`.
         covered: (S,) tokens that have pages.
@@ -45,7 +46,7 @@ class SlotArrays:
         self.in_flight_tokens, self.base_len, self.generation, self.reported = _longs(4, slots)
         self.prompt, self.tokens_max, self.covered = _longs(3, slots)
         self.slack, self.drafted = _longs(2, slots)
-        self.last_token = np.zeros(slots, np.int32)
+        self.last_token, self.position_offset = (np.zeros(slots, np.int32) for _ in range(2))
         self.exact, self.prefilling, self.stepwise = _flags(3, slots)
         self.has_grammar, self.rowwise, self.blocked = _flags(3, slots)
         self.entries, self.pages_held = _longs(groups, slots), _longs(groups, slots)

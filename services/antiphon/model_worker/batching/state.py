@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.plan import Floats, Ints, Longs
+from antiphon.model_worker.batching.positions import image_positions
 from antiphon.model_worker.batching.token_store import OutputIds
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
@@ -45,6 +46,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             generative model, which pools nothing.
         flights: Steps in flight at once, each of other requests: one for each pipeline stage.
         media_width: Hidden size of a model that takes media; None: it takes none.
+        media_grids: Whether positions of media have axes.
         checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
     """
 
@@ -64,6 +66,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     hidden_states: bool = False
     pool_width: int | None = None
     media_width: int | None = None
+    media_grids: bool = False
     flights: int = 1
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
@@ -123,13 +126,18 @@ class RequestMedia:
     Attributes:
         number: Of its last load; 0: there was none.
         loading: Whether that has not ended.
+        positions: See `image_positions`.
+        position_offset: What positions of tokens behind these are beyond their indices.
     """
 
-    __slots__ = ("_embeddings", "_places", "loading", "media", "number")
+    __slots__ = (
+        "_embeddings", "_places", "loading", "media", "number", "position_offset", "positions",
+    )  # fmt: skip
 
     def __init__(self, media: tuple[Medium, ...], prompt: Ints) -> None:
         self.media = media
         self._places = [placeholders(medium, prompt) for medium in media]
+        self.positions, self.position_offset = image_positions(each.span for each in media)
         self.number = 0
         self.loading = False
         self._embeddings: dict[int, Floats] = {}

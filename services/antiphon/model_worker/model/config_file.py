@@ -67,6 +67,7 @@ class RopeField(msgspec.Struct, frozen=True):
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    mrope_section: tuple[int, ...] = ()
     full_attention: RopeField | None = None
     sliding_attention: RopeField | None = None
 
@@ -81,7 +82,7 @@ class RopeField(msgspec.Struct, frozen=True):
     def scaling(self, rotated: int, context_tokens: int, trained: int) -> RotaryScaling | None:
         """The scaling of a head's `rotated` elements; `trained` tokens were extended."""
         match self.kind:
-            case "default":
+            case "default" | "mrope":  # text alone has the same position on all axes
                 return None
             case "dynamic":
                 return self._dynamic(rotated, context_tokens)

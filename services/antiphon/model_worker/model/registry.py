@@ -31,7 +31,14 @@ from antiphon.model_worker.model.families.llama import (
     PHI3,
     SMOLLM3,
 )
-from antiphon.model_worker.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT
+from antiphon.model_worker.model.families.qwen import (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN2_VL,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from antiphon.model_worker.model.llama_parts import classifier, embedding_model, reward_model
 
 if TYPE_CHECKING:
@@ -45,6 +52,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": LLAMA,
     "Llama4ForCausalLM": LLAMA4,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
     "Qwen3ForCausalLM": QWEN3,
     "MistralForCausalLM": MISTRAL,
     "SmolLM3ForCausalLM": SMOLLM3,

@@ -216,6 +216,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return any(isinstance(layer.feed_forward, MoeSpec) for layer in self.layers)
 
     @property
+    def position_axes(self) -> bool:
+        """Whether positions have axes, along which images lie."""
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        return any(isinstance(m, AttentionSpec) and m.rotary and m.rotary.sections for m in mixers)
+
+    @property
     def tied(self) -> bool:
         return isinstance(self.head, HeadSpec) and self.head.tied
 

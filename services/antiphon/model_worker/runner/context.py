@@ -114,9 +114,8 @@ class ForwardContexts:
         self._stack_positions: tuple[PositionSpec, ...] = ()
         # With chunked attention, the rows of a sequence may differ from step to step.
         self._may_continue = not any(isinstance(kind, KvSpec) and kind.chunked for kind in kinds)
-        self._kv_len: Ints | None = (
-            None  # (R,) of a decode step that the fused decoder can continue
-        )
+        # (R,) lengths and position offsets of a decode step that the fused decoder can continue.
+        self._before: tuple[Ints, Ints | None] | None = None
         self.choice = self._choose(model, fused=fused)
 
     def _choose(self, model: LoadedModel, *, fused: bool) -> BackendChoice[..., object]:
@@ -140,22 +139,24 @@ class ForwardContexts:
 
         A `bare` result may be without logits.
         """
-        stack, before = self._stack, self._kv_len
-        self._kv_len = None  # set again on success
+        stack, before = self._stack, self._before
+        self._before = None  # set again on success
         if stack is None or plan.spliced is not None or not self._absorbed(batch):
             return None
+        if plan.axis_tokens is not None:  # the next step would go on from these positions
+            return None
         scored = None
-        if before is not None and batch.decodes and _one_more(before, plan.kv_len):
+        if before is not None and batch.decodes and _goes_on(before, plan):
             scored = stack.decode_next(tokens, plan.page_tables, bare)
         if scored is None:
             if not stack.scores or plan.pooling is not None:
                 return None
-            turns = self._turns(batch.positions)
+            turns = self._turns(batch.rotary_positions)
             scored = stack.score(
                 tokens, plan.logit_tokens, turns, batch.groups, batch.states, argmax_only=bare
             )
         if self._may_continue and batch.decodes:
-            self._kv_len = plan.kv_len
+            self._before = plan.kv_len, plan.position_offsets
         return scored
 
     def _absorbed(self, batch: InputBatch) -> bool:
@@ -171,7 +172,7 @@ class ForwardContexts:
 
     def forget(self) -> None:
         """After a failed pass: the next one does not continue from it."""
-        self._kv_len = None
+        self._before = None
 
     def run_layers(
         self, plan: StepPlan, batch: InputBatch, tokens: Ints
@@ -210,7 +211,7 @@ class ForwardContexts:
 
     def _of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
         """The context of tokens that have their pages here."""
-        positions = batch.positions
+        positions = batch.rotary_positions
 
         @cache
         def angles(rotary: RotarySpec | None) -> TokenCosSin:
@@ -228,7 +229,7 @@ class ForwardContexts:
             attend=self._attend(plan, batch, angles),
             states_of=partial(_states_of, self._states, batch.states) if batch.states else None,
             attend_latent=self._attend_latent(batch, angles) if self._latent else None,
-            positions=self._upload(positions),
+            positions=self._upload(batch.positions),
             token_types=None if plan.token_types is None else self._upload(plan.token_types),
             fused=fused,
             aux_layers=self._aux_layers,
@@ -262,9 +263,14 @@ class ForwardContexts:
         return partial(_paged_latent_attention, self._ops, self._caches, rows, angles)
 
 
-def _one_more(before: Ints, after: Ints) -> bool:
-    """Whether these are as many rows, each of one token more."""
-    return len(before) == len(after) and np.count_nonzero(after - before == 1) == len(after)
+def _goes_on(before: tuple[Ints, Ints | None], plan: StepPlan) -> bool:
+    """Whether a plan has as many rows, each of one token more, which has the position after."""
+    (lengths, offsets), kv_len = before, plan.kv_len
+    if len(lengths) != len(kv_len) or np.count_nonzero(kv_len - lengths == 1) != len(kv_len):
+        return False
+    if offsets is None or plan.position_offsets is None:
+        return offsets is plan.position_offsets
+    return np.array_equal(offsets, plan.position_offsets)
 
 
 # The backends of a `ForwardContext`, which binds their first arguments to those of one pass.

@@ -12,6 +12,7 @@ import torch
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.recurrent import StateMetadata
 from antiphon.model_worker.batching.plan import are_drafts
+from antiphon.model_worker.batching.positions import AXES
 from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class InputBatch:
         _ = self.positions, self.logit_position
         if not len(own.plan.slot):
             return
-        _ = own.states, own.positions
+        _ = own.states, own.rotary_positions
         for rows in own.groups:
             _ = rows.slot_mapping
             if compiled:
@@ -125,6 +126,18 @@ class InputBatch:
         return tokens + (plan.kv_len - ends)[self.token_row]
 
     @cached_property
+    def rotary_positions(self) -> Ints:
+        """Position of each token, (T,), or along each axis, (3, T), where some differ."""
+        plan, positions = self._plan, self.positions
+        if plan.position_offsets is not None:
+            positions = positions + plan.position_offsets[self.token_row]
+        if plan.axis_tokens is None or plan.axis_positions is None:
+            return positions
+        axes = np.tile(positions, (AXES, 1))
+        axes[:, plan.axis_tokens] = plan.axis_positions
+        return axes
+
+    @cached_property
     def logit_position(self) -> Longs:
         """Index in its sequence of the token that each row of logits predicts, (L,)."""
         plan = self._plan
@@ -166,6 +179,11 @@ class InputBatch:
 
 def _part(plan: StepPlan, rows: slice, tokens: slice) -> StepPlan:
     """Some neighbouring rows of a plan, as layers read them: what is sampled is left out."""
+    offsets, axis_tokens, axis_positions = plan.position_offsets, plan.axis_tokens, None
+    if axis_tokens is not None and plan.axis_positions is not None:
+        first, last = np.searchsorted(axis_tokens, (tokens.start, tokens.stop)).tolist()
+        axis_positions = plan.axis_positions[:, first:last]
+        axis_tokens = axis_tokens[first:last] - np.int32(tokens.start) if first < last else None
     return msgspec.structs.replace(
         plan,
         slot=plan.slot[rows],
@@ -176,6 +194,9 @@ def _part(plan: StepPlan, rows: slice, tokens: slice) -> StepPlan:
         logit_tokens=plan.logit_tokens[:0],
         page_tables=tuple([table[rows] for table in plan.page_tables]),
         states=tuple([table[rows] for table in plan.states]),
+        position_offsets=None if offsets is None else offsets[rows],
+        axis_tokens=axis_tokens,
+        axis_positions=None if axis_tokens is None else axis_positions,
         group_rows=None,
     )
 

@@ -6,7 +6,7 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -178,7 +178,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     sees = None
     if read_vision(files.folder) is not None and implementation.value != "transformers":
-        sees = card.hidden_size
+        sees = Sees(card.hidden_size, grids=model.spec.position_axes)
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales, sees=sees)
     groups = None
     if (count := resolved.attention_groups.value) > 1:
@@ -330,6 +330,13 @@ def load_resolved(
         raise CannotStart(str(error)) from error
 
 
+class Sees(NamedTuple):
+    """What the engine knows of a model that takes media: see `EngineLimits`."""
+
+    width: int
+    grids: bool
+
+
 def open_engine_core(
     settings: Settings,
     resolved: ResolvedConfig,
@@ -338,12 +345,12 @@ def open_engine_core(
     kv_scales: str = "",
     first: EngineCore | None = None,
     *,
-    sees: int | None = None,
+    sees: Sees | None = None,
 ) -> EngineCore:
     """Make an engine core without requests; `kv_scales` is a digest of the cache's scales.
 
     The attention groups after the `first` one have its drafter and its log of cached blocks. `sees`
-    is the hidden size of a model that takes media.
+    is what there is of a model that takes media.
     """
     cache = settings.cache
     tracker = BlockTracker() if cache.events else None
@@ -403,7 +410,7 @@ def _limits(
     resolved: ResolvedConfig,
     pools: CachePools,
     vocab_size: int,
-    sees: int | None,
+    sees: Sees | None,
 ) -> EngineLimits:
     batching, queue, pooling = settings.batching, settings.queue, resolved.pooling.value
     groups = resolved.attention_groups.value  # a step is shared by all
@@ -426,7 +433,8 @@ def _limits(
         stream_interval=batching.stream_interval,
         hidden_states=batching.hidden_states,
         pool_width=None if pooling is None else pooling.card.width,
-        media_width=sees,
+        media_width=None if sees is None else sees.width,
+        media_grids=sees is not None and sees.grids,
         flights=resolved.stages.value,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,

@@ -9,6 +9,7 @@ import msgspec
 
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.recurrent import GatedDeltaSpec
+from antiphon.model_worker.batching.positions import AXES
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
     Count,
@@ -35,6 +36,17 @@ if TYPE_CHECKING:
 def declare_qwen2(config: ConfigFile) -> ModelSpec:
     """Qwen2 and Qwen2.5: Llama's shape with biases on queries, keys and values only."""
     return _dense(config, qkv_bias=True)
+
+
+def declare_qwen2_vl(config: ConfigFile) -> ModelSpec:
+    """Qwen2-VL and Qwen2.5-VL: Qwen2 whose positions have axes; its images come from outside."""
+    sections, rotary = config.rope.mrope_section, config.rotary()
+    if len(sections) != AXES or 2 * sum(sections) != rotary.size or min(sections) < 0:
+        raise ModelLoadError(
+            f"config.json: mrope_section = {list(sections)}: must be {AXES} numbers of pairs,"
+            f" together {rotary.size // 2}"
+        )
+    return _dense(config, qkv_bias=True, rotary=replace(rotary, sections=sections))
 
 
 def declare_qwen3(config: ConfigFile) -> ModelSpec:
@@ -198,6 +210,7 @@ def _feed_forwards(
 
 
 QWEN2 = ModelFamily("qwen2", declare_qwen2)
+QWEN2_VL = ModelFamily("qwen2-vl", declare_qwen2_vl)
 QWEN3 = ModelFamily("qwen3", declare_qwen3)
 QWEN2_MOE = ModelFamily("qwen2-moe", declare_qwen2_moe)
 QWEN3_MOE = ModelFamily("qwen3-moe", declare_qwen3_moe)

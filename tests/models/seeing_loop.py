@@ -1,0 +1,63 @@
+"""A batching loop whose media come from a fake store, so that no encoder is needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from tests.models.model_loop import ModelLoop
+
+from antiphon.model_worker.batching.media import MediaLoaded
+from antiphon.wire.claim import Claim
+from antiphon.wire.media import Medium, MediumSpan
+from antiphon.wire.namespaces import medium_key
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.mailbox import Mail
+    from antiphon.model_worker.batching.media import MediaLoad
+    from antiphon.model_worker.batching.plan import Floats
+    from antiphon.model_worker.batching.state import ChoiceKey
+    from antiphon.model_worker.runner.opening import OpenModel
+
+CLAIM = Claim(address="a:1", token="00", size_bytes=1, digest=bytes(32), expires_unix_ms=0)
+
+
+def embedding(content: int, tokens: int, width: int) -> Floats:
+    """The embedding of an image, by its content."""
+    return np.random.default_rng(content).normal(0, 1, (tokens, width)).astype(np.float32)
+
+
+def medium(start: int, rows: int, columns: int, content: int) -> Medium:
+    """An image, whose width and height are its grid here."""
+    key = medium_key(bytes([content]) * 32, bytes([rows, columns]))
+    span = MediumSpan(start=start, tokens=rows * columns, key=key, columns=columns)
+    return Medium(span=span, width=content, height=1, claim=CLAIM)
+
+
+class SeeingLoop(ModelLoop):
+    """Embeddings are brought in the turn after they are loaded; the content is a medium's width."""
+
+    def __init__(self, model: OpenModel, **values: Any) -> None:
+        width = model.spec.hidden
+        super().__init__(model, media_width=width, media_grids=True, **values)
+        self.loads = 0
+        self._width = width
+        self._landed: list[MediaLoaded] = []
+        for core in self.cores:
+            core.batch.media.use(self)
+
+    def load(self, load: MediaLoad) -> None:
+        self.loads += len(load.media)
+        found = {
+            index: embedding(each.width, each.span.rows, self._width)
+            for index, each in load.media.items()
+        }
+        self._landed.append(MediaLoaded(load.key, load.number, found))
+
+    def release(self, key: ChoiceKey, number: int) -> None:
+        pass
+
+    def _turn(self, mail: Mail) -> None:
+        landed, self._landed = self._landed, []
+        super()._turn(msgspec.structs.replace(mail, landed=list(landed)))

@@ -1,0 +1,252 @@
+"""Positions along axes, where prompts hold images: against transformers, through the whole loop.
+
+The embeddings of the images are random: what is tested is where they and the text after them lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.models.draft_models import by_ngrams
+from tests.models.model_loop import LINEAR
+from tests.models.parity import draw
+from tests.models.seeing_loop import SeeingLoop, embedding, medium
+from tests.support.models import open_model
+from tests.support.worker import state
+
+from antiphon.model_worker.batching import state as batching_state
+from antiphon.model_worker.batching.plan import StepPlan
+from antiphon.model_worker.batching.plan_buffer import pack, unpack
+from antiphon.model_worker.batching.positions import image_positions
+from antiphon.wire.ids import RequestId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.state import RequestState
+    from antiphon.model_worker.runner.opening import OpenModel
+    from antiphon.wire.media import MediumSpan
+
+HIDDEN = 64
+VOCABULARY = 128
+IMAGE = 120
+NEW = 10
+NEAR = 2e-4
+"""Logits that are nearer than this may be taken either way."""
+Part = int | tuple[int, int, int]
+"""So many tokens of text, or rows, columns and content of an image."""
+PROMPTS: Sequence[tuple[Part, ...]] = (
+    (3, (3, 5, 1), 4),
+    ((1, 7, 2), 9),
+    (2, (4, 2, 3), 6, (2, 6, 1), 2),
+    (5, (2, 2, 1), 1, (5, 1, 4), 17),
+    (13,),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers and as we load them."""
+
+    reference: transformers.Qwen2_5_VLForConditionalGeneration
+    folder: Path
+
+    def opened(self, **values: Any) -> OpenModel:
+        whole = {"page_tokens": 4, "pages": 160, "dtype": "float32", "linear": LINEAR} | values
+        return open_model(self.folder, **whole)
+
+    @torch.inference_mode()
+    def check(self, parts: Sequence[Part], output: Sequence[int]) -> None:
+        """Compare greedy tokens with those of transformers for this prompt."""
+        ids, _ = prompt(parts)
+        rows = self._logits(parts, [*ids, *output])
+        assert len(output) == NEW
+        for index, token in enumerate(output, start=len(ids) - 1):
+            assert rows[index, token] >= rows[index].max() - NEAR, f"{parts}: {index}"
+
+    def _logits(self, parts: Sequence[Part], ids: list[int]) -> torch.Tensor:
+        model = self.reference
+        images = [part for part in parts if not isinstance(part, int)]
+        tokens = torch.tensor([ids])
+        embedded = model.get_input_embeddings()(tokens)
+        for (rows, columns, content), each in zip(images, prompt(parts)[1], strict=True):
+            first = each.start
+            found = torch.as_tensor(embedding(content, rows * columns, HIDDEN))
+            embedded[0, first : first + rows * columns] = found
+        states = model.model.language_model(
+            inputs_embeds=embedded, position_ids=theirs(model, images, tokens)
+        )
+        return model.lm_head(states.last_hidden_state)[0]
+
+
+def theirs(
+    model: transformers.Qwen2_5_VLForConditionalGeneration,
+    images: Sequence[tuple[int, int, int]],
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    grids = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns, _ in images])
+    index: Callable[..., tuple[torch.Tensor, torch.Tensor]] = model.model.get_rope_index
+    return index(tokens, (tokens == IMAGE).int(), image_grid_thw=grids if images else None)[0]
+
+
+def prompt(parts: Sequence[Part]) -> tuple[list[int], list[MediumSpan]]:
+    ids, spans = list[int](), list[Any]()
+    for part in parts:
+        if isinstance(part, int):
+            ids += [10 + (7 * len(ids) + n) % 50 for n in range(part)]
+        else:
+            rows, columns, content = part
+            spans.append(medium(len(ids), rows, columns, content).span)
+            ids += [IMAGE] * (rows * columns)
+    return ids, spans
+
+
+def request(parts: Sequence[Part], name: str, **sampling: Any) -> RequestState:
+    ids, spans = prompt(parts)
+    images = [part for part in parts if not isinstance(part, int)]
+    media = tuple(medium(span.start, *image) for span, image in zip(spans, images, strict=True))
+    said = {"max_new_tokens": NEW, "temperature": 0.0, **sampling}
+    return state(ids, request_id=RequestId(name), media=media, **said)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": HIDDEN,
+        },
+        text_config={
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "mrope_section": [2, 3, 3],
+            },
+        },
+        image_token_id=IMAGE,
+        tie_word_embeddings=False,
+    )
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    draw(model)
+    folder = tmp_path_factory.mktemp("axes")
+    model.save_pretrained(folder)
+    return Pair(model, folder)
+
+
+def check_each(pair: Pair, outputs: Sequence[Sequence[int]]) -> None:
+    for parts, output in zip(PROMPTS, outputs, strict=True):
+        pair.check(parts, output)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in turn": {},
+    "in small chunks, overlapped": {"chunk_tokens": 3, "overlap": True},
+    "in whole prompts": {"chunk_tokens": None, "step_tokens_max": 64},
+}
+
+
+def run(pair: Pair, way: dict[str, Any], **how: Any) -> tuple[SeeingLoop, list[list[int]]]:
+    loop = SeeingLoop(pair.opened(), **{"step_tokens_max": 16, "chunk_tokens": 8, **way})
+    requests = [request(parts, str(number)) for number, parts in enumerate(PROMPTS)]
+    return loop, [output.ids for output in loop.run(requests, **how)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_text_after_images_is_that_of_transformers(pair: Pair, way: str) -> None:
+    _, outputs = run(pair, WAYS[way])
+    check_each(pair, outputs)
+
+
+def no_offset(spans: Iterable[MediumSpan]) -> tuple[Ints, int]:
+    return image_positions(spans)[0], 0
+
+
+def rows_as_columns(spans: Iterable[MediumSpan]) -> tuple[Ints, int]:
+    positions, offset = image_positions(spans)
+    return positions[[0, 2, 1]], offset
+
+
+def as_text(spans: Iterable[MediumSpan]) -> tuple[Ints, int]:
+    positions, _ = image_positions(spans)
+    return positions[:, :0], 0
+
+
+@pytest.mark.parametrize("mutant", [no_offset, rows_as_columns, as_text])
+def test_a_mutant_of_positions_is_found(
+    pair: Pair, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching_state, "image_positions", mutant)
+    _, outputs = run(pair, {})
+    with pytest.raises(AssertionError):
+        check_each(pair, outputs)
+
+
+def test_retracted_requests_find_their_positions_again(pair: Pair) -> None:
+    loop, outputs = run(pair, {}, retract_at=(6, 11))
+    check_each(pair, outputs)
+    assert loop.loads > 7
+
+
+def test_a_cached_prefix_may_end_within_an_image(pair: Pair) -> None:
+    loop = SeeingLoop(pair.opened(), tree=True, step_tokens_max=16, chunk_tokens=8)
+    before, longer = (2, (4, 4, 1), 5), (2, (4, 4, 1), 5, (2, 3, 2), 3)
+    other = (2, (4, 4, 9), 5)  # another image in the same place
+    outputs = [loop.run([request(parts, str(parts))])[0] for parts in (before, longer, other)]
+    for parts, output in zip((before, longer, other), outputs, strict=True):
+        pair.check(parts, output.ids)
+    assert [output.cached_tokens for output in outputs] == [0, 20, 0]
+    (again,) = loop.run([request(before, "again")])
+    assert again.ids == outputs[0].ids
+    assert again.cached_tokens == 20
+
+
+def test_drafts_after_images_are_verified_at_their_positions(pair: Pair) -> None:
+    for overlap in (False, True):
+        _, outputs = run(pair, {"drafter": by_ngrams(), "overlap": overlap})
+        check_each(pair, outputs)
+
+
+def test_positions_are_those_of_transformers(pair: Pair) -> None:
+    for parts in PROMPTS:
+        ids, spans = prompt(parts)
+        images = [part for part in parts if not isinstance(part, int)]
+        expected = theirs(pair.reference, images, torch.tensor([ids]))[:, 0].numpy()
+        positions, offset = image_positions(spans)
+        rest = np.arange(positions.shape[1], len(ids)) + offset
+        found = np.concatenate([positions, np.tile(rest, (3, 1))], axis=1)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_text_has_no_positions_in_its_plans(pair: Pair) -> None:
+    loop = SeeingLoop(pair.opened(), step_tokens_max=16, chunk_tokens=8)
+    loop.run([request((13,), "text")])
+    for record in loop.loop.recorder.records():
+        plan = record.plan
+        assert (plan.position_offsets, plan.axis_tokens) == (None, None)
+
+
+def test_a_recorded_plan_has_its_positions(pair: Pair) -> None:
+    loop, _ = run(pair, {"step_tokens_max": 40})
+    plans = [record.plan for record in loop.loop.recorder.records()]
+    assert any(plan.axis_tokens is not None for plan in plans)
+    for plan in plans:
+        read = unpack(pack(plan), StepPlan)
+        np.testing.assert_equal(read.axis_positions, plan.axis_positions)
+        np.testing.assert_equal(read.position_offsets, plan.position_offsets)
