@@ -83,6 +83,16 @@ ROWS = (
         out_hidden_size=64,
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
+    *(
+        replace(
+            seeing("llama", architecture, model_type=f"{kind}_vision"),
+            name=f"llama that sees tiles, in {kind}",
+        )
+        for kind, architecture in (
+            ("idefics3", transformers.Idefics3ForConditionalGeneration),
+            ("smolvlm", transformers.SmolVLMForConditionalGeneration),
+        )
+    ),
     seeing(
         "mistral", transformers.Mistral3ForConditionalGeneration, model_type="pixtral", head_dim=16
     ),

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from antiphon import embedded
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 PLACEHOLDER = "<image>"
@@ -27,46 +28,60 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """As the templates of LLaVA: images and texts where they are in a message."""
+TOWER: Mapping[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+TEXT: Mapping[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
 
 
 def write_llava(folder: Path) -> Path:
     """Write a model of two layers of text and three of images; an image has `IMAGE_TOKENS`."""
-    tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(PLACEHOLDER, special=True, normalized=False)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    tokenizer = write_tokenizer(folder, [PLACEHOLDER], TEMPLATE)
     config = transformers.LlavaConfig(
-        vision_config={
-            "model_type": "clip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 7,
-        },
-        text_config={
-            "model_type": "llama",
-            "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "tie_word_embeddings": False,
-        },
+        vision_config={"model_type": "clip_vision_model", **TOWER},
+        text_config={**TEXT, "vocab_size": tokenizer.get_vocab_size()},
         image_token_index=tokenizer.token_to_id(PLACEHOLDER) or 0,
         image_seq_length=IMAGE_TOKENS,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(17)
-    model = transformers.LlavaForConditionalGeneration(config).float()
+    return write_random(folder, transformers.LlavaForConditionalGeneration(config))
+
+
+def write_tokenizer(folder: Path, special: Sequence[str], template: str) -> Tokenizer:
+    """Write the embedded model's tokenizer with further special tokens."""
+    tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
+    tokenizer.add_special_tokens(
+        [AddedToken(each, special=True, normalized=False) for each in special]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return tokenizer
+
+
+def write_random(
+    folder: Path, model: transformers.PreTrainedModel, spread: float = 0.15, seed: int = 17
+) -> Path:
+    """Write a model with weights so large that what an image shows changes what is generated."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # So large that what an image shows changes what is generated.
-            spread = 1.0 if parameter.ndim == 1 and "norm" in name else 0.0
-            parameter.copy_(spread + torch.randn_like(parameter) * 0.15)
+        for name, parameter in model.float().named_parameters():
+            middle = 1.0 if parameter.ndim == 1 and "norm" in name else 0.0
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(middle + noise * spread)
     model.save_pretrained(folder)
     return folder
 

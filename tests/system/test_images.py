@@ -6,23 +6,18 @@ import asyncio
 import base64
 import json
 import os
-import re
 import signal
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import anthropic
 import ollama
 import openai
 import pytest
-import torch
 import transformers
 from openai import AsyncOpenAI
 from tests.support.llava import IMAGE_TOKENS, PLACEHOLDER, picture, write_llava
-from tests.system.stack import Stack, read, serving
-
-from antiphon.encoder.preprocess import Preprocessor, read_preprocessor_config, read_spec
+from tests.system.seeing import TOKENS, Seeing, answer, message, url
+from tests.system.stack import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,49 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
-TIE = 1e-3
-"""Logits that are nearer than this may be taken either way."""
-TOKENS = 12
 QUESTION = "Which of the two is larger, and what is the colour of the sky above them, if any?"
-
-
-@dataclass(frozen=True)
-class Seeing:
-    stack: Stack
-    folder: Path
-
-    @cached_property
-    def reference(self) -> transformers.LlavaForConditionalGeneration:
-        return transformers.LlavaForConditionalGeneration.from_pretrained(self.folder).eval()
-
-    @cached_property
-    def preprocess(self) -> Preprocessor:
-        spec = read_spec(self.folder)
-        return Preprocessor(read_preprocessor_config(self.folder, spec), pixels_max=10**8)
-
-    def check(self, prompt: list[int], output: list[int], images: list[bytes]) -> None:
-        """Compare with what transformers generates of the same prompt and pixels, greedily."""
-        pixels = torch.cat([torch.as_tensor(self.preprocess(image)) for image in images])
-        ids = torch.tensor([prompt + output])
-        with torch.inference_mode():
-            logits = self.reference(input_ids=ids, pixel_values=pixels).logits[0]
-        for index, token in enumerate(output, start=len(prompt) - 1):
-            row = logits[index]
-            assert row[token] >= row.max() - TIE, f"token {index - len(prompt) + 1} of {output}"
-
-    def worked(self) -> tuple[int, int]:
-        """Calls that encoders have received, and images that they have embedded."""
-        ports = json.loads(self.stack.get("/server_info"))["metrics_ports"]
-        text = read(f"http://127.0.0.1:{ports['encoder-0']}/metrics")
-        found = [
-            re.search(rf"^antiphon_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-            for name in (
-                "encoder_requests_received_total",
-                "encoder_request_e2e_latency_seconds_count",
-            )
-        ]
-        calls, embedded = (0 if each is None else int(float(each[1])) for each in found)
-        return calls, embedded
 
 
 @pytest.fixture(scope="module")
@@ -85,39 +38,13 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
         *("--media-allowed-local-path", str(files), "--media-images-max", "4"),
         *("--batching-chunk-tokens", "24"),
     ) as stack:
-        yield Seeing(stack, folder)
+        yield Seeing(stack, folder, transformers.LlavaForConditionalGeneration)
 
 
 @pytest.fixture
 async def client(seeing: Seeing) -> Any:
     async with AsyncOpenAI(base_url=f"{seeing.stack.url}/v1", api_key="none") as made:
         yield made
-
-
-def url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
-def message(*parts: str | bytes) -> list[Any]:
-    content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": url(part)}}
-        for part in parts
-    ]
-    return [{"role": "user", "content": content}]
-
-
-async def answer(client: AsyncOpenAI, messages: list[Any]) -> tuple[list[int], list[int]]:
-    reply = await client.chat.completions.create(
-        model="tiny",
-        messages=messages,
-        temperature=0,
-        max_tokens=TOKENS,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )
-    extra = reply.choices[0].model_extra or {}
-    return extra["prompt_token_ids"], extra["response_token_ids"]
 
 
 async def test_answers_are_those_of_transformers(seeing: Seeing, client: AsyncOpenAI) -> None:

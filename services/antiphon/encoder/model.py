@@ -12,26 +12,23 @@ import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding
+from antiphon.encoder.connectors import Connector, read_connector
 from antiphon.encoder.preprocess import (
     Preprocessor,
     VisionActivation,
     VisionFamily,
     VisionTowerSpec,
-    read_features,
     read_preprocessor_config,
     read_spec,
 )
-from antiphon.model_card.config_json import read_json
+from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:
@@ -42,20 +39,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from antiphon.config.settings import Settings
-    from antiphon.model_card.vision import FeatureFields
 
 
 PATCH = "embeddings.patch_embedding.weight"
 """The tensor that shows the prefix of the tower's names in models that have more than it."""
-PROJECTOR = "multi_modal_projector."
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """Weight and bias: (out, in) and (out,) of a linear layer, (C,) and (C,) of a norm."""
-
-    weight: Tensor
-    bias: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,56 +132,6 @@ class VisionTower:
         return F.linear(wide, layer.down.weight, layer.down.bias)
 
 
-class Projector:
-    """LLaVA's projector: two linear layers, from the width of the tower to that of the text model.
-
-    Source: Liu et al. 2023, arXiv:2310.03744.
-    """
-
-    def __init__(self, first: Affine, second: Affine, *, drops_first: bool) -> None:
-        self._first, self._second = first, second
-        self._start = int(drops_first)
-
-    @property
-    def hidden(self) -> int:
-        return len(self._second.bias)
-
-    @torch.inference_mode()
-    def __call__(self, x: Tensor) -> Tensor:
-        """Project what the tower has computed: (B, T, C)  ->  (B, T or T - 1, hidden)."""
-        wide = F.gelu(F.linear(x[:, self._start :], self._first.weight, self._first.bias))
-        return F.linear(wide, self._second.weight, self._second.bias)
-
-
-def read_projector(folder: Path, spec: VisionTowerSpec, features: FeatureFields) -> Projector:
-    """Read LLaVA's projector as float32.
-
-    Raises:
-        ConfigError: A tensor is missing or has another shape, or the projector is not supported.
-    """
-    file = folder / "config.json"
-    config = read_json(file, _ProjectorFields)
-    if config.projector_hidden_act != "gelu":
-        raise ConfigError(
-            f"{file}: projector_hidden_act = {config.projector_hidden_act!r}: must be gelu"
-        )
-    if not config.multimodal_projector_bias:
-        raise ConfigError(f"{file}: multimodal_projector_bias = false is not supported")
-    with ExitStack() as open_files:
-        checkpoint = _Checkpoint(
-            _weight_files(folder), open_files, last=f"{PROJECTOR}linear_1.bias"
-        )
-        hidden = checkpoint.length(f"{PROJECTOR}linear_1.bias")
-        first = checkpoint.affine(f"{PROJECTOR}linear_1", hidden, spec.hidden)
-        second = checkpoint.affine(f"{PROJECTOR}linear_2", hidden, hidden)
-    return Projector(first, second, drops_first=features.drops_first and spec.has_class)
-
-
-class _ProjectorFields(msgspec.Struct, frozen=True):
-    projector_hidden_act: str = "gelu"
-    multimodal_projector_bias: bool = True
-
-
 def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
     """Read a tower as float32; other tensors (text tower, projections, heads) are ignored.
 
@@ -203,75 +140,19 @@ def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
             an unsupported dtype.
     """
     with ExitStack() as open_files:
-        return _read(_Checkpoint(_weight_files(folder), open_files, last=PATCH), spec)
+        return _read(TensorFiles(weight_files(folder), open_files, last=PATCH), spec)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if not (files := sorted(folder.glob("*.safetensors"))):
-        raise ConfigError(f"{folder}: there is no .safetensors file")
-    return files
-
-
-class _OpenSafetensors(Protocol):
-    """An open safetensors file; the package has no type hints for it."""
-
-    def keys(self) -> list[str]: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
-class _Checkpoint:
-    """Open files. What stands before the name that ends in `last` is before all names."""
-
-    def __init__(self, files: list[Path], open_files: ExitStack, *, last: str) -> None:
-        self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
-        for file in files:
-            try:
-                opened = cast(
-                    "_OpenSafetensors", open_files.enter_context(safe_open(file, framework="pt"))
-                )
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{file}: not a safetensors file: {error}") from error
-            self._homes |= dict.fromkeys(opened.keys(), (file, opened))
-        self._folder = files[0].parent
-        # A model of text and images may have the same embeddings in both towers: not this one.
-        found = (name for name in self._homes if name == last or name.endswith("." + last))
-        self._prefix = next(found, last).removesuffix(last)
-
-    def length(self, name: str) -> int:
-        """The length of a vector."""
-        name = self._prefix + name
-        if name not in self._homes:
-            raise ConfigError(f"{self._folder}: the weights lack {name}")
-        _, opened = self._homes[name]
-        return len(opened.get_tensor(name))
-
-    def read(self, name: str, *shape: int) -> Tensor:
-        name = self._prefix + name
-        if name not in self._homes:
-            raise ConfigError(f"{self._folder}: the weights lack {name}")
-        file, opened = self._homes[name]
-        tensor = opened.get_tensor(name)
-        if tensor.shape != shape:
-            raise ConfigError(f"{file}: {name} is {tuple(tensor.shape)}, not {shape}")
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ConfigError(f"{file}: {name} is {tensor.dtype}: only floats are read")
-        return tensor.float()
-
-    def affine(self, name: str, *shape: int) -> Affine:
-        """`shape` is that of the weight; the bias is as long as its first dimension."""
-        return Affine(self.read(f"{name}.weight", *shape), self.read(f"{name}.bias", shape[0]))
-
-
-def _read(checkpoint: _Checkpoint, spec: VisionTowerSpec) -> VisionTowerWeights:
+def _read(checkpoint: TensorFiles, spec: VisionTowerSpec) -> VisionTowerWeights:
     clip = spec.family is VisionFamily.CLIP
     hidden, patch = spec.hidden, spec.patch_size
     take, affine = checkpoint.read, checkpoint.affine
+    positions = take("embeddings.position_embedding.weight", spec.tokens, hidden)
     return VisionTowerWeights(
         patch=take("embeddings.patch_embedding.weight", hidden, 3, patch, patch),
         patch_bias=None if clip else take("embeddings.patch_embedding.bias", hidden),
         class_token=take("embeddings.class_embedding", hidden) if clip else None,
-        positions=take("embeddings.position_embedding.weight", spec.tokens, hidden),
+        positions=_positions(positions, spec),
         # The misspelling is in every CLIP checkpoint.
         norm_before=affine("pre_layrnorm", hidden) if clip else None,
         layers=tuple(_layer(checkpoint, f"encoder.layers.{i}", spec) for i in range(spec.computed)),
@@ -279,7 +160,21 @@ def _read(checkpoint: _Checkpoint, spec: VisionTowerSpec) -> VisionTowerWeights:
     )
 
 
-def _layer(checkpoint: _Checkpoint, name: str, spec: VisionTowerSpec) -> VisionLayerWeights:
+def _positions(table: Tensor, spec: VisionTowerSpec) -> Tensor:
+    """The position embeddings of the patches, (T, C).
+
+    Idefics3 finds them by where a patch lies between 0 and 1, in float32: for some numbers of
+    patches two of them get the same one.
+    """
+    if not spec.tiles:
+        return table
+    side = spec.image_size // spec.patch_size
+    lies = (torch.arange(side) * (1 / torch.tensor(float(side)))).clamp(max=1 - 1e-6)
+    at = torch.bucketize(lies, torch.arange(1 / side, 1.0, 1 / side), right=True)
+    return table[(side * at[:, None] + at).flatten()]
+
+
+def _layer(checkpoint: TensorFiles, name: str, spec: VisionTowerSpec) -> VisionLayerWeights:
     hidden, wide, affine = spec.hidden, spec.intermediate, checkpoint.affine
     q, k, v = (affine(f"{name}.self_attn.{part}_proj", hidden, hidden) for part in "qkv")
     return VisionLayerWeights(
@@ -294,24 +189,24 @@ def _layer(checkpoint: _Checkpoint, name: str, spec: VisionTowerSpec) -> VisionL
 
 @dataclass(frozen=True, eq=False)
 class VisionModel:
-    """Preprocessor, vision tower and projector. Blocks."""
+    """Preprocessor, vision tower and connector. Blocks."""
 
     preprocess: Preprocessor
     tower: VisionTower
-    projector: Projector | None = None
+    connector: Connector | None = None
 
     @property
     def embedding_bytes(self) -> int:
-        """Size of an embedding, the same for all images, or a bit more."""
+        """Size of an embedding, at most."""
         spec = self.tower.spec
-        hidden = spec.hidden if self.projector is None else self.projector.hidden
-        return spec.tokens * hidden * 4
+        hidden = spec.hidden if self.connector is None else self.connector.hidden
+        return self.preprocess.recipe.frames_max * spec.tokens * hidden * 4
 
     def embed(self, decoded: NDArray[np.uint8]) -> CachedEmbedding:
         """Embed frames (F, size, size, 3), which `preprocess` has decoded."""
         states = self.tower(torch.as_tensor(self.preprocess.normalized(decoded)))
-        if self.projector is not None:
-            states = self.projector(states)
+        if self.connector is not None:
+            states = self.connector(states)
         embedding = states.flatten(0, 1)  # (F * T, C)
         data = embedding.numpy().astype("<f4", copy=False).tobytes()
         tokens, hidden = embedding.shape
@@ -329,6 +224,4 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     recipe = read_preprocessor_config(folder, spec)
     tower = VisionTower(spec, read_weights(folder, spec))
     preprocessor = Preprocessor(recipe, pixels_max=settings.encoder.pixels_max)
-    features = read_features(folder)
-    projector = None if features is None else read_projector(folder, spec, features)
-    return VisionModel(preprocessor, tower, projector)
+    return VisionModel(preprocessor, tower, read_connector(folder, spec))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from PIL import Image, ImageOps
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.vision import FeatureFields
+from antiphon.model_card.vision import EDGE_MAX, IDEFICS, FeatureFields, Tiling, read_tiling
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -45,13 +46,15 @@ class VisionActivation(StrEnum):
 class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a tower, as in config.json. Missing fields have CLIP's defaults.
 
-    `mean`, `std` and `crops` (to a square) are the family's defaults for preprocessing.
+    `mean`, `std` and `crops` (to a square) are the family's defaults for preprocessing. With
+    `tiles` an image may have many frames.
     """
 
     family: ClassVar = VisionFamily.CLIP
     mean: ClassVar[Channels] = (0.48145466, 0.4578275, 0.40821073)
     std: ClassVar[Channels] = (0.26862954, 0.26130258, 0.27577711)
     crops: ClassVar = True
+    tiles: ClassVar = False
     hidden: Size = field(name="hidden_size", default=768)
     intermediate: Size = field(name="intermediate_size", default=3072)
     layers: Size = field(name="num_hidden_layers", default=12)
@@ -98,6 +101,15 @@ class SiglipSpec(VisionTowerSpec, frozen=True, kw_only=True):
     patch_size: Size = 16
     activation: VisionActivation = field(name="hidden_act", default=VisionActivation.GELU_TANH)
     norm_eps: float = field(name="layer_norm_eps", default=1e-6)
+
+
+class IdeficsSpec(SiglipSpec, frozen=True, kw_only=True):
+    """SigLIP, with Idefics3's defaults."""
+
+    tiles: ClassVar = True
+    hidden: Size = field(name="hidden_size", default=1152)
+    heads: Size = field(name="num_attention_heads", default=16)
+    patch_size: Size = 32
 
 
 def read_spec(folder: Path) -> VisionTowerSpec:
@@ -169,6 +181,7 @@ _KINDS: dict[str, tuple[type[VisionTowerSpec], bool]] = {
     "siglip_vision_model": (SiglipSpec, False),
     "siglip": (SiglipSpec, True),
     "llava": (VisionTowerSpec, True),
+    **dict.fromkeys(IDEFICS, (IdeficsSpec, True)),
 }
 """By `model_type`: the spec, and whether the tower is in `vision_config`."""
 LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model")
@@ -197,7 +210,7 @@ _BROKEN = (
 Image.MAX_IMAGE_PIXELS = None
 
 
-BICUBIC = 3
+LANCZOS, BICUBIC = 1, 3
 
 
 class Preprocessor:
@@ -274,6 +287,8 @@ class Preprocessor:
     def _fit(self, image: Image.Image) -> list[Image.Image]:
         """Resize an image to the frames that the tower takes."""
         size, short, filter_ = self._recipe.size, self._recipe.short_edge, self._recipe.resample
+        if self._recipe.tiling is not None:
+            return _tiles(image, self._recipe.tiling, filter_)
         if short is None:
             return [image.resize((size, size), filter_)]
         width, height = (short * edge // min(image.size) for edge in image.size)
@@ -284,6 +299,20 @@ class Preprocessor:
             )
         left, top = (width - size) // 2, (height - size) // 2
         return [image.resize((width, height), filter_).crop((left, top, left + size, top + size))]
+
+
+def _tiles(image: Image.Image, tiling: Tiling, filter_: int) -> list[Image.Image]:
+    """Cut an image into tiles, row by row, and scale all of it to the last one."""
+    columns, rows = tiling.grid(*image.size)
+    edge = tiling.tile
+    image = image.resize(tiling.scaled(*image.size), filter_)
+    if tiling.splits:
+        image = image.resize((columns * edge, rows * edge), filter_)
+    if (columns, rows) == (1, 1):
+        return [image if image.size == (edge, edge) else image.resize((edge, edge), filter_)]
+    corners = [(edge * x, edge * y) for y in range(rows) for x in range(columns)]
+    tiles = [image.crop((x, y, x + edge, y + edge)) for x, y in corners]
+    return [*tiles, image.resize((edge, edge), filter_)]
 
 
 def _opaque(image: Image.Image) -> Image.Image:
@@ -306,6 +335,7 @@ class PreprocessorConfig:
         scale: Factor for every value (0 to 255).
         mean: Subtracted after scaling.
         std: Divisor after that.
+        tiling: Set: cut the image into tiles of `size`, whatever its aspect ratio.
     """
 
     size: int
@@ -314,6 +344,14 @@ class PreprocessorConfig:
     scale: float
     mean: Channels
     std: Channels
+    tiling: Tiling | None = None
+
+    @property
+    def frames_max(self) -> int:
+        """Maximum number of frames of an image."""
+        if self.tiling is None or not self.tiling.splits:
+            return 1
+        return math.ceil(min(self.tiling.longest_edge, EDGE_MAX) / self.size) ** 2 + 1
 
 
 def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig:
@@ -326,10 +364,17 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
     card = read_json(file, _PreprocessorFile) if file.exists() else _PreprocessorFile()
     if not card.do_resize:
         raise ConfigError(f"{file}: do_resize = false: the tower takes images of one size only")
+    tiling = read_tiling(folder) if spec.tiles else None
+    if tiling is not None and tiling.tile != spec.image_size:
+        raise ConfigError(
+            f"{file}: makes tiles of {tiling.tile} pixels; the tower takes {spec.image_size}"
+        )
+    chosen = BICUBIC if tiling is None else LANCZOS
     return PreprocessorConfig(
         size=spec.image_size,
-        short_edge=_short_edge(file, card, spec),
-        resample=card.resample,
+        short_edge=None if tiling is not None else _short_edge(file, card, spec),
+        tiling=tiling,
+        resample=chosen if card.resample is None else card.resample,
         scale=card.rescale_factor if card.do_rescale else 1.0,
         mean=(card.image_mean or spec.mean) if card.do_normalize else (0.0, 0.0, 0.0),
         std=(card.image_std or spec.std) if card.do_normalize else (1.0, 1.0, 1.0),
@@ -347,7 +392,7 @@ class _Edges(msgspec.Struct):
 class _PreprocessorFile(msgspec.Struct):
     do_resize: bool = True
     size: Size | _Edges | None = None
-    resample: Annotated[int, Meta(ge=0, le=5)] = BICUBIC
+    resample: Annotated[int, Meta(ge=0, le=5)] | None = None
     do_center_crop: bool | None = None
     crop_size: Size | _Edges | None = None
     do_rescale: bool = True

@@ -119,22 +119,27 @@ class ChatTemplate:
 
 
 class _Compiled(NamedTuple):
-    """A template, and whether it has the role `developer`, and parts of a message's content."""
+    """A template, and whether it has the role `developer`, and parts of a message's content.
+
+    With `only_parts` it shows no content that is a text.
+    """
 
     template: jinja2.Template
     knows_developer: bool
     reads_parts: bool
+    only_parts: bool
 
     @classmethod
     def of(cls, source: str) -> _Compiled:
         template = _environment().from_string(source)
-        return cls(template, _DEVELOPER in source, _reads_parts(template))
+        parts = _shows(template, [{"type": "image"}, {"type": "text", "text": _CONTINUED}])
+        only_parts = parts and not _shows(template, _CONTINUED)
+        return cls(template, _DEVELOPER in source, parts, only_parts)
 
 
-def _reads_parts(template: jinja2.Template) -> bool:
-    """Whether a template writes the text of a part, and not the list of them as it is."""
-    parts = [{"type": "image"}, {"type": "text", "text": _CONTINUED}]
-    messages = [{"role": "user", "content": parts}]
+def _shows(template: jinja2.Template, content: object) -> bool:
+    """Whether a template writes the text of a content, and not the list of its parts as it is."""
+    messages = [{"role": "user", "content": content}]
     try:
         text = template.render(messages=messages, add_generation_prompt=True, bos_token="")
     except _TEMPLATE_ERRORS:
@@ -186,6 +191,10 @@ def _turns(
             )
     if continue_final and messages[-1].content:
         turns[-1]["content"] = messages[-1].content + _CONTINUED
+    if compiled.only_parts:
+        for turn in turns:
+            if isinstance(text := turn["content"], str):
+                turn["content"] = [{"type": "text", "text": text}] if text else []
     return turns
 
 

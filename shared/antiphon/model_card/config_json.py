@@ -42,16 +42,21 @@ Factors = Literal["short", "long"]
 
 MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
-TEXT_MODEL_PREFIX = "language_model."
-"""Prefix of its tensor names, first or after the common prefix."""
-VISION_PREFIXES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.")
+TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
+"""Prefixes of its tensor names, first or after the common prefix."""
+VISION_PREFIXES = (
+    *("vision_tower.", "vision_model.", "visual."),
+    *("multi_modal_projector.", "connector."),
+)
 """Prefixes of vision tensors."""
 
 FIELD_ALIASES: Mapping[str, str] = {
@@ -127,7 +132,9 @@ _LLAMA_7B = {
     "vocab_size": 32000,
 }
 TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
+    ("Idefics3ForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaForConditionalGeneration", "llama"): _LLAMA_7B,
+    ("SmolVLMForConditionalGeneration", "llama"): _LLAMA_7B,
 }
 """By architecture and the type of its text model: sizes that published files leave out."""
 
@@ -213,14 +220,17 @@ def text_model_config(config: Fields) -> Fields:
     )
     if "quantization_config" in flat:
         # Names of linear layers, and patterns for them, are those of the whole model.
-        stored = bytes(flat["quantization_config"]).replace(TEXT_MODEL_PREFIX.encode(), b"")
+        stored = bytes(flat["quantization_config"])
+        for prefix in TEXT_MODEL_PREFIXES:
+            stored = stored.replace(prefix.encode(), b"")
         flat["quantization_config"] = msgspec.Raw(stored)
     return flat
 
 
 def text_name(tensor: str) -> str:
-    if tensor.startswith((TEXT_MODEL_PREFIX, f"model.{TEXT_MODEL_PREFIX}")):
-        return tensor.replace(TEXT_MODEL_PREFIX, "", 1)
+    for prefix in TEXT_MODEL_PREFIXES:
+        if tensor.startswith((prefix, f"model.{prefix}")):
+            return tensor.replace(prefix, "", 1)
     return tensor
 
 

@@ -7,6 +7,7 @@ come to the same number of rows; without torch.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -51,7 +52,80 @@ class SquareImages(VisionBase, frozen=True, kw_only=True):
         return (self.image_tokens,)
 
 
-VisionCard = SquareImages
+EDGE_MAX = 4096
+"""Edge beyond which Idefics3 scales no image, whatever its preprocessor says."""
+
+
+class Tiling(msgspec.Struct, frozen=True, kw_only=True):
+    """How Idefics3 cuts images into tiles, as its preprocessor does.
+
+    Attributes:
+        longest_edge: What the longer edge of an image is scaled to first.
+        tile: Edge of a tile.
+        splits: Whether images are cut; else each is one tile.
+    """
+
+    longest_edge: Size
+    tile: Size
+    splits: bool
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """The size to which an image is scaled first, in its aspect ratio, about."""
+        ratio = width / height
+        if width >= height:
+            width = self.longest_edge
+            height = int(width / ratio)
+            height += height % 2
+        else:
+            height = self.longest_edge
+            width = int(height * ratio)
+            width += width % 2
+        width, height = max(width, 1), max(height, 1)
+        ratio = width / height
+        if width >= height and width > EDGE_MAX:
+            width, height = EDGE_MAX, int(EDGE_MAX / ratio)
+        elif height > width and height > EDGE_MAX:
+            width, height = int(EDGE_MAX * ratio), EDGE_MAX
+        return max(width, 1), max(height, 1)
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tiles that an image is scaled to next; 1 and 1: it is not cut."""
+        if not self.splits:
+            return 1, 1
+        width, height = self.scaled(width, height)
+        ratio = width / height
+        if width >= height:
+            columns = math.ceil(width / self.tile)
+            return columns, math.ceil(int(columns * self.tile / ratio) / self.tile)
+        rows = math.ceil(height / self.tile)
+        return math.ceil(int(rows * self.tile * ratio) / self.tile), rows
+
+
+class TiledImages(VisionBase, frozen=True, kw_only=True):
+    """An image has a row of `tile_tokens` for each of its tiles, and for all of it: Idefics3."""
+
+    tiling: Tiling
+    tile_tokens: int
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        columns, rows = self.tiling.grid(width, height)
+        whole = "<fake_token_around_image><global-img>"
+        ends: Pieces = (self.tile_tokens, "<fake_token_around_image>")
+        if (columns, rows) == (1, 1):
+            return (whole, *ends)
+        pieces: list[str | int] = []
+        after = ""
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                mark = f"<fake_token_around_image><row_{row}_col_{column}>"
+                pieces += [after + mark, self.tile_tokens]
+                after = ""
+            after = "\n"
+        return (*pieces, f"\n\n{whole}", *ends)
+
+
+VisionCard = SquareImages | TiledImages
 """How a model takes images."""
 
 
@@ -88,11 +162,50 @@ class _Llava(FeatureFields, frozen=True):
     vision_config: _Tower = field(default_factory=_Tower)
 
 
+class _LongestEdge(msgspec.Struct, frozen=True):
+    longest_edge: Size
+
+
+class _TilingFile(msgspec.Struct, frozen=True):
+    """Idefics3's preprocessor_config.json: what decides the tiles."""
+
+    size: _LongestEdge = field(default_factory=lambda: _LongestEdge(4 * 364))
+    max_image_size: _LongestEdge = field(default_factory=lambda: _LongestEdge(364))
+    do_image_splitting: bool = True
+
+
+def read_tiling(folder: Path) -> Tiling:
+    """Read how the preprocessor of an Idefics3 model cuts images.
+
+    Raises:
+        ConfigError: preprocessor_config.json is malformed.
+    """
+    file = folder / PROCESSOR
+    read = read_json(file, _TilingFile) if file.is_file() else _TilingFile()
+    return Tiling(
+        longest_edge=read.size.longest_edge,
+        tile=read.max_image_size.longest_edge,
+        splits=read.do_image_splitting,
+    )
+
+
+class _IdeficsTower(msgspec.Struct, frozen=True):
+    image_size: Size = 224
+    patch_size: Size = 32
+
+
+class _Idefics(msgspec.Struct, frozen=True):
+    image_token_id: int = 128257
+    scale_factor: Size = 2
+    vision_config: _IdeficsTower = field(default_factory=_IdeficsTower)
+
+
 class _ModelKind(msgspec.Struct, frozen=True):
     model_type: str = ""
 
 
-SEEING = ("llava",)
+IDEFICS = ("idefics3", "smolvlm")
+SEEING = ("llava", *IDEFICS)
 """Types of models whose images are served."""
 
 
@@ -103,19 +216,38 @@ def read_vision(folder: Path) -> VisionCard | None:
         ConfigError: config.json or the preprocessor's is malformed, or not supported.
     """
     file = folder / "config.json"
-    if not file.is_file() or read_json(file, _ModelKind).model_type not in SEEING:
+    if not file.is_file() or (kind := read_json(file, _ModelKind).model_type) not in SEEING:
         return None
+    return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
+
+
+def _read_llava(folder: Path) -> SquareImages:
+    file = folder / "config.json"
     config = read_json(file, _Llava)
     config.check(file)
     tower = config.vision_config
     has_class = tower.model_type == "clip_vision_model"
     dropped = int(config.drops_first)
-    processor = folder / PROCESSOR
-    recipe = processor.read_bytes() if processor.is_file() else b""
-    settings = msgspec.json.encode(config)
     placeholder = config.image_token_id
     return SquareImages(
         placeholder=config.image_token_index if placeholder is None else placeholder,
         image_tokens=(tower.image_size // tower.patch_size) ** 2 + has_class - dropped,
-        processing=hashlib.sha256(settings + b"\0" + recipe).digest(),
+        processing=_processing(folder, config),
     )
+
+
+def _read_idefics(folder: Path) -> TiledImages:
+    config = read_json(folder / "config.json", _Idefics)
+    tower = config.vision_config
+    return TiledImages(
+        placeholder=config.image_token_id,
+        tiling=read_tiling(folder),
+        tile_tokens=(tower.image_size // tower.patch_size) ** 2 // config.scale_factor**2,
+        processing=_processing(folder, config),
+    )
+
+
+def _processing(folder: Path, config: msgspec.Struct) -> bytes:
+    processor = folder / PROCESSOR
+    recipe = processor.read_bytes() if processor.is_file() else b""
+    return hashlib.sha256(msgspec.json.encode(config) + b"\0" + recipe).digest()

@@ -81,6 +81,16 @@ def declare_llava(config: ConfigFile) -> ModelSpec:
             )
 
 
+def declare_idefics3(config: ConfigFile) -> ModelSpec:
+    """Idefics3, SmolVLM: the text model is Llama; embeddings of tiles come from outside."""
+    if config.model_type not in ("llama", ""):
+        raise UnsupportedVariant(
+            f"config.json: text_config: model_type {config.model_type!r} is not supported in"
+            " Idefics3: there is llama"
+        )
+    return declare_llama(config)
+
+
 class _MixtralFields(ExpertFields, frozen=True, kw_only=True):
     num_experts_per_tok: Count = 2
 
@@ -282,6 +292,7 @@ def _experts(config: ConfigFile, fields: _Llama4Fields) -> MoeSpec:
 
 LLAMA = ModelFamily("llama", declare_llama)
 LLAVA = ModelFamily("llava", declare_llava)
+IDEFICS3 = ModelFamily("idefics3", declare_idefics3)
 MISTRAL = ModelFamily("mistral", declare_mistral)
 MIXTRAL = ModelFamily("mixtral", declare_mixtral)
 SMOLLM3 = ModelFamily("smollm3", declare_smollm3)

@@ -1,0 +1,147 @@
+"""What stands between a tower and a text model: the rows of an image as the text model has them.
+
+Axes: F frames of an image, T tokens of a frame, C width of the tower.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import torch
+import torch.nn.functional as F  # noqa: N812  # the usual name
+
+from antiphon.config.errors import ConfigError
+from antiphon.encoder.preprocess import read_features
+from antiphon.encoder.tensor_files import TensorFiles, weight_files
+from antiphon.model_card.config_json import read_json
+from antiphon.model_card.vision import IDEFICS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from antiphon.encoder.preprocess import VisionTowerSpec
+    from antiphon.encoder.tensor_files import Affine
+    from antiphon.model_card.vision import FeatureFields
+
+PROJECTOR = "multi_modal_projector."
+CONNECTOR = "connector.modality_projection.proj.weight"
+
+
+class Connector(Protocol):
+    """Makes the rows of an image."""
+
+    @property
+    def hidden(self) -> int:
+        """The width of the text model."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the tower has computed: (F, T, C)  ->  (F, rows of a frame, hidden)."""
+        ...
+
+
+def read_connector(folder: Path, spec: VisionTowerSpec) -> Connector | None:
+    """Read what a model has behind its tower; None for a tower alone.
+
+    Raises:
+        ConfigError: A tensor is missing or has another shape, or the connector is not supported.
+    """
+    if read_json(folder / "config.json", _ConnectedKind).model_type in IDEFICS:
+        return _read_shuffle(folder, spec)
+    features = read_features(folder)
+    return None if features is None else read_projector(folder, spec, features)
+
+
+class _ConnectedKind(msgspec.Struct, frozen=True):
+    model_type: str = ""
+
+
+class PixelShuffle:
+    """Idefics3's connector: squares of `factor` x `factor` patches become one row, and a linear.
+
+    Source: Laurencon et al. 2024, arXiv:2408.12637.
+    """
+
+    def __init__(self, weight: Tensor, factor: int) -> None:
+        self._weight, self._factor = weight, factor
+
+    @property
+    def hidden(self) -> int:
+        return len(self._weight)
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Connect: (F, T, C)  ->  (F, T / factor ** 2, hidden)."""
+        frames, tokens, width = x.shape
+        by = self._factor
+        side = round(tokens**0.5) // by
+        # Of a square, the rows come first, then the columns, then the width.
+        squares = x.view(frames, side, by, side, by, width).transpose(2, 3)
+        return F.linear(squares.reshape(frames, side * side, -1), self._weight)
+
+
+class _IdeficsFields(msgspec.Struct, frozen=True):
+    scale_factor: int = 2
+
+
+def _read_shuffle(folder: Path, spec: VisionTowerSpec) -> PixelShuffle:
+    file = folder / "config.json"
+    factor = read_json(file, _IdeficsFields).scale_factor
+    if (spec.image_size // spec.patch_size) % factor:
+        raise ConfigError(f"{file}: scale_factor = {factor}: must divide the patches of an edge")
+    with ExitStack() as open_files:
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=CONNECTOR)
+        hidden = checkpoint.length(CONNECTOR)
+        return PixelShuffle(checkpoint.read(CONNECTOR, hidden, spec.hidden * factor**2), factor)
+
+
+class Projector:
+    """LLaVA's projector: two linear layers, from the width of the tower to that of the text model.
+
+    Source: Liu et al. 2023, arXiv:2310.03744.
+    """
+
+    def __init__(self, first: Affine, second: Affine, *, drops_first: bool) -> None:
+        self._first, self._second = first, second
+        self._start = int(drops_first)
+
+    @property
+    def hidden(self) -> int:
+        return len(self._second.bias)
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Project what the tower has computed: (B, T, C)  ->  (B, T or T - 1, hidden)."""
+        wide = F.gelu(F.linear(x[:, self._start :], self._first.weight, self._first.bias))
+        return F.linear(wide, self._second.weight, self._second.bias)
+
+
+def read_projector(folder: Path, spec: VisionTowerSpec, features: FeatureFields) -> Projector:
+    """Read LLaVA's projector as float32.
+
+    Raises:
+        ConfigError: A tensor is missing or has another shape, or the projector is not supported.
+    """
+    file = folder / "config.json"
+    config = read_json(file, _ProjectorFields)
+    if config.projector_hidden_act != "gelu":
+        raise ConfigError(
+            f"{file}: projector_hidden_act = {config.projector_hidden_act!r}: must be gelu"
+        )
+    if not config.multimodal_projector_bias:
+        raise ConfigError(f"{file}: multimodal_projector_bias = false is not supported")
+    with ExitStack() as open_files:
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=f"{PROJECTOR}linear_1.bias")
+        hidden = checkpoint.length(f"{PROJECTOR}linear_1.bias")
+        first = checkpoint.affine(f"{PROJECTOR}linear_1", hidden, spec.hidden)
+        second = checkpoint.affine(f"{PROJECTOR}linear_2", hidden, hidden)
+    return Projector(first, second, drops_first=features.drops_first and spec.has_class)
+
+
+class _ProjectorFields(msgspec.Struct, frozen=True):
+    projector_hidden_act: str = "gelu"
+    multimodal_projector_bias: bool = True

@@ -1,0 +1,86 @@
+"""Tensors of a vision model by their names in its safetensors files, as float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Weight and bias: (out, in) and (out,) of a linear layer, (C,) and (C,) of a norm."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not (files := sorted(folder.glob("*.safetensors"))):
+        raise ConfigError(f"{folder}: there is no .safetensors file")
+    return files
+
+
+class _OpenSafetensors(Protocol):
+    """An open safetensors file; the package has no type hints for it."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class TensorFiles:
+    """Open files. What stands before the name that ends in `last` is before all names."""
+
+    def __init__(self, files: list[Path], open_files: ExitStack, *, last: str) -> None:
+        self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
+        for file in files:
+            try:
+                opened = cast(
+                    "_OpenSafetensors", open_files.enter_context(safe_open(file, framework="pt"))
+                )
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{file}: not a safetensors file: {error}") from error
+            self._homes |= dict.fromkeys(opened.keys(), (file, opened))
+        self._folder = files[0].parent
+        # A model of text and images may have the same embeddings in both towers: not this one.
+        found = (name for name in self._homes if name == last or name.endswith("." + last))
+        self._prefix = next(found, last).removesuffix(last)
+
+    def length(self, name: str) -> int:
+        """The length of a vector."""
+        name = self._prefix + name
+        if name not in self._homes:
+            raise ConfigError(f"{self._folder}: the weights lack {name}")
+        _, opened = self._homes[name]
+        return len(opened.get_tensor(name))
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        name = self._prefix + name
+        if name not in self._homes:
+            raise ConfigError(f"{self._folder}: the weights lack {name}")
+        file, opened = self._homes[name]
+        tensor = opened.get_tensor(name)
+        if tensor.shape != shape:
+            raise ConfigError(f"{file}: {name} is {tuple(tensor.shape)}, not {shape}")
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ConfigError(f"{file}: {name} is {tensor.dtype}: only floats are read")
+        return tensor.float()
+
+    def affine(self, name: str, *shape: int) -> Affine:
+        """`shape` is that of the weight; the bias is as long as its first dimension."""
+        return Affine(self.read(f"{name}.weight", *shape), self.read(f"{name}.bias", shape[0]))
