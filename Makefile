@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test-tools run chat fmt lint lint-cpp types arch tidy check test test-unit test-kernels test-faults test-long eval train \
-  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose bench-embeddings docs site wheel up down image
+  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose bench-embeddings bench-images docs site wheel up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -123,6 +123,10 @@ bench-prose: setup  ## Perplexity of SmolLM2 over our own prose: ours, transform
 
 bench-embeddings: setup  ## Vectors over HTTP against transformers' sorted batches; ARGS='--rounds 1'
 	$(BIN)/python -m tests.bench.embeddings $(ARGS)
+
+bench-images: setup  ## Images in chats: rates, where their time goes, texts beside them; ARGS='--rounds 1'
+	$(BIN)/python -m tests.bench.images $(ARGS)
+	$(BIN)/python -m tests.bench.peers --page-only
 
 bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle machine; ARGS='--rounds 5'
 	$(BIN)/python -m tests.bench.peers $(ARGS)

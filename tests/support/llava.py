@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """As the templates of LLaVA: images and texts where they are in a message."""
-TOWER: Mapping[str, object] = {
+TOWER: Mapping[str, int] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -48,14 +48,16 @@ TEXT: Mapping[str, object] = {
 }
 
 
-def write_llava(folder: Path) -> Path:
-    """Write a model of two layers of text and three of images; an image has `IMAGE_TOKENS`."""
+def write_llava(
+    folder: Path, tower: Mapping[str, int] = TOWER, text: Mapping[str, object] = TEXT
+) -> Path:
+    """Write a model; an image has a token a patch: `IMAGE_TOKENS` unless sizes are given."""
     tokenizer = write_tokenizer(folder, [PLACEHOLDER], TEMPLATE)
     config = transformers.LlavaConfig(
-        vision_config={"model_type": "clip_vision_model", **TOWER},
-        text_config={**TEXT, "vocab_size": tokenizer.get_vocab_size()},
+        vision_config={"model_type": "clip_vision_model", **tower},
+        text_config={**text, "vocab_size": tokenizer.get_vocab_size()},
         image_token_index=tokenizer.token_to_id(PLACEHOLDER) or 0,
-        image_seq_length=IMAGE_TOKENS,
+        image_seq_length=(tower["image_size"] // tower["patch_size"]) ** 2,
         tie_word_embeddings=False,
     )
     return write_random(folder, transformers.LlavaForConditionalGeneration(config))

@@ -40,6 +40,7 @@ class Seeing:
     folder: Path
     architecture: type[transformers.PreTrainedModel]
     inputs: Callable[[Sequence[Tensor], Tensor], dict[str, Tensor]] = field(default=_frames)
+    encoders: Sequence[str] = ("encoder-0",)
 
     @cached_property
     def reference(self) -> transformers.PreTrainedModel:
@@ -55,15 +56,22 @@ class Seeing:
         frames = [torch.as_tensor(self.preprocess(image)) for image in images]
         ids = torch.tensor([prompt + output])
         with torch.inference_mode():
-            logits = self.reference(input_ids=ids, **self.inputs(frames, ids)).logits[0]
+            shown = self.inputs(frames, ids) if frames else {}
+            logits = self.reference(input_ids=ids, **shown).logits[0]
         for index, token in enumerate(output, start=len(prompt) - 1):
             row = logits[index]
             assert row[token] >= row.max() - TIE, f"token {index - len(prompt) + 1} of {output}"
 
     def worked(self) -> tuple[int, int]:
         """Calls that encoders have received, and images that they have embedded."""
-        calls = self.metric("encoder-0", "encoder_requests_received_total")
-        return calls, self.metric("encoder-0", "encoder_request_e2e_latency_seconds_count")
+        calls, embedded = (
+            sum(self.metric(encoder, name) for encoder in self.encoders)
+            for name in (
+                "encoder_requests_received_total",
+                "encoder_request_e2e_latency_seconds_count",
+            )
+        )
+        return calls, embedded
 
     def metric(self, instance: str, name: str) -> int:
         """The sum of a metric of an instance over its labels; 0 if it has none."""

@@ -16,15 +16,17 @@ import pytest
 import transformers
 from openai import AsyncOpenAI
 from tests.support.llava import IMAGE_TOKENS, PLACEHOLDER, picture, write_llava
+from tests.support.wait import until
 from tests.system.seeing import TOKENS, Seeing, answer, message, url
 from tests.system.stack import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
+ENCODERS = ("encoder-0", "encoder-1")
 QUESTION = "Which of the two is larger, and what is the colour of the sky above them, if any?"
 
 
@@ -36,9 +38,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     with serving(
         *("--model-path", str(folder), "--served-model-name", "tiny", "--dtype", "float32"),
         *("--media-allowed-local-path", str(files), "--media-images-max", "4"),
-        *("--batching-chunk-tokens", "24"),
+        *("--batching-chunk-tokens", "24", "--supervisor-encoders", str(len(ENCODERS))),
     ) as stack:
-        yield Seeing(stack, folder, transformers.LlavaForConditionalGeneration)
+        yield Seeing(stack, folder, transformers.LlavaForConditionalGeneration, encoders=ENCODERS)
 
 
 @pytest.fixture
@@ -182,13 +184,22 @@ async def test_the_three_apis_have_the_same_prompt(seeing: Seeing, client: Async
     assert len(set(texts)) == 1
 
 
-async def test_an_image_is_embedded_again_when_its_encoder_has_died(
-    seeing: Seeing, client: AsyncOpenAI
+@pytest.mark.parametrize("killed", [ENCODERS[:1], ENCODERS], ids=["one of two", "both"])
+async def test_no_request_is_lost_when_encoders_die(
+    seeing: Seeing, client: AsyncOpenAI, killed: Sequence[str]
 ) -> None:
-    killed = seeing.stack.pid("encoder-0")
-    assert killed is not None
-    os.kill(killed, signal.SIGKILL)
-    new = picture(31)
-    prompt, output = await answer(client, message("What is this?", new))
-    seeing.check(prompt, output, [new])
-    assert seeing.stack.pid("encoder-0") != killed
+    pids = {name: seeing.stack.pid(name) for name in killed}
+    before = seeing.worked()[0]
+    images = [picture(100 * len(killed) + number, 900, 700) for number in range(16)]
+    asked = [*(("What is this?", image) for image in images), *((f"Say {n}.",) for n in range(16))]
+    async with asyncio.TaskGroup() as group:
+        answers = [group.create_task(answer(client, message(*parts))) for parts in asked]
+        await until(lambda: seeing.worked()[0] > before, 30)
+        for name, pid in pids.items():
+            assert pid is not None, name
+            os.kill(pid, signal.SIGKILL)
+    for parts, each in zip(asked, answers, strict=True):
+        prompt, output = each.result()
+        seeing.check(prompt, output, [part for part in parts if isinstance(part, bytes)])
+    for name, pid in pids.items():
+        assert seeing.stack.pid(name) != pid

@@ -73,7 +73,7 @@ class EncoderService:
                 yield EncoderService(runtime, images)
 
     def endpoints(self) -> Sequence[Endpoint]:
-        here = {"model": self._served}
+        here = {"encoder": self._runtime.process.instance}
         return (RequestEndpoint(route=ENCODE_IMAGE, handler=self._encode, address=here),)
 
     def model(self) -> ModelName | None:
@@ -131,10 +131,12 @@ class ImageEncoder:
         cached = embedding is not None
         if embedding is None:
             due = self._clock.now() + left_s
-            image = bytes(await self._image(request, left_s))
+            with self.metrics.fetch_seconds.time():
+                image = bytes(await self._image(request, left_s))
             job = DecodeJob(image, request.width, request.height)
             timeout_s = max(0.0, due - self._clock.now())
-            pixels = await self._processes.decode(job, timeout_s=timeout_s)
+            with self.metrics.decode_seconds.time():
+                pixels = await self._processes.decode(job, timeout_s=timeout_s)
             embedding = await self._embedder.embed(digest, pixels)
         self.metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
@@ -233,6 +235,8 @@ class EncoderMetrics:
         self._tokens = metrics.counter(catalog.ENCODER_TOKENS)
         self._hit_tokens = metrics.counter(catalog.ENCODER_HIT_TOKENS)
         self._evictions = RunningTotal(metrics.counter(catalog.ENCODER_EVICTIONS))
+        self.fetch_seconds = metrics.histogram(catalog.ENCODER_FETCH_SECONDS)
+        self.decode_seconds = metrics.histogram(catalog.ENCODER_DECODE_SECONDS)
         self.embed_seconds = metrics.histogram(catalog.ENCODER_SECONDS)
         metrics.gauge(catalog.ENCODER_CACHE_BYTES).set_function(lambda: cache.bytes_held)
         metrics.gauge(catalog.ENCODER_ENTRIES).set_function(lambda: len(cache))

@@ -144,6 +144,8 @@ class SupervisorConfig(Config):
     schedulers: Processes = 1
     """Number of schedulers. One of them leads, and another takes over within some heartbeats when
     that one ends or freezes; with one alone, requests that come while it is frozen are refused."""
+    encoders: Processes = 1
+    """Number of encoders. They share cores evenly; any of them embeds an image."""
     start_timeout_s: Seconds = 60.0
     """Maximum time until all services are ready, in seconds."""
     stop_timeout_s: Seconds = 25.0

@@ -76,6 +76,7 @@ _FLAGS = {
     "tokenizers": "--tokenizer-worker-num",
     "detokenizers": "--detokenizer-worker-num",
     "schedulers": "--supervisor-schedulers",
+    "encoders": "--supervisor-encoders",
 }
 """The settings with numbers of processes, and their short flags."""
 
@@ -423,6 +424,8 @@ def process_share(
             values["cache.bytes_max"] = max(pool // count, 1)
     elif role is Role.TOKENIZER:
         values = {"tokenizer.threads": min(settings.tokenizer.threads, device.cores // count)}
+    elif role is Role.ENCODER:
+        values = {"model.threads": settings.model.threads or device.cores // count}
     return {fields()[path].variable: str(value) for path, value in values.items()}
 
 
@@ -433,6 +436,7 @@ def _count(settings: Settings, role: Role) -> int:
         Role.TOKENIZER: supervisor.tokenizers,
         Role.DETOKENIZER: supervisor.detokenizers,
         Role.SCHEDULER: supervisor.schedulers,
+        Role.ENCODER: supervisor.encoders,
     }
     return counts.get(role, 1)
 

@@ -438,6 +438,9 @@ OVERRUN_TOKENS = _counter("overrun_tokens_total", "Tokens generated beyond a sto
 HELD_REQS = _gauge("held_reqs", "Requests whose token ids are stored for a resend.", side=None)
 BATCH_SIZE = _gauge("batch_size", "Requests in the last forward pass.", side=None)
 FREE_SLOTS = _gauge("free_slots", "Free slots of the batch.", side=None)
+EMBEDDING_FETCH_SECONDS = _histogram(
+    "embedding_fetch_seconds", "Time to fetch the embedding of an image from an encoder.", _IMAGE_S
+)
 PAUSED_WORKERS = _gauge("paused_workers", "Workers whose generation is paused.", side=None)
 
 # The encoder.
@@ -446,6 +449,12 @@ ENCODER_SECONDS = _histogram(
     "Time to encode an image that is decoded.",
     _IMAGE_S,
     _SCHEDULER,
+)
+ENCODER_FETCH_SECONDS = _histogram(
+    "encoder_fetch_seconds", "Time to fetch an image from its owner.", _IMAGE_S
+)
+ENCODER_DECODE_SECONDS = _histogram(
+    "encoder_decode_seconds", "Time to decode and resize an image.", _IMAGE_S
 )
 ENCODER_RECEIVED = _engine_counter("encoder_requests_received_total", "Calls to encode an image.")
 ENCODER_REQUESTS = _engine_counter("encoder_requests_total", "Calls that returned an embedding.")

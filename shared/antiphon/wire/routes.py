@@ -174,12 +174,11 @@ DECODE = RequestRoute(
     delivery=DeliveryMode.QUEUE,
 )
 ENCODE_IMAGE = RequestRoute(
-    subject="encoder.{model}.encode",
+    subject="encoder.{encoder}.encode",
     carries=(claim.EncodeImage,),
     replies=(claim.ImageEmbedding,),
     senders=(Role.WORKER,),
     listeners=(Role.ENCODER,),
-    delivery=DeliveryMode.QUEUE,
 )
 SUBMIT = RequestRoute(
     subject="scheduler.{model}.submit",
@@ -320,7 +319,7 @@ KV_CONTROL = RequestRoute(
 HEARTBEAT_SOURCES = {
     Role.SCHEDULER: (Role.SCHEDULER, Role.GATEWAY, Role.WORKER, Role.DETOKENIZER),
     Role.GATEWAY: (Role.SCHEDULER, Role.GATEWAY, Role.TOKENIZER, Role.WORKER, Role.DETOKENIZER),
-    Role.WORKER: (Role.GATEWAY, Role.WORKER, Role.SCHEDULER, Role.KV_STORAGE),
+    Role.WORKER: (Role.GATEWAY, Role.WORKER, Role.SCHEDULER, Role.KV_STORAGE, Role.ENCODER),
     Role.DETOKENIZER: (Role.GATEWAY, Role.WORKER),
 }
 """Roles whose heartbeats a role receives: those whose state it acts on. Waking up for the others

@@ -55,6 +55,16 @@ bfloat16 on all cores. Texts: {texts}. The columns are texts per second, medians
 each of which embeds all texts once in every way; a ratio is of one round. Every vector is compared:
 [tests/bench/embeddings.py](../tests/bench/embeddings.py).
 """
+IMAGES_HEAD = """
+## Images in chats
+
+{clients} clients send JPEGs that are new to a small LLaVA (a tower of 12 layers of 384, 576 tokens
+an image, 4 layers of text, float32), and wait for one token: with one encoder and with two, against
+transformers in one process on the same files. Times are in ms, of an image or of a request: to the
+first token (median), and, as means, to fetch the image from the gateway, to decode and resize it,
+in tower and projector, and to fetch the embedding. Medians of {rounds} rounds.
+"""
+IMAGE_PARTS = ("fetch", "decode", "tower", "transfer")
 SOAK_HEAD = """
 ## Ten minutes of random load
 
@@ -157,6 +167,40 @@ def embeddings(summary: Summary) -> Iterable[str]:
             for case in summary.cases()
         ),
     )
+
+
+def images(summary: Summary) -> Iterable[str]:
+    yield IMAGES_HEAD.format_map(summary.setup) + "\n"
+    yield f"{machine_line(summary)}.\n\n"
+    yield markdown(
+        ("images", "served by", "images/s", "transformers", "ratio", "first token", *IMAGE_PARTS),
+        (
+            (case, arm, *_image_cells(summary, case, arm))
+            for case in summary.cases()
+            for arm in summary.arms("tower_ms")
+            if summary.find("tower_ms", case=case, arm=arm) is not None
+        ),
+    )
+    yield "\nTimes to the first token of short texts, in ms:\n\n"
+    yield markdown(
+        ("", "p50", "p99"),
+        (
+            (f"{row.case}: {row.arm}", f"{row:.0f}", f"{row.p99 or row.most:.0f}")
+            for row in summary.rows
+            if row.quantity == "text_first_token_ms"
+        ),
+    )
+
+
+def _image_cells(summary: Summary, case: str, arm: str) -> Iterable[str]:
+    yield f"{summary.row('images_s', case=case, arm=arm):.1f span}"
+    ratio = summary.find("ratio", case=case, arm=arm, ratio=True)
+    theirs = summary.row("images_s", case=case, arm="transformers") if ratio else None
+    yield "" if theirs is None else f"{theirs:.1f}"
+    yield "" if ratio is None else f"**{ratio:.2f span}**"
+    yield f"{summary.row('first_token_ms', case=case, arm=arm):.0f}"
+    for part in IMAGE_PARTS:
+        yield f"{summary.row(f'{part}_ms', case=case, arm=arm):.1f}"
 
 
 def soaked(summary: Summary) -> Iterable[str]:

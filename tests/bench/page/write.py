@@ -22,8 +22,8 @@ machine. A run writes its raw results to `tests/bench/results/raw`, which is not
 defined as in SGLang's `bench_serving`: [tests/bench/serving/metrics.py]\
 (../tests/bench/serving/metrics.py). To run the benchmarks: `make bench-peers`, `make bench-engine`,
 `make bench-steps`, `make bench-kernels`, `make bench-loading`, `make bench-serving`, `make bench`,
-`make bench-bodies`, `make bench-prose`, `make bench-embeddings`. The comparison of servers waits
-for an idle machine before each case.
+`make bench-bodies`, `make bench-prose`, `make bench-embeddings`, `make bench-images`. The
+comparison of servers waits for an idle machine before each case.
 """
 
 
@@ -44,6 +44,7 @@ SECTIONS: tuple[tuple[str, Callable[[Summary], Iterable[str]]], ...] = (
     ("crowd", stack.crowd),
     ("bodies", stack.large_bodies),
     ("embeddings", stack.embeddings),
+    ("images", stack.images),
     ("soak", stack.soaked),
 )
 """The files below the peers' tables, in the order of the page."""

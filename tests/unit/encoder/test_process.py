@@ -22,7 +22,7 @@ from antiphon.transfer.blobs import fetch
 from antiphon.wire.base import ProcessState
 from antiphon.wire.claim import EncodeImage
 from antiphon.wire.errors import Unsupported
-from antiphon.wire.ids import ClusterName, ModelName, new_request_id
+from antiphon.wire.ids import ClusterName, InstanceId, ModelName, new_request_id
 from antiphon.wire.routes import ENCODE_IMAGE, HEARTBEAT
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 HEAVY = ("torch", "numpy", "PIL", "safetensors")
 MODEL = ModelName("antiphon-small")
+ENCODER = InstanceId("encoder-0")
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ async def encoder(
     server: NatsServer, bus: Bus, *flags: str
 ) -> AsyncGenerator[asyncio.subprocess.Process]:
     """A process that is ready, and is stopped at the end."""
-    async with listening(bus, HEARTBEAT, role="encoder", instance="encoder-0") as beats:
+    async with listening(bus, HEARTBEAT, role="encoder", instance=ENCODER) as beats:
         started = await spawn(server.url, *flags)
         try:
             async with asyncio.timeout(20):
@@ -94,7 +95,7 @@ async def test_without_a_model_it_loads_no_torch_and_refuses(server: NatsServer,
     async with encoder(server, bus) as process:
         for image in (RED, b"no image"):
             with pytest.raises(Unsupported, match=r"encoder\.model_path is not set"):
-                await bus.call(ENCODE_IMAGE, request(image), timeout_s=5, model=MODEL)
+                await bus.call(ENCODE_IMAGE, request(image), timeout_s=5, encoder=ENCODER)
         assert mapped(process.pid) == set()
 
 
@@ -113,7 +114,7 @@ async def test_the_service_imports_without_torch() -> None:
 
 async def test_with_a_model_it_embeds(server: NatsServer, bus: Bus, siglip: Path) -> None:
     async with encoder(server, bus, "--encoder-model-path", str(siglip)) as process:
-        answer = await bus.call(ENCODE_IMAGE, request(RED), timeout_s=10, model=MODEL)
+        answer = await bus.call(ENCODE_IMAGE, request(RED), timeout_s=10, encoder=ENCODER)
         data = await fetch(answer.claim, timeout_s=5, bytes_max=10**6)
         assert len(data) == answer.tokens * answer.hidden * 4
         assert "torch" in mapped(process.pid)  # so the test without a model can fail

@@ -32,7 +32,7 @@ from antiphon.wire.errors import (
     Unavailable,
     Unsupported,
 )
-from antiphon.wire.ids import ModelName, new_request_id
+from antiphon.wire.ids import InstanceId, ModelName, new_request_id
 from antiphon.wire.routes import ENCODE_IMAGE
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 CLOCK = SystemClock()
 MODEL = ModelName("antiphon-small")
+ENCODER = InstanceId("encoder-0")
 
 
 class World:
@@ -64,7 +65,7 @@ class World:
             claim=claim,
             deadline_unix_ms=deadline_in(within_s, CLOCK),
         )
-        return await self.bus.call(ENCODE_IMAGE, request, timeout_s=10, model=MODEL)
+        return await self.bus.call(ENCODE_IMAGE, request, timeout_s=10, encoder=ENCODER)
 
     async def refusal(self, image: bytes | None = None, **rest: Claim | float) -> EngineError:
         with pytest.raises(EngineError) as caught:

@@ -167,6 +167,10 @@ AT_MOST_4 = "must be at most 4, the number of cores"
             f"supervisor.schedulers = 5 (--supervisor-schedulers): {AT_MOST_4}",
         ),
         (
+            ("--supervisor-encoders", "5"),
+            f"supervisor.encoders = 5 (--supervisor-encoders): {AT_MOST_4}",
+        ),
+        (
             ("--dp-size", "4", "--max-running-requests", "3"),
             "batching.running_max = 3 (--max-running-requests): must be at least "
             "supervisor.workers = 4 (--dp-size), since workers share it",

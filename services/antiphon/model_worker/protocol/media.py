@@ -1,8 +1,9 @@
 """The worker's side of encoders: embeddings of media, for requests that are about to need them.
 
 The batching loop calls `load` and `release`, which return at once; everything else is done in the
-event loop. An encoder is called again until the request's deadline: the medium is at its owner, and
-encoders hold nothing that is not found again.
+event loop. Encoders are called again until the request's deadline: the medium is at its owner, and
+they hold nothing that is not found again. A medium has an encoder that is asked first, which may
+have it in its cache; the next one is asked where that one does not answer.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
+from antiphon.model_worker.protocol.rendezvous import rendezvous
 from antiphon.service.clock import remaining_s
-from antiphon.service.peers import PeerChange
+from antiphon.service.peers import Liveness, PeerChange
 from antiphon.service.tasks import gather, isolated
+from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import fetch
 from antiphon.wire.base import Role
 from antiphon.wire.claim import EncodeImage
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.state import ChoiceKey
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
+    from antiphon.wire.base import Process
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.media import Medium
 
@@ -74,7 +79,8 @@ class EmbeddingClient:
         self._budget = ByteBudget(bytes_max)
         self._event_loop = asyncio.get_running_loop()
         self._loads: dict[tuple[ChoiceKey, int], asyncio.Task[None]] = {}
-        self._attempts = set[asyncio.Timeout]()
+        self._attempts: dict[asyncio.Timeout, Process] = {}
+        self._fetch_seconds = runtime.metrics.histogram(catalog.EMBEDDING_FETCH_SECONDS)
         runtime.peers.watch(self._on_peer)
 
     # The batching loop's side.
@@ -131,9 +137,10 @@ class EmbeddingClient:
             EngineError: The medium is at fault; the error names its index.
         """
         pause_s = RETRY_S
-        while True:
+        for number in count():
             try:
-                return await self._attempt(load.request_id, medium, self._left_s(load))
+                encoder = self._encoder(medium, number)
+                return await self._attempt(load.request_id, medium, encoder, self._left_s(load))
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
                 fields = {"request_id": load.request_id, "code": error.code, "medium": index}
                 log.info("medium not embedded yet", extra=fields)
@@ -142,8 +149,25 @@ class EmbeddingClient:
                 raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
+        raise AssertionError("it does not end")
 
-    async def _attempt(self, request_id: RequestId, medium: Medium, left_s: float) -> Floats:
+    def _encoder(self, medium: Medium, number: int) -> Process:
+        """Return the encoder that is asked for a medium after `number` others.
+
+        Raises:
+            Unavailable: None is ready.
+        """
+        peers = self._runtime.peers.accepting_work(Role.ENCODER)
+        ready = [peer.process for peer in peers if peer.heartbeat.model == self._model]
+        if not ready:
+            raise Unavailable("no encoder is ready", retry_after_s=RETRY_S)
+        digest = medium.claim.digest
+        ready.sort(key=lambda process: rendezvous(process.instance, digest), reverse=True)
+        return ready[number % len(ready)]
+
+    async def _attempt(
+        self, request_id: RequestId, medium: Medium, encoder: Process, left_s: float
+    ) -> Floats:
         timeout_s, tokens = min(left_s, ATTEMPT_S), medium.span.rows
         clock = self._runtime.clock
         request = EncodeImage(
@@ -157,10 +181,10 @@ class EmbeddingClient:
         )
         try:
             async with asyncio.timeout(timeout_s) as attempt:
-                self._attempts.add(attempt)
+                self._attempts[attempt] = encoder
                 try:
                     reply = await self._runtime.bus.call(
-                        ENCODE_IMAGE, request, timeout_s=timeout_s, model=self._model
+                        ENCODE_IMAGE, request, timeout_s=timeout_s, encoder=encoder.instance
                     )
                     if (reply.tokens, reply.hidden) != (tokens, self._width):
                         raise Internal(
@@ -168,21 +192,23 @@ class EmbeddingClient:
                             f"not {tokens} x {self._width}"
                         )
                     size = tokens * self._width * NUMBER_BYTES
-                    data = await fetch(reply.claim, timeout_s=timeout_s, bytes_max=size)
+                    with self._fetch_seconds.time():
+                        data = await fetch(reply.claim, timeout_s=timeout_s, bytes_max=size)
                 finally:
-                    self._attempts.discard(attempt)
+                    del self._attempts[attempt]
         except TimeoutError:
-            raise Unavailable("no encoder answered", retry_after_s=RETRY_S) from None
+            raise Unavailable("the encoder did not answer", retry_after_s=RETRY_S) from None
         return np.frombuffer(data, "<f4").reshape(tokens, self._width)
 
     def _left_s(self, load: MediaLoad) -> float:
         return remaining_s(load.deadline_unix_ms, self._runtime.clock)
 
     def _on_peer(self, change: PeerChange, peer: Peer) -> None:
-        """Call again at once when an encoder has died: it may have had any of the calls."""
-        if change is PeerChange.DIED and peer.heartbeat.role is Role.ENCODER:
-            for attempt in self._attempts:
-                attempt.reschedule(self._event_loop.time())
+        """End the calls of an encoder that has died, or is suspect: others are asked at once."""
+        if change is PeerChange.DIED or peer.liveness is not Liveness.ALIVE:
+            for attempt, encoder in self._attempts.items():
+                if encoder == peer.process and not attempt.expired():
+                    attempt.reschedule(self._event_loop.time())
 
 
 class ByteBudget:

@@ -8,7 +8,6 @@ block that is not stored: nothing here fails a request.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.page_transfers import BlockTransfer, TransferDone
+from antiphon.model_worker.protocol.rendezvous import rendezvous
 from antiphon.model_worker.ranks.page_shards import FETCHES_MAX, FetchedBlocks
 from antiphon.service.clock import deadline_in
 from antiphon.service.startup import address_for_others, bind
@@ -367,10 +367,6 @@ class KvStorageClient:
             self._processes = processes
             self._nodes = tuple(process.instance for process in processes)
             self._known.clear()
-
-
-def rendezvous(node: InstanceId, root: bytes) -> bytes:
-    return hashlib.sha256(node.encode() + b"\0" + root).digest()
 
 
 class PageStoreMetrics:

@@ -1,0 +1,210 @@
+"""A worker's calls to encoders: which one is asked, and what happens when it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from tests.support.memory_bus import MemoryBroker, MemoryTransport
+from tests.support.services import Running, running
+from tests.support.wait import until
+
+from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
+from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.protocol.media import EmbeddingClient
+from antiphon.service.clock import deadline_in
+from antiphon.service.endpoint import Endpoint, RequestEndpoint
+from antiphon.service.service import Report
+from antiphon.service.startup import bind
+from antiphon.transfer.blobs import BlobServer, BlobStore
+from antiphon.wire.base import Role
+from antiphon.wire.claim import Claim, ImageEmbedding
+from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.media import Medium, MediumSpan
+from antiphon.wire.routes import ENCODE_IMAGE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.service.service import Runtime
+    from antiphon.wire.claim import EncodeImage
+
+MODEL = ModelName("seeing")
+TOKENS, WIDTH = 4, 3
+
+
+class FakeEncoder:
+    """Answers with rows that name the content of the image; while `answering` is not set, later."""
+
+    role: ClassVar = Role.ENCODER
+
+    def __init__(self, runtime: Runtime, shelf: BlobStore) -> None:
+        self._runtime = runtime
+        self._shelf = shelf
+        self.asked: list[bytes] = []
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    @staticmethod
+    @asynccontextmanager
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[FakeEncoder]:
+        with bind("127.0.0.1", 0) as bound:
+            shelf = BlobStore(f"127.0.0.1:{bound.getsockname()[1]}", 10**6, runtime.clock)
+            runtime.group.create_task(BlobServer(bound, shelf).run())
+            yield FakeEncoder(runtime, shelf)
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        here = {"encoder": self._runtime.process.instance}
+        return (RequestEndpoint(route=ENCODE_IMAGE, handler=self._encode, address=here),)
+
+    def model(self) -> ModelName:
+        return MODEL
+
+    def report(self) -> Report:
+        return Report(load=0)
+
+    async def drain(self) -> None:
+        pass
+
+    async def _encode(self, request: EncodeImage, _: object) -> ImageEmbedding:
+        assert request.claim is not None
+        digest = request.claim.digest
+        self.asked.append(digest)
+        await self.answering.wait()
+        rows = np.full((TOKENS, WIDTH), digest[0], "<f4")
+        return ImageEmbedding(
+            request_id=request.request_id,
+            content_digest=digest,
+            tokens=TOKENS,
+            hidden=WIDTH,
+            dtype="float32",
+            claim=self._shelf.put(rows.tobytes(), 60),
+            cached=False,
+        )
+
+
+class SeeingWorker:
+    """As much of a worker as loads embeddings."""
+
+    role: ClassVar = Role.WORKER
+
+    def __init__(
+        self, runtime: Runtime, client: EmbeddingClient, landed: asyncio.Queue[MediaLoaded]
+    ) -> None:
+        self.runtime = runtime
+        self._client = client
+        self._landed = landed
+        self._numbers = count(1)
+
+    @staticmethod
+    @asynccontextmanager
+    async def lifespan(runtime: Runtime) -> AsyncGenerator[SeeingWorker]:
+        landed = asyncio.Queue[MediaLoaded]()
+        client = EmbeddingClient(
+            runtime, MODEL, width=WIDTH, bytes_max=10**6, land=landed.put_nowait
+        )
+        yield SeeingWorker(runtime, client, landed)
+
+    def endpoints(self) -> tuple[()]:
+        return ()
+
+    def model(self) -> ModelName:
+        return MODEL
+
+    def report(self) -> Report:
+        return Report(load=0)
+
+    async def drain(self) -> None:
+        pass
+
+    def begin(self, content: int) -> None:
+        number = next(self._numbers)
+        claim = Claim(
+            address="owner:1",
+            token="00",
+            size_bytes=1,
+            digest=bytes([content]) * 32,
+            expires_unix_ms=0,
+        )
+        span = MediumSpan(start=0, tokens=TOKENS, key=bytes(32))
+        load = MediaLoad(
+            ChoiceKey(number),
+            number,
+            RequestId(f"{number:032x}"),
+            {0: Medium(span=span, width=1, height=1, claim=claim)},
+            deadline_in(30, self.runtime.clock),
+        )
+        self._client.load(load)
+
+    async def loaded(self) -> int:
+        """The content that the next embedding that has come names."""
+        done = await self._landed.get()
+        assert done.error is None, done.error
+        [rows] = done.embeddings.values()
+        assert rows.shape == (TOKENS, WIDTH)
+        return int(rows[0, 0])
+
+
+class World:
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        worker: Running[SeeingWorker],
+        encoders: list[tuple[MemoryTransport, Running[FakeEncoder]]],
+    ) -> None:
+        self.broker = broker
+        self.worker = worker
+        self.encoders = encoders
+
+    async def load(self, content: int) -> None:
+        self.worker.service.begin(content)
+        assert await self.worker.service.loaded() == content
+
+    @property
+    def asked(self) -> list[list[int]]:
+        return [[digest[0] for digest in each.service.asked] for _, each in self.encoders]
+
+
+@asynccontextmanager
+async def world() -> AsyncGenerator[World]:
+    broker = MemoryBroker()
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(running(SeeingWorker, MemoryTransport(broker)))
+        encoders: list[tuple[MemoryTransport, Running[FakeEncoder]]] = []
+        for number in range(2):
+            link = MemoryTransport(broker)
+            started = running(FakeEncoder, link, instance=f"encoder-{number}")
+            encoders.append((link, await stack.enter_async_context(started)))
+        made = World(broker, worker, encoders)
+        peers = worker.service.runtime.peers
+        await until(lambda: len(peers.accepting_work(Role.ENCODER)) == len(encoders))
+        yield made
+
+
+async def test_a_picture_is_asked_for_at_the_same_encoder_and_pictures_are_spread() -> None:
+    async with world() as made:
+        for _ in range(2):
+            for content in range(1, 33):
+                await made.load(content)
+        one, two = made.asked
+        assert min(len(one), len(two)) > 8
+        assert not set(one) & set(two)
+        assert sorted(one + two) == sorted([*range(1, 33)] * 2)
+
+
+async def test_calls_of_an_encoder_that_is_silent_are_made_at_another() -> None:
+    async with world() as made:
+        for _, encoder in made.encoders:
+            encoder.service.answering.clear()
+        made.worker.service.begin(1)
+        await until(lambda: any(made.asked))
+        [first] = [number for number, asked in enumerate(made.asked) if asked]
+        made.encoders[1 - first][1].service.answering.set()
+        made.broker.cut(made.encoders[first][0])
+        assert await made.worker.service.loaded() == 1
+        assert made.asked[1 - first] == [1]
+        made.broker.heal(made.encoders[first][0])
+        made.encoders[first][1].service.answering.set()
