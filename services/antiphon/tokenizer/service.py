@@ -29,7 +29,7 @@ from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import EngineError, PromptTooLong
 from antiphon.wire.namespaces import PageOrigin
-from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
+from antiphon.wire.routes import CANCEL_ENCODE, DECODE, DECODE_AT, TOKENIZE, TOKENIZE_AT
 from antiphon.wire.tokenize import (
     CancelEncode,
     DecodeReply,
@@ -117,9 +117,12 @@ class TokenizerService:
 
     def endpoints(self) -> Sequence[Endpoint]:
         address = {"model": self._model}
+        here = address | {"tokenizer": self._runtime.process.instance}
         return (
             RequestEndpoint(route=TOKENIZE, handler=self._encode, address=address),
+            RequestEndpoint(route=TOKENIZE_AT, handler=self._encode, address=here),
             RequestEndpoint(route=DECODE, handler=self._decode, address=address),
+            RequestEndpoint(route=DECODE_AT, handler=self._decode, address=here),
             StreamEndpoint(route=CANCEL_ENCODE, apply=self._cancel, address=address),
         )
 

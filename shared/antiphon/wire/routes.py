@@ -158,6 +158,14 @@ TOKENIZE = RequestRoute(
     listeners=(Role.TOKENIZER,),
     delivery=DeliveryMode.QUEUE,
 )
+TOKENIZE_AT = RequestRoute(
+    name="tokenizer.encode_at",
+    subject="tokenizer.{model}.encode.{tokenizer}",
+    carries=(tokenize.EncodeRequest,),
+    replies=(tokenize.EncodeReply,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.TOKENIZER,),
+)
 CANCEL_ENCODE = Route(
     subject="tokenizer.{model}.cancel",
     carries=(tokenize.CancelEncode,),
@@ -172,6 +180,14 @@ DECODE = RequestRoute(
     senders=(Role.GATEWAY,),
     listeners=(Role.TOKENIZER,),
     delivery=DeliveryMode.QUEUE,
+)
+DECODE_AT = RequestRoute(
+    name="tokenizer.decode_at",
+    subject="tokenizer.{model}.decode.{tokenizer}",
+    carries=(tokenize.DecodeRequest,),
+    replies=(tokenize.DecodeReply,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.TOKENIZER,),
 )
 ENCODE_IMAGE = RequestRoute(
     subject="encoder.{encoder}.encode",

@@ -56,6 +56,7 @@ from antiphon.wire.routes import (
     CANCEL,
     CANCEL_ENCODE,
     DECODE,
+    DECODE_AT,
     DETOKENIZER_CONTROL,
     HEARTBEAT,
     NOTICE,
@@ -63,6 +64,7 @@ from antiphon.wire.routes import (
     SUBMIT,
     TEXT,
     TOKENIZE,
+    TOKENIZE_AT,
     WORKER_CONTROL,
 )
 from antiphon.wire.submit import (
@@ -90,7 +92,7 @@ if TYPE_CHECKING:
     from tests.support.nats import NatsServer
 
     from antiphon.bus.bus import Bus, Delivery
-    from antiphon.bus.transport import Transport
+    from antiphon.bus.transport import Subscription, Transport
     from antiphon.config.model import ModelConfig
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
@@ -122,6 +124,9 @@ class Cluster:
     matched: int | str | None = 2
     thought: int = 0  # reasoning steps of each output
     mute_tokenizers: int = 0  # calls that get no reply
+    frozen_tokenizers: set[str] = field(default_factory=set[str])  # reply to nothing
+    directed: tuple[Subscription, ...] = ()  # of calls that name a tokenizer
+    unanswered: list[str] = field(default_factory=list[str])  # subjects of calls to these
     pooling: PoolingCard | None = None  # of a model that generates nothing
     reranks: bool = False  # the chat template asks for yes or no
     words: dict[str, int] = field(default_factory=dict)  # texts that are one token
@@ -193,8 +198,10 @@ class Cluster:
         """Listen, and send heartbeats."""
         self.encoding.set()
         await self.bus.listen(TOKENIZE, self._encode, model=MODEL)
+        directed = await self.bus.listen(TOKENIZE_AT, self._encode, model=MODEL)
         await self.bus.listen(CANCEL_ENCODE, self._encode_cancelled, model=MODEL)
         await self.bus.listen(DECODE, self._decode, model=MODEL)
+        self.directed = (directed, await self.bus.listen(DECODE_AT, self._decode, model=MODEL))
         await self.bus.listen(SUBMIT, self._submit, model=MODEL)
         await self.bus.listen(CANCEL, self._cancel, model=MODEL)
         await self.bus.listen(ADOPT, self._adopt, model=MODEL)
@@ -204,6 +211,8 @@ class Cluster:
         self.group.create_task(self._beat())
 
     async def _encode(self, delivery: Delivery) -> None:
+        if self._is_frozen(delivery):
+            return
         request = delivery.read(TOKENIZE)
         self.encodes.append(request)
         self.group.create_task(self._encoded(delivery, request))
@@ -250,7 +259,17 @@ class Cluster:
             )
         )
 
+    def _is_frozen(self, delivery: Delivery) -> bool:
+        """Whether a call reaches a tokenizer that does not answer, as any one might be."""
+        name = delivery.subject.rpartition(".")[2]
+        if not self.frozen_tokenizers or name not in {*self.frozen_tokenizers, "encode", "decode"}:
+            return False
+        self.unanswered.append(delivery.subject)
+        return True
+
     async def _decode(self, delivery: Delivery) -> None:
+        if self._is_frozen(delivery):
+            return
         request = delivery.read(DECODE)
         if any(token > 255 for row in request.token_ids for token in unpack_ids(row)):
             delivery.refuse(InvalidRequest("there is no such token", param="tokens"))

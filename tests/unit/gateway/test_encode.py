@@ -32,6 +32,35 @@ async def test_slow_call_is_hedged_once_by_another_tokenizer(tokenizers: int) ->
         assert task.result().status == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETE, {"prompt": "x"}), ("/detokenize", {"tokens": [120]})],
+    ids=["encode", "decode"],
+)
+async def test_second_call_reaches_another_tokenizer_than_one_that_is_frozen(
+    path: str, body: Body
+) -> None:
+    """It counts as alive for some heartbeats, and the broker delivers calls to it."""
+    async with house(encode_hedge_s=0.001) as at:
+        await _living(at, 2)
+        await ok(at, COMPLETE, {"prompt": "x"})  # the card is known
+        at.cluster.frozen_tokenizers = {"tokenizer-0"}
+        await asyncio.gather(*(ok(at, path, body) for _ in range(20)))
+        assert {one.rpartition(".")[2] for one in at.cluster.unanswered} == {"tokenizer-0"}
+        assert len(at.cluster.unanswered) <= 20
+
+
+async def test_call_goes_to_any_tokenizer_if_the_one_that_it_names_does_not_listen(
+    at: House,
+) -> None:
+    """It has just ended, or is of a version that only reads calls to any."""
+    for subscription in at.cluster.directed:
+        await subscription.drain()
+    await ok(at, COMPLETE, {"prompt": "x"})
+    await ok(at, "/detokenize", {"tokens": [120]})
+    assert len(at.cluster.encodes) == 1
+
+
 @asynccontextmanager
 async def slow_encode(at: House) -> AsyncGenerator[asyncio.Task[Response]]:
     """A request whose encode call was sent and gets no reply yet."""

@@ -1,8 +1,7 @@
-"""Client of the tokenizer service; retries slow and lost calls."""
+"""Client of the tokenizer service: prompts and texts, and the metadata of the model."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -11,23 +10,19 @@ import msgspec
 from antiphon.config.gateway import read_template_kwargs
 from antiphon.gateway.parsing.formats import Formats, formats_of
 from antiphon.gateway.requests.generation_request import check_token_ids
+from antiphon.gateway.requests.tokenizer_calls import DECODES, ENCODES, TokenizerCalls
 from antiphon.service.clock import deadline_in, remaining_s
-from antiphon.service.peers import Liveness, Peer, PeerChange
-from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, TOKEN_BYTES
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
-    Overloaded,
     PromptTooLong,
     Unavailable,
 )
 from antiphon.wire.ids import ModelName, RequestId, new_request_id
 from antiphon.wire.namespaces import PageOrigin, prompt_digests
-from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
 from antiphon.wire.tokenize import (
-    CancelEncode,
     DecodeRequest,
     EncodeReply,
     EncodeRequest,
@@ -45,23 +40,17 @@ log = logging.getLogger(__name__)
 
 CARD_TIMEOUT_S = 5.0
 """Maximum time a request waits for a tokenizer to be available."""
-_WAIT_MAX_S = 30.0
 _DECODE_S = 10.0
-_PAUSE_MAX_S = 2.0
-
-STALE_S = 30.0
-"""How long the broker may deliver calls to a dead process: the time to detect its death."""
 
 
 class TokenizerClient:
-    """Calls tokenizers. They are stateless, so repeating a call is harmless."""
+    """What the gateway asks tokenizers for. Slow and lost calls are repeated."""
 
     def __init__(self, runtime: Runtime, model: ModelName) -> None:
         self._runtime = runtime
         self._model = model
-        self._hedge_s = runtime.settings.gateway.encode_hedge_s
         self.template_defaults = TemplateDefaults(runtime.settings.gateway.chat_template_kwargs)
-        self._lost_calls = LostCalls(runtime)
+        self._calls = TokenizerCalls(runtime, model)
         cluster = runtime.settings.cluster
         self._origin = PageOrigin(model_digest=cluster.model_digest, cluster_salt=cluster.hash_salt)
         self._card: EncodeReply | None = None
@@ -121,13 +110,10 @@ class TokenizerClient:
             deadline_unix_ms=deadline_in(_DECODE_S, self._runtime.clock),
             left_ms=round(_DECODE_S * 1000),
         )
-        try:
-            reply = await self._runtime.bus.call(
-                DECODE, request, timeout_s=_DECODE_S, model=self._model
-            )
-        except EngineError as error:
-            raise _public_error(error) from error
-        return reply.texts
+        outcome = await self._calls.call(DECODES, request, CARD_TIMEOUT_S)
+        if isinstance(outcome, EngineError):
+            raise _public_error(outcome)
+        return outcome.texts
 
     async def token_id_of(self, mark: str) -> int | None:
         """Return the token id of a delimiter, if it is a single token."""
@@ -196,68 +182,12 @@ class TokenizerClient:
         return await self._hedged(request, patience_s)
 
     async def _hedged(self, request: EncodeRequest, patience_s: float) -> EncodeReply:
-        outcome = await self._call_until_answered(request, patience_s)
+        outcome = await self._calls.call(ENCODES, request, patience_s)
         if not isinstance(outcome, EngineError):
             return outcome
         if remaining_s(request.deadline_unix_ms, self._runtime.clock) <= 0:
             raise DeadlineExceeded("the request's deadline has passed")
         raise _public_error(outcome)
-
-    async def _call_until_answered(
-        self, request: EncodeRequest, patience_s: float
-    ) -> EncodeReply | EngineError:
-        """Call until a tokenizer replies, with increasing pauses.
-
-        Calls again after an error; once in parallel to a slow call, if there is another tokenizer;
-        and whenever calls may have been lost: a tokenizer that died took its calls along, and a new
-        one is available soon.
-        """
-        now = self._runtime.clock.now
-        give_up_at, called_at = now() + patience_s, now()
-        pause_s, hedged = self._hedge_s, False
-        calls = set[asyncio.Task[EncodeReply | EngineError]]()
-        async with asyncio.TaskGroup() as group:
-            try:
-                while True:
-                    hedges = bool(calls) and not hedged and self._lost_calls.live_count > 1
-                    if hedges or not calls or self._lost_calls.may_be_lost(called_at):
-                        hedged, called_at = hedged or hedges, now()
-                        calls.add(group.create_task(self._call(request)))
-                    done, calls = await asyncio.wait(
-                        calls, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    for call in done:
-                        outcome = call.result()
-                        late = now() >= give_up_at
-                        retryable = isinstance(outcome, Unavailable | Overloaded)
-                        if not retryable or (late and not calls):
-                            return outcome
-                    if not calls:
-                        await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-            finally:
-                for call in calls:
-                    call.cancel()
-                if calls:
-                    self._cancel(request.request_id)
-
-    def _cancel(self, request_id: RequestId) -> None:
-        try:
-            self._runtime.bus.publish(
-                CANCEL_ENCODE, CancelEncode(request_id=request_id), model=self._model
-            )
-        except Unavailable as error:  # the text is tokenized in vain, which is harmless
-            log.info("tokenizers not reached", extra={"code": error.code})
-
-    async def _call(self, request: EncodeRequest) -> EncodeReply | EngineError:
-        left_s = min(remaining_s(request.deadline_unix_ms, self._runtime.clock), _WAIT_MAX_S)
-        request = msgspec.structs.replace(request, left_ms=round(left_s * 1000))
-        try:
-            return await self._runtime.bus.call(
-                TOKENIZE, request, timeout_s=left_s, model=self._model
-            )
-        except EngineError as error:
-            return error
 
 
 def truncated(encoded: EncodeReply, tokens: int) -> EncodeReply:
@@ -294,45 +224,6 @@ def _public_error(error: EngineError) -> EngineError:
     if isinstance(error, Unavailable):
         return Unavailable("no tokenizer is available", retry_after_s=error.retry_after_s or 1.0)
     return error
-
-
-class LostCalls:
-    """Tracks the tokenizers. The receiver of a call is unknown, so every one counts."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._peers = runtime.peers
-        self._clock = runtime.clock
-        service, scheduler = runtime.settings.service, runtime.settings.scheduler
-        self._silence_s = service.heartbeat_s * scheduler.dead_beats
-        self._until = -STALE_S
-        self._peers.watch(self._on_peer)
-
-    @property
-    def live_count(self) -> int:
-        return len(self._peers.accepting_work(Role.TOKENIZER))
-
-    def may_be_lost(self, called_at: float) -> bool:
-        """Whether a call sent at `called_at` may have gone to a process that is stale or gone.
-
-        While no process is alive, stale ones may merely be busy and there is no other to call. If
-        no process is left at all, the broker reports it.
-        """
-        if not self.live_count:
-            return False
-        tokenizers = self._peers.with_role(Role.TOKENIZER)
-        silent = any(peer.liveness is not Liveness.ALIVE for peer in tokenizers)
-        return silent or called_at <= self._until
-
-    def _on_peer(self, change: PeerChange, peer: Peer) -> None:
-        """Record a death. A process that drained has answered its calls."""
-        beat = peer.heartbeat
-        if change is not PeerChange.DIED or beat.role != Role.TOKENIZER:
-            return
-        if beat.state is ProcessState.DRAINING:
-            return
-        # The previous incarnation of a restarted process lost its calls and receives no more.
-        came_back = self._peers.age_s(peer) < self._silence_s
-        self._until = max(self._until, self._clock.now() + (0.0 if came_back else STALE_S))
 
 
 class TemplateDefaults:
