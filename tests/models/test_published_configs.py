@@ -21,12 +21,14 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
+from antiphon.encoder.grid_tower import read_grid_spec
 from antiphon.kernels.rotary import LinearScaling, RotarySpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.config_json import FAMILY_DEFAULTS, FIELD_ALIASES
 from antiphon.model_card.files import ModelFiles, find_files
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_card.served_model import model_files
+from antiphon.model_card.vision import GridImages, read_vision
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec
@@ -105,6 +107,62 @@ def test_a_model_that_sees_is_read_as_its_model_of_text(tmp_path: Path) -> None:
     assert (local.window, full.window) == (1024, None)
     assert full.rotary == RotarySpec(256, 1e6, LinearScaling(8.0))
     assert (card.eos_ids, card.dtype, card.tied) == ((1, 106), Dtype.BFLOAT16, True)
+
+
+def test_a_model_whose_positions_have_axes_is_read_as_it_was_published(tmp_path: Path) -> None:
+    """The config of Qwen2.5-VL 7B, whose text model has no config of its own."""
+    config = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "attention_dropout": 0.0,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "image_token_id": 151655,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 128000,
+        "max_window_layers": 28,
+        "model_type": "qwen2_5_vl",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vision_config": {
+            "depth": 32,
+            "hidden_act": "silu",
+            "hidden_size": 1280,
+            "in_chans": 3,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 3584,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "temporal_patch_size": 2,
+            "tokens_per_second": 2,
+        },
+        "vocab_size": 152064,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = read_config(tmp_path)
+    spec = read_spec(find_family(read.architectures), read)
+    mixer = attention_of(spec.layers[0])
+    assert mixer.rotary == RotarySpec(128, 1e6, sections=(16, 24, 24))
+    assert (mixer.window, spec.norm.eps, spec.position_axes) == (None, 1e-6, True)
+    tower, card = read_grid_spec(tmp_path), read_vision(tmp_path)
+    assert (tower.width, tower.hidden, tower.window) == (1280, 3584, 4)
+    assert isinstance(card, GridImages)
+    assert (card.pieces(1024, 768), card.columns(1024, 768)) == ((37 * 27,), 37)
+    change_config(tmp_path, rope_scaling={"type": "mrope", "mrope_section": [16, 24]})
+    with pytest.raises(ModelLoadError, match=r"mrope_section = \[16, 24\]: must be 3 numbers"):
+        read_spec(find_family(read.architectures), read_config(tmp_path))
 
 
 def test_another_model_that_sees_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tests.system.stack import Stack, read, wait_until
 
-from antiphon.encoder.preprocess import Preprocessor, read_preprocessor_config, read_spec
+from antiphon.config.settings import Settings
+from antiphon.encoder.model import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import transformers
     from openai import AsyncOpenAI
     from torch import Tensor
+
+    from antiphon.encoder.preprocess import Preprocessor
 
 TIE = 1e-3
 """Logits that are nearer than this may be taken either way."""
@@ -48,8 +51,7 @@ class Seeing:
 
     @cached_property
     def preprocess(self) -> Preprocessor:
-        spec = read_spec(self.folder)
-        return Preprocessor(read_preprocessor_config(self.folder, spec), pixels_max=10**8)
+        return open_model(Settings(), self.folder).preprocess
 
     def check(self, prompt: list[int], output: list[int], images: list[bytes]) -> None:
         """Compare with what transformers generates of the same prompt and pixels, greedily."""

@@ -10,6 +10,7 @@ import torch
 import transformers
 from openai import AsyncOpenAI
 from tests.support.llava import picture
+from tests.support.qwen_vl import PLACEHOLDER_ID, patches, write_qwen25_vl
 from tests.support.smolvlm import write_smolvlm
 from tests.system.seeing import TOKENS, Seeing, answer, message
 from tests.system.stack import serving
@@ -31,6 +32,10 @@ def tiles(images: Sequence[Tensor], ids: Tensor) -> dict[str, Tensor]:
     return {"pixel_values": torch.cat([*images])[None]}
 
 
+def grids(images: Sequence[Tensor], ids: Tensor) -> dict[str, Tensor]:
+    return {**patches(images), "mm_token_type_ids": (ids == PLACEHOLDER_ID).int()}
+
+
 @dataclass(frozen=True)
 class Family:
     write: Callable[[Path], Path]
@@ -44,6 +49,12 @@ FAMILIES = {
         write_smolvlm,
         transformers.SmolVLMForConditionalGeneration,
         tiles,
+        ("--batching-chunk-tokens", "24"),
+    ),
+    "qwen2.5-vl": Family(
+        write_qwen25_vl,
+        transformers.Qwen2_5_VLForConditionalGeneration,
+        grids,
         ("--batching-chunk-tokens", "24"),
     ),
 }

@@ -11,28 +11,34 @@ from __future__ import annotations
 import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 
+from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.connectors import Connector, read_connector
+from antiphon.encoder.grid_tower import (
+    GridTower,
+    GridTowerSpec,
+    read_grid_spec,
+    read_grid_weights,
+)
 from antiphon.encoder.preprocess import (
     Preprocessor,
-    VisionActivation,
     VisionFamily,
     VisionTowerSpec,
+    read_grid_config,
     read_preprocessor_config,
     read_spec,
 )
 from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
+from antiphon.model_card.vision import GridImages, read_vision
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     import numpy as np
@@ -78,18 +84,6 @@ class VisionTowerWeights:
     norm_before: Affine | None
     layers: tuple[VisionLayerWeights, ...]
     norm_after: Affine | None
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """CLIP's approximation of GELU: x * sigmoid(1.702 x)."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS: dict[VisionActivation, Callable[[Tensor], Tensor]] = {
-    VisionActivation.QUICK_GELU: quick_gelu,
-    VisionActivation.GELU: F.gelu,
-    VisionActivation.GELU_TANH: partial(F.gelu, approximate="tanh"),
-}
 
 
 class VisionTower:
@@ -192,18 +186,21 @@ class VisionModel:
     """Preprocessor, vision tower and connector. Blocks."""
 
     preprocess: Preprocessor
-    tower: VisionTower
+    tower: VisionTower | GridTower
     connector: Connector | None = None
 
     @property
     def embedding_bytes(self) -> int:
-        """Size of an embedding, at most."""
-        spec = self.tower.spec
+        """Size of an embedding, at most, or nearly so."""
+        recipe, spec = self.preprocess.recipe, self.tower.spec
         hidden = spec.hidden if self.connector is None else self.connector.hidden
-        return self.preprocess.recipe.frames_max * spec.tokens * hidden * 4
+        if isinstance(spec, GridTowerSpec):
+            assert recipe.grid is not None, "a recipe of this tower"
+            return recipe.grid.tokens_max * hidden * 4
+        return recipe.frames_max * spec.tokens * hidden * 4
 
     def embed(self, decoded: NDArray[np.uint8]) -> CachedEmbedding:
-        """Embed frames (F, size, size, 3), which `preprocess` has decoded."""
+        """Embed frames (F, height, width, 3), which `preprocess` has decoded."""
         states = self.tower(torch.as_tensor(self.preprocess.normalized(decoded)))
         if self.connector is not None:
             states = self.connector(states)
@@ -220,8 +217,13 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
         ConfigError: The folder has no supported vision tower; the message names the file.
     """
     torch.set_num_threads(settings.model.threads or detect_device().cores)
+    pixels_max = settings.encoder.pixels_max
+    if isinstance(read_vision(folder), GridImages):
+        preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)
+        grids = read_grid_spec(folder)
+        return VisionModel(preprocessor, GridTower(grids, read_grid_weights(folder, grids)))
     spec = read_spec(folder)
     recipe = read_preprocessor_config(folder, spec)
     tower = VisionTower(spec, read_weights(folder, spec))
-    preprocessor = Preprocessor(recipe, pixels_max=settings.encoder.pixels_max)
+    preprocessor = Preprocessor(recipe, pixels_max=pixels_max)
     return VisionModel(preprocessor, tower, read_connector(folder, spec))

@@ -17,7 +17,15 @@ from PIL import Image, ImageOps
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.vision import EDGE_MAX, IDEFICS, FeatureFields, Tiling, read_tiling
+from antiphon.model_card.vision import (
+    EDGE_MAX,
+    IDEFICS,
+    FeatureFields,
+    GridSizes,
+    Tiling,
+    read_grid_file,
+    read_tiling,
+)
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -41,6 +49,7 @@ class VisionActivation(StrEnum):
     QUICK_GELU = "quick_gelu"
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
+    SILU = "silu"
 
 
 class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,6 +298,8 @@ class Preprocessor:
         size, short, filter_ = self._recipe.size, self._recipe.short_edge, self._recipe.resample
         if self._recipe.tiling is not None:
             return _tiles(image, self._recipe.tiling, filter_)
+        if self._recipe.grid is not None:
+            return [image.resize(self._recipe.grid.scaled(*image.size), filter_)]
         if short is None:
             return [image.resize((size, size), filter_)]
         width, height = (short * edge // min(image.size) for edge in image.size)
@@ -336,6 +347,7 @@ class PreprocessorConfig:
         mean: Subtracted after scaling.
         std: Divisor after that.
         tiling: Set: cut the image into tiles of `size`, whatever its aspect ratio.
+        grid: Set: scale the image to whole tokens of `size`, and keep its shape.
     """
 
     size: int
@@ -345,6 +357,7 @@ class PreprocessorConfig:
     mean: Channels
     std: Channels
     tiling: Tiling | None = None
+    grid: GridSizes | None = None
 
     @property
     def frames_max(self) -> int:
@@ -378,6 +391,24 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
         scale=card.rescale_factor if card.do_rescale else 1.0,
         mean=(card.image_mean or spec.mean) if card.do_normalize else (0.0, 0.0, 0.0),
         std=(card.image_std or spec.std) if card.do_normalize else (1.0, 1.0, 1.0),
+    )
+
+
+def read_grid_config(folder: Path) -> PreprocessorConfig:
+    """Read the preprocessor config of a Qwen2-VL model.
+
+    Raises:
+        ConfigError: It is malformed, or does not fit the tower.
+    """
+    file = read_grid_file(folder)
+    return PreprocessorConfig(
+        size=file.sizes.edge,
+        short_edge=None,
+        resample=file.resample,
+        scale=file.rescale_factor if file.do_rescale else 1.0,
+        mean=file.image_mean if file.do_normalize else (0.0, 0.0, 0.0),
+        std=file.image_std if file.do_normalize else (1.0, 1.0, 1.0),
+        grid=file.sizes,
     )
 
 

@@ -170,7 +170,8 @@ class TextEncoder:
                     prompt_tokens=len(ids), tokens_max=self.context_tokens, param="messages"
                 )
             key = medium_key(medium.digest, vision.processing)
-            spans.append(_span(start, len(ids) - start, sum(lengths), key))
+            columns = vision.columns(medium.width, medium.height)
+            spans.append(_span(start, len(ids) - start, sum(lengths), key, columns))
         return [*ids, *encoded[before:]], tuple(spans)
 
     def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
@@ -239,9 +240,9 @@ class TextEncoder:
         return template.write(prompt, suffix)
 
 
-def _span(start: int, tokens: int, placeholders: int, key: bytes) -> MediumSpan:
+def _span(start: int, tokens: int, placeholders: int, key: bytes, columns: int) -> MediumSpan:
     among = 0 if placeholders == tokens else placeholders
-    return MediumSpan(start=start, tokens=tokens, key=key, placeholders=among)
+    return MediumSpan(start=start, tokens=tokens, key=key, placeholders=among, columns=columns)
 
 
 def _other_placeholders(found: int, images: int) -> InvalidRequest:

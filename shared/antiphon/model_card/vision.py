@@ -15,6 +15,7 @@ from msgspec import Meta, field
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import read_json
+from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +24,8 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PROCESSOR = "preprocessor_config.json"
 
 
+ASPECT_MAX = 200
+"""Of edges of an image that Qwen2-VL takes, how many times the longer one is the shorter one."""
 Pieces = tuple[str | int, ...]
 """What stands in a prompt for an image: texts, and numbers of placeholders in a row."""
 
@@ -39,6 +42,11 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     placeholder: int
     marker: str = ""
     processing: bytes
+
+    def columns(self, width: int, height: int) -> int:
+        """Columns of tokens of an image of this size in pixels; 0: it is no grid."""
+        del width, height
+        return 0
 
 
 class SquareImages(VisionBase, frozen=True, kw_only=True):
@@ -125,7 +133,71 @@ class TiledImages(VisionBase, frozen=True, kw_only=True):
         return (*pieces, f"\n\n{whole}", *ends)
 
 
-VisionCard = SquareImages | TiledImages
+class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """To which sizes Qwen2-VL's preprocessor scales images, keeping their shape.
+
+    Attributes:
+        patch: Edge of a patch, in pixels.
+        merge: Edge of the square of patches that becomes a token, in patches.
+        pixels_min: Of a scaled image, roughly.
+        pixels_max: Likewise.
+    """
+
+    patch: Size
+    merge: Size
+    pixels_min: Size
+    pixels_max: Size
+
+    @property
+    def edge(self) -> int:
+        """Edge of a token, in pixels."""
+        return self.patch * self.merge
+
+    @property
+    def tokens_max(self) -> int:
+        """Tokens of an image, at most, or nearly so: a narrow one may have more."""
+        return self.pixels_max // self.edge**2
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of the scaled image: whole tokens.
+
+        Raises:
+            InvalidRequest: The image is too narrow.
+        """
+        if max(width, height) > ASPECT_MAX * min(width, height):
+            raise InvalidRequest(
+                f"an image of {width} x {height} pixels is too narrow: the longer edge may be "
+                f"{ASPECT_MAX} times the shorter one",
+                param="messages",
+            )
+        edge = self.edge
+        across, down = (round(each / edge) * edge for each in (width, height))
+        if across * down > self.pixels_max:
+            factor = math.sqrt(width * height / self.pixels_max)
+            across, down = (
+                max(edge, math.floor(each / factor / edge) * edge) for each in (width, height)
+            )
+        elif across * down < self.pixels_min:
+            factor = math.sqrt(self.pixels_min / (width * height))
+            across, down = (math.ceil(each * factor / edge) * edge for each in (width, height))
+        return across, down
+
+
+class GridImages(VisionBase, frozen=True, kw_only=True):
+    """An image has as many rows and columns of tokens as fit into its scaled size: Qwen2-VL."""
+
+    sizes: GridSizes
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        across, down = self.sizes.scaled(width, height)
+        return (across // self.sizes.edge * (down // self.sizes.edge),)
+
+    def columns(self, width: int, height: int) -> int:
+        return self.sizes.scaled(width, height)[0] // self.sizes.edge
+
+
+VisionCard = SquareImages | TiledImages | GridImages
 """How a model takes images."""
 
 
@@ -200,12 +272,80 @@ class _Idefics(msgspec.Struct, frozen=True):
     vision_config: _IdeficsTower = field(default_factory=_IdeficsTower)
 
 
+class _GridTower(msgspec.Struct, frozen=True):
+    patch_size: Size = 14
+    spatial_merge_size: Size = 2
+
+
+class _Grid(msgspec.Struct, frozen=True):
+    image_token_id: int = 151655
+    vision_config: _GridTower = field(default_factory=_GridTower)
+
+
+class _GridEdges(msgspec.Struct, frozen=True):
+    """Numbers of pixels, whatever their names say."""
+
+    shortest_edge: Size = 56 * 56
+    longest_edge: Size = 28 * 28 * 1280
+
+
+class GridFile(msgspec.Struct, frozen=True):
+    """The preprocessor_config.json of Qwen2-VL, with the defaults of its class."""
+
+    size: _GridEdges = field(default_factory=_GridEdges)
+    min_pixels: Size | None = None
+    max_pixels: Size | None = None
+    patch_size: Size = 14
+    merge_size: Size = 2
+    resample: Annotated[int, Meta(ge=0, le=5)] = 3
+    do_resize: bool = True
+    do_rescale: bool = True
+    rescale_factor: float = 1 / 255
+    do_normalize: bool = True
+    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+    @property
+    def sizes(self) -> GridSizes:
+        return GridSizes(
+            patch=self.patch_size,
+            merge=self.merge_size,
+            pixels_min=self.min_pixels or self.size.shortest_edge,
+            pixels_max=self.max_pixels or self.size.longest_edge,
+        )
+
+
+def read_grid_file(folder: Path) -> GridFile:
+    """Read how the preprocessor of a Qwen2-VL model scales images.
+
+    Raises:
+        ConfigError: The file is malformed, or does not fit the tower.
+    """
+    file = folder / PROCESSOR
+    read = read_json(file, GridFile) if file.is_file() else GridFile()
+    tower = read_json(folder / "config.json", _Grid).vision_config
+    if (read.patch_size, read.merge_size) != (tower.patch_size, tower.spatial_merge_size):
+        raise ConfigError(
+            f"{file}: makes patches of {read.patch_size} pixels, {read.merge_size} an edge of a "
+            f"token; the tower takes {tower.patch_size} and {tower.spatial_merge_size}"
+        )
+    if not read.do_resize:
+        raise ConfigError(f"{file}: do_resize = false: the tower takes whole tokens only")
+    if read.sizes.pixels_min > read.sizes.pixels_max:
+        raise ConfigError(
+            f"{file}: min_pixels = {read.sizes.pixels_min} exceeds "
+            f"max_pixels = {read.sizes.pixels_max}"
+        )
+    return read
+
+
 class _ModelKind(msgspec.Struct, frozen=True):
     model_type: str = ""
 
 
 IDEFICS = ("idefics3", "smolvlm")
-SEEING = ("llava", *IDEFICS)
+GRIDS = ("qwen2_5_vl", "qwen2_vl")
+SEEING = ("llava", *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
 
@@ -218,6 +358,8 @@ def read_vision(folder: Path) -> VisionCard | None:
     file = folder / "config.json"
     if not file.is_file() or (kind := read_json(file, _ModelKind).model_type) not in SEEING:
         return None
+    if kind in GRIDS:
+        return _read_grid(folder)
     return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
 
 
@@ -251,3 +393,15 @@ def _processing(folder: Path, config: msgspec.Struct) -> bytes:
     processor = folder / PROCESSOR
     recipe = processor.read_bytes() if processor.is_file() else b""
     return hashlib.sha256(msgspec.json.encode(config) + b"\0" + recipe).digest()
+
+
+def _read_grid(folder: Path) -> GridImages:
+    file = read_grid_file(folder)
+    # As resolved: a default that is written down changes no key.
+    plain = msgspec.structs.replace(file, size=_GridEdges(), min_pixels=None, max_pixels=None)
+    settings = msgspec.json.encode([plain, file.sizes])
+    return GridImages(
+        placeholder=read_json(folder / "config.json", _Grid).image_token_id,
+        sizes=file.sizes,
+        processing=hashlib.sha256(b"grid\0" + settings).digest(),
+    )

@@ -1,0 +1,320 @@
+"""The vision transformers of Qwen2-VL and Qwen2.5-VL, in torch, for images of any shape.
+
+An image is a grid of patches, and each square of `merge` x `merge` of them becomes one token. Its
+patches lie next to each other from the start: token by token, in rows of each.
+
+Axes: P patches of an image, C width, N heads, D of each head, T tokens.
+
+Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import torch
+import torch.nn.functional as F  # noqa: N812  # the usual name
+from msgspec import Meta
+from torch import Tensor
+
+from antiphon.config.errors import ConfigError
+from antiphon.encoder.activations import ACTIVATIONS
+from antiphon.encoder.preprocess import VisionActivation
+from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
+from antiphon.model_card.config_json import parse_json, read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Size = Annotated[int, Meta(ge=1)]
+PATCH = "patch_embed.proj.weight"
+EPS = 1e-6
+"""Of all norms: it is in no config.json."""
+
+
+class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a tower.
+
+    Attributes:
+        width: C.
+        hidden: Of the text model.
+        frames: Frames of a video that a patch holds; an image is in all of them.
+        gated: Feed-forward blocks with a gate, and RMS norms; else two linears and layer norms.
+        window: Edge of the windows that patches attend within, in tokens; 0: there are none.
+        whole_layers: Layers that attend to the whole image all the same.
+    """
+
+    width: int
+    intermediate: int
+    hidden: int
+    layers: int
+    heads: int
+    patch: int
+    merge: int
+    frames: int
+    base: float
+    activation: VisionActivation
+    gated: bool
+    window: int = 0
+    whole_layers: frozenset[int] = frozenset()
+
+    def windows_of(self, layer: int) -> bool:
+        return self.window > 0 and layer not in self.whole_layers
+
+
+@dataclass(frozen=True, slots=True)
+class GridNorm:
+    """Weight (C,), and the bias (C,) of a layer norm; an RMS norm has none."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, EPS)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
+
+
+@dataclass(frozen=True, slots=True)
+class GridLayerWeights:
+    """The weights of one layer. Query, key and value are fused, (3 C, C); so are gate and up."""
+
+    norm1: GridNorm
+    qkv: Affine
+    out: Affine
+    norm2: GridNorm
+    up: Affine
+    down: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class GridTowerWeights:
+    """All weights. `patch` (C, 3 * patch * patch) is for an image that is in all frames."""
+
+    patch: Tensor
+    layers: tuple[GridLayerWeights, ...]
+    norm_after: GridNorm
+    first: Affine
+    second: Affine
+
+
+class GridTower:
+    """Computes one embedding per token of an image, alone: nothing else has a part in its bits."""
+
+    def __init__(self, spec: GridTowerSpec, weights: GridTowerWeights) -> None:
+        self.spec = spec
+        self._weights = weights
+        self._activation = ACTIVATIONS[spec.activation]
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Embed: pixels (1, 3, height, width), in whole tokens  ->  (1, T, hidden)."""
+        spec, weights = self.spec, self._weights
+        rows, columns = (edge // (spec.patch * spec.merge) for edge in pixels.shape[-2:])
+        windows = _windows(rows, columns, spec.window)
+        order = torch.cat(windows)  # (T,) tokens, window by window
+        x = F.linear(self._patches(pixels, rows, columns)[order].flatten(0, 1), weights.patch)
+        cos, sin = self._angles(rows, columns, order)
+        lengths = [len(window) * spec.merge**2 for window in windows]
+        for number, layer in enumerate(weights.layers):
+            parts = lengths if spec.windows_of(number) else [len(x)]
+            x = x + self._attend(layer.norm1(x), layer, cos, sin, parts)
+            x = x + self._feed_forward(layer.norm2(x), layer)
+        squares = weights.norm_after(x).view(len(order), -1)  # (T, merge * merge * C)
+        wide = F.gelu(F.linear(squares, weights.first.weight, weights.first.bias))
+        tokens = F.linear(wide, weights.second.weight, weights.second.bias)
+        return tokens[torch.argsort(order)][None]
+
+    def _patches(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
+        """Cut into patches: (1, 3, height, width)  ->  (T, merge * merge, 3 * patch * patch)."""
+        merge, patch = self.spec.merge, self.spec.patch
+        cut = pixels.view(3, rows, merge, patch, columns, merge, patch)
+        return cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, merge * merge, -1)
+
+    def _angles(self, rows: int, columns: int, order: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of each patch, (P, 1, D): half of the pairs by row."""
+        spec, merge = self.spec, self.spec.merge
+        size = spec.width // spec.heads // 2
+        frequencies = 1.0 / spec.base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        grid = torch.stack(
+            torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij")
+        )
+        tokens = grid.view(2, rows, merge, columns, merge).transpose(2, 3).flatten(1, 2)
+        places = tokens.flatten(2)[:, order].flatten(1).float()  # (2, P)
+        angle = (places[..., None] * frequencies).permute(1, 0, 2).flatten(1)  # (P, D / 2)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+    def _attend(
+        self, x: Tensor, layer: GridLayerWeights, cos: Tensor, sin: Tensor, parts: list[int]
+    ) -> Tensor:
+        """Bidirectional attention within parts of so many patches: (P, C)  ->  (P, C)."""
+        qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
+        q, k, v = qkv.view(len(x), 3, self.spec.heads, -1).unbind(1)  # each (P, N, D)
+        q, k = (each * cos + each.roll(each.shape[-1] // 2, -1) * sin for each in (q, k))
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))  # each (1, N, P, D)
+        mixed, first = list[Tensor](), 0
+        for count in parts:
+            part = slice(first, first + count)
+            mixed.append(
+                F.scaled_dot_product_attention(q[:, :, part], k[:, :, part], v[:, :, part])
+            )
+            first += count
+        joined = torch.cat(mixed, dim=2)[0].transpose(0, 1).flatten(1)
+        return F.linear(joined, layer.out.weight, layer.out.bias)
+
+    def _feed_forward(self, x: Tensor, layer: GridLayerWeights) -> Tensor:
+        wide = F.linear(x, layer.up.weight, layer.up.bias)
+        if self.spec.gated:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = self._activation(gate) * up
+        else:
+            wide = self._activation(wide)
+        return F.linear(wide, layer.down.weight, layer.down.bias)
+
+
+def _windows(rows: int, columns: int, edge: int) -> list[Tensor]:
+    """The tokens of each window of an image, row by row; those at its ends may be smaller."""
+    tokens = torch.arange(rows * columns).view(rows, columns)
+    if not edge:
+        return [tokens.flatten()]
+    return [
+        tokens[top : top + edge, left : left + edge].flatten()
+        for top in range(0, rows, edge)
+        for left in range(0, columns, edge)
+    ]
+
+
+class _Rope(msgspec.Struct):
+    rope_theta: float = 10000.0
+
+
+class _Qwen25Tower(msgspec.Struct):
+    depth: Size = 32
+    hidden_size: Size = 3584
+    intermediate_size: Size = 3420
+    num_heads: Size = 16
+    out_hidden_size: Size = 3584
+    hidden_act: Literal["silu"] = "silu"
+    patch_size: Size = 14
+    spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+    window_size: Size = 112
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+    rope_parameters: _Rope | None = None
+
+    def spec(self) -> GridTowerSpec:
+        return GridTowerSpec(
+            width=self.hidden_size,
+            intermediate=self.intermediate_size,
+            hidden=self.out_hidden_size,
+            layers=self.depth,
+            heads=self.num_heads,
+            patch=self.patch_size,
+            merge=self.spatial_merge_size,
+            frames=self.temporal_patch_size,
+            base=(self.rope_parameters or _Rope()).rope_theta,
+            activation=VisionActivation.SILU,
+            gated=True,
+            window=self.window_size // self.spatial_merge_size // self.patch_size,
+            whole_layers=frozenset(self.fullatt_block_indexes),
+        )
+
+
+class _Qwen2Tower(msgspec.Struct):
+    depth: Size = 32
+    embed_dim: Size = 1280
+    hidden_size: Size = 3584
+    mlp_ratio: float = 4
+    num_heads: Size = 16
+    hidden_act: VisionActivation = VisionActivation.QUICK_GELU
+    patch_size: Size = 14
+    spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+    rope_parameters: _Rope | None = None
+
+    def spec(self) -> GridTowerSpec:
+        return GridTowerSpec(
+            width=self.embed_dim,
+            intermediate=int(self.embed_dim * self.mlp_ratio),
+            hidden=self.hidden_size,
+            layers=self.depth,
+            heads=self.num_heads,
+            patch=self.patch_size,
+            merge=self.spatial_merge_size,
+            frames=self.temporal_patch_size,
+            base=(self.rope_parameters or _Rope()).rope_theta,
+            activation=self.hidden_act,
+            gated=False,
+        )
+
+
+class _Config(msgspec.Struct):
+    model_type: Literal["qwen2_vl", "qwen2_5_vl"]
+    vision_config: msgspec.Raw
+
+
+def read_grid_spec(folder: Path) -> GridTowerSpec:
+    """Read the config.json of a Qwen2-VL or Qwen2.5-VL model.
+
+    Raises:
+        ConfigError: It is missing or malformed, or the tower is not supported.
+    """
+    file = folder / "config.json"
+    config = read_json(file, _Config)
+    kind = _Qwen25Tower if config.model_type == "qwen2_5_vl" else _Qwen2Tower
+    spec = parse_json(config.vision_config, kind, f"{file}: vision_config").spec()
+    if spec.width % (4 * spec.heads):
+        raise ConfigError(
+            f"{file}: vision_config: a width of {spec.width} is not a multiple of four times the "
+            f"{spec.heads} heads"
+        )
+    if spec.gated and not spec.window:
+        raise ConfigError(f"{file}: vision_config: window_size is less than a token")
+    return spec
+
+
+def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
+    """Read a tower as float32.
+
+    Raises:
+        ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
+            an unsupported dtype.
+    """
+    with ExitStack() as open_files:
+        files = TensorFiles(weight_files(folder), open_files, last=PATCH)
+        width, edge, wide = spec.width, spec.patch, spec.width * spec.merge**2
+        patch = files.read(PATCH, width, 3, spec.frames, edge, edge)
+        return GridTowerWeights(
+            patch=patch.sum(dim=2).flatten(1),
+            layers=tuple(_layer(files, f"blocks.{i}", spec) for i in range(spec.layers)),
+            norm_after=_norm(files, "merger.ln_q", spec),
+            first=files.affine("merger.mlp.0", wide, wide),
+            second=files.affine("merger.mlp.2", spec.hidden, wide),
+        )
+
+
+def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridLayerWeights:
+    width, wide, affine = spec.width, spec.intermediate, files.affine
+    if spec.gated:
+        gate, up = (affine(f"{name}.mlp.{part}_proj", wide, width) for part in ("gate", "up"))
+        up = Affine(torch.cat((gate.weight, up.weight)), torch.cat((gate.bias, up.bias)))
+        down = affine(f"{name}.mlp.down_proj", width, wide)
+    else:
+        up, down = affine(f"{name}.mlp.fc1", wide, width), affine(f"{name}.mlp.fc2", width, wide)
+    return GridLayerWeights(
+        norm1=_norm(files, f"{name}.norm1", spec),
+        qkv=affine(f"{name}.attn.qkv", 3 * width, width),
+        out=affine(f"{name}.attn.proj", width, width),
+        norm2=_norm(files, f"{name}.norm2", spec),
+        up=up,
+        down=down,
+    )
+
+
+def _norm(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridNorm:
+    bias = None if spec.gated else files.read(f"{name}.bias", spec.width)
+    return GridNorm(files.read(f"{name}.weight", spec.width), bias)

@@ -1,0 +1,194 @@
+"""Images of Qwen2-VL and Qwen2.5-VL against transformers: sizes, pixels, tower and merger."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tests.support.llava import picture
+from tests.support.models import change_config
+from tests.support.qwen_vl import PROCESSOR, patches, write_qwen2_vl, write_qwen25_vl
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.settings import Settings
+from antiphon.encoder.model import VisionModel, open_model
+from antiphon.model_card.vision import GridImages, read_vision
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+SIZES = [(40, 33), (200, 31), (9, 70), (84, 84), (1, 90), (8, 8), (300, 299), (13, 12), (60, 4)]
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "": PROCESSOR,
+    "size": {
+        "size": {"shortest_edge": 500, "longest_edge": 2000},
+        "patch_size": 4,
+        "resample": 2,
+        "image_mean": [0.1, 0.2, 0.3],
+    },
+    "raw": {**PROCESSOR, "do_normalize": False, "rescale_factor": 0.5},
+}
+WRITERS = {"qwen2.5-vl": write_qwen25_vl, "qwen2-vl": write_qwen2_vl}
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WRITERS[request.param](tmp_path_factory.mktemp("grid"))
+
+
+def opened(folder: Path) -> VisionModel:
+    return open_model(Settings(), folder)
+
+
+def card_of(folder: Path) -> GridImages:
+    card = read_vision(folder)
+    assert isinstance(card, GridImages)
+    return card
+
+
+def with_recipe(folder: Path, place: Path, recipe: Mapping[str, Any]) -> Path:
+    """The model with another preprocessor."""
+    for file in folder.iterdir():
+        if file.name != "preprocessor_config.json":
+            (place / file.name).symlink_to(file)
+    (place / "preprocessor_config.json").write_text(json.dumps(recipe))
+    return place
+
+
+def embedding(model: VisionModel, data: bytes) -> NDArray[np.float32]:
+    made = model.embed(model.preprocess.decoded(data))
+    return np.frombuffer(made.data, "<f4").reshape(made.tokens, made.hidden)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_pixels_and_tokens_are_those_of_transformers(
+    recipe: str, folder: Path, tmp_path: Path
+) -> None:
+    """The card comes to as many tokens by an image's size as its patches are merged to."""
+    place = with_recipe(folder, tmp_path, RECIPES[recipe])
+    model, card = opened(place), card_of(place)
+    theirs = Qwen2VLImageProcessorPil(**RECIPES[recipe])
+    for size in SIZES:
+        data = picture(1, *size)
+        with Image.open(io.BytesIO(data)) as image:
+            expected = cast("Mapping[str, Any]", theirs([image], return_tensors="np"))
+        found = patches([torch.as_tensor(model.preprocess(data))])
+        np.testing.assert_allclose(
+            found["pixel_values"], expected["pixel_values"], rtol=0, atol=4e-6
+        )
+        grid = expected["image_grid_thw"][0].tolist()
+        assert found["image_grid_thw"][0].tolist() == grid
+        assert card.pieces(*size) == (grid[1] * grid[2] // 4,)
+        assert card.columns(*size) == grid[2] // 2
+
+
+def test_embeddings_are_those_of_transformers(folder: Path) -> None:
+    """Of images in one batch, where ours are alone."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    reference = getattr(transformers, architecture).from_pretrained(folder).eval()
+    model, images = opened(folder), [picture(number, *size) for number, size in enumerate(SIZES)]
+    pixels = [torch.as_tensor(model.preprocess(data)) for data in images]
+    with torch.inference_mode():
+        expected = reference.model.get_image_features(**patches(pixels)).pooler_output
+    for data, right in zip(images, expected, strict=True):
+        error = np.abs(embedding(model, data) - right.numpy()).max() / right.std().item()
+        assert error < 2e-5
+
+
+def test_every_tensor_of_the_tower_matters(folder: Path, tmp_path: Path) -> None:
+    with_recipe(folder, tmp_path, PROCESSOR)
+    data = picture(5, 70, 60)
+    right = embedding(opened(folder), data)
+    tensors = load_file(folder / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    for name, tensor in tensors.items():
+        if not name.startswith("visual."):
+            continue
+        ramp = torch.linspace(0, 1, tensor.numel()).view_as(tensor)
+        file.unlink()
+        save_file(tensors | {name: tensor + ramp}, file, metadata={"format": "pt"})
+        assert np.abs(embedding(opened(tmp_path), data) - right).max() > 1e-3, name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"fullatt_block_indexes": [0]}, {"window_size": 32}, {"rope_parameters": {"rope_theta": 9.0}}],
+    ids=str,
+)
+def test_a_field_of_the_tower_that_differs_is_seen(fields: dict[str, Any], tmp_path: Path) -> None:
+    folder, data = write_qwen25_vl(tmp_path), picture(5, 70, 60)
+    right = embedding(opened(folder), data)
+    tower = json.loads((folder / "config.json").read_text())["vision_config"]
+    change_config(folder, vision_config=tower | fields)
+    assert np.abs(embedding(opened(folder), data) - right).max() > 1e-3
+
+
+def test_an_image_that_is_too_narrow_is_refused(folder: Path) -> None:
+    card = card_of(folder)
+    assert card.pieces(1, 200)
+    with pytest.raises(InvalidRequest, match="201 x 1 pixels is too narrow"):
+        card.pieces(201, 1)
+
+
+def test_keys_cover_what_changes_the_embedding_as_it_is_resolved(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def key(**fields: Any) -> bytes:
+        place = tmp_path_factory.mktemp("key")
+        return card_of(with_recipe(folder, place, PROCESSOR | fields)).processing
+
+    right = key()
+    sizes = {"shortest_edge": PROCESSOR["min_pixels"], "longest_edge": PROCESSOR["max_pixels"]}
+    assert key(min_pixels=None, max_pixels=None, size=sizes) == right
+    assert key(size={"shortest_edge": 1, "longest_edge": 9999}) == right, "the older names win"
+    assert key(resample=3, do_rescale=True, a_name_of_no_meaning=1) == right
+    others = [
+        key(max_pixels=31 * 64),
+        key(min_pixels=5 * 64),
+        key(image_mean=[0.5, 0.5, 0.5]),
+        key(resample=2),
+        key(do_normalize=False),
+        key(rescale_factor=0.5),
+    ]
+    assert len({right, *others}) == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"patch_size": 14}, "makes patches of 14 pixels, 2 an edge of a token; the tower takes 4"),
+        ({"min_pixels": 4000}, "min_pixels = 4000 exceeds max_pixels = 1920"),
+        ({"do_resize": False}, "the tower takes whole tokens only"),
+    ],
+)
+def test_a_recipe_that_the_tower_does_not_take_is_named(
+    fields: dict[str, Any], complaint: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_vision(with_recipe(folder, tmp_path, {**PROCESSOR, **fields}))
+
+
+def test_a_tower_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    folder = write_qwen25_vl(tmp_path)
+    tower = json.loads((folder / "config.json").read_text())["vision_config"]
+    for fields, complaint in (
+        ({"num_heads": 3}, "is not a multiple of four times the 3 heads"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"window_size": 4}, "window_size is less than a token"),
+        ({"depth": 4}, "the weights lack visual.blocks.3"),
+    ):
+        change_config(folder, vision_config=tower | fields)
+        with pytest.raises(ConfigError, match=complaint):
+            opened(folder)

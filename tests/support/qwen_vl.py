@@ -1,0 +1,114 @@
+"""Tiny Qwen2-VL and Qwen2.5-VL with random weights: images keep their shape."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from tests.support.llava import TEXT, write_random, write_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+PATCH, MERGE = 4, 2
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+PLACEHOLDER_ID = 1024 + SPECIAL.index("<|image_pad|>")
+"""Behind the embedded model's tokens."""
+TEMPLATE = (
+    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}"
+    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content['type'] == 'video' or 'video' in content %}"
+    "{% set video_count.value = video_count.value + 1 %}"
+    "{% if add_vision_id %}Video {{ video_count.value }}: {% endif %}"
+    "<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As published."""
+PROCESSOR = {
+    "min_pixels": 4 * 64,
+    "max_pixels": 30 * 64,
+    "patch_size": PATCH,
+    "merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor",
+}
+"""Images of four to thirty tokens."""
+TOWER_25: Mapping[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "window_size": 24,
+    "fullatt_block_indexes": [1],
+}
+"""Windows of three tokens an edge."""
+TOWER_2: Mapping[str, Any] = {
+    "depth": 3,
+    "embed_dim": 32,
+    "mlp_ratio": 2,
+    "num_heads": 2,
+    "patch_size": PATCH,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
+
+
+def write_qwen25_vl(folder: Path) -> Path:
+    tower = {**TOWER_25, "out_hidden_size": TEXT["hidden_size"]}
+    kind = transformers.Qwen2_5_VLForConditionalGeneration
+    return _write(folder, kind, transformers.Qwen2_5_VLConfig, tower)
+
+
+def write_qwen2_vl(folder: Path) -> Path:
+    tower = {**TOWER_2, "hidden_size": TEXT["hidden_size"]}
+    kind = transformers.Qwen2VLForConditionalGeneration
+    return _write(folder, kind, transformers.Qwen2VLConfig, tower)
+
+
+def _write(folder: Path, model: Any, config: Any, tower: Mapping[str, Any]) -> Path:
+    tokenizer = write_tokenizer(folder, SPECIAL, TEMPLATE)
+    assert tokenizer.token_to_id("<|image_pad|>") == PLACEHOLDER_ID
+    text = {key: value for key, value in TEXT.items() if key != "model_type"}
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "rope_parameters": ROPE}
+    made = config(
+        vision_config=dict(tower),
+        text_config={**text, **sizes, "bos_token_id": None, "eos_token_id": None},
+        image_token_id=PLACEHOLDER_ID,
+        video_token_id=PLACEHOLDER_ID + 1,
+        vision_start_token_id=PLACEHOLDER_ID - 2,
+        vision_end_token_id=PLACEHOLDER_ID - 1,
+    )
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return write_random(folder, model(made))
+
+
+def patches(images: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What transformers is given of images (1, 3, height, width)."""
+    cut: list[Tensor] = []
+    grids: list[list[int]] = []
+    for image in images:
+        rows, columns = (edge // PATCH for edge in image.shape[-2:])
+        blocks = image.view(3, rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH)
+        ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+        cut.append(ordered.expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(rows * columns, -1))
+        grids.append([1, rows, columns])
+    return {"pixel_values": torch.cat(cut), "image_grid_thw": torch.tensor(grids)}
