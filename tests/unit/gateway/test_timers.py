@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from antiphon.gateway.owner.driver import OwnerDriver
-from antiphon.gateway.owner.machine import Timers
+from antiphon.gateway.owner.timers import Timers
 from antiphon.wire.base import Process
 from antiphon.wire.errors import Overloaded
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId

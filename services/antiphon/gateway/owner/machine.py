@@ -8,12 +8,11 @@ deadline, with or without the bus.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from antiphon.gateway.owner.actions import Accepted, Action, Deliver, Ended, TextDelta
 from antiphon.gateway.owner.request import (
@@ -23,6 +22,7 @@ from antiphon.gateway.owner.request import (
     StreamGaps,
     is_failure,
 )
+from antiphon.gateway.owner.timers import Timers
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.errors import (
     Cancelled,
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-K = TypeVar("K")
-
 _SUBMIT_TIMEOUT_S = 5.0
 """How long a new request waits for a leader: a standby takes over within 3 s."""
 _SILENCE_S = 2.0  # how long a running request may make no progress before it is submitted again
@@ -81,7 +79,6 @@ _BURST_READ_S = 5.0
 """How long more unread output that arrives at once than the limit may wait, and the time in which
 a client must read as much as the limit."""
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-_STALE_LEAST = 64  # number of stale timers below which they are not swept
 
 
 @dataclass(slots=True)
@@ -608,48 +605,6 @@ class Owner:
         self._announce()
         actions, self._actions = self._actions, []
         return actions
-
-
-class Timers(Generic[K]):
-    """Named timers, earliest first, one time per key. Pure.
-
-    Setting and dropping are cheap; stale entries are skipped later.
-
-    Deadlines are minutes away while requests end soon, so most entries become stale long before
-    their time. They are swept when they are the majority, which costs amortized O(1) per `set`.
-    """
-
-    def __init__(self) -> None:
-        self._at: dict[K, float] = {}
-        self._heap: list[tuple[float, int, K]] = []
-        self._count = 0  # breaks ties, so that keys are never compared
-
-    def set(self, key: K, at: float) -> None:
-        self._at[key] = at
-        self._count += 1
-        heapq.heappush(self._heap, (at, self._count, key))
-        if len(self._heap) > 2 * len(self._at) + _STALE_LEAST:
-            self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
-            heapq.heapify(self._heap)
-
-    def drop(self, key: K) -> None:
-        self._at.pop(key, None)
-
-    def armed(self, key: K) -> bool:
-        return key in self._at
-
-    def next_at(self) -> float | None:
-        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def pop_due(self, now: float) -> K | None:
-        at = self.next_at()
-        if at is None or at > now:
-            return None
-        key = heapq.heappop(self._heap)[2]
-        del self._at[key]
-        return key
 
 
 def _too_large(error: RequestTooLarge) -> WorkerLost:
