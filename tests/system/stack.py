@@ -22,6 +22,7 @@ import pytest
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.settings import BusConfig
+from antiphon.supervisor.ports import free_port
 from antiphon.wire.base import Process
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 from antiphon.wire.routes import HEARTBEAT
@@ -190,7 +191,7 @@ def second_gateway(stack: Stack) -> Iterator[str]:
     Raises:
         AssertionError: It did not start.
     """
-    port = int(stack.url.rpartition(":")[2]) + 1
+    port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "antiphon.gateway"]
     command += ["--config", str(stack.logs.parent / "settings.yaml")]
     with (stack.logs / "gateway-1.log").open("wb") as lines:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 from tests.system.conftest import SCHEMA
-from tests.system.stack import START_TIMEOUT_S, STOP_TIMEOUT_S, Stack, wait_until
-
-from antiphon.supervisor.ports import free_port
+from tests.system.stack import Stack, second_gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -42,25 +37,10 @@ LONG: Any = {"max_output_tokens": 1500, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
-def other_url(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def other_url(stack: Stack) -> Iterator[str]:
     """A second gateway of the same cluster."""
-    port = free_port("127.0.0.1")
-    settings = stack.logs.parent / "settings.yaml"
-    command = [sys.executable, "-m", "antiphon.gateway", "--config", str(settings)]
-    log = tmp_path_factory.mktemp("gateway") / "gateway-1.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*command, "--gateway-port", str(port), "--instance", "gateway-1"],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    other = replace(stack, url=f"http://127.0.0.1:{port}")
-    try:
-        wait_until(other.healthy, START_TIMEOUT_S, "the second gateway")
-        yield other.url
-    finally:
-        process.terminate()
-        process.wait(STOP_TIMEOUT_S)
+    with second_gateway(stack) as url:
+        yield url
 
 
 @pytest.fixture

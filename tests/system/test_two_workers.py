@@ -14,13 +14,16 @@ import aiohttp
 import pytest
 from tests.system.stack import START_TIMEOUT_S, STOP_TIMEOUT_S, Stack, module_stack, wait_until
 
+from antiphon.wire.digests import BLOCK_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
-HEARTBEATS_S = 1.0
+KNOWN_S = 20.0
+"""Until the leader knows what has happened, and its metrics say so."""
 STORY = " ".join(f"Sentence {number} of a story." for number in range(40))
 OTHER = " ".join(f"Line {number} of a quite different poem." for number in range(40))
 
@@ -51,8 +54,23 @@ class Pair:
             if line.endswith("}"):
                 yield json.loads(line)
 
-    async def ask(self, session: aiohttp.ClientSession, prompt: str, tokens: int = 4) -> None:
-        """Ask for an answer of so many tokens, and see that it comes whole."""
+    def metric(self, name: str) -> float:
+        """A gauge of the scheduler, with its labels; 0 without one."""
+        lines = self.stack.get("/metrics").splitlines()
+        found = [line for line in lines if line.startswith(f"antiphon_scheduler_{name} ")]
+        return sum(float(line.split()[-1]) for line in found)
+
+    async def places_both(self) -> None:
+        """Wait until the leader can place requests on both workers."""
+        await asyncio.to_thread(
+            wait_until,
+            lambda: all(self.metric(f'worker_capacity{{worker="worker-{n}"}}') for n in range(2)),
+            KNOWN_S,
+            "both workers have room",
+        )
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: str, tokens: int = 4) -> int:
+        """Ask for an answer of so many tokens, see that it is whole; return the prompt's blocks."""
         body = {
             "model": self.stack.model,
             "prompt": prompt,
@@ -63,6 +81,7 @@ class Pair:
             said = await answer.json()
             assert answer.status == 200, said
             assert said["usage"]["completion_tokens"] == tokens, said
+            return said["usage"]["prompt_tokens"] // BLOCK_TOKENS
 
     async def place(self, session: aiohttp.ClientSession, prompt: str) -> tuple[str, int]:
         """Ask; return the worker that it went to, and the blocks that this was known to have."""
@@ -95,10 +114,16 @@ async def test_a_prompt_goes_to_the_worker_that_has_its_beginning_until_that_die
     pair: Pair,
 ) -> None:
     async with aiohttp.ClientSession() as session:
-        await asyncio.sleep(HEARTBEATS_S)
+        await pair.places_both()
+        before = pair.metric("known_blocks")
         # Together, so that each goes to a worker of its own.
-        await asyncio.gather(pair.ask(session, STORY, 200), pair.ask(session, OTHER, 200))
-        await asyncio.sleep(HEARTBEATS_S)
+        blocks = await asyncio.gather(pair.ask(session, STORY, 200), pair.ask(session, OTHER, 200))
+        await asyncio.to_thread(
+            wait_until,
+            lambda: pair.metric("known_blocks") >= before + sum(blocks),
+            KNOWN_S,
+            "the blocks of both prompts are known",
+        )
         first, second = pair.bindings()
         assert {first["worker"], second["worker"]} == {"worker-0", "worker-1"}
         story, cached = await pair.place(session, STORY + " And then?")
@@ -119,7 +144,7 @@ async def test_what_a_leaving_worker_has_not_begun_is_answered_by_the_other(
     pair: Pair,
 ) -> None:
     async with aiohttp.ClientSession() as session:
-        await asyncio.sleep(HEARTBEATS_S)
+        await pair.places_both()
         async with asyncio.TaskGroup() as group:
             for number in range(6):
                 group.create_task(pair.ask(session, f"Count from {number}.", 500))
