@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import transformers
-from tests.models.draft_models import by_ngrams
+from tests.models.draft_models import open_draft, with_draft
 from tests.models.model_loop import LINEAR
 from tests.models.parity import draw
 from tests.models.seeing_loop import SeeingLoop, embedding, medium
+from tests.models.test_speculation import often_wrong
+from tests.models.tiny import VOCABULARY
 from tests.support.models import open_model
 from tests.support.worker import state
 
@@ -23,6 +26,9 @@ from antiphon.model_worker.batching import state as batching_state
 from antiphon.model_worker.batching.plan import StepPlan
 from antiphon.model_worker.batching.plan_buffer import pack, unpack
 from antiphon.model_worker.batching.positions import image_positions
+from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.observability.replay import replay
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
@@ -31,11 +37,11 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.state import RequestState
+    from antiphon.model_worker.observability.flight_recorder import StepRecord
     from antiphon.model_worker.runner.opening import OpenModel
     from antiphon.wire.media import MediumSpan
 
 HIDDEN = 64
-VOCABULARY = 128
 IMAGE = 120
 NEW = 10
 NEAR = 2e-4
@@ -217,10 +223,29 @@ def test_a_cached_prefix_may_end_within_an_image(pair: Pair) -> None:
     assert again.cached_tokens == 20
 
 
-def test_drafts_after_images_are_verified_at_their_positions(pair: Pair) -> None:
-    for overlap in (False, True):
-        _, outputs = run(pair, {"drafter": by_ngrams(), "overlap": overlap})
-        check_each(pair, outputs)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_after_images_are_verified_at_their_positions(pair: Pair, overlap: bool) -> None:
+    _, plain = run(pair, {})
+    texts = {
+        ChoiceKey(key): [*prompt(parts)[0], *output]
+        for key, (parts, output) in enumerate(zip(PROMPTS, plain, strict=True))
+    }
+    loop, outputs = run(pair, {"drafter": often_wrong(texts), "overlap": overlap})
+    assert outputs == plain
+    assert loop.reports[-1].totals.drafts_accepted > 5
+
+
+def test_rows_that_follow_drafts_in_flight_have_their_positions(pair: Pair) -> None:
+    """The draft model sees no images: its drafts behind them are mostly wrong."""
+    model = with_draft(pair.opened(), open_draft(pair.folder))
+    loop = SeeingLoop(model, step_tokens_max=16, chunk_tokens=8, overlap=True)
+    requests = [request(parts, str(number)) for number, parts in enumerate(PROMPTS)]
+    check_each(pair, [output.ids for output in loop.run(requests)])
+    plans = [record.plan for record in loop.loop.recorder.records()]
+    assert any(
+        plan.position_offsets is not None and plan.draft_counts is not None for plan in plans
+    )
+    assert loop.reports[-1].totals.drafts_accepted > 0
 
 
 def test_positions_are_those_of_transformers(pair: Pair) -> None:
@@ -242,11 +267,27 @@ def test_a_text_has_no_positions_in_its_plans(pair: Pair) -> None:
         assert (plan.position_offsets, plan.axis_tokens) == (None, None)
 
 
-def test_a_recorded_plan_has_its_positions(pair: Pair) -> None:
-    loop, _ = run(pair, {"step_tokens_max": 40})
-    plans = [record.plan for record in loop.loop.recorder.records()]
-    assert any(plan.axis_tokens is not None for plan in plans)
-    for plan in plans:
-        read = unpack(pack(plan), StepPlan)
-        np.testing.assert_equal(read.axis_positions, plan.axis_positions)
-        np.testing.assert_equal(read.position_offsets, plan.position_offsets)
+def test_a_request_that_moves_goes_on_from_its_positions(pair: Pair) -> None:
+    """Its outputs so far are computed with its prompt, as tokens behind its images."""
+    loop, outputs = run(pair, {})
+    moved = [
+        msgspec.structs.replace(request(parts, f"moved {number}"), output_ids=pack_ids(output[:4]))
+        for number, (parts, output) in enumerate(zip(PROMPTS, outputs, strict=True))
+    ]
+    assert [output.ids for output in loop.run(moved)] == [output[4:] for output in outputs]
+
+
+@pytest.mark.parametrize("dropped", ["", "position_offsets", "axis_tokens"])
+def test_a_recording_is_replayed_and_misses_no_position(pair: Pair, dropped: str) -> None:
+    loop, _ = run(pair, {})
+    records: list[StepRecord] = []
+    for record in loop.loop.recorder.records():
+        plan = unpack(pack(record.plan), StepPlan)
+        if dropped:
+            plan = msgspec.structs.replace(plan, **{dropped: None})
+        records.append(msgspec.structs.replace(record, plan=plan))
+    model = pair.opened()
+    result = replay(records, model.groups, model.runner)
+    assert (result.difference is None) == (not dropped)
+    if not dropped:
+        assert (result.plans, result.passed) == (len(records), 0)
