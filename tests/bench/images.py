@@ -80,7 +80,7 @@ class Load:
 
     @property
     def requests(self) -> int:
-        return max(2 * CLIENTS, 8 // self.images)
+        return max(CLIENTS, 8 // self.images)
 
     @property
     def title(self) -> str:

@@ -12,7 +12,7 @@ import msgspec
 Pixels = TypeVar("Pixels")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from concurrent.futures import Executor, Future
 
     from antiphon.wire.claim import Claim
@@ -73,55 +73,76 @@ class EmbeddingCache:
 
 @dataclass(eq=False, slots=True)
 class _EmbedJob:
-    """One image that is embedded or queued, and the number of calls that wait for it."""
+    """One image on its way to its embedding, and the number of calls that wait for it.
 
-    work: Future[CachedEmbedding]
+    Attributes:
+        task: Prepares and embeds it.
+        work: Its place in the thread; None while it is prepared.
+    """
+
     result: asyncio.Future[CachedEmbedding]
+    task: asyncio.Task[None] | None = None
+    work: Future[CachedEmbedding] | None = None
     waiting: int = 0
 
 
 @dataclass(eq=False)
 class Embedder(Generic[Pixels]):
-    """Embeds decoded images in a thread, one by one; concurrent calls for one image share a job."""
+    """Prepares images, and embeds them in a thread, one by one; calls for one image share a job."""
 
     compute: Callable[[Pixels], CachedEmbedding]
     cache: EmbeddingCache
     thread: Executor
+    group: asyncio.TaskGroup
     _jobs: dict[bytes, _EmbedJob] = field(default_factory=dict[bytes, _EmbedJob], init=False)
 
-    async def embed(self, digest: bytes, image: Pixels) -> CachedEmbedding:
-        """Return the embedding of an image whose SHA-256 is `digest`.
+    async def embed(
+        self, digest: bytes, prepare: Callable[[], Awaitable[Pixels]]
+    ) -> CachedEmbedding:
+        """Return the embedding of an image whose SHA-256 is `digest`; `prepare` gives its pixels.
 
-        Cancelling a call does not affect other calls for the same image. A queued image without any
-        waiting call is dropped; a started one is finished and cached.
+        Cancelling a call does not affect other calls for the same image. An image that is prepared
+        or queued is dropped when no call waits any more; a started one is finished and cached.
 
         Raises:
-            EngineError: Raised by `compute`.
+            EngineError: Raised by `compute`, or by the `prepare` of the first of the calls.
         """
         if (found := self.cache.get(digest)) is not None:
             return found
-        job = self._jobs.get(digest) or self._begin(digest, image)
+        job = self._jobs.get(digest) or self._begin(digest, prepare)
         job.waiting += 1
         try:
             return await asyncio.shield(job.result)
         finally:
             job.waiting -= 1
-            if not job.waiting and job.work.cancel():
+            if not job.waiting and (job.work is None or job.work.cancel()):
                 self._forget(digest, job)
+                if job.task is not None:
+                    job.task.cancel()
 
-    def _begin(self, digest: bytes, image: Pixels) -> _EmbedJob:
-        work = self.thread.submit(self.compute, image)
-        job = _EmbedJob(work, asyncio.wrap_future(work))
+    def _begin(self, digest: bytes, prepare: Callable[[], Awaitable[Pixels]]) -> _EmbedJob:
+        job = _EmbedJob(asyncio.get_running_loop().create_future())
         self._jobs[digest] = job
-
-        def done(result: asyncio.Future[CachedEmbedding]) -> None:
-            self._forget(digest, job)
-            # `exception()` marks it as retrieved, in case no call waits for it any more.
-            if not result.cancelled() and result.exception() is None:
-                self.cache.put(digest, result.result())
-
-        job.result.add_done_callback(done)
+        job.task = self.group.create_task(self._run(digest, job, prepare), name="embed")
         return job
+
+    async def _run(
+        self, digest: bytes, job: _EmbedJob, prepare: Callable[[], Awaitable[Pixels]]
+    ) -> None:
+        try:
+            job.work = self.thread.submit(self.compute, await prepare())
+            embedding = await asyncio.wrap_future(job.work)
+        except asyncio.CancelledError:
+            job.result.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001  # it belongs to the calls
+            job.result.set_exception(error)
+            job.result.exception()  # retrieved, in case no call waits for it any more
+        else:
+            self.cache.put(digest, embedding)
+            job.result.set_result(embedding)
+        finally:
+            self._forget(digest, job)
 
     def _forget(self, digest: bytes, job: _EmbedJob) -> None:
         if self._jobs.get(digest) is job:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -122,7 +123,7 @@ class ImageEncoder:
             with self.metrics.embed_seconds.time():
                 return model.embed(pixels)
 
-        self._embedder = Embedder(embed, self._cache, thread)
+        self._embedder = Embedder(embed, self._cache, thread, runtime.group)
 
     async def embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
         digest = _digest(request)
@@ -130,14 +131,8 @@ class ImageEncoder:
         embedding = self._cache.get(digest)
         cached = embedding is not None
         if embedding is None:
-            due = self._clock.now() + left_s
-            with self.metrics.fetch_seconds.time():
-                image = bytes(await self._image(request, left_s))
-            job = DecodeJob(image, request.width, request.height)
-            timeout_s = max(0.0, due - self._clock.now())
-            with self.metrics.decode_seconds.time():
-                pixels = await self._processes.decode(job, timeout_s=timeout_s)
-            embedding = await self._embedder.embed(digest, pixels)
+            prepare = partial(self._pixels, request, left_s)
+            embedding = await self._embedder.embed(digest, prepare)
         self.metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
             request_id=request.request_id,
@@ -148,6 +143,15 @@ class ImageEncoder:
             claim=self._claim(embedding),
             cached=cached,
         )
+
+    async def _pixels(self, request: EncodeImage, left_s: float) -> NDArray[np.uint8]:
+        due = self._clock.now() + left_s
+        with self.metrics.fetch_seconds.time():
+            image = bytes(await self._image(request, left_s))
+        job = DecodeJob(image, request.width, request.height)
+        timeout_s = max(0.0, due - self._clock.now())
+        with self.metrics.decode_seconds.time():
+            return await self._processes.decode(job, timeout_s=timeout_s)
 
     async def _image(self, request: EncodeImage, left_s: float) -> bytes | bytearray:
         bytes_max = self._config.image_bytes_max

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 BYTES = 10
-BROKEN = b"broken"
+BROKEN, UNREADABLE = b"broken", b"unreadable"
 
 
 def embedding(size: int = BYTES) -> CachedEmbedding:
@@ -45,23 +45,34 @@ class SlowModel:
 
 
 class World:
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, group: asyncio.TaskGroup) -> None:
         self.model = SlowModel()
         self.cache = EmbeddingCache(1000)
-        self.embedder = Embedder(self.model.embed, self.cache, thread)
+        self.embedder = Embedder(self.model.embed, self.cache, thread, group)
+        self.prepared: Counter[bytes] = Counter()
+        self.source = asyncio.Event()
+        self.source.set()
 
     async def embed(self, image: bytes) -> CachedEmbedding:
-        return await self.embedder.embed(digest(image), image)
+        async def prepare() -> bytes:
+            self.prepared[image] += 1
+            await self.source.wait()
+            if image == UNREADABLE:
+                raise InvalidRequest("unreadable")
+            return image
+
+        return await self.embedder.embed(digest(image), prepare)
 
 
 @pytest.fixture
 async def world() -> AsyncGenerator[World]:
     with ThreadPoolExecutor(1) as thread:
-        made = World(thread)
-        try:
-            yield made
-        finally:
-            made.model.let.set()
+        async with asyncio.TaskGroup() as group:
+            made = World(thread, group)
+            try:
+                yield made
+            finally:
+                made.model.let.set()
 
 
 @asynccontextmanager
@@ -82,7 +93,7 @@ async def test_concurrent_calls_share_one_run(world: World) -> None:
     first = asked[0].result()
     assert all(task.result() is first for task in asked)
     assert await world.embed(b"a") is first
-    assert world.model.begun == {b"a": 1}
+    assert world.prepared == world.model.begun == {b"a": 1}
 
 
 async def test_cancelled_call_does_not_affect_other_calls(world: World) -> None:
@@ -133,6 +144,28 @@ async def test_error_reaches_all_waiting_calls_and_is_not_cached(world: World) -
     assert len(world.cache) == 0
     assert await settle(world.embed(BROKEN)) == "broken"
     assert world.model.begun == {BROKEN: 2}
+
+
+async def test_image_that_no_call_waits_for_is_not_prepared_further(world: World) -> None:
+    world.source.clear()
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(world.embed(b"a")) for _ in range(2)]
+        await until(lambda: world.prepared[b"a"] > 0)
+        for each in asked:
+            each.cancel()
+    world.source.set()
+    world.model.let.set()
+    assert (await world.embed(b"a")).data == bytes(BYTES)
+    assert world.prepared == {b"a": 2}
+    assert world.model.begun == {b"a": 1}
+
+
+async def test_image_that_cannot_be_prepared_is_an_error_of_all_calls(world: World) -> None:
+    async with quiet(), asyncio.TaskGroup() as group:
+        asked = [group.create_task(settle(world.embed(UNREADABLE))) for _ in range(3)]
+    assert [task.result() for task in asked] == ["unreadable"] * 3
+    assert world.prepared == {UNREADABLE: 1}
+    assert not world.model.begun
 
 
 async def test_error_without_waiting_calls_is_not_reported(world: World) -> None:
