@@ -110,9 +110,10 @@ bench-steps: setup  ## One step: deterministic and not, what is beside the layer
 	$(BIN)/python -m tests.bench.share
 	$(BIN)/python -m tests.bench.peers --page-only
 
-bench-engine: setup  ## Shared prefixes with the cache and without; 2,000 that wait; int8; grammars
+bench-engine: setup  ## Shared prefixes with the cache and without; 2,000 that wait; upkeep; int8; grammars
 	$(BIN)/python -m tests.bench.serving.radix
 	$(BIN)/python -m tests.bench.serving.waiting
+	$(BIN)/python -m tests.bench.serving.upkeep
 	$(BIN)/python -m tests.bench.serving.int8
 	$(BIN)/python -m tests.bench.serving.grammar
 	$(BIN)/python -m tests.bench.peers --page-only

@@ -34,6 +34,12 @@ WAITING_HEAD = """
 Decode of 64 requests, alone and with 2,000 requests queued. Medians of {pairs} pairs in
 alternating order.
 """
+UPKEEP_HEAD = """
+## Heartbeats and KV events
+
+Throughput of 64 clients with the defaults, and with heartbeats each 60 s and no KV events. Medians
+of {pairs} pairs in alternating order, a new stack for each run.
+"""
 GRAMMAR_HEAD = """
 ## Constrained decoding
 
@@ -129,6 +135,17 @@ def waiting(summary: Summary) -> Iterable[str]:
             "{gap_p99_ms_alone:.0f}, {gap_p99_ms_beside_2000:.0f}",
         ),
         ("time to queue 2,000 requests, s", "{queue_formed_in_s:.1f}"),
+    )
+
+
+def upkeep(summary: Summary) -> Iterable[str]:
+    yield UPKEEP_HEAD.format(pairs=summary.setup["pairs"]) + "\n"
+    yield device_line(summary) + "\n"
+    yield facts(
+        summary,
+        ("defaults, tok/s", "{tokens_per_s_default:.1f}"),
+        ("without, tok/s", "{tokens_per_s_without:.1f}"),
+        ("ratio per pair", "{ratio:.3f span}"),
     )
 
 

@@ -31,6 +31,7 @@ SECTIONS: tuple[tuple[str, Callable[[Summary], Iterable[str]]], ...] = (
     ("open-load", engine.open_load),
     ("radix", engine.radix),
     ("waiting", engine.waiting),
+    ("upkeep", engine.upkeep),
     ("int8", engine.int8_weights),
     ("prose", engine.prose),
     ("steps", worker.steps),
