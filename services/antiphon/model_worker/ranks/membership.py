@@ -14,7 +14,7 @@ import struct
 import time
 from contextlib import suppress
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,30 +210,47 @@ class Membership:
 
         One that comes when all have joined is refused; before, no other one would take its place.
         """
-        greeting, refused, rank = content[: _GREETING.size], None, 0
         complete = self._attendance.complete
-        ours = len(greeting) == _GREETING.size and greeting.startswith(_MAGIC)
-        if ours:
-            _, rank, ranks = _GREETING.unpack(greeting)
-            refused = self._attendance.join(rank)
-            if ranks != self._ranks:
-                refused = f"rank {rank} was started as one of {ranks} ranks, not of {self._ranks}"
-        if not ours or refused is not None:
-            self._selector.unregister(connection)
-            connection.close()
-            if refused is not None and complete:
-                log.warning("rank refused", extra={"reason": refused})
-                return None
-            return refused
-        self._connections[connection] = rank
-        with suppress(OSError):
-            connection.sendall(_WELCOME.pack(self._store_port))
-        return None
+        greeting = _read_greeting(content)
+        refused = None if greeting is None else self._join(greeting)
+        if greeting is not None and refused is None:
+            self._connections[connection] = greeting.rank
+            with suppress(OSError):
+                connection.sendall(_WELCOME.pack(self._store_port))
+            return None
+        self._selector.unregister(connection)
+        connection.close()
+        if refused is not None and complete:
+            log.warning("rank refused", extra={"reason": refused})
+            return None
+        return refused
+
+    def _join(self, greeting: _Greeting) -> str | None:
+        """Record a rank that has come; return why it is refused."""
+        rank, ranks = greeting
+        refused = self._attendance.join(rank)
+        if ranks != self._ranks:
+            return f"rank {rank} was started as one of {ranks} ranks, not of {self._ranks}"
+        return refused
 
     def _send_beats(self) -> None:
         for connection in self._connections:
             with suppress(OSError):  # the next read finds what is wrong
                 connection.send(_BEAT)
+
+
+class _Greeting(NamedTuple):
+    rank: int
+    ranks: int
+
+
+def _read_greeting(content: bytes) -> _Greeting | None:
+    """Read a greeting; None if it is none of ours."""
+    greeting = content[: _GREETING.size]
+    if len(greeting) < _GREETING.size or not greeting.startswith(_MAGIC):
+        return None
+    _, rank, ranks = _GREETING.unpack(greeting)
+    return _Greeting(rank, ranks)
 
 
 def address_of(parallel: ParallelConfig) -> tuple[str, int]:
