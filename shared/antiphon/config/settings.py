@@ -221,8 +221,8 @@ class EncoderConfig(Config):
     """Image embeddings."""
 
     model_path: str = ""
-    """Folder of a CLIP, SigLIP or LLaVA model; empty: that of the served model, if it takes images;
-    else every call is rejected as `unsupported`."""
+    """Folder of a CLIP or SigLIP model, or one that takes images; empty: that of the served model;
+    if that takes none, every call is rejected as `unsupported`."""
     decode_processes: Annotated[int, Meta(ge=1, le=256)] = 2
     """Number of child processes that decode images."""
     cache_bytes_max: Bytes = 256 * 1024**2
