@@ -13,6 +13,7 @@ from torch import Tensor
 from antiphon.kernels.attention import (
     QUERIES_MAX,
     AttentionMetadata,
+    ImageRows,
     KvShape,
     bidirectional_attention,
     paged_attention,
@@ -71,7 +72,10 @@ def one_by_one(
             first = 0 if rows.shape.window is None else max(0, position + 1 - rows.shape.window)
             if rows.shape.chunk is not None:
                 first = position // rows.shape.chunk * rows.shape.chunk
-            seen = np.arange(first, position + 1)
+            last = position + 1
+            if rows.shape.bidirectional:
+                last = min(int(rows.kv_len[row]), position + (rows.shape.window or 10**6))
+            seen = np.arange(first, last)
             page_tokens = rows.shape.page_tokens
             pages, offsets = rows.page_table[row, seen // page_tokens], seen % page_tokens
             k, v = (cached[pages, offsets][:, kv_heads].double() for cached in (keys, values))
@@ -508,6 +512,29 @@ def defined(
             scores = scores.masked_fill(far, -torch.inf)
         rows.append(torch.einsum("hnm,mhd->nhd", scores.softmax(dim=-1), c))
     return torch.cat(rows)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_rows_that_see_both_ways_see_what_is_cached_before_them(window: int | None) -> None:
+    """As images do: rows of a pass whose tokens before them are cached."""
+    shape = replace(a_shape(window=window), bidirectional=True)
+    case = Case(7, [5, 1, 16, QUERIES_MAX + 5], [50, 3, 0, 90], shape)
+    expected = one_by_one(case.q, case.keys, case.values, case.rows, case.scale)
+    found = paged_attention.reference(*case.arguments())
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_image_rows_are_the_parts_of_images_in_a_pass() -> None:
+    """A decode row, an image resumed in its midst, a text, and two images that adjoin."""
+    table = np.arange(32, dtype=np.int32).reshape(4, 8)
+    rows = AttentionMetadata(a_shape(), table, ints([1, 5, 2, 7]), ints([9, 8, 6, 11]))
+    ahead = ints([0, *(2, 1, 0, 0, 0), *(0, 0), *(0, 2, 1, 0, 1, 0, 0)])
+    images = ImageRows(rows, ahead)
+    assert images.tokens.tolist() == [1, 2, 3, 9, 10, 11, 12, 13]
+    assert images.rows.query_len.tolist() == [3, 3, 2]
+    assert images.rows.kv_len.tolist() == [6, 8, 10]
+    assert images.rows.page_table[:, 0].tolist() == [8, 24, 24]
+    assert images.rows.shape.bidirectional
 
 
 @each_row(bidirectional_attention)

@@ -14,6 +14,7 @@ from tests.system.stack import Stack, read, wait_until
 
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import open_model
+from antiphon.model_card.vision import read_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,14 +31,17 @@ TIE = 1e-3
 TOKENS = 12
 
 
-def _frames(images: Sequence[Tensor], ids: Tensor) -> dict[str, Tensor]:
-    del ids
+def _frames(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    del placeholders
     return {"pixel_values": torch.cat([*images])}
 
 
 @dataclass(frozen=True)
 class Seeing:
-    """`inputs` are what transformers is given of frames (F, 3, H, W) an image and ids (1, T)."""
+    """`inputs` are what transformers is given beside ids.
+
+    They are made of frames (F, 3, H, W) an image, and which tokens are placeholders (1, T).
+    """
 
     stack: Stack
     folder: Path
@@ -50,19 +54,35 @@ class Seeing:
         return self.architecture.from_pretrained(self.folder).eval()
 
     @cached_property
+    def placeholder(self) -> int:
+        card = read_vision(self.folder)
+        assert card is not None
+        return card.placeholder
+
+    @cached_property
     def preprocess(self) -> Preprocessor:
         return open_model(Settings(), self.folder).preprocess
 
     def check(self, prompt: list[int], output: list[int], images: list[bytes]) -> None:
         """Compare with what transformers generates of the same prompt and pixels, greedily."""
+        for index, (row, token) in enumerate(
+            zip(self.logits(prompt, output, images), output, strict=True)
+        ):
+            assert row[token] >= row.max() - TIE, f"token {index} of {output}"
+
+    def logprobs(self, prompt: list[int], output: list[int], images: list[bytes]) -> Tensor:
+        """The logprobs of the output tokens, (O,), of transformers."""
+        rows = self.logits(prompt, output, images).log_softmax(dim=-1)
+        return rows[torch.arange(len(output)), torch.tensor(output)]
+
+    def logits(self, prompt: list[int], output: list[int], images: list[bytes]) -> Tensor:
+        """What transformers samples each output token from, (O, V)."""
         frames = [torch.as_tensor(self.preprocess(image)) for image in images]
         ids = torch.tensor([prompt + output])
+        inputs = self.inputs(frames, ids == self.placeholder) if frames else {}
         with torch.inference_mode():
-            shown = self.inputs(frames, ids) if frames else {}
-            logits = self.reference(input_ids=ids, **shown).logits[0]
-        for index, token in enumerate(output, start=len(prompt) - 1):
-            row = logits[index]
-            assert row[token] >= row.max() - TIE, f"token {index - len(prompt) + 1} of {output}"
+            logits = self.reference(input_ids=ids, **inputs).logits[0]
+        return logits[len(prompt) - 1 : -1]
 
     def worked(self) -> tuple[int, int]:
         """Calls that encoders have received, and images that they have embedded."""
@@ -103,12 +123,24 @@ def message(*parts: str | bytes) -> list[Any]:
 
 
 async def answer(client: AsyncOpenAI, messages: list[Any]) -> tuple[list[int], list[int]]:
+    prompt, output, _ = await scored_answer(client, messages)
+    return prompt, output
+
+
+async def scored_answer(
+    client: AsyncOpenAI, messages: list[Any]
+) -> tuple[list[int], list[int], Tensor]:
+    """The ids of prompt and output, and the logprobs of the output (O,)."""
     reply = await client.chat.completions.create(
         model="tiny",
         messages=messages,
         temperature=0,
         max_tokens=TOKENS,
+        logprobs=True,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
     extra = reply.choices[0].model_extra or {}
-    return extra["prompt_token_ids"], extra["response_token_ids"]
+    found = reply.choices[0].logprobs
+    assert found is not None
+    logprobs = torch.tensor([each.logprob for each in found.content or ()])
+    return extra["prompt_token_ids"], extra["response_token_ids"], logprobs

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import transformers
 from openai import AsyncOpenAI
+from tests.support.gemma_vision import write_gemma_vision
 from tests.support.llava import picture
-from tests.support.qwen_vl import PLACEHOLDER_ID, patches, write_qwen25_vl
+from tests.support.qwen_vl import patches, write_qwen25_vl
 from tests.support.smolvlm import write_smolvlm
-from tests.system.seeing import TOKENS, Seeing, answer, message
+from tests.system.seeing import TOKENS, Seeing, answer, message, scored_answer
 from tests.system.stack import serving
 
 if TYPE_CHECKING:
@@ -27,21 +28,34 @@ TILED = (picture(1), picture(2, 200, 31))
 """Two pictures, of odd sizes: they have other numbers of tiles."""
 
 
-def tiles(images: Sequence[Tensor], ids: Tensor) -> dict[str, Tensor]:
-    del ids
+def tiles(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    del placeholders
     return {"pixel_values": torch.cat([*images])[None]}
 
 
-def grids(images: Sequence[Tensor], ids: Tensor) -> dict[str, Tensor]:
-    return {**patches(images), "mm_token_type_ids": (ids == PLACEHOLDER_ID).int()}
+def grids(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    return {**patches(images), "mm_token_type_ids": placeholders.int()}
+
+
+def frames(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    """Images whose tokens are causal."""
+    del placeholders
+    return {"pixel_values": torch.cat([*images])}
+
+
+def spans(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    return {"pixel_values": torch.cat([*images]), "token_type_ids": placeholders.long()}
 
 
 @dataclass(frozen=True)
 class Family:
+    """`mutant` are inputs of which transformers makes something else."""
+
     write: Callable[[Path], Path]
     architecture: type[transformers.PreTrainedModel]
     inputs: Callable[[Sequence[Tensor], Tensor], dict[str, Tensor]]
     arguments: tuple[str, ...]
+    mutant: Callable[[Sequence[Tensor], Tensor], dict[str, Tensor]] | None = None
 
 
 FAMILIES = {
@@ -56,6 +70,13 @@ FAMILIES = {
         transformers.Qwen2_5_VLForConditionalGeneration,
         grids,
         ("--batching-chunk-tokens", "24"),
+    ),
+    "gemma3": Family(
+        write_gemma_vision,
+        transformers.Gemma3ForConditionalGeneration,
+        spans,
+        ("--batching-chunk-tokens", "24"),
+        mutant=frames,
     ),
 }
 
@@ -84,17 +105,25 @@ async def test_answers_are_those_of_transformers_and_are_cached(name: str, tmp_p
             )
             assert seeing.worked() == (2, 2)
             cached = seeing.metric("gateway-0", "cached_tokens_total")
-            prompt, output = await answer(client, asked)
+            prompt, output, logprobs = await scored_answer(client, asked)
             seeing.check(prompt, output, [one, two])
+            right = seeing.logprobs(prompt, output, [one, two])
+            torch.testing.assert_close(logprobs, right, rtol=0, atol=1e-3)
             assert stack.post("/detokenize", {"model": "tiny", "tokens": output})["text"] == text
             assert seeing.worked() == (2, 2), "no encoder is called for what is cached"
             found = seeing.metric("gateway-0", "cached_tokens_total") - cached
             assert found >= len(prompt) - 16
-            other = await answer(client, message("Look at ", two, ", then at ", one, "."))
-            seeing.check(*other, [two, one])
+            if family.mutant is not None:
+                mutant = replace(seeing, inputs=family.mutant)
+                wrong = mutant.logprobs(prompt, output, [one, two])
+                assert (wrong - right).abs().max() > 0.02, "the test would not notice the mutant"
+            # The cached prefix ends in, or behind, the second picture; and another begins with it.
+            for first, second, text in ((one, two, "!"), (two, one, ".")):
+                other = await answer(client, message("Look at ", first, ", then at ", second, text))
+                seeing.check(*other, [first, second])
             # A text alone is a conversation, too.
             plain, output = await answer(client, [{"role": "user", "content": "Who is larger?"}])
             assert len(plain) > len("Who is larger?") // 4
-            ids = torch.tensor([plain + output])
-            logits = seeing.reference(input_ids=ids).logits[0]
-            assert logits[len(plain) - 1].argmax() == output[0]
+            with torch.inference_mode():
+                logits = seeing.reference(input_ids=torch.tensor([plain])).logits[0]
+            assert logits[-1].argmax() == output[0]

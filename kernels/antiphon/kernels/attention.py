@@ -8,7 +8,7 @@ D head size; in a block: B rows, Q queries a row, K keys a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ class KvShape:
     # Chunked attention: texts are split into chunks of so many tokens, whole pages, and a query
     # attends only within its chunk; None: no chunks.
     chunk: int | None = None
-    # A query also attends to the tokens after it, window - 1 or all; all of a row are in the pass.
+    # A query also attends to the tokens of its row after it, window - 1 or all.
     bidirectional: bool = False
 
 
@@ -182,7 +182,7 @@ class AttentionMetadata:
         # One a pass, not one a layer: fresh pages from the kernel cost several times the copy.
         keys = max(block.rows * block.keys_per_row for block in self.blocks)
         size = (2, keys, self.shape.heads, self.shape.head_size)
-        return torch.empty(size, dtype=self.shape.dtype)
+        return torch.empty(size, dtype=self.shape.dtype, device=self.blocks[0].places.device)
 
     def _places(self, row: Longs, position: Longs) -> Longs:
         size = self.shape.page_tokens
@@ -193,33 +193,69 @@ class AttentionMetadata:
     def _block(self, pieces: _Pieces, chosen: Longs) -> AttentionBlock:
         queries_per_row = int(pieces.queries[chosen[0]])
         end = pieces.end[chosen]  # (B,) keys that the last query may attend to
+        if self.shape.bidirectional:
+            end = self.kv_len[pieces.row[chosen]].astype(np.int64)
+        query = pieces.start[chosen][:, None] + np.arange(queries_per_row)  # (B, Q)
+        position = pieces.end[chosen][:, None] - queries_per_row + np.arange(queries_per_row)
         first = np.zeros_like(end)
         if self.shape.window is not None:
-            first = np.maximum(first, end - queries_per_row + 1 - self.shape.window)
+            first = np.maximum(first, position[:, 0] + 1 - self.shape.window)
         keys_per_row = int((end - first).max())
         key = first[:, None] + np.arange(keys_per_row)  # (B, K) positions
         row = np.broadcast_to(pieces.row[chosen][:, None], key.shape)
         places = self._places(row, np.minimum(key, end[:, None] - 1))
-        query = pieces.start[chosen][:, None] + np.arange(queries_per_row)  # (B, Q)
         return AttentionBlock(
             rows=len(chosen),
             queries_per_row=queries_per_row,
             keys_per_row=keys_per_row,
-            queries=None if len(chosen) == len(pieces.row) else torch.as_tensor(query.ravel()),
-            places=torch.as_tensor(places.ravel()),
-            mask=self._mask(key, end, queries_per_row),
+            queries=None if len(chosen) == len(pieces.row) else self.upload(query.ravel()),
+            places=self.upload(places.ravel()),
+            mask=self._mask(key, position, end),
         )
 
-    def _mask(self, key: Longs, end: Longs, queries_per_row: int) -> Tensor | None:
-        position = end[:, None] - queries_per_row + np.arange(queries_per_row)  # (B, Q)
-        seen = key[:, None, :] <= position[:, :, None]  # (B, Q, K)
+    def _mask(self, key: Longs, position: Longs, end: Longs) -> Tensor | None:
+        queries_per_row = position.shape[1]
+        last = position if not self.shape.bidirectional else end[:, None] - 1
+        seen = key[:, None, :] <= last[:, :, None]  # (B, Q or 1, K)
+        seen = np.broadcast_to(seen, (len(key), queries_per_row, key.shape[1]))
         if self.shape.window is not None:
-            seen &= key[:, None, :] > position[:, :, None] - self.shape.window
+            distance = position[:, :, None] - key[:, None, :]
+            seen = seen & (distance < self.shape.window) & (distance > -self.shape.window)
         if seen.all():
             return None
-        mask = torch.as_tensor(np.where(seen, _SEEN, _UNSEEN)).to(self.shape.dtype)
+        mask = self.upload(np.where(seen, _SEEN, _UNSEEN)).to(self.shape.dtype)
         copies = 1 if queries_per_row == 1 else self.shape.queries_per_head
         return mask.repeat(1, copies, 1).unsqueeze(1)  # (B, 1, G * Q, K)
+
+
+class ImageRows:
+    """The tokens of images in a pass that attend to each other, beside causal rows.
+
+    Each image's part in the pass is a row of its own, which ends with the image: the same pages,
+    bidirectional. What its tokens see before them is theirs as in a causal row.
+
+    Attributes:
+        tokens: (E,) indices into the pass's tokens.
+        rows: As a cache group sees them.
+    """
+
+    def __init__(self, causal: AttentionMetadata, ahead: Ints) -> None:
+        follows = np.concatenate(([-1], ahead[:-1])) != ahead + 1
+        start = np.flatnonzero((ahead > 0) & follows)
+        count: Longs = ahead[start].astype(np.int64) + 1
+        row_end = np.cumsum(causal.query_len, dtype=np.int64)
+        row = np.searchsorted(row_end, start, side="right")
+        kv_len = causal.kv_len[row] - row_end[row] + start + count
+        parts = zip(start.tolist(), count.tolist(), strict=True)
+        tokens: list[Longs] = [np.arange(first, first + tokens) for first, tokens in parts]
+        self.tokens = causal.upload(np.concatenate(tokens))
+        self.rows = AttentionMetadata(
+            replace(causal.shape, bidirectional=True),
+            causal.page_table[row],
+            count.astype(np.int32),
+            kv_len.astype(np.int32),
+            causal.upload,
+        )
 
 
 @kernel("attention.paged", cpu("paged_attention"), triton("attention:paged_attention"))
@@ -234,6 +270,8 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of each query over its row's cached keys, causal and within the window.
+
+    Rows of a bidirectional shape are not causal: their tokens of this pass attend to each other.
 
     q (T, G * H, D); pages of keys and values, which already contain those of this pass, or of
     latents as both; their scales  ->  (T, G * H, D)

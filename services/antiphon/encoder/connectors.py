@@ -16,7 +16,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import read_features
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.vision import IDEFICS
+from antiphon.model_card.vision import GEMMA3, IDEFICS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from antiphon.model_card.vision import FeatureFields
 
 PROJECTOR = "multi_modal_projector."
+_PROJECTION = "mm_input_projection_weight"
 CONNECTOR = "connector.modality_projection.proj.weight"
 
 
@@ -50,7 +51,10 @@ def read_connector(folder: Path, spec: VisionTowerSpec) -> Connector | None:
     Raises:
         ConfigError: A tensor is missing or has another shape, or the connector is not supported.
     """
-    if read_json(folder / "config.json", _ConnectedKind).model_type in IDEFICS:
+    kind = read_json(folder / "config.json", _ConnectedKind).model_type
+    if kind == GEMMA3:
+        return _read_pooled(folder, spec)
+    if kind in IDEFICS:
         return _read_shuffle(folder, spec)
     features = read_features(folder)
     return None if features is None else read_projector(folder, spec, features)
@@ -58,6 +62,52 @@ def read_connector(folder: Path, spec: VisionTowerSpec) -> Connector | None:
 
 class _ConnectedKind(msgspec.Struct, frozen=True):
     model_type: str = ""
+
+
+class PooledPatches:
+    """Gemma 3's connector: squares of patches are averaged to one row, then a norm and a matrix.
+
+    weight (C, hidden), norm (C,): what is added to 1; `side` squares an edge.
+
+    Source: Gemma Team 2025, arXiv:2503.19786.
+    """
+
+    def __init__(self, weight: Tensor, norm: Tensor, side: int, eps: float) -> None:
+        self._weight, self._norm, self._side, self._eps = weight, norm, side, eps
+
+    @property
+    def hidden(self) -> int:
+        return self._weight.shape[1]
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Connect: (F, T, C)  ->  (F, side ** 2, hidden)."""
+        frames, tokens, width = x.shape
+        patches = round(tokens**0.5)
+        grid = x.transpose(1, 2).view(frames, width, patches, patches)
+        pooled = F.avg_pool2d(grid, patches // self._side).flatten(2).transpose(1, 2)
+        normed = pooled * torch.rsqrt(pooled.pow(2).mean(-1, keepdim=True) + self._eps)
+        return (normed * (1 + self._norm)) @ self._weight
+
+
+class _PooledFields(msgspec.Struct, frozen=True):
+    mm_tokens_per_image: int = 256
+
+
+def _read_pooled(folder: Path, spec: VisionTowerSpec) -> PooledPatches:
+    file = folder / "config.json"
+    tokens = read_json(file, _PooledFields).mm_tokens_per_image
+    side, patches = round(tokens**0.5), spec.image_size // spec.patch_size
+    if side**2 != tokens or patches // max(side, 1) * side != patches:
+        raise ConfigError(
+            f"{file}: mm_tokens_per_image = {tokens}: must be a square whose edge divides {patches}"
+        )
+    with ExitStack() as open_files:
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=f"{PROJECTOR}{_PROJECTION}")
+        hidden = checkpoint.width(f"{PROJECTOR}{_PROJECTION}")
+        weight = checkpoint.read(f"{PROJECTOR}{_PROJECTION}", spec.hidden, hidden)
+        norm = checkpoint.read(f"{PROJECTOR}mm_soft_emb_norm.weight", spec.hidden)
+    return PooledPatches(weight, norm, side, spec.norm_eps)
 
 
 class PixelShuffle:

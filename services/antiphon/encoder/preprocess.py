@@ -19,6 +19,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.vision import (
     EDGE_MAX,
+    GEMMA3,
     IDEFICS,
     FeatureFields,
     GridSizes,
@@ -38,6 +39,10 @@ Channels = tuple[float, float, float]
 """One value each for red, green and blue."""
 
 
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+"""Filters, by Pillow's numbers."""
+
+
 class VisionFamily(StrEnum):
     CLIP = "clip"
     SIGLIP = "siglip"
@@ -55,8 +60,8 @@ class VisionActivation(StrEnum):
 class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a tower, as in config.json. Missing fields have CLIP's defaults.
 
-    `mean`, `std` and `crops` (to a square) are the family's defaults for preprocessing. With
-    `tiles` an image may have many frames.
+    `mean`, `std`, `filter` and `crops` (to a square) are the family's defaults for preprocessing.
+    With `tiles` an image may have many frames.
     """
 
     family: ClassVar = VisionFamily.CLIP
@@ -64,6 +69,7 @@ class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     std: ClassVar[Channels] = (0.26862954, 0.26130258, 0.27577711)
     crops: ClassVar = True
     tiles: ClassVar = False
+    filter: ClassVar = BICUBIC
     hidden: Size = field(name="hidden_size", default=768)
     intermediate: Size = field(name="intermediate_size", default=3072)
     layers: Size = field(name="num_hidden_layers", default=12)
@@ -112,10 +118,17 @@ class SiglipSpec(VisionTowerSpec, frozen=True, kw_only=True):
     norm_eps: float = field(name="layer_norm_eps", default=1e-6)
 
 
+class Gemma3Spec(SiglipSpec, frozen=True, kw_only=True):
+    """SigLIP, before Gemma 3's preprocessor, whose filter is another one."""
+
+    filter: ClassVar = BILINEAR
+
+
 class IdeficsSpec(SiglipSpec, frozen=True, kw_only=True):
     """SigLIP, with Idefics3's defaults."""
 
     tiles: ClassVar = True
+    filter: ClassVar = LANCZOS
     hidden: Size = field(name="hidden_size", default=1152)
     heads: Size = field(name="num_attention_heads", default=16)
     patch_size: Size = 32
@@ -190,6 +203,7 @@ _KINDS: dict[str, tuple[type[VisionTowerSpec], bool]] = {
     "siglip_vision_model": (SiglipSpec, False),
     "siglip": (SiglipSpec, True),
     "llava": (VisionTowerSpec, True),
+    GEMMA3: (Gemma3Spec, True),
     **dict.fromkeys(IDEFICS, (IdeficsSpec, True)),
 }
 """By `model_type`: the spec, and whether the tower is in `vision_config`."""
@@ -217,9 +231,6 @@ _BROKEN = (
 # Pillow's own guard has one limit per process and only warns between that limit and twice as much.
 # `pixels_max` is checked against the header, before any pixel is decoded.
 Image.MAX_IMAGE_PIXELS = None
-
-
-LANCZOS, BICUBIC = 1, 3
 
 
 class Preprocessor:
@@ -382,12 +393,11 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
         raise ConfigError(
             f"{file}: makes tiles of {tiling.tile} pixels; the tower takes {spec.image_size}"
         )
-    chosen = BICUBIC if tiling is None else LANCZOS
     return PreprocessorConfig(
         size=spec.image_size,
         short_edge=None if tiling is not None else _short_edge(file, card, spec),
         tiling=tiling,
-        resample=chosen if card.resample is None else card.resample,
+        resample=spec.filter if card.resample is None else card.resample,
         scale=card.rescale_factor if card.do_rescale else 1.0,
         mean=(card.image_mean or spec.mean) if card.do_normalize else (0.0, 0.0, 0.0),
         std=(card.image_std or spec.std) if card.do_normalize else (1.0, 1.0, 1.0),

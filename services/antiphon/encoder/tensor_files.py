@@ -12,6 +12,7 @@ from torch import Tensor
 from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -62,12 +63,19 @@ class TensorFiles:
         self._prefix = next(found, last).removesuffix(last)
 
     def length(self, name: str) -> int:
-        """The length of a vector."""
+        """The length of the first dimension of a tensor."""
+        return self._shape(name)[0]
+
+    def width(self, name: str) -> int:
+        """The length of the last dimension of a tensor."""
+        return self._shape(name)[-1]
+
+    def _shape(self, name: str) -> Sequence[int]:
         name = self._prefix + name
         if name not in self._homes:
             raise ConfigError(f"{self._folder}: the weights lack {name}")
         _, opened = self._homes[name]
-        return len(opened.get_tensor(name))
+        return opened.get_tensor(name).shape
 
     def read(self, name: str, *shape: int) -> Tensor:
         name = self._prefix + name

@@ -37,11 +37,13 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         placeholder: Token id of the placeholder, one for each row of an embedding.
         marker: What chat templates write for an image; empty: the placeholder.
         processing: Digest of all that decides the embedding beside the image and the weights.
+        span_tokens: Set: the tokens of an image, so many, attend to each other in both directions.
     """
 
     placeholder: int
     marker: str = ""
     processing: bytes
+    span_tokens: int | None = None
 
     def columns(self, width: int, height: int) -> int:
         """Columns of tokens of an image of this size in pixels; 0: it is no grid."""
@@ -50,14 +52,21 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SquareImages(VisionBase, frozen=True, kw_only=True):
-    """Every image is scaled to one square, and has `image_tokens` rows: LLaVA 1.5."""
+    """Every image is scaled to one square, and has `image_tokens` rows: LLaVA 1.5, Gemma 3.
+
+    `before` and `after` are texts around them.
+    """
 
     image_tokens: int
+    before: str = ""
+    after: str = ""
 
     def pieces(self, width: int, height: int) -> Pieces:
         """What stands for an image of this size in pixels."""
         del width, height
-        return (self.image_tokens,)
+        if not self.before:
+            return (self.image_tokens,)
+        return (self.before, self.image_tokens, self.after)
 
 
 EDGE_MAX = 4096
@@ -339,13 +348,29 @@ def read_grid_file(folder: Path) -> GridFile:
     return read
 
 
+class _Windows(msgspec.Struct, frozen=True):
+    sliding_window: int | None = 4096
+
+
+class _Gemma3(msgspec.Struct, frozen=True):
+    image_token_id: int | None = None
+    image_token_index: int = 262144
+    mm_tokens_per_image: Size = 256
+    text_config: _Windows = field(default_factory=_Windows)
+
+
+class _PanAndScan(msgspec.Struct, frozen=True):
+    do_pan_and_scan: bool | None = None
+
+
 class _ModelKind(msgspec.Struct, frozen=True):
     model_type: str = ""
 
 
 IDEFICS = ("idefics3", "smolvlm")
+GEMMA3 = "gemma3"
 GRIDS = ("qwen2_5_vl", "qwen2_vl")
-SEEING = ("llava", *IDEFICS, *GRIDS)
+SEEING = ("llava", GEMMA3, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
 
@@ -360,6 +385,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return None
     if kind in GRIDS:
         return _read_grid(folder)
+    if kind == GEMMA3:
+        return _read_gemma3(folder)
     return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
 
 
@@ -385,6 +412,29 @@ def _read_idefics(folder: Path) -> TiledImages:
         placeholder=config.image_token_id,
         tiling=read_tiling(folder),
         tile_tokens=(tower.image_size // tower.patch_size) ** 2 // config.scale_factor**2,
+        processing=_processing(folder, config),
+    )
+
+
+def _read_gemma3(folder: Path) -> SquareImages:
+    config = read_json(folder / "config.json", _Gemma3)
+    file = folder / PROCESSOR
+    if file.is_file() and read_json(file, _PanAndScan).do_pan_and_scan:
+        raise ConfigError(f"{file}: do_pan_and_scan = true is not supported")
+    placeholder, tokens = config.image_token_id, config.mm_tokens_per_image
+    window = config.text_config.sliding_window
+    if window is not None and window < tokens:
+        raise ConfigError(
+            f"{folder / 'config.json'}: sliding_window = {window}: must be at least "
+            f"mm_tokens_per_image = {tokens}, so that each token of an image sees all others"
+        )
+    return SquareImages(
+        placeholder=config.image_token_index if placeholder is None else placeholder,
+        marker="<start_of_image>",
+        image_tokens=tokens,
+        before="\n\n<start_of_image>",
+        after="<end_of_image>\n\n",
+        span_tokens=tokens,
         processing=_processing(folder, config),
     )
 

@@ -15,6 +15,7 @@ from tests.unit.model_worker.steps import Steps, spans
 from antiphon.model_worker.batching.joint_plan import join_plans, offsets
 from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded, check_media
 from antiphon.model_worker.batching.plan import PLAIN
+from antiphon.model_worker.batching.planner import TokenBudget
 from antiphon.model_worker.batching.state import ChoiceKey, RequestMedia
 from antiphon.model_worker.runner.context import _goes_on
 from antiphon.model_worker.runner.input_batch import InputBatch
@@ -154,6 +155,68 @@ def test_markers_between_placeholders_are_not_spliced() -> None:
         assert spliced == dict(zip([2, 3, 4, 7, 8, 9, 11], map(float, range(7)), strict=True))
 
 
+SPAN = 6
+IMAGES = ((3, 9), (11, 17))
+
+
+def prefilled(steps: Steps, store: FakeStore) -> tuple[list[int], dict[int, int]]:
+    """Prefill a prompt of two images whose tokens attend to each other: the ends of its chunks, and
+    how many tokens each token is ahead of.
+    """
+    media = tuple(medium(first, SPAN, content) for content, (first, _) in enumerate(IMAGES))
+    steps.add(1, prompt(3, -SPAN, 2, -SPAN, 3), media=media)
+    ends, ahead = list[int](), dict[int, int]()
+    while not ends or ends[-1] < 20:
+        rows = steps.next()
+        if len(store.loads) == 1:
+            store.land(store.loads.pop())
+            steps.batching.flush()
+        plan = plan_of(steps, rows) if len(rows) else None
+        for row in range(rows.decodes, len(rows)):
+            assert plan is not None
+            start, end, _ = spans(rows)[row]
+            ends.append(end)
+            at = plan.query_start.item(row)
+            if plan.ahead is not None:
+                ahead |= dict(enumerate(plan.ahead[at : at + end - start].tolist(), start))
+        if len(rows):
+            steps.commit(rows, *[[1] if draws else [] for draws in rows.draws.tolist()])
+    return ends, ahead
+
+
+@pytest.mark.parametrize("chunk", [6, 7, 9, 12, 16])
+def test_no_chunk_ends_within_an_image_whose_tokens_attend_to_each_other(chunk: int) -> None:
+    ends, ahead = prefilled(*world(chunk_tokens=chunk, span_tokens=SPAN))
+    assert not [end for end in ends for first, last in IMAGES if first < end < last]
+    expected = {first + i: SPAN - 1 - i for first, _ in IMAGES for i in range(SPAN)}
+    assert {at: count for at, count in ahead.items() if count} == {
+        at: count for at, count in expected.items() if count
+    }
+
+
+def test_an_image_that_does_not_fit_beside_decodes_lets_no_other_prompt_pass() -> None:
+    steps, store = world(chunk_tokens=6, step_tokens_max=7, span_tokens=SPAN, mixed=True)
+    for key in (2, 3):
+        steps.add(key, 2, max_new_tokens=6)
+    steps.go()
+    steps.add(1, prompt(3, -SPAN, 1), media=(medium(3, SPAN),))
+    steps.go()
+    store.land(store.loads[0])
+    assert steps.go() == [(2, 1), (3, 1), (1, 3)]
+    steps.add(4, 2, max_new_tokens=30)
+    planned = steps.go()
+    while (1, SPAN) not in planned:
+        assert 4 not in dict(planned)
+        planned = steps.go()
+
+
+def test_a_chunk_that_ends_within_an_image_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: the planner knows of no images."""
+    monkeypatch.setattr(TokenBudget, "_around", lambda _, media, start, length, whole: length)
+    with pytest.raises(AssertionError, match="a chunk ends within an image"):
+        prefilled(*world(chunk_tokens=6, span_tokens=SPAN))
+
+
 def test_embeddings_are_released_when_the_prompt_is_computed() -> None:
     steps, store = world()
     steps.add(1, prompt(1, -3, 1), media=(medium(1, 3),))
@@ -257,13 +320,15 @@ def test_what_was_brought_is_given_up_for_a_load_of_all_that_is_lacking() -> Non
         ((medium(2, 1), medium(2, 1)), WIDTH, "not in order"),
         ((medium(1, 0),), WIDTH, "empty"),
         ((medium(1, 3, placeholders=2),), WIDTH, "other placeholders than rows"),
+        ((medium(1, 3),), -WIDTH, "3 tokens, and 2 in this model"),
     ],
 )
 def test_media_that_do_not_fit_are_refused(
     media: tuple[Medium, ...], width: int | None, reason: str
 ) -> None:
-    steps = Steps(media_width=width)
-    steps.add(1, prompt(4), media=media)
+    spans = 2 if width == -WIDTH else None
+    steps = Steps(media_width=width, span_tokens=spans)
+    steps.add(1, prompt(-4), media=media)
     ((finish),) = [each.finish for each in steps.progress()]
     assert finish is not None
     assert finish.error is not None

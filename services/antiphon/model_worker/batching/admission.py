@@ -45,7 +45,8 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_logprobs(sampling, limits)
     _check_pooling(sampling, limits.pool_width)
     prompt = ids[:prompt_tokens]
-    check_media(state.media, prompt, sees=limits.media_width is not None, grids=limits.media_grids)
+    sees, grids = limits.media_width is not None, limits.media_grids
+    check_media(state.media, prompt, sees=sees, grids=grids, span_tokens=limits.span_tokens)
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:

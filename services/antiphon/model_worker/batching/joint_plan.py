@@ -93,6 +93,7 @@ def join_plans(
         position_offsets=_join_offsets([plan for plan, _, _ in both]),
         axis_tokens=None if axes is None else axes[0],
         axis_positions=None if axes is None else axes[1],
+        ahead=_join_ahead([plan for plan, _, _ in both]),
         group_rows=np.cumsum([0, *counts], dtype=np.int32),
     )
 
@@ -182,6 +183,14 @@ def _join_splices(parts: Sequence[tuple[StepPlan, int]]) -> tuple[Ints, Floats] 
         return None
     rows = [plan.spliced_rows for plan, _ in parts if plan.spliced_rows is not None]
     return _joined(places), np.concatenate(rows)
+
+
+def _join_ahead(plans: Sequence[StepPlan]) -> Ints | None:
+    if all(plan.ahead is None for plan in plans):
+        return None
+    return _joined(
+        [np.zeros_like(plan.tokens) if plan.ahead is None else plan.ahead for plan in plans]
+    )
 
 
 def _join_offsets(plans: Sequence[StepPlan]) -> Ints | None:

@@ -135,7 +135,14 @@ class MediaLoader:
                 self._store.release(request.key, media.number)
 
 
-def check_media(media: Sequence[Medium], prompt: Ints, *, sees: bool, grids: bool = False) -> None:
+def check_media(
+    media: Sequence[Medium],
+    prompt: Ints,
+    *,
+    sees: bool,
+    grids: bool = False,
+    span_tokens: int | None = None,
+) -> None:
     """Refuse media that this model does not take, or whose places are not in the prompt (P,).
 
     With `grids` each must have columns.
@@ -163,3 +170,6 @@ def check_media(media: Sequence[Medium], prompt: Ints, *, sees: bool, grids: boo
             raise InvalidRequest(text, param="media")
         if grids and (medium.span.placeholders or medium.span.tokens % medium.span.columns):
             raise InvalidRequest("a medium is no whole grid", param="media")
+        if span_tokens is not None and medium.span.tokens != span_tokens:
+            text = f"a medium has {medium.span.tokens} tokens, and {span_tokens} in this model"
+            raise InvalidRequest(text, param="media")

@@ -245,6 +245,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             alike: images before them take fewer positions than tokens. See `positions`.
         axis_tokens: Tokens of prompts up to the last image, rising, whose positions
             `axis_positions` has instead.
+        ahead: How many tokens after it each token attends to, too: those of its image.
         group_rows: (G + 1,) of several attention groups: which rows are those of each. Each group
             has pages and states of its own, and slots beyond those of the groups before it.
     """
@@ -273,6 +274,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     position_offsets: Ints | None = None  # (R,) see above
     axis_tokens: Ints | None = None  # (A,) indices into `tokens`
     axis_positions: Ints | None = None  # (3, A)
+    ahead: Ints | None = None  # (T,) see above
     group_rows: Ints | None = None  # (G + 1,) see above
 
     @property

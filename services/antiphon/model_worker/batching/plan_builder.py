@@ -36,6 +36,7 @@ def build_plan(
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
     pooling, types, next_tokens = None, None, None
     spliced, spliced_rows, axis_tokens, axis_positions = None, None, None, None
+    ahead = None
     if rows.draft_counts is not None:
         next_tokens = np.zeros(count, np.int32)
     if rows.verified < count:
@@ -44,6 +45,8 @@ def build_plan(
             next_tokens[rows.verified :] = _next_tokens(chunks, rows.ends[rows.verified :])
         spliced, spliced_rows = _splices(chunks, rows, query_start)
         axis_tokens, axis_positions = _axes(chunks, rows, query_start)
+        if spliced is not None and batch.span_tokens is not None:
+            ahead = _ahead(chunks, rows, query_start, len(tokens))
         if (pooling := pooling_request(chunks, rows)) is not None:
             types = token_types(chunks, rows)
     return StepPlan(
@@ -67,6 +70,7 @@ def build_plan(
         position_offsets=batch.position_offset[slots] if batch.offsets else None,
         axis_tokens=axis_tokens,
         axis_positions=axis_positions,
+        ahead=ahead,
         changes=batch.changes.read(),
     )
 
@@ -140,6 +144,22 @@ def _axes(
     if not indices:
         return None, None
     return np.concatenate(indices), np.concatenate(positions, axis=1)
+
+
+def _ahead(chunks: Sequence[Request], rows: StepRows, query_start: Ints, tokens_count: int) -> Ints:
+    """How many tokens after it each token attends to, (T,): those of images are in the pass."""
+    ahead = np.zeros(tokens_count, np.int32)
+    for row, request in enumerate(chunks, start=rows.verified):
+        if request.media is None:
+            continue
+        start, end = rows.starts.item(row), rows.ends.item(row)
+        for first, last in request.media.spans:
+            if first < end and start < last:
+                assert last <= end, "a chunk ends within an image"
+                at = query_start.item(row) + max(first, start) - start
+                count = last - max(first, start)
+                ahead[at : at + count] = np.arange(count - 1, -1, -1)
+    return ahead
 
 
 def _last_each(ends: Ints, counts: Longs) -> Ints:

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
-    from antiphon.model_worker.batching.state import EngineLimits, QueueKey, RequestState
+    from antiphon.model_worker.batching.state import (
+        EngineLimits,
+        QueueKey,
+        RequestMedia,
+        RequestState,
+    )
     from antiphon.model_worker.batching.timeouts import Timeouts
     from antiphon.model_worker.cache.pages import PageTable
     from antiphon.model_worker.cache.radix import Prefix
@@ -187,7 +192,7 @@ class StepPlanner:
         for request in self._batch.prefills.values():
             try:
                 start = self._batch.scheduled_len.item(request.slot)
-                length = budget.prefill_chunk(start, request.length - start)
+                length = budget.prefill_chunk(start, request.length - start, request.media)
             except Exception as error:
                 raise RequestFault(request) from error
             if not length:
@@ -262,7 +267,8 @@ class StepPlanner:
         if (table := self._admissible(request, reserved)) is None:
             return None
         try:
-            length = budget.prefill_chunk(table.committed, request.length - table.committed)
+            pending = request.length - table.committed
+            length = budget.prefill_chunk(table.committed, pending, request.media)
             end = table.committed + length
             if self._batch.media.wait(request, table.committed):
                 # Less of it is cached than when it was looked at.
@@ -360,6 +366,7 @@ class TokenBudget:
         self._checkpoints = checkpoints
         self._prefills = 0
         self._prefill_tokens = 0
+        self._closed = False
         self.tokens = limits.step_tokens_max
 
     @property
@@ -368,15 +375,17 @@ class TokenBudget:
         limits = self._limits
         return (
             self.tokens <= 0
+            or self._closed
             or (limits.prefill_max is not None and self._prefills >= limits.prefill_max)
             or (limits.fill_tokens is not None and self._prefill_tokens >= limits.fill_tokens)
         )
 
-    def prefill_chunk(self, start: int, pending: int) -> int:
+    def prefill_chunk(self, start: int, pending: int, media: RequestMedia | None = None) -> int:
         """Length of the prefill chunk at `start`, of `pending` tokens left; 0: none fits.
 
         A chunk ends at a page border where it can, so that the page can be shared at once, and at
-        checkpoints of recurrent states.
+        checkpoints of recurrent states. It does not end within an image whose tokens attend to each
+        other.
         """
         if self.full:
             return 0
@@ -389,10 +398,29 @@ class TokenBudget:
         length = min(pending, self._limits.chunk_tokens, available)
         if self._checkpoints is not None:
             length = min(length, self._checkpoints.stop(start, start + pending) - start)
+        whole = min(self._limits.chunk_tokens, available)
         if length < pending:
             to_border = max(0, length - (start + length) % self._page_tokens)
             # The first prefill advances even if a page does not fit in a plan.
-            return to_border if to_border or self._prefills else length
+            length = to_border if to_border or self._prefills else length
+        if media is None or self._limits.span_tokens is None:
+            return length
+        return self._around(media, start, length, whole)
+
+    def _around(self, media: RequestMedia, start: int, length: int, whole: int) -> int:
+        """The length of a chunk that would end within an image, up to `whole`: before or behind it.
+
+        An image that does not fit beside what is planned lets no later prefill pass: else decodes
+        that follow each other could keep it waiting.
+        """
+        for first, last in media.spans:
+            if first < start + length < last or (start + length == first == start):
+                if first > start:
+                    return first - start
+                if last - start <= whole:
+                    return last - start
+                self._closed = True
+                return 0
         return length
 
     def spend_prefill(self, tokens: int) -> None:

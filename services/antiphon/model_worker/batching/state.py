@@ -47,6 +47,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         flights: Steps in flight at once, each of other requests: one for each pipeline stage.
         media_width: Hidden size of a model that takes media; None: it takes none.
         media_grids: Whether positions of media have axes.
+        span_tokens: Tokens of an image, if they attend to each other in both directions: a chunk
+            has all of an image's tokens that are not cached, or none.
         checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
     """
 
@@ -67,6 +69,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     pool_width: int | None = None
     media_width: int | None = None
     media_grids: bool = False
+    span_tokens: int | None = None
     flights: int = 1
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
@@ -149,6 +152,11 @@ class RequestMedia:
             for index, medium in enumerate(self.media)
             if medium.span.start + medium.span.tokens > tokens and index not in self._embeddings
         }
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First token, and the one behind the last, of each medium."""
+        return [(each.span.start, each.span.start + each.span.tokens) for each in self.media]
 
     def put(self, embeddings: dict[int, Floats]) -> None:
         self._embeddings |= embeddings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.attention import AttentionMetadata, ImageRows, KvShape, paged_attention
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput, UncachedHeads
 from antiphon.kernels.cpu.ops import PASS_PAGE_TOKENS
 from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_keys
@@ -218,7 +218,7 @@ class ForwardContexts:
             return self._angles(rotary).at_positions(positions)
 
         fused = None
-        if self._stack is not None and self._absorbed(batch):
+        if self._stack is not None and batch.images is None and self._absorbed(batch):
             groups = batch.groups if self._causal else self._whole_rows(plan)
             turns = self._turns(positions)
             fused = partial(self._stack, turns=turns, groups=groups, states=batch.states)
@@ -248,7 +248,10 @@ class ForwardContexts:
 
     def _attend(self, plan: StepPlan, batch: InputBatch, angles: Angles) -> AttentionBackend:
         if self._causal:
-            return partial(_paged_attention, self._ops, self._caches, batch.groups, angles)
+            attend = partial(_paged_attention, self._ops, self._caches, batch.groups, angles)
+            if batch.images is None:
+                return attend
+            return partial(attend, images=batch.images)
         if (plan.query_len != plan.kv_len).any():
             raise PlanRefused(
                 f"step {plan.step}: bidirectional attention needs the whole text in one pass"
@@ -288,7 +291,13 @@ def _paged_attention(
     layer: int,
     heads: Tensor,
     params: AttentionParams,
+    images: tuple[ImageRows, ...] = (),
 ) -> Tensor:
+    """Attention of a pass; that of tokens of `images` is computed again by the reference.
+
+    The kernels read no row that is bidirectional and has tokens in the cache, and few passes have
+    images. All other tokens have the bits that they have in other passes.
+    """
     cache = caches[layer]
     rows = groups[cache.group]
     cos, sin = angles(params.rotary).by_token
@@ -296,9 +305,13 @@ def _paged_attention(
     q = ops.qk_norm_rope_store(
         heads, cos, sin, keys, values, rows.slot_mapping, params.norms, scales
     )
-    return ops.paged_attention(
-        q, keys, values, rows, params.scale, scales, params.softcap, params.sinks
-    )
+    beside = params.scale, scales, params.softcap, params.sinks
+    attended = ops.paged_attention(q, keys, values, rows, *beside)
+    if images:
+        tokens, own = images[cache.group].tokens, images[cache.group].rows
+        seen = paged_attention.reference(q.index_select(0, tokens), keys, values, own, *beside)
+        attended.index_copy_(0, tokens, seen)
+    return attended
 
 
 def _bidirectional_attention(

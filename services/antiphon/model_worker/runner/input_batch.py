@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.attention import AttentionMetadata, ImageRows, KvShape
 from antiphon.kernels.recurrent import StateMetadata
 from antiphon.model_worker.batching.plan import are_drafts
 from antiphon.model_worker.batching.positions import AXES
@@ -86,6 +86,14 @@ class InputBatch:
                 for shape, table in zip(self._shapes, plan.page_tables, strict=False)
             )
         return self._groups
+
+    @cached_property
+    def images(self) -> tuple[ImageRows, ...] | None:
+        """The tokens that see each other, for each KV cache group; None: there are none."""
+        ahead = self._plan.ahead
+        if ahead is None or not ahead.any():
+            return None
+        return tuple(ImageRows(rows, ahead) for rows in self.groups)
 
     @cached_property
     def states(self) -> tuple[StateMetadata, ...]:
@@ -197,6 +205,7 @@ def _part(plan: StepPlan, rows: slice, tokens: slice) -> StepPlan:
         position_offsets=None if offsets is None else offsets[rows],
         axis_tokens=axis_tokens,
         axis_positions=None if axis_tokens is None else axis_positions,
+        ahead=None if plan.ahead is None else plan.ahead[tokens],
         group_rows=None,
     )
 

@@ -165,6 +165,9 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         resolved = resolve(settings, card, device, pooling, implementation, draft)
         if settings.cache.hierarchical:
             _check_stored(resolved)
+        vision = read_vision(files.folder) if implementation.value != "transformers" else None
+        span_tokens = None if vision is None else vision.span_tokens
+        _check_span(span_tokens, resolved)
     except ConfigError as error:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
@@ -173,12 +176,16 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     else:
         start = RankStart.of(settings, resolved, device.arithmetic)
         model, lead, ranked = _load_with(ranks, files, start, draft_place)
-    resolved = msgspec.structs.replace(resolved, decoder=model.decoder)
+    decoder = model.decoder
+    if span_tokens is not None:
+        reason = f"{decoder.reason}; by layer where the tokens of an image attend to each other"
+        decoder = msgspec.structs.replace(decoder, reason=reason)
+    resolved = msgspec.structs.replace(resolved, decoder=decoder)
     log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     sees = None
-    if read_vision(files.folder) is not None and implementation.value != "transformers":
-        sees = Sees(card.hidden_size, grids=model.spec.position_axes)
+    if vision is not None:
+        sees = Sees(card.hidden_size, grids=model.spec.position_axes, span_tokens=span_tokens)
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales, sees=sees)
     groups = None
     if (count := resolved.attention_groups.value) > 1:
@@ -335,6 +342,20 @@ class Sees(NamedTuple):
 
     width: int
     grids: bool
+    span_tokens: int | None
+
+
+def _check_span(span_tokens: int | None, resolved: ResolvedConfig) -> None:
+    """Check that an image whose tokens attend to each other fits into a prefill chunk."""
+    if span_tokens is None or resolved.whole_prompts.value:
+        return
+    step = resolved.step_tokens.value // resolved.attention_groups.value
+    if (chunk := min(resolved.chunk_tokens.value, step)) < span_tokens:
+        raise ConfigError(
+            f"a prefill chunk has at most {chunk} tokens, and an image {span_tokens}, which attend "
+            "to each other in one pass: raise batching.chunk_tokens (--chunked-prefill-size) and "
+            "batching.tokens_max"
+        )
 
 
 def open_engine_core(
@@ -435,6 +456,7 @@ def _limits(
         pool_width=None if pooling is None else pooling.card.width,
         media_width=None if sees is None else sees.width,
         media_grids=sees is not None and sees.grids,
+        span_tokens=None if sees is None else sees.span_tokens,
         flights=resolved.stages.value,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,
