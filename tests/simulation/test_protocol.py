@@ -312,10 +312,9 @@ def test_a_leader_that_missed_the_one_between_goes_on(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["worker", "detokenizer", "scheduler"])
-@pytest.mark.parametrize("seed", range(2))
-def test_requests_end_while_one_process_still_receives_nothing(seed: int, kind: str) -> None:
+def test_requests_end_while_one_process_still_receives_nothing(kind: str) -> None:
     """It sends heartbeats, but it counts as silent, and others do what it would have done."""
-    world = loaded(seed, SLOW, 40, 8)
+    world = loaded(0, SLOW, 40, 8)
     when, nodes = (
         world.random.uniform(1, 7),
         {
