@@ -3,7 +3,7 @@
 The batching loop calls `load` and `release`, which return at once; everything else is done in the
 event loop. Encoders are called again until the request's deadline: the medium is at its owner, and
 they hold nothing that is not found again. A medium has an encoder that is asked first, which may
-have it in its cache; the next one is asked where that one does not answer.
+have it in its cache; the next one is asked where that one is gone or has too much to do.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from antiphon.bus.transport import NoResponders
 from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
 from antiphon.model_worker.protocol.rendezvous import rendezvous
 from antiphon.service.clock import remaining_s
@@ -136,23 +136,24 @@ class EmbeddingClient:
         Raises:
             EngineError: The medium is at fault; the error names its index.
         """
-        pause_s = RETRY_S
-        for number in count():
+        pause_s, passed = RETRY_S, 0
+        while True:
             try:
-                encoder = self._encoder(medium, number)
+                encoder = self._encoder(medium, passed)
                 return await self._attempt(load.request_id, medium, encoder, self._left_s(load))
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
                 fields = {"request_id": load.request_id, "code": error.code, "medium": index}
                 log.info("medium not embedded yet", extra=fields)
+                # One that is slow goes on with it, and has it when it is asked again.
+                passed += isinstance(error, Overloaded | NoResponders)
             except EngineError as error:
                 error.param = f"media.{index}"
                 raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
-        raise AssertionError("it does not end")
 
-    def _encoder(self, medium: Medium, number: int) -> Process:
-        """Return the encoder that is asked for a medium after `number` others.
+    def _encoder(self, medium: Medium, passed: int) -> Process:
+        """Return the encoder that is asked for a medium after `passed` others.
 
         Raises:
             Unavailable: None is ready.
@@ -163,7 +164,7 @@ class EmbeddingClient:
             raise Unavailable("no encoder is ready", retry_after_s=RETRY_S)
         digest = medium.claim.digest
         ready.sort(key=lambda process: rendezvous(process.instance, digest), reverse=True)
-        return ready[number % len(ready)]
+        return ready[passed % len(ready)]
 
     async def _attempt(
         self, request_id: RequestId, medium: Medium, encoder: Process, left_s: float
