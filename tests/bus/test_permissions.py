@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 CLUSTER = ClusterName("antiphon")
 OTHER = TenantId("other")
-PARTS = ("model", "tenant", "inbox", "gateway", "worker", "detokenizer", "node", "instance")
 COMMITTED = Path(__file__).parents[2] / "compose" / "nats.conf"
 
 
@@ -85,10 +85,10 @@ async def house(permitted: str) -> AsyncIterator[House]:
 
 def address(route: Route, sender: Party) -> dict[str, str]:
     """Fill every part of a route's subject, as its sender would."""
-    parts = {part: "x" for part in PARTS if f"{{{part}}}" in route.subject}
+    parts = dict.fromkeys(re.findall(r"{(\w+)}", route.subject), "x")
     if "tenant" in parts:
         parts["tenant"] = DEFAULT_TENANT
-    if "{role}" in route.subject:
+    if "role" in parts:
         parts["role"] = sender
     return parts
 
