@@ -145,6 +145,44 @@ def test_too_many_images_and_placeholders_in_texts_are_refused(seeing: Seeing) -
     assert "2 placeholders for 1 images" in refusal(f"Here: {PLACEHOLDER}", picture(1))
 
 
+async def test_a_response_and_the_one_that_continues_it_see_the_images(
+    seeing: Seeing, client: AsyncOpenAI
+) -> None:
+    one, question = picture(23), "What is this?"
+    shown: list[Any] = [
+        {"type": "input_image", "image_url": url(one), "detail": "auto"},
+        {"type": "input_text", "text": question},
+    ]
+    response = await client.responses.create(
+        model="tiny",
+        input=[{"role": "user", "content": shown}],
+        temperature=0,
+        max_output_tokens=TOKENS,
+    )
+    asked = message(one, question)
+    reply = await client.chat.completions.create(
+        model="tiny", messages=asked, temperature=0, max_tokens=TOKENS
+    )
+    text = reply.choices[0].message.content
+    assert response.output_text == text
+    going_on = await client.responses.create(
+        model="tiny",
+        input="And now?",
+        previous_response_id=response.id,
+        temperature=0,
+        max_output_tokens=TOKENS,
+    )
+    turns = [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
+    reply = await client.chat.completions.create(
+        model="tiny", messages=[*asked, *turns], temperature=0, max_tokens=TOKENS
+    )
+    assert going_on.output_text == reply.choices[0].message.content
+    bad: list[Any] = [{"role": "user", "content": [shown[1], shown[0] | {"image_url": "%"}]}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="tiny", input=bad)
+    assert caught.value.param == "input[0].content[1].image_url"
+
+
 async def test_the_three_apis_have_the_same_prompt(seeing: Seeing, client: AsyncOpenAI) -> None:
     one, two, question = picture(21), picture(22), "What differs?"
     texts: list[str] = []

@@ -58,6 +58,7 @@ ADD = {
 }
 BAD_NAME = ADD | {"name": "a b"}
 IMAGE = {"type": "input_image", "image_url": "data:"}
+FILE = {"type": "input_image", "file_id": "file-1"}
 SECRET = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
 
 
@@ -281,7 +282,13 @@ async def test_lost_worker_fails_the_stream_with_the_output_so_far(at: House) ->
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].image_url"),
+        ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [FILE]}]}, "input[0].content[0].file_id"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "input"),
         ({"input": [SECRET]}, "input[0].encrypted_content"),

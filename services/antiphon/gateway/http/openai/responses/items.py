@@ -14,7 +14,12 @@ from antiphon.gateway.http.core.fields import decode
 from antiphon.gateway.http.core.limits import CallId, Json, Name, Parts
 from antiphon.gateway.http.core.logprobs import TokenLogprob
 from antiphon.gateway.http.openai.responses.tools import custom_arguments, model_name
-from antiphon.gateway.http.openai.schema import ChatMessageParam, FunctionCall, ToolCall
+from antiphon.gateway.http.openai.schema import (
+    ChatMessageParam,
+    ContentPart,
+    FunctionCall,
+    ToolCall,
+)
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
 
 if TYPE_CHECKING:
@@ -33,6 +38,14 @@ class InputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     """Input text, written by the user, the system or a tool."""
 
     text: str
+
+
+class InputImage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
+    """An image of the user or a tool: an http, https, `data:` or file URL."""
+
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
@@ -63,7 +76,7 @@ class ReasoningText(
     text: str
 
 
-Part = InputText | OutputText | RefusalText
+Part = InputText | InputImage | OutputText | RefusalText
 
 
 class ConversationItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -106,7 +119,7 @@ class CustomCallItem(ToolCallItem, frozen=True, kw_only=True, tag="custom_tool_c
 
 class ToolOutputItem(ConversationItem, frozen=True, kw_only=True):
     call_id: CallId
-    output: str | Parts[InputText]
+    output: str | Parts[InputText | InputImage]
 
 
 class CallOutputItem(ToolOutputItem, frozen=True, tag="function_call_output"):
@@ -140,8 +153,8 @@ _BUILT_IN = frozenset(
 )
 """Items of other servers' built-in tools; they are accepted and not shown to the model."""
 _PARTS = {
-    "content": ("input_text", "output_text", "refusal"),
-    "output": ("input_text",),
+    "content": ("input_text", "input_image", "output_text", "refusal"),
+    "output": ("input_text", "input_image"),
 }
 
 
@@ -156,6 +169,8 @@ def read_item(raw: Json, at: str) -> Item:
         for field, known in _PARTS.items():
             _check_parts(raw.get(field), known, f"{at}.{field}")
     item = decode(msgspec.json.encode(raw), kind, at)
+    for path, image in images_of(item, at):
+        _check_image(item, image, path)
     return item if item.id else msgspec.structs.replace(item, id=new_id(kind))
 
 
@@ -166,15 +181,50 @@ def left_out(raw: Json) -> str | None:
     return kind if isinstance(kind, str) and kind in _BUILT_IN else None
 
 
-def text_of(content: str | list[Part] | list[InputText]) -> str:
+def images_of(item: Item, at: str = "") -> list[tuple[str, InputImage]]:
+    """Return the images of an item with the path of each; `at` is that of the item."""
+    match item:
+        case MessageItem():
+            field, parts = "content", item.content
+        case CallOutputItem() | CustomCallOutputItem():
+            field, parts = "output", item.output
+        case _:
+            return []
+    return [
+        (f"{at}.{field}[{index}]", part)
+        for index, part in enumerate(parts if isinstance(parts, list) else [])
+        if isinstance(part, InputImage)
+    ]
+
+
+def _check_image(item: Item, image: InputImage, at: str) -> None:
+    if isinstance(item, MessageItem) and item.role != "user":
+        raise Unsupported.at(
+            at, "images are supported in messages of the user and outputs of tools"
+        )
+    if image.image_url:
+        return
+    if image.file_id is not None:
+        raise Unsupported.at(f"{at}.file_id", "no files are stored here; use image_url")
+    raise InvalidRequest.at(f"{at}.image_url", "an image requires image_url")
+
+
+def content_of(content: str | list[Part] | list[InputText | InputImage]) -> str | list[ContentPart]:
+    """Return a chat's content: a text, or parts where there are images."""
     if isinstance(content, str):
         return content
+    if any(isinstance(part, InputImage) for part in content):
+        return [_chat_part(part) for part in content]
     # Joined by a space, as in chat messages.
-    return " ".join(map(_text, content))
+    return " ".join(_chat_part(part).text or "" for part in content)
 
 
-def _text(part: Part) -> str:
-    return part.refusal if isinstance(part, RefusalText) else part.text
+def _chat_part(part: Part) -> ContentPart:
+    if isinstance(part, InputImage):
+        return ContentPart(type="image_url", image_url=part.image_url)
+    return ContentPart(
+        type="text", text=part.refusal if isinstance(part, RefusalText) else part.text
+    )
 
 
 def _kind(raw: Json, at: str) -> type[Item]:
@@ -238,7 +288,7 @@ def _extended(turn: ChatMessageParam, item: Item) -> ChatMessageParam:
             thoughts = "\n".join(part.text for part in item.content or item.summary)
             return msgspec.structs.replace(turn, reasoning_content=thoughts or None)
         case MessageItem():
-            return msgspec.structs.replace(turn, content=text_of(item.content))
+            return msgspec.structs.replace(turn, content=content_of(item.content))
         case CallItem():
             arguments = item.arguments or "{}"
         case CustomCallItem():
@@ -257,10 +307,10 @@ def _turn(item: Item, called: set[str]) -> ChatMessageParam:
             text = f"no call with the call_id '{item.call_id}' precedes this output"
             raise InvalidRequest(text, param="input")
         return ChatMessageParam(
-            role="tool", content=text_of(item.output), tool_call_id=item.call_id
+            role="tool", content=content_of(item.output), tool_call_id=item.call_id
         )
     assert isinstance(item, MessageItem), "all other items are of the model"
-    return ChatMessageParam(role=item.role, content=text_of(item.content))
+    return ChatMessageParam(role=item.role, content=content_of(item.content))
 
 
 def truncate_items(items: Sequence[Item], error: PromptTooLong) -> list[Item] | None:
@@ -269,7 +319,7 @@ def truncate_items(items: Sequence[Item], error: PromptTooLong) -> list[Item] | 
     System messages and the last item are kept, with its call if it is an output. Any other output
     is dropped with its call. Returns None if nothing can be dropped.
     """
-    sizes = [len(msgspec.json.encode(item)) for item in items]
+    sizes = [_size(item) for item in items]
     excess = sum(sizes) * (1.0 - _share(error) * _KEEP_SHARE)
     answered = {item.call_id for item in _last_outputs(items)}
     gone: set[int] = set()
@@ -284,6 +334,12 @@ def truncate_items(items: Sequence[Item], error: PromptTooLong) -> list[Item] | 
     left = [item for index, item in enumerate(items) if index not in gone]
     called = {item.call_id for item in left if isinstance(item, ToolCallItem)}
     return [item for item in left if not isinstance(item, ToolOutputItem) or item.call_id in called]
+
+
+def _size(item: Item) -> int:
+    """Bytes, which approximate its tokens: those of an image do not go by the length of its URL."""
+    urls = sum(len(image.image_url or "") for _, image in images_of(item))
+    return len(msgspec.json.encode(item)) - urls
 
 
 def _share(error: PromptTooLong) -> float:

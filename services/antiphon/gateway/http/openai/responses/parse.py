@@ -18,6 +18,7 @@ from antiphon.gateway.http.openai.responses.items import (
     MessageItem,
     ReasoningItem,
     ReasoningText,
+    images_of,
     left_out,
     new_id,
     read_item,
@@ -47,7 +48,7 @@ from antiphon.wire.ids import ClientKey
 if TYPE_CHECKING:
     from antiphon.gateway.http.core.limits import Json
     from antiphon.gateway.parsing.formats import Formats
-    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.generation_request import GenerationRequest, MediumSource
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
@@ -73,11 +74,15 @@ Decrypt = Callable[[str, str], str]
 
 
 class ParsedResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body, before the earlier conversation is known. `items` are the new ones."""
+    """A parsed body, before the earlier conversation is known.
+
+    `items` are the new ones, and `image_paths` the names of their images in the body.
+    """
 
     id: str
     body: ResponsesBody
     items: tuple[Item, ...]
+    image_paths: tuple[str, ...]
     tools: ResponseTools
     logprobs: bool
     include_encrypted: bool
@@ -88,7 +93,7 @@ def parse_responses_request(body: ResponsesBody, decrypt: Decrypt) -> ParsedResp
     """Parse everything that does not depend on the earlier conversation."""
     _check_choice(body.tool_choice)
     tools, include = read_response_tools(body.tools or []), body.include or []
-    items, item_warnings = _items(body.input, decrypt)
+    items, image_paths, item_warnings = _items(body.input, decrypt)
     warnings = [
         *_ignored_option_warnings(body),
         *tools.warnings,
@@ -99,6 +104,7 @@ def parse_responses_request(body: ResponsesBody, decrypt: Decrypt) -> ParsedResp
         id=f"resp_{uuid4().hex}",
         body=body,
         items=items,
+        image_paths=image_paths,
         tools=tools,
         logprobs=LOGPROBS in include or bool(body.top_logprobs),
         include_encrypted=ENCRYPTED_CONTENT in include,
@@ -131,11 +137,14 @@ def prepare_responses_request(
     (gen_request,) = chat.gen_requests
     if body.max_output_tokens == 0:
         raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
+    media = _named(gen_request.media, parsed.image_paths)
     gen_request = msgspec.structs.replace(
         gen_request,
         api="responses",
+        media=media,
         fields={
             **gen_request.fields,
+            **{f"media.{index}": each.param for index, each in enumerate(media)},
             "messages": "input",
             "max_tokens": "max_output_tokens",
             "grammar": gen_request.field("grammar").replace("response_format", "text.format"),
@@ -144,6 +153,14 @@ def prepare_responses_request(
         auto_truncate=body.truncation is None,
     )
     return gen_request, chat.reply_options.parser_options
+
+
+def _named(media: Sequence[MediumSource], image_paths: Sequence[str]) -> tuple[MediumSource, ...]:
+    """Images with their names in the body; those of the earlier conversation come first."""
+    names = [*["previous_response_id"] * len(media), *image_paths][len(image_paths) :]
+    return tuple(
+        msgspec.structs.replace(each, param=name) for each, name in zip(media, names, strict=True)
+    )
 
 
 def _chat(parsed: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:
@@ -165,21 +182,27 @@ def _chat(parsed: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:
     )
 
 
-def _items(given: str | list[Json], decrypt: Decrypt) -> tuple[tuple[Item, ...], Sequence[str]]:
+def _items(
+    given: str | list[Json], decrypt: Decrypt
+) -> tuple[tuple[Item, ...], tuple[str, ...], Sequence[str]]:
+    """Return the items, the paths of their images, and warnings."""
     if isinstance(given, str):
         content = [InputText(text=given)]
-        return (MessageItem(id=new_id(MessageItem), role="user", content=list(content)),), ()
+        return (MessageItem(id=new_id(MessageItem), role="user", content=list(content)),), (), ()
     if not given:
         raise InvalidRequest.at("input", "at least one item is required")
     items: list[Item] = []
+    paths: list[str] = []
     warnings: list[str] = []
     for index, raw in enumerate(given):
         at = f"input[{index}]"
         if (kind := left_out(raw)) is not None:
             warnings.append(f"{at} was ignored: items of type {kind} are not supported")
             continue
-        items.append(_decrypt_reasoning(read_item(raw, at), decrypt, at))
-    return tuple(items), warnings
+        item = _decrypt_reasoning(read_item(raw, at), decrypt, at)
+        items.append(item)
+        paths += [f"{path}.image_url" for path, _ in images_of(item, at)]
+    return tuple(items), tuple(paths), warnings
 
 
 def _decrypt_reasoning(item: Item, decrypt: Decrypt, at: str) -> Item:
