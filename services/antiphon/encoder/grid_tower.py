@@ -192,19 +192,28 @@ class _Rope(msgspec.Struct):
     rope_theta: float = 10000.0
 
 
-class _Qwen25Tower(msgspec.Struct):
+class _TowerFields(msgspec.Struct):
+    """What the towers' configs have in common."""
+
     depth: Size = 32
-    hidden_size: Size = 3584
-    intermediate_size: Size = 3420
     num_heads: Size = 16
-    out_hidden_size: Size = 3584
-    hidden_act: Literal["silu"] = "silu"
     patch_size: Size = 14
     spatial_merge_size: Size = 2
     temporal_patch_size: Size = 2
+    rope_parameters: _Rope | None = None
+
+    @property
+    def base(self) -> float:
+        return (self.rope_parameters or _Rope()).rope_theta
+
+
+class _Qwen25Tower(_TowerFields):
+    hidden_size: Size = 3584
+    intermediate_size: Size = 3420
+    out_hidden_size: Size = 3584
+    hidden_act: Literal["silu"] = "silu"
     window_size: Size = 112
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
-    rope_parameters: _Rope | None = None
 
     def spec(self) -> GridTowerSpec:
         return GridTowerSpec(
@@ -216,7 +225,7 @@ class _Qwen25Tower(msgspec.Struct):
             patch=self.patch_size,
             merge=self.spatial_merge_size,
             frames=self.temporal_patch_size,
-            base=(self.rope_parameters or _Rope()).rope_theta,
+            base=self.base,
             activation=VisionActivation.SILU,
             gated=True,
             window=self.window_size // self.spatial_merge_size // self.patch_size,
@@ -224,17 +233,11 @@ class _Qwen25Tower(msgspec.Struct):
         )
 
 
-class _Qwen2Tower(msgspec.Struct):
-    depth: Size = 32
+class _Qwen2Tower(_TowerFields):
     embed_dim: Size = 1280
     hidden_size: Size = 3584
     mlp_ratio: float = 4
-    num_heads: Size = 16
     hidden_act: VisionActivation = VisionActivation.QUICK_GELU
-    patch_size: Size = 14
-    spatial_merge_size: Size = 2
-    temporal_patch_size: Size = 2
-    rope_parameters: _Rope | None = None
 
     def spec(self) -> GridTowerSpec:
         return GridTowerSpec(
@@ -246,7 +249,7 @@ class _Qwen2Tower(msgspec.Struct):
             patch=self.patch_size,
             merge=self.spatial_merge_size,
             frames=self.temporal_patch_size,
-            base=(self.rope_parameters or _Rope()).rope_theta,
+            base=self.base,
             activation=self.hidden_act,
             gated=False,
         )
