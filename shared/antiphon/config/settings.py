@@ -145,7 +145,8 @@ class SupervisorConfig(Config):
     """Number of schedulers. One of them leads, and another takes over within some heartbeats when
     that one ends or freezes; with one alone, requests that come while it is frozen are refused."""
     encoders: Processes = 1
-    """Number of encoders. They share cores evenly; any of them embeds an image."""
+    """Number of encoders. They share cores evenly. The content of an image selects its encoder, or
+    the next one if that one is gone, silent or overloaded."""
     start_timeout_s: Seconds = 60.0
     """Maximum time until all services are ready, in seconds."""
     stop_timeout_s: Seconds = 25.0
