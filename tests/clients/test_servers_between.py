@@ -1,4 +1,7 @@
-"""Servers between a client and the gateway: litellm's proxy and Open WebUI."""
+"""Servers between a client and the gateway: litellm's proxy and, in the long run, Open WebUI.
+
+Installing Open WebUI takes minutes, and its two APIs are those of other clients here.
+"""
 
 from __future__ import annotations
 
@@ -207,12 +210,14 @@ async def signed_in(request: pytest.FixtureRequest, open_webui: str) -> AsyncIte
         yield page
 
 
+@pytest.mark.long
 async def test_open_webui_streams_a_chat(scripted: ScriptedStack, signed_in: WebUi) -> None:
     scripted.script(("", ABOUT_OSLO))
     deltas = await signed_in.chat(messages=[{"role": "user", "content": "What is Oslo like?"}])
     assert "".join(delta.get("content") or "" for delta in deltas) == ABOUT_OSLO
 
 
+@pytest.mark.long
 async def test_open_webui_streams_a_call(scripted: ScriptedStack, signed_in: WebUi) -> None:
     scripted.script(("", call("measure", {"city": "Oslo"})))
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}

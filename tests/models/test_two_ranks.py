@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import AllowRange, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from antiphon.model_worker.batching.state import RequestState
@@ -59,6 +60,23 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "falcon-h1 with one group": {"mamba_n_groups": 1, "mamba_rms_norm": False},
 }
 STAGED = ("llama", "llama with one kv head", "gpt-oss", "deepseek-v3", "qwen3-next", "falcon-h1")
+OFTEN = ("llama", "qwen2-moe", "falcon-h1")
+"""Families that are run in every mode: a plain one, one with experts, one with states. All others
+are overlapped, and in the other modes in a long run."""
+
+
+def cases(families: Iterable[str]) -> list[Any]:
+    """Families in modes, as a test takes them."""
+    return [
+        pytest.param(family, mode, marks=() if often else pytest.mark.long)
+        for family, mode in product(families, MODES)
+        for often in [mode == "overlap" or family in OFTEN]
+    ]
+
+
+def kinds(mode: str) -> Iterable[str]:
+    """What is asked in a mode: of each kind, or only greedily."""
+    return KINDS if mode == "overlap" else ["greedy"]
 
 
 @pytest.fixture(scope="module")
@@ -153,62 +171,59 @@ def check_equal(ours: list[Output], theirs: list[Output]) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_say_what_one_says(pair: Ranks, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "mode"), cases(FAMILIES))
+def test_two_ranks_say_what_one_says(pair: Ranks, tmp_path: Path, family: str, mode: str) -> None:
     write(family, tmp_path)
-    for kind in KINDS:
+    for kind in kinds(mode):
         expected = outputs(open_model(tmp_path, **OPEN), kind, {})
-        for mode in MODES.values() if kind == "greedy" else [MODES["overlap"]]:
-            with pair.opened(tmp_path, **OPEN) as (model, lead):
-                check_equal(outputs(model, kind, mode, lead), expected)
+        with pair.opened(tmp_path, **OPEN) as (model, lead):
+            check_equal(outputs(model, kind, MODES[mode], lead), expected)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(("family", "mode"), cases(["qwen2-moe", "gpt-oss", "deepseek-v3"]))
 def test_ranks_with_whole_experts_say_what_one_says(
-    pair: Ranks, tmp_path: Path, family: str
+    pair: Ranks, tmp_path: Path, family: str, mode: str
 ) -> None:
     write(family, tmp_path)
     expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
-    for mode in MODES.values():
-        with pair.opened(tmp_path, **OPEN, ep_ranks=2) as (model, lead):
-            check_equal(outputs(model, "greedy", mode, lead), expected)
+    with pair.opened(tmp_path, **OPEN, ep_ranks=2) as (model, lead):
+        check_equal(outputs(model, "greedy", MODES[mode], lead), expected)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", STAGED)
-def test_stages_say_what_one_says(stages: Ranks, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "mode"), cases(STAGED))
+def test_stages_say_what_one_says(stages: Ranks, tmp_path: Path, family: str, mode: str) -> None:
     write(family, tmp_path)
-    for kind in KINDS:
+    for kind in kinds(mode):
         expected = outputs(open_model(tmp_path, **OPEN), kind, {})
-        for mode in MODES.values() if kind == "greedy" else [MODES["overlap"]]:
-            with stages.opened(tmp_path, **OPEN) as (model, lead):
-                found = outputs(model, kind, mode, lead, 2)
-            # Every layer computes what it computes on one rank.
-            assert [each.ids for each in found] == [each.ids for each in expected]
+        with stages.opened(tmp_path, **OPEN) as (model, lead):
+            found = outputs(model, kind, MODES[mode], lead, 2)
+        # Every layer computes what it computes on one rank.
+        assert [each.ids for each in found] == [each.ids for each in expected]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
-def test_stages_of_ranks_say_what_one_says(square: Ranks, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "mode"), cases(["llama", "deepseek-v3"]))
+def test_stages_of_ranks_say_what_one_says(
+    square: Ranks, tmp_path: Path, family: str, mode: str
+) -> None:
     write(family, tmp_path)
     expected = outputs(open_model(tmp_path, **OPEN), "greedy", {})
-    for mode in MODES.values():
-        with square.opened(tmp_path, **OPEN) as (model, lead):
-            check_equal(outputs(model, "greedy", mode, lead, 2), expected)
+    with square.opened(tmp_path, **OPEN) as (model, lead):
+        check_equal(outputs(model, "greedy", MODES[mode], lead, 2), expected)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), cases(FAMILIES))
 def test_attention_groups_say_what_one_rank_says(
-    grouped: Ranks, tmp_path: Path, family: str
+    grouped: Ranks, tmp_path: Path, family: str, mode: str
 ) -> None:
     write(family, tmp_path)
-    for kind in KINDS:
+    for kind in kinds(mode):
         expected = outputs(open_model(tmp_path, **OPEN), kind, {})
-        for mode in MODES.values() if kind == "greedy" else [MODES["overlap"]]:
-            with grouped.opened(tmp_path, **OPEN) as (model, lead):
-                check_equal(outputs(model, kind, mode, lead, groups=2), expected)
+        with grouped.opened(tmp_path, **OPEN) as (model, lead):
+            check_equal(outputs(model, kind, MODES[mode], lead, groups=2), expected)
 
 
 @pytest.mark.timeout(120)

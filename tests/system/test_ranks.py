@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
+TWO_RANKS = "--tp-size 2"
 LAYOUTS = {
-    "--tp-size 2": "parallel.tp_size; layers run one by one",
+    TWO_RANKS: "parallel.tp_size; layers run one by one",
     "--pp-size 2": "batching.overlap; stages wait for each other",
     "--tp-size 2 --dp-size 2 --enable-dp-attention": "2 attention groups: batching.running_max",
 }
 """What the log says of a worker with two ranks, two stages, or two attention groups."""
+STOPPED = [
+    pytest.param(layout, marks=() if layout == TWO_RANKS else pytest.mark.long)
+    for layout in LAYOUTS
+]
+"""What takes longest is done with two ranks in every run, and with the others in a long one."""
 VERDICTS_S = {signal.SIGKILL: 0.5, signal.SIGSTOP: 4.0}
 """How long it takes to notice: the end of a connection, or twelve missed beats of a quarter second
 and the one under way."""
@@ -87,7 +93,7 @@ def generation(stack: Stack) -> Iterator[list[str]]:
     outcomes: list[str] = []
 
     def generate() -> None:
-        body = {"prompt": "one two", "max_tokens": 600, "ignore_eos": True, "stream": True}
+        body = {"prompt": "one two", "max_tokens": 300, "ignore_eos": True, "stream": True}
         request = Request(
             f"{stack.url}/v1/completions",
             json.dumps({**body, "model": stack.model}).encode(),
@@ -103,10 +109,18 @@ def generation(stack: Stack) -> Iterator[list[str]]:
     thread.join()
 
 
-@pytest.mark.parametrize("number", VERDICTS_S)
-def test_a_rank_that_is_lost_in_load_ends_the_worker(
-    stack: Stack, generation: list[str], number: signal.Signals
+def test_a_rank_that_is_killed_in_load_ends_the_worker(stack: Stack, generation: list[str]) -> None:
+    lose_a_rank(stack, generation, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("stack", STOPPED, indirect=True)
+def test_a_rank_that_stands_still_in_load_ends_the_worker(
+    stack: Stack, generation: list[str]
 ) -> None:
+    lose_a_rank(stack, generation, signal.SIGSTOP)
+
+
+def lose_a_rank(stack: Stack, generation: list[str], number: signal.Signals) -> None:
     worker = worker_of(stack)
     (rank,) = ranks_of(worker)
     wait_until(lambda: bool(generation), 30, "the first tokens")
@@ -124,6 +138,7 @@ def test_a_rank_that_is_lost_in_load_ends_the_worker(
     assert answer["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.parametrize("stack", STOPPED, indirect=True)
 def test_a_rank_that_is_lost_at_the_start_ends_the_worker(stack: Stack) -> None:
     worker = worker_of(stack)
     os.kill(ranks_of(worker)[0], signal.SIGKILL)
