@@ -68,6 +68,12 @@ class Stack:
         found = {name: self.pid(name) for name in SERVICES}
         return {name: pid for name, pid in found.items() if pid is not None}
 
+    def argument(self, flag: str) -> str:
+        """Return the value that a flag was given."""
+        command = self.process.args
+        assert isinstance(command, list)
+        return str(command[command.index(flag) + 1])
+
     def get(self, path: str) -> str:
         """Return what a path answers."""
         return read(self.url + path)

@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anthropic
@@ -20,9 +21,13 @@ from tests.support.wait import until
 from tests.system.seeing import TOKENS, Seeing, answer, message, url
 from tests.system.stack import serving
 
+from antiphon.client.client import Client
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.media import MediumInput
+from antiphon.wire.tokenize import ChatMessage, MessagePart
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -96,9 +101,7 @@ async def test_a_stream_has_the_same_text_and_the_second_time_no_encoder_works(
 async def test_a_file_below_the_allowed_folder_is_as_its_bytes(
     seeing: Seeing, client: AsyncOpenAI, tmp_path: Path
 ) -> None:
-    command = seeing.stack.process.args
-    assert isinstance(command, list)
-    folder = command[command.index("--media-allowed-local-path") + 1]
+    folder = seeing.stack.argument("--media-allowed-local-path")
 
     def named(path: str) -> list[Any]:
         part = {"type": "image_url", "image_url": {"url": f"file://{path}"}}
@@ -110,6 +113,108 @@ async def test_a_file_below_the_allowed_folder_is_as_its_bytes(
     for path in (f"{tmp_path}/secret.png", f"{folder}/../secret.png", f"{folder}/none.png"):
         with pytest.raises(openai.BadRequestError, match="not below the allowed folder"):
             await answer(client, named(path))
+
+
+def test_prompts_of_generate_see_their_images(seeing: Seeing) -> None:
+    one, two = picture(31), picture(32, 90, 40)
+    both, named = f"First {PLACEHOLDER}, then {PLACEHOLDER}: ", f"Here: {PLACEHOLDER}"
+    encoded = base64.b64encode(two).decode()
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    body = {
+        "text": [both, named, "Nothing here."],
+        "image_data": [[{"url": url(one)}, encoded], "one.png", None],
+        "sampling_params": sampling,
+        "return_prompt_token_ids": True,
+    }
+    replies = seeing.stack.post("/generate", body)
+    for reply, images in zip(replies, ([one, two], [picture(1)], []), strict=True):
+        prompt = reply["prompt_token_ids"]
+        assert prompt.count(seeing.placeholder) == IMAGE_TOKENS * len(images)
+        seeing.check(prompt, reply["output_ids"], images)
+    alone = {"text": both, "image_data": [url(one), encoded], "sampling_params": sampling}
+    assert seeing.stack.post("/generate", alone)["text"] == replies[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"text": "a", "image_data": url(picture(1))}, "text", "0 placeholders <image> for 1"),
+        (
+            {"text": ["a", f"b {PLACEHOLDER}"], "image_data": [None, [url(b"no image")]]},
+            "image_data[1][0]",
+            "not an image",
+        ),
+        (
+            {"text": ["a", f"b {PLACEHOLDER}"], "image_data": [None, url(picture(1)[:60])]},
+            "image_data[1]",
+            "cannot be decoded",
+        ),
+        ({"input_ids": [5], "image_data": url(picture(1))}, "image_data", "token ids"),
+        (
+            {"text": PLACEHOLDER, "image_data": {"format": "precomputed_embedding"}},
+            "image_data.format",
+            "send the image",
+        ),
+    ],
+)
+def test_images_of_generate_that_cannot_be_used_are_a_400(
+    seeing: Seeing, fields: dict[str, Any], param: str, reason: str
+) -> None:
+    error = json.loads(seeing.stack.refusal("/generate", fields))["error"]
+    assert reason in error["message"]
+    assert error["param"] == param
+
+
+async def test_tokens_are_counted_with_images(seeing: Seeing, client: AsyncOpenAI) -> None:
+    one, question = picture(41), "What is this?"
+    prompt, _ = await answer(client, message(one, question))
+    body = {"messages": message(one, question)}
+    assert seeing.stack.post("/tokenize", body)["tokens"] == prompt
+    shown = [
+        {"type": "input_image", "image_url": url(one)},
+        {"type": "input_text", "text": question},
+    ]
+    body = {"input": [{"role": "user", "content": shown}]}
+    assert seeing.stack.post("/v1/responses/input_tokens", body)["input_tokens"] == len(prompt)
+    source: Any = {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": base64.b64encode(one).decode(),
+    }
+    blocks: list[Any] = [{"type": "image", "source": source}, {"type": "text", "text": question}]
+    async with anthropic.AsyncAnthropic(base_url=seeing.stack.url, api_key="none") as other:
+        counted = await other.messages.count_tokens(
+            model="tiny", messages=[{"role": "user", "content": blocks}]
+        )
+        assert counted.input_tokens == len(prompt)
+        for call in (other.messages.count_tokens, other.messages.create):
+            limit: Any = {"max_tokens": 2} if call == other.messages.create else {}
+            source["data"] = "%"
+            with pytest.raises(anthropic.BadRequestError, match=r"content\[0\].source"):
+                await call(model="tiny", messages=[{"role": "user", "content": blocks}], **limit)
+
+
+async def test_nats_clients_send_images(seeing: Seeing, client: AsyncOpenAI) -> None:
+    one, two, question = picture(51), picture(1), "What differs?"
+    folder = Path(seeing.stack.argument("--media-allowed-local-path"))
+    parts = (MessagePart(medium=0), MessagePart(medium=1), MessagePart(text=question))
+    turn = ChatMessage(role="user", content="", parts=parts)
+    media = (MediumInput(data=one), MediumInput(url=f"file://{folder}/one.png"))
+    reply = await client.chat.completions.create(
+        model="tiny", messages=message(one, two, question), temperature=0, max_tokens=TOKENS
+    )
+    async with Client(seeing.stack.nats_url) as nats:
+        completion = await nats.complete(
+            "tiny", [turn], media=media, temperature=0, max_tokens=TOKENS
+        )
+        assert completion.text == reply.choices[0].message.content
+        with pytest.raises(InvalidRequest, match="each must be named once") as caught:
+            await nats.complete("tiny", [turn], media=media[:1])
+        assert caught.value.param == "messages"
+        for bad in (MediumInput(), MediumInput(data=b"no image")):
+            with pytest.raises(InvalidRequest) as caught:
+                await nats.complete("tiny", [turn], media=(media[0], bad))
+            assert caught.value.param == "media[1]"
 
 
 @pytest.mark.parametrize(

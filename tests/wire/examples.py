@@ -194,6 +194,7 @@ EVERY: tuple[Message, ...] = (
         messages=CHAT,
         prompt="Once upon",
         prompt_ids=(1, 2, 70_000),
+        media=(media.MediumInput(data=b"GIF89a", url="https://a.example/b.png"),),
         max_tokens=64,
         **SAMPLED,
         min_tokens=4,

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
-    from antiphon.wire.media import MediumHeader
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -113,7 +112,7 @@ class TextEncoder:
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
         if text.media:
-            return self._with_media(text, rendered)
+            return self._with_media(text, rendered, plain=plain)
         encoding = self.vocabulary.tokenizer.encode(rendered, text.pair, add_special_tokens=plain)
         kept = self._tokens_kept(text, encoding)
         token_ids = pack_ids(encoding.ids[:kept])
@@ -124,15 +123,16 @@ class TextEncoder:
         untruncated = None if kept is None else len(encoding.ids)
         return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
 
-    def _with_media(self, text: EncodeRequest, rendered: str) -> EncodedPrompt:
-        ids, media = self._expanded(rendered, text.media)
+    def _with_media(self, text: EncodeRequest, rendered: str, *, plain: bool) -> EncodedPrompt:
+        ids, media = self._expanded(text, rendered, plain=plain)
         token_ids = pack_ids(ids)
         keys = key_ids(token_ids, [(each.start, each.tokens, each.key) for each in media])
         digests = prompt_digests(self.origin, text.cache_salt, keys)
-        return EncodedPrompt(token_ids, digests, rendered[-TEXT_END:], media=media)
+        text_end = "" if text.messages is None else rendered[-TEXT_END:]
+        return EncodedPrompt(token_ids, digests, text_end, media=media)
 
     def _expanded(
-        self, rendered: str, media: Sequence[MediumHeader]
+        self, text: EncodeRequest, rendered: str, *, plain: bool
     ) -> tuple[list[int], tuple[MediumSpan, ...]]:
         """Encode a text with what stands for each medium in place of its marker.
 
@@ -142,21 +142,27 @@ class TextEncoder:
             InvalidRequest: There are not as many markers as media, or other placeholders.
             PromptTooLong: The prompt exceeds the context.
         """
+        media, field = text.media, "prompt" if text.messages is None else "messages"
         vision, placeholder = self.vocabulary.vision, self.vocabulary.placeholder
         assert vision is not None, "checked by _render"
         texts = rendered.split(self.vocabulary.image_marker)
         if len(texts) != len(media) + 1:
-            raise _other_placeholders(len(texts) - 1, len(media))
+            marker = self.vocabulary.image_marker
+            raise _other_placeholders(len(texts) - 1, len(media), marker, field)
         written, runs = [texts[0]], list[tuple[int, ...]]()
-        for medium, after in zip(media, texts[1:], strict=True):
-            pieces = vision.pieces(medium.width, medium.height)
+        for index, (medium, after) in enumerate(zip(media, texts[1:], strict=True)):
+            try:
+                pieces = vision.pieces(medium.width, medium.height)
+            except InvalidRequest as error:
+                error.param = f"media.{index}"
+                raise
             written += [placeholder if isinstance(piece, int) else piece for piece in pieces]
             written.append(after)
             runs.append(tuple(piece for piece in pieces if isinstance(piece, int)))
-        encoded = self.vocabulary.tokenizer.encode("".join(written), add_special_tokens=False).ids
+        encoded = self.vocabulary.tokenizer.encode("".join(written), add_special_tokens=plain).ids
         found = [at for at, token_id in enumerate(encoded) if token_id == vision.placeholder]
         if surplus := len(found) - sum(map(len, runs)):
-            raise _other_placeholders(len(media) + surplus, len(media))
+            raise _other_placeholders(len(media) + surplus, len(media), placeholder, field)
         ids, spans, places, before = list[int](), list[MediumSpan](), iter(found), 0
         for medium, lengths in zip(media, runs, strict=True):
             start = -1
@@ -167,7 +173,7 @@ class TextEncoder:
                 before = at + 1
             if len(ids) > self.context_tokens:
                 raise PromptTooLong.of(
-                    prompt_tokens=len(ids), tokens_max=self.context_tokens, param="messages"
+                    prompt_tokens=len(ids), tokens_max=self.context_tokens, param=field
                 )
             key = medium_key(medium.digest, vision.processing)
             columns = vision.columns(medium.width, medium.height)
@@ -203,7 +209,7 @@ class TextEncoder:
 
     def _render(self, text: EncodeRequest) -> str:
         if text.media and self.vocabulary.vision is None:
-            raise Unsupported("this model takes no images", param="messages")
+            raise Unsupported("this model takes no images", param="media.0")
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
@@ -245,11 +251,14 @@ def _span(start: int, tokens: int, placeholders: int, key: bytes, columns: int) 
     return MediumSpan(start=start, tokens=tokens, key=key, placeholders=among, columns=columns)
 
 
-def _other_placeholders(found: int, images: int) -> InvalidRequest:
+def _other_placeholders(found: int, images: int, marker: str, field: str) -> InvalidRequest:
+    if field == "prompt":
+        text = f"the text has {found} placeholders {marker} for {images} images"
+        return InvalidRequest(text, param=field)
     return InvalidRequest(
         f"the rendered prompt has {found} placeholders for {images} images: texts must not contain "
         "the model's placeholder, and the chat template must show images",
-        param="messages",
+        param=field,
     )
 
 

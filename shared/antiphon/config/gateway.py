@@ -120,7 +120,7 @@ class GatewayConfig(Config):
 class MediaConfig(Config):
     """Images in requests: what is fetched, and how much."""
 
-    images_max: Annotated[int, Meta(ge=1, le=256)] = 16
+    images_max: Annotated[int, Meta(ge=0, le=256)] = 16
     """Maximum number of images of a request."""
     allowed_domains: str = ""
     """Source hosts of images, separated by commas or spaces: images are fetched from these and no
@@ -141,11 +141,6 @@ class MediaConfig(Config):
     """Host name announced to encoders; empty: `host`, or this machine's name if it is 0.0.0.0."""
     port: Port = 0
     """Port that encoders fetch images from; 0 takes any free port."""
-
-    @property
-    def domains(self) -> frozenset[str]:
-        """The hosts of `allowed_domains`, in lower case."""
-        return frozenset(self.allowed_domains.lower().replace(",", " ").split())
 
 
 class ResponsesConfig(Config):

@@ -176,8 +176,7 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
         if max(width, height) > ASPECT_MAX * min(width, height):
             raise InvalidRequest(
                 f"an image of {width} x {height} pixels is too narrow: the longer edge may be "
-                f"{ASPECT_MAX} times the shorter one",
-                param="messages",
+                f"{ASPECT_MAX} times the shorter one"
             )
         edge = self.edge
         across, down = (round(each / edge) * edge for each in (width, height))

@@ -30,6 +30,7 @@ from antiphon.wire.bounds import (
 )
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ClientKey, InstanceId, ModelName, RequestId
+from antiphon.wire.media import MediumInput, Sources
 from antiphon.wire.namespaces import CacheSaltText
 from antiphon.wire.sampling import (
     BIASES_MAX,
@@ -72,6 +73,8 @@ class GenerateRequest(Message):
     content it is rejected while the first is live. Unset sampling fields take the model's defaults.
 
     Attributes:
+        media: Images that parts of messages name by their index, or whose placeholders stand in
+            `prompt`, in order.
         n: Number of choices; each has its own index, and its own seed derived from `seed`.
         logit_bias: Values added to the logits of single tokens; finite.
         grammar: Grammar that constrains each choice.
@@ -98,6 +101,7 @@ class GenerateRequest(Message):
     messages: Messages | None = None
     prompt: str | None = None
     prompt_ids: PromptIds | None = None
+    media: Sources = ()
     max_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -146,6 +150,7 @@ class CompleteOptions(TypedDict, total=False):
     repetition_penalty: float
     min_tokens: int
     logit_bias: Mapping[int, float]
+    media: tuple[MediumInput, ...]
     processors: tuple[LogitProcessor, ...]
     grammar: Grammar
     seed: int

@@ -28,6 +28,17 @@ class MediumHeader(Value):
     height: Count
 
 
+class MediumInput(Value):
+    """An image of a NATS client: its bytes, or a URL to fetch them from. One of both is set.
+
+    Attributes:
+        url: As in the HTTP APIs: an http, https, `data:` or file URL.
+    """
+
+    data: bytes | None = None
+    url: str | None = None
+
+
 class MediumSpan(Value):
     """The placeholders of an image in a prompt, from the first to the last.
 
@@ -61,6 +72,7 @@ class Medium(Value):
     claim: Claim
 
 
+Sources = Annotated[tuple[MediumInput, ...], Meta(max_length=MEDIA_MAX)]
 Headers = Annotated[tuple[MediumHeader, ...], Meta(max_length=MEDIA_MAX)]
 Spans = Annotated[tuple[MediumSpan, ...], Meta(max_length=MEDIA_MAX)]
 Media = Annotated[tuple[Medium, ...], Meta(max_length=MEDIA_MAX)]

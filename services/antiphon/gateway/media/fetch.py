@@ -1,4 +1,4 @@
-"""Fetches media: `data:` URLs, http and https URLs, and files below one folder.
+"""Fetches media: `data:` URLs, http and https URLs, base64, and files below one folder.
 
 A URL comes from a client and must not reach what only this machine reaches. So names are resolved
 here, every address is checked, and the connection is made to a checked address: a name whose
@@ -29,6 +29,9 @@ REDIRECTS_MAX = 5
 URL_CHARACTERS_MAX = 8192
 _SHOWN = 100
 _CHUNK_BYTES = 64 * 1024
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+"""Ends of what is a path without a scheme, as in SGLang."""
+_SUFFIX_CHARACTERS = max(map(len, _SUFFIXES))
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CARRIER_NAT = ipaddress.ip_network("100.64.0.0/10")
 _UNICAST = ipaddress.ip_network("2000::/3")
@@ -92,7 +95,7 @@ class MediaFetcher:
 
     def __init__(self, config: MediaConfig) -> None:
         self._config = config
-        self._domains = config.domains
+        self._domains = frozenset(config.allowed_domains.lower().replace(",", " ").split())
         self._slots = asyncio.Semaphore(config.fetches_max)
         self._session: aiohttp.ClientSession | None = None
 
@@ -100,13 +103,16 @@ class MediaFetcher:
         if self._session is not None:
             await self._session.close()
 
-    async def fetch(self, source: str) -> bytes:
-        """Return the bytes that a URL names, or that are in it as base64.
+    async def fetch(self, source: str | bytes) -> bytes:
+        """Return the bytes that a URL names, or that are in it as base64, or that are given.
 
         Raises:
             InvalidRequest: The URL is not allowed, not readable, or was not fetched in time.
             RequestTooLarge: There are too many bytes.
         """
+        if isinstance(source, bytes):
+            self._check_size(len(source))
+            return source
         scheme = source[: source.find(":")].lower() if ":" in source[:16] else ""
         match scheme:
             case "data":
@@ -114,6 +120,8 @@ class MediaFetcher:
             case "http" | "https":
                 return await self._download(source)
             case "file":
+                return await asyncio.to_thread(self._read_file, source)
+            case "" if source[-_SUFFIX_CHARACTERS:].lower().endswith(_SUFFIXES):  # not base64
                 return await asyncio.to_thread(self._read_file, source)
             case _:
                 return await asyncio.to_thread(self._decode_base64, source)
@@ -141,14 +149,17 @@ class MediaFetcher:
         allowed = self._config.allowed_local_path
         if not allowed:
             raise InvalidRequest(
-                "files are disabled; start the gateway with --media-allowed-local-path"
+                "files are disabled; start the gateway with --allowed-local-media-path"
             )
-        parts = urllib.parse.urlsplit(source)
-        if parts.netloc not in ("", "localhost"):
-            raise InvalidRequest("a file URL must name a file of this machine")
+        name = source
+        if source[:5].lower() == "file:":
+            parts = urllib.parse.urlsplit(source)
+            if parts.netloc not in ("", "localhost"):
+                raise InvalidRequest("a file URL must name a file of this machine")
+            name = urllib.parse.unquote(parts.path)
         try:
             root = Path(allowed).expanduser().resolve(strict=True)
-            path = Path(urllib.parse.unquote(parts.path)).resolve(strict=True)
+            path = (root / name).resolve(strict=True)
             if not path.is_relative_to(root) or not path.is_file():
                 raise InvalidRequest("the file is not below the allowed folder")
             with path.open("rb") as file:

@@ -103,7 +103,7 @@ class MediaIntake:
                 param=sources[limit].param,
             )
         first = {each.source: each for each in reversed(sources)}
-        held: dict[str, _StoredMedium] = {}
+        held: dict[str | bytes, _StoredMedium] = {}
 
         async def hold(source: MediumSource) -> None:
             held[source.source] = await self._hold(source, lifetime_s + LINGER_S)

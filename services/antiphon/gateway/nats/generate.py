@@ -14,7 +14,9 @@ from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, authenticate, tenant_of
 from antiphon.gateway.owner.actions import Ended, StreamEvent, TextDelta
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
+    MediumSource,
     SamplingOptions,
+    media_fields,
     resume_window,
 )
 from antiphon.gateway.stream.stream import raise_if_failed
@@ -27,7 +29,6 @@ from antiphon.wire.errors import (
     InvalidRequest,
     RequestTooLarge,
     Unavailable,
-    Unsupported,
     encode_error,
 )
 from antiphon.wire.generate import (
@@ -43,7 +44,7 @@ from antiphon.wire.generate import (
 from antiphon.wire.namespaces import cache_salt
 from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
 from antiphon.wire.sampling import StopStrings
-from antiphon.wire.tokenize import TemplateParams
+from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -322,8 +323,7 @@ def _to_generation_request(
         raise InvalidRequest(
             "exactly one of messages, prompt and prompt_ids is required", param="prompt"
         )
-    if any(message.parts for message in request.messages or ()):
-        raise Unsupported.at("messages", "images are not supported over NATS; use an HTTP API")
+    media = _media(request)
     if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
         raise InvalidRequest.at("timeout_s", f"must be at most {TIMEOUT_MAX_S:g}")
     if request.resume_from is not None:
@@ -335,9 +335,11 @@ def _to_generation_request(
     return GenerationRequest(
         api="generate",
         model=request.model,
-        messages=request.messages,
+        messages=_messages(request),
         prompt=request.prompt,
         prompt_ids=request.prompt_ids,
+        media=media,
+        fields=media_fields(media),
         continue_final_message=request.continue_final_message,
         template=TemplateParams(tools=request.tools, options=request.chat_template_kwargs),
         priority=request.priority,
@@ -359,3 +361,41 @@ def _to_generation_request(
         traceparent=request.traceparent,
         resume=window,
     )
+
+
+def _media(request: GenerateRequest) -> tuple[MediumSource, ...]:
+    media = list[MediumSource]()
+    for index, given in enumerate(request.media):
+        source = given.url if given.data is None else given.data
+        if source is None or (given.data is not None and given.url is not None):
+            raise InvalidRequest.at(f"media[{index}]", "must have either data or url")
+        media.append(MediumSource(source, f"media[{index}]"))
+    return tuple(media)
+
+
+def _messages(request: GenerateRequest) -> tuple[ChatMessage, ...] | None:
+    """Return the messages; their parts must name each medium of the request once, in order."""
+    if request.messages is None:
+        return None
+    messages = tuple(
+        _message(message, f"messages[{index}]") if message.parts else message
+        for index, message in enumerate(request.messages)
+    )
+    named = [
+        part.medium for message in messages for part in message.parts if part.medium is not None
+    ]
+    if named != list(range(len(request.media))):
+        raise InvalidRequest.at(
+            "messages",
+            f"parts name the media {named}; the request has {len(request.media)} media, and each "
+            "must be named once, in order",
+        )
+    return messages
+
+
+def _message(message: ChatMessage, at: str) -> ChatMessage:
+    for index, part in enumerate(message.parts):
+        if (part.text is None) == (part.medium is None):
+            raise InvalidRequest.at(f"{at}.parts[{index}]", "must have either text or medium")
+    text = "".join(part.text or "" for part in message.parts)
+    return msgspec.structs.replace(message, content=text)

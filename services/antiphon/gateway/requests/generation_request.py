@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -76,10 +76,15 @@ class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediumSource(msgspec.Struct, frozen=True):
-    """An image of a request: a URL, or base64; `param` is the API's name of the part."""
+    """An image of a request: a URL, base64, or bytes; `param` is the API's name of the part."""
 
-    source: str
+    source: str | bytes
     param: str
+
+
+def media_fields(media: Sequence[MediumSource]) -> dict[str, str]:
+    """The API's names of the media of a request, for errors of other services."""
+    return {f"media.{index}": each.param for index, each in enumerate(media)}
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -120,6 +120,23 @@ class Submission:
             with self._reserve_name(gen_request):
                 return await self._submit_with_reservation(gen_request, budget)
 
+    async def tokenize(
+        self, gen_request: GenerationRequest, request_id: RequestId, timeout_s: float
+    ) -> EncodeReply:
+        """Encode a prompt that is not opened. Its media are held only meanwhile.
+
+        Raises:
+            EngineError: The prompt or a medium is invalid, or no tokenizer is available.
+        """
+        deadline_unix_ms = deadline_in(timeout_s, self.runtime.clock)
+        media = await self._open_media(gen_request, timeout_s) if gen_request.media else None
+        headers = () if media is None else media.headers
+        if media is not None:
+            media.discard()
+        return await self.tokenizers.encode(
+            gen_request, request_id, deadline_unix_ms, None, media=headers
+        )
+
     async def resume(
         self,
         gen_request: GenerationRequest,

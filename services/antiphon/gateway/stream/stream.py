@@ -177,8 +177,8 @@ class StreamGroup:
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self.streams = streams
         self.error: EngineError | None = None  # of the first request that failed; ends the group
-        # Names the field as the API does.
-        self.on_error: Callable[[EngineError], None] = lambda _: None
+        # Names the field as the API does, of the prompt with this index.
+        self.on_error: Callable[[EngineError, int], None] = lambda _, __: None
         self._unended = len(streams)
         self._wakeup = asyncio.Event()
         self._woken = False
@@ -204,7 +204,7 @@ class StreamGroup:
             taken = [
                 (prompt, events)
                 for prompt, stream in enumerate(self.streams)
-                if stream.has_events and (events := self._drain(stream))
+                if stream.has_events and (events := self._drain(stream, prompt))
             ]
             nudged, self._woken = self._woken, False
             if taken or nudged or self.done:
@@ -216,11 +216,11 @@ class StreamGroup:
         self._woken = True
         self._wakeup.set()
 
-    def _drain(self, stream: RequestStream) -> list[ChoiceEvent]:
+    def _drain(self, stream: RequestStream, prompt: int) -> list[ChoiceEvent]:
         events = stream.get_nowait()
         if isinstance(last := events[-1], Ended):
             self._unended -= 1
             if self.error is None and last.error is not None:
                 self.error = last.error
-                self.on_error(last.error)
+                self.on_error(last.error, prompt)
         return [event for event in events if isinstance(event, TextDelta | Finished)]

@@ -49,6 +49,7 @@ from antiphon.gateway.requests.generation_request import (
     MediumSource,
     ReasoningParams,
     SamplingOptions,
+    media_fields,
 )
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings
@@ -90,14 +91,15 @@ def parse_messages(body: MessagesBody, formats: Formats) -> ParsedMessagesReques
     # invalid.
     warnings = ignored_field_warnings(body)
     plan, (field, grammar) = _plan(body, formats), _output_constraint(body)
+    prompt = _prompt(body, plan, formats.reasoning, api="messages")
     gen_request = msgspec.structs.replace(
-        _prompt(body, plan, formats.reasoning, api="messages"),
+        prompt,
         # Not a hard limit: a context that leaves less is accepted.
         tokens_default=body.max_tokens,
         sampling=SamplingOptions(
             temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, grammar=grammar
         ),
-        fields={"grammar": field},
+        fields={**prompt.fields, "grammar": field},
         stop=StopStrings(strings=tuple(body.stop_sequences or ())),
     )
     return ParsedMessagesRequest(
@@ -116,10 +118,7 @@ def parse_messages(body: MessagesBody, formats: Formats) -> ParsedMessagesReques
 
 
 def parse_count(body: PromptBody, formats: Formats) -> GenerationRequest:
-    gen_request = _prompt(body, _plan(body, formats), formats.reasoning, api="count_tokens")
-    if gen_request.media:
-        raise Unsupported("images are not supported here", param=gen_request.media[0].param)
-    return gen_request
+    return _prompt(body, _plan(body, formats), formats.reasoning, api="count_tokens")
 
 
 def _prompt(
@@ -141,7 +140,7 @@ def _prompt(
         reasoning=None if reasoning is None else ReasoningParams(format=reasoning, enabled=enabled),
         model_defaults=True,
         media=tuple(images),
-        fields={f"media.{index}": image.param for index, image in enumerate(images)},
+        fields=media_fields(images),
     )
 
 

@@ -12,9 +12,8 @@ from antiphon.gateway.http.core.app import REQUEST_ID
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.operation import Operation
 from antiphon.model_card.served_model import served_names
-from antiphon.service.clock import deadline_in
 from antiphon.wire.codec import id_count
-from antiphon.wire.errors import PromptTooLong, UnknownModel
+from antiphon.wire.errors import UnknownModel
 from antiphon.wire.ids import ModelName, new_request_id
 
 if TYPE_CHECKING:
@@ -91,11 +90,6 @@ class Endpoints:
         """Number of tokens of a prompt, which is not submitted."""
         self.check_model(gen_request.model)
         request[REQUEST_ID] = request_id = new_request_id()
-        deadline = deadline_in(_COUNT_S, self.runtime.clock)
         gen_request = msgspec.structs.replace(gen_request, tenant=tenant_of(request))
-        try:
-            encoded = await self.tokenizers.encode(gen_request, request_id, deadline, None)
-        except PromptTooLong as error:
-            error.param = gen_request.field(error.param or "messages")
-            raise
+        encoded = await self.response_handler.tokenize(gen_request, request_id, _COUNT_S)
         return id_count(encoded.token_ids)

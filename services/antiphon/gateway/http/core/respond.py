@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
     from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.gateway.requests.submission import Submission
+    from antiphon.wire.ids import RequestId
+    from antiphon.wire.tokenize import EncodeReply
 
     EventBatches = list[tuple[int, list[ChoiceEvent]]]
     WriterFactory = Callable[[Sequence[RequestStream]], Awaitable[ResponseWriter]]
@@ -98,6 +100,16 @@ class ResponseHandler:
                 names = [field[:_NAME_SHOWN] for field in unknown if field not in known]
                 warn(request, [f"{name} is ignored: {_UNKNOWN_FIELD}" for name in names])
             return made
+
+    async def tokenize(
+        self, gen_request: GenerationRequest, request_id: RequestId, timeout_s: float
+    ) -> EncodeReply:
+        """Encode a prompt, media included, that is not submitted."""
+        try:
+            return await self._submission.tokenize(gen_request, request_id, timeout_s)
+        except EngineError as error:
+            _rename_error_field(error, gen_request)
+            raise
 
     async def small_body(self, request: web.Request, kind: type[B]) -> B:
         """Read a body that holds only names and flags."""
@@ -240,13 +252,19 @@ class ResponseHandler:
                     gen_request, position.request_id, position.client_has
                 )
             else:
-                streams[index] = await self._submission.submit(gen_request, budget)
+                try:
+                    streams[index] = await self._submission.submit(gen_request, budget)
+                except EngineError as error:
+                    _rename_error_field(error, gen_request)
+                    raise
 
         resumable = resumption is not None
         try:
             await gather([enter(index) for index in range(len(gen_requests))])
             stream_group = StreamGroup([streams[index] for index in range(len(gen_requests))])
-            stream_group.on_error = lambda error: _rename_error_field(error, gen_requests[0])
+            stream_group.on_error = lambda error, prompt: _rename_error_field(
+                error, gen_requests[prompt]
+            )
             request[REQUEST_ID] = stream_group.streams[0].submit.request_id
             yield stream_group
         except EngineError as error:

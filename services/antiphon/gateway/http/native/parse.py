@@ -12,8 +12,17 @@ from antiphon.gateway.http.core.sampling_fields import (
     schema_grammar,
     single_grammar,
 )
-from antiphon.gateway.http.native.schema import ANSWER_TOKENS, GenerateBody, SamplingBody
-from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.gateway.http.native.schema import (
+    ANSWER_TOKENS,
+    GenerateBody,
+    ImageData,
+    SamplingBody,
+)
+from antiphon.gateway.requests.generation_request import (
+    GenerationRequest,
+    MediumSource,
+    media_fields,
+)
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
 from antiphon.wire.namespaces import cache_salt
@@ -65,9 +74,12 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
         body, named_ids, [one.stream_interval or 1 for one in samplings]
     )
     names = _names(body.rid, count)
+    images = _images(body, count, batch=batch)
     if body.session_params is not None and body.session_id is not None:
         text = "session_id and session_params cannot be combined"
         raise InvalidRequest(text, param="session_id")
+    if body.session_params is not None and any(images):
+        raise Unsupported.at("image_data", "images cannot be part of a session")
     if body.session_params is not None and (batch or choices != {1}):
         raise InvalidRequest.at("session_params", "only one prompt is allowed")
     salts = map(
@@ -76,7 +88,7 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
         _per_prompt(body.extra_key, "", count, "extra_key"),
     )
     processors = _processors(body, samplings)
-    each = zip(prompts, samplings, processors, all_reply_options, names, salts, strict=True)
+    each = zip(prompts, images, samplings, processors, all_reply_options, names, salts, strict=True)
     return ParsedGenerateRequest(
         gen_requests=tuple(_request(body, *parts) for parts in each),
         all_reply_options=all_reply_options,
@@ -113,6 +125,45 @@ def _per_prompt(given: T | list[T] | None, default: T, count: int, field: str) -
             raise InvalidRequest(text, param=field)
         return values
     return [default if given is None else given] * count
+
+
+def _images(body: GenerateBody, count: int, *, batch: bool) -> list[tuple[MediumSource, ...]]:
+    """Return the images of each prompt. One without a list is an image of every prompt."""
+    given = body.image_data
+    if not isinstance(given, list):
+        return [_sources([given], ["image_data"])] * count
+    if not given:
+        return [()] * count
+    paths = [f"image_data[{index}]" for index in range(len(given))]
+    if not batch and not any(isinstance(each, list) for each in given):
+        return [_sources([each for each in given if not isinstance(each, list)], paths)]
+    rows = _per_prompt(given, None, count, "image_data")
+    return [
+        _sources(row, [f"{path}[{index}]" for index in range(len(row))])
+        if isinstance(row, list)
+        else _sources([row], [path])
+        for row, path in zip(rows, paths, strict=True)
+    ]
+
+
+def _sources(
+    images: Sequence[str | ImageData | None], paths: Sequence[str]
+) -> tuple[MediumSource, ...]:
+    return tuple(
+        MediumSource(_url(image, path), path)
+        for image, path in zip(images, paths, strict=True)
+        if image is not None
+    )
+
+
+def _url(image: str | ImageData, path: str) -> str:
+    if isinstance(image, str):
+        return image
+    if image.format is not None:
+        raise Unsupported.at(f"{path}.format", "send the image: encoders preprocess and embed it")
+    if not image.url:
+        raise InvalidRequest.at(f"{path}.url", "an image requires url")
+    return image.url
 
 
 def _names(rid: str | list[str] | None, count: int) -> list[str | None]:
@@ -170,6 +221,7 @@ def _named_ids(body: GenerateBody, count: int, *, batch: bool) -> list[tuple[int
 def _request(
     body: GenerateBody,
     prompt: str | tuple[int, ...],
+    media: tuple[MediumSource, ...],
     sampling: SamplingBody,
     processors: tuple[LogitProcessor, ...],
     reply_options: GenerateResponseOptions,
@@ -187,7 +239,9 @@ def _request(
             **_CLIENT_FIELDS,
             "prompt": "text" if isinstance(prompt, str) else "input_ids",
             "grammar": field,
+            **media_fields(media),
         },
+        media=media,
         tokens_max=sampling.max_new_tokens,
         tokens_default=ANSWER_TOKENS,
         choices=sampling.n or 1,

@@ -12,6 +12,7 @@ from antiphon.gateway.http.core.limits import Choices, Ids, PromptIds, Rid, Toke
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.http.core.sampling_fields import Schema, SglangSamplingFields
 from antiphon.gateway.sessions import SessionParams
+from antiphon.wire.media import MEDIA_MAX
 from antiphon.wire.namespaces import CacheSaltText
 from antiphon.wire.sampling import NAMED_MAX, Dimensions, Priority, Seed, TokenId, TopLogprobs
 
@@ -59,6 +60,26 @@ class SamplingBody(SglangSamplingFields, forbid_unknown_fields=True):
 
 
 _MEDIA = UnsupportedField("this model accepts text only", NOTHING)
+_SEEN = UnsupportedField("of media only images are accepted, as image_data", NOTHING)
+_HASHED = UnsupportedField("images are hashed by the server", NOTHING)
+
+
+class ImageData(msgspec.Struct, frozen=True, kw_only=True):
+    """An image, as SGLang's clients write it beside plain strings."""
+
+    url: str = ""
+    """An http, https, `data:` or file URL, a path below the allowed folder, or base64."""
+    detail: str | None = None
+    """Accepted and ignored: an image's size alone decides its tokens."""
+    format: str | None = None
+    """Not supported: what a client has preprocessed or embedded."""
+
+
+Images = Annotated[list[str | ImageData | None], Meta(max_length=MEDIA_MAX)]
+ImagesOfPrompts = Annotated[
+    list[str | ImageData | Images | None], Meta(max_length=max(MEDIA_MAX, BATCH_MAX))
+]
+"""For a batch an entry for each prompt, else an entry for each image."""
 
 
 _PLACED = "requests are placed by the scheduler; clients cannot select a worker"
@@ -77,6 +98,10 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt text, or a list of prompt texts."""
     input_ids: Annotated[Ids[TokenId | PromptIds], Meta(min_length=1)] | None = None
     """Prompt as token ids, or a list of such prompts. Use instead of `text`."""
+    image_data: str | ImageData | ImagesOfPrompts | None = None
+    """Images of the prompt, in the order of their placeholders in `text`: an http, https, `data:`
+    or file URL, a path below the allowed folder, base64, or a list of them. For a batch one image
+    for all prompts, or one or a list for each."""
     sampling_params: SamplingBody | PerPrompt[SamplingBody] | None = None
     """Sampling parameters, or a list of them with one entry per prompt."""
     rid: Rid | PerPrompt[Rid] | None = None
@@ -118,9 +143,11 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     UNSUPPORTED: ClassVar = {
         **COMMON,
         "input_embeds": UnsupportedField(_EMBEDS.format("prompts")),
-        **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), _MEDIA),
-        **dict.fromkeys(("mm_hashes", "mm_content_hashes", "mm_processor_kwargs"), _MEDIA),
-        "video_config": _MEDIA,
+        **dict.fromkeys(("video_data", "audio_data", "video_config"), _SEEN),
+        **dict.fromkeys(("mm_hashes", "mm_content_hashes"), _HASHED),
+        "mm_processor_kwargs": UnsupportedField(
+            "images are scaled as the model's preprocessor_config.json says", NOTHING
+        ),
         "routing_key": UnsupportedField(_PLACED),
         "background": UnsupportedField(
             "background generation is not supported by /generate; use /v1/responses", (False,)

@@ -30,6 +30,7 @@ from antiphon.gateway.requests.generation_request import (
     MediumSource,
     ReasoningParams,
     SamplingOptions,
+    media_fields,
 )
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Grammar, GrammarKind, StopStrings, TokenOutputParams
@@ -73,7 +74,7 @@ def parse_chat(
         model=model_of(body.model, served),
         messages=_conversation(body.messages),
         media=media,
-        fields=_media_fields(media),
+        fields=media_fields(media),
         continue_final_message=last.role == "assistant"
         and bool(last.content)
         and not last.tool_calls,
@@ -93,7 +94,7 @@ def parse_generate(
     gen_request = GenerationRequest(
         api="ollama_generate",
         model=model_of(body.model, served),
-        fields={"messages": "prompt"} | _media_fields(media),
+        fields={"messages": "prompt"} | media_fields(media),
         media=media,
     )
     prompt = body.prompt or ""
@@ -224,10 +225,6 @@ def _images(turns: Sequence[OllamaTurn]) -> tuple[MediumSource, ...]:
         for index, turn in enumerate(turns)
         for i, image in enumerate(turn.images or ())
     )
-
-
-def _media_fields(media: Sequence[MediumSource]) -> dict[str, str]:
-    return {f"media.{index}": each.param for index, each in enumerate(media)}
 
 
 def _conversation(turns: Sequence[OllamaTurn]) -> tuple[ChatMessage, ...]:

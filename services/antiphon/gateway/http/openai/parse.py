@@ -34,6 +34,7 @@ from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
     ReasoningParams,
+    media_fields,
     set_fields,
 )
 from antiphon.wire.errors import InvalidRequest
@@ -95,7 +96,7 @@ def parse_chat(
         media=media,
         fields=CHAT_FIELDS
         | ({"max_tokens": "max_completion_tokens"} if completing else {})
-        | {f"media.{index}": each.param for index, each in enumerate(media)},
+        | media_fields(media),
     )
     parser_options = OutputParserOptions(
         plan=plan,

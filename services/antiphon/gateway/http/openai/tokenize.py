@@ -19,11 +19,10 @@ from antiphon.gateway.http.openai.schema import (
     conversation,
     images,
 )
-from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.service.clock import deadline_in
+from antiphon.gateway.requests.generation_request import GenerationRequest, media_fields
 from antiphon.service.tasks import gather
 from antiphon.wire.codec import unpack_ids
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.sampling import TokenId
 from antiphon.wire.tokenize import TemplateParams
@@ -100,10 +99,9 @@ class TokenizeEndpoints(Endpoints):
         gen_requests = [
             msgspec.structs.replace(gen_request, tenant=tenant_of(request)) for gen_request in read
         ]
-        deadline = deadline_in(_TIMEOUT_S, self.runtime.clock)
         replies = await gather(
             [
-                self.tokenizers.encode(gen_request, new_request_id(), deadline, None)
+                self.response_handler.tokenize(gen_request, new_request_id(), _TIMEOUT_S)
                 for gen_request in gen_requests
             ]
         )
@@ -123,8 +121,7 @@ class TokenizeEndpoints(Endpoints):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
         self.check_model(model_of(body.model))
         if body.messages is not None:
-            if found := images(body.messages):
-                raise Unsupported("images are not supported here", param=found[0].param)
+            media = images(body.messages)
             template = TemplateParams(
                 generation_prompt=body.add_generation_prompt is not False,
                 tools=_text(body.tools),
@@ -135,6 +132,8 @@ class TokenizeEndpoints(Endpoints):
                     api="tokenize",
                     model=None,
                     messages=conversation(body.messages),
+                    media=media,
+                    fields=media_fields(media),
                     continue_final_message=begins_answer(body.messages),
                     template=template,
                 )

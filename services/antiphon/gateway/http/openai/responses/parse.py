@@ -42,6 +42,7 @@ from antiphon.gateway.http.openai.schema import (
     OpenAiFields,
     ResponseFormat,
 )
+from antiphon.gateway.requests.generation_request import media_fields
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import ClientKey
 
@@ -144,7 +145,7 @@ def prepare_responses_request(
         media=media,
         fields={
             **gen_request.fields,
-            **{f"media.{index}": each.param for index, each in enumerate(media)},
+            **media_fields(media),
             "messages": "input",
             "max_tokens": "max_output_tokens",
             "grammar": gen_request.field("grammar").replace("response_format", "text.format"),
