@@ -138,7 +138,7 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
         "Audio and video in requests, and images of other models than LLaVA 1.5, Gemma 3, "
         "Idefics3, SmolVLM, Qwen2-VL and Qwen2.5-VL",
         "They are refused; the text part of another multimodal model is served.",
-        "multimodal encode_disaggregation",
+        "multimodal",
     ),
     ("Sparse attention", "Attention reads every cached token.", "sparse"),
     ("Diffusion language models", "They are refused at start.", "diffusion"),

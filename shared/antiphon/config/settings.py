@@ -144,9 +144,10 @@ class SupervisorConfig(Config):
     schedulers: Processes = 1
     """Number of schedulers. One of them leads, and another takes over within some heartbeats when
     that one ends or freezes; with one alone, requests that come while it is frozen are refused."""
-    encoders: Processes = 1
-    """Number of encoders. They share cores evenly. The content of an image selects its encoder, or
-    the next one if that one is gone, silent or overloaded."""
+    encoders: Annotated[int, Meta(ge=0, extra={"unit": "processes"})] = 1
+    """Number of encoders; with 0, those of other machines embed images. They share cores evenly.
+    The content of an image selects its encoder, or the next one if that one is gone, silent or
+    overloaded."""
     start_timeout_s: Seconds = 60.0
     """Maximum time until all services are ready, in seconds."""
     stop_timeout_s: Seconds = 25.0

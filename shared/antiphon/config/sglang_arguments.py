@@ -27,7 +27,7 @@ from antiphon.config.worker import WHITESPACE_MAX
 
 Status = Literal["works", "partly", "refused"]
 
-PARTLY_HELD = frozenset({"remote_code"})
+PARTLY_HELD = frozenset({"images", "remote_code"})
 """Reasons of settled arguments that are fulfilled only in part."""
 
 
@@ -185,6 +185,37 @@ def _whitespace(text: str) -> TranslatedValue:
     return TranslatedValue(None if text.endswith("*") else str(min(most, WHITESPACE_MAX)))
 
 
+_MEBIBYTE = 1024**2
+
+
+def _media_megabytes(text: str) -> TranslatedValue:
+    """A limit of the gateway and of encoders, which take no image that is larger than theirs."""
+    if not text.isdecimal():
+        return TranslatedValue(text)
+    size = str(int(text) * _MEBIBYTE)
+    return TranslatedValue(size, {"encoder.image_bytes_max": size})
+
+
+class _MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Items of one request, by kind."""
+
+    image: int | None = None
+    video: int | None = None
+    audio: int | None = None
+
+
+def _images_limit(text: str) -> TranslatedValue:
+    """The limit of images; of other media no request can have one."""
+    try:
+        limits = msgspec.json.decode(text, type=_MediaLimits)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--limit-mm-data-per-request {text}: refused: {error}; must be a JSON object such as "
+            '{"image": 4}'
+        ) from error
+    return TranslatedValue(None if limits.image is None else str(limits.image))
+
+
 _TORCHAO = "torchao-"
 _JSON_WHITE = frozenset({" ", r"\n", r"\r", r"\t"})
 _WHITESPACE = re.compile(
@@ -202,6 +233,7 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "checksum": Translation(lambda text: TranslatedValue(text or "hub")),
     "chunk": Translation(_chunk),
     # SGLang's switch also sets a seed for requests without one.
+    "default_at_0": Translation(lambda text: TranslatedValue(None if text == "0" else text)),
     "deterministic": Translation(
         _always("true", {"model.random_seed": "42"}), lambda value: value is True
     ),
@@ -210,13 +242,18 @@ TRANSLATIONS: Mapping[str, Translation] = {
         _renamed(full="true"), lambda value: "full" if value is True else None
     ),
     # SGLang's name for its own layers means Antiphon's layers here.
+    "images_limit": Translation(
+        _images_limit, lambda value: msgspec.json.encode({"image": value}).decode()
+    ),
     "impl": Translation(
         _renamed(sglang="antiphon"), lambda value: "sglang" if value == "antiphon" else value
     ),
     "lower": Translation(
         lambda text: TranslatedValue(text.lower()), lambda value: str(value).lower()
     ),
+    "media_megabytes": Translation(_media_megabytes, lambda value: cast("int", value) // _MEBIBYTE),
     "never": Translation(_always(str(_NEVER)), lambda value: value == _NEVER),
+    "none": Translation(_always("0"), lambda value: value == 0),
     "off": Translation(_always("false"), lambda value: value is False),
     "on": Translation(_always("true"), lambda value: value is True),
     "torchao": Translation(
@@ -264,6 +301,7 @@ OUR_SHORT = {
     "--nats-url": "bus.url",
     "--nats-port": "supervisor.nats_port",
     "--metrics-port-base": "supervisor.metrics_port_base",
+    "--allowed-local-media-path": "media.allowed_local_path",
 }
 """Short forms that SGLang does not have."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -23,9 +24,13 @@ from tests.unit.model_worker.steps import pools
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
 from antiphon.config.tenants import Tenants
+from antiphon.encoder import decode_process
+from antiphon.encoder.preprocess import PreprocessorConfig
 from antiphon.gateway.access.access import Access
+from antiphon.gateway.media.fetch import MediaFetcher
+from antiphon.gateway.media.intake import MediaIntake
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.gateway.requests.generation_request import SamplingOptions, Seeds
+from antiphon.gateway.requests.generation_request import MediumSource, SamplingOptions, Seeds
 from antiphon.model_card.card import RecurrentStates, read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import (
@@ -47,10 +52,12 @@ from antiphon.resolve.draft import DraftCard, ResolvedDraft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.scheduler.leader_config import LeaderConfig
+from antiphon.service.clock import SystemClock
 from antiphon.service.startup import CannotStart
 from antiphon.supervisor.ports import free_port
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
+from antiphon.transfer.blobs import BlobStore
 from antiphon.wire.codec import id_count, pack_ids
 from antiphon.wire.errors import Forbidden, InvalidRequest, Unauthorized
 from antiphon.wire.ids import InstanceId, RequestId
@@ -850,3 +857,119 @@ def test_pages_are_copied_to_storage_outside_the_worker() -> None:
         with pytest.raises(CannotStart, match="must be set together"):
             open_engine(settings_of(*half))
     assert "use kv_storage" in refusal(both[0], both[1], "mooncake")
+
+
+def media_refusal(settings: Settings, *sources: str) -> str:
+    """Return what is said against images that a gateway is to fetch."""
+
+    async def refuse() -> str:
+        store = BlobStore("a:1", 10**9, SystemClock())
+        intake = MediaIntake(settings.media, store, pixels_max=10**6)
+        try:
+            with pytest.raises(InvalidRequest) as refused:
+                await intake.open([MediumSource(each, "") for each in sources], 1.0)
+        finally:
+            await intake.close()
+        return refused.value.message
+
+    return asyncio.run(refuse())
+
+
+RECIPE = PreprocessorConfig(
+    size=28, short_edge=None, resample=3, scale=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+)
+MEBIBYTE_AND_MORE = "A" * (2 * 1024**2)
+"""Base64."""
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "sources", "expected"),
+    [
+        shows(
+            "--allowed-media-domains",
+            "a.example",
+            ["http://b.localhost:1/a.png"],
+            "b.localhost is not one of the allowed domains",
+        ),
+        shows(
+            "--media-url-max-file-size-mb",
+            "1",
+            [MEBIBYTE_AND_MORE],
+            "the image has 1572862 bytes; the limit is 1048576 bytes",
+        ),
+        shows(
+            "--limit-mm-data-per-request",
+            '{"image": 1, "video": 2}',
+            ["AAAA", "AAAA"],
+            "the request has 2 images; the limit is 1",
+        ),
+        shows(
+            "--mm-per-request-timeout",
+            "1e-9",
+            ["http://b.localhost:1/a.png"],
+            "http://b.localhost:1/a.png was not fetched within 1e-09 s",
+        ),
+    ],
+)
+def test_argument_decides_which_images_are_taken(
+    flag: str, value: str, sources: list[str], expected: str
+) -> None:
+    given, _ = compare(flag, value, observe=lambda settings: media_refusal(settings, *sources))
+    assert given == expected
+
+
+def test_limits_of_media_are_named_by_kind() -> None:
+    assert settings_of("--limit-mm-data-per-request", '{"image": 0}').media.images_max == 0
+    assert settings_of("--limit-mm-data-per-request", '{"audio": 3}') == settings_of()
+    for value in ('{"pictures": 1}', '{"image": "1"}', "4", "{"):
+        assert "must be a JSON object such as" in refusal("--limit-mm-data-per-request", value)
+    settings = settings_of("--media-url-max-file-size-mb", "48")
+    assert settings.encoder.image_bytes_max == settings.media.file_bytes_max == 48 * 1024**2
+
+
+@pytest.mark.argument("--mm-max-concurrent-calls")
+def test_mm_max_concurrent_calls_is_how_many_images_are_fetched_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def most(settings: Settings) -> int:
+        running, seen = 0, list[int]()
+
+        async def follow(_fetcher: MediaFetcher, _source: str) -> bytes:
+            nonlocal running
+            running += 1
+            seen.append(running)
+            await asyncio.sleep(0)
+            running -= 1
+            return b""
+
+        monkeypatch.setattr(MediaFetcher, "_follow", follow)
+
+        async def fetch() -> None:
+            fetcher = MediaFetcher(settings.media)
+            await asyncio.gather(*(fetcher.fetch(f"http://a.example/{n}") for n in range(40)))
+
+        asyncio.run(fetch())
+        return max(seen)
+
+    assert compare("--mm-max-concurrent-calls", "2", observe=most) == (2, 32)
+
+
+@pytest.mark.argument("--mm-processor-worker-num")
+def test_mm_processor_worker_num_is_the_number_of_decoding_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def processes(settings: Settings) -> int:
+        started = list[int]()
+
+        def pool(_arguments: object, *, processes: int, **_: object) -> None:
+            started.append(processes)
+
+        monkeypatch.setattr(decode_process, "ProcessPool", pool)
+        decode_process.DecodeProcesses(
+            decode_process.DecodeSettings(RECIPE, settings.encoder.pixels_max),
+            settings.encoder.decode_processes,
+        )
+        return started[0]
+
+    assert compare("--mm-processor-worker-num", "5", observe=processes) == (5, 2)
+    assert settings_of("--mm-processor-worker-num", "0") == settings_of()

@@ -21,6 +21,7 @@ import transformers
 from tests.arguments import compare_equal, compare_equal_async, settings_of, shows
 from tests.bus.worlds import bus_config
 from tests.models.families_moe import GROUPED, LATENT
+from tests.support.llava import PLACEHOLDER, write_llava
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.nats import NatsServer
 from tests.support.reports import new_ids
@@ -38,6 +39,8 @@ from antiphon.config.cluster import ClusterConfig
 from antiphon.config.errors import ConfigError
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.kernels.latent import LatentMetadata, LatentPart
+from antiphon.model_card.served_model import model_files, tokenizer_folder
+from antiphon.model_card.vision import read_vision
 from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
@@ -47,6 +50,7 @@ from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.resolve.resolved_config import resolve
 from antiphon.service.startup import CannotStart
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
+from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
@@ -220,6 +224,18 @@ async def test_image_in_a_request_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     status, said = await compare_equal_async("--disable-fast-image-processor", observe=reply)
     assert status == 400
     assert "image" in str(said)
+
+
+@pytest.mark.argument("--enable-multimodal")
+def test_a_model_that_takes_images_is_opened_with_its_placeholder(tmp_path: Path) -> None:
+    write_llava(tmp_path)
+
+    def placeholder(settings: Settings) -> str:
+        vision = read_vision(model_files(settings, weights=False).folder)
+        return read_model_tokenizer(tokenizer_folder(settings), vision=vision).placeholder
+
+    base = ("--model-path", str(tmp_path))
+    assert compare_equal("--enable-multimodal", observe=placeholder, base=base) == PLACEHOLDER
 
 
 @pytest.mark.argument("--disable-hicache-numa-detect")

@@ -196,6 +196,14 @@ def test_argument_is_the_number_of_processes(flag: str, role: Role, tmp_path: Pa
     assert without == [f"{role}-0"]
 
 
+@pytest.mark.argument("--language-only")
+def test_language_only_starts_no_encoder(tmp_path: Path) -> None:
+    def started(settings: Settings) -> list[str]:
+        return [child.instance for child in children(settings, Role.ENCODER, tmp_path)]
+
+    assert compare("--language-only", None, observe=started) == ([], ["encoder-0"])
+
+
 @pytest.mark.argument("--enable-dp-attention")
 def test_enable_dp_attention_makes_attention_groups_of_workers(tmp_path: Path) -> None:
     def started(settings: Settings) -> list[tuple[str, int]]:

@@ -29,6 +29,7 @@ SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}', "bool": 
 SETTABLE = {
     "cache.storage": "kv_storage",
     "--log-requests-format": "json",
+    "--limit-mm-data-per-request": '{"image": 4}',
     "grammar.backend": "none",
     "gateway.sampling_defaults": "openai",
     "gateway.chat_template_kwargs": '{"enable_thinking": false}',
