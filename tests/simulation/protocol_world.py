@@ -26,11 +26,11 @@ from tests.simulation.protocol_nodes import (
 from antiphon.bus.transport import BusDown
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent
 from antiphon.gateway.owner.actions import TextDelta as Text
-from antiphon.wire.base import Process, Term
+from antiphon.wire.base import Process, Term, Usage
 from antiphon.wire.bounds import INT64_MAX
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import CommandBatch
-from antiphon.wire.errors import DeadlineExceeded, Unavailable, WrongTerm
+from antiphon.wire.errors import DeadlineExceeded, Unavailable, UnknownStream, WrongTerm
 from antiphon.wire.heartbeat import ProcessExited
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId, TenantId
 from antiphon.wire.routes import COMMAND, EXIT, HEARTBEAT
@@ -328,8 +328,11 @@ class World:
                 self.timeline.after(0.0, partial(gateway.detach, request_id))
 
         def refused(error: EngineError) -> None:
-            assert isinstance(error, RETRYABLE), error
-            if story.trial == trial:
+            assert isinstance(error, (*RETRYABLE, UnknownStream)), error
+            if story.trial == trial and isinstance(error, UnknownStream):
+                story.gateway, story.attached = gateway, True
+                story.report(Ended(Usage(), error), gateway.clock.unix_ms())
+            elif story.trial == trial:
                 self.timeline.after(0.2, partial(self._resume, story))
 
         def impatient() -> None:
@@ -383,11 +386,23 @@ class World:
                 self.network.publish(self._supervisor, EXIT, exited, instance=name)
         self.timeline.after(self.random.uniform(0.3, 4), lambda: self._succeed(kind, node))
 
-    def crash_host(self) -> None:
+    def crash_host(self, number: int | None = None) -> None:
         """Kill a worker and a detokenizer at once: only the owners have what they were sent."""
-        number = self.random.randrange(2)
+        number = self.random.randrange(2) if number is None else number
         self.crash("worker", self.workers[number])
         self.crash("detokenizer", self.detokenizers[number])
+
+    def crash_hosts(self) -> None:
+        """Kill one host, and soon the other one, to which its requests have gone."""
+        first = self.random.randrange(2)
+        self.crash_host(first)
+        self.timeline.after(self.random.uniform(0, 5), lambda: self.crash_host(1 - first))
+
+    def crash_host_with_gateway(self) -> None:
+        """Kill all of a host: only clients have what they were sent."""
+        number = self.random.randrange(2)
+        self.crash("gateway", self.gateways[number])
+        self.crash_host(number)
 
     def crash_worker_beside_frozen_detokenizer(self) -> None:
         """Kill a worker; the detokenizer of its host answers nothing, and wakes up later."""

@@ -18,6 +18,7 @@ from tests.simulation.owner_world import (
 )
 
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
+from antiphon.gateway.owner.request import OwnedRequest
 from antiphon.wire.base import Attempt, FinishReason, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import ChoiceOutput
@@ -33,6 +34,7 @@ from antiphon.wire.errors import (
 )
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 from antiphon.wire.seal import SealRequest
 from antiphon.wire.submit import (
     CancelRequest,
@@ -46,6 +48,7 @@ from antiphon.wire.submit import (
     SubmitRequest,
 )
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
+from antiphon.wire.token_outputs import TokenOutputs, TokenOutputsChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -320,6 +323,42 @@ def test_sealed_request_without_output_begins_again() -> None:
     (submit,) = seal(world, 2)
     assert submit.sealed is not None
     assert submit.sealed.choices[0].output_ids == pack_ids((8,))
+
+
+def test_request_that_was_sealed_without_output_follows_no_attempt() -> None:
+    """Nothing continues the one that its open list has named."""
+    world, _ = talking("", ids=(7,))
+    one = SealRequest(request_id=RequestId("r"), attempt=attempt(world, 1))
+    batch = msgspec.structs.replace(notice(world, 1), requests=(), seals=(one,))
+    changes = [each for each in world.owner.notice_arrived(batch) if isinstance(each, OpenList)]
+    assert [line.attempt for change in changes for line in change.opened] == [None]
+
+
+def test_ids_without_token_outputs_give_way_to_those_of_the_next_attempt() -> None:
+    world = World(0, 0.0)
+    sampling = SamplingParams(max_new_tokens=8, details=TokenOutputParams(logprobs=True))
+    submit = msgspec.structs.replace(submission("r", world.clock), sampling=sampling)
+    request = OwnedRequest(submit, 0.0)
+
+    def say(n: int, begin: int, text: str, ids: Sequence[int], outputs: int) -> None:
+        (row,) = batch_of(
+            world, n, text=text, n=n, begin=begin, continues=n - 1 or None, ids=ids
+        ).rows
+        logprobs = TokenOutputs(count=outputs, token_ids=pack_ids(ids[:outputs]))
+        row = msgspec.structs.replace(row, details=TokenOutputsChunk(offset=0, details=logprobs))
+        assert request.follow(row, world.detokenizer.process)
+        assert list(request.apply(row))
+
+    def sealed(n: int) -> bytes:
+        assert request.seal(attempt(world, n))
+        found = request.submission(0.0).sealed
+        assert found is not None
+        return found.choices[0].output_ids
+
+    say(1, 0, "a", (7, 8), outputs=1)  # half a character follows
+    assert sealed(1) == pack_ids((7,))
+    say(2, 1, "b", (7, 9), outputs=2)
+    assert sealed(2) == pack_ids((7, 9))
 
 
 @pytest.mark.parametrize(("has", "lost"), [("", True), ("on", True), ("one", False)])

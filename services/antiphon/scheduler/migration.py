@@ -86,7 +86,14 @@ class Migration:
         waiting = {detokenizer.instance} if detokenizer and known_alive else self._alive()
         now = self._clock.now()
         entry.seen_at, entry.sealed_to = now, max(known)
-        entry.sealing = Sealing(max(known), waiting, now, now)
+        entry.sealing = Sealing(
+            attempt=max(known),
+            detokenizer=detokenizer,
+            continues=binding is not None and bool(binding.continues),
+            waiting=waiting,
+            began_at=now,
+            asked_at=now,
+        )
         self._ask(entry, entry.sealing)
         self.conclude(entry)
 
@@ -106,13 +113,11 @@ class Migration:
                     continue  # no answer to this question
                 # An attempt of another leader, which this one has not known.
                 entry.sealed_to = sealing.attempt = sealed.attempt
-                sealing.waiting = self._alive()
+                sealing.detokenizer, sealing.waiting = answer.detokenizer, self._alive()
                 self._ask(entry, sealing)
                 continue
             sealing.waiting.discard(call.detokenizer)
-            found = sealing.found.attempt if sealing.found is not None else None
-            if sealed.attempt is not None and (found is None or found < sealed.attempt):
-                sealing.found, sealing.found_at = sealed, answer.detokenizer
+            sealing.add(sealed, answer.detokenizer)
             self.conclude(entry)
         if answer.requests:
             self._ask_rest(call, {sealed.request_id for sealed in answer.requests})
@@ -214,7 +219,8 @@ class Migration:
                 self._fail_too_large(entry, size_bytes, bytes_max)
                 return
             entry.sealed = self._output(found, sealing.found_at)
-        if not entry.continues(entry.followed):
+        # Its owner may follow a later attempt than its open list has named so far.
+        if not (sealing.complete and entry.continues(entry.followed)):
             sealing.by_owner = True
             self._ask(entry, sealing)
             return

@@ -65,18 +65,37 @@ class Sealing:
 
     Attributes:
         attempt: The one to be sealed, with all earlier ones.
+        detokenizer: The process to which that was bound: it alone can have its output. None: it is
+            unknown.
+        continues: Whether the attempt continues others.
         waiting: The detokenizers that have not answered.
         by_owner: No detokenizer has the output, so that its owner is to seal what it delivered.
+        complete: Whether a detokenizer has answered that has all output of the attempt.
         found: What was found so far.
     """
 
     attempt: Attempt
+    detokenizer: Process | None
+    continues: bool
     waiting: set[InstanceId]
     began_at: float
     asked_at: float
     by_owner: bool = False
+    complete: bool = False
     found: SealedRequest | None = None
     found_at: Process | None = None
+
+    def add(self, sealed: SealedRequest, detokenizer: Process) -> None:
+        """Note what a detokenizer has found, if that is more than others have.
+
+        Without output it may lack only what earlier attempts have shown, which is still on its way.
+        """
+        found = None if self.found is None else self.found.attempt
+        if sealed.attempt is not None and (found is None or found < sealed.attempt):
+            self.found, self.found_at = sealed, detokenizer
+        if detokenizer == self.detokenizer:
+            self.complete = sealed.attempt is not None or not self.continues
+        self.complete = self.complete or sealed.attempt == self.attempt
 
 
 @dataclass(slots=True)

@@ -909,6 +909,29 @@ def test_output_of_a_dead_host_continues_from_what_its_owner_has_delivered() -> 
     assert not stage.lost()
 
 
+@pytest.mark.parametrize("adopted", [False, True])
+def test_owner_whose_list_names_no_attempt_yet_is_asked_after_the_death_of_a_host(
+    adopted: bool,
+) -> None:
+    """It, or the gateway that was before it, may have shown text of one."""
+    stage, _, worker, detokenizer = usual()
+    owner = stage.enter(Role.GATEWAY, "gateway-1").process
+    request = stage.submit("r", resume=ResumeWindow(window_ms=20_000, fingerprint=b"f"))
+    (admit,) = stage.admits()
+    worker.runs(running(admit))
+    stage.pass_s(0.5)
+    if adopted:
+        assert stage.leader.adopt(adopting(request)).attempt is None
+        stage.pass_s(0.5)
+    worker.silent = detokenizer.silent = True
+    stage.enter(Role.WORKER, "worker-1")
+    stage.enter(Role.DETOKENIZER, "detokenizer-1")
+    stage.pass_s(3.0)
+    assert not [one for one in stage.admits() if one.continues is None and one != admit]
+    (asked,) = {batch.gateway for batch in stage.of(NoticeBatch) if batch.seals}
+    assert asked == (owner if adopted else request.owner)
+
+
 def test_attempt_that_its_owner_has_sealed_is_not_adopted_by_a_new_leader() -> None:
     """Another leader has asked the owner, which refuses the text of what still runs."""
     stage, *_ = usual()

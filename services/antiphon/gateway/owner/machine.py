@@ -397,11 +397,14 @@ class Owner:
 
         One that has missed a later attempt learns of it by the same submit.
         """
+        before = request.attempt
         try:
             request.seal(attempt)
         except WorkerLost as error:
             self._end(request, error)
             return
+        if request.attempt != before:
+            self._open_list.add(request)
         if not request.submitting:
             self._submit(request)
 

@@ -95,6 +95,14 @@ class OwnedChoice:
         self._bytes_known, self._tokens_known = self.bytes_shown, self.tokens_shown
         self._ids_known = self.id_count
 
+    def drop_unreported_ids(self) -> None:
+        """Drop ids whose token outputs are not here: they are beyond those that determine the text.
+
+        The next attempt may have others in their place.
+        """
+        del self.ids[ID_BYTES * max(0, self.outputs.end) :]
+        self._ids_known = self.id_count
+
     def restart(self) -> None:
         """Forget the ids of an attempt that is not continued; nothing of it was delivered."""
         self.ids.clear()
@@ -142,19 +150,14 @@ class OwnedChoice:
         return self._finish
 
     def sealed(self, index: int, *, with_outputs: bool) -> ChoiceOutput:
-        """What was delivered, for an attempt that continues from there.
-
-        Ids without token outputs are not sealed: those that determine the text have them.
-        """
-        finish = self._finish
+        """What was delivered, for an attempt that continues from there."""
+        finish, outputs = self._finish, None
         matched = None if finish is None else finish.matched_stop
-        ids, outputs = bytes(self.ids), None
         if with_outputs:
             outputs = self.outputs.read(self._first_token, self.outputs.end)
-            ids = ids[: ID_BYTES * max(0, self.outputs.end)]
         return ChoiceOutput(
             choice=index,
-            output_ids=ids,
+            output_ids=bytes(self.ids),
             details=outputs,
             finish_reason=None if finish is None else finish.reason,
             matched_stop=None if isinstance(matched, str) else matched,
@@ -328,6 +331,8 @@ class OwnedRequest:
     def seal(self, attempt: Attempt) -> bool:
         """Accept no more text up to this attempt; False if a later one is followed.
 
+        Without output it follows none from then on, and begins again with the next one.
+
         Raises:
             WorkerLost: Its output is not here as ids, or less of it than its client has, or there
                 are too many token outputs.
@@ -342,6 +347,14 @@ class OwnedRequest:
             raise WorkerLost("the output that the client has read is lost")
         if outputs > DETAILS_BYTES_MAX:
             raise WorkerLost.too_large(size_bytes=outputs, bytes_max=DETAILS_BYTES_MAX)
+        if not self.has_output:
+            self.attempt, self.earlier = None, ()
+            for choice in self._choices:
+                choice.restart()
+                choice.reset_gaps()
+        elif self._details_from is not None:
+            for choice in self._choices:
+                choice.drop_unreported_ids()
         return True
 
     @property
