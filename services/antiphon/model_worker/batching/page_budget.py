@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.cache.groups import STATES_RUNNING, CacheGroup, GroupKind
+from antiphon.model_worker.cache.groups import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.slot_arrays import SlotArrays
     from antiphon.model_worker.batching.state import EngineLimits
+    from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.pages import CachePools, PageTable
     from antiphon.model_worker.cache.radix import RadixIndex
 
@@ -99,7 +100,7 @@ class PageBudget:
             expected = np.where(batch.exact, left, expected)
         tokens = batch.length + expected
         growths = [
-            np.maximum(_table_len(group, tokens) - entries, 0)
+            np.maximum(group.table_len(tokens) - entries, 0)
             for group, entries in zip(self._pools.groups, batch.entries, strict=True)
         ]
         for group in self._pools.windows:
@@ -282,10 +283,3 @@ def _growth_max(group: CacheGroup, limits: EngineLimits) -> int:
         chunk = limits.context_tokens if limits.chunk_tokens is None else limits.chunk_tokens
         longest = min(longest, group.window + chunk + group.page_tokens)
     return group.table_len(longest)
-
-
-def _table_len(group: CacheGroup, tokens: Longs) -> Longs:
-    """`CacheGroup.table_len` for many lengths."""
-    if group.kind is GroupKind.STATE:
-        return np.minimum(tokens, 1) * STATES_RUNNING
-    return (tokens + (group.page_tokens - 1)) // group.page_tokens

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+Tokens = TypeVar("Tokens", int, "NDArray[np.int64]")
 
 HOLE = -1
 """A table entry without a page: nothing reads it any more, or there never was one."""
@@ -106,10 +111,10 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
         entry_bytes = sum(tensor.entry_bytes for tensor in self.tensors)
         return len(self.layers) * self.page_entries * entry_bytes
 
-    def table_len(self, tokens: int) -> int:
+    def table_len(self, tokens: Tokens) -> Tokens:
         """Page-table entries of a request of `tokens` tokens, or its number of states."""
         if self.kind is GroupKind.STATE:
-            return STATES_RUNNING if tokens else 0
+            return (tokens > 0) * STATES_RUNNING
         return -(-tokens // self.page_tokens)
 
     def shared_len(self, tokens: int) -> int:
