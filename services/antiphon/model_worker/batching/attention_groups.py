@@ -8,8 +8,7 @@ part in whatever the ranks share.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,16 +21,16 @@ from antiphon.model_worker.batching.joint_plan import (
     split_outcome,
 )
 from antiphon.model_worker.batching.media import MediaLoaded
-from antiphon.model_worker.batching.page_budget import Capacity, PoolUse
 from antiphon.model_worker.batching.plan import PLAIN
 from antiphon.model_worker.batching.planner import Backlog
-from antiphon.model_worker.batching.state import CoreTotals, SampledTokens
+from antiphon.model_worker.batching.state import SampledTokens
 from antiphon.model_worker.cache.key import CacheKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.batching.engine_core import EngineCore
+    from antiphon.model_worker.batching.page_budget import Capacity
     from antiphon.model_worker.batching.page_transfers import TransferDone
     from antiphon.model_worker.batching.plan import (
         Flags,
@@ -43,7 +42,12 @@ if TYPE_CHECKING:
     )
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.rows import StepRows
-    from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, RequestState
+    from antiphon.model_worker.batching.state import (
+        AnyProgress,
+        ChoiceKey,
+        CoreTotals,
+        RequestState,
+    )
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.model_worker.speculation.policy import Speculation
@@ -51,6 +55,8 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import EngineError
     from antiphon.wire.ids import RequestId
     from antiphon.wire.kv_events import KvEvent
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 AHEAD_MAX = 1
 """How many more choices than the least busy group a group may have to get another one, because it
@@ -292,7 +298,7 @@ class AttentionGroups:
                 yield core, own
 
     def capacity(self) -> Capacity:
-        return reduce(_add_capacity, [core.capacity() for core in self.cores])
+        return _sum([core.capacity() for core in self.cores])
 
     def backlog(self) -> Backlog:
         found = [core.backlog() for core in self.cores]
@@ -300,12 +306,9 @@ class AttentionGroups:
 
     def totals(self) -> CoreTotals:
         found = [core.totals() for core in self.cores]
-        summed = {
-            name: sum(getattr(each, name) for each in found)
-            for name in CoreTotals.__struct_fields__
-        }
-        ratio = sum(each.new_token_ratio for each in found) / len(found)
-        return msgspec.structs.replace(CoreTotals(**summed), new_token_ratio=ratio)
+        totals = _sum(found)
+        ratio = totals.new_token_ratio / len(found)
+        return msgspec.structs.replace(totals, new_token_ratio=ratio)
 
     def take_started(self) -> Sequence[Request]:
         return [request for core in self.cores for request in core.take_started()]
@@ -331,24 +334,13 @@ def _move(progress: AnyProgress, slots: int) -> AnyProgress:
     return msgspec.structs.replace(progress, slot=progress.slot + slots)
 
 
-def _add_capacity(one: Capacity, other: Capacity) -> Capacity:
-    return Capacity(
-        pages_free=one.pages_free + other.pages_free,
-        pages_evictable=one.pages_evictable + other.pages_evictable,
-        pages_reserved=one.pages_reserved + other.pages_reserved,
-        pages_returning=one.pages_returning + other.pages_returning,
-        slots_free=one.slots_free + other.slots_free,
-        sequence_tokens=one.sequence_tokens + other.sequence_tokens,
-        window=_add_use(one.window, other.window),
-        states=_add_use(one.states, other.states),
-    )
-
-
-def _add_use(one: PoolUse | None, other: PoolUse | None) -> PoolUse | None:
-    if one is None or other is None:
-        return None
-    return PoolUse(
-        total=one.total + other.total,
-        free=one.free + other.free,
-        evictable=one.evictable + other.evictable,
-    )
+def _sum(parts: Sequence[S]) -> S:
+    """The sum of each number; None where a part has none."""
+    sums: dict[str, object] = {}
+    for name in parts[0].__struct_fields__:
+        values = [getattr(part, name) for part in parts]
+        if any(value is None for value in values):
+            sums[name] = None
+        else:
+            sums[name] = _sum(values) if isinstance(values[0], msgspec.Struct) else sum(values)
+    return type(parts[0])(**sums)

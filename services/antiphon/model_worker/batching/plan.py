@@ -95,12 +95,7 @@ class SamplingColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fa
     def of(self, rows: Ints) -> SamplingColumns:
         """The columns of these rows, in this order."""
         return SamplingColumns(
-            temperature=self.temperature[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            top_k=self.top_k[rows],
-            seed=self.seed[rows],
-            choice=self.choice[rows],
+            **{name: getattr(self, name)[rows] for name in self.__struct_fields__}
         )
 
     def put(self, rows: Ints, columns: SamplingColumns) -> None:

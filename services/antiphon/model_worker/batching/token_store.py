@@ -21,17 +21,21 @@ class TokenStore:
     """Ids, and logprobs of sampled tokens where requested, of the choices that are held.
 
     Axes: C chunks, N tokens.
+
+    Attributes:
+        ids: (C, CHUNK_TOKENS)
+        logprobs: (C, CHUNK_TOKENS) NaN where none was requested.
     """
 
     def __init__(self) -> None:
-        self._ids: Ints = np.zeros((_CHUNKS, CHUNK_TOKENS), np.int32)
-        self._logprobs: Floats = np.full((_CHUNKS, CHUNK_TOKENS), np.nan, np.float32)
+        self.ids: Ints = np.zeros((_CHUNKS, CHUNK_TOKENS), np.int32)
+        self.logprobs: Floats = np.full((_CHUNKS, CHUNK_TOKENS), np.nan, np.float32)
         self._free = deque(range(_CHUNKS))
 
     @property
     def used_count(self) -> int:
         """Number of chunks in use."""
-        return len(self._ids) - len(self._free)
+        return len(self.ids) - len(self._free)
 
     def open(self, ids: Ints) -> OutputIds:
         """A new choice's output ids, which begin with these."""
@@ -39,32 +43,20 @@ class TokenStore:
         for start in range(0, len(ids), CHUNK_TOKENS):
             part = ids[start : start + CHUNK_TOKENS]
             chunk = outputs.add_chunk()  # replaces the arrays if they are full
-            self._ids[chunk, : len(part)] = part
+            self.ids[chunk, : len(part)] = part
         return outputs
 
     def write(self, chunks: Indices, offsets: Indices, ids: Ints, logprobs: Floats | None) -> None:
         """Write tokens at these offsets of chunks, all (N,)."""
-        self._ids[chunks, offsets] = ids
+        self.ids[chunks, offsets] = ids
         if logprobs is not None:
-            self._logprobs[chunks, offsets] = logprobs
-
-    def read(self, chunks: list[int], start: int, end: int) -> Ints:
-        """A copy of the ids [start, end) of a choice with these chunks."""
-        among, places = _places(chunks, start, end)
-        if len(among) == 1:  # most often; to pick rows and join them takes twice as long
-            return self._ids[among[0], places].copy()
-        return self._ids[among].reshape(-1)[places]
-
-    def read_logprobs(self, chunks: list[int], start: int, end: int) -> Floats:
-        """Their logprobs; NaN where none was requested."""
-        among, places = _places(chunks, start, end)
-        return self._logprobs[among].reshape(-1)[places]
+            self.logprobs[chunks, offsets] = logprobs
 
     def take_chunk(self) -> int:
         if not self._free:
             self._grow()
         chunk = self._free.popleft()
-        self._logprobs[chunk] = np.nan  # it has those of another choice
+        self.logprobs[chunk] = np.nan  # it has those of another choice
         return chunk
 
     def give_back(self, chunks: list[int]) -> None:
@@ -73,9 +65,9 @@ class TokenStore:
 
     def _grow(self) -> None:
         """Double the chunks. A reader that still has the old arrays reads the same tokens."""
-        count = len(self._ids)
-        self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-        self._logprobs = np.concatenate([self._logprobs, np.full_like(self._logprobs, np.nan)])
+        count = len(self.ids)
+        self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
+        self.logprobs = np.concatenate([self.logprobs, np.full_like(self.logprobs, np.nan)])
         self._free.extend(range(count, 2 * count))
 
 
@@ -111,15 +103,18 @@ class OutputIds:
 
     def read(self, start: int, end: int) -> Ints:
         """A copy of the ids [start, end)."""
-        return self._store.read(self._chunks, start, end)
+        among, places = self._places(start, end)
+        if len(among) == 1:  # most often; to pick rows and join them takes twice as long
+            return self._store.ids[among[0], places].copy()
+        return self._store.ids[among].reshape(-1)[places]
 
     def read_logprobs(self, start: int, end: int) -> Floats:
         """The logprobs of these tokens as they were sampled; NaN where none was requested."""
-        return self._store.read_logprobs(self._chunks, start, end)
+        among, places = self._places(start, end)
+        return self._store.logprobs[among].reshape(-1)[places]
 
-
-def _places(chunks: list[int], start: int, end: int) -> tuple[list[int], slice]:
-    """The chunks of tokens [start, end), and where the tokens are in these."""
-    first, last = start // CHUNK_TOKENS, -(-end // CHUNK_TOKENS)
-    skipped = first * CHUNK_TOKENS
-    return chunks[first:last], slice(start - skipped, end - skipped)
+    def _places(self, start: int, end: int) -> tuple[list[int], slice]:
+        """The chunks of tokens [start, end), and where the tokens are in these."""
+        first, last = start // CHUNK_TOKENS, -(-end // CHUNK_TOKENS)
+        skipped = first * CHUNK_TOKENS
+        return self._chunks[first:last], slice(start - skipped, end - skipped)
