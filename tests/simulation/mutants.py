@@ -34,6 +34,7 @@ from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.outcome import OutcomeProcessor
 from antiphon.model_worker.batching.page_transfers import PageTransfers
 from antiphon.model_worker.batching.plan import DeviceLost
+from antiphon.model_worker.batching.prefixes import Prefixes
 from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.slot_tables import ChangeLog
 from antiphon.model_worker.cache.codec import PageCodec
@@ -374,6 +375,6 @@ MUTANTS = (
     Mutant("state of one rank", page_shards, "agreed_blocks", states_of_any_end, stored_on_ranks),
     Mutant("key of another rank", namespaces, "_sharded", without_shard, stored_on_ranks),
     Mutant("key without tenant", namespaces, "tenant_salt", without_tenant, keeping_states),
-    Mutant("key without salts", RunningBatch, "namespace_of", without_salts, keeping_states),
+    Mutant("key without salts", Prefixes, "namespace_of", without_salts, keeping_states),
     Mutant("matcher left ahead", GrammarMatcher, "propose", never_rolled_back, with_grammars),
 )

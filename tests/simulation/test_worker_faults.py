@@ -16,7 +16,7 @@ from antiphon.model_worker.batching import (
     engine_core,
     outcome,
     plan_builder,
-    running_batch,
+    prefixes,
 )
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.faults import SHARED
@@ -26,6 +26,7 @@ from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
 from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
 from antiphon.model_worker.batching.plan import DeviceLost, Flight, StepPlan
 from antiphon.model_worker.batching.planner import StepPlanner
+from antiphon.model_worker.batching.prefixes import Prefixes
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import SlotSet, StepRows
 from antiphon.model_worker.batching.running_batch import RunningBatch
@@ -110,9 +111,9 @@ class Fault:
 
 PLACES: dict[str, tuple[Any, str]] = {
     "check": (engine_core, "check"),
-    "prefix": (RunningBatch, "prefix"),
+    "prefix": (Prefixes, "cached"),
     "wait": (StepPlanner, "_should_wait"),
-    "table": (RunningBatch, "cached_table"),
+    "table": (Prefixes, "table"),
     "start": (StepPlanner, "_start"),
     "fill": (LogitsProcessors, "fill"),
     "outputs": (LogprobsParams, "fill"),
@@ -389,14 +390,14 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing shared was begun; should it end the worker, it would end the next one as well."""
-    real = running_batch.cache_namespace
+    real = prefixes.cache_namespace
 
     def fail(origin: Any, salt: bytes) -> Any:
         if salt:
             raise AssertionError("a bug, on purpose")
         return real(origin, salt)
 
-    monkeypatch.setattr(running_batch, "cache_namespace", fail)
+    monkeypatch.setattr(prefixes, "cache_namespace", fail)
     prompts = eight_prompts()
     requests = [stage.request(p, seed=i) for i, p in enumerate(prompts)]
     at = [key for key, _ in requests].index(AT_FAULT)

@@ -75,7 +75,7 @@ class Steps:
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
         """How much of a prompt the next one would find."""
-        namespace = cache_namespace(self.batching.batch.origin)
+        namespace = cache_namespace(self.batching.batch.prefixes.origin)
         key = CacheKey(namespace=namespace, token_ids=pack_ids(prompt))
         return self.batching.index.peek(key).length
 

@@ -167,9 +167,8 @@ class Worker:
 
     def cached(self) -> tuple[int, list[bytes]]:
         """How many tokens of the prompt are cached, and the content of what a query needs there."""
-        key = CacheKey(
-            namespace=self.core.batch.namespace_of(state(PROMPT)), token_ids=pack_ids(PROMPT)
-        )
+        namespace = self.core.batch.prefixes.namespace_of(state(PROMPT))
+        key = CacheKey(namespace=namespace, token_ids=pack_ids(PROMPT))
         table = self.core.index.match(key)
         assert table is not None
         block = tuple(

@@ -83,7 +83,7 @@ def tree(origin: PageOrigin, salt: bytes) -> bytes:
 
 def prefills_in_flight(origin: PageOrigin, salt: bytes) -> bytes:
     core, _ = started(origin, salt)
-    ((namespace, _),) = core.batch.prefix_sharing._leaders
+    ((namespace, _),) = core.batch.prefixes._leaders
     return namespace
 
 

@@ -15,7 +15,7 @@ from tests.support.worker import error_of
 from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching import prefix_sharing
+from antiphon.model_worker.batching import prefixes
 from antiphon.model_worker.batching.plan import PLAIN, LogprobsBatch
 from antiphon.model_worker.batching.plan_builder import build_plan
 from antiphon.model_worker.batching.planner import QueueRules, TokenBudget
@@ -489,8 +489,8 @@ def test_prompt_is_compared_once_with_each_prefilling_request(
         compared.append((a.key, b.key))
         return agreed_in_full(a, b, longest)
 
-    agreed_in_full = prefix_sharing._common_length
-    monkeypatch.setattr(prefix_sharing, "_common_length", agreed)
+    agreed_in_full = prefixes._common_length
+    monkeypatch.setattr(prefixes, "_common_length", agreed)
     steps = Steps(pages=10, cached=True, chunk_tokens=2, step_tokens_max=8)
     steps.add(1, [*STEM[:4], *range(16)], max_new_tokens=16, ignore_eos=True)
     steps.go()

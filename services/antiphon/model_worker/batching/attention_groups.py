@@ -163,7 +163,7 @@ class AttentionGroups:
         near = [core for core in self.cores if core.live_count <= least + AHEAD_MAX]
 
         def rank(core: EngineCore) -> tuple[int, int]:
-            namespace = core.batch.namespace_of(state)
+            namespace = core.batch.prefixes.namespace_of(state)
             key = CacheKey(namespace=namespace, token_ids=state.key_ids() + state.output_ids)
             return core.index.peek(key).length, -core.live_count
 

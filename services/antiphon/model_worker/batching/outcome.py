@@ -205,7 +205,7 @@ class OutcomeProcessor:
         self.pending.put(PendingGrammarRow(request, generation, outcome, index, task))
         if request.prefilling:  # its prefix is computed, whatever its grammar does
             self.batch.cache_prefix(request)
-            self.batch.prefix_sharing.unregister(request)
+            self.batch.prefixes.unregister(request)
 
     def _accept(
         self,
@@ -238,12 +238,12 @@ class OutcomeProcessor:
         singly = ends | full | batch.rowwise[slots.at]
         if self.log.interval > 1:
             singly[:] = True
-        if batch.checkpoints is None and not np.count_nonzero(singly):
+        if batch.prefixes.checkpoints is None and not np.count_nonzero(singly):
             self.log.add_sampled(slots, outputs, tokens, logprobs)
             return
         together = ~singly
-        if batch.checkpoints is not None:
-            together = self._cache_checkpoints(slots, together, batch.checkpoints.every)
+        if batch.prefixes.checkpoints is not None:
+            together = self._cache_checkpoints(slots, together, batch.prefixes.checkpoints.every)
         for row in singly.nonzero()[0].tolist():
             finish = finishes.get(row, _NO_FINISH)[0]
             if ends[row]:
@@ -323,8 +323,8 @@ class OutcomeProcessor:
             if sampled:
                 batch.prefilling[request.slot] = False
                 batch.media.release(request)
-                batch.prefix_sharing.unregister(request)
-        elif batch.checkpoints is not None and batch.checkpoints.due(request.computed):
+                batch.prefixes.unregister(request)
+        elif (points := batch.prefixes.checkpoints) is not None and points.due(request.computed):
             batch.cache_prefix(request)
         self.log.report(request)
 

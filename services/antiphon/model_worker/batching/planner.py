@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.prefix_sharing import StateCheckpoints
+    from antiphon.model_worker.batching.prefixes import StateCheckpoints
     from antiphon.model_worker.batching.state import (
         EngineLimits,
         QueueKey,
@@ -111,7 +111,7 @@ class StepPlanner:
         self._pages_short = False
         batch.steps += 1
         self._preempt()
-        budget = TokenBudget(self._limits, batch.pools.page_tokens, batch.checkpoints)
+        budget = TokenBudget(self._limits, batch.pools.page_tokens, batch.prefixes.checkpoints)
         decodes, chunks = NO_SLOTS, list[ScheduledRow]()
         if self._limits.mixed:
             decodes, chunks = self._decodes(budget), self._prefills(budget, now)
@@ -159,7 +159,7 @@ class StepPlanner:
         for request in reversed(self._waiting.head()):
             if request.touched is None or steps - request.touched >= TOUCH_STEPS:
                 request.touched = steps
-                self._batch.touch(request)
+                self._batch.prefixes.touch(request)
 
     def _decodes(self, budget: TokenBudget) -> SlotSet:
         """All requests whose next token can be computed: none is left out, unless pages are."""
@@ -246,7 +246,7 @@ class StepPlanner:
         batch = self._batch
         if budget.full or not batch.free_count:
             return scheduled
-        for request in self._waiting.candidates(now, batch.prefix):
+        for request in self._waiting.candidates(now, batch.prefixes.cached):
             if budget.full or not batch.free_count:
                 break
             try:
@@ -290,7 +290,7 @@ class StepPlanner:
         if request.stalled or request.fetching:
             return True
         batch = self._batch
-        if not request.urgent and batch.prefix_sharing.should_wait(request, batch.cached_tokens):
+        if not request.urgent and batch.prefixes.should_wait(request):
             return True
         return batch.lacks_media(request)
 
@@ -299,7 +299,7 @@ class StepPlanner:
         batch, transfers = self._batch, self._batch.transfers
         if transfers is None or request.urgent:
             return False
-        cached, key = batch.cached_tokens(request), batch.key_of(request)
+        cached, key = batch.prefixes.cached(request).length, batch.prefixes.key_of(request)
         if not transfers.worth(request, cached):
             return False
         if transfers.joined(request, key, cached):
@@ -319,12 +319,12 @@ class StepPlanner:
 
     def _admissible(self, request: Request, reserved: Sequence[int]) -> PageTable | None:
         """A table with the cached prefix of a waiting request, if all of the request fits."""
-        shared = self._batch.shared_tokens(request)
+        shared = self._batch.prefixes.tokens(request)
         if not self._pages.fits(request, shared, reserved):
             return None  # although its cached pages count as available and as not needed here
         # The table must hold the cached pages before the available ones are counted: else these
         # would count as evictable, and a request that cannot run would be admitted.
-        table = self._batch.cached_table(request)
+        table = self._batch.prefixes.table(request)
         if not shared or self._pages.fits(request, table.committed, reserved):
             return table
         table.release()
@@ -344,7 +344,7 @@ class StepPlanner:
         candidate = self._waiting.first() if self._rules.priority and batch.running else None
         if candidate is None or self._should_wait(candidate):
             return
-        needed = pages.needed(candidate, batch.shared_tokens(candidate))
+        needed = pages.needed(candidate, batch.prefixes.tokens(candidate))
         sums = zip(needed, pages.reserved(), pages.available(), strict=True)
         short = [need + reserved - available for need, reserved, available in sums]
         if batch.free_count and max(short) <= 0:

@@ -60,7 +60,7 @@ class Request:
         cache_key: Its key in the prefix cache while it waits, and the origin of that namespace.
         following: The request that prefills its prefix now.
         leader_number: Its number among the prefilling requests, whose prefixes others may share;
-            0 if it is none. See `PrefixSharing`.
+            0 if it is none. See `Prefixes`.
         passed_leaders: That of the last one that shares no prefix with it, and its cached tokens
             then.
         namespace: Of its pages, once it was started; see `wire.namespaces`.

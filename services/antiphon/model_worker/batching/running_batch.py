@@ -21,16 +21,14 @@ from antiphon.model_worker.batching.plan import (
     SamplingPart,
     future,
 )
-from antiphon.model_worker.batching.prefix_sharing import PrefixSharing, StateCheckpoints
+from antiphon.model_worker.batching.prefixes import Prefixes
 from antiphon.model_worker.batching.rows import SlotSet, StepRows, all_draw
 from antiphon.model_worker.batching.slot_arrays import SlotArrays
 from antiphon.model_worker.batching.slot_tables import ChangeLog
 from antiphon.model_worker.batching.token_store import CHUNK_TOKENS, TokenStore
 from antiphon.model_worker.cache.groups import HOLE, UNKNOWN_STATE
 from antiphon.model_worker.cache.key import CacheKey
-from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.model_worker.cache.states import StateChains
-from antiphon.wire.namespaces import PageOrigin, cache_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,8 +36,10 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.page_transfers import BlockStore, TransferLimits
     from antiphon.model_worker.batching.plan import Floats
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.state import EngineLimits, RequestState
-    from antiphon.model_worker.cache.radix import Prefix, RadixIndex
+    from antiphon.model_worker.batching.state import EngineLimits
+    from antiphon.model_worker.cache.pages import CachePools, PageTable
+    from antiphon.model_worker.cache.radix import RadixIndex
+    from antiphon.wire.namespaces import PageOrigin
 
 ScheduledRow = tuple["Request", int]
 """A running request, and the end of its next row in tokens of the request."""
@@ -58,7 +58,6 @@ class RunningBatch(SlotArrays):
         grammars: Number of running requests with a grammar.
         offsets: Number of those whose positions have an offset.
         chains: Their recurrent states, by group of these.
-        checkpoints: None without recurrent states or a prefix cache.
         transfers: None without a page store.
     """
 
@@ -93,55 +92,22 @@ class RunningBatch(SlotArrays):
         self._decoding: SlotSet | None = None
         self._drafts: dict[int, list[int]] = {}  # the runner's last ones, where there is a grammar
         self.page_budget = PageBudget(limits, pools, index, self, indexed=indexed)
-        self.origin = origin
-        self.checkpoints = _checkpoints(limits, pools) if indexed else None
+        self.prefixes = Prefixes(limits, pools, index, origin)
         self.transfers: PageTransfers | None = None
         self.media = MediaLoader()
-        self.prefix_sharing = PrefixSharing(
-            page_tokens=pools.page_tokens,
-            key_of=self.key_of,
-            indexed=indexed,
-            forks=not pools.states,
-            checkpoints=self.checkpoints,
-        )
 
     # The prefix cache.
 
     def set_weight_version(self, weight_version: str) -> int:
         """Compute with other weights from here on; return the number of evicted pages."""
-        self.origin = msgspec.structs.replace(self.origin, weight_version=weight_version)
+        prefixes = self.prefixes
+        prefixes.origin = msgspec.structs.replace(prefixes.origin, weight_version=weight_version)
         self.rowwise[:] = True  # the next progress names the weights
         return self.index.clear()
 
-    def cached_tokens(self, request: Request) -> int:
-        return self.prefix(request).length
-
-    def prefix(self, request: Request) -> Prefix:
-        """The cached prefix of a waiting request; matched again only if the cache has changed."""
-        generation = self.index.generation
-        if request.prefix is None or request.prefix[0] != generation:
-            request.prefix = (generation, self.index.peek(self.key_of(request)))
-        return request.prefix[1]
-
-    def touch(self, request: Request) -> None:
-        """Protect the cached prefix of a waiting request that is about to start from eviction."""
-        self.index.touch(self.key_of(request))
-
-    def shared_tokens(self, request: Request) -> int:
-        """Tokens of a waiting request that `cached_table` would hold."""
-        return max(self.cached_tokens(request), self.prefix_sharing.shared_tokens(request))
-
     def lacks_media(self, request: Request) -> bool:
         """Whether a waiting request must wait for embeddings, which are loaded then."""
-        return request.media is not None and self.media.wait(request, self.shared_tokens(request))
-
-    def cached_table(self, request: Request) -> PageTable:
-        """A table with the longest cached or shared prefix of a waiting request."""
-        cached = self.index.match(self.key_of(request)) or PageTable(self.pools)
-        if (fork := self.prefix_sharing.fork(request, cached.committed)) is None:
-            return cached
-        cached.release()
-        return fork
+        return request.media is not None and self.media.wait(request, self.prefixes.tokens(request))
 
     def cache_prefix(self, request: Request, tokens_max: int | None = None) -> None:
         """Insert the computed tokens into the prefix cache, unless it was cleared meanwhile.
@@ -160,22 +126,6 @@ class RunningBatch(SlotArrays):
         if table.revision != self._revisions[request.slot]:
             self._rewrite(request, table)
 
-    def key_of(self, request: Request) -> CacheKey:
-        """The cache key of a waiting request, made once for the current weights."""
-        if request.cache_key is None or request.cache_key[0] is not self.origin:
-            tokens = request.token_bytes(max(1, request.shared_max))
-            key = CacheKey(namespace=self.namespace_of(request.state), token_ids=tokens)
-            request.cache_key = self.origin, key
-        return request.cache_key[1]
-
-    def namespace_of(self, state: RequestState) -> bytes:
-        """The namespace of the pages that the current weights compute for a request."""
-        return cache_namespace(self.origin, state.cache_salt)
-
-    def identify_weights(self, digest: str) -> None:
-        """Name the files of the weights in all keys from here on: pages will leave the process."""
-        self.origin = msgspec.structs.replace(self.origin, weights=digest)
-
     def use_store(self, store: BlockStore, limits: TransferLimits) -> None:
         """Copy blocks to a page store, and fetch them from it."""
         self.transfers = PageTransfers(self.pools, self.index, store, limits)
@@ -186,10 +136,10 @@ class RunningBatch(SlotArrays):
     def start(self, request: Request, table: PageTable, now: float) -> None:
         """Start a request with this table, in one of the free slots, of which there must be one."""
         if table.committed:
-            self.index.use(self.key_of(request), table.committed)
+            self.index.use(self.prefixes.key_of(request), table.committed)
         slot, sampling = heapq.heappop(self.free), request.state.sampling
         length, outputs, reported = request.length, request.outputs_count, request.reported
-        request.namespace = self.key_of(request).namespace
+        request.namespace = self.prefixes.key_of(request).namespace
         request.start(self, slot, table, now)
         table.run(self.chains, slot)
         self.running[slot] = self.prefills[slot] = request
@@ -218,12 +168,12 @@ class RunningBatch(SlotArrays):
         self.logits.fill(request)
         self.logprobs.fill(request)
         self._rewrite(request, table)
-        self.prefix_sharing.register(request)
+        self.prefixes.register(request)
 
     def release(self, request: Request) -> None:
         """Release the slot and the pages of a request. It waits then, or is about to end."""
         slot, table = request.slot, request.running_table
-        self.prefix_sharing.unregister(request)
+        self.prefixes.unregister(request)
         self.media.release(request)
         table.release()
         request.leave()
@@ -608,10 +558,3 @@ def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
     """Pages by group that all of these rows still need."""
     each = [request.table.need(end) for request, end in scheduled if request.table is not None]
     return [sum(needs) for needs in zip(*each, strict=True)]
-
-
-def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | None:
-    if not pools.states:
-        return None
-    assert limits.checkpoint_tokens % pools.page_tokens == 0, "a checkpoint within a page"
-    return StateCheckpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)

@@ -228,8 +228,8 @@ class Speculation:
         if looks_back(request.state.sampling.processors):
             return 0  # a processor that counts tokens cannot look ahead
         count = min(count, request.tokens_max - length - 1)
-        if batch.checkpoints is not None:  # a state is cached where it is due
-            count = min(count, -length % batch.checkpoints.every)
+        if (points := batch.prefixes.checkpoints) is not None:  # a state is cached where it is due
+            count = min(count, -length % points.every)
         return count
 
     def _lengths(self, slots: Sequence[int], rows: int, tokens_max: int) -> list[int]:

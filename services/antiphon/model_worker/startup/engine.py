@@ -207,7 +207,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     if settings.cache.hierarchical:
         shards = _open_shards(model.codec(), lead, ranked)
         places = [files] if draft_place is None else [files, draft_place]
-        core.batch.identify_weights(" ".join(map(content_digest, places)))
+        core.batch.prefixes.identify_weights(" ".join(map(content_digest, places)))
     return Engine(core, lead or model.runner, resolved, compiler, lead, shards, groups)
 
 

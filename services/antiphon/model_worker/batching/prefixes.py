@@ -1,8 +1,7 @@
-"""Sharing of prefixes that are being prefilled, and checkpoints of recurrent states."""
+"""The prefixes with which requests can start, and checkpoints of recurrent states."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -10,42 +9,89 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.request import PendingPrefix, Request
+from antiphon.model_worker.cache.key import CacheKey
+from antiphon.model_worker.cache.pages import CachePools, PageTable
 from antiphon.wire.digests import TOKEN_BYTES
+from antiphon.wire.namespaces import PageOrigin, cache_namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from antiphon.model_worker.cache.key import CacheKey
-    from antiphon.model_worker.cache.pages import PageTable
+    from antiphon.model_worker.batching.state import EngineLimits, RequestState
+    from antiphon.model_worker.cache.radix import Prefix, RadixIndex
 
 WORTH_TOKENS = 32
 """Minimum prefix worth waiting for, or worth a checkpoint. A shorter one is prefilled again."""
 
 
-@dataclass(kw_only=True)
-class PrefixSharing:
-    """The prefilling requests, by their first page.
+class Prefixes:
+    """The prefixes with which waiting requests can start: cached, or being prefilled by others.
 
     Without a prefix cache only the choices of one request share: the common prefix is forked from
     the page table of the first one. With a prefix cache it is found there, whichever request
     computed it. A table with recurrent states cannot be forked: what is shared ends at a
     checkpoint, in the prefix cache. A prefill of another namespace, as of other weights, is not
-    shared: `key_of` names that of a waiting request.
+    shared.
+
+    Attributes:
+        origin: What the namespaces of the pages that are computed now are made of.
+        checkpoints: None without recurrent states or a prefix cache.
     """
 
-    page_tokens: int
-    key_of: Callable[[Request], CacheKey]
-    indexed: bool  # whether there is a prefix cache
-    forks: bool  # whether page tables can be forked
-    checkpoints: StateCheckpoints | None
-
-    def __post_init__(self) -> None:
-        self._leaders: dict[tuple[bytes, bytes], list[Request]] = {}
+    def __init__(
+        self, limits: EngineLimits, pools: CachePools, index: RadixIndex, origin: PageOrigin
+    ) -> None:
+        self.origin = origin
+        self.checkpoints = _checkpoints(limits, pools) if index.enabled else None
+        self._pools = pools
+        self._index = index
+        self._page_tokens = pools.page_tokens
+        self._forks = not pools.states  # whether page tables can be forked
+        self._leaders: dict[tuple[bytes, bytes], list[Request]] = {}  # by their first page
         self._numbers = count(1)
+
+    def key_of(self, request: Request) -> CacheKey:
+        """The cache key of a waiting request, made once for the current weights."""
+        if request.cache_key is None or request.cache_key[0] is not self.origin:
+            tokens = request.token_bytes(max(1, request.shared_max))
+            key = CacheKey(namespace=self.namespace_of(request.state), token_ids=tokens)
+            request.cache_key = self.origin, key
+        return request.cache_key[1]
+
+    def namespace_of(self, state: RequestState) -> bytes:
+        """The namespace of the pages that the current weights compute for a request."""
+        return cache_namespace(self.origin, state.cache_salt)
+
+    def identify_weights(self, digest: str) -> None:
+        """Name the files of the weights in all keys from here on: pages will leave the process."""
+        self.origin = msgspec.structs.replace(self.origin, weights=digest)
+
+    def cached(self, request: Request) -> Prefix:
+        """The cached prefix of a waiting request; matched again only if the cache has changed."""
+        generation = self._index.generation
+        if request.prefix is None or request.prefix[0] != generation:
+            request.prefix = (generation, self._index.peek(self.key_of(request)))
+        return request.prefix[1]
+
+    def touch(self, request: Request) -> None:
+        """Protect the cached prefix of a waiting request that is about to start from eviction."""
+        self._index.touch(self.key_of(request))
+
+    def tokens(self, request: Request) -> int:
+        """Tokens of a waiting request that `table` would hold."""
+        return max(self.cached(request).length, self._pending_tokens(request))
+
+    def table(self, request: Request) -> PageTable:
+        """A table with the longest cached or shared prefix of a waiting request."""
+        cached = self._index.match(self.key_of(request)) or PageTable(self._pools)
+        tokens, following = self._pending_tokens(request), request.following
+        if following is None or tokens <= cached.committed:
+            return cached
+        fork = following.table.fork(tokens)
+        cached.release()
+        return fork
 
     def register(self, request: Request) -> None:
         """Let other requests wait for the prefix of one that has started."""
-        if request.length > self.page_tokens:
+        if request.length > self._page_tokens:
             request.leader_number = next(self._numbers)
             self._leaders.setdefault(self._leader_key(request), []).append(request)
 
@@ -57,15 +103,15 @@ class PrefixSharing:
             if not self._leaders[key]:
                 del self._leaders[key]
 
-    def should_wait(self, request: Request, cached_tokens: Callable[[Request], int]) -> bool:
+    def should_wait(self, request: Request) -> bool:
         """Whether a waiting request should wait until another one has prefilled their prefix."""
         if request.following is not None and request.following.computing:
             return True
         key = self.key_of(request)
-        first_page = key.token_ids[: self.page_tokens * TOKEN_BYTES]
+        first_page = key.token_ids[: self._page_tokens * TOKEN_BYTES]
         if not (leaders := self._leaders.get((key.namespace, first_page))):
             return False
-        cached = cached_tokens(request)
+        cached = self.cached(request).length
         # A leader that shares too little always will, unless less of the request is cached: a long
         # prompt is compared with each leader once, not in each step in which it is next.
         passed, least = request.passed_leaders
@@ -79,38 +125,31 @@ class PrefixSharing:
         request.passed_leaders = leaders[-1].leader_number, cached
         return False
 
-    def shared_tokens(self, request: Request) -> int:
-        """Length of the prefix that `fork` shares: 0 where the leader's window has moved on."""
+    def _pending_tokens(self, request: Request) -> int:
+        """Length of the prefix that is forked: 0 where the leader's window has moved on."""
         following = request.following
-        if following is None or not following.ready or not self.forks:
+        if following is None or not following.ready or not self._forks:
             return 0
         if following.leader.namespace != self.key_of(request).namespace:
             return 0
         return following.table.shareable_tokens(following.tokens)
 
-    def fork(self, request: Request, cached_tokens: int) -> PageTable | None:
-        """A table that shares the pending prefix, if it is longer than the cached one."""
-        following, tokens = request.following, self.shared_tokens(request)
-        if following is None or tokens <= cached_tokens:
-            return None
-        return following.table.fork(tokens)
-
     def _leader_key(self, request: Request) -> tuple[bytes, bytes]:
         """Key of requests that may share a prefix: the namespace and the first page's tokens."""
-        return request.namespace, request.token_bytes(self.page_tokens)
+        return request.namespace, request.token_bytes(self._page_tokens)
 
     def _follow(
         self, request: Request, leader: Request, cached_tokens: int
     ) -> PendingPrefix | None:
         siblings = leader.state.request_id == request.state.request_id
-        if not ((siblings and self.forks) or self.indexed):
+        if not ((siblings and self._forks) or self._index.enabled):
             return None
         # At least one token is computed by the request itself, to sample the next one from it.
         longest = min(leader.length, request.shared_max, request.length) - 1
-        common = _common_length(leader, request, longest) // self.page_tokens * self.page_tokens
+        common = _common_length(leader, request, longest) // self._page_tokens * self._page_tokens
         if self.checkpoints is not None:
             common = self.checkpoints.last(common, leader.length)
-        worth = self.page_tokens if siblings else max(self.page_tokens, WORTH_TOKENS)
+        worth = self._page_tokens if siblings else max(self._page_tokens, WORTH_TOKENS)
         if common - cached_tokens < worth or leader.table is None:
             return None
         following = PendingPrefix(leader, leader.table, common)
@@ -155,3 +194,10 @@ def _common_length(a: Request, b: Request, longest: int) -> int:
         return 0
     different = np.flatnonzero(a.key_ids(longest) != b.key_ids(longest))
     return int(different[0]) if len(different) else longest
+
+
+def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | None:
+    if not pools.states:
+        return None
+    assert limits.checkpoint_tokens % pools.page_tokens == 0, "a checkpoint within a page"
+    return StateCheckpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)
