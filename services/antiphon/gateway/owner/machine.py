@@ -89,7 +89,8 @@ class _PendingCancel:
 
 
 _ListTimer = tuple[Literal["list"]]
-_RequestTimer = tuple[Literal["deadline", "submit", "cancel", "unread", "resume"], RequestId]
+_TimerName = Literal["deadline", "submit", "cancel", "unread", "resume"]
+_RequestTimer = tuple[_TimerName, RequestId]
 _ResumeTimer = tuple[Literal["feed"], Process]
 _LIST_TIMER: _ListTimer = ("list",)
 
@@ -140,12 +141,8 @@ class Owner:
 
     def open(self, submit: SubmitRequest) -> list[Action]:
         assert submit.request_id not in self._requests
-        now = self._clock.now()
-        request = OwnedRequest(submit, now)
-        self._requests[request.id] = request
-        left_s = (submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
-        self._timers.set(("deadline", request.id), now + left_s)
-        self._open_list.add(request)
+        request = OwnedRequest(submit, self._clock.now())
+        self._own(request)
         # The list goes first: a leader must not run a request that is not on an open list.
         self._announce()
         self._submit(request)
@@ -178,15 +175,11 @@ class Owner:
         if (stale := self._requests.get(request.id)) is not None:
             self._ended_count -= stale.ended
             self._resumable.drop(request.id)
-            for name in ("unread", "resume"):
-                self._timers.drop((name, request.id))
+            self._drop_timers(request.id, "unread", "resume")
         request.attempt = adopted.attempt
         request.adopted = request.resumed = True
         request.client_has = tuple(client_has)
-        self._requests[request.id] = request
-        left_s = (adopted.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
-        self._timers.set(("deadline", request.id), self._clock.now() + left_s)
-        self._open_list.add(request)
+        self._own(request)
         self._accept(request, adopted.term)
         for sender in () if adopted.changed else self._gaps.senders():
             self._gaps.record_loss(sender)
@@ -216,8 +209,7 @@ class Owner:
         self._timers.drop(("resume", request_id))
         request.last_event_at = self._clock.now()
         self._timers.set(("submit", request_id), request.last_event_at + _SILENCE_S)
-        left_s = (request.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
-        self._timers.set(("deadline", request_id), self._clock.now() + left_s)
+        self._timers.set(("deadline", request_id), self._deadline(request))
         if request.detokenizer is not None:
             self._resume_if_needed(request.detokenizer)
         return self._take_actions()
@@ -249,6 +241,15 @@ class Owner:
                 self._actions.append(Deliver(request.id, Ended(request.usage, error)))
         self._announce_whole_or_state()
         return self._take_actions()
+
+    def _own(self, request: OwnedRequest) -> None:
+        self._requests[request.id] = request
+        self._timers.set(("deadline", request.id), self._deadline(request))
+        self._open_list.add(request)
+
+    def _deadline(self, request: OwnedRequest) -> float:
+        left_s = (request.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
+        return self._clock.now() + left_s
 
     # Bus events.
 
@@ -550,8 +551,7 @@ class Owner:
         self._actions.append(Deliver(request.id, Ended(request.usage)))
         request.ended = True
         self._ended_count += 1
-        for name in ("deadline", "unread"):
-            self._timers.drop((name, request.id))
+        self._drop_timers(request.id, "deadline", "unread")
         if request.is_settled and request.term == self._term:  # else the next leader lacks it
             self._timers.drop(("submit", request.id))
         if request.id not in self._resumable:
@@ -578,8 +578,7 @@ class Owner:
             owner=self._process,
             deadline_unix_ms=request.submit.deadline_unix_ms,
         )
-        left_s = (request.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
-        until = self._clock.now() + left_s + _TOMBSTONE_S
+        until = self._deadline(request) + _TOMBSTONE_S
         self._pending_cancels[request.id] = _PendingCancel(message, until)
         self._end(request, error)
         self._actions.append(message)
@@ -587,14 +586,17 @@ class Owner:
     def _end(self, request: OwnedRequest, error: EngineError | None = None) -> None:
         """Processes that still work on it see it missing from the open list."""
         del self._requests[request.id]
-        for name in ("deadline", "submit", "unread", "resume"):
-            self._timers.drop((name, request.id))
+        self._drop_timers(request.id, "deadline", "submit", "unread", "resume")
         self._resumable.drop(request.id)
         self._open_list.close(request)
         if request.ended:
             self._ended_count -= 1
         else:
             self._actions.append(Deliver(request.id, Ended(request.usage, error)))
+
+    def _drop_timers(self, request_id: RequestId, *names: _TimerName) -> None:
+        for name in names:
+            self._timers.drop((name, request_id))
 
     def _announce_whole_or_state(self) -> None:
         self._announce()
