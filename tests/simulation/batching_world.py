@@ -19,7 +19,6 @@ from antiphon.model_worker.batching.flights import InTurn
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.plan import LogprobsBatch
-from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.batching.state import (
     ChoiceKey,
@@ -29,6 +28,7 @@ from antiphon.model_worker.batching.state import (
     RequestState,
     SampledTokens,
 )
+from antiphon.model_worker.batching.waiting_queue import QueueRules
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.pages import CachePools

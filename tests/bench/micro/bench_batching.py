@@ -36,9 +36,9 @@ from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.plan import LogprobsBatch, StepOutcome
 from antiphon.model_worker.batching.plan_builder import build_plan
-from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
 from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.batching.waiting_queue import QueueRules
 from antiphon.model_worker.cache.pages import CachePools
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.wire.ids import RequestId

@@ -22,9 +22,9 @@ from antiphon.wire.namespaces import cache_namespace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.planner import QueueRules
     from antiphon.model_worker.batching.rows import StepRows
     from antiphon.model_worker.batching.state import Progress
+    from antiphon.model_worker.batching.waiting_queue import QueueRules
     from antiphon.model_worker.speculation.policy import Speculation
 
 LIMITS = limits()

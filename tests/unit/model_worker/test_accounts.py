@@ -19,8 +19,8 @@ from tests.unit.config.test_draft import decide
 
 from antiphon.kernels.cpu import extension
 from antiphon.model_worker.batching.page_budget import PoolUse
-from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.state import ChoiceKey, Finish
+from antiphon.model_worker.batching.waiting_queue import Backlog
 from antiphon.model_worker.observability.metrics import CpuTime, WorkerSize
 from antiphon.model_worker.observability.step_accounting import (
     REPORTS_MAX,

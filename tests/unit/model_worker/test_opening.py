@@ -32,8 +32,8 @@ from antiphon.model_card.hub import PublishedFile
 from antiphon.model_worker.batching.flights import ForwardThread
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import ChoiceKey, Progress, RequestState
+from antiphon.model_worker.batching.waiting_queue import QueueRules
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.speculation.request_texts import RequestTexts
 from antiphon.model_worker.startup import checksums, warm_up

@@ -18,7 +18,8 @@ from antiphon.config.worker import Policy
 from antiphon.model_worker.batching import prefixes
 from antiphon.model_worker.batching.plan import PLAIN, LogprobsBatch
 from antiphon.model_worker.batching.plan_builder import build_plan
-from antiphon.model_worker.batching.planner import QueueRules, TokenBudget
+from antiphon.model_worker.batching.planner import TokenBudget
+from antiphon.model_worker.batching.waiting_queue import QueueRules
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.command import PauseMode
 from antiphon.wire.ids import RequestId

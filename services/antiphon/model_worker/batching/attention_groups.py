@@ -22,8 +22,8 @@ from antiphon.model_worker.batching.joint_plan import (
 )
 from antiphon.model_worker.batching.media import MediaLoaded
 from antiphon.model_worker.batching.plan import PLAIN
-from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.state import SampledTokens
+from antiphon.model_worker.batching.waiting_queue import Backlog
 from antiphon.model_worker.cache.key import CacheKey
 
 if TYPE_CHECKING:

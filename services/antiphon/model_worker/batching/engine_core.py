@@ -13,7 +13,7 @@ from antiphon.model_worker.batching.faults import raise_if_shared
 from antiphon.model_worker.batching.media import MediaLoaded
 from antiphon.model_worker.batching.outcome import OutcomeProcessor, ProgressLog
 from antiphon.model_worker.batching.plan_builder import build_plan
-from antiphon.model_worker.batching.planner import QueueRules, StepPlanner, WaitingQueue
+from antiphon.model_worker.batching.planner import StepPlanner
 from antiphon.model_worker.batching.request import Request
 from antiphon.model_worker.batching.rows import NO_ROWS, StepRows
 from antiphon.model_worker.batching.running_batch import RunningBatch
@@ -26,6 +26,7 @@ from antiphon.model_worker.batching.state import (
     RequestState,
 )
 from antiphon.model_worker.batching.timeouts import Timeouts
+from antiphon.model_worker.batching.waiting_queue import QueueRules, WaitingQueue
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.grammar.executor import MatcherExecutor, PendingGrammarRows
 from antiphon.model_worker.speculation.policy import DraftCounts
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
         StepOutcome,
         StepPlan,
     )
-    from antiphon.model_worker.batching.planner import Backlog
     from antiphon.model_worker.batching.state import AnyProgress
+    from antiphon.model_worker.batching.waiting_queue import Backlog
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.pages import CachePools
     from antiphon.model_worker.grammar.matcher import GrammarMatcher

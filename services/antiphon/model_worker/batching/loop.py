@@ -25,9 +25,9 @@ from antiphon.model_worker.batching.plan import (
     SamplingPart,
     StepOutcome,
 )
-from antiphon.model_worker.batching.planner import Backlog
 from antiphon.model_worker.batching.state import AnyProgress, ChoiceKey, CoreTotals
 from antiphon.model_worker.batching.step_core import Rows
+from antiphon.model_worker.batching.waiting_queue import Backlog
 from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
     ContinueWorker,

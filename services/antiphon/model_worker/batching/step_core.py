@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         StepOutcome,
         StepPlan,
     )
-    from antiphon.model_worker.batching.planner import Backlog
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.state import (
         AnyProgress,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         EngineLimits,
         RequestState,
     )
+    from antiphon.model_worker.batching.waiting_queue import Backlog
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.command import PauseMode

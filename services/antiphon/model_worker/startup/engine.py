@@ -20,8 +20,8 @@ from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.flights import ForwardThread, InTurn
-from antiphon.model_worker.batching.planner import QueueRules
 from antiphon.model_worker.batching.state import EngineLimits
+from antiphon.model_worker.batching.waiting_queue import QueueRules
 from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.pages import CachePools
