@@ -238,15 +238,15 @@ def test_a_text_that_cannot_be_indexed_ends_its_request_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_turn", "ahead", "sparing", "reason"),
+    ("in_turn", "ahead", "shared", "reason"),
     [
-        (1.0, 1.5, 1.6, "0.67 with 1 rows, 0.67 with 16 rows; {} and a core left to the loop"),
-        (1.5, 1.0, 1.6, "1.50 with 1 rows, 1.50 with 16 rows; {} and a core left to the loop"),
-        (1.5, 1.2, 1.0, "{} and a core left to the loop; 1.25 with 1 rows, 1.25 with 16 rows"),
+        (1.0, 1.5, 1.6, "0.67 with 1 rows, 0.67 with 16 rows; {} with a core that the loop shares"),
+        (1.5, 1.0, 1.6, "1.50 with 1 rows, 1.50 with 16 rows; {} with a core that the loop shares"),
+        (1.5, 1.2, 1.0, "{} with a core that the loop shares; 1.25 with 1 rows, 1.25 with 16 rows"),
     ],
 )
 def test_overlap_is_chosen_where_it_is_faster(
-    in_turn: float, ahead: float, sparing: float, reason: str, monkeypatch: pytest.MonkeyPatch
+    in_turn: float, ahead: float, shared: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, runs = warm_up._decode_seconds, Counter[float]()
     threads: dict[float, int] = {}
@@ -258,7 +258,7 @@ def test_overlap_is_chosen_where_it_is_faster(
         if isinstance(launcher, ForwardThread):
             assert isinstance(launcher._begin, partial)
             (count,) = launcher._begin.args
-            took = ahead if count == 2 else sparing
+            took = ahead if count == 2 else shared
             threads[took] = count
         runs[took] += 1
         return took
@@ -271,15 +271,15 @@ def test_overlap_is_chosen_where_it_is_faster(
     two = msgspec.structs.replace(engine.resolved.threads, value=2)
     engine.resolved = msgspec.structs.replace(engine.resolved, threads=two)
     chosen = warm_up.choose_overlap(loop, engine)
-    spared = f"{in_turn / sparing:.2f}"
-    reason = reason.format(f"{spared} with 1 rows, {spared} with 16 rows")
-    faster = in_turn > min(ahead, sparing)
+    sharing = f"{in_turn / shared:.2f}"
+    reason = reason.format(f"{sharing} with 1 rows, {sharing} with 16 rows")
+    faster = in_turn > min(ahead, shared)
     assert (chosen.value, chosen.reason) == (faster, f"its measured speed: {reason}")
     assert (loop._ahead, len(loop.native_threads)) == (int(faster), int(faster))
-    assert threads == {ahead: 2, sparing: 1}
+    assert threads == {ahead: 2, shared: 1}
     # Each way has run as often as steps in turn, but one that is far behind once with as many rows.
-    slow = {took: 2 for took in (ahead, sparing) if in_turn < 0.9 * took}
-    assert runs == {in_turn: 10, ahead: 10, sparing: 10} | slow
+    slow = {took: 2 for took in (ahead, shared) if in_turn < 0.9 * took}
+    assert runs == {in_turn: 10, ahead: 10, shared: 10} | slow
     expected = answers(open_engine(SMALL), [[5, 6, 7]])
     assert answers(engine, [[5, 6, 7]], loop) == expected
 

@@ -32,6 +32,23 @@ class CompiledRecurrence(Protocol):
     ) -> Tensor: ...
 
 
+class TeamSeat(Protocol):
+    """A seat for one more thread in the teams of the thread that offers it."""
+
+    def offer(self) -> None:
+        """Offer it in what this thread computes from now on."""
+
+    def finish(self, step: int) -> None:
+        """The steps up to this one are over."""
+
+    def help(self, step: int) -> int:
+        """Compute with the thread that offers it, until a step is over.
+
+        Returns in how many of its calls it has taken part.
+        """
+        ...
+
+
 @cache
 def load() -> ModuleType:
     """The compiled extension module. Nothing is compiled here.
@@ -89,6 +106,11 @@ def pool_zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if math.prod(size) and device.type == "cpu" and unavailable_reason() is None:
         return huge_zeros(*size, dtype=dtype)
     return torch.zeros(size, dtype=dtype, device=device)
+
+
+def team_seat() -> TeamSeat | None:
+    """A seat in the teams of kernels; None if they are torch's."""
+    return load().TeamSeat() if unavailable_reason() is None else None
 
 
 def kernel_cpu_s() -> float:

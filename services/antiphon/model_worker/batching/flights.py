@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from itertools import count
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from antiphon.model_worker.batching.plan import DeviceLost, Ints, SamplingPart, StepOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from antiphon.model_worker.batching.plan import PlanRunner, StepPlan
 
@@ -108,15 +109,36 @@ class InTurnFlight:
         return self._drafts
 
 
+class Seat(Protocol):
+    """A place beside the kernels of the forward thread, for the thread that waits for them."""
+
+    def offer(self) -> None:
+        """Offer it, in the forward thread."""
+
+    def finish(self, step: int) -> None:
+        """The steps up to this one are over."""
+
+    def help(self, step: int) -> object:
+        """Compute with the forward thread until a step is over."""
+
+
 class ForwardThread:
     """Computes plans in a thread of its own, which begins with the first one.
 
-    It calls `begin` before that: what a runner keeps by thread is set there.
+    It calls `begin` before that: what a runner keeps by thread is set there. If it has a seat, a
+    thread that waits for an outcome computes meanwhile.
     """
 
-    def __init__(self, runner: PlanRunner, begin: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        runner: PlanRunner,
+        begin: Callable[[], None] | None = None,
+        seat: Seat | None = None,
+    ) -> None:
         self._runner = runner
         self._begin = begin
+        self._seat = seat
+        self._steps = count(1)
         self._drafting = Drafting(runner)
         self._flights = SimpleQueue[ThreadFlight | None]()
         self._last: ThreadFlight | None = None
@@ -132,7 +154,7 @@ class ForwardThread:
             thread = Thread(target=self._run, name="forward", daemon=True)
             thread.start()
             self.thread = thread
-        self._last = ThreadFlight(plan)
+        self._last = ThreadFlight(plan, self._steps, self._seat)
         self._flights.put(self._last)
         return self._last
 
@@ -150,6 +172,8 @@ class ForwardThread:
     def _run(self) -> None:
         if self._begin is not None:
             self._begin()
+        if self._seat is not None:
+            self._seat.offer()
         while (flight := self._flights.get()) is not None:
             flight.compute(self._runner, self._drafting)
 
@@ -157,8 +181,10 @@ class ForwardThread:
 class ThreadFlight:
     """A plan that the forward thread computes. Each queue passes one value to the other thread."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, steps: Iterator[int], seat: Seat | None) -> None:
         self._plan = plan
+        self._seat = seat
+        self._outcome_step, self._drafts_step = next(steps), next(steps)
         self._parts = SimpleQueue[SamplingPart]()
         self._outcomes = SimpleQueue[StepOutcome | BaseException]()
         self._drafted = SimpleQueue[Ints | BaseException]()
@@ -173,24 +199,37 @@ class ThreadFlight:
             self._outcomes.put(runner.run(self._plan, part))
         except BaseException as error:  # noqa: BLE001  # raised where the outcome is read
             self._outcomes.put(error)
+            self._finish(self._outcome_step)
         else:
+            self._finish(self._outcome_step)
             if self._plan.draft_counts is not None:
                 try:
                     drafts = drafting.make(self._plan)
                 except BaseException as error:  # noqa: BLE001  # raised where drafts are read
                     drafts = error
         self._drafted.put(drafts)
+        self._finish(self._drafts_step)
 
     def sample(self, part: SamplingPart) -> None:
         self._parts.put(part)
 
     def outcome(self) -> StepOutcome:
+        self._help(self._outcome_step)
         return _or_raise(self._outcomes.get())
 
     def drafts(self) -> Ints:
         if self._drafts is None:
+            self._help(self._drafts_step)
             self._drafts = self._drafted.get()
         return _or_raise(self._drafts)
+
+    def _finish(self, step: int) -> None:
+        if self._seat is not None:
+            self._seat.finish(step)
+
+    def _help(self, step: int) -> None:
+        if self._seat is not None:
+            self._seat.help(step)
 
 
 _NO_DRAFTS: Ints = np.zeros((0, 0), np.int32)

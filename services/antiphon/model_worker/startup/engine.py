@@ -106,17 +106,21 @@ class Engine:
         """A launcher that computes plans when their outcomes are read."""
         return self._ranked(InTurn(self.runner))
 
-    def in_thread(self, *, spared: int = 0) -> Launcher:
+    def in_thread(self, *, shared: bool = False) -> Launcher:
         """A launcher that computes plans in a thread of its own.
 
-        Kernels use all threads but the `spared` ones, which the batching loop may have.
+        If shared, its kernels leave one of their threads to the batching loop, whose thread
+        computes with them while it waits.
         """
-        begin = None
+        begin, seat = None, None
         if self.resolved is not None:
             import torch  # noqa: PLC0415 (it takes seconds, see `host_device`)
 
-            begin = partial(torch.set_num_threads, self.resolved.threads.value - spared)
-        return self._ranked(ForwardThread(self.runner, begin))
+            from antiphon.kernels.cpu.extension import team_seat  # noqa: PLC0415
+
+            seat = team_seat() if shared else None
+            begin = partial(torch.set_num_threads, self.resolved.threads.value - int(shared))
+        return self._ranked(ForwardThread(self.runner, begin, seat))
 
     def _ranked(self, launcher: Launcher) -> Launcher:
         return launcher if self.lead is None else RankedLauncher(launcher, self.lead)

@@ -114,7 +114,7 @@ def choose_overlap(loop: BatchingLoop[Any], engine: Engine) -> ResolvedValue[boo
             return ResolvedValue(value=False, reason=f"a step takes {1e3 * report.seconds:.0f} ms")
         in_turn, ways = engine.in_turn(), {"": engine.in_thread()}
         if engine.resolved is not None and engine.resolved.threads.value > 1:
-            ways[SPARING] = engine.in_thread(spared=1)
+            ways[SHARED] = engine.in_thread(shared=True)
         speeds: dict[str, dict[int, float]] = {name: {} for name in ways}
         most = engine.step_core.limits.running_max
         for rows in sorted({min(rows, most) for rows in OVERLAP_ROWS}):
@@ -136,7 +136,7 @@ def choose_overlap(loop: BatchingLoop[Any], engine: Engine) -> ResolvedValue[boo
     return ResolvedValue(value=faster, reason=f"its measured speed: {'; '.join(said)}")
 
 
-SPARING = " and a core left to the loop"
+SHARED = " with a core that the loop shares"
 OVERLAP_DROPPED = 0.9
 """A way that is so much slower than steps in turn is not run again with as many rows."""
 

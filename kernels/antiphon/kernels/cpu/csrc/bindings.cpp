@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "seat.h"
+
 namespace {
 
 // Linux lets a process have tiles if it asks, once and before its threads use any.
@@ -67,7 +69,10 @@ const Table &kernels() { return *chosen; }
 
 // A child of a fork has none of the pool's threads, and would wait for them for ever:
 // https://gcc.gnu.org/bugzilla/show_bug.cgi?id=58378
-int threads() { return forked ? 1 : at::get_num_threads(); }
+int threads() {
+    if (forked) return 1;
+    return at::get_num_threads() + (TeamSeat::offered() == nullptr ? 0 : 1);
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const auto tables = available();
@@ -86,4 +91,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     bind_experts(module);
     bind_recurrent(module);
     bind_stack(module);
+    bind_team(module);
 }

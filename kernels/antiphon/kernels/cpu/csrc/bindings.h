@@ -17,7 +17,7 @@ namespace py = pybind11;
 // The functions of the instruction set in use.
 const Table &kernels();
 
-// Threads of torch's pool that this thread may use.
+// Threads of a team of this thread: of torch's pool, and the one in its seat.
 int threads();
 
 // While it lives a kernel runs: the interpreter is free for other threads, and the processor time
@@ -51,3 +51,4 @@ void bind_attention(py::module_ &module);
 void bind_experts(py::module_ &module);
 void bind_recurrent(py::module_ &module);
 void bind_stack(py::module_ &module);
+void bind_team(py::module_ &module);

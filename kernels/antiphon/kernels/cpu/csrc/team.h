@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "seat.h"
 #include "simd.h"
 
 namespace ISA_NS {
@@ -74,15 +75,22 @@ class TeamThread {
     bool *failed_;
 };
 
-// Run `body(member)` in every thread of one region. OpenMP may give fewer threads than asked for.
-// Throws bad_alloc, the one thing that work throws, once all of them are done.
+// Run `body(member)` in every thread of one region, of which one may come late, if this thread has a
+// seat for it. OpenMP may give fewer threads than asked for. Throws bad_alloc, the one thing that
+// work throws, once all of them are done.
 template <class Body> static inline void in_team(int threads, Phase *phases, Body &&body) {
     bool failed = false;
-#pragma omp parallel num_threads(threads)
-    {
-        TeamThread member(phases, omp_get_num_threads(), &failed);
+    TeamSeat *const seat = threads > 1 ? TeamSeat::offered() : nullptr;
+    const int own = threads - (seat == nullptr ? 0 : 1);
+    auto work = [&] {
+        TeamThread member(phases, threads, &failed);
         body(member);
-    }
+    };
+    if (seat != nullptr)
+        seat->open([](void *region) { (*static_cast<decltype(work) *>(region))(); }, &work);
+#pragma omp parallel num_threads(own)
+    work();
+    if (seat != nullptr) seat->close();
     if (failed) throw std::bad_alloc();
 }
 
