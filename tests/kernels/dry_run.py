@@ -6,7 +6,6 @@ compile. The kernels are in bfloat16, as these models are served.
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.rotary import QkNormWeights
 from antiphon.kernels.routing import RoutingSpec
+from antiphon.kernels.triton.launch import RECORDING
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -131,29 +131,20 @@ def _recording() -> Generator[dict[Launch, None]]:
     def record(
         kernel: Any,
         grid: tuple[int, ...],
-        *arguments: Tensor | float,
-        warps: int = 4,
-        stages: int = 2,
-        **constants: Constant,
+        arguments: tuple[Tensor | float, ...],
+        constants: dict[str, Constant],
     ) -> None:
         assert len(grid) <= 3, "a grid of Triton"
         types = tuple(map(_type_of, arguments))
         module, name = kernel.fn.__module__, kernel.fn.__name__
+        warps, stages = (int(constants.pop(name) or 0) for name in ("num_warps", "num_stages"))
         found[Launch(module, name, types, tuple(constants.items()), warps, stages)] = None
 
-    modules = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith("antiphon.kernels.triton.") and "launch" in vars(module)
-    ]
-    before = [vars(module)["launch"] for module in modules]
+    RECORDING.recorder = record
     try:
-        for module in modules:
-            vars(module)["launch"] = record
         yield found
     finally:
-        for module, launch in zip(modules, before, strict=True):
-            vars(module)["launch"] = launch
+        RECORDING.recorder = None
 
 
 def _type_of(argument: Tensor | float) -> str:
@@ -248,3 +239,6 @@ class _Pass:
         ops.finite_rows(logits)
         ops.logsumexp(logits, column)
         ops.sample(logits, column.double(), column, index, column, column)
+        slots = index.int()
+        ops.record_futures(slots, slots, index, _empty(rows, dtype=torch.bool), vocabulary)
+        ops.resolve_futures(slots, slots)

@@ -19,15 +19,16 @@ def test_triton_kernels_equal_their_references(part: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_models_generate_the_same_on_triton_kernels() -> None:
-    run_interpreted("models.py")
+    run_interpreted("models.py", "tapes.py")
 
 
-def run_interpreted(file: str, *options: str) -> None:
-    """Run the tests of a file.
+def run_interpreted(*words: str) -> None:
+    """Run the tests of files, the words that end in .py.
 
     In a process of its own: Triton interprets kernels from its first import on, or never.
     """
-    words = ("-q", "-p", "no:cacheprovider", "--timeout", "300", *options, str(FOLDER / file))
+    words = tuple(str(FOLDER / word) if word.endswith(".py") else word for word in words)
+    words = ("-q", "-p", "no:cacheprovider", "--timeout", "300", "--durations", "8", *words)
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         capture_output=True,

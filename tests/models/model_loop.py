@@ -15,7 +15,7 @@ from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import PoolMode, read_pooling
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.flights import ForwardThread, InTurn
+from antiphon.model_worker.batching.flights import ForwardThread, InStream, InTurn, StreamRunner
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.state import ChoiceKey, Finish, Progress, RequestState
@@ -133,7 +133,10 @@ class ModelLoop:
         self.speculation = self.core.speculation
         self._step_core = _whole(self.cores)
         runner = runner or lead or model.runner
-        launcher = ForwardThread(runner) if overlap else InTurn(runner)
+        launcher = InTurn(runner)
+        if overlap:
+            on_device = isinstance(runner, StreamRunner)
+            launcher = InStream(runner) if on_device else ForwardThread(runner)
         self._launcher = launcher if lead is None else RankedLauncher(launcher, lead)
         ahead = sizes.flights - 1 if sizes.flights > 1 else ahead if overlap else 0
         looped, mailbox = self._step_core, Mailbox(1)

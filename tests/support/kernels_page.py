@@ -74,8 +74,14 @@ memory:
 
 Models that only pool, tensor and pipeline parallelism, draft models, the modules of
 transformers, deterministic inference, an FP8 KV cache, latent attention, and pages stored
-outside the worker. CUDA graphs and FlashInfer are not used. The host waits for the tokens of a
-step before it launches the next one, in a thread of its own."""
+outside the worker. CUDA graphs and FlashInfer are not used.
+
+## While the device computes
+
+The host launches a step, and the next one before the first is read: tokens in flight stay on the
+device, and the host waits for nothing but the copy of a step's tokens and flags. The interpreter
+refuses a step that reads anything else, and computes it in a thread of its own ([decision
+64](decisions/0064-a-device-is-launched-and-read-later.md))."""
 
 
 def _compiled() -> str:

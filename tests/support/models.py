@@ -66,6 +66,8 @@ def plan(
         "cache_dtype": CacheDtype.AUTO,
         "cache_scales": "",
         "ep_ranks": 1,
+        "running_max": 64,
+        "context_tokens": 1024,
         **values,
     }
     resolved = {name: ResolvedValue(value, "a test") for name, value in decided.items()}

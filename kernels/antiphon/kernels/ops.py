@@ -26,7 +26,16 @@ from antiphon.kernels.op import REGISTRY, BackendChoice, DeviceCapability, Kerne
 from antiphon.kernels.recurrent import recurrence
 from antiphon.kernels.rotary import qk_norm_rope_store
 from antiphon.kernels.routing import combine, route
-from antiphon.kernels.sampling import argmax, bias, logsumexp, mask, penalize, sample
+from antiphon.kernels.sampling import (
+    argmax,
+    bias,
+    logsumexp,
+    mask,
+    penalize,
+    record_futures,
+    resolve_futures,
+    sample,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -71,6 +80,8 @@ class Ops:
         self.logsumexp = choose(logsumexp)
         self.argmax = choose(argmax)
         self.sample = choose(sample)
+        self.resolve_futures = choose(resolve_futures)
+        self.record_futures = choose(record_futures)
         self.choices = tuple(choices)
 
 

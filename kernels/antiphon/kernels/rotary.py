@@ -222,7 +222,7 @@ class CosSinCache:
         if positions.ndim > 1:
             return self._at_axes(positions)
         # Python integers: numpy's maximum and torch's length go through Python, cold code.
-        self._reach(max(positions.tolist()))
+        self.reach(max(positions.tolist()))
         return TokenCosSin(self._cos, self._sin, positions, self._query_scale, self._upload)
 
     def _at_axes(self, positions: NDArray[np.int32]) -> TokenCosSin:
@@ -230,13 +230,13 @@ class CosSinCache:
         sections = self._rotary.sections
         assert len(sections) == len(positions), "a RoPE with as many sections as axes"
         assert self._query_scale is None, "a temperature goes by the index of a token"
-        self._reach(int(positions.max()))
+        self.reach(int(positions.max()))
         places = self._upload(positions)
         cos, sin = (_by_axis(table, places, sections) for table in (self._cos, self._sin))
         every = np.arange(positions.shape[1], dtype=np.int32)
         return TokenCosSin(cos, sin, every, None, self._upload)
 
-    def _reach(self, last: int) -> None:
+    def reach(self, last: int) -> None:
         """Compute all positions up to the last one."""
         if last >= self._known:
             known = 1 << last.bit_length()

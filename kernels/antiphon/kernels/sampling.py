@@ -3,7 +3,8 @@
 Also what changes single logits before that (penalties, masks, biases), and the normaliser of
 logprobs.
 
-Axes: L rows of logits, V vocabulary, C candidates, N blocks of the vocabulary, E single logits.
+Axes: L rows of logits, V vocabulary, C candidates, N blocks of the vocabulary, E single logits, T
+tokens of a pass, S slots of requests.
 
 Gumbel noise would need a random number for each vocabulary entry (17 times slower, measured); here
 the noise is one number and the sum runs in the fixed order of the vocabulary. A row's result
@@ -132,6 +133,33 @@ def sample(
         count = _floor(weights[filtered], top_k[filtered], top_p[filtered])
         floor[filtered] = torch.maximum(floor[filtered], count)
     return _invert(weights.masked_fill_(weights < floor[:, None], 0.0), uniform)
+
+
+@kernel("futures.resolve", triton("futures:resolve", invariant=True), invariant=True)
+def resolve_futures(tokens: Tensor, last: Tensor) -> Tensor:
+    """The ids of tokens that the host may not have read yet: -1 - s is the last one of slot s.
+
+    tokens (T,) int32; last (S,) int32  ->  (T,) int64
+    """
+    wide = tokens.long()
+    return torch.where(wide < 0, last[(-1 - wide).clamp(min=0)].long(), wide)
+
+
+@kernel("futures.record", triton("futures:record", invariant=True), invariant=True)
+def record_futures(
+    last: Tensor, slots: Tensor, sampled: Tensor, finite: Tensor, vocabulary: int
+) -> None:
+    """Record the last token of each slot, in place: 0 where there is none, which is read safely.
+
+    There is none where logits are not finite, or the sampled number is no id.
+
+    last (S,) int32; slots (L,) int32, each once, or -1: not recorded; sampled (L,) int64; finite
+    (L,) bool
+    """
+    known = (slots >= 0).nonzero()[:, 0]
+    token = sampled[known]
+    there = finite[known] & (token >= 0) & (token < vocabulary)
+    last[slots[known].long()] = torch.where(there, token, 0).int()
 
 
 @cache

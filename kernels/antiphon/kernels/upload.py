@@ -26,9 +26,18 @@ def upload_to(kind: str, device: torch.device) -> Upload:
         case "cpu":
             return torch.as_tensor
         case "interpreter":
-            return torch.tensor  # on the host, but never the array itself: no GPU would see it
+            return _copied
         case _:
             return _Pinned(device)
+
+
+def _copied(values: NDArray[Any]) -> Tensor:
+    """A copy of a copy: the first one is pinned memory, of which the stream makes the second one.
+
+    The array itself must not be read any more: no GPU would see it.
+    """
+    pinned = torch.as_tensor(values.copy())
+    return torch.empty_like(pinned).copy_(pinned)
 
 
 class _Pinned:

@@ -241,7 +241,7 @@ class ModelWorker:
         resolved, pool_width = engine.resolved, engine.step_core.limits.pool_width
         report = warm_up(self._loop, engine, pools=pool_width is not None)
         if (engine.ahead or engine.on_gpu) and resolved is not None and resolved.overlap.value:
-            self._loop.use(engine.in_thread(), ahead=engine.ahead or 1)
+            self._loop.use(engine.overlapped(), ahead=engine.ahead or 1)
         elif resolved is not None and resolved.overlap.value:
             overlap = choose_overlap(self._loop, engine)
             engine.resolved = msgspec.structs.replace(resolved, overlap=overlap)

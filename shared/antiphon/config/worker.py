@@ -96,8 +96,8 @@ class BatchingConfig(Config):
     """Maximum duration of a step, in seconds; a worker whose step takes longer exits and is
     restarted."""
     overlap: bool = True
-    """Whether the next step is planned while the one before it is computed, in a thread of its own;
-    a CPU worker measures at start whether that is faster."""
+    """Whether the next step is planned while the one before it is computed, by a GPU or in a thread
+    of its own; a CPU worker measures at start whether that is faster."""
     decode_log_interval: Steps = 40
     """Interval between log lines of decode batches, in steps."""
     dump_folder: str = ""

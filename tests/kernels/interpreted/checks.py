@@ -317,3 +317,23 @@ def check_logits(module: Module, vocabulary: int) -> None:
         mask(logits, masked, words)
         results.append(logits)
     close(*results)
+
+
+def check_futures(module: Module) -> None:
+    """Slots that are not recorded keep their token, and one without a token has 0."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(-300, 300, (400,), generator=generator, dtype=torch.int32)
+    before = torch.randint(0, 99, (300,), generator=generator, dtype=torch.int32)
+    assert torch.equal(
+        module.resolve(tokens, before), sampling.resolve_futures.reference(tokens, before)
+    )
+    slots = torch.randperm(300, generator=generator, dtype=torch.int32)[:290]
+    slots[::7] = -1
+    sampled = torch.randint(-2, 102, (290,), generator=generator)
+    finite = torch.rand(290, generator=generator) > 0.1
+    results: list[Tensor] = []
+    for call in (module.record, sampling.record_futures.reference):
+        padded = torch.nn.functional.pad(before, (8, 8), value=7)
+        call(padded[8:-8], slots, sampled, finite, 100)
+        results.append(padded)
+    assert torch.equal(*results)

@@ -6,21 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.kernels.interpreted.held import Held
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
 from tests.models.specs import BY_NAME
 from tests.models.test_steering import bias
 from tests.models.tiny import write_llama
-from tests.support.models import open_model
+from tests.support.models import load, open_model
 from tests.support.worker import state
 
 from antiphon.kernels.op import KernelUnavailable
+from antiphon.kernels.stream import InterpretedStream
+from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.runner.opening import OpenModel
 
@@ -31,7 +35,7 @@ def opened(folder: Path, device: str) -> OpenModel:
     return open_model(folder, pages=100, dtype="float32", device=device)
 
 
-def requests(vocabulary: int) -> list[RequestState]:
+def requests(vocabulary: int, count: int) -> list[RequestState]:
     """Greedy, drawn at random with all filters, penalised and biased, with logprobs."""
     random = np.random.default_rng(5)
     ways: list[dict[str, Any]] = [
@@ -52,31 +56,41 @@ def requests(vocabulary: int) -> list[RequestState]:
             random.integers(1, vocabulary, 3 + 9 * number).tolist(),
             sampling=SamplingParams(max_new_tokens=OUTPUTS, **way),
         )
-        for number, way in enumerate(ways)
+        for number, way in enumerate(ways[:count])
     ]
 
 
-def outputs_of(model: OpenModel, *, overlap: bool) -> list[Any]:
-    asked = requests(model.spec.vocabulary)
-    ran = ModelLoop(model, overlap=overlap, chunk_tokens=20).run(asked)
+def outputs_of(
+    model: OpenModel, runner: PlanRunner | None = None, *, overlap: bool, count: int
+) -> list[Any]:
+    asked = requests(model.spec.vocabulary, count)
+    loop = ModelLoop(model, runner, overlap=overlap, chunk_tokens=20)
+    ran = loop.run(asked)
+    assert bool(loop.futures) == overlap
     assert [len(output.ids) for output in ran] == [OUTPUTS] * len(asked)
     return [(output.ids, [token.logprob for token in output.tokens]) for output in ran]
 
 
-def check_device(folder: Path, overlaps: Sequence[bool] = (True,)) -> None:
-    expected = outputs_of(opened(folder, "cpu"), overlap=False)
+def check_device(folder: Path, overlaps: Sequence[bool] = (True,), count: int = 2) -> None:
+    expected = outputs_of(opened(folder, "cpu"), overlap=False, count=count)
     model = opened(folder, "interpreter")
     backends = {choice.op: choice.backend for choice in model.runner.choices}
     assert {backends[op] for op in ("attention.paged", "norm.rmsnorm")} == {"triton"}
     for overlap in overlaps:
-        got = outputs_of(opened(folder, "interpreter"), overlap=overlap)
+        model, runner = opened(folder, "interpreter"), None
+        if overlap:
+            # The device computes as late as it may.
+            loaded = load(folder, dtype="float32", device="interpreter")
+            stream = InterpretedStream(Held())
+            runner = DeviceRunner(loaded, model.groups, stream)
+        got = outputs_of(model, runner, overlap=overlap, count=count)
         for (ids, logprobs), (expected_ids, expected_logprobs) in zip(got, expected, strict=True):
             assert ids == expected_ids
             assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
 
 
 def test_llama_generates_what_it_does_on_the_cpu(tmp_path: Path) -> None:
-    check_device(write_llama(tmp_path, {"num_hidden_layers": 2}), (False, True))
+    check_device(write_llama(tmp_path, {"num_hidden_layers": 2}), (False, True), count=4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt-oss"])

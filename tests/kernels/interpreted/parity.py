@@ -16,6 +16,7 @@ from antiphon.kernels.triton import (
     activation,
     attention,
     experts,
+    futures,
     heads,
     logits,
     norm,
@@ -183,6 +184,10 @@ def test_logits_are_penalised_biased_and_masked(vocabulary: int) -> None:
     checks.check_logits(logits, vocabulary)
 
 
+def test_futures_are_resolved_and_recorded() -> None:
+    checks.check_futures(futures)
+
+
 FAST = ([1, 5], [70, 3])
 F32 = torch.float32
 norms = partial(checks.check_rmsnorm, rows=2, size=100, dtype=F32)
@@ -281,6 +286,9 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("sampling", "weight < floor", "weight <= floor", draws),
     ("sampling", "target - before", "target", draws),
     ("sampling", "value > best)", "value >= best)", checks.check_greedy),
+    ("futures", "last - 1 - token", "last - token", checks.check_futures),
+    ("futures", "(token < vocabulary)", "(token <= vocabulary)", checks.check_futures),
+    ("futures", "mask=slot >= 0", "mask=slot >= -1", checks.check_futures),
     ("logits", "token % 32", "token % 31", changes),
     ("logits", "seen > 0", "seen < 0", changes),
 ]

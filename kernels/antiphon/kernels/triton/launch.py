@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import local
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +19,27 @@ class Kernel(Protocol):
     def __getitem__(self, grid: tuple[int, ...], /) -> Callable[..., object]: ...
 
 
+class Recorder(Protocol):
+    """Takes a launch in place of running it."""
+
+    def __call__(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, ...],
+        arguments: tuple[Tensor | float, ...],
+        constants: dict[str, Constant],
+        /,
+    ) -> None: ...
+
+
+class _Recording(local):
+    recorder: Recorder | None = None
+
+
+RECORDING = _Recording()
+"""What takes the launches of this thread; None: they run."""
+
+
 def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
@@ -27,8 +49,13 @@ def launch(
     **constants: Constant,
 ) -> None:
     """Run a kernel on a grid of programs; an empty grid runs none."""
-    if 0 not in grid:
-        kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+    if 0 in grid:
+        return
+    constants |= {"num_warps": warps, "num_stages": stages}
+    if RECORDING.recorder is None:
+        kernel[grid](*arguments, **constants)
+    else:
+        RECORDING.recorder(kernel, grid, arguments, constants)
 
 
 def ceil_div(number: int, divisor: int) -> int:

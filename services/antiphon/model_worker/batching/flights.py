@@ -1,4 +1,4 @@
-"""Flights: plans that are computed in the loop's thread, or in a thread of their own."""
+"""Flights: plans that the loop's thread computes, a thread of their own, or another device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from itertools import count
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from antiphon.model_worker.batching.plan import DeviceLost, Ints, SamplingPart, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from antiphon.model_worker.batching.plan import PlanRunner, StepPlan
+    from antiphon.model_worker.batching.plan import Flight, PlanRunner, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,32 @@ class Seat(Protocol):
 
     def help(self, step: int) -> object:
         """Compute with the forward thread until a step is over."""
+
+
+@runtime_checkable
+class StreamRunner(Protocol):
+    """Launches plans on a device, which computes them in their order."""
+
+    def launch(self, plan: StepPlan) -> Flight: ...
+
+
+class InStream:
+    """Launches plans on a device that computes them while the host goes on."""
+
+    thread: Thread | None = None
+    draft_failures = 0
+
+    def __init__(self, runner: StreamRunner) -> None:
+        self._runner = runner
+
+    def launch(self, plan: StepPlan) -> Flight:
+        return self._runner.launch(plan)
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class ForwardThread:

@@ -110,6 +110,8 @@ class ForwardContexts:
                 CosSinCache, dtype=placement.dtype, device=placement.device, upload=self._upload
             )
         )
+        mixers = (mixer for layer in model.spec.layers for mixer in layer.mixers)
+        self._rotaries = {m.rotary for m in mixers if isinstance(m, AttentionSpec)}
         self._stack: FusedDecoder | None = None
         self._stack_positions: tuple[PositionSpec, ...] = ()
         # With chunked attention, the rows of a sequence may differ from step to step.
@@ -131,6 +133,11 @@ class ForwardContexts:
             # It is batch-invariant if its operations are.
             return BackendChoice(STACK, self.run_layers, BY_LAYER, refused, invariant=True)
         return BackendChoice(STACK, self._stack, "cpu", (), invariant=True)
+
+    def prepare(self, positions: int) -> None:
+        """Compute now what passes read of so many positions."""
+        for rotary in self._rotaries:
+            self._angles(rotary).reach(positions - 1)
 
     def score(
         self, plan: StepPlan, batch: InputBatch, tokens: Ints, *, bare: bool
@@ -175,20 +182,21 @@ class ForwardContexts:
         self._before = None
 
     def run_layers(
-        self, plan: StepPlan, batch: InputBatch, tokens: Ints
+        self, plan: StepPlan, batch: InputBatch, token_ids: Tensor
     ) -> tuple[ForwardContext, HiddenStates]:
-        """The context of a forward pass, and its hidden states."""
+        """The context of a forward pass on tokens (T,) int64, and its hidden states."""
         decoder, ctx = self._decoder, self.of(plan, batch)
         assert not isinstance(decoder, DraftHead), "its layer reads more than tokens"
-        token_ids = self._upload(tokens.astype(np.int64))
         if plan.spliced is None or plan.spliced_rows is None:
             return ctx, decoder.forward(ctx, token_ids)
         places = self._upload(plan.spliced.astype(np.int64))
         return ctx, decoder.forward(ctx, token_ids, (places, self._upload(plan.spliced_rows)))
 
-    def score_by_layer(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
+    def score_by_layer(
+        self, plan: StepPlan, batch: InputBatch, token_ids: Tensor
+    ) -> FusedDecoderOutput:
         """`score` in several calls. Only requested rows get logits, since the head is wide."""
-        ctx, (hidden, finite, aux) = self.run_layers(plan, batch, tokens)
+        ctx, (hidden, finite, aux) = self.run_layers(plan, batch, token_ids)
         wanted = hidden
         if len(plan.logit_tokens) < len(hidden):
             wanted = hidden.index_select(0, self._upload(plan.logit_tokens))

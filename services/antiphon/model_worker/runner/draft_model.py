@@ -172,7 +172,8 @@ class DraftModel:
             assert scored.argmax is not None, "one call computes it"
             return _Likeliest(scored.argmax, scored.finite, scored.logits_finite)
         with torch.inference_mode():
-            scored = self._contexts.score_by_layer(plan, batch, plan.tokens)
+            token_ids = torch.as_tensor(plan.tokens.astype(np.int64))
+            scored = self._contexts.score_by_layer(plan, batch, token_ids)
             found = self.ops.argmax(scored.logits).numpy().astype(np.int32)
         return _Likeliest(found, scored.finite, scored.logits_finite)
 

@@ -178,10 +178,17 @@ class InputBatch:
         """
         if tokens is None and logits is None:
             return None
+        return self.failed_of(
+            None if tokens is None else tokens.cpu().numpy(),
+            None if logits is None else logits.cpu().numpy(),
+        )
+
+    def failed_of(self, tokens: Flags | None, logits: Flags | None) -> Flags | None:
+        """`failed_rows` of flags that the host has."""
         failed = np.zeros(len(self._plan.slot), np.bool_)
         for finite, row in ((tokens, self.token_row), (logits, self.logit_row)):
             if finite is not None:
-                failed[row[~finite.cpu().numpy()]] = True
+                failed[row[~finite]] = True
         return failed if failed.any() else None
 
 

@@ -6,7 +6,6 @@ Axes: R rows, T tokens, L rows of logits, V vocabulary.
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -65,6 +64,7 @@ SAMPLING = frozenset(
     {
         *("rows.finite", "sampling.penalize", "sampling.mask", "sampling.bias"),
         *("sampling.log_mass", "sampling.greedy", "sampling.draw"),
+        *("futures.resolve", "futures.record"),
     }
 )
 """Operations that every model calls."""
@@ -123,9 +123,6 @@ class ModelRunner:
         if placement.device_kind != "cpu":
             require_kernels(model, self.ops.choices)
         self._upload = upload_to(placement.device_kind, placement.device)
-        # Triton launches kernels on the current device, of which each thread has one of its own.
-        on_gpu = placement.device.type == "cuda"
-        self._current = torch.cuda.device(placement.device) if on_gpu else nullcontext()
         attending = [
             (group, *attention_of(spec, index))
             for index, group in enumerate(groups)
@@ -267,7 +264,7 @@ class ModelRunner:
             failed = batch.failed_rows(scored.finite, scored.logits_finite)
             sampled = Sampled(scored.argmax, None, failed)
             return self._conclude(plan, batch, tokens, scored, sampled)
-        with torch.inference_mode(), self._current:
+        with torch.inference_mode():
             if plan.pooling is not None:
                 return self._pool(plan, batch, tokens)
             if scored is None:
@@ -334,7 +331,7 @@ class ModelRunner:
         details = self._logprobs.compute(
             plan, scored.hidden, scored.logits, head, (starts, token_ids)
         )
-        self._slots.record(plan.slot, starts, token_ids, ended)
+        self._record_tokens(plan, starts, token_ids, ended)
         self._sampler.count(plan, starts, token_ids)
         status = _all_well(rows)
         if ended is not None:
@@ -351,6 +348,12 @@ class ModelRunner:
             computed=batch.computed(np.diff(starts), status),
             details=details,
         )
+
+    def _record_tokens(
+        self, plan: StepPlan, starts: Ints, token_ids: Ints, ended: NDArray[np.bool_] | None
+    ) -> None:
+        """Record each row's last token for later plans."""
+        self._slots.record(plan.slot, starts, token_ids, ended)
 
     def _accept(
         self, plan: StepPlan, batch: InputBatch, tokens: Ints, sampled: Sampled
@@ -370,7 +373,8 @@ class ModelRunner:
         """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
         if self._pooler is None:
             raise PlanRefused(f"step {plan.step}: this runner has no pooler")
-        ctx, (hidden, finite, _) = self._contexts.run_layers(plan, batch, tokens)
+        token_ids = self._upload(tokens.astype(np.int64))
+        ctx, (hidden, finite, _) = self._contexts.run_layers(plan, batch, token_ids)
         rows = len(plan.slot)
         failed = batch.failed_rows(finite, None)
         failed = np.zeros(rows, np.bool_) if failed is None else failed
@@ -398,7 +402,7 @@ class ModelRunner:
         return (self._contexts.choice, *self.ops.choices)
 
     def _score(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
-        return self._contexts.score_by_layer(plan, batch, tokens)
+        return self._contexts.score_by_layer(plan, batch, self._upload(tokens.astype(np.int64)))
 
     def _head(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> Tensor:
         """Logits of further hidden states of the pass: (rows, hidden)  ->  (rows, V) float32."""

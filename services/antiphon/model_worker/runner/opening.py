@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.kernels.op import REFERENCE, BackendChoice, KernelUnavailable, table
+from antiphon.kernels.stream import open_stream
 from antiphon.model_card.files import ModelLocation, files_at
 from antiphon.model_worker.cache.codec import PageCodec
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import BY_LAYER, STACK
+from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.model_worker.runner.draft_model import DraftHeadModel, DraftModel
 from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.pooling import Pooler
@@ -105,7 +107,11 @@ def open_model(
     pooling = plan.pooling.value
     pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
     deterministic = plan.deterministic.value
-    if model.build.is_last_stage:
+    if model.build.device_kind != "cpu":
+        slots, positions = plan.running_max.value, plan.context_tokens.value
+        stream = open_stream(model.build.device_kind, model.build.device)
+        runner = DeviceRunner(model, groups, stream, slots=slots, positions=positions)
+    elif model.build.is_last_stage:
         runner = ModelRunner(
             model,
             groups,

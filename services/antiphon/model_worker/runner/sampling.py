@@ -42,9 +42,17 @@ class Sampler:
     ) -> NDArray[np.bool_] | None:
         """Apply penalties, masks and biases to the logits, in place and in this order.
 
-        logit_row (L,) the plan's row of each, ascending; tokens (T,) with futures resolved;
-        logits (L, V) float32, finite  ->  (L,) which have no token left; None if certainly none
+        logit_row (L,) the plan's row of each, ascending; tokens (T,), of which those that are not
+        the first of their row are no futures; logits (L, V) float32, finite  ->  (L,) which have no
+        token left; None if certainly none
         """
+        if not self.change_logits(plan, logit_row, tokens, logits):
+            return None
+        blocked = torch.isneginf(logits.amax(dim=-1)).cpu().numpy()
+        return blocked if blocked.any() else None
+
+    def change_logits(self, plan: StepPlan, logit_row: Longs, tokens: Ints, logits: Tensor) -> bool:
+        """`process_logits` without a wait  ->  whether some may have no token left."""
         part = plan.part
         assert part is not None, "a plan without a sampling part"
         if part.penalties is not None:
@@ -58,10 +66,7 @@ class Sampler:
             biased = self._upload(part.biases.logits.astype(np.int64))
             ids = self._upload(part.biases.token_ids.astype(np.int64))
             self._ops.bias(logits, biased, ids, self._upload(part.biases.values))
-        if part.token_masks is None and part.biases is None:
-            return None
-        blocked = torch.isneginf(logits.amax(dim=-1)).cpu().numpy()
-        return blocked if blocked.any() else None
+        return part.token_masks is not None or part.biases is not None
 
     def sample(
         self,
@@ -81,14 +86,28 @@ class Sampler:
             return np.zeros(0, np.int32)
         random = is_random(columns)[rows]
         if random.all():
-            return self._sample(columns, logits, rows, positions)
+            return _ints(self._draw(columns, logits, rows, positions))
         tokens = _ints(self._ops.argmax(logits)) if argmax is None else argmax
         random_rows = np.flatnonzero(random)
         if len(random_rows):
             some = logits[self._upload(random_rows)]
-            tokens[random_rows] = self._sample(
-                columns, some, rows[random_rows], positions[random_rows]
+            tokens[random_rows] = _ints(
+                self._draw(columns, some, rows[random_rows], positions[random_rows])
             )
+        return tokens
+
+    def draw(
+        self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
+    ) -> Tensor:
+        """`sample` without a wait for the device  ->  (L,) int64; at least one row."""
+        random = is_random(columns)[rows]
+        if random.all():
+            return self._draw(columns, logits, rows, positions)
+        tokens = self._ops.argmax(logits)
+        if len(at := np.flatnonzero(random)):
+            index = self._upload(at)
+            some = logits.index_select(0, index)
+            tokens.index_copy_(0, index, self._draw(columns, some, rows[at], positions[at]))
         return tokens
 
     def count(self, plan: StepPlan, starts: Ints, token_ids: Ints) -> None:
@@ -101,12 +120,12 @@ class Sampler:
             more = rows[accepted > number]
             self._counts_by_slot.count(plan.slot[more], token_ids[starts[more] + number])
 
-    def _sample(
+    def _draw(
         self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
-    ) -> Ints:
+    ) -> Tensor:
         noise = uniform(columns.seed[rows], columns.choice[rows], positions)
         filters = map(self._upload, columns.filters(rows))
-        return _ints(self._ops.sample(logits, self._upload(noise), *filters))
+        return self._ops.sample(logits, self._upload(noise), *filters)
 
 
 def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:

@@ -57,7 +57,8 @@ class StageRunner(ModelRunner):
         self, plan: StepPlan, batch: InputBatch, wait: Callable[[], SamplingPart] | None
     ) -> StepOutcome:
         with torch.inference_mode():
-            _, states = self._contexts.run_layers(plan, batch, plan.tokens)
+            token_ids = self._upload(plan.tokens.astype(np.int64))
+            _, states = self._contexts.run_layers(plan, batch, token_ids)
         if len(plan.logit_tokens):
             self._unsampled.append((plan, batch))
         else:

@@ -19,7 +19,7 @@ from antiphon.model_card.vision import read_vision
 from antiphon.model_card.vocabulary import tokenizer_eos_ids
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
 from antiphon.model_worker.batching.engine_core import EngineCore
-from antiphon.model_worker.batching.flights import ForwardThread, InTurn
+from antiphon.model_worker.batching.flights import ForwardThread, InStream, InTurn
 from antiphon.model_worker.batching.state import EngineLimits
 from antiphon.model_worker.batching.waiting_queue import QueueRules
 from antiphon.model_worker.cache.events import BlockTracker
@@ -121,6 +121,15 @@ class Engine:
             seat = team_seat() if shared else None
             begin = partial(torch.set_num_threads, self.resolved.threads.value - int(shared))
         return self._ranked(ForwardThread(self.runner, begin, seat))
+
+    def overlapped(self) -> Launcher:
+        """A launcher that computes plans while the loop makes the next ones."""
+        if not self.on_gpu:
+            return self.in_thread()
+        from antiphon.model_worker.runner.device_runner import DeviceRunner  # noqa: PLC0415 (see `host_device`)
+
+        assert isinstance(self.runner, DeviceRunner), "the runner of a device"
+        return InStream(self.runner)
 
     def _ranked(self, launcher: Launcher) -> Launcher:
         return launcher if self.lead is None else RankedLauncher(launcher, self.lead)

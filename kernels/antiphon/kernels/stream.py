@@ -1,0 +1,151 @@
+"""The stream of a device: what is launched is computed in this order, while the host goes on.
+
+The host waits for a `Download` and for nothing else.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from antiphon.kernels.triton.backend import INTERPRETER
+from antiphon.kernels.triton.tape import Tape
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+    from concurrent.futures import Executor, Future
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+class Download(Protocol):
+    """Copies of tensors on their way to the host."""
+
+    def wait(self) -> list[NDArray[Any]]:
+        """Wait until the device has computed and copied them.
+
+        Raises:
+            Exception: What the device has raised meanwhile.
+        """
+        ...
+
+
+class Stream(Protocol):
+    """The one stream of a device. Not thread-safe."""
+
+    def launching(self) -> AbstractContextManager[None]:
+        """What is called inside is launched, and nothing is waited for."""
+        ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        """What is called inside may read tensors: the host waits for all that was launched."""
+        ...
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Copy tensors to the host, after what was launched before. Inside `launching`."""
+        ...
+
+
+def open_stream(kind: str, device: torch.device) -> Stream:
+    """The stream of a device of a kind, which is not the CPU."""
+    return InterpretedStream() if kind == INTERPRETER else CudaStream(device)
+
+
+class CudaStream:
+    """The current stream of a GPU in each thread that launches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @contextmanager
+    def launching(self) -> Generator[None]:
+        # Triton launches kernels on the current device, of which each thread has one of its own.
+        with torch.cuda.device(self._device):
+            yield
+
+    reading = launching
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        copies = [
+            torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(
+                each, non_blocking=True
+            )
+            for each in tensors
+        ]
+        copied = torch.cuda.Event(blocking=True)  # a host that spins would take a core
+        copied.record()
+        return _CudaDownload(copies, copied)
+
+
+class _CudaDownload(NamedTuple):
+    copies: list[Tensor]
+    copied: torch.cuda.Event
+
+    def wait(self) -> list[NDArray[Any]]:
+        self.copied.synchronize()
+        return [copy.numpy() for copy in self.copies]
+
+
+class InterpretedStream:
+    """Plays what is launched in a thread of its own, once it was recorded: see `Tape`.
+
+    Raises:
+        HostWaits: Inside `launching`, by what a GPU would make the host wait for.
+    """
+
+    def __init__(self, executor: Executor | None = None) -> None:
+        threads = partial(torch.set_num_threads, torch.get_num_threads())
+        self._executor = executor or ThreadPoolExecutor(1, "stream", threads)
+        self._launched: _Launched | None = None
+        self._undownloaded: list[_Launched] = []
+        self._last: Future[None] | None = None
+
+    @contextmanager
+    def launching(self) -> Generator[None]:
+        launched = self._launched = _Launched(Tape())
+        self._undownloaded.append(launched)
+        try:
+            with launched.tape.recording():
+                yield
+        finally:
+            # A GPU has what was launched before a failure, too.
+            self._last = launched.played = self._executor.submit(launched.tape.play)
+            self._launched = None
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        if self._last is not None:
+            self._last.exception()  # which its own download raises
+        yield
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        assert self._launched is not None, "nothing is being launched"
+        launched, self._undownloaded = self._undownloaded, []
+        return _InterpretedDownload(
+            [torch.empty_like(each).copy_(each) for each in tensors], launched
+        )
+
+
+class _Launched:
+    """A tape, and when it was played, once it is launched."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.played: Future[None] | None = None
+
+
+class _InterpretedDownload(NamedTuple):
+    copies: list[Tensor]
+    launched: list[_Launched]  # since the download before this one
+
+    def wait(self) -> list[NDArray[Any]]:
+        for each in self.launched:
+            assert each.played is not None, "it is still being launched"
+            each.played.result()
+        return [copy.numpy() for copy in self.copies]

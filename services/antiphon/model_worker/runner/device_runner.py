@@ -1,0 +1,237 @@
+"""Runs plans on a device that computes while the host goes on: launched now, concluded later.
+
+Axes: R rows, T tokens, L rows of logits, S slots.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from antiphon.model_worker.batching.plan import (
+    DeviceLost,
+    Ints,
+    Sampled,
+    SamplingPart,
+    StepOutcome,
+    StepPlan,
+)
+from antiphon.model_worker.runner.input_batch import PlanRefused
+from antiphon.model_worker.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
+    from antiphon.kernels.stream import Download, Stream
+    from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.runner.input_batch import InputBatch
+
+SLOTS, POSITIONS = 256, 1024
+"""Of a runner that is not given their numbers."""
+UNRECORDED = -1
+
+
+class DeviceRunner(ModelRunner):
+    """Launches plans in their order; what a plan reads of the one before it stays on the device.
+
+    The last token of each slot is a tensor there, which a plan's placeholders are resolved from.
+    Nothing is read by the host but outcomes. Plans have no drafts of a draft model, pool nothing,
+    and there is one rank.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        groups: tuple[CacheGroup, ...],
+        stream: Stream,
+        *,
+        slots: int = SLOTS,
+        positions: int = POSITIONS,
+    ) -> None:
+        super().__init__(model, groups, fused=False)
+        self._stream = stream
+        self._last = torch.zeros(slots, dtype=torch.int32, device=model.build.device)  # (S,)
+        self._launched = deque[LaunchedPlan]()  # that are not concluded
+        self._contexts.prepare(positions)
+
+    def launch(self, plan: StepPlan) -> LaunchedPlan:
+        """Launch a plan, or as much of it as needs no sampling part. Returns at once."""
+        launched = LaunchedPlan(self, plan)
+        self._launched.append(launched)
+        launched.attempt(self._launch)
+        if plan.part is not None:
+            launched.attempt(self._launch_sampling)
+        return launched
+
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        launched = self.launch(plan)
+        if plan.part is None:
+            assert part is not None, "a plan without a sampling part"
+            launched.sample(part())
+        return launched.outcome()
+
+    def sample(self, launched: LaunchedPlan, part: SamplingPart) -> None:
+        """Give a plan its sampling part, and launch what depends on it."""
+        launched.plan = msgspec.structs.replace(launched.plan, part=part)
+        launched.attempt(self._launch_sampling)
+
+    def conclude(self, launched: LaunchedPlan) -> None:
+        """Wait for a plan, after all that were launched before it, and make its outcome."""
+        while not launched.concluded:
+            earlier = self._launched.popleft()
+            earlier.concluded = True
+            earlier.attempt(self._conclude_launched)
+            if earlier.error is not None:
+                self._forget(earlier)
+
+    def _launch(self, launched: LaunchedPlan) -> None:
+        plan = launched.plan
+        if self._step is not None and plan.step != self._step + 1:
+            raise PlanRefused(f"step {plan.step} does not follow step {self._step}")
+        self._step = plan.step
+        # Later plans rely on its changes, even if it fails or is refused.
+        plan = launched.plan = self._tables.fill(plan)
+        if plan.draft_counts is not None or plan.pooling is not None:
+            raise PlanRefused(f"step {plan.step}: a device neither drafts nor pools")
+        if (most := int(plan.slot.max(initial=0))) >= len(self._last):
+            raise PlanRefused(f"step {plan.step}: slot {most}, of {len(self._last)}")
+        launched.batch = batch = self._batch(plan)
+        with torch.inference_mode(), self._stream.launching():
+            launched.scored = self._score_launched(plan, batch)
+
+    def _score_launched(self, plan: StepPlan, batch: InputBatch) -> FusedDecoderOutput:
+        ids = self.ops.resolve_futures(self._upload(plan.tokens), self._last)
+        return self._contexts.score_by_layer(plan, batch, ids)
+
+    def _launch_sampling(self, launched: LaunchedPlan) -> None:
+        plan, batch, scored = launched.plan, launched.batch, launched.scored
+        assert batch is not None, "it was launched"
+        assert scored is not None, "it was launched"
+        part = plan.part
+        assert part is not None, "a sampling part was given"
+        if part.penalties is not None:
+            self._conclude_before(launched)  # penalties count their tokens
+        with torch.inference_mode(), self._stream.launching():
+            finite, logits_finite, logits = scored.finite, scored.logits_finite, scored.logits
+            assert finite is not None, "layers run one by one"
+            if not len(plan.logit_tokens):
+                launched.download = self._stream.download([finite])
+                return
+            assert logits_finite is not None, "layers run one by one"
+            blockable = self._sampler.change_logits(plan, batch.logit_row, plan.tokens, logits)
+            sampled = self._sampler.draw(
+                plan.sampling, logits, batch.logit_row, batch.logit_position
+            )
+            slots, vocabulary = self._upload(_sampling_slots(plan, batch)), logits.shape[-1]
+            self.ops.record_futures(self._last, slots, sampled, logits_finite, vocabulary)
+            results = [finite, logits_finite, sampled]
+            if blockable:
+                results.append(torch.isneginf(logits.amax(dim=-1)))
+            launched.download = self._stream.download(results)
+
+    def _conclude_before(self, launched: LaunchedPlan) -> None:
+        place = self._launched.index(launched)
+        if place:
+            self.conclude(self._launched[place - 1])
+
+    def _conclude_launched(self, launched: LaunchedPlan) -> None:
+        plan, batch, scored = launched.plan, launched.batch, launched.scored
+        assert batch is not None, "it was launched"
+        assert scored is not None, "it was launched"
+        assert launched.download is not None, "a sampling part was given"
+        try:
+            results = _Results(*launched.download.wait())
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+        failed = batch.failed_of(results.finite, results.logits_finite)
+        blocked = results.blocked
+        tokens = results.sampled.astype(np.int32)
+        sampled = Sampled(tokens, None if blocked is None or not blocked.any() else blocked, failed)
+        if plan.details is None and failed is None:
+            launched.result = self._conclude(plan, batch, plan.tokens, scored, sampled)
+        else:
+            with torch.inference_mode(), self._stream.reading():
+                launched.result = self._conclude(plan, batch, plan.tokens, scored, sampled)
+        launched.scored = None
+
+    def _forget(self, launched: LaunchedPlan) -> None:
+        """After a plan failed: zero what its rows have written or sampled.
+
+        Plans made before the failure was known still run, and are dropped. The next owner of these
+        pages masks what lies beyond its own tokens, but a NaN left there would get through.
+        """
+        batch, launched.scored = launched.batch, None
+        if batch is None:
+            return
+        slots = torch.as_tensor(launched.plan.slot.astype(np.int64))
+        with torch.inference_mode(), self._stream.reading():
+            self._last[slots.to(self._last.device)] = 0
+            self._wipe(batch, np.ones(len(launched.plan.slot), np.bool_))
+
+    def _record_tokens(
+        self, plan: StepPlan, starts: Ints, token_ids: Ints, ended: NDArray[np.bool_] | None
+    ) -> None:
+        """The device has recorded them."""
+
+
+class LaunchedPlan:
+    """A plan that was launched; its `outcome` waits for the device."""
+
+    def __init__(self, runner: DeviceRunner, plan: StepPlan) -> None:
+        self._runner = runner
+        self.plan = plan
+        self.batch: InputBatch | None = None
+        self.scored: FusedDecoderOutput | None = None
+        self.download: Download | None = None
+        self.concluded = False
+        self.result: StepOutcome | None = None
+        self.error: Exception | None = None
+
+    def attempt(self, work: Callable[[LaunchedPlan], None]) -> None:
+        """Work on the plan, unless it has failed; if that raises, it has."""
+        if self.error is not None:
+            return
+        try:
+            work(self)
+        except Exception as error:  # noqa: BLE001  # raised where the outcome is read
+            self.error = error
+
+    def sample(self, part: SamplingPart) -> None:
+        self._runner.sample(self, part)
+
+    def outcome(self) -> StepOutcome:
+        self._runner.conclude(self)
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None, "it was concluded"
+        return self.result
+
+    def drafts(self) -> Ints:
+        raise AssertionError("a plan with drafts is refused")
+
+
+class _Results(NamedTuple):
+    """What is downloaded of a plan."""
+
+    finite: NDArray[np.bool_]  # (T,) whether the hidden state of a token is
+    logits_finite: NDArray[np.bool_] = np.zeros(0, np.bool_)  # (L,)
+    sampled: NDArray[np.int64] = np.zeros(0, np.int64)  # (L,)
+    blocked: NDArray[np.bool_] | None = None  # (L,) whether no token is left; None: one is
+
+
+def _sampling_slots(plan: StepPlan, batch: InputBatch) -> Ints:
+    """The slot of each row of logits, (L,); `UNRECORDED` in a row that verifies drafts."""
+    row = batch.logit_row
+    slots = plan.slot[row]
+    if batch.decodes:
+        return slots
+    several = np.bincount(row, minlength=len(plan.slot)) > 1
+    return np.where(several[row], UNRECORDED, slots).astype(np.int32)

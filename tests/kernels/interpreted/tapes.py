@@ -1,0 +1,92 @@
+"""Tapes and the stream that plays them, without a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.interpreted.held import Held
+
+from antiphon.kernels.stream import InterpretedStream
+from antiphon.kernels.triton.futures import record
+from antiphon.kernels.triton.sampling import argmax
+from antiphon.kernels.triton.tape import HostWaits, Tape
+from antiphon.kernels.upload import upload_to
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+UPLOAD = upload_to("interpreter", torch.device("cpu"))
+
+
+def work(x: Tensor, weight: Tensor, last: Tensor) -> Tensor:
+    """Views, a product, a launch of two kernels, and a change in place."""
+    logits = torch.nn.functional.linear(x.reshape(-1, 4), weight).float()
+    logits[:, 0] -= 1
+    best = argmax(logits)
+    slots = torch.arange(len(best), dtype=torch.int32)
+    record(last, slots, best, torch.isfinite(logits).all(dim=-1), len(weight))
+    return torch.cat((best, best.flip(0)))
+
+
+def test_a_tape_computes_what_its_inputs_are_when_it_is_played() -> None:
+    weight = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
+    x, last = torch.zeros(2, 12), torch.zeros(6, dtype=torch.int32)
+    tape = Tape()
+    with torch.inference_mode(), tape.recording(fixed=True):
+        out = work(x, weight, last)
+    assert not last.any(), "nothing was computed"
+    assert (out == torch.iinfo(torch.int64).max).all()
+    for seed in range(2):
+        x.copy_(torch.randn(2, 12, generator=torch.Generator().manual_seed(seed)))
+        tape.play()
+        expected = torch.zeros(6, dtype=torch.int32)
+        assert torch.equal(out, work(x, weight, expected))
+        assert torch.equal(last, expected)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.cpu(),
+        np.asarray,
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x * torch.tensor(2.0),
+        lambda x: x.index_select(0, UPLOAD(np.array([1]))),
+    ],
+)
+def test_what_a_graph_cannot_have_is_refused(call: Callable[[Tensor], object]) -> None:
+    tape = Tape()
+    with torch.inference_mode(), pytest.raises(HostWaits), tape.recording(fixed=True):
+        call(torch.ones(3))
+
+
+def test_uploads_are_copied_and_results_are_poison_until_they_are_waited_for() -> None:
+    stream, values = InterpretedStream(held := Held()), np.array([3.0, 5.0], np.float32)
+    with torch.inference_mode(), stream.launching():
+        doubled = UPLOAD(values) * 2
+        download = stream.download([doubled])
+    values[:] = 0  # the host goes on
+    assert doubled.isnan().all()
+    assert not held.made
+    assert download.wait()[0].tolist() == [6.0, 10.0]
+
+
+def test_what_the_device_raises_is_raised_by_the_wait() -> None:
+    stream = InterpretedStream(Held())
+    with torch.inference_mode(), stream.launching():
+        tokens = torch.zeros(2, dtype=torch.int64).index_select(0, UPLOAD(np.array([7])))
+    with torch.inference_mode(), stream.launching():
+        download = stream.download([tokens + 1])
+    with stream.reading():
+        pass
+    with pytest.raises(IndexError):
+        download.wait()
