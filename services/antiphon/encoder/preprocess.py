@@ -24,6 +24,7 @@ from antiphon.model_card.vision import (
     FeatureFields,
     GridSizes,
     Tiling,
+    image_processor_file,
     read_grid_file,
     read_tiling,
 )
@@ -384,8 +385,8 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
     Raises:
         ConfigError: It is malformed, or its image size does not match the tower.
     """
-    file = folder / "preprocessor_config.json"
-    card = read_json(file, _PreprocessorFile) if file.exists() else _PreprocessorFile()
+    found = image_processor_file(folder)
+    file, card = found.file, found.read(_PreprocessorFile)
     if not card.do_resize:
         raise ConfigError(f"{file}: do_resize = false: the tower takes images of one size only")
     tiling = read_tiling(folder) if spec.tiles else None

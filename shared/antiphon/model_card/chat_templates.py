@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+PROCESSOR_CONFIGS = ("processor_config.json", "chat_template.json")
+"""Where models that take media may have the template of their processor; the second is older."""
 FILE = "chat_template.jinja"
 MORE = "additional_chat_templates"
 """A folder with files `<name>.jinja`, next to `FILE`."""
@@ -39,11 +41,12 @@ class TemplateSources(msgspec.Struct, frozen=True):
 
 
 def read_templates(folder: Path) -> Mapping[str, str]:
-    """A folder's templates by name; as in transformers, files win over tokenizer_config.json."""
-    templates = {_DEFAULT: _text(folder / FILE)} if (folder / FILE).is_file() else {}
-    for file in sorted((folder / MORE).glob(f"*{_SUFFIX}")):
-        templates[file.name.removesuffix(_SUFFIX)] = _text(file)
-    return templates or _of_card(folder / TOKENIZER_CONFIG)
+    """A folder's templates by name.
+
+    As in transformers, files win over tokenizer_config.json, and for models that take media the
+    template of their processor over that of the tokenizer.
+    """
+    return {**_of_tokenizer(folder), **_of_processor(folder)}
 
 
 def choose_templates(folder: Path, name: str = "") -> TemplateSources | None:
@@ -64,6 +67,20 @@ def choose_templates(folder: Path, name: str = "") -> TemplateSources | None:
         return None
     first = next(iter(templates.values()))
     return TemplateSources(templates.get(_DEFAULT, first), templates.get(_TOOL_USE))
+
+
+def _of_processor(folder: Path) -> Mapping[str, str]:
+    for name in PROCESSOR_CONFIGS:
+        if found := _of_card(folder / name):
+            return found
+    return {}
+
+
+def _of_tokenizer(folder: Path) -> Mapping[str, str]:
+    templates = {_DEFAULT: _text(folder / FILE)} if (folder / FILE).is_file() else {}
+    for file in sorted((folder / MORE).glob(f"*{_SUFFIX}")):
+        templates[file.name.removesuffix(_SUFFIX)] = _text(file)
+    return templates or _of_card(folder / TOKENIZER_CONFIG)
 
 
 def _of_card(file: Path) -> Mapping[str, str]:

@@ -8,20 +8,53 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, field
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.config_json import read_json
+from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.wire.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-PROCESSOR = "preprocessor_config.json"
+PROCESSOR, NESTING = "preprocessor_config.json", "processor_config.json"
+
+
+T = TypeVar("T")
+
+
+class _Nesting(msgspec.Struct, frozen=True):
+    image_processor: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class ImageProcessorFile(msgspec.Struct, frozen=True):
+    """The settings of a model's image processor, as JSON, and the file that has them.
+
+    They are part of processor_config.json, or preprocessor_config.json, or there are none.
+    """
+
+    file: Path
+    content: bytes = b""
+
+    def read(self, type_: type[T]) -> T:
+        """Decode what is needed of them; without any it is all by default.
+
+        Raises:
+            ConfigError: They are malformed.
+        """
+        return parse_json(self.content or b"{}", type_, self.file)
+
+
+def image_processor_file(folder: Path) -> ImageProcessorFile:
+    """Find the settings of a model's image processor, where transformers does."""
+    nesting, file = folder / NESTING, folder / PROCESSOR
+    if nesting.is_file():
+        nested = bytes(read_json(nesting, _Nesting).image_processor)
+        if nested != b"null":
+            return ImageProcessorFile(nesting, nested)
+    return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
 
 
 ASPECT_MAX = 200
@@ -260,8 +293,7 @@ def read_tiling(folder: Path) -> Tiling:
     Raises:
         ConfigError: preprocessor_config.json is malformed.
     """
-    file = folder / PROCESSOR
-    read = read_json(file, _TilingFile) if file.is_file() else _TilingFile()
+    read = image_processor_file(folder).read(_TilingFile)
     return Tiling(
         longest_edge=read.size.longest_edge,
         tile=read.max_image_size.longest_edge,
@@ -329,8 +361,8 @@ def read_grid_file(folder: Path) -> GridFile:
     Raises:
         ConfigError: The file is malformed, or does not fit the tower.
     """
-    file = folder / PROCESSOR
-    read = read_json(file, GridFile) if file.is_file() else GridFile()
+    found = image_processor_file(folder)
+    file, read = found.file, found.read(GridFile)
     tower = read_json(folder / "config.json", _Grid).vision_config
     if (read.patch_size, read.merge_size) != (tower.patch_size, tower.spatial_merge_size):
         raise ConfigError(
@@ -417,9 +449,9 @@ def _read_idefics(folder: Path) -> TiledImages:
 
 def _read_gemma3(folder: Path) -> SquareImages:
     config = read_json(folder / "config.json", _Gemma3)
-    file = folder / PROCESSOR
-    if file.is_file() and read_json(file, _PanAndScan).do_pan_and_scan:
-        raise ConfigError(f"{file}: do_pan_and_scan = true is not supported")
+    found = image_processor_file(folder)
+    if found.read(_PanAndScan).do_pan_and_scan:
+        raise ConfigError(f"{found.file}: do_pan_and_scan = true is not supported")
     placeholder, tokens = config.image_token_id, config.mm_tokens_per_image
     window = config.text_config.sliding_window
     if window is not None and window < tokens:
@@ -439,8 +471,7 @@ def _read_gemma3(folder: Path) -> SquareImages:
 
 
 def _processing(folder: Path, config: msgspec.Struct) -> bytes:
-    processor = folder / PROCESSOR
-    recipe = processor.read_bytes() if processor.is_file() else b""
+    recipe = image_processor_file(folder).content
     return hashlib.sha256(msgspec.json.encode(config) + b"\0" + recipe).digest()
 
 

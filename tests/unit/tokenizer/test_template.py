@@ -240,6 +240,19 @@ def test_single_template_is_called_default(tmp_path: Path) -> None:
     assert rendered(tmp_path, TOOLS, "default") == "plain"
 
 
+@pytest.mark.parametrize("names", [["chat_template.json"], ["processor_config.json"], None])
+def test_the_template_of_a_processor_wins(tmp_path: Path, names: list[str] | None) -> None:
+    files(tokenizer_in(tmp_path), ALL)
+    for name in names or ("chat_template.json", "processor_config.json"):
+        shown = "images" if names or name == "processor_config.json" else "older"
+        (tmp_path / name).write_text(json.dumps({"chat_template": shown, "image_seq_len": 4}))
+    assert rendered(tmp_path, TemplateParams()) == "images"
+    assert rendered(tmp_path, TOOLS) == "calls"
+    (tmp_path / "processor_config.json").write_text('{"image_seq_len": 4}')
+    (tmp_path / "chat_template.json").unlink(missing_ok=True)
+    assert rendered(tmp_path, TemplateParams()) == "plain"
+
+
 def test_name_and_file_together_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.jinja"
     file.write_text("x")
@@ -274,6 +287,10 @@ def test_additional_templates_are_read_beside_a_sentencepiece_model(tmp_path: Pa
     folder = tokenizer_files_folder(tmp_path, tmp_path / "cache")
     assert folder is not None
     assert read_templates(folder) == ALL
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "images"}')
+    folder = tokenizer_files_folder(tmp_path, tmp_path / "cache")
+    assert folder is not None
+    assert read_templates(folder) == {**ALL, "default": "images"}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.chat_templates import MORE, TOKENIZER_CONFIG
+from antiphon.model_card.chat_templates import MORE, PROCESSOR_CONFIGS, TOKENIZER_CONFIG
 from antiphon.model_card.config_json import parse_json
 from antiphon.model_card.converted.gguf_file import ROPE_FACTORS, gguf_config, gguf_tokenizer
 from antiphon.model_card.converted.tokenizer_files import piece_tokenizer, tekken_tokenizer
@@ -32,7 +32,7 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 PIECES, TEKKEN = "tokenizer.model", "tekken.json"
 _BESIDE = (
     *(CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json"),
-    "params.json",
+    *("params.json", *PROCESSOR_CONFIGS),
 )
 _TEMPLATES = ("*.jinja", f"{MORE}/*.jinja")
 
