@@ -17,6 +17,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
 from antiphon.model_card.served_model import model_files, served_name
 from antiphon.model_card.vision import read_vision
+from antiphon.resolve.device import detect_device
 from antiphon.service.clock import check
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
@@ -39,6 +40,12 @@ if TYPE_CHECKING:
     from antiphon.encoder.decode_process import DecodeProcesses
     from antiphon.encoder.model import VisionModel
     from antiphon.wire.ids import ModelName
+
+
+_CACHED_MIN = 4
+"""How many of a model's largest embeddings are cached, if memory allows for it."""
+_MEMORY_PARTS = 8
+_CACHE_BYTES_MIN = 256 * 1024**2
 
 
 class EncoderService:
@@ -116,7 +123,9 @@ class ImageEncoder:
         self._clock = runtime.clock
         self._processes = processes
         self._shelf = shelf
-        self._cache = EmbeddingCache(self._config.cache_bytes_max)
+        memory_bytes = detect_device().memory_bytes
+        bytes_max = cache_bytes_max(self._config, model.embedding_bytes, memory_bytes)
+        self._cache = EmbeddingCache(bytes_max)
         self.metrics = EncoderMetrics(runtime.metrics, self._cache)
 
         def embed(pixels: NDArray[np.uint8]) -> CachedEmbedding:
@@ -169,6 +178,14 @@ class ImageEncoder:
             claim = self._shelf.put(embedding.data, wait_s, checksum=embedding.checksum)
             embedding.claim = claim
         return claim
+
+
+def cache_bytes_max(config: EncoderConfig, embedding_bytes: int, memory_bytes: int) -> int:
+    """The size of the cache, as it is set, or by the model's largest embedding and free memory."""
+    if config.cache_bytes_max is not None:
+        return config.cache_bytes_max
+    largest = min(_CACHED_MIN * embedding_bytes, memory_bytes // _MEMORY_PARTS)
+    return max(_CACHE_BYTES_MIN, largest)
 
 
 def _digest(request: EncodeImage) -> bytes:

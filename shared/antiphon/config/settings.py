@@ -227,8 +227,9 @@ class EncoderConfig(Config):
     if that takes none, every call is rejected as `unsupported`."""
     decode_processes: Annotated[int, Meta(ge=1, le=256)] = 2
     """Number of child processes that decode images."""
-    cache_bytes_max: Bytes = 256 * 1024**2
-    """Maximum size of the embedding cache, in bytes; entries are keyed by content hash."""
+    cache_bytes_max: Bytes | None = None
+    """Maximum size of the embedding cache, in bytes; entries are keyed by content hash. Unset: four
+    of the model's largest embeddings, at most 1/8 of the free memory, and 256 MiB at least."""
     image_bytes_max: Bytes = 32 * 1024**2
     """Maximum size of an encoded image, in bytes."""
     pixels_max: Pixels = 64 * 1000 * 1000

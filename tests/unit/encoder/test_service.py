@@ -18,7 +18,7 @@ from tests.unit.encoder.images import BLUE, RED
 
 from antiphon.config.settings import EncoderConfig, Settings
 from antiphon.encoder.model import VisionModel, open_model
-from antiphon.encoder.service import EncoderService
+from antiphon.encoder.service import EncoderService, cache_bytes_max
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
 from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
@@ -281,3 +281,21 @@ async def test_a_model_that_cannot_serve_keeps_it_from_starting(
         async with started(chosen):
             pass
     assert caught.group_contains(CannotStart, match=complaint)
+
+
+@pytest.mark.parametrize(
+    ("fields", "embedding", "memory", "size"),
+    [
+        ({}, 9, 64_000, 256),
+        ({}, 235, 64_000, 4 * 235),
+        ({}, 235, 4_000, 500),
+        ({}, 235, 800, 256),
+        ({"cache_bytes_max": 7 * 1024**2}, 235, 64_000, 7),
+    ],
+)
+def test_the_cache_has_room_for_the_largest_images(
+    fields: dict[str, int], embedding: int, memory: int, size: int
+) -> None:
+    """Sizes in MiB."""
+    found = cache_bytes_max(replace(EncoderConfig(), **fields), embedding << 20, memory << 20)
+    assert found == size << 20
