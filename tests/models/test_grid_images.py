@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.model_card.vision import GridImages, read_vision
+from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -192,3 +194,41 @@ def test_a_tower_that_is_not_supported_is_named(tmp_path: Path) -> None:
         change_config(folder, vision_config=tower | fields)
         with pytest.raises(ConfigError, match=complaint):
             opened(folder)
+
+
+def test_limits_of_a_request_are_those_of_a_preprocessor(folder: Path, tmp_path: Path) -> None:
+    """Sizes, tokens and pixels are those of a model with such limits, and keys tell them apart."""
+    plain, limits = card_of(folder), PixelLimits(least=6 * 64, most=12 * 64)
+    recipe = {**PROCESSOR, "min_pixels": limits.least, "max_pixels": limits.most}
+    theirs = opened(with_recipe(folder, tmp_path, recipe))
+    card, model = plain.within(limits), opened(folder)
+    for size in SIZES:
+        data = picture(1, *size)
+        found = model.preprocess.decoded(data, *size, limits)
+        np.testing.assert_array_equal(found, theirs.preprocess.decoded(data))
+        assert card.pieces(*size) == card_of(tmp_path).pieces(*size)
+        assert card.columns(*size) * 8 == found.shape[2]
+    assert (
+        len({plain.processing, card.processing, plain.within(PixelLimits(least=1)).processing}) == 3
+    )
+    assert plain.within(PixelLimits(most=PROCESSOR["max_pixels"])) == plain
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (PixelLimits(most=31 * 64), "max_pixels = 1984: must be at most 1920, the model's"),
+        (PixelLimits(least=1, most=63), "max_pixels = 63: must be at least 64, those of a token"),
+        (PixelLimits(most=200), "min_pixels = 256: exceeds max_pixels = 200"),
+    ],
+)
+def test_limits_that_no_image_can_have_are_named(
+    limits: PixelLimits, reason: str, folder: Path
+) -> None:
+    for call in (
+        card_of(folder).within,
+        partial(opened(folder).preprocess.decoded, picture(1), 0, 0),
+    ):
+        with pytest.raises(InvalidRequest, match=reason) as caught:
+            call(limits)
+        assert caught.value.param == "mm_processor_kwargs"

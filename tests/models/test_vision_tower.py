@@ -417,3 +417,15 @@ def test_damaged_images_are_decoded_or_refused(form: str, seed: int) -> None:
         return
     assert pixels.shape == (1, 3, 24, 24)
     assert np.isfinite(pixels).all()
+
+
+def test_an_endless_gif_is_its_first_frame() -> None:
+    """Frames that never end, and blocks that put the first one off."""
+    plain = encoded(noise(30, 30), "GIF")
+    head = 13 + 3 * 2 ** ((plain[10] & 7) + 1)  # and the palette
+    pause, comment = b"!\xf9\x04" + bytes(5), b"!\xfe\x01a\0"
+    for data in (
+        plain[:-1] + 20_000 * (pause + plain[head:-1]),
+        plain[:head] + 20_000 * (comment + pause) + plain[head:-1],
+    ):
+        np.testing.assert_array_equal(OURS(data), OURS(plain))

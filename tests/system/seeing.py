@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.encoder.preprocess import Preprocessor
+    from antiphon.wire.claim import PixelLimits
 
 TIE = 1e-3
 """Logits that are nearer than this may be taken either way."""
@@ -63,10 +64,16 @@ class Seeing:
     def preprocess(self) -> Preprocessor:
         return open_model(Settings(), self.folder).preprocess
 
-    def check(self, prompt: list[int], output: list[int], images: list[bytes]) -> None:
+    def check(
+        self,
+        prompt: list[int],
+        output: list[int],
+        images: list[bytes],
+        limits: PixelLimits | None = None,
+    ) -> None:
         """Compare with what transformers generates of the same prompt and pixels, greedily."""
         for index, (row, token) in enumerate(
-            zip(self.logits(prompt, output, images), output, strict=True)
+            zip(self.logits(prompt, output, images, limits), output, strict=True)
         ):
             assert row[token] >= row.max() - TIE, f"token {index} of {output}"
 
@@ -75,9 +82,16 @@ class Seeing:
         rows = self.logits(prompt, output, images).log_softmax(dim=-1)
         return rows[torch.arange(len(output)), torch.tensor(output)]
 
-    def logits(self, prompt: list[int], output: list[int], images: list[bytes]) -> Tensor:
+    def logits(
+        self,
+        prompt: list[int],
+        output: list[int],
+        images: list[bytes],
+        limits: PixelLimits | None = None,
+    ) -> Tensor:
         """What transformers samples each output token from, (O, V)."""
-        frames = [torch.as_tensor(self.preprocess(image)) for image in images]
+        decoded = [self.preprocess.decoded(image, limits=limits) for image in images]
+        frames = [torch.as_tensor(self.preprocess.normalized(each)) for each in decoded]
         ids = torch.tensor([prompt + output])
         inputs = self.inputs(frames, ids == self.placeholder) if frames else {}
         with torch.inference_mode():
@@ -122,13 +136,15 @@ def message(*parts: str | bytes) -> list[Any]:
     return [{"role": "user", "content": content}]
 
 
-async def answer(client: AsyncOpenAI, messages: list[Any]) -> tuple[list[int], list[int]]:
-    prompt, output, _ = await scored_answer(client, messages)
+async def answer(
+    client: AsyncOpenAI, messages: list[Any], **fields: object
+) -> tuple[list[int], list[int]]:
+    prompt, output, _ = await scored_answer(client, messages, **fields)
     return prompt, output
 
 
 async def scored_answer(
-    client: AsyncOpenAI, messages: list[Any]
+    client: AsyncOpenAI, messages: list[Any], **fields: object
 ) -> tuple[list[int], list[int], Tensor]:
     """The ids of prompt and output, and the logprobs of the output (O,)."""
     reply = await client.chat.completions.create(
@@ -137,7 +153,7 @@ async def scored_answer(
         temperature=0,
         max_tokens=TOKENS,
         logprobs=True,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
+        extra_body={"return_token_ids": True, "ignore_eos": True, **fields},
     )
     extra = reply.choices[0].model_extra or {}
     found = reply.choices[0].logprobs

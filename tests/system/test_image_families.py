@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import openai
 import pytest
 import torch
 import transformers
@@ -15,6 +16,8 @@ from tests.support.qwen_vl import patches, write_qwen25_vl
 from tests.support.smolvlm import write_smolvlm
 from tests.system.seeing import TOKENS, Seeing, answer, message, scored_answer
 from tests.system.stack import serving
+
+from antiphon.wire.claim import PixelLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,13 +52,14 @@ def spans(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Family:
-    """`mutant` are inputs of which transformers makes something else."""
+    """`mutant` are inputs of which transformers makes something else; `limits` change pixels."""
 
     write: Callable[[Path], Path]
     architecture: type[transformers.PreTrainedModel]
     inputs: Callable[[Sequence[Tensor], Tensor], dict[str, Tensor]]
     arguments: tuple[str, ...]
     mutant: Callable[[Sequence[Tensor], Tensor], dict[str, Tensor]] | None = None
+    limits: PixelLimits | None = None
 
 
 FAMILIES = {
@@ -70,6 +74,7 @@ FAMILIES = {
         transformers.Qwen2_5_VLForConditionalGeneration,
         grids,
         ("--batching-chunk-tokens", "24"),
+        limits=PixelLimits(least=300, most=512),
     ),
     "gemma3": Family(
         write_gemma_vision,
@@ -121,6 +126,17 @@ async def test_answers_are_those_of_transformers_and_are_cached(name: str, tmp_p
             for first, second, text in ((one, two, "!"), (two, one, ".")):
                 other = await answer(client, message("Look at ", first, ", then at ", second, text))
                 seeing.check(*other, [first, second])
+            limits = family.limits or PixelLimits(most=512)
+            fields = {"min_pixels": limits.least or 1, "max_pixels": limits.most}
+            asked = message("Look at ", two, "!")
+            if family.limits is None:
+                with pytest.raises(openai.BadRequestError, match="has no min_pixels") as caught:
+                    await answer(client, asked, mm_processor_kwargs=fields)
+                assert caught.value.param == "mm_processor_kwargs"
+            else:
+                prompt, output = await answer(client, asked, mm_processor_kwargs=fields)
+                assert len(prompt) < len((await answer(client, asked))[0])
+                seeing.check(prompt, output, [two], limits)
             # A text alone is a conversation, too.
             question = "Which one is larger?"
             plain, output = await answer(client, [{"role": "user", "content": question}])

@@ -125,9 +125,10 @@ CLAIM = claim.Claim(
     expires_unix_ms=DEADLINE,
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
-HEADER = media.MediumHeader(digest=DIGESTS[0], width=640, height=480)
+LIMITS = claim.PixelLimits(least=1000, most=9000)
+HEADER = media.MediumHeader(digest=DIGESTS[0], width=640, height=480, limits=LIMITS)
 SPAN = media.MediumSpan(start=1, tokens=2, key=DIGESTS[1], placeholders=1, columns=4)
-MEDIUM = media.Medium(span=SPAN, width=640, height=480, claim=CLAIM)
+MEDIUM = media.Medium(span=SPAN, width=640, height=480, claim=CLAIM, limits=LIMITS)
 CHAT = (
     tokenize.ChatMessage(
         role="tool",
@@ -342,6 +343,7 @@ EVERY: tuple[Message, ...] = (
         claim=CLAIM,
         width=640,
         height=480,
+        limits=LIMITS,
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from antiphon.wire.claim import PixelLimits
+
 Pixels = TypeVar("Pixels")
 
 if TYPE_CHECKING:
@@ -19,11 +21,12 @@ if TYPE_CHECKING:
 
 
 class DecodeJob(msgspec.Struct, frozen=True):
-    """An image to decode, and its size by its header; 0 if that is unknown."""
+    """An image to decode, its size by its header, 0 if that is unknown, and limits of its scale."""
 
     image: bytes
     width: int = 0
     height: int = 0
+    limits: PixelLimits | None = None
 
 
 @dataclass(slots=True)

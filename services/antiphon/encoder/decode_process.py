@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> None:
     def work(data: bytes) -> bytes:
         job = msgspec.msgpack.decode(data, type=DecodeJob)
         try:
-            pixels = preprocessor.decoded(job.image, job.width, job.height)
+            pixels = preprocessor.decoded(job.image, job.width, job.height, job.limits)
         except EngineError as error:
             return msgspec.msgpack.encode(encode_error(error))
         return msgspec.msgpack.encode(_Pixels(pixels.tobytes(), pixels.shape))

@@ -21,6 +21,7 @@ from antiphon.model_card.vision import (
     EDGE_MAX,
     GEMMA3,
     IDEFICS,
+    LIMITS,
     FeatureFields,
     GridSizes,
     Tiling,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from antiphon.wire.claim import PixelLimits
 
 Size = Annotated[int, Meta(ge=1)]
 Channels = tuple[float, float, float]
@@ -256,13 +259,18 @@ class Preprocessor:
         return self.normalized(self.decoded(data))
 
     def decoded(
-        self, data: bytes | bytearray, width: int = 0, height: int = 0
+        self,
+        data: bytes | bytearray,
+        width: int = 0,
+        height: int = 0,
+        limits: PixelLimits | None = None,
     ) -> NDArray[np.uint8]:
         """Return the frames as (F, size, size, 3), decoded and resized, but not normalized.
 
         Raises:
-            InvalidRequest: It is not an image of one of `FORMATS`, it is too narrow, or it has
-                another size than `width` and `height`, if these are not 0.
+            InvalidRequest: It is not an image of one of `FORMATS`, it is too narrow, it has
+                another size than `width` and `height`, if these are not 0, or it cannot be scaled
+                within `limits`.
             RequestTooLarge: The image has too many pixels.
         """
         image = self._decode(data)
@@ -272,7 +280,7 @@ class Preprocessor:
                 "its header",
                 param="image",
             )
-        return np.stack([np.asarray(frame, dtype=np.uint8) for frame in self._fit(image)])
+        return np.stack([np.asarray(frame, dtype=np.uint8) for frame in self._fit(image, limits)])
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Scale and normalize: (F, size, size, 3)  ->  (F, 3, size, size)."""
@@ -305,8 +313,10 @@ class Preprocessor:
                 details={"pixels": str(pixels), "pixels_max": str(self._pixels_max)},
             )
 
-    def _fit(self, image: Image.Image) -> list[Image.Image]:
+    def _fit(self, image: Image.Image, limits: PixelLimits | None) -> list[Image.Image]:
         """Resize an image to the frames that the tower takes."""
+        if limits is not None:
+            return [self._scaled_within(image, limits)]
         size, short, filter_ = self._recipe.size, self._recipe.short_edge, self._recipe.resample
         if self._recipe.tiling is not None:
             return _tiles(image, self._recipe.tiling, filter_)
@@ -322,6 +332,12 @@ class Preprocessor:
             )
         left, top = (width - size) // 2, (height - size) // 2
         return [image.resize((width, height), filter_).crop((left, top, left + size, top + size))]
+
+    def _scaled_within(self, image: Image.Image, limits: PixelLimits) -> Image.Image:
+        if self._recipe.grid is None:
+            raise InvalidRequest.at(LIMITS, "this model has no min_pixels and max_pixels of images")
+        size = self._recipe.grid.within(limits).scaled(*image.size)
+        return image.resize(size, self._recipe.resample)
 
 
 def _tiles(image: Image.Image, tiling: Tiling, filter_: int) -> list[Image.Image]:

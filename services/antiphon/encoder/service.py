@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from msgspec import msgpack
+
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
 from antiphon.model_card.served_model import model_files, served_name
@@ -136,12 +138,14 @@ class ImageEncoder:
 
     async def embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
         digest = _digest(request)
+        # What it is scaled to is a part of what is cached.
+        key = digest if request.limits is None else digest + msgpack.encode(request.limits)
         self.metrics.looked_up.inc()
-        embedding = self._cache.get(digest)
+        embedding = self._cache.get(key)
         cached = embedding is not None
         if embedding is None:
             prepare = partial(self._pixels, request, left_s)
-            embedding = await self._embedder.embed(digest, prepare)
+            embedding = await self._embedder.embed(key, prepare)
         self.metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
             request_id=request.request_id,
@@ -157,7 +161,7 @@ class ImageEncoder:
         due = self._clock.now() + left_s
         with self.metrics.fetch_seconds.time():
             image = bytes(await self._image(request, left_s))
-        job = DecodeJob(image, request.width, request.height)
+        job = DecodeJob(image, request.width, request.height, request.limits)
         timeout_s = max(0.0, due - self._clock.now())
         with self.metrics.decode_seconds.time():
             return await self._processes.decode(job, timeout_s=timeout_s)

@@ -139,7 +139,8 @@ class TextEncoder:
         Placeholders are repeated as ids: a text with one in place of many is encoded sooner.
 
         Raises:
-            InvalidRequest: There are not as many markers as media, or other placeholders.
+            InvalidRequest: There are not as many markers as media, or other placeholders, or the
+                model scales images otherwise.
             PromptTooLong: The prompt exceeds the context.
         """
         media, field = text.media, "prompt" if text.messages is None else "messages"
@@ -150,9 +151,10 @@ class TextEncoder:
             marker = self.vocabulary.image_marker
             raise _other_placeholders(len(texts) - 1, len(media), marker, field)
         written, runs = [texts[0]], list[tuple[int, ...]]()
-        for index, (medium, after) in enumerate(zip(media, texts[1:], strict=True)):
+        cards = [vision if each.limits is None else vision.within(each.limits) for each in media]
+        for index, (card, medium, after) in enumerate(zip(cards, media, texts[1:], strict=True)):
             try:
-                pieces = vision.pieces(medium.width, medium.height)
+                pieces = card.pieces(medium.width, medium.height)
             except InvalidRequest as error:
                 error.param = f"media.{index}"
                 raise
@@ -164,7 +166,7 @@ class TextEncoder:
         if surplus := len(found) - sum(map(len, runs)):
             raise _other_placeholders(len(media) + surplus, len(media), placeholder, field)
         ids, spans, places, before = list[int](), list[MediumSpan](), iter(found), 0
-        for medium, lengths in zip(media, runs, strict=True):
+        for card, medium, lengths in zip(cards, media, runs, strict=True):
             start = -1
             for length, at in zip(lengths, places, strict=False):
                 ids += encoded[before:at]
@@ -175,8 +177,8 @@ class TextEncoder:
                 raise PromptTooLong.of(
                     prompt_tokens=len(ids), tokens_max=self.context_tokens, param=field
                 )
-            key = medium_key(medium.digest, vision.processing)
-            columns = vision.columns(medium.width, medium.height)
+            key = medium_key(medium.digest, card.processing)
+            columns = card.columns(medium.width, medium.height)
             spans.append(_span(start, len(ids) - start, sum(lengths), key, columns))
         return [*ids, *encoded[before:]], tuple(spans)
 

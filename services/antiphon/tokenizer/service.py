@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision import VisionCard, read_vision
 from antiphon.service.clock import check, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
+from antiphon.service.startup import CannotStart
 from antiphon.telemetry.tracing import span
 from antiphon.tokenizer.encode_process import EncodeProcesses, EncoderSettings
 from antiphon.tokenizer.encoding import (
@@ -26,8 +27,9 @@ from antiphon.tokenizer.encoding import (
     is_heavy,
 )
 from antiphon.wire.base import Role
+from antiphon.wire.claim import PixelLimits
 from antiphon.wire.codec import id_count
-from antiphon.wire.errors import EngineError, PromptTooLong
+from antiphon.wire.errors import EngineError, InvalidRequest, PromptTooLong
 from antiphon.wire.namespaces import PageOrigin
 from antiphon.wire.routes import CANCEL_ENCODE, DECODE, DECODE_AT, TOKENIZE, TOKENIZE_AT
 from antiphon.wire.tokenize import (
@@ -40,12 +42,29 @@ from antiphon.wire.tokenize import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+    from pathlib import Path
 
+    from antiphon.config.settings import Settings
     from antiphon.wire.ids import ModelName, RequestId
 
 
 _HEAVY_S = 120.0
 """Maximum time for a heavy text to wait, for a process to start, and to be encoded there."""
+
+
+def _vision(settings: Settings, folder: Path) -> VisionCard | None:
+    """Read how the model takes images.
+
+    Raises:
+        CannotStart: It cannot scale them as the settings say.
+    """
+    vision, media = read_vision(folder), settings.media
+    if vision is not None and (media.pixels_min or media.pixels_max):
+        try:
+            vision.within(PixelLimits(least=media.pixels_min, most=media.pixels_max))
+        except InvalidRequest as error:
+            raise CannotStart(f"media.pixels_min, media.pixels_max: {error.message}") from error
+    return vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +123,7 @@ class TokenizerService:
             ),
             text_bytes_max=settings.tokenizer.text_bytes_max,
             context_tokens=settings.model.context_tokens or card.context_tokens,
-            vision=read_vision(files.folder),
+            vision=_vision(settings, files.folder),
         )
         encoder = await asyncio.to_thread(shared.encoder)
         processes = EncodeProcesses(shared, threads)

@@ -129,6 +129,12 @@ class MediaConfig(Config):
     """Folder below which file URLs may name images; empty: file URLs are rejected."""
     file_bytes_max: Bytes = 32 * 1024**2
     """Maximum size of an image, in bytes."""
+    pixels_min: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Minimum number of pixels that images are scaled to, of models that keep their shape, if the
+    request sets none; 0: the model's."""
+    pixels_max: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Maximum number of pixels that images are scaled to, of models that keep their shape, if the
+    request sets none, and at most the model's; 0: the model's."""
     fetches_max: Annotated[int, Meta(ge=1, le=1024)] = 32
     """Maximum number of images fetched at once."""
     fetch_timeout_s: Seconds = 10.0

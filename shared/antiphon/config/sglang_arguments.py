@@ -216,6 +216,28 @@ def _images_limit(text: str) -> TranslatedValue:
     return TranslatedValue(None if limits.image is None else str(limits.image))
 
 
+class _ImageProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+
+class _MediaProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How media are preprocessed, by kind."""
+
+    image: _ImageProcess = _ImageProcess()
+
+
+def _media_process(text: str) -> TranslatedValue:
+    try:
+        image = msgspec.json.decode(text, type=_MediaProcess).image
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--mm-process-config {text}: refused: {error}; must be a JSON object with image, "
+            "which may have min_pixels and max_pixels"
+        ) from error
+    return TranslatedValue(str(image.max_pixels), {"media.pixels_min": str(image.min_pixels)})
+
+
 _TORCHAO = "torchao-"
 _JSON_WHITE = frozenset({" ", r"\n", r"\r", r"\t"})
 _WHITESPACE = re.compile(
@@ -252,6 +274,10 @@ TRANSLATIONS: Mapping[str, Translation] = {
         lambda text: TranslatedValue(text.lower()), lambda value: str(value).lower()
     ),
     "media_megabytes": Translation(_media_megabytes, lambda value: cast("int", value) // _MEBIBYTE),
+    "media_process": Translation(
+        _media_process,
+        lambda value: msgspec.json.encode({"image": {"max_pixels": value}}).decode(),
+    ),
     "never": Translation(_always(str(_NEVER)), lambda value: value == _NEVER),
     "none": Translation(_always("0"), lambda value: value == 0),
     "off": Translation(_always("false"), lambda value: value is False),

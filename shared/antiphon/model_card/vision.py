@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, field
@@ -17,6 +17,9 @@ from msgspec import Meta, field
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.claim import PixelLimits
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PROCESSOR, NESTING = "preprocessor_config.json", "processor_config.json"
@@ -63,6 +66,10 @@ Pieces = tuple[str | int, ...]
 """What stands in a prompt for an image: texts, and numbers of placeholders in a row."""
 
 
+LIMITS = "mm_processor_kwargs"
+"""The API's name of the limits of pixels."""
+
+
 class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the ways to take images have in common.
 
@@ -82,6 +89,15 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Columns of tokens of an image of this size in pixels; 0: it is no grid."""
         del width, height
         return 0
+
+    def within(self, limits: PixelLimits) -> Self:
+        """The card of images whose scaled size is limited by their request.
+
+        Raises:
+            InvalidRequest: Images are not scaled by such limits, or to no size within these.
+        """
+        del limits
+        raise InvalidRequest.at(LIMITS, "this model has no min_pixels and max_pixels of images")
 
 
 class SquareImages(VisionBase, frozen=True, kw_only=True):
@@ -195,6 +211,25 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
         """Edge of a token, in pixels."""
         return self.patch * self.merge
 
+    def within(self, limits: PixelLimits) -> GridSizes:
+        """These sizes within the limits of a request.
+
+        Raises:
+            InvalidRequest: No image has a size within them, or they exceed the model's.
+        """
+        least, most = limits.least or self.pixels_min, limits.most or self.pixels_max
+        if most > self.pixels_max:
+            raise InvalidRequest.at(
+                LIMITS, f"max_pixels = {most}: must be at most {self.pixels_max}, the model's"
+            )
+        if most < self.edge**2:
+            raise InvalidRequest.at(
+                LIMITS, f"max_pixels = {most}: must be at least {self.edge**2}, those of a token"
+            )
+        if least > most:
+            raise InvalidRequest.at(LIMITS, f"min_pixels = {least}: exceeds max_pixels = {most}")
+        return msgspec.structs.replace(self, pixels_min=least, pixels_max=most)
+
     @property
     def tokens_max(self) -> int:
         """Tokens of an image, at most, or nearly so: a narrow one may have more."""
@@ -236,6 +271,13 @@ class GridImages(VisionBase, frozen=True, kw_only=True):
 
     def columns(self, width: int, height: int) -> int:
         return self.sizes.scaled(width, height)[0] // self.sizes.edge
+
+    def within(self, limits: PixelLimits) -> Self:
+        sizes = self.sizes.within(limits)
+        if sizes == self.sizes:  # what a request repeats changes no key
+            return self
+        processing = hashlib.sha256(self.processing + msgspec.json.encode(sizes)).digest()
+        return msgspec.structs.replace(self, sizes=sizes, processing=processing)
 
 
 VisionCard = SquareImages | TiledImages | GridImages

@@ -32,12 +32,20 @@ class Claim(Value):
     expires_unix_ms: UnixMs
 
 
+class PixelLimits(Value):
+    """Between which numbers of pixels an image is scaled; 0: as the model's preprocessor says."""
+
+    least: Count = 0
+    most: Count = 0
+
+
 class EncodeImage(Message):
     """Encode one image, given inline (below the size limit) or by claim check.
 
     Attributes:
         width: By its header, in pixels, upright; an image of another size is rejected. 0: unknown.
         height: Likewise.
+        limits: Of its scaled size, if the request has any.
     """
 
     request_id: RequestId
@@ -46,6 +54,7 @@ class EncodeImage(Message):
     claim: Claim | None = None
     width: Count = 0
     height: Count = 0
+    limits: PixelLimits | None = None
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
     traceparent: str | None = None

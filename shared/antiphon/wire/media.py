@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from antiphon.wire.base import Value
 from antiphon.wire.bounds import Count, Sha256, TokenCount
-from antiphon.wire.claim import Claim
+from antiphon.wire.claim import Claim, PixelLimits
 
 MEDIA_MAX = 256
 """Maximum media of one request."""
@@ -21,11 +21,16 @@ MEDIUM_BYTES = 512
 
 
 class MediumHeader(Value):
-    """An image that a prompt has: the SHA-256 of its bytes, and its size in pixels, upright."""
+    """An image that a prompt has: the SHA-256 of its bytes, and its size in pixels, upright.
+
+    Attributes:
+        limits: Of its scaled size, if the request has any.
+    """
 
     digest: Sha256
     width: Count
     height: Count
+    limits: PixelLimits | None = None
 
 
 class MediumInput(Value):
@@ -70,6 +75,7 @@ class Medium(Value):
     width: Count
     height: Count
     claim: Claim
+    limits: PixelLimits | None = None
 
 
 Sources = Annotated[tuple[MediumInput, ...], Meta(max_length=MEDIA_MAX)]

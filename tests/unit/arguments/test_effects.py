@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ import aiohttp
 import msgspec
 import pytest
 from tests.arguments import compare, compare_async, refusal, settings_of, shows
+from tests.support.llava import picture
 from tests.unit.config.test_resolve import CARD, DEVICE, GIB
 from tests.unit.gateway.calls import CHAT, post, stream
 from tests.unit.gateway.cluster import house
@@ -58,6 +60,7 @@ from antiphon.supervisor.ports import free_port
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.transfer.blobs import BlobStore
+from antiphon.wire.claim import PixelLimits
 from antiphon.wire.codec import id_count, pack_ids
 from antiphon.wire.errors import Forbidden, InvalidRequest, Unauthorized
 from antiphon.wire.ids import InstanceId, RequestId
@@ -973,3 +976,21 @@ def test_mm_processor_worker_num_is_the_number_of_decoding_processes(
 
     assert compare("--mm-processor-worker-num", "5", observe=processes) == (5, 2)
     assert settings_of("--mm-processor-worker-num", "0") == settings_of()
+
+
+@pytest.mark.argument("--mm-process-config")
+def test_mm_process_config_limits_the_pixels_of_requests_without_limits() -> None:
+    async def limits(settings: Settings, of_request: PixelLimits | None) -> PixelLimits | None:
+        intake = MediaIntake(settings.media, BlobStore("a:1", 10**9, SystemClock()), 10**6)
+        source = MediumSource(base64.b64encode(picture(1)).decode(), "")
+        return (await intake.open([source], 1.0, of_request)).headers[0].limits
+
+    def found(settings: Settings) -> list[PixelLimits | None]:
+        return [asyncio.run(limits(settings, each)) for each in (None, PixelLimits(most=900))]
+
+    value = '{"image": {"min_pixels": 800, "max_pixels": 1000}}'
+    given, without = compare("--mm-process-config", value, observe=found)
+    assert given == [PixelLimits(least=800, most=1000), PixelLimits(least=800, most=900)]
+    assert without == [None, PixelLimits(most=900)]
+    for bad in ('{"video": {"fps": 1}}', '{"image": {"do_resize": false}}', "[]"):
+        assert "must be a JSON object with image" in refusal("--mm-process-config", bad)

@@ -23,7 +23,7 @@ from antiphon.wire.claim import Claim
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.media import Medium, MediumSpan
-from antiphon.wire.namespaces import key_ids, medium_key
+from antiphon.wire.namespaces import PageOrigin, key_ids, medium_key, prompt_digests
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import StepPlan
@@ -35,8 +35,10 @@ PLACEHOLDER = 50
 CLAIM = Claim(address="a:1", token="00", size_bytes=1, digest=bytes(32), expires_unix_ms=0)
 
 
-def medium(start: int, tokens: int, content: int = 1, placeholders: int = 0) -> Medium:
-    key = medium_key(bytes([content]) * 32, b"")
+def medium(
+    start: int, tokens: int, content: int = 1, placeholders: int = 0, key: bytes = b""
+) -> Medium:
+    key = key or medium_key(bytes([content]) * 32, b"")
     span = MediumSpan(start=start, tokens=tokens, key=key, placeholders=placeholders)
     return Medium(span=span, width=1, height=1, claim=CLAIM)
 
@@ -273,6 +275,30 @@ def test_the_same_picture_is_a_hit_and_another_one_is_not() -> None:
             steps.next()
         (request,) = steps.batching.running.values()
         assert request.cached_tokens == found
+
+
+def test_pictures_whose_keys_agree_in_their_first_64_bits_share_no_page() -> None:
+    ids = prompt(4, -8, 8)
+    pictures = [medium(4, 8, key=b"k" * 8 + 24 * rest) for rest in (b"1", b"2")]
+    steps, store = world()
+    steps.add(1, ids, media=(pictures[0],), max_new_tokens=1)
+    steps.next()
+    store.land(store.loads[0])
+    while steps.batching.live_count:
+        steps.go(9)
+    steps.add(2, ids, media=(pictures[1],))
+    steps.next()
+    store.land(store.loads[1])
+    steps.next()
+    (request,) = steps.batching.running.values()
+    assert request.cached_tokens == 4, "the text before them, and no more"
+    digests = {
+        prompt_digests(
+            PageOrigin(model_digest="m"), b"", 4 * key_ids(pack_ids(ids), [(4, 8, each.span.key)])
+        )
+        for each in pictures
+    }
+    assert len(digests) == 2
 
 
 def test_a_retracted_request_loads_again_what_is_not_cached() -> None:

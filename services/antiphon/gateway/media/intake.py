@@ -12,7 +12,9 @@ from antiphon.gateway.media.fetch import MediaFetcher
 from antiphon.gateway.media.header import FORMATS, read_header
 from antiphon.service.startup import address_for_others, bind
 from antiphon.service.tasks import gather
+from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import BlobServer, BlobStore
+from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 from antiphon.wire.media import Medium, MediumHeader
 
@@ -48,7 +50,13 @@ class HeldMedia:
     def placed(self, spans: Sequence[MediumSpan]) -> tuple[Medium, ...]:
         """The media with their places in the prompt."""
         return tuple(
-            Medium(span=span, width=header.width, height=header.height, claim=claim)
+            Medium(
+                span=span,
+                width=header.width,
+                height=header.height,
+                claim=claim,
+                limits=header.limits,
+            )
             for span, header, claim in zip(spans, self.headers, self._claims, strict=True)
         )
 
@@ -74,6 +82,7 @@ class MediaIntake:
             address = address_for_others(bound, config.host, config.advertise_host)
             store = BlobStore(address, config.store_bytes_max, runtime.clock)
             server = runtime.group.create_task(BlobServer(bound, store).run(), name="media")
+            runtime.metrics.gauge(catalog.MEDIA_BYTES).set_function(lambda: store.bytes_held)
             intake = MediaIntake(config, store, runtime.settings.encoder.pixels_max)
             try:
                 yield intake
@@ -81,14 +90,15 @@ class MediaIntake:
                 server.cancel()
                 await intake.close()
 
-    @property
-    def bytes_held(self) -> int:
-        return self._store.bytes_held
-
     async def close(self) -> None:
         await self._fetcher.close()
 
-    async def open(self, sources: Sequence[MediumSource], lifetime_s: float) -> HeldMedia:
+    async def open(
+        self,
+        sources: Sequence[MediumSource],
+        lifetime_s: float,
+        limits: PixelLimits | None = None,
+    ) -> HeldMedia:
         """Fetch the media of a request, each URL once.
 
         Raises:
@@ -102,11 +112,12 @@ class MediaIntake:
                 f"the request has {len(sources)} images; the limit is {limit}",
                 param=sources[limit].param,
             )
+        limits = self._with_defaults(limits or PixelLimits())
         first = {each.source: each for each in reversed(sources)}
         held: dict[str | bytes, _StoredMedium] = {}
 
         async def hold(source: MediumSource) -> None:
-            held[source.source] = await self._hold(source, lifetime_s + LINGER_S)
+            held[source.source] = await self._hold(source, lifetime_s + LINGER_S, limits)
 
         try:
             await gather([hold(each) for each in first.values()])
@@ -115,7 +126,15 @@ class MediaIntake:
             raise
         return HeldMedia(self._store, [held[each.source] for each in sources])
 
-    async def _hold(self, source: MediumSource, lifetime_s: float) -> _StoredMedium:
+    def _with_defaults(self, limits: PixelLimits) -> PixelLimits | None:
+        """Fill in the limits that a request does not set; None if the model's hold alone."""
+        least = limits.least or self._config.pixels_min
+        most = limits.most or self._config.pixels_max
+        return PixelLimits(least=least, most=most) if least or most else None
+
+    async def _hold(
+        self, source: MediumSource, lifetime_s: float, limits: PixelLimits | None
+    ) -> _StoredMedium:
         """Fetch a medium into the store: its bytes count while others of a request are fetched."""
         try:
             data = await self._fetcher.fetch(source.source)
@@ -123,7 +142,7 @@ class MediaIntake:
                 digest = await asyncio.to_thread(hashlib.sha256, data)
             else:
                 digest = hashlib.sha256(data)
-            header = self._checked(data, digest.digest())
+            header = self._checked(data, digest.digest(), limits)
             return _StoredMedium(header, self._store.put(data, lifetime_s, checksum=header.digest))
         except RequestTooLarge as error:
             size, most = error.details["size_bytes"], error.details["bytes_max"]
@@ -133,7 +152,7 @@ class MediaIntake:
             error.param = source.param
             raise
 
-    def _checked(self, data: bytes, digest: bytes) -> MediumHeader:
+    def _checked(self, data: bytes, digest: bytes, limits: PixelLimits | None) -> MediumHeader:
         header = read_header(data)
         if header is None:
             raise InvalidRequest(f"not an image of a known format ({', '.join(FORMATS)})")
@@ -141,4 +160,4 @@ class MediaIntake:
             raise InvalidRequest(
                 f"the image has {pixels} pixels; the limit is {self._pixels_max} pixels"
             )
-        return MediumHeader(digest=digest, width=header.width, height=header.height)
+        return MediumHeader(digest=digest, width=header.width, height=header.height, limits=limits)

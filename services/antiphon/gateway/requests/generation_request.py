@@ -11,6 +11,7 @@ import msgspec
 
 from antiphon.gateway.parsing.reasoning import ReasoningFormat
 from antiphon.text.stop_patterns import check_patterns
+from antiphon.wire.claim import PixelLimits
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, InstanceId, TenantId
@@ -102,6 +103,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: Scope of prefix cache sharing, from `wire.digests.cache_salt`.
         resume: Set if the client may resume its stream, at any gateway.
         media: The images of all messages, whose parts name them by their index.
+        pixel_limits: Between which numbers of pixels to scale images.
         private: Whether to exclude it from request logs and crash dumps.
         auto_truncate: Whether `gateway.allow_auto_truncate` applies. It does not if the end of the
             prompt matters (scoring), or if the request sets its own truncation.
@@ -135,6 +137,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     resume: ResumeWindow | None = None
     private: bool = False
     media: tuple[MediumSource, ...] = ()
+    pixel_limits: PixelLimits | None = None
     auto_truncate: bool = True
 
     def field(self, name: str) -> str:

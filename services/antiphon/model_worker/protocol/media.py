@@ -177,6 +177,7 @@ class EmbeddingClient:
             claim=medium.claim,
             width=medium.width,
             height=medium.height,
+            limits=medium.limits,
             deadline_unix_ms=clock.unix_ms() + round(timeout_s * 1000),
             left_ms=round(timeout_s * 1000),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from antiphon.gateway.http.core.chat import ParsedPrompts
+from antiphon.gateway.http.core.image_options import pixel_limits
 from antiphon.gateway.http.core.meta_info import FULL, GenerateResponseOptions
 from antiphon.gateway.http.core.sampling_fields import (
     NAME,
@@ -242,6 +243,7 @@ def _request(
             **media_fields(media),
         },
         media=media,
+        pixel_limits=pixel_limits(body.mm_processor_kwargs),
         tokens_max=sampling.max_new_tokens,
         tokens_default=ANSWER_TOKENS,
         choices=sampling.n or 1,

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, UnsupportedField
+from antiphon.gateway.http.core.image_options import ImageOptions
 from antiphon.gateway.http.core.limits import Choices, Ids, PromptIds, Rid, TokensMax
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.http.core.sampling_fields import Schema, SglangSamplingFields
@@ -102,6 +103,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """Images of the prompt, in the order of their placeholders in `text`: an http, https, `data:`
     or file URL, a path below the allowed folder, base64, or a list of them. For a batch one image
     for all prompts, or one or a list for each."""
+    mm_processor_kwargs: ImageOptions | None = None
+    """Numbers of pixels between which images are scaled."""
     sampling_params: SamplingBody | PerPrompt[SamplingBody] | None = None
     """Sampling parameters, or a list of them with one entry per prompt."""
     rid: Rid | PerPrompt[Rid] | None = None
@@ -145,9 +148,6 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         "input_embeds": UnsupportedField(_EMBEDS.format("prompts")),
         **dict.fromkeys(("video_data", "audio_data", "video_config"), _SEEN),
         **dict.fromkeys(("mm_hashes", "mm_content_hashes"), _HASHED),
-        "mm_processor_kwargs": UnsupportedField(
-            "images are scaled as the model's preprocessor_config.json says", NOTHING
-        ),
         "routing_key": UnsupportedField(_PLACED),
         "background": UnsupportedField(
             "background generation is not supported by /generate; use /v1/responses", (False,)

@@ -14,6 +14,7 @@ from antiphon.gateway.http.core.chat import (
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import model_of
+from antiphon.gateway.http.core.image_options import pixel_limits
 from antiphon.gateway.http.core.meta_info import GenerateResponseOptions
 from antiphon.gateway.http.core.sampling_fields import processor_of, schema_grammar, single_grammar
 from antiphon.gateway.http.openai.schema import (
@@ -94,6 +95,7 @@ def parse_chat(
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         model_defaults=True,
         media=media,
+        pixel_limits=pixel_limits(body.mm_processor_kwargs),
         fields=CHAT_FIELDS
         | ({"max_tokens": "max_completion_tokens"} if completing else {})
         | media_fields(media),

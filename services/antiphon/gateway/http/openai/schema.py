@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from antiphon.gateway.http.core.fields import COMMON, NOTHING, UnsupportedField
+from antiphon.gateway.http.core.image_options import ImageOptions
 from antiphon.gateway.http.core.limits import (
     CallId,
     Choices,
@@ -202,6 +203,8 @@ class ChatBody(CompletionFields):
     """Whether the response continues the final message."""
     chat_template_kwargs: Json | None = None
     """Additional variables for the chat template."""
+    mm_processor_kwargs: ImageOptions | None = None
+    """Numbers of pixels between which images are scaled."""
     reasoning_effort: Effort | Annotated[float, Meta(ge=0, lt=1)] | None = None
     """Reasoning effort, passed to the chat template. `none` also sets enable_thinking and thinking
     to false."""

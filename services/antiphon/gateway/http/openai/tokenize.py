@@ -10,6 +10,7 @@ from msgspec import Meta
 from antiphon.gateway.http.core.auth import tenant_of
 from antiphon.gateway.http.core.endpoints import Endpoints, operation
 from antiphon.gateway.http.core.fields import model_of
+from antiphon.gateway.http.core.image_options import ImageOptions, pixel_limits
 from antiphon.gateway.http.core.limits import Json, Messages, Tools
 from antiphon.gateway.http.core.operation import json_reply
 from antiphon.gateway.http.openai.schema import (
@@ -48,6 +49,8 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """Tools, passed to the chat template."""
     chat_template_kwargs: Json | None = None
     """Additional variables for the chat template."""
+    mm_processor_kwargs: ImageOptions | None = None
+    """Numbers of pixels between which images are scaled."""
     add_special_tokens: bool | None = None
     """Whether to add the tokenizer's special tokens to a text. Defaults to true."""
     add_generation_prompt: bool | None = None
@@ -133,6 +136,7 @@ class TokenizeEndpoints(Endpoints):
                     model=None,
                     messages=conversation(body.messages),
                     media=media,
+                    pixel_limits=pixel_limits(body.mm_processor_kwargs),
                     fields=media_fields(media),
                     continue_final_message=begins_answer(body.messages),
                     template=template,
