@@ -154,7 +154,7 @@ def run(folder: Path, pages: int, indices: range) -> tuple[list[list[int]], Step
         conservativeness=0.0,  # keeps nothing free for answers, so that some are retracted
     )
     outputs = loop.run([state(index) for index in indices], one_a_turn=True)
-    assert loop.reports[-1].credit.pages_free == pages
+    assert loop.reports[-1].capacity.pages_free == pages
     return [output.ids for output in outputs], loop.reports[-1]
 
 

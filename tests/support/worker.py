@@ -154,7 +154,7 @@ def report(step: int = 1, *, pages_free: int = 0, pages_evictable: int = 0, **fi
     names = CoreTotals.__struct_fields__
     totals = {name: fields.pop(name) for name in names if name in fields}
     totals, fields = {"running": 1, "waiting": 0, **totals}, {"progress": (), **fields}
-    return StepReport(step=step, credit=capacity, totals=CoreTotals(**totals), **fields)
+    return StepReport(step=step, capacity=capacity, totals=CoreTotals(**totals), **fields)
 
 
 def plain_runs(

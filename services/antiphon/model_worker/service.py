@@ -149,9 +149,9 @@ class ModelWorker:
             lambda: self._output.live_count,
             runtime.health.send_heartbeat,
         )
-        size = WorkerSize(
+        self._size = size = WorkerSize(
             pages_total=engine.step_core.pages_total,
-            page_tokens=engine.step_core.page_tokens,
+            page_tokens=engine.step_core.cache_groups[0].page_tokens,
             running_max=limits.running_max,
             context_tokens=limits.context_tokens,
         )
@@ -285,7 +285,7 @@ class ModelWorker:
             # `antiphon drain` up to version 0.4 waits until a heartbeat lists no request.
             held = () if as_changes and not self._hands_back else output.held()
             listed, changes = output.list_changes() if as_changes else (None, ())
-        busy = self._busy and not last.paused
+        busy, size = self._busy and not last.paused, self._size
         core, events = self._engine.step_core, self._runtime.settings.cache.events
         publishes_events = core.caches_prefixes and events
         return Report(
@@ -294,9 +294,9 @@ class ModelWorker:
             reads=READS,
             changes=changes,
             worker=WorkerLoad(
-                pages_free=last.credit.pages_free + last.credit.pages_evictable,
-                pages_total=self._engine.step_core.pages_total,
-                page_tokens=self._engine.step_core.page_tokens,
+                pages_free=last.capacity.pages_free + last.capacity.pages_evictable,
+                pages_total=size.pages_total,
+                page_tokens=size.page_tokens,
                 running=held,
                 waiting=last.totals.waiting,
                 running_max=limits.running_max,
@@ -305,8 +305,8 @@ class ModelWorker:
                 paused=last.paused,
                 weight_version=limits.weight_version,
                 bits=self._numerics.digest,
-                pages_promised=last.credit.pages_reserved,
-                pages_returning=last.credit.pages_returning,
+                pages_promised=last.capacity.pages_reserved,
+                pages_returning=last.capacity.pages_returning,
                 kv_seq=self._kv_events.seq if publishes_events else None,
                 context_tokens=limits.context_tokens,
                 term=output.commands.term,

@@ -328,9 +328,9 @@ class SchedulerService:
         self._metrics.open_requests.set(self._core.open_requests)
         self._metrics.known_blocks.set(self._core.caches.blocks)
         self._metrics.replays.follow(self._core.caches.replays)
-        self._metrics.credit.clear()
-        for worker, credit in self._core.capacities().items():
-            self._metrics.credit.labels(worker).set(credit)
+        self._metrics.capacity.clear()
+        for worker, capacity in self._core.capacities().items():
+            self._metrics.capacity.labels(worker).set(capacity)
 
 
 class SchedulerMetrics:
@@ -348,4 +348,4 @@ class SchedulerMetrics:
         self.failed = metrics.counter(catalog.FAILED_TERMS)
         self.refused = metrics.counter(catalog.SCHEDULER_REJECTED_REQS)
         self.lost = metrics.counter(catalog.LOST_REQS)
-        self.credit = metrics.gauge(catalog.WORKER_CAPACITY)
+        self.capacity = metrics.gauge(catalog.WORKER_CAPACITY)

@@ -149,7 +149,7 @@ def decode(step: int) -> StepReport:
         tokens=1,
         rows=1,
         progress=(),
-        credit=Capacity(
+        capacity=Capacity(
             pages_free=4, pages_evictable=1, pages_reserved=0, pages_returning=0, slots_free=0
         ),
         totals=CoreTotals(running=1, waiting=0),

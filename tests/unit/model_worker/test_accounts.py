@@ -85,7 +85,7 @@ class Desk:
     def record(self, **fields: object) -> None:
         """Record a step whose report has these fields, of itself, its capacity or its totals."""
         report = worker.report(1, **SIZES)
-        for part in ("credit", "totals"):
+        for part in ("capacity", "totals"):
             values = getattr(report, part)
             own = {name: fields.pop(name) for name in [*fields] if hasattr(values, name)}
             changed = {part: msgspec.structs.replace(values, **own)}

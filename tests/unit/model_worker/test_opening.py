@@ -103,7 +103,7 @@ def test_report_of_a_started_request_counts_its_pages() -> None:
         run = greedy([5 + number] * 40, number, 20)
         report = loop.turn(Mail(runs=plain_runs({ChoiceKey(number): run})))
         assert report.prefill_rows == 1
-        free.append(report.credit.pages_free + report.credit.pages_evictable)
+        free.append(report.capacity.pages_free + report.capacity.pages_evictable)
     # 40 tokens and the next one are in three pages of 16.
     assert [free[0] - later for later in free] == [0, 3, 6]
 

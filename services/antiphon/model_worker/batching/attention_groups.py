@@ -119,10 +119,6 @@ class AttentionGroups:
         return self.cores[0].cache_groups
 
     @property
-    def page_tokens(self) -> int:
-        return self.cores[0].page_tokens
-
-    @property
     def pages_total(self) -> int:
         return sum(core.pages_total for core in self.cores)
 

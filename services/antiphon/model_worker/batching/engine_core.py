@@ -130,10 +130,6 @@ class EngineCore:
         return self.pools.groups
 
     @property
-    def page_tokens(self) -> int:
-        return self.pools.page_tokens
-
-    @property
     def pages_total(self) -> int:
         return self.pools.pages_total
 

@@ -56,7 +56,7 @@ CAPACITY_PERIOD_S = 0.5
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one turn of the loop did, and the state of the engine after it.
 
-    `step` and `failures` are counted since start. `credit` and `backlog` are recent.
+    `step` and `failures` are counted since start. `capacity` and `backlog` are recent.
     """
 
     step: int  # plans launched
@@ -64,7 +64,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: int = 0  # in the launched plan
     rows: int = 0
     progress: Sequence[AnyProgress]  # in its order
-    credit: Capacity
+    capacity: Capacity
     totals: CoreTotals
     prefill_rows: int = 0
     prefill_tokens: int = 0
@@ -198,14 +198,14 @@ class BatchingLoop(Generic[Rows]):
         count = 0 if rows is None else len(rows)
         seconds = time.perf_counter() - began if count else 0.0
         started = core.take_started()
-        credit = self._measure_capacity(now, anew=bool(started))
+        capacity = self._measure_capacity(now, anew=bool(started))
         return StepReport(
             step=self._step,
             seconds=seconds,
             tokens=tokens,
             rows=count,
             progress=core.take_progress(),
-            credit=credit,
+            capacity=capacity,
             totals=core.totals(),
             prefill_rows=0 if rows is None else rows.prefill_rows,
             prefill_tokens=0 if rows is None else rows.prefill_tokens,

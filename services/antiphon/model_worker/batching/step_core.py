@@ -61,9 +61,6 @@ class StepCore(Protocol[Rows]):
     def cache_groups(self) -> tuple[CacheGroup, ...]: ...
 
     @property
-    def page_tokens(self) -> int: ...
-
-    @property
     def pages_total(self) -> int: ...
 
     @property

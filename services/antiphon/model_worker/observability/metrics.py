@@ -38,7 +38,7 @@ class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
 
     def used_pages(self, report: StepReport) -> int:
         """Pages that requests hold."""
-        return self.pages_total - report.credit.pages_free - report.credit.pages_evictable
+        return self.pages_total - report.capacity.pages_free - report.capacity.pages_evictable
 
     def usage(self, report: StepReport) -> float:
         return _share(self.used_pages(report), self.pages_total)
@@ -58,16 +58,19 @@ _GAUGES: tuple[tuple[MetricSpec, Callable[[StepReport, WorkerSize], float]], ...
     (catalog.PAUSED_WORKERS, lambda report, _: report.paused),
     (catalog.BATCH_SIZE, lambda report, _: report.rows),
     (catalog.NUM_RUNNING_REQS, lambda report, _: report.totals.running),
-    (catalog.DECODE_SUM_SEQ_LENS, lambda report, _: report.credit.sequence_tokens),
+    (catalog.DECODE_SUM_SEQ_LENS, lambda report, _: report.capacity.sequence_tokens),
     (catalog.NUM_QUEUE_REQS, lambda report, _: report.totals.waiting),
     (catalog.NUM_PAUSED_REQS, lambda report, _: report.totals.waiting if report.paused else 0),
-    (catalog.FREE_SLOTS, lambda report, _: report.credit.slots_free),
+    (catalog.FREE_SLOTS, lambda report, _: report.capacity.slots_free),
     (catalog.KV_USED_TOKENS, lambda report, size: size.used_pages(report) * size.page_tokens),
     (
         catalog.KV_EVICTABLE_TOKENS,
-        lambda report, size: report.credit.pages_evictable * size.page_tokens,
+        lambda report, size: report.capacity.pages_evictable * size.page_tokens,
     ),
-    (catalog.KV_AVAILABLE_TOKENS, lambda report, size: report.credit.pages_free * size.page_tokens),
+    (
+        catalog.KV_AVAILABLE_TOKENS,
+        lambda report, size: report.capacity.pages_free * size.page_tokens,
+    ),
     (catalog.TOKEN_USAGE, lambda report, size: size.usage(report)),
     (catalog.UTILIZATION, lambda report, size: _share(report.totals.running, size.running_max)),
     (catalog.NEW_TOKEN_RATIO, lambda report, _: report.totals.new_token_ratio),
@@ -162,8 +165,8 @@ class WorkerMetrics:
         self._failures.follow(report.failures)
         for gauge, value in self._gauges:
             gauge.set(value(report, self._size))
-        self._show_pool(_SWA, report.credit.window, self._size.page_tokens)
-        self._show_pool(_MAMBA, report.credit.states, 1)
+        self._show_pool(_SWA, report.capacity.window, self._size.page_tokens)
+        self._show_pool(_MAMBA, report.capacity.states, 1)
 
     def show_load_stats(self, stats: WorkerStats) -> None:
         for gauge, read in self._load_gauges:

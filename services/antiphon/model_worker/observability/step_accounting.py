@@ -175,7 +175,7 @@ class LoadStats:
             waiting_tokens=last.backlog.tokens,
             retracted=last.backlog.retracted,
             grammars=grammars,
-            pages_cached=last.credit.pages_evictable,
+            pages_cached=last.capacity.pages_evictable,
             verify_rows=rows,
             drafts_proposed=proposed,
             drafts_accepted=accepted,
