@@ -291,7 +291,7 @@ def test_long_steps_are_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = warm_up.choose_overlap(loop, engine)
     assert not chosen.value
     assert re.fullmatch(r"a step takes \d+ ms", chosen.reason)
-    assert (loop._ahead, loop._step) == (0, 2)
+    assert (loop._ahead, loop._step) == (0, 4)
 
 
 def test_a_model_of_another_digest_is_not_opened() -> None:
