@@ -211,15 +211,22 @@ INLINE F32 unseen_outside(int from, int until) {
     return add(load(EDGES + LANES - clamp(from)), load(EDGES + 2 * LANES - clamp(until)));
 }
 
-// 2^x for x <= 0, within 2 units in the last place; a NaN stays one. Below 2^-125 it is zero: what
-// is no longer a normal number would take a hundred times as long.
-INLINE F32 power_of_two(F32 x) {
+// 2^x for x <= 0, within 2 units in the last place of a float; or within 1e-4 of itself, a fortieth
+// of a unit of bf16, if it will be one. Of 0 it is 1, and a NaN stays one. Below 2^-125 it is zero:
+// what is no longer a normal number would take a hundred times as long.
+template <class T = float> INLINE F32 power_of_two(F32 x) {
     const F32 least = splat(-125.0f), within = max(least, x);
     const F32 n = round_even(within), r = sub(within, n);
-    F32 p = fma(splat(1.3333558e-3f), r, splat(9.6181291e-3f));
-    p = fma(p, r, splat(5.5504109e-2f));
-    p = fma(p, r, splat(2.4022651e-1f));
-    p = fma(p, r, splat(6.9314718e-1f));
+    F32 p;
+    if constexpr (std::is_same_v<T, bf16>) {
+        p = fma(splat(5.50089367e-2f), r, splat(2.42210969e-1f));
+        p = fma(p, r, splat(6.93282902e-1f));
+    } else {
+        p = fma(splat(1.3333558e-3f), r, splat(9.6181291e-3f));
+        p = fma(p, r, splat(5.5504109e-2f));
+        p = fma(p, r, splat(2.4022651e-1f));
+        p = fma(p, r, splat(6.9314718e-1f));
+    }
     return zero_below(x, least, scale_by_power(fma(p, r, splat(1.0f)), n));
 }
 
@@ -230,50 +237,47 @@ template <int V = KEY_VECTORS, class Body> INLINE float by_vectors(int vectors, 
     return body(std::integral_constant<int, V>());
 }
 
-// What products of queries and keys become before they are powers of two.
+// What products of queries and keys become: capped, where there is a cap, and then a multiple of
+// that is an exponent of two.
 struct ScoreScale {
-    float factor, cap;  // cap 0: none
+    float inner, cap, factor;  // cap 0: none
 
     explicit ScoreScale(const AttentionCall &call)
-        : factor(call.scale * call.cache.key_scale), cap(call.softcap) {
-        // Multiples of LOG2_E: behind the tangent, where there is one.
-        if (cap == 0.0f) {
-            factor *= LOG2_E;
-        } else {
-            factor /= cap;
-            cap *= LOG2_E;
-        }
+        : inner(call.scale * call.cache.key_scale), cap(call.softcap), factor(LOG2_E) {
+        if (cap == 0.0f) factor *= inner;
+        else inner /= cap;
     }
 
     __attribute__((always_inline)) F32 operator()(F32 product) const {
-        const F32 score = mul(product, splat(factor));
-        return cap == 0.0f ? score : mul(splat(cap), hyperbolic_tangent(score));
+        if (cap == 0.0f) return product;
+        return mul(splat(cap), hyperbolic_tangent(mul(product, splat(inner))));
     }
 };
 
-// One query's scores in V vectors become its keys' weights, rounded as they will be multiplied.
-// `top` and `mass` are its running maximum, in powers of two, and sum. Returns what becomes of all
-// that was summed under the old maximum.
+// One query's scores in V vectors become its keys' weights, rounded as they will be multiplied, while
+// their sum is not. `top` and `mass` are its running maximum, in powers of two, and sum. Returns what
+// becomes of all that was summed under the old maximum.
 template <class T, int V>
 INLINE float softmax_weights(
     const float *scores, const ScoreScale &scale, int from, int until, float &top, float &mass,
     T *shares) {
-    F32 scaled[V], most = splat(top);
+    F32 score[V], most = splat(LOWEST);
     for (int v = 0; v < V; ++v) {
-        scaled[v] = scale(load(scores + v * LANES));
+        score[v] = scale(load(scores + v * LANES));
         if (from > v * LANES || until < (v + 1) * LANES) {
             // Those of no key may be anything, a NaN too.
             const F32 unseen = unseen_outside(from - v * LANES, until - v * LANES);
-            scaled[v] = where_negative(unseen, unseen, scaled[v]);
+            score[v] = where_negative(unseen, unseen, score[v]);
         }
-        most = max(most, scaled[v]);
+        most = max(most, score[v]);
     }
-    const float before = top, after = reduce_max(most);
+    const float before = top, highest = reduce_max(most) * scale.factor;
+    const float after = highest > before ? highest : before;
     F32 total = zeros();
     for (int v = 0; v < V; ++v) {
-        const F32 share = power_of_two(sub(scaled[v], splat(after)));
+        const F32 share = power_of_two<T>(fma(score[v], splat(scale.factor), splat(-after)));
         store(shares + v * LANES, share);
-        total = add(total, rounded<T>(share));
+        total = add(total, share);
     }
     const float kept = before == after ? 1.0f : lane_0(power_of_two(splat(before - after)));
     top = after;

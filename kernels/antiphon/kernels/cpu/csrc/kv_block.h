@@ -11,9 +11,10 @@
 
 namespace ISA_NS {
 
-// On AMX a block is twice as long: sums are taken up and put down once a block.
-static constexpr int KEYS = ANTIPHON_AMX ? 128 : 64;
-template <class T> static constexpr int BLOCK_KEYS = USES_AMX<T> ? KEYS : 64;
+// Sums are taken up and put down once a block. Of 128 keys rather than 64, prefill of heads of 64 took
+// 5 % less on a Zen 5, of 128 2 % less; of floats they would leave the first-level cache.
+static constexpr int KEYS = ANTIPHON_AVX512 ? 128 : 64;
+template <class T> static constexpr int BLOCK_KEYS = std::is_same_v<T, bf16> ? KEYS : 64;
 static constexpr int KEY_VECTORS = KEYS / LANES;
 
 // The keys of a block that any query may attend to, [begin + from, begin + until).
