@@ -433,6 +433,8 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "encoder.decode_processes": st.integers(1, 256),
     "media.fetches_max": st.integers(1, 1024),
     "media.images_max": st.integers(1, 256),
+    "media.pixels_min": st.integers(0, 1000),
+    "media.pixels_max": st.integers(1000, 2**31 - 1),
     "responses.replicas": st.integers(1, 5),
     "sessions.replicas": st.integers(1, 5),
     "batching.chunk_tokens": st.none() | st.integers(1, 2048),
