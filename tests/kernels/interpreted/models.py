@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from tests.kernels.interpreted.held import Held
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
@@ -13,15 +15,16 @@ from tests.models.specs import BY_NAME
 from tests.models.test_steering import bias
 from tests.models.tiny import write_llama
 from tests.support.models import load, open_model
-from tests.support.worker import state
+from tests.support.worker import decode_plan, state
 
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
+from antiphon.model_worker.batching.plan import DeviceLost
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
     from pathlib import Path
 
     from antiphon.model_worker.batching.plan import PlanRunner
@@ -109,6 +112,26 @@ def test_models_are_refused_by_the_op_that_has_no_kernel(
     reason = f"device interpreter: {op}, which this model needs, has no kernel there"
     with pytest.raises(KernelUnavailable, match=reason):
         opened(folder, "interpreter")
+
+
+class LostStream(InterpretedStream):
+    """A device that every call finds lost."""
+
+    @contextmanager
+    def launching(self) -> Generator[None]:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+        yield
+
+    reading = launching
+
+
+def test_a_device_that_is_lost_is_lost_for_the_loop_too(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path)
+    model = opened(folder, "interpreter")
+    loaded = load(folder, dtype="float32", device="interpreter")
+    runner = DeviceRunner(loaded, model.groups, LostStream())
+    with pytest.raises(DeviceLost, match="an illegal memory access was encountered"):
+        runner.run(decode_plan(1, 1, 5))
 
 
 def test_bfloat16_is_refused_on_the_interpreter(tmp_path: Path) -> None:

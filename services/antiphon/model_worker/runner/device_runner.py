@@ -89,7 +89,7 @@ class DeviceRunner(ModelRunner):
             earlier = self._launched.popleft()
             earlier.concluded = True
             earlier.attempt(self._conclude_launched)
-            if earlier.error is not None:
+            if earlier.error is not None and not isinstance(earlier.error, DeviceLost):
                 self._forget(earlier)
 
     def _launch(self, launched: LaunchedPlan) -> None:
@@ -147,10 +147,7 @@ class DeviceRunner(ModelRunner):
         assert batch is not None, "it was launched"
         assert scored is not None, "it was launched"
         assert launched.download is not None, "a sampling part was given"
-        try:
-            results = _Results(*launched.download.wait())
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
+        results = _Results(*launched.download.wait())
         failed = batch.failed_of(results.finite, results.logits_finite)
         blocked = results.blocked
         tokens = results.sampled.astype(np.int32)
@@ -196,11 +193,18 @@ class LaunchedPlan:
         self.error: Exception | None = None
 
     def attempt(self, work: Callable[[LaunchedPlan], None]) -> None:
-        """Work on the plan, unless it has failed; if that raises, it has."""
+        """Work on the plan, unless it has failed; if that raises, it has.
+
+        An error of the device, which may be one of an earlier launch, is `DeviceLost`: nothing
+        can be computed after it.
+        """
         if self.error is not None:
             return
         try:
             work(self)
+        except torch.AcceleratorError as error:
+            self.error = DeviceLost(str(error))
+            self.error.__cause__ = error
         except Exception as error:  # noqa: BLE001  # raised where the outcome is read
             self.error = error
 
