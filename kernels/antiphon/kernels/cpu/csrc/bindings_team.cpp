@@ -37,7 +37,7 @@ void TeamSeat::open(void (*work)(void *region), void *region) {
 void TeamSeat::close() {
     int open = OPEN;
     if (state_.compare_exchange_strong(open, CLOSED, std::memory_order_acquire)) return;
-    // All of the region is finished, and whoever is in it leaves; unless its core was taken away.
+    // All of the region is finished, and the other thread leaves it, unless its core was taken away.
     while (state_.load(std::memory_order_acquire) != CLOSED)
         if (!soon([this] { return state_.load(std::memory_order_acquire) == CLOSED; }))
             sched_yield();
