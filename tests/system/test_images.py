@@ -250,6 +250,22 @@ def test_too_many_images_and_placeholders_in_texts_are_refused(seeing: Seeing) -
     assert "2 placeholders for 1 images" in refusal(f"Here: {PLACEHOLDER}", picture(1))
 
 
+async def test_an_image_is_sent_again_by_its_uuid_alone(
+    seeing: Seeing, client: AsyncOpenAI
+) -> None:
+    asked = message(picture(61), "What is this?")
+    asked[0]["content"][0]["uuid"] = "picture 61"
+    prompt, output = await answer(client, asked)
+    before = seeing.worked()
+    asked[0]["content"][0]["image_url"] = None
+    assert await answer(client, asked) == (prompt, output)
+    assert seeing.worked() == before
+    asked[0]["content"][0]["uuid"] = "picture 62"
+    with pytest.raises(openai.BadRequestError, match="'picture 62' is kept") as caught:
+        await answer(client, asked)
+    assert caught.value.param == "messages[0].content[0].image_url"
+
+
 async def test_a_response_and_the_one_that_continues_it_see_the_images(
     seeing: Seeing, client: AsyncOpenAI
 ) -> None:

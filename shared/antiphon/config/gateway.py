@@ -139,6 +139,9 @@ class MediaConfig(Config):
     """Maximum number of images fetched at once."""
     fetch_timeout_s: Seconds = 10.0
     """Maximum time to fetch an image, redirects included, in seconds."""
+    named_bytes_max: Annotated[int, Meta(ge=0, extra={"unit": "bytes"})] = 64 * 1024**2
+    """Maximum size of the images that a gateway keeps by their uuid, in bytes, so that a later
+    request may send the uuid alone."""
     store_bytes_max: Bytes = 1024**3
     """Maximum size of the images of open requests, in bytes; further requests get a 503."""
     host: Host = "127.0.0.1"

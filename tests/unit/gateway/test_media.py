@@ -30,6 +30,7 @@ from antiphon.gateway.media.intake import MediaIntake
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.transfer.blobs import BlobStore
 from antiphon.wire.errors import InvalidRequest, Overloaded
+from antiphon.wire.ids import TenantId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -307,4 +308,39 @@ async def test_bytes_count_while_other_images_of_their_request_are_fetched() -> 
                 answered.set()
         finally:
             await intake.close()
+    assert store.bytes_held == 0
+
+
+async def test_a_named_image_is_sent_again_by_its_name_alone() -> None:
+    store = BlobStore("a:1", 10**6, ManualClock())
+    size = len(IMAGES["png"])
+    intake = MediaIntake(MediaConfig(named_bytes_max=2 * size), store, pixels_max=10**6)
+    tenants = TenantId("one"), TenantId("two")
+
+    async def digest(source: str, name: str, tenant: int = 0) -> bytes:
+        held = await intake.open([MediumSource(source, "part", name)], 1.0, tenant=tenants[tenant])
+        held.discard()
+        return held.headers[0].digest
+
+    try:
+        png = await digest(_data("png"), "a")
+        assert await digest("", "a") == png
+        for name, tenant in (("b", 0), ("a", 1)):
+            with pytest.raises(InvalidRequest, match=f"no image with the uuid '{name}'") as caught:
+                await digest("", name, tenant)
+            assert caught.value.param == "part"
+        with pytest.raises(InvalidRequest):
+            await digest("%", "b")  # what cannot be used is not kept
+        with pytest.raises(InvalidRequest, match="no image with"):
+            await digest("", "b")
+        assert await digest(_data("png"), "c", 1) == png
+        assert await digest("", "a") == png
+        await digest(_data("png"), "d")  # evicts the one that was not used for longest
+        with pytest.raises(InvalidRequest, match="no image with"):
+            await digest("", "c", 1)
+        other = await digest(_data("gif"), "a")
+        assert other != png
+        assert await digest("", "a") == other
+    finally:
+        await intake.close()
     assert store.bytes_held == 0

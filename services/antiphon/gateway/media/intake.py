@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import OrderedDict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import BlobServer, BlobStore
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
+from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.media import Medium, MediumHeader
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.requests.generation_request import MediumSource
     from antiphon.service.service import Runtime
     from antiphon.wire.claim import Claim
+    from antiphon.wire.ids import TenantId
     from antiphon.wire.media import MediumSpan
 
 LINGER_S = 30.0
@@ -73,6 +76,7 @@ class MediaIntake:
         self._store = store
         self._pixels_max = pixels_max
         self._fetcher = MediaFetcher(config)
+        self._named = NamedMedia(config.named_bytes_max)
 
     @staticmethod
     @asynccontextmanager
@@ -98,12 +102,13 @@ class MediaIntake:
         sources: Sequence[MediumSource],
         lifetime_s: float,
         limits: PixelLimits | None = None,
+        tenant: TenantId = DEFAULT_TENANT,
     ) -> HeldMedia:
         """Fetch the media of a request, each URL once.
 
         Raises:
-            InvalidRequest: There are too many, or one cannot be fetched, is no image, or is too
-                large; `param` names the part.
+            InvalidRequest: There are too many, or one cannot be fetched, is no image, is too large,
+                or is sent by a name that is not known; `param` names the part.
             Overloaded: The media of open requests take too much memory.
         """
         if len(sources) > self._config.images_max:
@@ -113,18 +118,19 @@ class MediaIntake:
                 param=sources[limit].param,
             )
         limits = self._with_defaults(limits or PixelLimits())
-        first = {each.source: each for each in reversed(sources)}
-        held: dict[str | bytes, _StoredMedium] = {}
+        first = {(each.source, each.uuid): each for each in reversed(sources)}
+        held: dict[tuple[str | bytes, str | None], _StoredMedium] = {}
 
         async def hold(source: MediumSource) -> None:
-            held[source.source] = await self._hold(source, lifetime_s + LINGER_S, limits)
+            stored = await self._hold(source, lifetime_s + LINGER_S, limits, tenant)
+            held[source.source, source.uuid] = stored
 
         try:
             await gather([hold(each) for each in first.values()])
         except BaseException:
             HeldMedia(self._store, [*held.values()]).discard()
             raise
-        return HeldMedia(self._store, [held[each.source] for each in sources])
+        return HeldMedia(self._store, [held[each.source, each.uuid] for each in sources])
 
     def _with_defaults(self, limits: PixelLimits) -> PixelLimits | None:
         """Fill in the limits that a request does not set; None if the model's hold alone."""
@@ -133,17 +139,20 @@ class MediaIntake:
         return PixelLimits(least=least, most=most) if least or most else None
 
     async def _hold(
-        self, source: MediumSource, lifetime_s: float, limits: PixelLimits | None
+        self, source: MediumSource, lifetime_s: float, limits: PixelLimits | None, tenant: TenantId
     ) -> _StoredMedium:
         """Fetch a medium into the store: its bytes count while others of a request are fetched."""
         try:
-            data = await self._fetcher.fetch(source.source)
+            data = await self._fetcher.fetch(self._sent(source, tenant))
             if len(data) > _INLINE_BYTES:
                 digest = await asyncio.to_thread(hashlib.sha256, data)
             else:
                 digest = hashlib.sha256(data)
             header = self._checked(data, digest.digest(), limits)
-            return _StoredMedium(header, self._store.put(data, lifetime_s, checksum=header.digest))
+            claim = self._store.put(data, lifetime_s, checksum=header.digest)
+            if source.uuid is not None:
+                self._named.put(tenant, source.uuid, data)
+            return _StoredMedium(header, claim)
         except RequestTooLarge as error:
             size, most = error.details["size_bytes"], error.details["bytes_max"]
             text = f"the image has {size} bytes; the limit is {most} bytes"
@@ -151,6 +160,14 @@ class MediaIntake:
         except InvalidRequest as error:
             error.param = source.param
             raise
+
+    def _sent(self, source: MediumSource, tenant: TenantId) -> str | bytes:
+        """What a request has of a medium, or what had its name in an earlier one."""
+        if source.source or source.uuid is None:
+            return source.source
+        if (data := self._named.get(tenant, source.uuid)) is None:
+            raise InvalidRequest(f"no image with the uuid {source.uuid!r} is kept; send it again")
+        return data
 
     def _checked(self, data: bytes, digest: bytes, limits: PixelLimits | None) -> MediumHeader:
         header = read_header(data)
@@ -161,3 +178,32 @@ class MediaIntake:
                 f"the image has {pixels} pixels; the limit is {self._pixels_max} pixels"
             )
         return MediumHeader(digest=digest, width=header.width, height=header.height, limits=limits)
+
+
+class NamedMedia:
+    """The bytes of images that clients have named, so that they may send them again by name alone.
+
+    Those that were used last are kept, by tenant, up to a number of bytes.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._data: OrderedDict[tuple[TenantId, str], bytes] = OrderedDict()
+        self.bytes_held = 0
+
+    def get(self, tenant: TenantId, name: str) -> bytes | None:
+        if (data := self._data.get((tenant, name))) is not None:
+            self._data.move_to_end((tenant, name))
+        return data
+
+    def put(self, tenant: TenantId, name: str, data: bytes) -> None:
+        """Keep an image in place of the one that had its name, if it fits at all."""
+        if (before := self._data.pop((tenant, name), None)) is not None:
+            self.bytes_held -= len(before)
+        if len(data) > self._bytes_max:
+            return
+        self._data[tenant, name] = data
+        self.bytes_held += len(data)
+        while self.bytes_held > self._bytes_max:
+            _, oldest = self._data.popitem(last=False)
+            self.bytes_held -= len(oldest)

@@ -77,10 +77,14 @@ class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediumSource(msgspec.Struct, frozen=True):
-    """An image of a request: a URL, base64, or bytes; `param` is the API's name of the part."""
+    """An image of a request: a URL, base64, or bytes; `param` is the API's name of the part.
+
+    With a `uuid` it may be sent again by that alone, and then has an empty `source`.
+    """
 
     source: str | bytes
     param: str
+    uuid: str | None = None
 
 
 def media_fields(media: Sequence[MediumSource]) -> dict[str, str]:

@@ -430,7 +430,9 @@ class Submission:
             raise InvalidRequest(text, param=first)
         if not (await self.tokenizers.card(CARD_TIMEOUT_S)).sees:
             raise Unsupported(f"the model {self.model} takes no images", param=first)
-        return await self.media.open(gen_request.media, timeout_s, gen_request.pixel_limits)
+        return await self.media.open(
+            gen_request.media, timeout_s, gen_request.pixel_limits, gen_request.tenant
+        )
 
     def _may_truncate(self, gen_request: GenerationRequest) -> bool:
         """Whether the prompt or the token limit may be reduced to fit."""

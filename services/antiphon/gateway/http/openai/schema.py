@@ -127,10 +127,14 @@ class ImageUrl(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message: `text`, `image_url`, or the assistant's `thinking` or `refusal`."""
+    """One part of a message: `text`, `image_url`, or the assistant's `thinking` or `refusal`.
+
+    An image that was sent with a `uuid` may be sent again by that alone, for some time.
+    """
 
     type: str
     image_url: ImageUrl | str | None = None
+    uuid: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     text: str | None = None
     thinking: str | None = None
     refusal: str | None = None
@@ -286,7 +290,7 @@ def images(turns: Sequence[ChatMessageParam]) -> tuple[MediumSource, ...]:
 
 def _images(turn: ChatMessageParam, at: str) -> list[MediumSource]:
     return [
-        MediumSource(_url(part), f"{at}.content[{i}].image_url")
+        MediumSource(_url(part), f"{at}.content[{i}].image_url", part.uuid)
         for i, part in enumerate(turn.content if isinstance(turn.content, list) else ())
         if part.type == "image_url"
     ]
@@ -380,7 +384,7 @@ def _reasoning_of(turn: ChatMessageParam) -> str | None:
 def _shows(part: ContentPart, at: str) -> bool:
     if part.type != "image_url":
         return False
-    if not _url(part):
+    if not _url(part) and part.uuid is None:
         raise InvalidRequest(
             "a content part of type image_url requires image_url", param=f"{at}.image_url"
         )
