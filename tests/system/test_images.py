@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import os
+import random
 import signal
+import struct
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import anthropic
 import ollama
 import openai
@@ -19,19 +24,20 @@ from openai import AsyncOpenAI
 from tests.support.llava import IMAGE_TOKENS, PLACEHOLDER, picture, write_llava
 from tests.support.wait import until
 from tests.system.seeing import TOKENS, Seeing, answer, message, url
-from tests.system.stack import serving
+from tests.system.stack import pages_in_use, serving, wait_until
 
 from antiphon.client.client import Client
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.errors import EngineError, InvalidRequest
 from antiphon.wire.media import MediumInput
 from antiphon.wire.tokenize import ChatMessage, MessagePart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 ENCODERS = ("encoder-0", "encoder-1")
+MALFORMED = 2000
 QUESTION = "Which of the two is larger, and what is the colour of the sky above them, if any?"
 
 
@@ -259,11 +265,58 @@ async def test_an_image_is_sent_again_by_its_uuid_alone(
     before = seeing.worked()
     asked[0]["content"][0]["image_url"] = None
     assert await answer(client, asked) == (prompt, output)
-    assert seeing.worked() == before
+    assert seeing.worked()[1] == before[1], "it is the image that was embedded before"
     asked[0]["content"][0]["uuid"] = "picture 62"
     with pytest.raises(openai.BadRequestError, match="'picture 62' is kept") as caught:
         await answer(client, asked)
     assert caught.value.param == "messages[0].content[0].image_url"
+
+
+def broken(preprocess: Callable[[bytes], object]) -> Iterator[bytes]:
+    """Images that are cut short, changed, or far too large, without end."""
+    chance = random.Random(5)
+    huge = bytearray(picture(1))
+    huge[16:24] = struct.pack(">II", 60_000, 60_000)
+    yield bytes(huge)
+    while True:
+        kind = chance.choice(("PNG", "JPEG", "WEBP", "GIF", "BMP"))
+        data = bytearray(picture(chance.randrange(40), 24, 20, kind))
+        if chance.random() < 0.5:
+            del data[chance.randrange(len(data)) :]
+        for _ in range(chance.randrange(6)):
+            if data:
+                data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            preprocess(bytes(data))
+        except EngineError:
+            yield bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow warns of what it repairs
+async def test_malformed_images_are_400s_and_leave_nothing(seeing: Seeing) -> None:
+    images = [*itertools.islice(broken(seeing.preprocess), MALFORMED)]
+    before = seeing.worked()
+    slots = asyncio.Semaphore(32)
+
+    async with aiohttp.ClientSession(seeing.stack.url) as session:
+
+        async def send(data: bytes) -> tuple[int, str, str]:
+            body = {"model": "tiny", "messages": message(data, "What is this?"), "max_tokens": 1}
+            async with slots, session.post("/v1/chat/completions", json=body) as reply:
+                error = (await reply.json()).get("error", {})
+                # The reason of a 400 has details of its image; that of a 503 says what is missing.
+                reason = error.get("message", "") if reply.status != 400 else ""
+                return reply.status, error.get("param", ""), reason
+
+        replies = Counter(await asyncio.gather(*map(send, images)))
+    assert replies == {(400, "messages[0].content[0].image_url", ""): len(images)}
+    calls, embedded = seeing.worked()
+    assert calls > before[0] + MALFORMED / 4, "headers alone gave them away"
+    assert embedded == before[1]
+    await asyncio.to_thread(
+        wait_until, lambda: seeing.metric("gateway-0", "media_bytes") == 0, 10, "no bytes are held"
+    )
+    await asyncio.to_thread(wait_until, lambda: pages_in_use(seeing.stack) == 0, 10, "pages free")
 
 
 async def test_a_response_and_the_one_that_continues_it_see_the_images(
