@@ -16,7 +16,7 @@ from antiphon.kernels.sampling import resolve_futures
 from antiphon.kernels.triton.backend import triton
 
 
-class DecodeRows(NamedTuple):
+class ResolvedRows(NamedTuple):
     """Rows of one token each, as embedding, rotary, KV store and attention read them."""
 
     tokens: Tensor  # (R,) int64 ids
@@ -27,7 +27,7 @@ class DecodeRows(NamedTuple):
 
 
 @kernel("rows.decode", triton("decode_rows:decode_rows", invariant=True), invariant=True)
-def decode_rows(inputs: Tensor, last: Tensor, table: Tensor, page_tokens: int) -> DecodeRows:
+def decode_rows(inputs: Tensor, last: Tensor, table: Tensor, page_tokens: int) -> ResolvedRows:
     """Resolve the rows of a decode step for a cache group with this page table.
 
     inputs (4, R) int32: slots, tokens as `resolve_futures` takes them, tokens that a row attends
@@ -38,7 +38,7 @@ def decode_rows(inputs: Tensor, last: Tensor, table: Tensor, page_tokens: int) -
     positions = lengths - 1
     page = table[slots.long(), (positions // page_tokens).long()].long()
     count = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
-    return DecodeRows(
+    return ResolvedRows(
         resolve_futures.reference(tokens, last),
         positions,
         positions + offsets,

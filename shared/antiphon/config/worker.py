@@ -101,7 +101,7 @@ class BatchingConfig(Config):
     graphs: bool = True
     """Whether a GPU replays decode steps that were captured at start (CUDA graphs)."""
     graph_sizes: str = ""
-    """Batch sizes of captured decode steps, separated by spaces; empty: chosen up to
+    """List of batch sizes of captured decode steps, separated by spaces; empty: chosen up to
     `graph_rows_max`."""
     graph_rows_max: Requests | None = None
     """Maximum batch size of captured decode steps; unset: the largest of `graph_sizes`, or 256."""

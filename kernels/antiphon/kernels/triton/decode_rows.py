@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from antiphon.kernels.decode_rows import DecodeRows
+from antiphon.kernels.decode_rows import ResolvedRows
 from antiphon.kernels.kv import page_slots
 from antiphon.kernels.triton.launch import ceil_div, launch
 
@@ -52,7 +52,7 @@ def decode_rows_kernel(
     tl.store(places + row, page * SLOTS + position % PAGE_TOKENS, mask=inside)
 
 
-def decode_rows(inputs: Tensor, last: Tensor, table: Tensor, page_tokens: int) -> DecodeRows:
+def decode_rows(inputs: Tensor, last: Tensor, table: Tensor, page_tokens: int) -> ResolvedRows:
     """As `antiphon.kernels.decode_rows.decode_rows`."""
     count = inputs.shape[1]
     narrow = {"dtype": torch.int32, "device": inputs.device}
@@ -77,4 +77,4 @@ def decode_rows(inputs: Tensor, last: Tensor, table: Tensor, page_tokens: int) -
         SLOTS=page_slots(page_tokens),
         BLOCK=BLOCK,
     )
-    return DecodeRows(tokens, positions, rotary, rows, places)
+    return ResolvedRows(tokens, positions, rotary, rows, places)
