@@ -7,6 +7,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
-from antiphon.model_card.vision import GridImages, read_vision
+from antiphon.model_card.vision import GridImages, GridSizes, read_vision
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
 
@@ -212,6 +213,24 @@ def test_limits_of_a_request_are_those_of_a_preprocessor(folder: Path, tmp_path:
         len({plain.processing, card.processing, plain.within(PixelLimits(least=1)).processing}) == 3
     )
     assert plain.within(PixelLimits(most=PROCESSOR["max_pixels"])) == plain
+
+
+def test_low_detail_is_a_maximum_of_pixels() -> None:
+    sizes = GridSizes(patch=14, merge=2, pixels_min=56 * 56, pixels_max=28 * 28 * 1280)
+    card = GridImages(placeholder=1, processing=b"p", sizes=sizes)
+    low = card.within(PixelLimits(low=True))
+    assert card.pieces(2000, 1500) == (1230,)
+    assert low.pieces(2000, 1500) == (21 * 15,)
+    assert low.processing == card.within(PixelLimits(most=512 * 512)).processing
+    assert card.within(PixelLimits(most=9000, low=True)) == card.within(PixelLimits(most=9000))
+    # A minimum that a request sets is above what low detail needs.
+    least = PixelLimits(least=500_000, low=True)
+    assert card.within(least).sizes.pixels_max == 500_000
+    few = msgspec.structs.replace(sizes, pixels_max=28 * 28 * 300)
+    small = msgspec.structs.replace(card, sizes=few)
+    assert small.within(PixelLimits(low=True)) == small, (
+        "it changes no key where it changes nothing"
+    )
 
 
 @pytest.mark.parametrize(

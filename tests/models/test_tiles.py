@@ -22,6 +22,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.model_card.vision import TiledImages, Tiling, read_vision
+from antiphon.wire.claim import PixelLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,6 +79,21 @@ def test_pixels_and_prompts_are_those_of_transformers(
             image_token="<image>",
             global_image_token="<global-img>",
         )
+
+
+def test_low_detail_is_an_image_that_is_not_cut(smolvlm: Path) -> None:
+    model, card, limits = opened(smolvlm), read_vision(smolvlm), PixelLimits(low=True)
+    assert isinstance(card, TiledImages)
+    low = card.within(limits)
+    assert low.processing != card.processing
+    assert low.within(limits) == low, "it changes no key where it changes nothing"
+    data = picture(1, *SIZES[-1])
+    assert len(model.preprocess.decoded(data)) > 1
+    found = model.preprocess.decoded(data, limits=limits)
+    whole = theirs({**PROCESSOR, "do_image_splitting": False}, data)["pixel_values"][0]
+    np.testing.assert_allclose(model.preprocess.normalized(found), whole, rtol=0, atol=2e-6)
+    pieces = [piece for piece in low.pieces(*SIZES[-1]) if isinstance(piece, int)]
+    assert pieces == [card.tile_tokens]
 
 
 @pytest.mark.parametrize(("longest", "tile"), [(2048, 512), (1456, 364), (5000, 364)])

@@ -89,8 +89,7 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
 NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (
         "GPU kernels and CUDA graphs",
-        "Kernels of a GPU, and CUDA graphs of decode steps, have not yet run on one. Other steps "
-        "are not captured.",
+        "Kernels of a GPU have not yet run on one; there are no CUDA graphs.",
         "gpu cuda_graphs",
     ),
     (

@@ -125,7 +125,7 @@ CLAIM = claim.Claim(
     expires_unix_ms=DEADLINE,
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
-LIMITS = claim.PixelLimits(least=1000, most=9000)
+LIMITS = claim.PixelLimits(least=1000, most=9000, low=True)
 HEADER = media.MediumHeader(digest=DIGESTS[0], width=640, height=480, limits=LIMITS)
 SPAN = media.MediumSpan(start=1, tokens=2, key=DIGESTS[1], placeholders=1, columns=4)
 MEDIUM = media.Medium(span=SPAN, width=640, height=480, claim=CLAIM, limits=LIMITS)
@@ -195,7 +195,9 @@ EVERY: tuple[Message, ...] = (
         messages=CHAT,
         prompt="Once upon",
         prompt_ids=(1, 2, 70_000),
-        media=(media.MediumInput(data=b"GIF89a", url="https://a.example/b.png"),),
+        media=(media.MediumInput(data=b"GIF89a", url="https://a.example/b.png", detail="low"),),
+        min_pixels=1000,
+        max_pixels=9000,
         max_tokens=64,
         **SAMPLED,
         min_tokens=4,

@@ -166,16 +166,13 @@ class TokenCosSin:
 
     cos: Tensor  # for every position up to the last, or for every token, (P, 1, R)
     sin: Tensor  # likewise, signed as in `cos_sin`
-    # (T,) int32, the row of each token in `cos` and `sin`
-    positions: NDArray[np.int32] | Tensor
+    positions: NDArray[np.int32]  # (T,) int32, the row of each token in `cos` and `sin`
     query_scale: Tensor | None = None  # (P,) float32, what multiplies queries before all else
     upload: Upload = torch.as_tensor
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
-        positions = self.positions
-        if not isinstance(positions, Tensor):
-            positions = self.upload(positions)
+        positions = self.upload(self.positions)
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
@@ -227,10 +224,6 @@ class CosSinCache:
         # Python integers: numpy's maximum and torch's length go through Python, cold code.
         self.reach(max(positions.tolist()))
         return TokenCosSin(self._cos, self._sin, positions, self._query_scale, self._upload)
-
-    def at(self, positions: Tensor) -> TokenCosSin:
-        """Of positions (T,) int32 on the device, all of which were reached before."""
-        return TokenCosSin(self._cos, self._sin, positions, self._query_scale)
 
     def _at_axes(self, positions: NDArray[np.int32]) -> TokenCosSin:
         """Of positions (A, T) along axes: each pair of elements by that along its own."""

@@ -6,7 +6,7 @@ import io
 import math
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -21,10 +21,10 @@ from antiphon.model_card.vision import (
     EDGE_MAX,
     GEMMA3,
     IDEFICS,
-    LIMITS,
     FeatureFields,
     GridSizes,
     Tiling,
+    check_unscaled,
     image_processor_file,
     read_grid_file,
     read_tiling,
@@ -315,13 +315,12 @@ class Preprocessor:
 
     def _fit(self, image: Image.Image, limits: PixelLimits | None) -> list[Image.Image]:
         """Resize an image to the frames that the tower takes."""
-        if limits is not None:
-            return [self._scaled_within(image, limits)]
-        size, short, filter_ = self._recipe.size, self._recipe.short_edge, self._recipe.resample
-        if self._recipe.tiling is not None:
-            return _tiles(image, self._recipe.tiling, filter_)
-        if self._recipe.grid is not None:
-            return [image.resize(self._recipe.grid.scaled(*image.size), filter_)]
+        recipe = self._recipe.within(limits)
+        size, short, filter_ = recipe.size, recipe.short_edge, recipe.resample
+        if recipe.tiling is not None:
+            return _tiles(image, recipe.tiling, filter_)
+        if recipe.grid is not None:
+            return [image.resize(recipe.grid.scaled(*image.size), filter_)]
         if short is None:
             return [image.resize((size, size), filter_)]
         width, height = (short * edge // min(image.size) for edge in image.size)
@@ -332,12 +331,6 @@ class Preprocessor:
             )
         left, top = (width - size) // 2, (height - size) // 2
         return [image.resize((width, height), filter_).crop((left, top, left + size, top + size))]
-
-    def _scaled_within(self, image: Image.Image, limits: PixelLimits) -> Image.Image:
-        if self._recipe.grid is None:
-            raise InvalidRequest.at(LIMITS, "this model has no min_pixels and max_pixels of images")
-        size = self._recipe.grid.within(limits).scaled(*image.size)
-        return image.resize(size, self._recipe.resample)
 
 
 def _tiles(image: Image.Image, tiling: Tiling, filter_: int) -> list[Image.Image]:
@@ -386,6 +379,21 @@ class PreprocessorConfig:
     std: Channels
     tiling: Tiling | None = None
     grid: GridSizes | None = None
+
+    def within(self, limits: PixelLimits | None) -> PreprocessorConfig:
+        """These steps for an image whose request has limits.
+
+        Raises:
+            InvalidRequest: Images are not scaled by such limits, or to no size within these.
+        """
+        if limits is None:
+            return self
+        if self.tiling is not None:
+            return replace(self, tiling=self.tiling.within(limits))
+        if self.grid is not None:
+            return replace(self, grid=self.grid.within(limits))
+        check_unscaled(limits)
+        return self
 
     @property
     def frames_max(self) -> int:

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from msgspec import msgpack
-
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
 from antiphon.model_card.served_model import model_files, served_name
@@ -123,6 +121,7 @@ class ImageEncoder:
     ) -> None:
         self._config = runtime.settings.encoder
         self._clock = runtime.clock
+        self._recipe = model.preprocess.recipe
         self._processes = processes
         self._shelf = shelf
         memory_bytes = detect_device().memory_bytes
@@ -139,7 +138,8 @@ class ImageEncoder:
     async def embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
         digest = _digest(request)
         # What it is scaled to is a part of what is cached.
-        key = digest if request.limits is None else digest + msgpack.encode(request.limits)
+        recipe = self._recipe.within(request.limits)
+        key = digest if recipe == self._recipe else digest + repr(recipe).encode()
         self.metrics.looked_up.inc()
         embedding = self._cache.get(key)
         cached = embedding is not None

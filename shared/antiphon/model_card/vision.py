@@ -68,6 +68,8 @@ Pieces = tuple[str | int, ...]
 
 LIMITS = "mm_processor_kwargs"
 """The API's name of the limits of pixels."""
+LOW_PIXELS = 512 * 512
+"""Maximum of an image of low detail, as in OpenAI's API."""
 
 
 class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -96,7 +98,17 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         Raises:
             InvalidRequest: Images are not scaled by such limits, or to no size within these.
         """
-        del limits
+        check_unscaled(limits)
+        return self
+
+
+def check_unscaled(limits: PixelLimits) -> None:
+    """Check the limits of a request for a model that scales no image by numbers of pixels.
+
+    Raises:
+        InvalidRequest: It sets such a number.
+    """
+    if limits.least or limits.most:
         raise InvalidRequest.at(LIMITS, "this model has no min_pixels and max_pixels of images")
 
 
@@ -135,6 +147,15 @@ class Tiling(msgspec.Struct, frozen=True, kw_only=True):
     tile: Size
     splits: bool
 
+    def within(self, limits: PixelLimits) -> Tiling:
+        """This tiling within the limits of a request: one tile is what low detail needs.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        return msgspec.structs.replace(self, splits=self.splits and not limits.low)
+
     def scaled(self, width: int, height: int) -> tuple[int, int]:
         """The size to which an image is scaled first, in its aspect ratio, about."""
         ratio = width / height
@@ -172,6 +193,13 @@ class TiledImages(VisionBase, frozen=True, kw_only=True):
 
     tiling: Tiling
     tile_tokens: int
+
+    def within(self, limits: PixelLimits) -> Self:
+        tiling = self.tiling.within(limits)
+        if tiling == self.tiling:
+            return self
+        processing = hashlib.sha256(self.processing + msgspec.json.encode(tiling)).digest()
+        return msgspec.structs.replace(self, tiling=tiling, processing=processing)
 
     def pieces(self, width: int, height: int) -> Pieces:
         """What stands for an image of this size in pixels."""
@@ -228,6 +256,8 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
             )
         if least > most:
             raise InvalidRequest.at(LIMITS, f"min_pixels = {least}: exceeds max_pixels = {most}")
+        if limits.low:
+            most = max(min(most, LOW_PIXELS), least, self.edge**2)
         return msgspec.structs.replace(self, pixels_min=least, pixels_max=most)
 
     @property

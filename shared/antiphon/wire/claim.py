@@ -33,10 +33,16 @@ class Claim(Value):
 
 
 class PixelLimits(Value):
-    """Between which numbers of pixels an image is scaled; 0: as the model's preprocessor says."""
+    """Between which numbers of pixels an image is scaled; 0: as the model's preprocessor says.
+
+    Attributes:
+        low: Of low detail: no larger than that needs, and not cut into tiles. It changes nothing in
+            models that scale all images to one size.
+    """
 
     least: Count = 0
     most: Count = 0
+    low: bool = False
 
 
 class EncodeImage(Message):

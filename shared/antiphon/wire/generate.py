@@ -75,6 +75,9 @@ class GenerateRequest(Message):
     Attributes:
         media: Images that parts of messages name by their index, or whose placeholders stand in
             `prompt`, in order.
+        min_pixels: Minimum number of pixels that images are scaled to, of models that keep their
+            shape; unset: the model's.
+        max_pixels: Maximum, at most the model's.
         n: Number of choices; each has its own index, and its own seed derived from `seed`.
         logit_bias: Values added to the logits of single tokens; finite.
         grammar: Grammar that constrains each choice.
@@ -102,6 +105,8 @@ class GenerateRequest(Message):
     prompt: str | None = None
     prompt_ids: PromptIds | None = None
     media: Sources = ()
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
     max_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -151,6 +156,8 @@ class CompleteOptions(TypedDict, total=False):
     min_tokens: int
     logit_bias: Mapping[int, float]
     media: tuple[MediumInput, ...]
+    min_pixels: int
+    max_pixels: int
     processors: tuple[LogitProcessor, ...]
     grammar: Grammar
     seed: int

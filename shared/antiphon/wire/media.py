@@ -6,7 +6,7 @@ tokenizer decides how many tokens it has; the worker lets an encoder embed it.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -18,6 +18,10 @@ MEDIA_MAX = 256
 """Maximum media of one request."""
 MEDIUM_BYTES = 512
 """Size of a medium in a message: an upper bound."""
+
+
+Detail = Literal["auto", "low", "high"]
+"""In how much detail an image is seen, by OpenAI's names."""
 
 
 class MediumHeader(Value):
@@ -38,10 +42,12 @@ class MediumInput(Value):
 
     Attributes:
         url: As in the HTTP APIs: an http, https, `data:` or file URL.
+        detail: As in the HTTP APIs: `low` limits its tokens.
     """
 
     data: bytes | None = None
     url: str | None = None
+    detail: Detail | None = None
 
 
 class MediumSpan(Value):

@@ -11,6 +11,7 @@ import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -29,6 +30,7 @@ from antiphon.gateway.media.header import PIECES_MAX, read_header
 from antiphon.gateway.media.intake import MediaIntake
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.transfer.blobs import BlobStore
+from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest, Overloaded
 from antiphon.wire.ids import TenantId
 
@@ -311,6 +313,33 @@ async def test_bytes_count_while_other_images_of_their_request_are_fetched() -> 
     assert store.bytes_held == 0
 
 
+async def test_detail_limits_each_image_of_a_picture_that_is_fetched_once() -> None:
+    store = BlobStore("a:1", 10**6, ManualClock())
+    intake = MediaIntake(MediaConfig(pixels_max=900), store, pixels_max=10**6)
+    try:
+        sources = [
+            MediumSource(_data("png"), detail or "", detail=detail)
+            for detail in (None, "auto", "low", "high")
+        ]
+        held = await intake.open(sources, 1.0)
+        assert [each.limits for each in held.headers] == [
+            PixelLimits(most=900),
+            PixelLimits(most=900),
+            PixelLimits(most=900, low=True),
+            None,
+        ]
+        assert store.bytes_held == len(IMAGES["png"])
+        held.discard()
+        given = PixelLimits(least=100, most=800)
+        held = await intake.open(sources[2:], 1.0, given)
+        expected = [msgspec.structs.replace(given, low=True), given]
+        assert [each.limits for each in held.headers] == expected
+        held.discard()
+    finally:
+        await intake.close()
+    assert store.bytes_held == 0
+
+
 async def test_a_named_image_is_sent_again_by_its_name_alone() -> None:
     store = BlobStore("a:1", 10**6, ManualClock())
     size = len(IMAGES["png"])
@@ -323,6 +352,11 @@ async def test_a_named_image_is_sent_again_by_its_name_alone() -> None:
         return held.headers[0].digest
 
     try:
+        # Within a request, too.
+        sources = [MediumSource("", "part", "x"), MediumSource(_data("png"), "part", "x")]
+        held = await intake.open(sources, 1.0)
+        assert held.headers[0] == held.headers[1]
+        held.discard()
         png = await digest(_data("png"), "a")
         assert await digest("", "a") == png
         for name, tenant in (("b", 0), ("a", 1)):

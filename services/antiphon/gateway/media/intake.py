@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.gateway.media.fetch import MediaFetcher
 from antiphon.gateway.media.header import FORMATS, read_header
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
     from antiphon.wire.claim import Claim
     from antiphon.wire.ids import TenantId
-    from antiphon.wire.media import MediumSpan
+    from antiphon.wire.media import Detail, MediumSpan
 
 LINGER_S = 30.0
 """How long media are held behind a request's deadline, at most."""
@@ -40,6 +42,9 @@ _INLINE_BYTES = 256 * 1024
 class _StoredMedium:
     header: MediumHeader
     claim: Claim
+
+    def scaled(self, limits: PixelLimits | None) -> _StoredMedium:
+        return replace(self, header=msgspec.structs.replace(self.header, limits=limits))
 
 
 class HeldMedia:
@@ -117,12 +122,13 @@ class MediaIntake:
                 f"the request has {len(sources)} images; the limit is {limit}",
                 param=sources[limit].param,
             )
-        limits = self._with_defaults(limits or PixelLimits())
+        wanted = [self._limits(limits or PixelLimits(), each.detail) for each in sources]
+        sources = _resolved(sources)
         first = {(each.source, each.uuid): each for each in reversed(sources)}
         held: dict[tuple[str | bytes, str | None], _StoredMedium] = {}
 
         async def hold(source: MediumSource) -> None:
-            stored = await self._hold(source, lifetime_s + LINGER_S, limits, tenant)
+            stored = await self._hold(source, lifetime_s + LINGER_S, tenant)
             held[source.source, source.uuid] = stored
 
         try:
@@ -130,16 +136,23 @@ class MediaIntake:
         except BaseException:
             HeldMedia(self._store, [*held.values()]).discard()
             raise
-        return HeldMedia(self._store, [held[each.source, each.uuid] for each in sources])
+        pairs = zip(sources, wanted, strict=True)
+        return HeldMedia(
+            self._store, [held[each.source, each.uuid].scaled(limits) for each, limits in pairs]
+        )
 
-    def _with_defaults(self, limits: PixelLimits) -> PixelLimits | None:
-        """Fill in the limits that a request does not set; None if the model's hold alone."""
+    def _limits(self, limits: PixelLimits, detail: Detail | None) -> PixelLimits | None:
+        """Fill in the limits that a request does not set; None if the model's hold alone.
+
+        An image of high detail has the model's maximum, whatever the operator's default.
+        """
         least = limits.least or self._config.pixels_min
-        most = limits.most or self._config.pixels_max
-        return PixelLimits(least=least, most=most) if least or most else None
+        most = limits.most or (0 if detail == "high" else self._config.pixels_max)
+        limits = PixelLimits(least=least, most=most, low=detail == "low")
+        return None if limits == PixelLimits() else limits
 
     async def _hold(
-        self, source: MediumSource, lifetime_s: float, limits: PixelLimits | None, tenant: TenantId
+        self, source: MediumSource, lifetime_s: float, tenant: TenantId
     ) -> _StoredMedium:
         """Fetch a medium into the store: its bytes count while others of a request are fetched."""
         try:
@@ -148,7 +161,7 @@ class MediaIntake:
                 digest = await asyncio.to_thread(hashlib.sha256, data)
             else:
                 digest = hashlib.sha256(data)
-            header = self._checked(data, digest.digest(), limits)
+            header = self._checked(data, digest.digest())
             claim = self._store.put(data, lifetime_s, checksum=header.digest)
             if source.uuid is not None:
                 self._named.put(tenant, source.uuid, data)
@@ -169,7 +182,7 @@ class MediaIntake:
             raise InvalidRequest(f"no image with the uuid {source.uuid!r} is kept; send it again")
         return data
 
-    def _checked(self, data: bytes, digest: bytes, limits: PixelLimits | None) -> MediumHeader:
+    def _checked(self, data: bytes, digest: bytes) -> MediumHeader:
         header = read_header(data)
         if header is None:
             raise InvalidRequest(f"not an image of a known format ({', '.join(FORMATS)})")
@@ -177,7 +190,15 @@ class MediaIntake:
             raise InvalidRequest(
                 f"the image has {pixels} pixels; the limit is {self._pixels_max} pixels"
             )
-        return MediumHeader(digest=digest, width=header.width, height=header.height, limits=limits)
+        return MediumHeader(digest=digest, width=header.width, height=header.height)
+
+
+def _resolved(sources: Sequence[MediumSource]) -> Sequence[MediumSource]:
+    """Put what has a uuid in a request in place of that uuid alone."""
+    named = {each.uuid: each for each in reversed(sources) if each.source and each.uuid}
+    return [
+        named.get(each.uuid, each) if each.uuid and not each.source else each for each in sources
+    ]
 
 
 class NamedMedia:

@@ -22,6 +22,7 @@ from antiphon.gateway.requests.generation_request import (
 from antiphon.gateway.stream.stream import raise_if_failed
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.tasks import isolated
+from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import (
     DuplicateRequest,
     EngineError,
@@ -106,7 +107,7 @@ class NatsGenerationEndpoints:
         request = msgspec.structs.replace(request, api_key=None)  # not retained
         digest = _digest(request)
         with self._submission.metrics.count_rejections(tenant):
-            gen_request = _to_generation_request(request, tenant, digest)
+            gen_request = to_generation_request(request, tenant, digest)
         if request.resume_from is not None:
             generation = NatsGeneration(request, tenant, digest, delivery)
             return await self._resume(generation, gen_request, request.resume_from)
@@ -315,7 +316,7 @@ def _digest(request: GenerateRequest) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 
 
-def _to_generation_request(
+def to_generation_request(
     request: GenerateRequest, tenant: TenantId, digest: bytes
 ) -> GenerationRequest:
     given = (request.messages, request.prompt, request.prompt_ids)
@@ -339,7 +340,8 @@ def _to_generation_request(
         prompt=request.prompt,
         prompt_ids=request.prompt_ids,
         media=media,
-        fields=media_fields(media),
+        pixel_limits=_limits(request),
+        fields={**media_fields(media), "mm_processor_kwargs": "max_pixels"},
         continue_final_message=request.continue_final_message,
         template=TemplateParams(tools=request.tools, options=request.chat_template_kwargs),
         priority=request.priority,
@@ -363,13 +365,18 @@ def _to_generation_request(
     )
 
 
+def _limits(request: GenerateRequest) -> PixelLimits | None:
+    limits = PixelLimits(least=request.min_pixels or 0, most=request.max_pixels or 0)
+    return None if limits == PixelLimits() else limits
+
+
 def _media(request: GenerateRequest) -> tuple[MediumSource, ...]:
     media = list[MediumSource]()
     for index, given in enumerate(request.media):
         source = given.url if given.data is None else given.data
         if source is None or (given.data is not None and given.url is not None):
             raise InvalidRequest.at(f"media[{index}]", "must have either data or url")
-        media.append(MediumSource(source, f"media[{index}]"))
+        media.append(MediumSource(source, f"media[{index}]", detail=given.detail))
     return tuple(media)
 
 

@@ -15,6 +15,7 @@ from antiphon.wire.claim import PixelLimits
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, InstanceId, TenantId
+from antiphon.wire.media import Detail
 from antiphon.wire.sampling import (
     BIAS_MAX,
     GRAMMAR_TEXT_MAX,
@@ -85,6 +86,7 @@ class MediumSource(msgspec.Struct, frozen=True):
     source: str | bytes
     param: str
     uuid: str | None = None
+    detail: Detail | None = None
 
 
 def media_fields(media: Sequence[MediumSource]) -> dict[str, str]:

@@ -35,6 +35,7 @@ from antiphon.gateway.http.core.chat import (
     with_tool_constraints,
 )
 from antiphon.gateway.http.core.fields import decode, model_of
+from antiphon.gateway.http.core.image_options import pixel_limits
 from antiphon.gateway.http.core.sampling_fields import schema_grammar, single_grammar
 from antiphon.gateway.parsing.tools.choice import (
     Mode,
@@ -140,6 +141,7 @@ def _prompt(
         reasoning=None if reasoning is None else ReasoningParams(format=reasoning, enabled=enabled),
         model_defaults=True,
         media=tuple(images),
+        pixel_limits=pixel_limits(body.mm_processor_kwargs),
         fields=media_fields(images),
     )
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import NOTHING, UnsupportedField
+from antiphon.gateway.http.core.image_options import ImageOptions
 from antiphon.gateway.http.core.limits import Json, Messages, Name, Parts, TokensMax, Tools
 from antiphon.wire.sampling import STOPS_MAX, StopString, TopP
 
@@ -203,6 +204,8 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     """Options for the model's output, such as its format."""
     output_format: OutputFormat | None = None
     """Deprecated: use `output_config.format`."""
+    mm_processor_kwargs: ImageOptions | None = None
+    """Numbers of pixels between which images are scaled."""
     thread: Thread | None = None
     """`create` is accepted and ignored: conversations are not stored. `continue` is rejected."""
     context_management: ContextManagement | None = None

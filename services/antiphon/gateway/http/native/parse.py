@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.requests.pooling import Prompt
+    from antiphon.wire.media import Detail
 
 T = TypeVar("T")
 
@@ -151,7 +152,7 @@ def _sources(
     images: Sequence[str | ImageData | None], paths: Sequence[str]
 ) -> tuple[MediumSource, ...]:
     return tuple(
-        MediumSource(_url(image, path), path)
+        MediumSource(_url(image, path), path, detail=_detail(image))
         for image, path in zip(images, paths, strict=True)
         if image is not None
     )
@@ -165,6 +166,10 @@ def _url(image: str | ImageData, path: str) -> str:
     if not image.url:
         raise InvalidRequest.at(f"{path}.url", "an image requires url")
     return image.url
+
+
+def _detail(image: str | ImageData) -> Detail | None:
+    return None if isinstance(image, str) else image.detail
 
 
 def _names(rid: str | list[str] | None, count: int) -> list[str | None]:

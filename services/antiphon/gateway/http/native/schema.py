@@ -13,7 +13,7 @@ from antiphon.gateway.http.core.limits import Choices, Ids, PromptIds, Rid, Toke
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.http.core.sampling_fields import Schema, SglangSamplingFields
 from antiphon.gateway.sessions import SessionParams
-from antiphon.wire.media import MEDIA_MAX
+from antiphon.wire.media import MEDIA_MAX, Detail
 from antiphon.wire.namespaces import CacheSaltText
 from antiphon.wire.sampling import NAMED_MAX, Dimensions, Priority, Seed, TokenId, TopLogprobs
 
@@ -70,8 +70,9 @@ class ImageData(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str = ""
     """An http, https, `data:` or file URL, a path below the allowed folder, or base64."""
-    detail: str | None = None
-    """Accepted and ignored: an image's size alone decides its tokens."""
+    detail: Detail | None = None
+    """`low` limits its tokens in models that scale or cut images by their size; `high` is the
+    model's maximum, whatever the server's default."""
     format: str | None = None
     """Not supported: what a client has preprocessed or embedded."""
 

@@ -15,6 +15,7 @@ from antiphon.gateway.http.core.chat import (
     to_json,
     with_tool_constraints,
 )
+from antiphon.gateway.http.core.image_options import limits_of
 from antiphon.gateway.http.core.sampling_fields import as_tuple, schema_grammar
 from antiphon.gateway.http.ollama.schema import (
     OllamaBody,
@@ -50,6 +51,7 @@ _FIELDS = {
     "details.logprobs": "logprobs",
     "details.top": "top_logprobs",
     "details.named_ids": "logprobs",
+    "mm_processor_kwargs": "options",
 }
 
 
@@ -206,6 +208,7 @@ def _with_common_fields(gen_request: GenerationRequest, body: OllamaBody) -> Gen
             seed=None if options.seed == -1 else options.seed,
         ),
         fields={**gen_request.fields, **_FIELDS},
+        pixel_limits=limits_of(options.min_pixels, options.max_pixels),
         stop=StopStrings(strings=as_tuple(options.stop), token_texts=bool(body.logprobs)),
         model_defaults=True,
         auto_truncate=body.truncate is not False,

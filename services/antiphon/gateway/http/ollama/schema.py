@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from antiphon.gateway.http.core.fields import UnsupportedField
+from antiphon.gateway.http.core.image_options import NO_FRAMES, Pixels
 from antiphon.gateway.http.core.limits import CallId, Json, Messages, Name, Parts, Tools
 from antiphon.gateway.http.core.logprobs import TokenLogprob, TopLogprobs
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
@@ -53,12 +54,20 @@ class OllamaOptions(SamplingFields):
     """Only 0 is supported."""
     penalize_newline: bool | None = None
     """Only true is supported."""
+    min_pixels: Pixels | None = None
+    """Minimum number of pixels that images are scaled to, of models that keep their shape. Defaults
+    to the model's."""
+    max_pixels: Pixels | None = None
+    """Maximum, at most the model's, which is the default."""
+    fps: float | None = None
+    """Not supported: only videos have frames, and the server takes images."""
 
     UNSUPPORTED: ClassVar = {
         "repeat_last_n": UnsupportedField("penalties always cover the whole output", (-1, 64)),
         "typical_p": UnsupportedField("typical sampling is not supported", (1,)),
         "tfs_z": UnsupportedField("tail-free sampling is not supported", (1,)),
         "mirostat": UnsupportedField("mirostat sampling is not supported", (0,)),
+        "fps": UnsupportedField(NO_FRAMES),
         "penalize_newline": UnsupportedField("newlines are penalized as any other token", (True,)),
     }
 

@@ -35,6 +35,7 @@ from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.gateway.sessions import SessionParams
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.media import Detail
 from antiphon.wire.namespaces import CacheSaltText
 from antiphon.wire.sampling import Priority, Seed, TokenId
 from antiphon.wire.tokenize import ChatMessage, MessagePart, MessageToolCall
@@ -120,10 +121,15 @@ class CompletionFields(OpenAiFields):
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """An image: an http, https, `data:` or file URL. Its size alone decides its tokens."""
+    """An image: an http, https, `data:` or file URL.
+
+    `low` limits its tokens in models that scale or cut images by their size; `high` is the model's
+    maximum, whatever the server's default. They change nothing in models that scale all images to
+    one size.
+    """
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -290,7 +296,7 @@ def images(turns: Sequence[ChatMessageParam]) -> tuple[MediumSource, ...]:
 
 def _images(turn: ChatMessageParam, at: str) -> list[MediumSource]:
     return [
-        MediumSource(_url(part), f"{at}.content[{i}].image_url", part.uuid)
+        MediumSource(_url(part), f"{at}.content[{i}].image_url", part.uuid, _detail(part))
         for i, part in enumerate(turn.content if isinstance(turn.content, list) else ())
         if part.type == "image_url"
     ]
@@ -299,6 +305,10 @@ def _images(turn: ChatMessageParam, at: str) -> list[MediumSource]:
 def _url(part: ContentPart) -> str:
     image = part.image_url
     return image.url if isinstance(image, ImageUrl) else image or ""
+
+
+def _detail(part: ContentPart) -> Detail | None:
+    return part.image_url.detail if isinstance(part.image_url, ImageUrl) else None
 
 
 def begins_answer(turns: Sequence[ChatMessageParam]) -> bool:

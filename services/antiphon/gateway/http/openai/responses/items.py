@@ -18,6 +18,7 @@ from antiphon.gateway.http.openai.schema import (
     ChatMessageParam,
     ContentPart,
     FunctionCall,
+    ImageUrl,
     ToolCall,
 )
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
@@ -221,7 +222,9 @@ def content_of(content: str | list[Part] | list[InputText | InputImage]) -> str 
 
 def _chat_part(part: Part) -> ContentPart:
     if isinstance(part, InputImage):
-        return ContentPart(type="image_url", image_url=part.image_url)
+        # Nothing is sent to the model as it is: the original is its maximum, too.
+        detail = "high" if part.detail == "original" else part.detail
+        return ContentPart(type="image_url", image_url=ImageUrl(part.image_url or "", detail))
     return ContentPart(
         type="text", text=part.refusal if isinstance(part, RefusalText) else part.text
     )

@@ -180,6 +180,7 @@ def _chat(parsed: ParsedResponsesRequest, items: Sequence[Item]) -> ChatBody:
         reasoning_effort=reasoning.effort,
         verbosity=(body.text or TextOptions()).verbosity,
         chat_template_kwargs=body.chat_template_kwargs,
+        mm_processor_kwargs=body.mm_processor_kwargs,
     )
 
 

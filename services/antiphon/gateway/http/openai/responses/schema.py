@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import COMMON, UnsupportedField
+from antiphon.gateway.http.core.image_options import ImageOptions
 from antiphon.gateway.http.core.limits import Json, Messages, TokensMax, Tools
 from antiphon.gateway.http.core.logprobs import TopLogprobs
 from antiphon.gateway.http.openai.responses.items import Item, OutputItem
@@ -105,6 +106,8 @@ class ResponsesBody(OpenAiFields):
     """Options for streaming responses."""
     chat_template_kwargs: Json | None = None
     """Additional variables for the chat template."""
+    mm_processor_kwargs: ImageOptions | None = None
+    """Numbers of pixels between which images are scaled."""
 
     UNSUPPORTED: ClassVar = {
         **COMMON,

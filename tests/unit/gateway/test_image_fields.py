@@ -1,0 +1,155 @@
+"""How each API takes the options of images: their detail, and between which sizes they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from antiphon.gateway.http.anthropic import parse as anthropic
+from antiphon.gateway.http.anthropic.schema import PromptBody
+from antiphon.gateway.http.core import fields
+from antiphon.gateway.http.native.parse import parse_generate
+from antiphon.gateway.http.native.schema import GenerateBody
+from antiphon.gateway.http.ollama import parse as ollama
+from antiphon.gateway.http.ollama.schema import OllamaChatBody
+from antiphon.gateway.http.openai.parse import parse_chat
+from antiphon.gateway.http.openai.responses.parse import (
+    parse_responses_request,
+    prepare_responses_request,
+)
+from antiphon.gateway.http.openai.responses.schema import ResponsesBody
+from antiphon.gateway.http.openai.schema import ChatBody
+from antiphon.gateway.nats.generate import to_generation_request
+from antiphon.gateway.parsing.formats import NO_FORMATS
+from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.wire.claim import PixelLimits
+from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.generate import GenerateRequest
+from antiphon.wire.ids import DEFAULT_TENANT
+
+Parse = Callable[[dict[str, Any]], GenerationRequest]
+URL = "https://a.example/b.png"
+LIMITS = {"min_pixels": 5000, "max_pixels": 9000}
+OPTIONS = {"mm_processor_kwargs": LIMITS}
+
+
+def body_of(body: dict[str, Any], kind: type[fields.B]) -> fields.B:
+    return fields.read(msgspec.json.encode(body), kind)[0]
+
+
+def chat(body: dict[str, Any]) -> GenerationRequest:
+    return parse_chat(body_of(body, ChatBody)).gen_requests[0]
+
+
+def responses(body: dict[str, Any]) -> GenerationRequest:
+    parsed = parse_responses_request(body_of(body, ResponsesBody), lambda text, _: text)
+    return prepare_responses_request(parsed, parsed.items, NO_FORMATS)[0]
+
+
+def messages(body: dict[str, Any]) -> GenerationRequest:
+    return anthropic.parse_count(body_of(body, PromptBody), NO_FORMATS)
+
+
+def ollama_chat(body: dict[str, Any]) -> GenerationRequest:
+    parsed = ollama.parse_chat(body_of(body, OllamaChatBody), NO_FORMATS, ())
+    assert parsed is not None
+    return parsed.gen_request
+
+
+def generate(body: dict[str, Any]) -> GenerationRequest:
+    return parse_generate(body_of(body, GenerateBody)).gen_requests[0]
+
+
+def nats(body: dict[str, Any]) -> GenerationRequest:
+    request = msgspec.convert({"key": "k", "model": "m"} | body, GenerateRequest)
+    return to_generation_request(request, DEFAULT_TENANT, b"")
+
+
+def chat_body(**image: object) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": URL, **image}}
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
+def responses_body(**image: object) -> dict[str, Any]:
+    part = {"type": "input_image", "image_url": URL, **image}
+    return {"input": [{"role": "user", "content": [part]}]}
+
+
+def generate_body(**image: object) -> dict[str, Any]:
+    return {"text": "<image>", "image_data": [{"url": URL, **image}]}
+
+
+def nats_body(**image: object) -> dict[str, Any]:
+    return {"prompt": "<image>", "media": [{"url": URL, **image}]}
+
+
+MESSAGE = {
+    "role": "user",
+    "content": [{"type": "image", "source": {"type": "url", "url": URL}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "param"),
+    [
+        (chat, chat_body, "messages[0].content[0].image_url.detail"),
+        (responses, responses_body, "input[0].content[0].detail"),
+        (generate, generate_body, "image_data[0].detail"),
+    ],
+    ids=["chat", "responses", "generate"],
+)
+def test_detail_of_an_image_is_read_or_refused(
+    parse: Parse, body: Callable[..., dict[str, Any]], param: str
+) -> None:
+    for detail in ("auto", "low", "high"):
+        assert [each.detail for each in parse(body(detail=detail)).media] == [detail]
+    assert parse(body()).media[0].detail is None
+    with pytest.raises(InvalidRequest, match=r"detail: .*'lowest'") as caught:
+        parse(body(detail="lowest"))
+    assert caught.value.param == param
+
+
+def test_detail_of_responses_may_be_that_of_the_original() -> None:
+    assert responses(responses_body(detail="original")).media[0].detail == "high"
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [
+        (chat, chat_body() | OPTIONS),
+        (responses, responses_body() | OPTIONS),
+        (messages, {"messages": [MESSAGE]} | OPTIONS),
+        (
+            ollama_chat,
+            {
+                "model": "m",
+                "messages": [{"role": "user", "content": "?", "images": [URL]}],
+                "options": LIMITS,
+            },
+        ),
+        (generate, generate_body() | OPTIONS),
+        (nats, nats_body(detail="low") | LIMITS),
+    ],
+    ids=["chat", "responses", "messages", "ollama", "generate", "nats"],
+)
+def test_sizes_of_images_are_limited_in_every_api(parse: Parse, body: dict[str, Any]) -> None:
+    gen_request = parse(body)
+    assert len(gen_request.media) == 1
+    assert gen_request.pixel_limits == PixelLimits(least=5000, most=9000)
+    if parse is nats:
+        assert gen_request.media[0].detail == "low"
+        return
+    group: dict[str, Any] = dict(LIMITS, fps=2)
+    place = "options" if parse is ollama_chat else "mm_processor_kwargs"
+    body = {**body, place: group}
+    with pytest.raises(Unsupported, match="only videos have frames") as caught:
+        parse(body)
+    assert caught.value.param == f"{place}.fps"
+    del group["fps"]
+    group |= {"max_pixels": 0}
+    with pytest.raises(InvalidRequest) as refused:
+        parse(body)
+    assert refused.value.param == f"{place}.max_pixels"
