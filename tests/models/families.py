@@ -45,6 +45,8 @@ class Row:
         limit: Greatest difference of logits, in their standard deviations.
         types: How many types of tokens the model distinguishes; 0: it knows of none.
         idle: Endings of tensors that change nothing.
+        turned: Endings of tensors whose last two dimensions published files have in another order
+            than transformers writes them.
         by_token: The reference computes token after token over its own cache, as it writes.
     """
 
@@ -55,6 +57,7 @@ class Row:
     limit: float = 2e-5
     types: int = 0
     idle: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
     by_token: bool = False
 
     def __str__(self) -> str:

@@ -22,6 +22,7 @@ VISION: Mapping[str, object] = {
     "image_size": 28,
     "patch_size": 14,
 }
+INTERLEAVED = (6, 5, 5)
 
 
 def seeing(
@@ -46,10 +47,17 @@ def seeing(
     )
 
 
-def with_axes(name: str, architecture: type[transformers.PreTrainedModel], **vision: object) -> Row:
-    """The row of a Qwen2 whose positions have axes."""
-    row = BY_NAME["qwen2"]
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+def with_axes(
+    name: str,
+    architecture: type[transformers.PreTrainedModel],
+    text: str = "qwen2",
+    sections: tuple[int, ...] = (2, 3, 3),
+    turned: tuple[str, ...] = (),
+    **vision: object,
+) -> Row:
+    """The row of a Qwen whose positions have axes."""
+    row = BY_NAME[text]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
     return Row(
         name,
         architecture,
@@ -59,6 +67,7 @@ def with_axes(name: str, architecture: type[transformers.PreTrainedModel], **vis
             "vision_config": {"depth": 1, "num_heads": 2, "hidden_size": 64, **vision},
             "tie_word_embeddings": False,
         },
+        turned=turned,
     )
 
 
@@ -81,6 +90,23 @@ ROWS = (
         hidden_size=32,
         intermediate_size=48,
         out_hidden_size=64,
+    ),
+    with_axes(
+        "qwen3-vl",
+        transformers.Qwen3VLForConditionalGeneration,
+        "qwen3",
+        INTERLEAVED,
+        out_hidden_size=64,
+        deepstack_visual_indexes=[0],
+    ),
+    with_axes(
+        "qwen3-vl with experts",
+        transformers.Qwen3VLMoeForConditionalGeneration,
+        "qwen3-moe",
+        INTERLEAVED,
+        turned=("experts.gate_up_proj", "experts.down_proj"),
+        out_hidden_size=64,
+        deepstack_visual_indexes=[0],
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
     *(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tests.models.derived import Mutant, derived
 from tests.models.families import LENGTHS, VOCABULARY, Row
 from tests.models.stepper import Stepper, logits_of, prompts, spy_on_logits
@@ -79,6 +80,12 @@ def save(row: Row, folder: Path) -> Saved:
     model = row.architecture(config).eval()
     draw(model)
     model.save_pretrained(folder)
+    if row.turned:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for name in (name for name in tensors if name.endswith(row.turned)):
+            tensors[name] = tensors[name].mT.contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
     return Saved(row, folder, model)
 
 

@@ -36,10 +36,13 @@ def medium(start: int, rows: int, columns: int, content: int) -> Medium:
 
 
 class SeeingLoop(ModelLoop):
-    """Embeddings are brought in the turn after they are loaded; the content is a medium's width."""
+    """Embeddings are brought in the turn after they are loaded; the content is a medium's width.
 
-    def __init__(self, model: OpenModel, **values: Any) -> None:
-        width = model.spec.hidden
+    `deepstack` is how many of the first layers add a part of them.
+    """
+
+    def __init__(self, model: OpenModel, *, deepstack: int = 0, **values: Any) -> None:
+        width = (1 + deepstack) * model.spec.hidden
         super().__init__(model, media_width=width, media_grids=True, **values)
         self.loads = 0
         self._width = width

@@ -1,4 +1,4 @@
-"""Images of Qwen2-VL and Qwen2.5-VL against transformers: sizes, pixels, tower and merger."""
+"""Images of Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers: sizes, pixels and rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from tests.support.llava import picture
 from tests.support.models import change_config
-from tests.support.qwen_vl import PROCESSOR, patches, write_qwen2_vl, write_qwen25_vl
+from tests.support.qwen_vl import (
+    PROCESSOR,
+    patches,
+    write_qwen2_vl,
+    write_qwen3_vl,
+    write_qwen25_vl,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
+from antiphon.encoder.tensor_files import TensorFiles
 from antiphon.model_card.vision import GridImages, GridSizes, read_vision
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
 SIZES = [(40, 33), (200, 31), (9, 70), (84, 84), (1, 90), (8, 8), (300, 299), (13, 12), (60, 4)]
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -43,7 +51,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     },
     "raw": {**PROCESSOR, "do_normalize": False, "rescale_factor": 0.5},
 }
-WRITERS = {"qwen2.5-vl": write_qwen25_vl, "qwen2-vl": write_qwen2_vl}
+WRITERS = {
+    "qwen2.5-vl": write_qwen25_vl,
+    "qwen2-vl": write_qwen2_vl,
+    "qwen3-vl": write_qwen3_vl,
+}
 
 
 @pytest.fixture(scope="module", params=WRITERS)
@@ -104,34 +116,55 @@ def test_embeddings_are_those_of_transformers(folder: Path) -> None:
     model, images = opened(folder), [picture(number, *size) for number, size in enumerate(SIZES)]
     pixels = [torch.as_tensor(model.preprocess(data)) for data in images]
     with torch.inference_mode():
-        expected = reference.model.get_image_features(**patches(pixels)).pooler_output
-    for data, right in zip(images, expected, strict=True):
+        features = reference.model.get_image_features(**patches(pixels))
+    stacked = getattr(features, "deepstack_features", ())
+    assert card_of(folder).deepstack == len(stacked)
+    for data, *parts in zip(images, features.pooler_output, *stacked, strict=True):
+        right = torch.cat(parts, dim=-1)
         error = np.abs(embedding(model, data) - right.numpy()).max() / right.std().item()
         assert error < 2e-5
 
 
-def test_every_tensor_of_the_tower_matters(folder: Path, tmp_path: Path) -> None:
-    with_recipe(folder, tmp_path, PROCESSOR)
-    data = picture(5, 70, 60)
-    right = embedding(opened(folder), data)
-    tensors = load_file(folder / "model.safetensors")
-    file = tmp_path / "model.safetensors"
-    for name, tensor in tensors.items():
-        if not name.startswith("visual."):
-            continue
-        ramp = torch.linspace(0, 1, tensor.numel()).view_as(tensor)
-        file.unlink()
-        save_file(tensors | {name: tensor + ramp}, file, metadata={"format": "pt"})
-        assert np.abs(embedding(opened(tmp_path), data) - right).max() > 1e-3, name
+def test_every_tensor_of_the_tower_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, names = TensorFiles.read, list[str]()
+
+    def listing(files: TensorFiles, name: str, *shape: int) -> Tensor:
+        names.append(name)
+        return read(files, name, *shape)
+
+    monkeypatch.setattr(TensorFiles, "read", listing)
+    model = opened(folder)
+    pixels = model.preprocess.decoded(picture(5, 35, 30))
+    right = np.frombuffer(model.embed(pixels).data, "<f4")
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        stored = {name.partition("visual.")[2] for name in file.keys()}  # noqa: SIM118
+    assert stored - {""} == {*names}
+    for name in names:
+
+        def changed(files: TensorFiles, each: str, *shape: int, name: str = name) -> Tensor:
+            tensor = read(files, each, *shape)
+            ramp = torch.linspace(0, 1, tensor.numel()).view_as(tensor)
+            return tensor + ramp if each == name else tensor
+
+        monkeypatch.setattr(TensorFiles, "read", changed)
+        found = np.frombuffer(opened(folder).embed(pixels).data, "<f4")
+        assert np.abs(found - right).max() > 1e-3, name
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"fullatt_block_indexes": [0]}, {"window_size": 32}, {"rope_parameters": {"rope_theta": 9.0}}],
+    ("name", "fields"),
+    [
+        ("qwen2.5-vl", {"fullatt_block_indexes": [0]}),
+        ("qwen2.5-vl", {"window_size": 32}),
+        ("qwen2.5-vl", {"rope_parameters": {"rope_theta": 9.0}}),
+        ("qwen3-vl", {"deepstack_visual_indexes": [1, 2]}),
+    ],
     ids=str,
 )
-def test_a_field_of_the_tower_that_differs_is_seen(fields: dict[str, Any], tmp_path: Path) -> None:
-    folder, data = write_qwen25_vl(tmp_path), picture(5, 70, 60)
+def test_a_field_of_the_tower_that_differs_is_seen(
+    name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, data = WRITERS[name](tmp_path), picture(5, 70, 60)
     right = embedding(opened(folder), data)
     tower = json.loads((folder / "config.json").read_text())["vision_config"]
     change_config(folder, vision_config=tower | fields)
@@ -194,6 +227,15 @@ def test_a_tower_that_is_not_supported_is_named(tmp_path: Path) -> None:
     ):
         change_config(folder, vision_config=tower | fields)
         with pytest.raises(ConfigError, match=complaint):
+            opened(folder)
+
+
+def test_layers_that_make_rows_must_be_in_the_tower(tmp_path: Path) -> None:
+    folder = write_qwen3_vl(tmp_path)
+    tower = json.loads((folder / "config.json").read_text())["vision_config"]
+    for stacked in ([2, 0], [0, 3], [1, 1]):
+        change_config(folder, vision_config=tower | {"deepstack_visual_indexes": stacked})
+        with pytest.raises(ConfigError, match="must be layers of 3, rising"):
             opened(folder)
 
 

@@ -95,7 +95,7 @@ SAMPLE: Mapping[str, object] = {
     "pad_token_id": 0,
     "norm_topk_prob": False,
     "topk_method": "greedy",
-    "rope_parameters": {"mrope_section": [8, 12, 12]},
+    "rope_parameters": {"mrope_section": [12, 10, 10]},
 }
 """Fields of all families, in sizes of whole groups and blocks; each family reads its own."""
 STORED: Mapping[str, Mapping[str, object]] = {

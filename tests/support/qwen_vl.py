@@ -1,4 +1,4 @@
-"""Tiny Qwen2-VL and Qwen2.5-VL with random weights: images keep their shape."""
+"""Tiny Qwen2-VL, Qwen2.5-VL and Qwen3-VL with random weights: images keep their shape."""
 
 from __future__ import annotations
 
@@ -69,6 +69,16 @@ TOWER_2: Mapping[str, Any] = {
     "num_heads": 2,
     "patch_size": PATCH,
 }
+TOWER_3: Mapping[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 1],
+}
+"""Positions of a square of five patches an edge."""
 ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
 
 
@@ -84,11 +94,24 @@ def write_qwen2_vl(folder: Path) -> Path:
     return _write(folder, kind, transformers.Qwen2VLConfig, tower)
 
 
-def _write(folder: Path, model: Any, config: Any, tower: Mapping[str, Any]) -> Path:
+def write_qwen3_vl(folder: Path) -> Path:
+    tower = {**TOWER_3, "out_hidden_size": TEXT["hidden_size"]}
+    kind = transformers.Qwen3VLForConditionalGeneration
+    text = {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}
+    return _write(folder, kind, transformers.Qwen3VLConfig, tower, text)
+
+
+def _write(
+    folder: Path,
+    model: Any,
+    config: Any,
+    tower: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+) -> Path:
     tokenizer = write_tokenizer(folder, SPECIAL, TEMPLATE)
     assert tokenizer.token_to_id("<|image_pad|>") == PLACEHOLDER_ID
     text = {key: value for key, value in TEXT.items() if key != "model_type"}
-    sizes = {"vocab_size": tokenizer.get_vocab_size(), "rope_parameters": ROPE}
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "rope_parameters": ROPE, **(own or {})}
     made = config(
         vision_config=dict(tower),
         text_config={**text, **sizes, "bos_token_id": None, "eos_token_id": None},

@@ -135,8 +135,7 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
         "hicache",
     ),
     (
-        "Audio and video in requests, and images of other models than LLaVA 1.5, Gemma 3, "
-        "Idefics3, SmolVLM, Qwen2-VL and Qwen2.5-VL",
+        "Audio and video in requests, and images of other models than [these](models.md#images)",
         "They are refused; the text part of another multimodal model is served.",
         "multimodal",
     ),

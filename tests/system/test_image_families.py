@@ -12,7 +12,7 @@ import transformers
 from openai import AsyncOpenAI
 from tests.support.gemma_vision import write_gemma_vision
 from tests.support.llava import picture
-from tests.support.qwen_vl import patches, write_qwen25_vl
+from tests.support.qwen_vl import patches, write_qwen3_vl, write_qwen25_vl
 from tests.support.smolvlm import write_smolvlm
 from tests.system.seeing import TOKENS, Seeing, answer, message, scored_answer
 from tests.system.stack import serving
@@ -72,6 +72,13 @@ FAMILIES = {
     "qwen2.5-vl": Family(
         write_qwen25_vl,
         transformers.Qwen2_5_VLForConditionalGeneration,
+        grids,
+        ("--batching-chunk-tokens", "24"),
+        limits=PixelLimits(least=300, most=512),
+    ),
+    "qwen3-vl": Family(
+        write_qwen3_vl,
+        transformers.Qwen3VLForConditionalGeneration,
         grids,
         ("--batching-chunk-tokens", "24"),
         limits=PixelLimits(least=300, most=512),

@@ -99,13 +99,25 @@ class RotarySpec:
     """The RoPE of a layer: rotated elements of a head, base and scaling.
 
     With a `size` below the head's, the rest of each head is not rotated. With `sections` positions
-    have as many axes, and so many pairs of each head are rotated by that along each.
+    have as many axes, and so many pairs of each head are rotated by that along each: one section
+    after the other, or `interleaved`, axis by axis while all have pairs left, and the first one's
+    rest at the end.
     """
 
     size: int
     base: float
     scaling: RotaryScaling | None = None
     sections: tuple[int, ...] = ()
+    interleaved: bool = False
+
+    def axes(self) -> list[int]:
+        """The axis by whose position each pair is rotated, (R / 2,)."""
+        if not self.interleaved:
+            return [axis for axis, pairs in enumerate(self.sections) for _ in range(pairs)]
+        count, found = len(self.sections), [0] * sum(self.sections)
+        for axis, pairs in enumerate(self.sections[1:], start=1):
+            found[axis : pairs * count : count] = [axis] * pairs
+        return found
 
     @property
     def amplitude(self) -> float:
@@ -227,12 +239,13 @@ class CosSinCache:
 
     def _at_axes(self, positions: NDArray[np.int32]) -> TokenCosSin:
         """Of positions (A, T) along axes: each pair of elements by that along its own."""
-        sections = self._rotary.sections
-        assert len(sections) == len(positions), "a RoPE with as many sections as axes"
+        assert len(self._rotary.sections) == len(positions), "a RoPE with as many sections as axes"
         assert self._query_scale is None, "a temperature goes by the index of a token"
         self.reach(int(positions.max()))
         places = self._upload(positions)
-        cos, sin = (_by_axis(table, places, sections) for table in (self._cos, self._sin))
+        axes = self._rotary.axes() * 2  # of the first half, and of the second one
+        of_each = places[axes].T  # (T, R)
+        cos, sin = (table[:, 0].gather(0, of_each)[:, None] for table in (self._cos, self._sin))
         every = np.arange(positions.shape[1], dtype=np.int32)
         return TokenCosSin(cos, sin, every, None, self._upload)
 
@@ -248,16 +261,6 @@ class CosSinCache:
         frequencies = self._rotary.frequencies_at(every)
         angles = cos_sin(frequencies, every, self._dtype, self._rotary.amplitude)
         return *angles, None if self._temperature is None else self._temperature.of(every)
-
-
-def _by_axis(table: Tensor, places: Tensor, sections: tuple[int, ...]) -> Tensor:
-    """Rows of a table (P, 1, R) at places (A, T)  ->  (T, 1, R), each pair by its own axis."""
-    parts, first = list[Tensor](), 0
-    for number, pairs in enumerate(sections * 2):  # of the first half, and of the second one
-        part = table.narrow(-1, first, pairs)
-        parts.append(part.index_select(0, places[number % len(sections)]))
-        first += pairs
-    return torch.cat(parts, dim=-1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
-"""The vision transformers of Qwen2-VL and Qwen2.5-VL, in torch, for images of any shape.
+"""The vision transformers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, in torch, for images of any shape.
 
 An image is a grid of patches, and each square of `merge` x `merge` of them becomes one token. Its
 patches lie next to each other from the start: token by token, in rows of each.
 
 Axes: P patches of an image, C width, N heads, D of each head, T tokens.
 
-Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923.
+Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,14 +26,26 @@ from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.preprocess import VisionActivation
 from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
 from antiphon.model_card.config_json import parse_json, read_json
+from antiphon.model_card.vision import DEEPSTACKS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Size = Annotated[int, Meta(ge=1)]
 PATCH = "patch_embed.proj.weight"
+PATCH_BIAS, POSITIONS = "patch_embed.proj.bias", "pos_embed.weight"
 EPS = 1e-6
 """Of all norms: it is in no config.json."""
+
+
+class GridNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of linears in the files, which differ between models."""
+
+    up: str = "mlp.fc1"
+    down: str = "mlp.fc2"
+    norm_after: str = "ln_q"
+    first: str = "mlp.0"
+    second: str = "mlp.2"
 
 
 class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +58,9 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         gated: Feed-forward blocks with a gate, and RMS norms; else two linears and layer norms.
         window: Edge of the windows that patches attend within, in tokens; 0: there are none.
         whole_layers: Layers that attend to the whole image all the same.
+        side: Edge of the square of learned positions that is scaled to an image; 0: there is none.
+        patch_bias: Whether patches are embedded with a bias.
+        taps: Layers behind which a merger of their own makes rows for the text model's first ones.
     """
 
     width: int
@@ -60,6 +76,15 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     gated: bool
     window: int = 0
     whole_layers: frozenset[int] = frozenset()
+    side: int = 0
+    patch_bias: bool = False
+    taps: tuple[int, ...] = ()
+    names: GridNames = GridNames()
+
+    @property
+    def rows_width(self) -> int:
+        """Width of an embedding: all mergers' rows lie behind each other."""
+        return (1 + len(self.taps)) * self.hidden
 
     def windows_of(self, layer: int) -> bool:
         return self.window > 0 and layer not in self.whole_layers
@@ -91,14 +116,27 @@ class GridLayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class GridTowerWeights:
-    """All weights. `patch` (C, 3 * patch * patch) is for an image that is in all frames."""
+class MergerWeights:
+    """What makes a token of its patches; the norm is that of each, or of all as one row."""
 
-    patch: Tensor
-    layers: tuple[GridLayerWeights, ...]
-    norm_after: GridNorm
+    norm: GridNorm
     first: Affine
     second: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class GridTowerWeights:
+    """All weights. `patch` (C, 3 * patch * patch) is for an image that is in all frames.
+
+    `positions` are (side * side, C); `tapped` the mergers of layers, in their order.
+    """
+
+    patch: Tensor
+    patch_bias: Tensor | None
+    positions: Tensor | None
+    layers: tuple[GridLayerWeights, ...]
+    merger: MergerWeights
+    tapped: tuple[MergerWeights, ...]
 
 
 class GridTower:
@@ -111,21 +149,28 @@ class GridTower:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Embed: pixels (1, 3, height, width), in whole tokens  ->  (1, T, hidden)."""
+        """Embed: pixels (1, 3, height, width), in whole tokens  ->  (1, T, rows_width)."""
         spec, weights = self.spec, self._weights
         rows, columns = (edge // (spec.patch * spec.merge) for edge in pixels.shape[-2:])
         windows = _windows(rows, columns, spec.window)
         order = torch.cat(windows)  # (T,) tokens, window by window
-        x = F.linear(self._patches(pixels, rows, columns)[order].flatten(0, 1), weights.patch)
+        patches = self._patches(pixels, rows, columns)[order].flatten(0, 1)
+        x = F.linear(patches, weights.patch, weights.patch_bias)
+        if weights.positions is not None:
+            x = x + self._learned(weights.positions, rows, columns, order)
         cos, sin = self._angles(rows, columns, order)
         lengths = [len(window) * spec.merge**2 for window in windows]
+        made = list[Tensor]()
         for number, layer in enumerate(weights.layers):
             parts = lengths if spec.windows_of(number) else [len(x)]
             x = x + self._attend(layer.norm1(x), layer, cos, sin, parts)
             x = x + self._feed_forward(layer.norm2(x), layer)
-        squares = weights.norm_after(x).view(len(order), -1)  # (T, merge * merge * C)
-        wide = F.gelu(F.linear(squares, weights.first.weight, weights.first.bias))
-        tokens = F.linear(wide, weights.second.weight, weights.second.bias)
+            if number in spec.taps:
+                squares = x.view(len(order), -1)
+                merger = weights.tapped[spec.taps.index(number)]
+                made.append(_merged(merger.norm(squares), merger))
+        squares = weights.merger.norm(x).view(len(order), -1)  # (T, merge * merge * C)
+        tokens = torch.cat([_merged(squares, weights.merger), *made], dim=-1)
         return tokens[torch.argsort(order)][None]
 
     def _patches(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
@@ -136,17 +181,35 @@ class GridTower:
 
     def _angles(self, rows: int, columns: int, order: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine of each patch, (P, 1, D): half of the pairs by row."""
-        spec, merge = self.spec, self.spec.merge
+        spec = self.spec
         size = spec.width // spec.heads // 2
         frequencies = 1.0 / spec.base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        places = self._places(rows, columns, order).float()
+        angle = (places[..., None] * frequencies).permute(1, 0, 2).flatten(1)  # (P, D / 2)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+    def _places(self, rows: int, columns: int, order: Tensor) -> Tensor:
+        """Row and column of each patch, (2, P)."""
+        merge = self.spec.merge
         grid = torch.stack(
             torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij")
         )
         tokens = grid.view(2, rows, merge, columns, merge).transpose(2, 3).flatten(1, 2)
-        places = tokens.flatten(2)[:, order].flatten(1).float()  # (2, P)
-        angle = (places[..., None] * frequencies).permute(1, 0, 2).flatten(1)  # (P, D / 2)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+        return tokens.flatten(2)[:, order].flatten(1)
+
+    def _learned(self, table: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
+        """Learned positions of patches (P, C): the square's ends lie on those of the image."""
+        side = self.spec.side
+        edges = torch.tensor([[rows], [columns]]) * self.spec.merge
+        places = self._places(rows, columns, order) * (side - 1) / (edges - 1).clamp(min=1)
+        low = places.floor().long()
+        high, part = (low + 1).clamp(max=side - 1), places - low
+        learned = torch.zeros(())
+        for row, by_row in ((low[0], 1 - part[0]), (high[0], part[0])):
+            for column, by_column in ((low[1], 1 - part[1]), (high[1], part[1])):
+                learned = learned + table[row * side + column] * (by_row * by_column)[:, None]
+        return learned
 
     def _attend(
         self, x: Tensor, layer: GridLayerWeights, cos: Tensor, sin: Tensor, parts: list[int]
@@ -174,6 +237,12 @@ class GridTower:
         else:
             wide = self._activation(wide)
         return F.linear(wide, layer.down.weight, layer.down.bias)
+
+
+def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:
+    """The tokens of squares of patches: (T, merge * merge * C)  ->  (T, hidden)."""
+    wide = F.gelu(F.linear(squares, merger.first.weight, merger.first.bias))
+    return F.linear(wide, merger.second.weight, merger.second.bias)
 
 
 def _windows(rows: int, columns: int, edge: int) -> list[Tensor]:
@@ -255,20 +324,63 @@ class _Qwen2Tower(_TowerFields):
         )
 
 
+class _Qwen3Tower(_TowerFields):
+    depth: Size = 27
+    patch_size: Size = 16
+    hidden_size: Size = 1152
+    intermediate_size: Size = 4304
+    out_hidden_size: Size = 3584
+    hidden_act: VisionActivation = VisionActivation.GELU_TANH
+    num_position_embeddings: Size = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+
+    def spec(self) -> GridTowerSpec:
+        return GridTowerSpec(
+            width=self.hidden_size,
+            intermediate=self.intermediate_size,
+            hidden=self.out_hidden_size,
+            layers=self.depth,
+            heads=self.num_heads,
+            patch=self.patch_size,
+            merge=self.spatial_merge_size,
+            frames=self.temporal_patch_size,
+            base=self.base,
+            activation=self.hidden_act,
+            gated=False,
+            side=math.isqrt(self.num_position_embeddings),
+            patch_bias=True,
+            taps=self.deepstack_visual_indexes,
+            names=GridNames(
+                up="mlp.linear_fc1",
+                down="mlp.linear_fc2",
+                norm_after="norm",
+                first="linear_fc1",
+                second="linear_fc2",
+            ),
+        )
+
+
+_TOWERS: dict[str, type[_Qwen2Tower | _Qwen25Tower | _Qwen3Tower]] = {
+    "qwen2_vl": _Qwen2Tower,
+    "qwen2_5_vl": _Qwen25Tower,
+    **dict.fromkeys(DEEPSTACKS, _Qwen3Tower),
+}
+
+
 class _Config(msgspec.Struct):
-    model_type: Literal["qwen2_vl", "qwen2_5_vl"]
+    model_type: str
     vision_config: msgspec.Raw
 
 
 def read_grid_spec(folder: Path) -> GridTowerSpec:
-    """Read the config.json of a Qwen2-VL or Qwen2.5-VL model.
+    """Read the config.json of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL model.
 
     Raises:
         ConfigError: It is missing or malformed, or the tower is not supported.
     """
     file = folder / "config.json"
     config = read_json(file, _Config)
-    kind = _Qwen25Tower if config.model_type == "qwen2_5_vl" else _Qwen2Tower
+    kind = _TOWERS[config.model_type]
     spec = parse_json(config.vision_config, kind, f"{file}: vision_config").spec()
     if spec.width % (4 * spec.heads):
         raise ConfigError(
@@ -277,6 +389,11 @@ def read_grid_spec(folder: Path) -> GridTowerSpec:
         )
     if spec.gated and not spec.window:
         raise ConfigError(f"{file}: vision_config: window_size is less than a token")
+    if sorted(set(spec.taps) & set(range(spec.layers))) != list(spec.taps):
+        raise ConfigError(
+            f"{file}: vision_config: deepstack_visual_indexes = {list(spec.taps)}: must be layers "
+            f"of {spec.layers}, rising"
+        )
     return spec
 
 
@@ -291,13 +408,24 @@ def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
         files = TensorFiles(weight_files(folder), open_files, last=PATCH)
         width, edge, wide = spec.width, spec.patch, spec.width * spec.merge**2
         patch = files.read(PATCH, width, 3, spec.frames, edge, edge)
+        lists = (f"deepstack_merger_list.{i}" for i in range(len(spec.taps)))
         return GridTowerWeights(
             patch=patch.sum(dim=2).flatten(1),
+            patch_bias=files.read(PATCH_BIAS, width) if spec.patch_bias else None,
+            positions=files.read(POSITIONS, spec.side**2, width) if spec.side else None,
             layers=tuple(_layer(files, f"blocks.{i}", spec) for i in range(spec.layers)),
-            norm_after=_norm(files, "merger.ln_q", spec),
-            first=files.affine("merger.mlp.0", wide, wide),
-            second=files.affine("merger.mlp.2", spec.hidden, wide),
+            merger=_merger(files, "merger", spec, width),
+            tapped=tuple(_merger(files, name, spec, wide) for name in lists),
         )
+
+
+def _merger(files: TensorFiles, name: str, spec: GridTowerSpec, normed: int) -> MergerWeights:
+    names, wide = spec.names, spec.width * spec.merge**2
+    return MergerWeights(
+        norm=_norm(files, f"{name}.{names.norm_after}", spec, normed),
+        first=files.affine(f"{name}.{names.first}", wide, wide),
+        second=files.affine(f"{name}.{names.second}", spec.hidden, wide),
+    )
 
 
 def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridLayerWeights:
@@ -307,17 +435,21 @@ def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridLayerWeigh
         up = Affine(torch.cat((gate.weight, up.weight)), torch.cat((gate.bias, up.bias)))
         down = affine(f"{name}.mlp.down_proj", width, wide)
     else:
-        up, down = affine(f"{name}.mlp.fc1", wide, width), affine(f"{name}.mlp.fc2", width, wide)
+        names = spec.names
+        up, down = (
+            affine(f"{name}.{names.up}", wide, width),
+            affine(f"{name}.{names.down}", width, wide),
+        )
     return GridLayerWeights(
-        norm1=_norm(files, f"{name}.norm1", spec),
+        norm1=_norm(files, f"{name}.norm1", spec, width),
         qkv=affine(f"{name}.attn.qkv", 3 * width, width),
         out=affine(f"{name}.attn.proj", width, width),
-        norm2=_norm(files, f"{name}.norm2", spec),
+        norm2=_norm(files, f"{name}.norm2", spec, width),
         up=up,
         down=down,
     )
 
 
-def _norm(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridNorm:
-    bias = None if spec.gated else files.read(f"{name}.bias", spec.width)
-    return GridNorm(files.read(f"{name}.weight", spec.width), bias)
+def _norm(files: TensorFiles, name: str, spec: GridTowerSpec, width: int) -> GridNorm:
+    bias = None if spec.gated else files.read(f"{name}.bias", width)
+    return GridNorm(files.read(f"{name}.weight", width), bias)

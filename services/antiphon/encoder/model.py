@@ -193,10 +193,10 @@ class VisionModel:
     def embedding_bytes(self) -> int:
         """Size of an embedding, at most, or nearly so."""
         recipe, spec = self.preprocess.recipe, self.tower.spec
-        hidden = spec.hidden if self.connector is None else self.connector.hidden
         if isinstance(spec, GridTowerSpec):
             assert recipe.grid is not None, "a recipe of this tower"
-            return recipe.grid.tokens_max * hidden * 4
+            return recipe.grid.tokens_max * spec.rows_width * 4
+        hidden = spec.hidden if self.connector is None else self.connector.hidden
         return recipe.frames_max * spec.tokens * hidden * 4
 
     def embed(self, decoded: NDArray[np.uint8]) -> CachedEmbedding:

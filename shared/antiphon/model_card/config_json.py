@@ -48,6 +48,8 @@ MULTIMODAL_ARCHITECTURES = (
     "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
@@ -116,6 +118,8 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_vl_text": _QWEN_VL,
     "qwen3": {"head_dim": 128},
+    "qwen3_vl_text": {"head_dim": 128, "rope_theta": 5e5},
+    "qwen3_vl_moe_text": {"rope_theta": 5e5, "num_experts": 60, "num_experts_per_tok": 4},
     "roberta": {**_BERT, "pad_token_id": 1},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
     "xlm-roberta": {**_BERT, "pad_token_id": 1},

@@ -80,12 +80,15 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         marker: What chat templates write for an image; empty: the placeholder.
         processing: Digest of all that decides the embedding beside the image and the weights.
         span_tokens: Set: the tokens of an image, so many, attend to each other in both directions.
+        deepstack: Number of the first layers behind each of which a token of an image has something
+            added: the parts of an embedding beside that which stands in place of the token.
     """
 
     placeholder: int
     marker: str = ""
     processing: bytes
     span_tokens: int | None = None
+    deepstack: int = 0
 
     def columns(self, width: int, height: int) -> int:
         """Columns of tokens of an image of this size in pixels; 0: it is no grid."""
@@ -385,13 +388,24 @@ class _Idefics(msgspec.Struct, frozen=True):
 
 
 class _GridTower(msgspec.Struct, frozen=True):
-    patch_size: Size = 14
+    patch_size: Size | None = None
     spatial_merge_size: Size = 2
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
 
 
 class _Grid(msgspec.Struct, frozen=True):
+    model_type: str
     image_token_id: int = 151655
     vision_config: _GridTower = field(default_factory=_GridTower)
+
+    @property
+    def deepstack(self) -> int:
+        stacked = self.model_type in DEEPSTACKS
+        return len(self.vision_config.deepstack_visual_indexes) if stacked else 0
+
+    @property
+    def patch(self) -> int:
+        return self.vision_config.patch_size or (16 if self.model_type in DEEPSTACKS else 14)
 
 
 class _GridEdges(msgspec.Struct, frozen=True):
@@ -435,11 +449,12 @@ def read_grid_file(folder: Path) -> GridFile:
     """
     found = image_processor_file(folder)
     file, read = found.file, found.read(GridFile)
-    tower = read_json(folder / "config.json", _Grid).vision_config
-    if (read.patch_size, read.merge_size) != (tower.patch_size, tower.spatial_merge_size):
+    config = read_json(folder / "config.json", _Grid)
+    patch, merge = config.patch, config.vision_config.spatial_merge_size
+    if (read.patch_size, read.merge_size) != (patch, merge):
         raise ConfigError(
             f"{file}: makes patches of {read.patch_size} pixels, {read.merge_size} an edge of a "
-            f"token; the tower takes {tower.patch_size} and {tower.spatial_merge_size}"
+            f"token; the tower takes {patch} and {merge}"
         )
     if not read.do_resize:
         raise ConfigError(f"{file}: do_resize = false: the tower takes whole tokens only")
@@ -472,7 +487,8 @@ class _ModelKind(msgspec.Struct, frozen=True):
 
 IDEFICS = ("idefics3", "smolvlm")
 GEMMA3 = "gemma3"
-GRIDS = ("qwen2_5_vl", "qwen2_vl")
+DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
+GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS)
 SEEING = ("llava", GEMMA3, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
@@ -552,8 +568,10 @@ def _read_grid(folder: Path) -> GridImages:
     # As resolved: a default that is written down changes no key.
     plain = msgspec.structs.replace(file, size=_GridEdges(), min_pixels=None, max_pixels=None)
     settings = msgspec.json.encode([plain, file.sizes])
+    config = read_json(folder / "config.json", _Grid)
     return GridImages(
-        placeholder=read_json(folder / "config.json", _Grid).image_token_id,
+        placeholder=config.image_token_id,
+        deepstack=config.deepstack,
         sizes=file.sizes,
         processing=hashlib.sha256(b"grid\0" + settings).digest(),
     )

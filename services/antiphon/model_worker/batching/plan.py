@@ -235,7 +235,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             there first. `states` for a state group. Like `sampling` it is empty until the runner
             fills in what it keeps by slot.
         spliced: Tokens that are not read from the embedding table, rising; see `spliced_rows`.
-        spliced_rows: What stands in their place as the layers are entered, in float32.
+        spliced_rows: What stands in their place as the layers are entered, in float32, and what is
+            added behind each of the first layers, of models with deepstack: see `Decoder.forward`.
         position_offsets: What the positions of a row's tokens are beyond their indices, all axes
             alike: images before them take fewer positions than tokens. See `positions`.
         axis_tokens: Tokens of prompts up to the last image, rising, whose positions
@@ -265,7 +266,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_counts: Ints | None = None  # (R,) drafts to make after each row, by a draft model
     next_tokens: Ints | None = None  # (R,) beside these: the token after a chunk that samples none
     spliced: Ints | None = None  # (E,) indices into `tokens`
-    spliced_rows: Floats | None = None  # (E, hidden)
+    spliced_rows: Floats | None = None  # (E, hidden), or wider
     position_offsets: Ints | None = None  # (R,) see above
     axis_tokens: Ints | None = None  # (A,) indices into `tokens`
     axis_positions: Ints | None = None  # (3, A)

@@ -45,7 +45,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         pool_width: Width of the pooled vector of a model that generates no tokens. None: a
             generative model, which pools nothing.
         flights: Steps in flight at once, each of other requests: one for each pipeline stage.
-        media_width: Hidden size of a model that takes media; None: it takes none.
+        media_width: Width of the embeddings of a model that takes media; None: it takes none.
         media_grids: Whether positions of media have axes.
         span_tokens: Tokens of an image, if they attend to each other in both directions: a chunk
             has all of an image's tokens that are not cached, or none.

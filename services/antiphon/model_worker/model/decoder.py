@@ -148,14 +148,21 @@ class Decoder(Module):
         """Run the layers on tokens (T,); stages pass the residual stream on to each other.
 
         `splices` are indices (E,) of tokens, and rows (E, hidden) that stand in place of theirs in
-        the stream that enters the first layer. The hidden states of a stage before the last one are
-        that stream.
+        the stream that enters the first layer. Wider rows, (E, (1 + N) * hidden), have in their
+        other parts what is added to these tokens behind each of the first N layers (deepstack). The
+        hidden states of a stage before the last one are the stream.
+
+        Source: Meng et al. 2024, arXiv:2406.04334.
         """
         residual = self._enter(ctx, tokens)
-        if splices is not None and self.embedding is not None:
+        added: tuple[Tensor, ...] = ()
+        if splices is not None:
             places, rows = splices
-            residual = residual.index_copy(0, places, rows.to(residual.dtype))
-        if ctx.fused is not None:
+            parts = rows.to(residual.dtype).view(len(rows), -1, self._spec.hidden).unbind(1)
+            added = parts[1:]
+            if self.embedding is not None:
+                residual = residual.index_copy(0, places, parts[0])
+        if ctx.fused is not None and not added:
             states = HiddenStates(*ctx.fused(residual))
             if self._next is None:
                 return states
@@ -166,6 +173,8 @@ class Decoder(Module):
                 if index in ctx.aux_layers:
                     entering.append(residual.clone() if pending is None else residual + pending)
                 pending, residual = layer(ctx, pending, residual)
+                if splices is not None and index < len(added):
+                    residual = residual.index_add(0, splices[0], added[index])
             hidden, _ = _enter(ctx, self._norm, pending, residual)
             aux = torch.cat(entering, dim=-1) if entering else None
         if self._next is not None:

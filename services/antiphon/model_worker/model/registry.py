@@ -39,6 +39,8 @@ from antiphon.model_worker.model.families.qwen import (
     QWEN3,
     QWEN3_MOE,
     QWEN3_NEXT,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
 )
 from antiphon.model_worker.model.llama_parts import classifier, embedding_model, reward_model
 
@@ -56,6 +58,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "MistralForCausalLM": MISTRAL,
     "SmolLM3ForCausalLM": SMOLLM3,
     "GemmaForCausalLM": GEMMA,

@@ -60,7 +60,7 @@ class EmbeddingClient:
     """Embeddings by encoders, as the batching loop's `MediaStore`.
 
     What is loaded and not released takes at most `bytes_max`; further loads wait, in their order.
-    `width` is the hidden size of the model.
+    `width` is that of the embeddings.
     """
 
     def __init__(

@@ -198,7 +198,8 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     sees = None
     if vision is not None:
-        sees = Sees(card.hidden_size, grids=model.spec.position_axes, span_tokens=span_tokens)
+        width = (1 + vision.deepstack) * card.hidden_size
+        sees = Sees(width, grids=model.spec.position_axes, span_tokens=span_tokens)
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales, sees=sees)
     groups = None
     if (count := resolved.attention_groups.value) > 1:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.layers.moe import MoeSpec
+from antiphon.layers.moe import MoeSpec, StackedExperts
 from antiphon.layers.recurrent import GatedDeltaSpec
 from antiphon.model_worker.batching.positions import AXES
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -30,6 +30,7 @@ from antiphon.model_worker.model.spec import (
 )
 
 if TYPE_CHECKING:
+    from antiphon.kernels.rotary import RotarySpec
     from antiphon.model_worker.model.config_file import ConfigFile
 
 
@@ -40,18 +41,43 @@ def declare_qwen2(config: ConfigFile) -> ModelSpec:
 
 def declare_qwen2_vl(config: ConfigFile) -> ModelSpec:
     """Qwen2-VL and Qwen2.5-VL: Qwen2 whose positions have axes; its images come from outside."""
-    sections, rotary = config.rope.mrope_section, config.rotary()
-    if len(sections) != AXES or 2 * sum(sections) != rotary.size or min(sections) < 0:
-        raise ModelLoadError(
-            f"config.json: mrope_section = {list(sections)}: must be {AXES} numbers of pairs,"
-            f" together {rotary.size // 2}"
-        )
-    return _dense(config, qkv_bias=True, rotary=replace(rotary, sections=sections))
+    return _dense(config, qkv_bias=True, rotary=_with_axes(config))
 
 
 def declare_qwen3(config: ConfigFile) -> ModelSpec:
     """Qwen3: Qwen2 with QK norms in place of QKV biases."""
     return _dense(config, bias=config.attention_bias, qk_norm=rms_norm(config))
+
+
+def declare_qwen3_vl(config: ConfigFile) -> ModelSpec:
+    """Qwen3-VL: Qwen3 whose positions have axes; its images come from outside."""
+    layer = LayerSpec(
+        mixer=attention(
+            config,
+            bias=config.attention_bias,
+            qk_norm=rms_norm(config),
+            rotary=_with_axes(config, interleaved=True),
+        ),
+        feed_forward=gated(config),
+        norm=rms_norm(config),
+    )
+    return model(config, layer)
+
+
+def _with_axes(config: ConfigFile, *, interleaved: bool = False) -> RotarySpec:
+    sections, rotary = config.rope.mrope_section, config.rotary()
+    pairs = rotary.size // 2
+    if len(sections) != AXES or sum(sections) != pairs or min(sections) < 0:
+        raise ModelLoadError(
+            f"config.json: mrope_section = {list(sections)}: must be {AXES} numbers of pairs,"
+            f" together {pairs}"
+        )
+    if interleaved and AXES * max(sections[1:]) > pairs:
+        raise ModelLoadError(
+            f"config.json: mrope_section = {list(sections)}: pairs alternate between the axes, so"
+            f" that rows and columns have at most {pairs // AXES} each"
+        )
+    return replace(rotary, sections=sections, interleaved=interleaved)
 
 
 def _dense(config: ConfigFile, *, bias: bool = False, **changes: object) -> ModelSpec:
@@ -95,14 +121,34 @@ def declare_qwen2_moe(config: ConfigFile) -> ModelSpec:
 
 def declare_qwen3_moe(config: ConfigFile) -> ModelSpec:
     """Qwen3-MoE: Qwen3 with experts in place of feed-forward blocks."""
-    norm, fields = rms_norm(config), config.family_fields(_QwenMoeFields)
+    fields = config.family_fields(_QwenMoeFields)
     window = config.sliding_window if config.use_sliding_window else None
-    mixer = attention(config, window=window, bias=config.attention_bias, qk_norm=norm)
+    return _sparse(config, fields, _moe(config, fields), window=window)
+
+
+def declare_qwen3_vl_moe(config: ConfigFile) -> ModelSpec:
+    """Qwen3-VL with experts: Qwen3-MoE whose positions have axes; its images come from outside."""
+    fields = config.family_fields(_QwenMoeFields)
+    experts = fields.experts(config, fields.moe_intermediate_size, names=StackedExperts())
+    sparse = MoeSpec(routing=fields.routing(renormalised=True), experts=experts)
+    return _sparse(config, fields, sparse, rotary=_with_axes(config, interleaved=True))
+
+
+def _sparse(
+    config: ConfigFile,
+    fields: _QwenMoeFields,
+    sparse: MoeSpec,
+    *,
+    window: int | None = None,
+    **changes: object,
+) -> ModelSpec:
+    norm = rms_norm(config)
+    mixer = attention(config, window=window, bias=config.attention_bias, qk_norm=norm, **changes)
 
     def layer(feed_forward: FeedForwardSpec) -> LayerSpec:
         return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
 
-    return model(config, layers(_feed_forwards(config, fields, _moe(config, fields)), layer))
+    return model(config, layers(_feed_forwards(config, fields, sparse), layer))
 
 
 class _Qwen3NextFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +258,8 @@ def _feed_forwards(
 QWEN2 = ModelFamily("qwen2", declare_qwen2)
 QWEN2_VL = ModelFamily("qwen2-vl", declare_qwen2_vl)
 QWEN3 = ModelFamily("qwen3", declare_qwen3)
+QWEN3_VL = ModelFamily("qwen3-vl", declare_qwen3_vl)
+QWEN3_VL_MOE = ModelFamily("qwen3-vl-moe", declare_qwen3_vl_moe)
 QWEN2_MOE = ModelFamily("qwen2-moe", declare_qwen2_moe)
 QWEN3_MOE = ModelFamily("qwen3-moe", declare_qwen3_moe)
 QWEN3_NEXT = ModelFamily("qwen3-next", declare_qwen3_next)
