@@ -110,7 +110,7 @@ MODELS = {
 
 
 def every_launch() -> list[Launch]:
-    """Those of a prefill, and of decode steps with short and with long rows, of all models.
+    """Those of a prefill, and of decode steps with short, long and longest rows, of all models.
 
     Of sampling, those of the largest vocabulary.
     """
@@ -176,6 +176,7 @@ class _Pass:
             ([2000], [2000]),
             ([1] * 64, [400] * 64),
             ([1] * 64, [4000] * 64),
+            ([1], [20000]),
         ):
             for window in {None, self._sizes.window}:
                 self._attend(np.array(query_len, np.int32), np.array(kv_len, np.int32), window)
@@ -242,3 +243,4 @@ class _Pass:
         slots = index.int()
         ops.record_futures(slots, slots, index, _empty(rows, dtype=torch.bool), vocabulary)
         ops.resolve_futures(slots, slots)
+        ops.decode_rows(_empty(4, rows, dtype=torch.int32), slots, slots[:, None], PAGE_TOKENS)

@@ -154,6 +154,7 @@ class Stacked:
             for index, layer in enumerate(world.layers)
         ]
         positions = world.turns.positions
+        assert isinstance(positions, np.ndarray), "positions of the host"
         turns = [
             replace(
                 CosSinCache(each, dtype, temperature=shape.temperature).at_positions(

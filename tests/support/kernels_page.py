@@ -74,14 +74,21 @@ memory:
 
 Models that only pool, tensor and pipeline parallelism, draft models, the modules of
 transformers, deterministic inference, an FP8 KV cache, latent attention, and pages stored
-outside the worker. CUDA graphs and FlashInfer are not used.
+outside the worker. FlashInfer is not used.
 
 ## While the device computes
 
 The host launches a step, and the next one before the first is read: tokens in flight stay on the
 device, and the host waits for nothing but the copy of a step's tokens and flags. The interpreter
 refuses a step that reads anything else, and computes it in a thread of its own ([decision
-64](decisions/0064-a-device-is-launched-and-read-later.md))."""
+64](decisions/0064-a-device-is-launched-and-read-later.md)).
+
+Decode steps are captured as CUDA graphs before a worker is ready, for SGLang's batch sizes up to
+`--max-running-requests` and 256, and padded to the next size; `--cuda-graph-bs`,
+`--cuda-graph-max-bs`, `--disable-cuda-graph` and `--disable-cuda-graph-padding` change that. The
+log says how long it took and how much memory. On the interpreter a tape of all calls stands for a
+graph and is replayed from itself alone. **No graph has yet been captured on a GPU.** Prefills and
+steps that verify drafts are not captured, and neither are models with chunked attention."""
 
 
 def _compiled() -> str:

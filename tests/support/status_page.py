@@ -89,7 +89,8 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
 NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (
         "GPU kernels and CUDA graphs",
-        "Kernels of a GPU have not yet run on one; there are no CUDA graphs.",
+        "Kernels of a GPU, and CUDA graphs of decode steps, have not yet run on one. Other steps "
+        "are not captured.",
         "gpu cuda_graphs",
     ),
     (

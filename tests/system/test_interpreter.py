@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +42,15 @@ def answers(stack: Stack) -> list[Any]:
 def test_interpreted_kernels_generate_what_the_cpu_does() -> None:
     with serving("--dtype", "float32") as stack:
         expected = answers(stack)
-    for overlap in ((), ("--disable-overlap-schedule",)):
-        with serving("--device", "interpreter", *overlap) as stack:
+    for flags, graphs in (
+        (("--cuda-graph-bs", "1", "2", "4", "6"), "1 2 4 6"),
+        (("--disable-overlap-schedule", "--disable-cuda-graph"), "none"),
+    ):
+        with serving("--device", "interpreter", *flags) as stack:
             assert answers(stack) == expected
             log = stack.log("worker-0")
+            assert re.search(rf"graph_sizes +{graphs} ", log)
+            assert ("capturing decode steps" in log) == (graphs != "none")
             assert "attention.paged        triton" in log
             assert "stalled" not in log
 

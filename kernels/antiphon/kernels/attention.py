@@ -129,6 +129,16 @@ class AttentionMetadata:
         table = np.where(index < pages[:, None], first + index, -1).astype(np.int32)
         return cls(shape, table, lengths, lengths)
 
+    @classmethod
+    def decoding(
+        cls, shape: KvShape, on_device: DeviceRows, slot_mapping: Tensor
+    ) -> AttentionMetadata:
+        """Rows that are on the device already, as Triton kernels read them."""
+        none = np.zeros(0, np.int32)
+        rows = cls(shape, none[:, None], none, none)
+        vars(rows).update(on_device=on_device, slot_mapping=slot_mapping)  # what is cached
+        return rows
+
     @cached_property
     def compiled(self) -> CompiledMetadata:
         return self.compile()
@@ -160,7 +170,7 @@ class AttentionMetadata:
         """
         shape, rows = self.shape, (self.page_table, self.query_len, self.kv_len)
         check_pages(*rows, shape.page_tokens, shape.window)
-        return device_rows(*rows, shape.queries_per_head, self.upload)
+        return device_rows(*rows, (shape.heads, shape.queries_per_head), self.upload)
 
     @cached_property
     def slot_mapping(self) -> Tensor:

@@ -13,6 +13,7 @@ from antiphon.kernels.activation import (
     soft_capped,
 )
 from antiphon.kernels.attention import bidirectional_attention, paged_attention
+from antiphon.kernels.decode_rows import decode_rows
 from antiphon.kernels.experts import experts
 from antiphon.kernels.norm import (
     add_rmsnorm,
@@ -82,6 +83,7 @@ class Ops:
         self.sample = choose(sample)
         self.resolve_futures = choose(resolve_futures)
         self.record_futures = choose(record_futures)
+        self.decode_rows = choose(decode_rows)
         self.choices = tuple(choices)
 
 

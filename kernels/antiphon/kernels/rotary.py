@@ -178,13 +178,16 @@ class TokenCosSin:
 
     cos: Tensor  # for every position up to the last, or for every token, (P, 1, R)
     sin: Tensor  # likewise, signed as in `cos_sin`
-    positions: NDArray[np.int32]  # (T,) int32, the row of each token in `cos` and `sin`
+    # (T,) int32, the row of each token in `cos` and `sin`
+    positions: NDArray[np.int32] | Tensor
     query_scale: Tensor | None = None  # (P,) float32, what multiplies queries before all else
     upload: Upload = torch.as_tensor
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
-        positions = self.upload(self.positions)
+        positions = self.positions
+        if not isinstance(positions, Tensor):
+            positions = self.upload(positions)
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
@@ -236,6 +239,10 @@ class CosSinCache:
         # Python integers: numpy's maximum and torch's length go through Python, cold code.
         self.reach(max(positions.tolist()))
         return TokenCosSin(self._cos, self._sin, positions, self._query_scale, self._upload)
+
+    def at(self, positions: Tensor) -> TokenCosSin:
+        """Of positions (T,) int32 on the device, all of which were reached before."""
+        return TokenCosSin(self._cos, self._sin, positions, self._query_scale)
 
     def _at_axes(self, positions: NDArray[np.int32]) -> TokenCosSin:
         """Of positions (A, T) along axes: each pair of elements by that along its own."""

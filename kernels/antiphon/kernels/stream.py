@@ -16,7 +16,7 @@ from antiphon.kernels.triton.backend import INTERPRETER
 from antiphon.kernels.triton.tape import Tape
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from concurrent.futures import Executor, Future
     from contextlib import AbstractContextManager
 
@@ -47,9 +47,36 @@ class Stream(Protocol):
         """What is called inside may read tensors: the host waits for all that was launched."""
         ...
 
+    def fill(self, target: Tensor, values: NDArray[Any]) -> None:
+        """Copy an array, which may change afterwards, into a tensor. Inside `launching`."""
+        ...
+
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Copy tensors to the host, after what was launched before. Inside `launching`."""
         ...
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Capture what `run` launches, to be replayed with other contents of the same tensors.
+
+        `run` may be called before, too. All graphs share their memory: the outputs of one are
+        overwritten by the next replay of any.
+
+        Raises:
+            Exception: `run` waits for the device, or copies from the host.
+        """
+        ...
+
+
+class Graph(NamedTuple):
+    """Captured launches.
+
+    Attributes:
+        replay: Launches all of them. Inside `launching`.
+        size_bytes: Memory that was allocated for them.
+    """
+
+    replay: Callable[[], None]
+    size_bytes: int
 
 
 def open_stream(kind: str, device: torch.device) -> Stream:
@@ -62,6 +89,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._pool: Any = None  # of all graphs, once there is one
 
     @contextmanager
     def launching(self) -> Generator[None]:
@@ -70,6 +98,20 @@ class CudaStream:
             yield
 
     reading = launching
+
+    def fill(self, target: Tensor, values: NDArray[Any]) -> None:
+        target.copy_(torch.as_tensor(values).pin_memory(), non_blocking=True)
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        with self.launching():
+            run()  # compiles kernels, and gives libraries their workspaces
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_reserved()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                run()
+            self._pool = graph.pool()
+            return Graph(graph.replay, torch.cuda.memory_reserved() - before)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         copies = [
@@ -123,6 +165,19 @@ class InterpretedStream:
         if self._last is not None:
             self._last.exception()  # which its own download raises
         yield
+
+    def fill(self, target: Tensor, values: NDArray[Any]) -> None:
+        target.copy_(torch.as_tensor(values.copy()))
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        tape = Tape()
+        with tape.recording(fixed=True):
+            run()
+        return Graph(partial(self._replay, tape), tape.allocated_bytes)
+
+    def _replay(self, tape: Tape) -> None:
+        assert self._launched is not None, "nothing is being launched"
+        self._launched.tape.append(tape.play)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         assert self._launched is not None, "nothing is being launched"

@@ -154,6 +154,7 @@ class ModelWorker:
             page_tokens=engine.step_core.cache_groups[0].page_tokens,
             running_max=limits.running_max,
             context_tokens=limits.context_tokens,
+            captured=engine.captured(padded=batching.graph_padding),
         )
         self._accounting = StepAccounting(
             runtime.metrics, size, engine.resolved, batching.decode_log_interval

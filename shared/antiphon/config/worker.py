@@ -98,6 +98,15 @@ class BatchingConfig(Config):
     overlap: bool = True
     """Whether the next step is planned while the one before it is computed, by a GPU or in a thread
     of its own; a CPU worker measures at start whether that is faster."""
+    graphs: bool = True
+    """Whether a GPU replays decode steps that were captured at start (CUDA graphs)."""
+    graph_sizes: str = ""
+    """List of batch sizes of captured decode steps, separated by spaces; empty: chosen up to
+    `graph_rows_max`."""
+    graph_rows_max: Requests | None = None
+    """Maximum batch size of captured decode steps; unset: the largest of `graph_sizes`, or 256."""
+    graph_padding: bool = True
+    """Whether decode steps are padded to the next captured batch size."""
     decode_log_interval: Steps = 40
     """Interval between log lines of decode batches, in steps."""
     dump_folder: str = ""
@@ -113,6 +122,15 @@ class BatchingConfig(Config):
             raise ValueError(
                 f"chunk_tokens = {self.chunk_tokens} exceeds tokens_max = {self.tokens_max}"
             )
+        batch_sizes(self.graph_sizes)
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Parse a list of batch sizes, which come in any order; empty if the text is."""
+    words = text.split()
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"graph_sizes = '{text}': must be positive integers, separated by spaces")
+    return tuple(sorted({int(word) for word in words}))
 
 
 class QueueConfig(Config):

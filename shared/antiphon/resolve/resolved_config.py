@@ -8,6 +8,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype, LinearFormat
+from antiphon.config.worker import batch_sizes
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
 from antiphon.model_card.pooling import Pooling, PoolMode
@@ -68,6 +69,9 @@ CUT_EXPERTS = ResolvedValue(1, "parallel.ep_size")
 ONE_GROUP = ResolvedValue(1, "parallel.attn_dp_size")
 ONE_STAGE = ResolvedValue(1, "parallel.pp_size")
 UNLOADED = ResolvedValue("", "known once the model is loaded")
+NO_GRAPHS = ResolvedValue[tuple[int, ...]]((), "batching.graphs")
+GRAPH_ROWS = 256
+"""Default of `batching.graph_rows_max`; SGLang's on GPUs of up to 80 GB."""
 NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
 
 
@@ -112,6 +116,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     stages: ResolvedValue[int] = ONE_STAGE
     attention_groups: ResolvedValue[int] = ONE_GROUP
     decoder: ResolvedValue[str] = UNLOADED
+    graph_sizes: ResolvedValue[tuple[int, ...]] = NO_GRAPHS
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
 
     @property
@@ -197,6 +202,16 @@ def resolve(
     pages = cache_pages(of_group, memory, token_bytes, context.value, held)
     cache_bytes = pages.value * page_bytes(page_tokens, token_bytes)
     overlap = _overlap(settings, device, pooling)
+    running = _over_groups(
+        groups,
+        _running(
+            of_group,
+            pages.value,
+            step.value // groups,
+            states,
+            overlap=overlap.value or stages > 1,
+        ),
+    )
     served = _fit(context, pages.value * page_tokens)
     if draft is not None:
         check_draft_context(settings, draft.card, served.value)
@@ -235,16 +250,7 @@ def resolve(
         fill_tokens=_fill(settings, device, step.value, pooling),
         mixed=_mixed(settings),
         prefix=_prefix(settings, card, pooling),
-        running_max=_over_groups(
-            groups,
-            _running(
-                of_group,
-                pages.value,
-                step.value // groups,
-                states,
-                overlap=overlap.value or stages > 1,
-            ),
-        ),
+        running_max=running,
         overlap=overlap,
         grammar=_grammar(settings, card, pooling),
         ranks=ranks,
@@ -252,6 +258,7 @@ def resolve(
         stages=ResolvedValue(stages, "parallel.pp_size"),
         attention_groups=ResolvedValue(groups, "parallel.attn_dp_size"),
         draft=beside,
+        graph_sizes=_graph_sizes(settings, device, running.value),
     )
 
 
@@ -665,6 +672,28 @@ def _overlap(
         reason = "batching.overlap; the device computes while the host plans"
         return ResolvedValue(value=True, reason=reason)
     return ResolvedValue(value=True, reason="batching.overlap, if the warm-up finds it faster")
+
+
+def _graph_sizes(
+    settings: Settings, device: HostDevice, running_max: int
+) -> ResolvedValue[tuple[int, ...]]:
+    """Batch sizes of the decode steps that are captured."""
+    batching = settings.batching
+    if not batching.graphs:
+        return NO_GRAPHS
+    if device.kind == "cpu":
+        return ResolvedValue((), "a GPU has them")
+    if listed := batch_sizes(batching.graph_sizes):
+        most = min(batching.graph_rows_max or listed[-1], running_max)
+        sizes = tuple(size for size in listed if size <= most)
+        return ResolvedValue(sizes, "batching.graph_sizes")
+    most = min(batching.graph_rows_max or GRAPH_ROWS, running_max)
+    if not batching.graph_padding:
+        return ResolvedValue(tuple(range(1, most + 1)), "batching.graph_padding")
+    # SGLang's: rare sizes are padded by up to a half, and others by less than a sixteenth.
+    every = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most, 32))
+    sizes = (*(size for size in every if size < most), most)
+    return ResolvedValue(sizes, f"up to {most} running requests")
 
 
 def _running(

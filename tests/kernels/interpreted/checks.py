@@ -6,9 +6,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import pytest
 import torch
 
-from antiphon.kernels import activation, norm, rotary, sampling
+from antiphon.kernels import activation, decode_rows, norm, rotary, sampling
 from antiphon.kernels import routing as routing_ops
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
 from antiphon.kernels.experts import ExpertWeights, experts
@@ -16,6 +17,7 @@ from antiphon.kernels.kv import UNSCALED, read_keys, read_values, row_pages_shap
 from antiphon.kernels.norm import NormWeights
 from antiphon.kernels.rotary import QkNormWeights, RotarySpec, cos_sin
 from antiphon.kernels.routing import RoutingSpec
+from antiphon.kernels.triton import rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -248,11 +250,16 @@ def check_attention(
     softcap: float | None = None,
     *,
     sinks: bool = False,
+    programs: int = rows.PROGRAMS,
 ) -> None:
+    """With so few `programs`, rows are decoded in fewer parts."""
     case = Rows(*lengths, shape)
     sink = None if not sinks else randn(case.q.shape[1], dtype=shape.dtype)
     arguments = case.q, case.keys, case.values, case.rows, case.scale, UNSCALED, softcap, sink
-    close(module.paged_attention(*arguments), paged_attention.reference(*arguments))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "PROGRAMS", programs)
+        got = module.paged_attention(*arguments)
+    close(got, paged_attention.reference(*arguments))
 
 
 def check_far_pages(attention: Module, heads: Module) -> None:
@@ -337,3 +344,18 @@ def check_futures(module: Module) -> None:
         call(padded[8:-8], slots, sampled, finite, 100)
         results.append(padded)
     assert torch.equal(*results)
+
+
+def check_decode_rows(module: Module) -> None:
+    generator = torch.Generator().manual_seed(4)
+
+    def ints(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high, size, generator=generator, dtype=torch.int32)
+
+    for page_tokens in (1, 5, 16):
+        slots = torch.randperm(300, generator=generator, dtype=torch.int32)[:200]
+        columns = slots, ints(-300, 50, 200), ints(1, 9 * page_tokens + 1, 200), ints(-9, 9, 200)
+        arguments = torch.stack(columns), ints(0, 50, 300), ints(0, 2**30, 300, 9), page_tokens
+        expected = decode_rows.decode_rows.reference(*arguments)
+        for got, part in zip(module.decode_rows(*arguments), expected, strict=True):
+            assert torch.equal(got, part)

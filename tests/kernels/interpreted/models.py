@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from tests.kernels.interpreted.held import Held
+from tests.kernels.interpreted.held import SLOTS, HeldStream
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
 from tests.models.specs import BY_NAME
+from tests.models.test_draft_model import with_nan
 from tests.models.test_steering import bias
 from tests.models.tiny import write_llama
 from tests.support.models import load, open_model
@@ -19,19 +23,32 @@ from tests.support.worker import decode_plan, state
 
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
+from antiphon.kernels.triton.tape import HostWaits
 from antiphon.model_worker.batching.plan import DeviceLost
+from antiphon.model_worker.runner import decode_graphs, device_runner
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-    from pathlib import Path
+    from collections.abc import Generator, Iterator, Sequence
 
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.runner.opening import OpenModel
 
-OUTPUTS = 5
+OUTPUTS = (5, 3, 5, 3)
+"""Tokens of each request: steps get shorter."""
+CAPTURED = (2, 3, 5)
+BAD = 0
+"""A token that no prompt has."""
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_padding() -> Iterator[None]:
+    """Of which numpy warns, and a GPU does not."""
+    with warnings.catch_warnings(), np.errstate(invalid="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
 
 
 def opened(folder: Path, device: str) -> OpenModel:
@@ -57,7 +74,7 @@ def requests(vocabulary: int, count: int) -> list[RequestState]:
     return [
         state(
             random.integers(1, vocabulary, 3 + 9 * number).tolist(),
-            sampling=SamplingParams(max_new_tokens=OUTPUTS, **way),
+            sampling=SamplingParams(max_new_tokens=OUTPUTS[number], **way),
         )
         for number, way in enumerate(ways[:count])
     ]
@@ -70,8 +87,20 @@ def outputs_of(
     loop = ModelLoop(model, runner, overlap=overlap, chunk_tokens=20)
     ran = loop.run(asked)
     assert bool(loop.futures) == overlap
-    assert [len(output.ids) for output in ran] == [OUTPUTS] * len(asked)
+    assert [len(output.ids) for output in ran] == list(OUTPUTS[:count])
     return [(output.ids, [token.logprob for token in output.tokens]) for output in ran]
+
+
+def replaying(folder: Path, model: OpenModel) -> DeviceRunner:
+    """A runner that replays decode steps, on a device that computes as late as it may."""
+    loaded = load(folder, dtype="float32", device="interpreter")
+    runner = DeviceRunner(loaded, model.groups, HeldStream(), slots=SLOTS)
+    for pool in runner.pools:
+        for layer in range(len(pool.group.layers)):
+            for pages in pool.layer(layer):
+                pages[-1] = torch.nan  # which only rows of padding read
+    assert runner.capture((*CAPTURED, 999)).sizes == CAPTURED
+    return runner
 
 
 def check_device(folder: Path, overlaps: Sequence[bool] = (True,), count: int = 2) -> None:
@@ -82,10 +111,7 @@ def check_device(folder: Path, overlaps: Sequence[bool] = (True,), count: int = 
     for overlap in overlaps:
         model, runner = opened(folder, "interpreter"), None
         if overlap:
-            # The device computes as late as it may.
-            loaded = load(folder, dtype="float32", device="interpreter")
-            stream = InterpretedStream(Held())
-            runner = DeviceRunner(loaded, model.groups, stream)
+            runner = replaying(folder, model)
         got = outputs_of(model, runner, overlap=overlap, count=count)
         for (ids, logprobs), (expected_ids, expected_logprobs) in zip(got, expected, strict=True):
             assert ids == expected_ids
@@ -99,6 +125,60 @@ def test_llama_generates_what_it_does_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt-oss"])
 def test_other_families_generate_what_they_do_on_the_cpu(family: str, tmp_path: Path) -> None:
     check_device(save(BY_NAME[family], tmp_path).folder)
+
+
+MUTANTS = [
+    (
+        "self._stream.fill(self._inputs[: COLUMNS * size], inputs.ravel())",
+        "self._inputs = self._upload(inputs.ravel())",
+    ),
+    ("rows.positions, rows.rotary", "rows.positions, torch.full_like(rows.rotary, keys - 1)"),
+    ("inputs[0], inputs[2] = self._padding, 1", "inputs[2] = 1"),
+    ("target.index_copy_(", "target.clone().index_copy_("),
+    ("outputs.logits.copy_(made.logits)", "outputs.logits.add_(0)"),
+]
+
+
+def test_replays_that_read_what_is_old_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_llama(tmp_path, {"num_hidden_layers": 1})
+    expected = outputs_of(opened(folder, "cpu"), overlap=False, count=1)
+    model, source = opened(folder, "interpreter"), Path(decode_graphs.__file__).read_text()
+    found: list[str] = []
+    for old, new in (("", ""), *MUTANTS):
+        assert old in source, "the mutant no longer applies"
+        mutant = ModuleType("mutant")
+        exec(source.replace(old, new) if old else source, vars(mutant))
+        monkeypatch.setattr(device_runner, "DecodeGraphs", mutant.DecodeGraphs)
+        try:
+            got = outputs_of(model, replaying(folder, model), overlap=True, count=1)
+        except (AssertionError, HostWaits):
+            found.append(old)
+            continue
+        if [ids for ids, _ in got] != [ids for ids, _ in expected]:
+            found.append(old)
+    assert found == [old for old, _ in MUTANTS]
+
+
+def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
+    """The step after it was launched before that was known."""
+    source, folder = tmp_path / "source", tmp_path / "model"
+    source.mkdir()
+    folder.mkdir()
+    write_llama(source, {"num_hidden_layers": 1, "tie_word_embeddings": False})
+    with_nan(source, folder, BAD)
+    model = opened(folder, "interpreter")
+    runner = replaying(folder, model)
+    good = requests(model.spec.vocabulary, 2)
+    bad = state([3, BAD, 4], sampling=SamplingParams(max_new_tokens=3))
+    loop = ModelLoop(model, runner, overlap=True, chunk_tokens=20)
+    alone = loop.run(good)
+    failed, *beside = loop.run([bad, *good])
+    assert failed.finish.error is not None
+    assert [output.ids for output in beside] == [output.ids for output in alone]
+    # Its pages are used again, and a NaN would get through the mask of attention.
+    assert not any(pages[:-1].isnan().any() for pages in runner.pools[0].layer(0))
 
 
 @pytest.mark.parametrize(

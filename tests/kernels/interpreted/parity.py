@@ -15,6 +15,7 @@ from tests.kernels.interpreted.checks import LONG, RAGGED, Rows, a_shape
 from antiphon.kernels.triton import (
     activation,
     attention,
+    decode_rows,
     experts,
     futures,
     heads,
@@ -149,6 +150,10 @@ def test_splits_before_the_window_are_left_out(window: int) -> None:
     checks.check_attention(attention, a_shape(window=window), LONG)
 
 
+def test_parts_of_a_row_are_as_long_as_few_splits_need() -> None:
+    checks.check_attention(attention, a_shape(), LONG, sinks=True, programs=12)
+
+
 def test_attention_of_a_row_does_not_depend_on_other_rows() -> None:
     alone, beside = Rows([1], [600], a_shape()), Rows([1, 1, 7], [600, 1200, 0], a_shape())
     beside.q[:1] = alone.q
@@ -188,6 +193,10 @@ def test_futures_are_resolved_and_recorded() -> None:
     checks.check_futures(futures)
 
 
+def test_decode_rows_are_made_by_slot() -> None:
+    checks.check_decode_rows(decode_rows)
+
+
 FAST = ([1, 5], [70, 3])
 F32 = torch.float32
 norms = partial(checks.check_rmsnorm, rows=2, size=100, dtype=F32)
@@ -204,6 +213,7 @@ normed_heads = partial(many_heads, tokens=3, kind="rms", over="token")
 short = partial(checks.check_attention, shape=a_shape(), lengths=FAST)
 windowed = partial(short, shape=a_shape(window=3))
 long = partial(short, lengths=LONG)
+few_splits = partial(long, programs=12)
 draws = partial(checks.check_draw, vocabulary=300)
 changes = partial(checks.check_logits, vocabulary=300)
 MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
@@ -274,7 +284,12 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
         partial(short, sinks=True),
     ),
     ("attention", "    total += tl.exp2(sink - peak)", "    total += 0", partial(long, sinks=True)),
-    ("attention", "(split + 1) * SPLIT)", "(split + 1) * SPLIT - 1)", long),
+    ("attention", "(split + 1) * part_keys)", "(split + 1) * part_keys - 1)", long),
+    ("attention", "tl.cdiv(tl.cdiv(length, splits), SPLIT) * SPLIT", "SPLIT", few_splits),
+    ("attention", "entry = own.to", "entry = tile.to", partial(short, lengths=RAGGED)),
+    ("decode_rows", "position // PAGE_TOKENS", "length // PAGE_TOKENS", checks.check_decode_rows),
+    ("decode_rows", "position + offset", "position", checks.check_decode_rows),
+    ("decode_rows", "page * SLOTS", "page * PAGE_TOKENS", checks.check_decode_rows),
     ("attention", "page.to(tl.int64)", "page", partial(checks.check_far_pages, heads=heads)),
     ("sampling", "count >= rank_max", "count > rank_max", draws),
     ("sampling", "mass > mass_max", "mass > 2 * mass_max", draws),

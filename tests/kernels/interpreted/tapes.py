@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.stream import Download
+
 UPLOAD = upload_to("interpreter", torch.device("cpu"))
 
 
@@ -78,6 +80,28 @@ def test_uploads_are_copied_and_results_are_poison_until_they_are_waited_for() -
     assert doubled.isnan().all()
     assert not held.made
     assert download.wait()[0].tolist() == [6.0, 10.0]
+
+
+def test_a_graph_reads_its_inputs_when_it_is_replayed() -> None:
+    """And one of a host that reads, or copies in what is fixed, is not captured."""
+    stream, x = InterpretedStream(Held()), torch.zeros(2)
+    out = torch.zeros(2)
+
+    def run() -> None:
+        out.copy_(x * 3)
+
+    with torch.inference_mode():
+        graph = stream.capture(run)
+        downloads: list[Download] = []
+        for number in (1, 2):
+            with stream.launching():
+                stream.fill(x, np.full(2, number, np.float32))
+                graph.replay()
+                downloads.append(stream.download([out]))
+        assert [each.wait()[0].tolist() for each in downloads] == [[3, 3], [6, 6]]
+        with pytest.raises(HostWaits):
+            stream.capture(lambda: stream.fill(x, np.zeros(2, np.float32)))
+    assert graph.size_bytes == 8
 
 
 def test_what_the_device_raises_is_raised_by_the_wait() -> None:

@@ -107,6 +107,12 @@ def of_leader(name: str) -> Observe:
     return lambda settings: getattr(LeaderConfig.of(settings), name)
 
 
+def graph_sizes(settings: Settings) -> tuple[int, ...]:
+    """The batch sizes that a GPU captures."""
+    device = msgspec.structs.replace(DEVICE, kind="cuda")
+    return resolve(settings, CARD, device).graph_sizes.value
+
+
 def weight_files(settings: Settings) -> int:
     return len(model_files(settings).weights)
 
@@ -124,6 +130,13 @@ def context_tokens(settings: Settings) -> int:
         shows("--chunked-prefill-size", "128", entry("chunk_tokens"), 128),
         shows("--max-prefill-tokens", "1024", entry("fill_tokens"), 1024),
         shows("--max-running-requests", "3", entry("running_max"), 3),
+        shows("--cuda-graph-bs", "4 1", graph_sizes, (1, 4)),
+        shows("--cuda-graph-bs-decode", "4 1", graph_sizes, (1, 4)),
+        shows("--cuda-graph-max-bs", "10", graph_sizes, (1, 2, 4, 8, 10)),
+        shows("--cuda-graph-max-bs-decode", "10", graph_sizes, (1, 2, 4, 8, 10)),
+        shows("--disable-cuda-graph", None, graph_sizes, ()),
+        shows("--disable-decode-cuda-graph", None, graph_sizes, ()),
+        shows("--disable-cuda-graph-padding", None, graph_sizes, tuple(range(1, 65))),
         shows("--page-size", "32", entry("page_tokens"), 32),
         shows("--context-length", "128", entry("context_tokens"), 128),
         shows("--model-impl", "transformers", entry("implementation"), "transformers"),

@@ -108,10 +108,7 @@ def worker(settings: Settings) -> Worker:
     [
         shows("--disable-aiter-allreduce-fusion-in-decode"),
         shows("--disable-aiter-allreduce-fusion-in-prefill"),
-        shows("--disable-cuda-graph"),
-        shows("--disable-cuda-graph-padding"),
         shows("--disable-custom-all-reduce"),
-        shows("--disable-decode-cuda-graph"),
         shows("--disable-flashinfer-autotune"),
         shows("--disable-flashinfer-cutlass-moe-fp4-allgather"),
         shows("--disable-prefill-cuda-graph"),

@@ -239,11 +239,12 @@ def test_a_prefill_batch_has_a_line(written: pytest.LogCaptureFixture) -> None:
 
 
 def test_each_so_many_decode_batches_have_a_line(written: pytest.LogCaptureFixture) -> None:
-    log = StepLog(3, WorkerSize(pages_total=100, page_tokens=16))
+    size = WorkerSize(pages_total=100, page_tokens=16, captured=frozenset({sized_report().rows}))
+    log = StepLog(3, size)
     for step in range(1, 8):
         log.step(sized_report(), 4, float(step))
     assert [record.message for record in written.records] == [
-        "Decode batch, #running-req: 4, #token: 400, token usage: 0.25, cuda graph: False, "
+        "Decode batch, #running-req: 4, #token: 400, token usage: 0.25, cuda graph: True, "
         f"gen throughput (token/s): {throughput}, #queue-req: 2"
         for throughput in ("0.00", "4.00")
     ]

@@ -1,8 +1,9 @@
 """Attention over the paged KV cache: a tile of a row's queries, packed by kv head, over its keys.
 
 Rows of one query are decoded: their keys are split, so that a few long rows keep all processors
-busy, and the parts are merged by their log-sum-exp. The splits begin at multiples of a fixed number
-of tokens: what a row gets does not depend on the other rows.
+busy, and the parts are merged by their log-sum-exp. The splits begin at multiples of a number of
+tokens that follows from the length of a row and how many splits there may be: what a row gets does
+not depend on the length of other rows. Splits behind its end have nothing.
 
 Axes: T tokens, Q query heads, H kv heads, G query heads a kv head, D head size, N tiles, S splits,
 M queries of a tile times G.
@@ -76,6 +77,7 @@ def paged_attention_kernel(
     start = tl.load(rows + row)
     queries = tl.load(rows + row_count + row)
     length = tl.load(rows + 2 * row_count + row)
+    own = tl.load(rows + 3 * row_count + row)
     packed = tl.arange(0, BLOCK_M)
     query = first + packed // GROUP
     used = (packed < BLOCK_Q * GROUP) & (query < queries)
@@ -93,15 +95,17 @@ def paged_attention_kernel(
         low = tl.maximum(length - queries + first - WINDOW + 1, 0)
     high = length - queries + tl.minimum(first + BLOCK_Q, queries)
     if SPLIT > 0:
-        low = tl.maximum(low, split * SPLIT)
-        high = tl.minimum(high, (split + 1) * SPLIT)
+        part_keys = tl.cdiv(tl.cdiv(length, splits), SPLIT) * SPLIT
+        low = tl.maximum(low, split * part_keys)
+        high = tl.minimum(high, (split + 1) * part_keys)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for begin in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
         key = begin + tl.arange(0, BLOCK_N)
         there = (key >= low) & (key < high)
-        page = tl.load(table + row * table_width + key // PAGE_TOKENS, mask=there, other=0)
+        entry = own.to(tl.int64) * table_width + key // PAGE_TOKENS
+        page = tl.load(table + entry, mask=there, other=0)
         slot = (page.to(tl.int64) * KV_HEADS + kv_head) * SLOTS + key % PAGE_TOKENS
         cached = slot[:, None] * SIZE + column[None, :]
         stored = there[:, None] & (column < SIZE)[None, :]
@@ -127,7 +131,8 @@ def paged_attention_kernel(
         # (N, H, S, M, D) and (N, H, S, M), in float32
         part = ((tile * KV_HEADS + kv_head) * splits + split).to(tl.int64) * BLOCK_M + packed
         found = tl.where(mass > 0, mass, 1.0)
-        tl.store(out + part[:, None] * SIZE + column[None, :], mixed / found[:, None], mask=wanted)
+        there = wanted & (mass > 0)[:, None]
+        tl.store(out + part[:, None] * SIZE + column[None, :], mixed / found[:, None], mask=there)
         tl.store(masses + part, tl.where(mass > 0, peak + tl.log2(found), -float("inf")), mask=used)
     else:
         if SINKS:
@@ -168,7 +173,7 @@ def merge_kernel(
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         total += tl.exp2(sink - peak)
-    inside = (split < splits)[:, None] & (column < SIZE)[None, :]
+    inside = (mass > -float("inf"))[:, None] & (column < SIZE)[None, :]
     mixed = tl.load(parts + part[:, None] * SIZE + column[None, :], mask=inside, other=0.0)
     result = tl.sum(mixed * weights[:, None], axis=0) / total * value_scale
     place = (token * (KV_HEADS * GROUP) + head) * SIZE + column

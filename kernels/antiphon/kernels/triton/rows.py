@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int32]
 
 SPLIT_TOKENS = 512
-"""Keys of a part of a row that is decoded."""
+"""Keys of a part of a row that is decoded, or a multiple of it where there would be too many."""
+SPLITS_MAX, PROGRAMS = 32, 4096
+"""Parts of a row, and programs of a launch, at most: more of them would not run at a time."""
 EXTEND_ROWS = 64
 """Queries of a tile times query heads a kv head, of rows of several queries."""
 ALIGNED_INTS = 4
@@ -35,16 +37,27 @@ class Tiles(NamedTuple):
 class DeviceRows(NamedTuple):
     """What the kernels read of the rows of a pass."""
 
-    table: Tensor  # (R, pages) int32
-    rows: Tensor  # (3, R) int32: first token, queries, keys
+    table: Tensor  # (*, pages) int32
+    rows: Tensor  # (4, R) int32: first token, queries, keys, and which row of the table is its own
     decoding: Tiles | None
     extending: Tiles | None
 
 
+def splits_of(keys: int, rows: int, heads: int) -> int:
+    """Parts of rows that are decoded together, the longest of so many keys."""
+    most = max(1, min(SPLITS_MAX, PROGRAMS // (rows * heads)))
+    return min(-(-keys // SPLIT_TOKENS), most)
+
+
 def device_rows(
-    page_table: Ints, query_len: Ints, kv_len: Ints, queries_per_head: int, upload: Upload
+    page_table: Ints,
+    query_len: Ints,
+    kv_len: Ints,
+    heads: tuple[int, int],
+    upload: Upload,
 ) -> DeviceRows:
-    """Copy the rows of a pass to the device, in one piece."""
+    """Copy the rows of a pass to the device, in one piece. heads: of keys, and queries of each."""
+    kv_heads, queries_per_head = heads
     starts = np.cumsum(query_len, dtype=np.int32) - query_len
     alone = np.flatnonzero(query_len == 1).astype(np.int32)
     several = np.flatnonzero(query_len > 1).astype(np.int32)
@@ -56,7 +69,8 @@ def device_rows(
         np.stack([alone, np.zeros_like(alone)], axis=1),
         np.stack([row, (index * queries).astype(np.int32)], axis=1),
     )
-    parts = (page_table, np.stack([starts, query_len, kv_len]), *tiles)
+    own = np.arange(len(query_len), dtype=np.int32)
+    parts = (page_table, np.stack([starts, query_len, kv_len, own]), *tiles)
     # Each part is aligned: kernels are compiled for how their pointers are.
     sizes = [-(-part.size // ALIGNED_INTS) * ALIGNED_INTS for part in parts]
     places = (np.cumsum(sizes) - sizes).tolist()
@@ -68,7 +82,7 @@ def device_rows(
         flat[place : place + part.size].view(part.shape)
         for place, part in zip(places, parts, strict=True)
     )
-    splits = -(-int(kv_len[alone].max(initial=1)) // SPLIT_TOKENS)
+    splits = splits_of(int(kv_len[alone].max(initial=1)), max(1, len(alone)), kv_heads)
     return DeviceRows(
         table,
         lengths,

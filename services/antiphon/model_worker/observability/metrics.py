@@ -35,6 +35,7 @@ class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int = 1
     running_max: int = 0
     context_tokens: int = 0
+    captured: frozenset[int] = frozenset()  # rows of decode steps that are replayed
 
     def used_pages(self, report: StepReport) -> int:
         """Pages that requests hold."""

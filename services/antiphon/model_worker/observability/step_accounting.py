@@ -229,11 +229,12 @@ class StepLog:
 
     def _decode(self, report: StepReport, now: float) -> None:
         log.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: False, "
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
             report.totals.running,
             self.size.used_pages(report) * self.size.page_tokens,
             self.size.usage(report),
+            report.rows in self.size.captured,
             _rate(self._generated, self._decoded_at, now),
             report.totals.waiting,
         )

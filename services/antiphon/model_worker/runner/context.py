@@ -243,6 +243,23 @@ class ForwardContexts:
             aux_layers=self._aux_layers,
         )
 
+    def decoding(
+        self, groups: tuple[AttentionMetadata, ...], positions: Tensor, rotary: Tensor
+    ) -> ForwardContext:
+        """The context of a decode step whose rows are on the device; positions, rotary (R,)."""
+
+        @cache
+        def angles(spec: RotarySpec | None) -> TokenCosSin:
+            return self._angles(spec).at(rotary)
+
+        return ForwardContext(
+            ops=self._ops,
+            tp=self._tp,
+            experts=self._experts,
+            attend=partial(_paged_attention, self._ops, self._caches, groups, angles),
+            positions=positions,
+        )
+
     def _turns(self, positions: NDArray[np.int32]) -> list[TokenCosSin]:
         """What the layers of the fused decoder have of the positions of a pass."""
         return [

@@ -20,11 +20,12 @@ from antiphon.model_worker.batching.plan import (
     StepOutcome,
     StepPlan,
 )
+from antiphon.model_worker.runner.decode_graphs import DecodeGraphs
 from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.model_worker.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.stream import Download, Stream
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.runner.decode_graphs import Captured
     from antiphon.model_worker.runner.input_batch import InputBatch
 
 SLOTS, POSITIONS = 256, 1024
@@ -61,9 +63,31 @@ class DeviceRunner(ModelRunner):
         self._last = torch.zeros(slots, dtype=torch.int32, device=model.build.device)  # (S,)
         self._launched = deque[LaunchedPlan]()  # that are not concluded
         self._contexts.prepare(positions)
+        self._decode = DecodeGraphs(
+            model,
+            self.ops,
+            self._contexts,
+            list(zip((pool.group for pool in self.pools), self._shapes, strict=True)),
+            last=self._last,
+            positions=positions,
+            stream=self._stream,
+            upload=self._upload,
+        )
+
+    def capture(
+        self,
+        sizes: Sequence[int],
+        *,
+        padded: bool = True,
+        report: Callable[[int, int], None] | None = None,
+    ) -> Captured:
+        """Capture decode steps of these sizes: see `DecodeGraphs.capture`."""
+        return self._decode.capture(sizes, padded=padded, report=report)
 
     def launch(self, plan: StepPlan) -> LaunchedPlan:
         """Launch a plan, or as much of it as needs no sampling part. Returns at once."""
+        # Its pass overwrites what an earlier one is yet to be sampled from.
+        assert all(each.sampled for each in self._launched), "a plan without its sampling part"
         launched = LaunchedPlan(self, plan)
         self._launched.append(launched)
         launched.attempt(self._launch)
@@ -89,7 +113,7 @@ class DeviceRunner(ModelRunner):
             earlier = self._launched.popleft()
             earlier.concluded = True
             earlier.attempt(self._conclude_launched)
-            if earlier.error is not None and not isinstance(earlier.error, DeviceLost):
+            if not isinstance(earlier.error, DeviceLost | None):
                 self._forget(earlier)
 
     def _launch(self, launched: LaunchedPlan) -> None:
@@ -98,6 +122,7 @@ class DeviceRunner(ModelRunner):
             raise PlanRefused(f"step {plan.step} does not follow step {self._step}")
         self._step = plan.step
         # Later plans rely on its changes, even if it fails or is refused.
+        changes, by_slot = plan.changes, not plan.page_tables
         plan = launched.plan = self._tables.fill(plan)
         if plan.draft_counts is not None or plan.pooling is not None:
             raise PlanRefused(f"step {plan.step}: a device neither drafts nor pools")
@@ -105,7 +130,12 @@ class DeviceRunner(ModelRunner):
             raise PlanRefused(f"step {plan.step}: slot {most}, of {len(self._last)}")
         launched.batch = batch = self._batch(plan)
         with torch.inference_mode(), self._stream.launching():
-            launched.scored = self._score_launched(plan, batch)
+            if by_slot and changes is not None:
+                self._decode.apply(changes)
+            if by_slot and self._decode.takes(plan):
+                launched.scored = self._decode.score(plan)
+            else:
+                launched.scored = self._score_launched(plan, batch)
 
     def _score_launched(self, plan: StepPlan, batch: InputBatch) -> FusedDecoderOutput:
         ids = self.ops.resolve_futures(self._upload(plan.tokens), self._last)
@@ -136,6 +166,9 @@ class DeviceRunner(ModelRunner):
             if blockable:
                 results.append(torch.isneginf(logits.amax(dim=-1)))
             launched.download = self._stream.download(results)
+            if plan.details is not None:  # the next step may overwrite them
+                hidden, logits = scored.hidden.clone(), logits.clone()
+                launched.scored = scored._replace(hidden=hidden, logits=logits)
 
     def _conclude_before(self, launched: LaunchedPlan) -> None:
         place = self._launched.index(launched)
@@ -191,6 +224,11 @@ class LaunchedPlan:
         self.concluded = False
         self.result: StepOutcome | None = None
         self.error: Exception | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether nothing of it is left to launch."""
+        return self.download is not None or self.error is not None
 
     def attempt(self, work: Callable[[LaunchedPlan], None]) -> None:
         """Work on the plan, unless it has failed; if that raises, it has.

@@ -64,7 +64,7 @@ SAMPLING = frozenset(
     {
         *("rows.finite", "sampling.penalize", "sampling.mask", "sampling.bias"),
         *("sampling.log_mass", "sampling.greedy", "sampling.draw"),
-        *("futures.resolve", "futures.record"),
+        *("futures.resolve", "futures.record", "rows.decode"),
     }
 )
 """Operations that every model calls."""

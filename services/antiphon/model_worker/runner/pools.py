@@ -164,13 +164,15 @@ class GroupMemory:
     """The memory of one cache group: what it declares, for all its pages.
 
     Of each tensor that the group declares, the pages of a layer lie one after the other, and the
-    layers likewise: so a page is read and written in one operation a tensor.
+    layers likewise: so a page is read and written in one operation a tensor. Behind the pages of
+    the group are those that no request has.
     """
 
-    def __init__(self, group: CacheGroup, device: torch.device) -> None:
+    def __init__(self, group: CacheGroup, device: torch.device, pages_beside: int = 0) -> None:
         self.group = group
+        pages = group.pages_total + pages_beside
         page_bytes = [group.page_entries * tensor.entry_bytes for tensor in group.tensors]
-        self._shapes = [(len(group.layers), group.pages_total, size) for size in page_bytes]
+        self._shapes = [(len(group.layers), pages, size) for size in page_bytes]
         sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in self._shapes]
         self.data = pool_zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._tensors: list[Tensor] = []
@@ -213,14 +215,16 @@ class KvPool:
     def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
         self.group = group
         heads, size = spec.heads_of(build.of_mixers.tp.ranks), spec.head_size
-        page = (group.pages_total, group.page_tokens, heads, size)
+        # Rows that pad a step write somewhere, too.
+        pages_beside = int(build.device_kind != "cpu")
+        page = (group.pages_total + pages_beside, group.page_tokens, heads, size)
         if build.page_layout == "rows":
             shapes = (row_pages_shape(*page),) * 2
         else:
             shapes = key_pages_shape(*page, build.dtype), value_pages_shape(*page, build.dtype)
         self._shapes = shapes[: spec.tensors]
         self.dtype = build.kv_dtype
-        self.memory = GroupMemory(group, build.device)
+        self.memory = GroupMemory(group, build.device, pages_beside)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Pages of keys and of values of the group's `index`-th layer; latents are both."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,6 +40,7 @@ from antiphon.model_worker.startup.checksums import content_digest, verify, veri
 from antiphon.resolve.device import INTERPRETER, HostDevice, detect_device
 from antiphon.resolve.draft import DraftCard, check_draft_tokenizer, naming_draft
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
+from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.service.startup import CannotStart
 from antiphon.wire.digests import BLOCK_TOKENS
 from antiphon.wire.namespaces import PageOrigin
@@ -53,13 +55,15 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.step_core import StepCore
     from antiphon.model_worker.cache.codec import PageCodec
     from antiphon.model_worker.ranks.groups import RankGroups
+    from antiphon.model_worker.runner.decode_graphs import Captured
     from antiphon.model_worker.runner.model_runner import SampleExchange
     from antiphon.model_worker.runner.opening import OpenModel
     from antiphon.model_worker.speculation.ngram import NgramDrafter
-    from antiphon.resolve.resolved_value import ResolvedValue
 
 log = logging.getLogger(__name__)
 
+CAPTURE_LOG_S = 1.0
+"""Between log lines while decode steps are captured."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|interpreter")
 
 
@@ -101,6 +105,11 @@ class Engine:
     def on_gpu(self) -> bool:
         """Whether the host only launches what another device computes."""
         return self.resolved is not None and self.resolved.device.value != "cpu"
+
+    def captured(self, *, padded: bool) -> frozenset[int]:
+        """Numbers of rows of decode steps that are replayed."""
+        sizes = () if self.resolved is None else self.resolved.graph_sizes.value
+        return frozenset(range(1, sizes[-1] + 1) if sizes and padded else sizes)
 
     def in_turn(self) -> Launcher:
         """A launcher that computes plans when their outcomes are read."""
@@ -195,6 +204,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         decoder = msgspec.structs.replace(decoder, reason=reason)
     resolved = msgspec.structs.replace(resolved, decoder=decoder)
     log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
+    resolved = _capture(settings, resolved, model)
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     sees = None
     if vision is not None:
@@ -223,6 +233,35 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         places = [files] if draft_place is None else [files, draft_place]
         core.batch.prefixes.identify_weights(" ".join(map(content_digest, places)))
     return Engine(core, lead or model.runner, resolved, compiler, lead, shards, groups)
+
+
+def _capture(settings: Settings, resolved: ResolvedConfig, model: OpenModel) -> ResolvedConfig:
+    """Capture decode steps on a device, as resolved; says what that has cost."""
+    sizes, runner = resolved.graph_sizes, model.runner
+    if not sizes.value:
+        return resolved
+    from antiphon.model_worker.runner.device_runner import DeviceRunner  # noqa: PLC0415 (see `host_device`)
+
+    assert isinstance(runner, DeviceRunner), "the CPU has no graphs"
+    reported_s = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal reported_s
+        if done == total or time.monotonic() - reported_s > CAPTURE_LOG_S:
+            reported_s = time.monotonic()
+            log.info("capturing decode steps", extra={"done": done, "total": total})
+
+    captured = runner.capture(sizes.value, padded=settings.batching.graph_padding, report=report)
+    graphs = ResolvedValue(captured.sizes, _cost(sizes.reason, captured))
+    log.info("graphs", extra={"value": graphs.value, "reason": graphs.reason})
+    return msgspec.structs.replace(resolved, graph_sizes=graphs)
+
+
+def _cost(reason: str, captured: Captured) -> str:
+    if not captured.sizes:
+        return "the attention of this model is not captured"
+    mib = captured.size_bytes / 2**20
+    return f"{reason}; captured in {captured.seconds:.1f} s, {mib:.0f} MiB"
 
 
 def _check_stored(resolved: ResolvedConfig) -> None:

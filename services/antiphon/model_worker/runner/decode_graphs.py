@@ -1,0 +1,235 @@
+"""Decode steps on a device: inputs at fixed addresses, and graphs of some sizes that read them.
+
+Axes: R rows, S slots, N pages of a table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
+from antiphon.kernels.triton.rows import DeviceRows, Tiles, splits_of
+from antiphon.model_worker.cache.groups import GroupKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from antiphon.kernels.ops import Ops
+    from antiphon.kernels.stream import Graph, Stream
+    from antiphon.kernels.upload import Upload
+    from antiphon.model_worker.batching.plan import Ints, SlotChanges, StepPlan
+    from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.runner.context import ForwardContexts
+
+COLUMNS = 4
+"""Of a row of a step: slot, token, length, and what is added to its position."""
+
+
+class Captured(NamedTuple):
+    """What capturing has cost."""
+
+    sizes: tuple[int, ...]
+    seconds: float
+    size_bytes: int
+
+
+class _Outputs(NamedTuple):
+    """What graphs of all sizes write, at one address."""
+
+    hidden: Tensor  # (R, hidden)
+    finite: Tensor  # (R,)
+    logits: Tensor  # (R, V)
+    logits_finite: Tensor  # (R,)
+
+
+class DecodeGraphs:
+    """Computes decode steps by what the device knows of each slot: its last token and its pages.
+
+    A step is `padded` to the next captured size. Rows of padding have a slot of their own, behind
+    those of requests, whose page no request has. A step of another size is computed as it is, by
+    the same calls.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        ops: Ops,
+        contexts: ForwardContexts,
+        groups: Sequence[tuple[CacheGroup, KvShape]],
+        *,
+        last: Tensor,
+        positions: int,
+        stream: Stream,
+        upload: Upload,
+    ) -> None:
+        self._decoder, self._ops, self._contexts = model.own_decoder, ops, contexts
+        self._stream, self._upload = stream, upload
+        self._shapes = [shape for _, shape in groups]
+        self._last, self._positions = last, positions
+        slots, device = len(last), model.build.device
+        self._padding = slots
+        widths = (-(-positions // shape.page_tokens) + 1 for shape in self._shapes)
+        self._tables = [  # (S + 1, N)
+            torch.zeros((slots + 1, width), dtype=torch.int32, device=device) for width in widths
+        ]
+        for table, (group, _) in zip(self._tables, groups, strict=True):
+            table[self._padding] = group.pages_total
+        self._inputs = torch.zeros(COLUMNS * slots, dtype=torch.int32, device=device)
+        every = torch.arange(slots, dtype=torch.int32, device=device)
+        self._tiles = torch.stack([every, torch.zeros_like(every)], dim=1)
+        self._vocabulary, self._hidden, self._dtype = (
+            model.spec.vocabulary,
+            model.spec.hidden,
+            model.build.dtype,
+        )
+        self._supported = all(
+            group.kind in (GroupKind.FULL, GroupKind.WINDOW) and shape.chunk is None
+            for group, shape in groups
+        )
+        self._graphs: dict[int, Graph] = {}  # by size, rising
+        self._padded = True
+        self._outputs: _Outputs | None = None
+
+    def capture(
+        self,
+        sizes: Sequence[int],
+        *,
+        padded: bool = True,
+        report: Callable[[int, int], None] | None = None,
+    ) -> Captured:
+        """Capture steps of these sizes, the largest first; `report` how many of how many are done.
+
+        Sizes above the number of slots, and all of a model that is not supported, are left out.
+        """
+        began = time.monotonic()
+        falling = sorted((s for s in set(sizes) if s <= self._padding), reverse=True)
+        if not self._supported:
+            falling = []
+        graphs: dict[int, Graph] = {}
+        with torch.inference_mode():
+            for size in falling:
+                if self._outputs is None:
+                    self._outputs = self._allocate(size)
+                with self._stream.launching():
+                    self._fill(np.zeros((COLUMNS, 0), np.int32), size)
+                graphs[size] = self._stream.capture(partial(self._run, size))
+                if report is not None:
+                    report(len(graphs), len(falling))
+        self._graphs, self._padded = dict(sorted(graphs.items())), padded
+        size_bytes = sum(graph.size_bytes for graph in graphs.values())
+        if self._outputs is not None:
+            size_bytes += self._outputs.logits.nbytes + self._outputs.hidden.nbytes
+        return Captured(tuple(self._graphs), time.monotonic() - began, size_bytes)
+
+    def apply(self, changes: SlotChanges) -> None:
+        """Apply the changes of a plan to the page tables. Inside `launching`."""
+        for table, (slots, places, pages) in zip(self._tables, changes.entries, strict=False):
+            if not len(slots):
+                continue
+            index = slots.astype(np.int64) * table.shape[1] + places
+            # Of several entries of one place the last one counts; the device has no order.
+            index, at = np.unique(index[::-1], return_index=True)
+            target = table.view(-1)
+            target.index_copy_(0, self._upload(index), self._upload(pages[::-1][at]))
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether a plan is a decode step, each of whose rows is known by its slot."""
+        rows = len(plan.slot)
+        plain = (
+            plan.spliced,
+            plan.axis_tokens,
+            plan.token_types,
+            plan.ahead,
+            plan.group_rows,
+            plan.future_start,
+        )
+        return (
+            self._supported
+            and 0 < rows == len(plan.tokens) == len(plan.logit_tokens)
+            and all(part is None for part in plain)
+            and int(plan.kv_len.max()) <= self._positions
+        )
+
+    def score(self, plan: StepPlan) -> FusedDecoderOutput:
+        """Run a decode step. Inside `launching`; what it returns is overwritten by the next one.
+
+        Raises:
+            RuntimeError: A row writes a token that has no page.
+        """
+        self._check_pages(plan)
+        rows, offsets = len(plan.slot), plan.position_offsets
+        known = np.stack(
+            [plan.slot, plan.tokens, plan.kv_len, np.zeros(rows, np.int32)], dtype=np.int32
+        )
+        if offsets is not None:
+            known[3] = offsets
+        size = next((size for size in self._graphs if size >= rows), None)
+        if size is None or not (size == rows or self._padded):
+            self._fill(known, rows)
+            return self._compute(rows, int(plan.kv_len.max()))
+        self._fill(known, size)
+        self._graphs[size].replay()
+        made = self._outputs_of(rows)
+        return FusedDecoderOutput(made.hidden, made.finite, made.logits, made.logits_finite, None)
+
+    def _check_pages(self, plan: StepPlan) -> None:
+        rows, written = np.arange(len(plan.slot)), plan.kv_len - 1
+        for shape, table in zip(self._shapes, plan.page_tables, strict=False):
+            page = written // shape.page_tokens
+            if page.max() >= table.shape[1] or (table[rows, page] < 0).any():
+                raise RuntimeError("a row writes a token that has no page")
+
+    def _fill(self, known: Ints, size: int) -> None:
+        """Copy the rows of a step to the device, with rows of padding behind them."""
+        inputs = np.zeros((COLUMNS, size), np.int32)
+        inputs[0], inputs[2] = self._padding, 1
+        inputs[:, : known.shape[1]] = known
+        self._stream.fill(self._inputs[: COLUMNS * size], inputs.ravel())
+
+    def _run(self, size: int) -> None:
+        """What is captured: a step whose rows may be as long as any, into the shared outputs."""
+        made, outputs = self._compute(size, self._positions), self._outputs_of(size)
+        assert made.finite is not None, "layers run one by one"
+        assert made.logits_finite is not None, "layers run one by one"
+        outputs.hidden.copy_(made.hidden)
+        outputs.finite.copy_(made.finite)
+        outputs.logits.copy_(made.logits)
+        outputs.logits_finite.copy_(made.logits_finite)
+
+    def _compute(self, size: int, keys: int) -> FusedDecoderOutput:
+        inputs = self._inputs[: COLUMNS * size].view(COLUMNS, size)
+        groups: list[AttentionMetadata] = []
+        rows = None
+        for shape, table in zip(self._shapes, self._tables, strict=True):
+            rows = self._ops.decode_rows(inputs, self._last, table, shape.page_tokens)
+            tiles = Tiles(self._tiles[:size], 1, splits_of(keys, size, shape.heads))
+            on_device = DeviceRows(table, rows.rows, tiles, None)
+            groups.append(AttentionMetadata.decoding(shape, on_device, rows.places))
+        assert rows is not None, "a model that attends"
+        ctx = self._contexts.decoding(tuple(groups), rows.positions, rows.rotary)
+        hidden, finite, aux = self._decoder.forward(ctx, rows.tokens)
+        logits = self._decoder.logits(ctx, hidden)
+        return FusedDecoderOutput(hidden, finite, logits, self._ops.finite_rows(logits), None, aux)
+
+    def _allocate(self, size: int) -> _Outputs:
+        device = self._inputs.device
+        return _Outputs(
+            torch.zeros((size, self._hidden), dtype=self._dtype, device=device),
+            torch.zeros(size, dtype=torch.bool, device=device),
+            torch.zeros((size, self._vocabulary), dtype=torch.float32, device=device),
+            torch.zeros(size, dtype=torch.bool, device=device),
+        )
+
+    def _outputs_of(self, rows: int) -> _Outputs:
+        """The outputs of the first rows."""
+        assert self._outputs is not None, "something was captured"
+        return _Outputs(*(part[:rows] for part in self._outputs))
