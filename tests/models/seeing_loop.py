@@ -38,22 +38,26 @@ def medium(start: int, rows: int, columns: int, content: int) -> Medium:
 class SeeingLoop(ModelLoop):
     """Embeddings are brought in the turn after they are loaded; the content is a medium's width.
 
-    `deepstack` is how many of the first layers add a part of them.
+    `deepstack` is how many of the first layers add a part of them; `rows_max` that of a window.
     """
 
-    def __init__(self, model: OpenModel, *, deepstack: int = 0, **values: Any) -> None:
+    def __init__(
+        self, model: OpenModel, *, deepstack: int = 0, rows_max: int | None = None, **values: Any
+    ) -> None:
         width = (1 + deepstack) * model.spec.hidden
         super().__init__(model, media_width=width, media_grids=True, **values)
         self.loads = 0
         self._width = width
         self._landed: list[MediaLoaded] = []
         for core in self.cores:
-            core.batch.media.use(self)
+            core.batch.media.use(self, rows_max=rows_max)
 
     def load(self, load: MediaLoad) -> None:
         self.loads += len(load.media)
         found = {
-            index: embedding(each.width, each.span.rows, self._width)
+            index: embedding(each.medium.width, each.medium.span.rows, self._width)[
+                each.first : each.last
+            ]
             for index, each in load.media.items()
         }
         self._landed.append(MediaLoaded(load.key, load.number, found))

@@ -164,6 +164,7 @@ def check_each(pair: Pair, outputs: Sequence[Sequence[int]]) -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "in turn": {},
     "in small chunks, overlapped": {"chunk_tokens": 3, "overlap": True},
+    "in windows of rows": {"chunk_tokens": 5, "rows_max": 3},
     "in whole prompts": {"chunk_tokens": None, "step_tokens_max": 64},
 }
 

@@ -123,6 +123,8 @@ CLAIM = claim.Claim(
     size_bytes=1_048_576,
     digest=bytes(range(32)),
     expires_unix_ms=DEADLINE,
+    part_bytes=524_288,
+    part_digests=bytes([3]) * 64,
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
 LIMITS = claim.PixelLimits(least=1000, most=9000, low=True)

@@ -35,6 +35,8 @@ class CachedEmbedding:
 
     Attributes:
         checksum: SHA-256 of `data`.
+        part_bytes: Size of its parts, of whole rows; 0: it is not cut.
+        part_digests: Those of the parts.
         claim: The last claim for fetching the data.
     """
 
@@ -42,6 +44,8 @@ class CachedEmbedding:
     tokens: int
     hidden: int
     checksum: bytes
+    part_bytes: int = 0
+    part_digests: bytes = b""
     claim: Claim | None = None
 
 

@@ -24,7 +24,7 @@ from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics, RunningTotal
-from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
+from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, fetch, part_digests
 from antiphon.wire.base import Role
 from antiphon.wire.claim import Claim, EncodeImage, ImageEmbedding
 from antiphon.wire.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, Unsupported
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName
 
 
+_NUMBER_BYTES = 4
+"""Embeddings are float32."""
 _CACHED_MIN = 4
 """How many of a model's largest embeddings are cached, if memory allows for it."""
 _MEMORY_PARTS = 8
@@ -131,7 +133,7 @@ class ImageEncoder:
 
         def embed(pixels: NDArray[np.uint8]) -> CachedEmbedding:
             with self.metrics.embed_seconds.time():
-                return model.embed(pixels)
+                return _parted(model.embed(pixels))
 
         self._embedder = Embedder(embed, self._cache, thread, runtime.group)
 
@@ -179,9 +181,26 @@ class ImageEncoder:
         """Store an embedding for fetching; calls within half of `claim_s` share the claim."""
         claim, wait_s = embedding.claim, self._config.claim_s
         if claim is None or self._shelf.left_s(claim) < wait_s / 2:
-            claim = self._shelf.put(embedding.data, wait_s, checksum=embedding.checksum)
+            claim = self._shelf.put(
+                embedding.data,
+                wait_s,
+                checksum=embedding.checksum,
+                part_bytes=embedding.part_bytes,
+                part_digests=embedding.part_digests,
+            )
             embedding.claim = claim
         return claim
+
+
+def _parted(embedding: CachedEmbedding) -> CachedEmbedding:
+    """Cut a large embedding into parts, which workers fetch as they need them."""
+    row_bytes = embedding.hidden * _NUMBER_BYTES
+    embedding.part_bytes = max(1, PART_BYTES // row_bytes) * row_bytes
+    if len(embedding.data) <= embedding.part_bytes:
+        embedding.part_bytes = 0
+    else:
+        embedding.part_digests = part_digests(embedding.data, embedding.part_bytes)
+    return embedding
 
 
 def cache_bytes_max(config: EncoderConfig, embedding_bytes: int, memory_bytes: int) -> int:

@@ -22,7 +22,7 @@ from antiphon.model_worker.observability.recording import PlanDumps
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
-from antiphon.model_worker.protocol.media import EmbeddingClient
+from antiphon.model_worker.protocol.media import NUMBER_BYTES, EmbeddingClient
 from antiphon.model_worker.protocol.page_store import KvStorageClient
 from antiphon.model_worker.protocol.peers import (
     LIST_READERS,
@@ -210,15 +210,22 @@ class ModelWorker:
         engine = self._engine
         if (width := engine.step_core.limits.media_width) is None:
             return
+        assert engine.resolved is not None, "a model was opened that takes media"
+        batching = self._runtime.settings.batching
         client = EmbeddingClient(
             self._runtime,
             self._model,
             width=width,
-            bytes_max=self._runtime.settings.batching.media_bytes_max,
+            bytes_max=engine.resolved.media_bytes.value,
             land=self._mailbox.land,
         )
+        limits = engine.step_core.limits
+        # A prompt that is prefilled in one pass needs all rows at once, and so does an image whose
+        # tokens attend to each other.
+        window = batching.media_window_bytes // (width * NUMBER_BYTES)
+        rows_max = None if limits.chunk_tokens is None else max(1, window)
         for core in (engine.core,) if engine.groups is None else engine.groups.cores:
-            core.batch.media.use(client)
+            core.batch.media.use(client, rows_max=rows_max, whole=limits.span_tokens is not None)
 
     @asynccontextmanager
     async def _page_store(self) -> AsyncGenerator[None]:

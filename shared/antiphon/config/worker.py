@@ -84,9 +84,12 @@ class BatchingConfig(Config):
     """Number of output tokens sent together when streaming."""
     hidden_states: bool = False
     """Whether requests may return hidden states."""
+    media_window_bytes: Bytes = 64 * 1024**2
+    """Maximum size of the embeddings that a prefill has at a time, in bytes, where prefill chunks
+    may end within an image; what follows is fetched when the prefill has come so far."""
     media_bytes_max: Bytes = 1024**3
     """Maximum size of the embeddings of images that requests wait for or are prefilled with, in
-    bytes; further requests wait for room."""
+    bytes, and at most a quarter of what weights and steps leave; further requests wait for room."""
     running_timeout_s: Seconds | None = None
     """Maximum running time of a request, in seconds; after it the request ends with an error."""
     stall_s: Seconds = 30.0

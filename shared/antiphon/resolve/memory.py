@@ -51,19 +51,23 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Logits of the maximum number of rows that sample a token in one step."""
     scored: int
     """Logits of the prompt tokens whose logprobs are computed at a time."""
+    media: int = 0
+    """Embeddings of images that requests wait for or are prefilled with; none in a GPU's memory."""
     gpu: bool = False
     """Whether it is the memory of a GPU, which serves nothing else."""
 
     @property
     def rest(self) -> int:
         """Memory left for the cache; negative if there is too little for a single step."""
-        return self.free - self.weights - self.activations - self.logits - self.scored
+        taken = self.weights + self.activations + self.logits + self.scored + self.media
+        return self.free - taken
 
     def __str__(self) -> str:
         return (
             f"{gib(self.free)} free, weights {gib(self.weights)}, "
             f"activations {gib(self.activations)}, logits {gib(self.logits)}, "
             f"prompt logits {gib(self.scored)}"
+            + (f", embeddings of images {gib(self.media)}" if self.media else "")
         )
 
 
@@ -326,6 +330,22 @@ def memory_budget(
         cause = "" if limit is None else f"; model.memory_bytes = {limit} limits this worker"
         raise ConfigError(f"not enough memory for the weights: {memory}{cause}")
     return memory
+
+
+MEDIA_SHARE = 4
+"""Embeddings take at most a quarter of what is left beside weights and activations."""
+
+
+def media_bytes(settings: Settings, memory: MemoryBudget, *, sees: bool) -> ResolvedValue[int]:
+    """Memory for the embeddings of images, of a model that `sees`, beside all else."""
+    most, share = settings.batching.media_bytes_max, max(0, memory.rest) // MEDIA_SHARE
+    if not sees:
+        return ResolvedValue(0, "the model takes no images")
+    if memory.gpu:
+        return ResolvedValue(most, "batching.media_bytes_max, in the memory of the machine")
+    if most <= share:
+        return ResolvedValue(most, "batching.media_bytes_max")
+    return ResolvedValue(share, f"a quarter of {gib(memory.rest)}, what is left")
 
 
 def state_count(

@@ -27,6 +27,7 @@ from antiphon.resolve.memory import (
     WeightStorage,
     activation_bytes,
     cache_pages,
+    media_bytes,
     memory_budget,
     page_bytes,
     pool_bytes,
@@ -98,6 +99,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     activation_bytes: ResolvedValue[int]
     logit_bytes: ResolvedValue[int]
     scored_bytes: ResolvedValue[int]
+    media_bytes: ResolvedValue[int]
     cache_pages: ResolvedValue[int]
     cache_bytes: ResolvedValue[int]
     cache_states: ResolvedValue[int]
@@ -150,12 +152,14 @@ def resolve(
     pooling: Pooling | None = None,
     implementation: ResolvedValue[str] | None = None,
     draft: DraftCard | None = None,
+    *,
+    sees: bool = False,
 ) -> ResolvedConfig:
     """Decide everything that the settings leave open. Pure; `device` was read before loading.
 
     `pooling` is None for a generative model; `implementation` None leaves it to the settings;
-    `draft` is the draft model of speculative decoding, if the settings name one. Numbers of
-    threads, bytes and pages are those of one rank.
+    `draft` is the draft model of speculative decoding, if the settings name one; a model that
+    `sees` takes images. Numbers of threads, bytes and pages are those of one rank.
     """
     if card.task is Task.DRAFT:
         raise ConfigError(
@@ -191,6 +195,9 @@ def resolve(
         beside.value,
         gpu=device.kind == "cuda",
     )
+    media = media_bytes(settings, memory, sees=sees)
+    if not memory.gpu:
+        memory = msgspec.structs.replace(memory, media=media.value)
     state_bytes = _staged(card.state_bytes(dtype.value, ranks.value // groups), card, stages)
     states = state_count(of_group, state_bytes, memory, pool_bytes(settings, memory))
     held = states.value * state_bytes
@@ -240,6 +247,7 @@ def resolve(
         activation_bytes=ResolvedValue(memory.activations, f"{step.value} tokens per step"),
         logit_bytes=ResolvedValue(memory.logits, f"{drawing} rows of logits"),
         scored_bytes=ResolvedValue(memory.scored, "prompt logprobs, computed in chunks"),
+        media_bytes=media,
         cache_pages=pages,
         cache_bytes=ResolvedValue(cache_bytes, each),
         cache_states=states,

@@ -2,7 +2,9 @@
 
 The holder puts bytes into a `BlobStore` and sends the claim over the bus; the receiver fetches them
 and verifies size and checksum. A connection opens with `HELLO`; then each request is a 16-byte
-token. The response is the size as 8 little-endian bytes and the content, or `GONE`.
+token. The response is the size as 8 little-endian bytes and the content, or `GONE`. On a connection
+that opens with `RANGES`, the first byte and the size of a range follow each token, in 8 bytes each;
+the response is that range. Ranges are parts that a claim has checksums of.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from antiphon.transfer.memory import BlobData
 
 log = logging.getLogger(__name__)
 
 HELLO: Final = b"APT1"
+RANGES: Final = b"APT2"
 TOKEN_BYTES: Final = 16
 SIZE_BYTES: Final = 8
+DIGEST_BYTES: Final = 32
+PART_BYTES: Final = 4 * 1024**2
+"""Size of the parts of larger blobs, at most: the ends of a range are received beside it."""
 PIECES_MAX: Final = 1024
 """Pieces of one call of the kernel: `IOV_MAX` of Linux."""
 GONE: Final = b"\xff" * SIZE_BYTES
@@ -107,26 +113,40 @@ async def fetch_all(
     return blobs
 
 
+async def _connected(host: str, port: int, hello: bytes) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        connection.setblocking(False)  # noqa: FBT003  # the name says it
+        await loop.sock_connect(connection, (host, port))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await loop.sock_sendall(connection, hello)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 async def _fetch(
     host: str, port: int, claims: Sequence[Claim], tokens: Sequence[bytes], blobs: list[bytearray]
 ) -> None:
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as connection:
-        connection.setblocking(False)  # noqa: FBT003  # the name says it
-        await loop.sock_connect(connection, (host, port))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await loop.sock_sendall(connection, HELLO)
+    with await _connected(host, port, HELLO) as connection:
         for claim, token in zip(claims, tokens, strict=True):
             await loop.sock_sendall(connection, token)
             blobs.append(await _receive(connection, claim))
 
 
-async def _receive(connection: socket.socket, claim: Claim) -> bytearray:
+async def _check_size(connection: socket.socket, claim: Claim, expected: int) -> None:
     size = bytes(await read_exactly(connection, SIZE_BYTES))
     if size == GONE:
         raise BlobGone(f"{claim.address} has it no longer")
-    if int.from_bytes(size, "little") != claim.size_bytes:
+    if int.from_bytes(size, "little") != expected:
         raise BlobCorrupt(f"{claim.address} sends another size than it claimed")
+
+
+async def _receive(connection: socket.socket, claim: Claim) -> bytearray:
+    await _check_size(connection, claim, claim.size_bytes)
     data = await read_exactly(connection, claim.size_bytes)
     large = len(data) > HASH_INLINE_BYTES
     checksum = await asyncio.to_thread(hashlib.sha256, data) if large else hashlib.sha256(data)
@@ -135,21 +155,83 @@ async def _receive(connection: socket.socket, claim: Claim) -> bytearray:
     return data
 
 
+async def fetch_range(claim: Claim, start: int, end: int, *, timeout_s: float) -> bytearray:
+    """Fetch the bytes from `start` to `end` of a claim with parts: those parts, each verified.
+
+    Raises:
+        InvalidRequest: The claim has no parts, or the range is not within it.
+        BlobGone: The holder cannot be reached, no longer has the blob, or was too slow.
+        BlobCorrupt: Size or checksum of a part differs from the claim.
+    """
+    size, each = claim.size_bytes, claim.part_bytes
+    if not each or len(claim.part_digests) != -(-size // each) * DIGEST_BYTES:
+        raise InvalidRequest("a claim has no checksums of parts")
+    if not 0 <= start < end <= size:
+        raise InvalidRequest(f"a claim of {size} bytes has none from {start} to {end}")
+    token, (host, port) = token_bytes(claim), host_and_port(claim.address)
+    result = bytearray(end - start)
+    try:
+        async with asyncio.timeout(timeout_s):
+            with await _connected(host, port, RANGES) as connection:
+                for index in range(start // each, -(-end // each)):
+                    await _receive_part(connection, claim, token, index, memoryview(result), start)
+    except (ConnectionClosed, TimeoutError, OSError) as error:
+        raise BlobGone(f"{claim.address} did not send what it claimed to hold") from error
+    return result
+
+
+async def _receive_part(
+    connection: socket.socket,
+    claim: Claim,
+    token: bytes,
+    index: int,
+    result: memoryview,
+    start: int,
+) -> None:
+    """Fetch a part into what of the result, which begins at byte `start`, lies in it."""
+    loop, first = asyncio.get_running_loop(), index * claim.part_bytes
+    size = min(claim.part_bytes, claim.size_bytes - first)
+    range_ = first.to_bytes(SIZE_BYTES, "little") + size.to_bytes(SIZE_BYTES, "little")
+    await loop.sock_sendall(connection, token + range_)
+    await _check_size(connection, claim, size)
+    skipped = max(0, start - first)
+    target = result[first + skipped - start : first + size - start]
+    # Parts at the ends of the range are received beside it, since all of a part is verified.
+    part = target if len(target) == size else memoryview(bytearray(size))
+    await _read_into(connection, part)
+    checksum = await asyncio.to_thread(hashlib.sha256, part)
+    digest = claim.part_digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+    if not hmac.compare_digest(checksum.digest(), digest):
+        raise BlobCorrupt(f"{claim.address} sent bytes with another checksum than it claimed")
+    if part is not target:
+        target[:] = part[skipped : skipped + len(target)]
+
+
+def part_digests(data: bytes | bytearray | memoryview, part_bytes: int) -> bytes:
+    """SHA-256 of each part of the data, one behind the other."""
+    view = memoryview(data)
+    parts = range(0, len(view), part_bytes)
+    return b"".join(hashlib.sha256(view[at : at + part_bytes]).digest() for at in parts)
+
+
 def new_token() -> str:
     return secrets.token_hex(TOKEN_BYTES)
 
 
 async def read_exactly(connection: socket.socket, size: int) -> bytearray:
     """Read a frame of known size into one buffer, without copies; raises `ConnectionClosed`."""
-    loop = asyncio.get_running_loop()
     data = bytearray(size)
-    rest = memoryview(data)
+    await _read_into(connection, memoryview(data))
+    return data
+
+
+async def _read_into(connection: socket.socket, rest: memoryview) -> None:
+    loop = asyncio.get_running_loop()
     while rest:
         count = await loop.sock_recv_into(connection, rest)
         if count == 0:
             raise ConnectionClosed
         rest = rest[count:]
-    return data
 
 
 def wait_until(connection: socket.socket, option: int, due: float) -> None:
@@ -249,10 +331,13 @@ class BlobStore:
         lifetime_s: float,
         *,
         checksum: bytes | None = None,
+        part_bytes: int = 0,
+        part_digests: bytes = b"",
     ) -> Claim:
         """Store bytes, which are not copied, and return the claim to fetch them.
 
         `checksum` is their SHA-256, if known: hashing megabytes here would block the event loop.
+        Parts may be fetched alone, if their size and checksums are given.
 
         Raises:
             RequestTooLarge: They would not fit into an empty store.
@@ -272,6 +357,8 @@ class BlobStore:
             size_bytes=len(data),
             digest=checksum or hashlib.sha256(data).digest(),
             expires_unix_ms=self._clock.unix_ms() + int(lifetime_s * 1000),
+            part_bytes=part_bytes,
+            part_digests=part_digests,
         )
 
     def left_s(self, claim: Claim) -> float:
@@ -358,21 +445,36 @@ class BlobServer:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 hello = bytearray(len(HELLO))
                 receive_into(connection, [hello], time.monotonic() + IDLE_TIMEOUT_S)
-                if bytes(hello) != HELLO:
+                if bytes(hello) not in (HELLO, RANGES):
                     log.warning("fetch refused", extra={"hello": hello.hex()})
                     return
                 while True:
-                    self._send_blob(connection)
+                    self._send_blob(connection, ranges=bytes(hello) == RANGES)
             except OSError:
                 return  # the client sees it, too, and only the client knows whether it matters
             except Exception:  # other connections go on
                 log.exception("fetch failed")  # before the client can see that it failed
 
-    def _send_blob(self, connection: socket.socket) -> None:
-        token = bytearray(TOKEN_BYTES)
-        receive_into(connection, [token], time.monotonic() + IDLE_TIMEOUT_S)
+    def _send_blob(self, connection: socket.socket, *, ranges: bool) -> None:
+        token, range_ = bytearray(TOKEN_BYTES), bytearray(2 * SIZE_BYTES)
+        wanted = [token, range_] if ranges else [token]
+        receive_into(connection, wanted, time.monotonic() + IDLE_TIMEOUT_S)
         data = self._source.get(token.hex())
         pieces = [GONE]
         if data is not None:
-            pieces = [len(data).to_bytes(SIZE_BYTES, "little"), *views_of(data)]
+            size, views = len(data), views_of(data)
+            if ranges:
+                first = int.from_bytes(range_[:SIZE_BYTES], "little")
+                size = min(int.from_bytes(range_[SIZE_BYTES:], "little"), max(0, size - first))
+                views = tuple(_within(views, first, first + size))
+            pieces = [size.to_bytes(SIZE_BYTES, "little"), *views]
         send(connection, pieces, time.monotonic() + SEND_TIMEOUT_S)
+
+
+def _within(views: Iterable[memoryview], start: int, end: int) -> Iterator[memoryview]:
+    """What of these pieces, one behind the other, lies from byte `start` to `end`."""
+    at = 0
+    for view in views:
+        if at < end and at + len(view) > start:
+            yield view[max(0, start - at) : end - at]
+        at += len(view)

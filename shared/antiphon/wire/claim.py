@@ -14,6 +14,9 @@ from antiphon.wire.base import Message, Value
 from antiphon.wire.bounds import Count, Sha256, ShortText, Signed, UnixMs
 from antiphon.wire.ids import ModelName, RequestId
 
+PARTS_MAX = 4096
+"""Maximum parts of one claim."""
+
 
 class Claim(Value):
     """A claim check: bytes to fetch from a TCP address instead of through the broker.
@@ -23,6 +26,9 @@ class Claim(Value):
         token: Identifies the bytes there; unguessable.
         digest: SHA-256, or of a stored page BLAKE3; verified by the fetching process.
         expires_unix_ms: After this time the bytes may have been dropped.
+        part_bytes: Size of parts that may be fetched alone; the last one may be shorter. 0: there
+            are none.
+        part_digests: SHA-256 of each part, one behind the other.
     """
 
     address: ShortText
@@ -30,6 +36,8 @@ class Claim(Value):
     size_bytes: Count
     digest: Sha256
     expires_unix_ms: UnixMs
+    part_bytes: Count = 0
+    part_digests: Annotated[bytes, Meta(max_length=PARTS_MAX * 32)] = b""
 
 
 class PixelLimits(Value):

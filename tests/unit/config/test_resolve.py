@@ -58,6 +58,11 @@ def decide(device: HostDevice = DEVICE, card: ModelCard = CARD, /, **said: str) 
     return resolve(load(environ=environ).settings, card, device)
 
 
+def decide_with_eyes(device: HostDevice = DEVICE, /, **said: str) -> ResolvedConfig:
+    environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
+    return resolve(load(environ=environ).settings, CARD, device, sees=True)
+
+
 def test_what_the_operator_left_open_is_decided() -> None:
     plan = decide()
     assert plan.dtype == ResolvedValue(Dtype.BFLOAT16, "the checkpoint's")
@@ -186,6 +191,24 @@ def test_pool_is_a_share_of_what_weights_and_the_largest_step_leave() -> None:
     logits = plan.logit_bytes.value + plan.scored_bytes.value
     rest = 5 * GIB - 2 * GIB - 2 * STEP_BYTES - logits
     assert plan.cache_pages.value == rest // 4 // (2 * PAGE_BYTES)
+
+
+def test_embeddings_of_images_are_counted_beside_the_pool() -> None:
+    many = {"batching__running_max": "1000000000"}
+    plan, media = decide(**many), decide_with_eyes(**many)
+    assert plan.media_bytes == ResolvedValue(0, "the model takes no images")
+    assert media.media_bytes.reason == "a quarter of 3.99 GiB, what is left"
+    less = plan.cache_pages.value - media.cache_pages.value
+    assert less == pytest.approx(media.media_bytes.value / 4 / PAGE_BYTES, abs=1)
+    assert "embeddings of images" in media.cache_pages.reason
+    few = decide_with_eyes(batching__media_bytes_max="1000")
+    assert few.media_bytes == ResolvedValue(1000, "batching.media_bytes_max")
+    device = HostDevice(kind="cuda", cores=6, memory_bytes=80 * GIB, lacking="it is a GPU")
+    beside = decide_with_eyes(device, model__device="cuda")
+    assert beside.media_bytes == ResolvedValue(
+        GIB, "batching.media_bytes_max, in the memory of the machine"
+    )
+    assert beside.cache_pages == decide(device, model__device="cuda").cache_pages
 
 
 def test_logits_are_counted_for_the_rows_and_the_prompt_pieces_of_a_step() -> None:

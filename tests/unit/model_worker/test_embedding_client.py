@@ -13,13 +13,13 @@ from tests.support.services import Running, running
 from tests.support.wait import until
 
 from antiphon.model_worker.batching.media import MediaLoad, MediaLoaded
-from antiphon.model_worker.batching.state import ChoiceKey
+from antiphon.model_worker.batching.state import ChoiceKey, MediumRows
 from antiphon.model_worker.protocol.media import EmbeddingClient
 from antiphon.service.clock import deadline_in
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report
 from antiphon.service.startup import bind
-from antiphon.transfer.blobs import BlobServer, BlobStore
+from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_digests
 from antiphon.wire.base import Role
 from antiphon.wire.claim import Claim, ImageEmbedding
 from antiphon.wire.ids import ModelName, RequestId
@@ -29,6 +29,7 @@ from antiphon.wire.routes import ENCODE_IMAGE
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from antiphon.model_worker.batching.plan import Floats
     from antiphon.service.service import Runtime
     from antiphon.wire.claim import EncodeImage
 
@@ -74,14 +75,20 @@ class FakeEncoder:
         digest = request.claim.digest
         self.asked.append(digest)
         await self.answering.wait()
-        rows = np.full((TOKENS, WIDTH), digest[0], "<f4")
+        rows = np.full((TOKENS, WIDTH), digest[0], "<f4") + np.arange(TOKENS)[:, None] * 1000
+        rows = rows.astype("<f4")
         return ImageEmbedding(
             request_id=request.request_id,
             content_digest=digest,
             tokens=TOKENS,
             hidden=WIDTH,
             dtype="float32",
-            claim=self._shelf.put(rows.tobytes(), 60),
+            claim=self._shelf.put(
+                rows.tobytes(),
+                60,
+                part_bytes=8 * WIDTH,
+                part_digests=part_digests(rows.tobytes(), 8 * WIDTH),
+            ),
             cached=False,
         )
 
@@ -98,13 +105,14 @@ class SeeingWorker:
         self._client = client
         self._landed = landed
         self._numbers = count(1)
+        self._number = 0
 
     @staticmethod
     @asynccontextmanager
     async def lifespan(runtime: Runtime) -> AsyncGenerator[SeeingWorker]:
         landed = asyncio.Queue[MediaLoaded]()
         client = EmbeddingClient(
-            runtime, MODEL, width=WIDTH, bytes_max=10**6, land=landed.put_nowait
+            runtime, MODEL, width=WIDTH, bytes_max=10**8, land=landed.put_nowait
         )
         yield SeeingWorker(runtime, client, landed)
 
@@ -120,8 +128,12 @@ class SeeingWorker:
     async def drain(self) -> None:
         pass
 
-    def begin(self, content: int) -> None:
-        number = next(self._numbers)
+    @property
+    def bytes_held(self) -> int:
+        return self._client.bytes_held
+
+    def begin(self, content: int, first: int = 0, last: int = TOKENS) -> None:
+        number = self._number = next(self._numbers)
         claim = Claim(
             address="owner:1",
             token="00",
@@ -134,18 +146,26 @@ class SeeingWorker:
             ChoiceKey(number),
             number,
             RequestId(f"{number:032x}"),
-            {0: Medium(span=span, width=1, height=1, claim=claim)},
+            {0: MediumRows(Medium(span=span, width=1, height=1, claim=claim), first, last)},
             deadline_in(30, self.runtime.clock),
         )
         self._client.load(load)
 
+    def end(self) -> None:
+        """Release the load that was begun last."""
+        self._client.release(ChoiceKey(self._number), self._number)
+
     async def loaded(self) -> int:
         """The content that the next embedding that has come names."""
+        rows = await self.rows()
+        assert rows.shape == (TOKENS, WIDTH)
+        return int(rows[0, 0])
+
+    async def rows(self) -> Floats:
         done = await self._landed.get()
         assert done.error is None, done.error
         [rows] = done.embeddings.values()
-        assert rows.shape == (TOKENS, WIDTH)
-        return int(rows[0, 0])
+        return rows
 
 
 class World:
@@ -193,6 +213,21 @@ async def test_a_picture_is_asked_for_at_the_same_encoder_and_pictures_are_sprea
         assert min(len(one), len(two)) > 8
         assert not set(one) & set(two)
         assert sorted(one + two) == sorted([*range(1, 33)] * 2)
+
+
+async def test_rows_are_fetched_as_they_are_needed_and_counted() -> None:
+    async with world() as made:
+        worker = made.worker.service
+        for first in range(TOKENS):
+            for last in range(first + 1, TOKENS + 1):
+                worker.begin(7, first, last)
+                rows = await worker.rows()
+                assert rows.shape == (last - first, WIDTH)
+                assert rows[:, 0].tolist() == [7 + 1000 * row for row in range(first, last)]
+                parts = 0 if last - first == TOKENS else 2 * PART_BYTES
+                assert worker.bytes_held == 4 * WIDTH * (last - first) + parts
+                worker.end()
+                await until(lambda: not worker.bytes_held)
 
 
 async def test_calls_of_an_encoder_that_is_silent_are_made_at_another() -> None:

@@ -54,11 +54,11 @@ def prompt(*parts: int) -> list[int]:
 class FakeStore:
     """Loads nothing until `land`."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, rows_max: int | None = None, *, whole: bool = False) -> None:
         self.loads: list[MediaLoad] = []
         self.released: list[tuple[int, int]] = []
         self._batching = steps.batching
-        steps.batching.batch.media.use(self)
+        steps.batching.batch.media.use(self, rows_max=rows_max, whole=whole)
 
     def load(self, load: MediaLoad) -> None:
         self.loads.append(load)
@@ -68,7 +68,10 @@ class FakeStore:
 
     def land(self, load: MediaLoad) -> None:
         """Bring embeddings in which each row names its medium and its index."""
-        rows = {index: rows_of(index, each.span.rows) for index, each in load.media.items()}
+        rows = {
+            index: rows_of(index, each.medium.span.rows)[each.first : each.last]
+            for index, each in load.media.items()
+        }
         self._batching.land(MediaLoaded(load.key, load.number, rows))
 
 
@@ -256,6 +259,80 @@ def test_a_failed_load_ends_its_request_alone() -> None:
     assert finish.error is not None
     assert finish.error.param == "media.0"
     assert steps.running() == [2]
+
+
+@pytest.mark.parametrize("rows_max", range(1, 12))
+def test_a_prefill_has_a_window_of_rows_that_moves_on(rows_max: int) -> None:
+    """What is spliced is the same, and no load begins before the rows before it are given up."""
+    for chunk in (1, 3, 20):
+        steps, store = world(chunk_tokens=chunk)
+        store = FakeStore(steps, rows_max)
+        steps.add(1, prompt(2, -6, 1, -4, 3), media=(medium(2, 6), medium(9, 4, 2)))
+        spliced: dict[int, float] = {}
+        while steps.batching.waiting or steps.batching.batch.prefills:
+            rows = steps.next()
+            if not len(rows):
+                assert steps.batching.starved
+                assert len(store.released) == len(store.loads) - 1
+                window = [each.last - each.first for each in store.loads[-1].media.values()]
+                assert 0 < sum(window) <= rows_max
+                store.land(store.loads[-1])
+                continue
+            plan = plan_of(steps, rows)
+            if plan.spliced is not None and plan.spliced_rows is not None:
+                first = spans(rows)[0][0]
+                found = zip(plan.spliced.tolist(), plan.spliced_rows, strict=True)
+                spliced |= {first + at: row[0].item() for at, row in found}
+            steps.commit(rows, [9] if spans(rows)[0][2] else [])
+        expected = {2 + row: row for row in range(6)} | {9 + row: 100 + row for row in range(4)}
+        assert spliced == expected
+        assert len(store.loads) == -(-10 // rows_max)
+        assert len(store.released) == len(store.loads)
+
+
+def test_another_prefill_goes_on_while_one_waits_for_its_next_rows() -> None:
+    steps, _ = world(chunk_tokens=4, step_tokens_max=8)
+    store = FakeStore(steps, 4)
+    steps.add(1, prompt(-8, 1), media=(medium(0, 8),))
+    steps.add(2, prompt(12))
+    assert steps.go() == [(2, 4)]
+    store.land(store.loads[0])
+    assert sorted(steps.go()) == [(1, 4), (2, 4)]
+    assert steps.go() == [(2, 4)]
+    assert [(each.first, each.last) for each in store.loads[1].media.values()] == [(4, 8)]
+    store.land(store.loads[1])
+    assert (1, 4) in steps.go()
+
+
+def test_a_request_that_fails_or_is_retracted_between_windows_holds_nothing() -> None:
+    for fails in (True, False):
+        steps, _ = world(chunk_tokens=4)
+        store = FakeStore(steps, 4)
+        steps.add(1, prompt(-8, 1), media=(medium(0, 8),))
+        steps.next()
+        store.land(store.loads[0])
+        steps.go()
+        assert not len(steps.next())
+        if fails:
+            load, error = store.loads[-1], InvalidRequest("no image", param="media.0")
+            steps.batching.land(MediaLoaded(load.key, load.number, error=error))
+            assert steps.batching.idle
+        else:
+            (request,) = steps.batching.running.values()
+            steps.batching.planner.retract(request)
+            assert store.released == [(1, 1), (1, 2)]
+            steps.batching.flush()
+            assert not len(steps.next())
+            assert [each.first for each in store.loads[-1].media.values()] == [0]
+
+
+def test_a_window_has_all_rows_of_an_image_whose_tokens_attend_to_each_other() -> None:
+    media = (medium(1, 3), medium(5, 3, 2), medium(9, 3, 3))
+    request = RequestMedia(media, np.array(prompt(1, -3, 1, -3, 1, -3), np.int32))
+    for rows_max, expected in ((1, [0]), (5, [0]), (6, [0, 1]), (None, [0, 1, 2])):
+        window = request.window(0, rows_max, whole=True)
+        assert [*window] == expected
+        assert all((each.first, each.last) == (0, 3) for each in window.values())
 
 
 def test_the_same_picture_is_a_hit_and_another_one_is_not() -> None:

@@ -26,7 +26,9 @@ from antiphon.transfer.blobs import (
     BlobStore,
     fetch,
     fetch_all,
+    fetch_range,
     new_token,
+    part_digests,
 )
 from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
@@ -81,6 +83,32 @@ async def test_several_claims_come_over_one_connection_in_order():
         claims = [holder.put(bytes([i]) * 100, 60) for i in range(20)]
         blobs = await fetch_all(claims, timeout_s=5, bytes_max=MIB)
     assert [blob[0] for blob in blobs] == list(range(20))
+
+
+@pytest.mark.parametrize("size", [10, 30, 31])
+async def test_ranges_are_parts_that_are_verified_each(size: int) -> None:
+    data = os.urandom(size)
+    async with shelf() as (store, _):
+        claim = store.put(data, 60, part_bytes=10, part_digests=part_digests(data, 10))
+        for start in range(size):
+            for end in range(start + 1, size + 1):
+                assert await fetch_range(claim, start, end, timeout_s=5) == data[start:end]
+        assert await fetch(claim, timeout_s=5, bytes_max=size) == data
+        wrong = replace(claim, part_digests=bytes(10 * 32)[: len(claim.part_digests)])
+        with pytest.raises(BlobCorrupt, match="checksum"):
+            await fetch_range(wrong, 0, 1, timeout_s=5)
+        digests = (claim.part_digests + bytes(32))[: (size + 10) // 10 * 32]
+        longer = replace(claim, size_bytes=size + 1, part_digests=digests)
+        with pytest.raises(BlobCorrupt, match="size"):
+            await fetch_range(longer, size, size + 1, timeout_s=5)
+        for start, end in ((0, 0), (1, size + 1), (-1, 1)):
+            with pytest.raises(InvalidRequest, match="has none from"):
+                await fetch_range(claim, start, end, timeout_s=5)
+        with pytest.raises(InvalidRequest, match="no checksums of parts"):
+            await fetch_range(replace(claim, part_digests=b""), 0, 1, timeout_s=5)
+        store.discard(claim)
+        with pytest.raises(BlobGone):
+            await fetch_range(claim, 0, 1, timeout_s=5)
 
 
 async def test_unknown_token_and_an_expired_one_are_gone():

@@ -16,20 +16,22 @@ import msgspec
 from antiphon.model_worker.batching.plan import Floats, Ints
 from antiphon.model_worker.batching.state import (
     ChoiceKey,
+    MediumRows,
     RequestMedia,
     RequestState,
     placeholders,
 )
 from antiphon.wire.errors import EngineError, InvalidRequest, Unsupported
 from antiphon.wire.ids import RequestId
-from antiphon.wire.media import Medium
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.wire.media import Medium
+
 
 class MediaLoad(msgspec.Struct, frozen=True):
-    """Media of a choice whose embeddings are needed, by their indices in the request.
+    """Rows of media of a choice that are needed, by the indices of the media in the request.
 
     Attributes:
         number: Of this load of the choice.
@@ -38,12 +40,12 @@ class MediaLoad(msgspec.Struct, frozen=True):
     key: ChoiceKey
     number: int
     request_id: RequestId
-    media: dict[int, Medium]
+    media: dict[int, MediumRows]
     deadline_unix_ms: int
 
 
 class MediaLoaded(msgspec.Struct, frozen=True, eq=False):
-    """A load has ended: with an embedding (tokens, H) of each of its media, or an error."""
+    """A load has ended: with those rows (rows, H) of each of its media, or an error."""
 
     key: ChoiceKey
     number: int
@@ -81,18 +83,21 @@ class MediaLoader:
 
     def __init__(self) -> None:
         self._store: MediaStore | None = None
+        self._rows_max: int | None = None
+        self._whole = False
         self._loading: dict[ChoiceKey, MediaRequest] = {}
 
     def __bool__(self) -> bool:
         return bool(self._loading)
 
-    def use(self, store: MediaStore) -> None:
-        self._store = store
+    def use(self, store: MediaStore, *, rows_max: int | None = None, whole: bool = False) -> None:
+        """Load from a store, at most `rows_max` rows of a request at a time; `whole`: no parts."""
+        self._store, self._rows_max, self._whole = store, rows_max, whole
 
     def wait(self, request: MediaRequest, tokens: int) -> bool:
-        """Whether a request, so many tokens of which are cached, must wait for embeddings.
+        """Whether a request, so many tokens of which are computed, must wait for embeddings.
 
-        Those that are lacking are loaded from here on, in one load: what an earlier one has brought
+        The next rows are loaded from here on, in one load: what an earlier one has brought
         is given up, so that no request waits for memory while it holds some.
         """
         media = request.media
@@ -100,18 +105,30 @@ class MediaLoader:
             return False
         if media.loading:
             return True
-        if not media.lacking(tokens):
+        if not media.lacks(tokens):
             return False
         self.release(request)
-        lacking = media.lacking(tokens)
+        window = media.window(tokens, self._rows_max, whole=self._whole)
         assert self._store is not None, "media were admitted without a store"
-        media.number, media.loading = media.number + 1, True
+        media.number, media.loading = media.number + 1, window
         self._loading[request.key] = request
         state = request.state
         self._store.load(
-            MediaLoad(request.key, media.number, state.request_id, lacking, state.deadline_unix_ms)
+            MediaLoad(request.key, media.number, state.request_id, window, state.deadline_unix_ms)
         )
         return True
+
+    def ready(self, request: MediaRequest, start: int, end: int) -> int:
+        """Up to which token, at most `end`, a prefill can go on from `start`.
+
+        If that is `start`, it waits for the next rows, which are loaded from here on.
+        """
+        if request.media is None:
+            return end
+        found = request.media.ready(start, end)
+        if found == start:
+            self.wait(request, start)
+        return found
 
     def land(self, done: MediaLoaded) -> bool:
         """End a load; return whether its request still waits for it.
@@ -122,7 +139,6 @@ class MediaLoader:
         if request is None or request.media is None or request.media.number != done.number:
             return False
         del self._loading[done.key]
-        request.media.loading = False
         request.media.put(done.embeddings)
         return True
 

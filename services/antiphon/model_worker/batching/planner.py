@@ -163,12 +163,15 @@ class StepPlanner:
             try:
                 start = self._batch.scheduled_len.item(request.slot)
                 length = budget.prefill_chunk(start, request.length - start, request.media)
+                end = self._batch.media.ready(request, start, start + length) if length else start
             except Exception as error:
                 raise RequestFault(request) from error
             if not length:
                 break
-            budget.spend_prefill(length)
-            scheduled.append((request, start + length))
+            if end == start:
+                continue
+            budget.spend_prefill(end - start)
+            scheduled.append((request, end))
         if scheduled:
             scheduled = self._grow(scheduled)
         if len(self._waiting) and not self._pages_short:
@@ -244,10 +247,11 @@ class StepPlanner:
                 # Less of it is cached than when it was looked at.
                 table.release()
                 return None
-            if not length or not self._pages.allocate(table, end):
+            end = self._batch.media.ready(request, table.committed, end)
+            if end == table.committed or not self._pages.allocate(table, end):
                 table.release()
                 return None
-            budget.spend_prefill(length)
+            budget.spend_prefill(end - table.committed)
             self._start(request, table, now)
         except Exception:
             if request.table is not table:  # else it is released with the request

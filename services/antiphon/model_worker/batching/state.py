@@ -120,21 +120,40 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
         return key_ids(self.prompt_ids, spans)
 
 
+class MediumRows(msgspec.Struct, frozen=True):
+    """The rows of an embedding from `first` to `last`, which is not among them."""
+
+    medium: Medium
+    first: int
+    last: int
+
+
+_NO_ROWS: tuple[int, Floats] = 0, np.empty((0, 0), np.float32)
+
+
 class RequestMedia:
     """The media of one choice, and the embeddings that are there.
 
     `prompt` are the token ids, (P,): of a medium's tokens those are placeholders that equal the
     first one.
 
+    Of an embedding only a window of rows may be there, which moves on with the prefill.
+
     Attributes:
         number: Of its last load; 0: there was none.
-        loading: Whether that has not ended.
+        loading: What that brings, if it has not ended.
         positions: See `image_positions`.
         position_offset: What positions of tokens behind these are beyond their indices.
     """
 
     __slots__ = (
-        "_embeddings", "_places", "loading", "media", "number", "position_offset", "positions",
+        "_places",
+        "_rows",
+        "loading",
+        "media",
+        "number",
+        "position_offset",
+        "positions",
     )  # fmt: skip
 
     def __init__(self, media: tuple[Medium, ...], prompt: Ints) -> None:
@@ -142,16 +161,49 @@ class RequestMedia:
         self._places = [placeholders(medium, prompt) for medium in media]
         self.positions, self.position_offset = image_positions(each.span for each in media)
         self.number = 0
-        self.loading = False
-        self._embeddings: dict[int, Floats] = {}
+        self.loading: dict[int, MediumRows] = {}
+        self._rows: dict[int, tuple[int, Floats]] = {}  # the index of the first one, and (rows, H)
 
-    def lacking(self, tokens: int) -> dict[int, Medium]:
-        """The media that end behind so many tokens, and whose embeddings are not there."""
-        return {
-            index: medium
-            for index, medium in enumerate(self.media)
-            if medium.span.start + medium.span.tokens > tokens and index not in self._embeddings
-        }
+    def lacks(self, tokens: int) -> bool:
+        """Whether the row of the first placeholder behind so many tokens is not there."""
+        for index, places in enumerate(self._places):
+            if (row := int(np.searchsorted(places, tokens))) < len(places):
+                first, rows = self._rows.get(index, _NO_ROWS)
+                return not first <= row < first + len(rows)
+        return False
+
+    def window(self, tokens: int, rows_max: int | None, *, whole: bool) -> dict[int, MediumRows]:
+        """The rows of the placeholders behind so many tokens, at most `rows_max`; one at least.
+
+        With `whole` no medium is cut: it has all of its rows there, or none.
+        """
+        window: dict[int, MediumRows] = {}
+        left = rows_max
+        for index, places in enumerate(self._places):
+            first = int(np.searchsorted(places, tokens))
+            taken = lacking = len(places) - first
+            if not lacking:
+                continue
+            if left is not None:
+                if window and (lacking > left if whole else not left):
+                    break
+                taken = lacking if whole else min(lacking, max(left, 1))
+                left = max(0, left - taken)
+            window[index] = MediumRows(self.media[index], first, first + taken)
+            if taken < lacking:
+                break
+        return window
+
+    def ready(self, start: int, end: int) -> int:
+        """Up to which token, at most `end`, those from `start` on can be computed."""
+        for index, places in enumerate(self._places):
+            begin, stop = np.searchsorted(places, (start, end)).tolist()
+            if begin < stop:
+                first, rows = self._rows.get(index, _NO_ROWS)
+                known = max(begin, first + len(rows)) if first <= begin else begin
+                if known < stop:
+                    return int(places[known])
+        return end
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -159,26 +211,32 @@ class RequestMedia:
         return [(each.span.start, each.span.start + each.span.tokens) for each in self.media]
 
     def put(self, embeddings: dict[int, Floats]) -> None:
-        self._embeddings |= embeddings
+        """Take what the load has brought."""
+        self._rows = {
+            index: (self.loading[index].first, rows) for index, rows in embeddings.items()
+        }
+        self.loading = {}
 
     def clear(self) -> bool:
-        """Forget all embeddings, and a load; return whether there was anything."""
-        held = self.loading or bool(self._embeddings)
-        self.loading, self._embeddings = False, {}
+        """Forget all rows, and a load; return whether there was anything."""
+        held = bool(self.loading or self._rows)
+        self.loading, self._rows = {}, {}
         return held
 
     def rows(self, start: int, end: int) -> list[tuple[Ints, Floats]]:
         """The spliced tokens from `start` to `end`, rising, and their rows.
 
         Raises:
-            AssertionError: An embedding is not there: the chunk must not be computed.
+            AssertionError: A row is not there: the chunk must not be computed.
         """
         found: list[tuple[Ints, Floats]] = []
         for index, places in enumerate(self._places):
             begin, stop = np.searchsorted(places, (start, end)).tolist()
             if begin < stop:
-                assert index in self._embeddings, "a chunk was planned without its embeddings"
-                found.append((places[begin:stop], self._embeddings[index][begin:stop]))
+                first, rows = self._rows.get(index, _NO_ROWS)
+                there = first <= begin and stop <= first + len(rows)
+                assert there, "a chunk was planned without its embeddings"
+                found.append((places[begin:stop], rows[begin - first : stop - first]))
         return found
 
 

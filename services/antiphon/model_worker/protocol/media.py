@@ -22,7 +22,7 @@ from antiphon.service.clock import remaining_s
 from antiphon.service.peers import Liveness, PeerChange
 from antiphon.service.tasks import gather, isolated
 from antiphon.telemetry import catalog
-from antiphon.transfer.blobs import fetch
+from antiphon.transfer.blobs import PART_BYTES, fetch, fetch_range
 from antiphon.wire.base import Role
 from antiphon.wire.claim import EncodeImage
 from antiphon.wire.errors import (
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.model_worker.batching.plan import Floats
-    from antiphon.model_worker.batching.state import ChoiceKey
+    from antiphon.model_worker.batching.state import ChoiceKey, MediumRows
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
     from antiphon.wire.base import Process
+    from antiphon.wire.claim import Claim
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.media import Medium
 
@@ -124,14 +125,20 @@ class EmbeddingClient:
             self._land(done)
 
     async def _loaded(self, load: MediaLoad) -> dict[int, Floats]:
-        count = sum(medium.span.rows for medium in load.media.values())
-        await self._budget.take((load.key, load.number), count * self._width * NUMBER_BYTES)
+        size_bytes = sum(self._size_bytes(wanted) for wanted in load.media.values())
+        await self._budget.take((load.key, load.number), size_bytes)
         pairs = [*load.media.items()]
-        rows = await gather([self._embedding(load, index, medium) for index, medium in pairs])
+        rows = await gather([self._embedding(load, index, wanted) for index, wanted in pairs])
         return {index: each for (index, _), each in zip(pairs, rows, strict=True)}
 
-    async def _embedding(self, load: MediaLoad, index: int, medium: Medium) -> Floats:
-        """Call encoders until one has answered: (tokens, width).
+    def _size_bytes(self, wanted: MediumRows) -> int:
+        """Memory of these rows, and of parts at their ends."""
+        rows = wanted.last - wanted.first
+        parts = 2 * PART_BYTES if rows < wanted.medium.span.rows else 0
+        return rows * self._width * NUMBER_BYTES + parts
+
+    async def _embedding(self, load: MediaLoad, index: int, wanted: MediumRows) -> Floats:
+        """Call encoders until one has answered: (rows, width).
 
         Raises:
             EngineError: The medium is at fault; the error names its index.
@@ -139,8 +146,8 @@ class EmbeddingClient:
         pause_s, passed = RETRY_S, 0
         while True:
             try:
-                encoder = self._encoder(medium, passed)
-                return await self._attempt(load.request_id, medium, encoder, self._left_s(load))
+                encoder = self._encoder(wanted.medium, passed)
+                return await self._attempt(load.request_id, wanted, encoder, self._left_s(load))
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
                 fields = {"request_id": load.request_id, "code": error.code, "medium": index}
                 log.info("medium not embedded yet", extra=fields)
@@ -167,9 +174,10 @@ class EmbeddingClient:
         return ready[passed % len(ready)]
 
     async def _attempt(
-        self, request_id: RequestId, medium: Medium, encoder: Process, left_s: float
+        self, request_id: RequestId, wanted: MediumRows, encoder: Process, left_s: float
     ) -> Floats:
-        timeout_s, tokens = min(left_s, ATTEMPT_S), medium.span.rows
+        timeout_s, medium = min(left_s, ATTEMPT_S), wanted.medium
+        tokens = medium.span.rows
         clock = self._runtime.clock
         request = EncodeImage(
             request_id=request_id,
@@ -193,14 +201,24 @@ class EmbeddingClient:
                             f"an encoder made {reply.tokens} x {reply.hidden} numbers of an image, "
                             f"not {tokens} x {self._width}"
                         )
-                    size = tokens * self._width * NUMBER_BYTES
                     with self._fetch_seconds.time():
-                        data = await fetch(reply.claim, timeout_s=timeout_s, bytes_max=size)
+                        return await self._fetched(reply.claim, wanted, timeout_s)
                 finally:
                     del self._attempts[attempt]
         except TimeoutError:
             raise Unavailable("the encoder did not answer", retry_after_s=RETRY_S) from None
-        return np.frombuffer(data, "<f4").reshape(tokens, self._width)
+
+    async def _fetched(self, claim: Claim, wanted: MediumRows, timeout_s: float) -> Floats:
+        """Fetch rows of an embedding; all of one that is too small to have parts."""
+        row_bytes, total = self._width * NUMBER_BYTES, wanted.medium.span.rows
+        first, last = wanted.first, wanted.last
+        if claim.part_bytes and last - first < total:
+            start, end = first * row_bytes, last * row_bytes
+            data = await fetch_range(claim, start, end, timeout_s=timeout_s)
+            return np.frombuffer(data, "<f4").reshape(last - first, self._width)
+        data = await fetch(claim, timeout_s=timeout_s, bytes_max=total * row_bytes)
+        rows = np.frombuffer(data, "<f4").reshape(total, self._width)
+        return rows if last - first == total else rows[first:last].copy()
 
     def _left_s(self, load: MediaLoad) -> float:
         return remaining_s(load.deadline_unix_ms, self._runtime.clock)

@@ -184,10 +184,12 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         draft_place = draft_files(settings)
         draft = None if draft_place is None else _draft_card(draft_place, settings)
         device = host_device(settings.model.device)
-        resolved = resolve(settings, card, device, pooling, implementation, draft)
+        vision = read_vision(files.folder) if implementation.value != "transformers" else None
+        resolved = resolve(
+            settings, card, device, pooling, implementation, draft, sees=vision is not None
+        )
         if settings.cache.hierarchical:
             _check_stored(resolved)
-        vision = read_vision(files.folder) if implementation.value != "transformers" else None
         span_tokens = None if vision is None else vision.span_tokens
         _check_span(span_tokens, resolved)
     except ConfigError as error:
