@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from antiphon.bus.transport import BusDown
 from antiphon.config.gateway import GatewayConfig
 from antiphon.detokenizer.machine import READS, Action, Detokenizer, SendStop
 from antiphon.gateway.owner.actions import Action as OwnerAction
-from antiphon.gateway.owner.actions import Deliver, StreamEvent, TextDelta
+from antiphon.gateway.owner.actions import Deliver, Ended, StreamEvent, TextDelta
 from antiphon.gateway.owner.machine import Owner
 from antiphon.model_worker.batching.state import (
     AnyProgress,
@@ -26,7 +27,12 @@ from antiphon.model_worker.batching.state import (
 )
 from antiphon.model_worker.protocol.peers import LIST_READERS
 from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
-from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
+from antiphon.model_worker.protocol.worker_output import (
+    DropPrompt,
+    FetchPrompt,
+    RunChoice,
+    WorkerOutput,
+)
 from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.outbox import SealCall
@@ -35,7 +41,9 @@ from antiphon.service.peers import LivenessConfig, Peer, PeerChange, PeerTable
 from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report
-from antiphon.wire.base import FinishReason, Message, Process, ProcessState, Role
+from antiphon.transfer.blobs import BlobGone
+from antiphon.wire.base import Attempt, FinishReason, Message, Process, ProcessState, Role
+from antiphon.wire.claim import Claim, PromptClaim
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, WrongTerm
@@ -76,6 +84,7 @@ from antiphon.wire.submit import (
     RequestAdopted,
     SubmitAccepted,
     SubmitRequest,
+    claimed_submit,
 )
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 from antiphon.wire.token_outputs import TokenOutputs, pack_floats
@@ -97,6 +106,11 @@ ADOPT_S = 5.0
 """How long a gateway looks for a leader that knows a stream."""
 PRECEDENCE = PriorityPolicy(priority=True, preempt_threshold=4, max_overtake_s=2.0)
 PROMPT_ID = 99
+LEADER_READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS, PromptClaim.__name__)
+LONG_PROMPT_BYTES = 80
+"""Longer prompts stay at their gateways, and workers fetch them."""
+FETCH_RETRY_S = 0.2
+FETCH_GIVEN_UP_S = 20.0
 MESSAGE_BYTES_MAX = 1000 * 1024
 HIDDEN = 300
 """So that the details of a whole answer fill several messages."""
@@ -250,6 +264,7 @@ class GatewayNode(Node):
             states_read=lambda: self.peers.read_by_all(OpenListState, *OPEN.listeners),
         )
         self._deliver = deliver
+        self.prompts: dict[str, bytes] = {}
         self.peers.watch(self._watch)
         network.listen(self, TEXT, self._on_text, gateway=instance)
         network.listen(self, NOTICE, self._on_notice, gateway=instance)
@@ -313,6 +328,10 @@ class GatewayNode(Node):
     def report(self) -> Report:
         return Report(load=self.owner.open_count, reads=RUNNING_LIST_READS)
 
+    def send_prompt(self, claim: Claim) -> bytes | None:
+        """What a worker gets that fetches a prompt; None if it is here no longer."""
+        return self.prompts.get(claim.token)
+
     def _on_text(self, batch: TextBatch) -> None:
         self._act(self.owner.text_arrived(batch))
 
@@ -338,6 +357,8 @@ class GatewayNode(Node):
         for action in actions:
             match action:
                 case Deliver(request_id, event):
+                    if isinstance(event, Ended):
+                        self.prompts.pop(request_id, None)
                     self._deliver(self, request_id, event)
                     if isinstance(event, TextDelta):
                         self.owner.mark_consumed(request_id, event.size_bytes)
@@ -354,7 +375,22 @@ class GatewayNode(Node):
         def answer(reply: SubmitAccepted | EngineError) -> None:
             self._act(self.owner.submit_answered(message.request_id, reply))
 
-        self.network.call(self, SUBMIT, message, answer, model=MODEL)
+        self.network.call(self, SUBMIT, self._with_claim(message), answer, model=MODEL)
+
+    def _with_claim(self, message: SubmitRequest) -> SubmitRequest:
+        """Prompts of more than a few ids stay here, if all receivers can fetch them."""
+        large = len(message.prompt_ids) > LONG_PROMPT_BYTES and message.resume is None
+        if not large or not self.peers.read_by_all(PromptClaim, Role.SCHEDULER, Role.WORKER):
+            return message
+        self.prompts[message.request_id] = message.prompt_ids
+        claim = Claim(
+            address=self.name,
+            token=message.request_id,
+            size_bytes=len(message.prompt_ids),
+            digest=hashlib.sha256(message.prompt_ids).digest(),
+            expires_unix_ms=0,
+        )
+        return claimed_submit(message, PromptClaim(claim=claim))
 
     def _cancel(self, message: CancelRequest) -> None:
         def answer(reply: CancelAccepted | EngineError) -> None:
@@ -418,7 +454,7 @@ class SchedulerNode(Node):
         return Report(
             load=self.leader.open_requests,
             leads=self.leader.term,
-            reads=(*OPEN_LIST_READS, *RUNNING_LIST_READS) if self.follows else OPEN_LIST_READS,
+            reads=LEADER_READS if self.follows else OPEN_LIST_READS,
         )
 
     def _receive(self, beat: Heartbeat) -> None:
@@ -546,6 +582,7 @@ class WorkerNode(Node):
         begun: Callable[[RequestId, int], None],
         fickle: float,
         running_max: int,
+        gateway: Callable[[str], GatewayNode | None],
     ) -> None:
         super().__init__(timeline, network, instance, life)
         self.running_max = running_max
@@ -566,6 +603,8 @@ class WorkerNode(Node):
         self.hands_back = False
         self._paused_until = 0.0
         self.engine = FakeEngine()
+        self.fetching: set[tuple[RequestId, Attempt]] = set()
+        self._gateway = gateway
         self._answer = answer
         self._random = random.Random(self.name)
         self.peers.watch(self._watch)
@@ -604,7 +643,7 @@ class WorkerNode(Node):
             worker=load,
             changes=changes,
             streams=self.seqs.streams(),
-            reads=(*OPEN_LIST_READS, *RUNNING_LIST_READS),
+            reads=LEADER_READS,
         )
 
     @property
@@ -666,10 +705,37 @@ class WorkerNode(Node):
                 self.running.append(Running(action.key, action.state, answer, said, reported))
             elif isinstance(action, FetchOpenList):
                 self.say(OPEN_FETCH, action, gateway=action.gateway.instance)
+            elif isinstance(action, FetchPrompt):
+                self.fetching.add((action.request_id, action.attempt))
+                self._fetch(action, self.clock.now() + FETCH_GIVEN_UP_S)
+            elif isinstance(action, DropPrompt):
+                self.fetching.remove((action.request_id, action.attempt))
             else:
                 self.engine.retract(action.key)
                 self.running = deque(one for one in self.running if one.key != action.key)
         self._publish()
+
+    def _fetch(self, wanted: FetchPrompt, until: float) -> None:
+        """Connect to the gateway until it answers, as `PromptFetcher` does."""
+
+        def connect() -> None:
+            if (key := (wanted.request_id, wanted.attempt)) not in self.fetching:
+                return
+            gateway = self._gateway(wanted.claim.address)
+            if gateway is None or gateway.frozen_until > self.timeline.clock.now():
+                if self.clock.now() < until:
+                    self.timeline.after(FETCH_RETRY_S, lambda: self.run(connect))
+                    return
+                prompt = None
+            else:
+                prompt = gateway.send_prompt(wanted.claim)
+            self.fetching.remove(key)
+            if prompt is None:
+                self._act(self.output.prompt_failed(wanted, BlobGone("gone")))
+            else:
+                self._act(self.output.prompt_fetched(wanted, prompt))
+
+        self.timeline.after(self._random.uniform(0, 0.3), lambda: self.run(connect))
 
     def _step(self) -> None:
         running = [] if self.paused else list(self.running)[: self.running_max]

@@ -214,6 +214,7 @@ class World:
         self._lives = itertools.count(1)
         self._numbers = itertools.count(1)
         self.gateways: list[GatewayNode] = []
+        self._lived: list[GatewayNode] = []
         self.schedulers: list[SchedulerNode] = []
         self.workers: list[WorkerNode] = []
         self.detokenizers: list[DetokenizerNode] = []
@@ -223,6 +224,7 @@ class World:
             begun=self._begin,
             fickle=fickle,
             running_max=running_max,
+            gateway=self._gateway,
         )
         scheduler = partial(
             SchedulerNode,
@@ -559,7 +561,14 @@ class World:
                 nodes[nodes.index(node)] = holder
 
         node.replaced = replaced
+        if isinstance(node, GatewayNode):
+            self._lived.append(node)
         return node
+
+    def _gateway(self, name: str) -> GatewayNode | None:
+        """The process that listens at an address, if it lives."""
+        found = (node for node in self._lived if node.name == name and node.alive)
+        return next(found, None)
 
     def _begin(self, request_id: RequestId, choice: int) -> None:
         self.begun[request_id, choice] += 1
@@ -657,6 +666,7 @@ def check_empty(node: Node) -> None:
     match node:
         case GatewayNode():
             assert node.owner.open_count == 0
+            assert not node.prompts, node.name
         case SchedulerNode():
             leader = node.leader
             assert (leader.open_requests, leader.waiting, leader.failed_requests) == (0, 0, 0), (
@@ -665,6 +675,7 @@ def check_empty(node: Node) -> None:
         case WorkerNode():
             assert not node.output.held(), node.name
             assert not node.running, node.name
+            assert not node.fetching, node.name
         case DetokenizerNode():
             assert not node.machine.requests, node.name
         case _:

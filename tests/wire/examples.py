@@ -179,6 +179,7 @@ SUBMIT = submit.SubmitRequest(
     resume=RESUME,
     output_bytes=4096,
     media=(MEDIUM,),
+    prompt=claim.PromptClaim(claim=CLAIM),
 )
 HELD = heartbeat.RunningRequest(
     request_id=REQUEST,
@@ -437,6 +438,7 @@ EVERY: tuple[Message, ...] = (
                 traceparent=TRACE,
                 resume_ms=30_000,
                 media=(MEDIUM,),
+                prompt=claim.PromptClaim(claim=CLAIM),
             ),
             command.Rebind(
                 request_id=REQUEST,

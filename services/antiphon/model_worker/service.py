@@ -22,7 +22,7 @@ from antiphon.model_worker.observability.recording import PlanDumps
 from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.model_worker.observability.watchdog import LoopHung, LoopWatchdog
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
-from antiphon.model_worker.protocol.media import NUMBER_BYTES, EmbeddingClient
+from antiphon.model_worker.protocol.media import NUMBER_BYTES, EmbeddingClient, PromptFetcher
 from antiphon.model_worker.protocol.page_store import KvStorageClient
 from antiphon.model_worker.protocol.peers import (
     LIST_READERS,
@@ -32,7 +32,14 @@ from antiphon.model_worker.protocol.peers import (
     other_workers,
 )
 from antiphon.model_worker.protocol.token_sender import ReportQueue, TokenSender
-from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
+from antiphon.model_worker.protocol.worker_output import (
+    Action,
+    DropChoice,
+    DropPrompt,
+    FetchPrompt,
+    RunChoice,
+    WorkerOutput,
+)
 from antiphon.model_worker.ranks.processes import open_ranks
 from antiphon.model_worker.speculation.corpora import ExternalCorpora
 from antiphon.model_worker.startup.engine import Engine, open_engine
@@ -44,6 +51,8 @@ from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import HELD_ENTRY_BYTES, check_message_fits, fitting_entries
 from antiphon.wire.base import Role
+from antiphon.wire.claim import PromptClaim
+from antiphon.wire.codec import ID_BYTES
 from antiphon.wire.command import CommandBatch, ControlDone, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, Overloaded
 from antiphon.wire.heartbeat import FetchRunningList, RunningList, WorkerLoad
@@ -74,7 +83,7 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS)
+READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS, PromptClaim.__name__)
 TICK_S = 0.25
 LINGER_S = 3.0
 """How long a drained worker keeps ids for a replay: five heartbeats."""
@@ -139,6 +148,12 @@ class ModelWorker:
             counts,
             hand_over=self._submit_with_matcher,
             refuse=self._refuse,
+        )
+        self._prompts = PromptFetcher(
+            runtime,
+            bytes_max=ID_BYTES * limits.context_tokens,
+            fetched=self._on_prompt,
+            failed=self._on_lost_prompt,
         )
         self._hands_back = False
         self._control = ControlEndpoint(
@@ -432,6 +447,10 @@ class ModelWorker:
                 self._attempt(self._accounting.drop, key, now)
                 if not self._grammar_queue.drop(key):
                     self._mailbox.drop(key, kept)
+            case FetchPrompt():
+                self._prompts.begin(action)
+            case DropPrompt():
+                self._prompts.drop(action)
             case FetchOpenList(gateway=gateway):
                 self._runtime.bus.publish(OPEN_FETCH, action, gateway=gateway.instance)
 
@@ -444,8 +463,17 @@ class ModelWorker:
 
     @property
     def _busy(self) -> bool:
-        """Whether a step is due: choices whose grammars are being compiled wait for none."""
-        return self._output.live_count > len(self._grammar_queue)
+        """Whether a step is due: choices that wait for a prompt or a grammar wait for none."""
+        elsewhere = len(self._grammar_queue) + self._output.fetching_count
+        return self._output.live_count > elsewhere
+
+    def _on_prompt(self, fetch: FetchPrompt, prompt_ids: bytes) -> None:
+        if not self._busy:
+            self._stepped_at = self._runtime.clock.now()
+        self._apply(self._output.prompt_fetched, fetch, prompt_ids)
+
+    def _on_lost_prompt(self, fetch: FetchPrompt, error: EngineError) -> None:
+        self._apply(self._output.prompt_failed, fetch, error)
 
     def _submit_with_matcher(self, run: RunChoice, matcher: GrammarMatcher) -> None:
         if not self._busy:

@@ -192,6 +192,7 @@ def admit_command(entry: RequestEntry, now: float) -> Admit:
         detokenizer=binding.detokenizer.instance,
         detokenizer_incarnation=binding.detokenizer.incarnation,
         prompt_ids=submit.prompt_ids,
+        prompt=submit.prompt,
         choices=_outputs(entry.sealed, submit.choices),
         sampling=submit.sampling,
         stop=submit.stop,

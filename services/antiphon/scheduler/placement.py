@@ -13,8 +13,8 @@ from antiphon.scheduler.request_table import (
     WorkerCapacity,
 )
 from antiphon.wire.base import Process, ProcessState, Role
-from antiphon.wire.codec import id_count
-from antiphon.wire.digests import DIGEST_BYTES
+from antiphon.wire.claim import PromptClaim
+from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES
 from antiphon.wire.errors import EngineError, PromptTooLong
 
 if TYPE_CHECKING:
@@ -56,9 +56,12 @@ class PlacementTarget:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
+    """A healthy worker; `fetches_prompts` unless it is of version 0.4 or earlier."""
+
     worker: Process
     load: WorkerLoad
     account: WorkerCapacity
+    fetches_prompts: bool = False
 
 
 @dataclass(eq=False)
@@ -88,7 +91,7 @@ class Placement:
         Raises:
             PromptTooLong: The prompt is too long for all of them.
         """
-        tokens_max, prompt_tokens = self._tokens_max(), id_count(submit.prompt_ids)
+        tokens_max, prompt_tokens = self._tokens_max(), submit.prompt_tokens
         least = prompt_tokens + min(submit.sampling.max_new_tokens, 1)
         if tokens_max is not None and least > tokens_max:
             raise PromptTooLong.of(prompt_tokens=prompt_tokens, tokens_max=tokens_max)
@@ -156,10 +159,11 @@ class Placement:
 
         Where no worker fits so long an answer, it is cut to the longest context of them.
         """
-        tokens = id_count(submit.prompt_ids) + submit.sampling.max_new_tokens
+        tokens = submit.prompt_tokens + submit.sampling.max_new_tokens
         if (tokens_max := self._tokens_max()) is not None:
             tokens = min(tokens, tokens_max)
-        return [one for one in self._healthy() if tokens <= one.load.context_tokens]
+        fitting = (one for one in self._healthy() if tokens <= one.load.context_tokens)
+        return [one for one in fitting if submit.prompt is None or one.fetches_prompts]
 
     def has_free_slots_outside(self, kept: Container[Process]) -> bool:
         """Whether a worker outside `kept` has a free slot."""
@@ -182,6 +186,8 @@ class Placement:
             return None
         cached = self.caches.overlaps(submit.block_digests)
         blocks = len(submit.block_digests) // DIGEST_BYTES
+        if submit.prompt is not None:  # it comes with the digests of its first blocks only
+            blocks = submit.prompt_tokens // BLOCK_TOKENS
         running_most = max(one.load.running_max for one in candidates)
 
         def cost(one: Candidate) -> float:
@@ -201,7 +207,9 @@ class Placement:
         for peer in self._working(Role.WORKER):
             load = peer.heartbeat.worker
             if load is not None and not load.paused and not stalled(load, self.rules.stall_s):
-                yield Candidate(peer.process, load, self.ledger.capacity(peer.process))
+                account = self.ledger.capacity(peer.process)
+                fetches = PromptClaim.__name__ in peer.heartbeat.reads
+                yield Candidate(peer.process, load, account, fetches_prompts=fetches)
 
     def _tokens_max(self) -> int | None:
         """The longest context of all live workers; None while that of some is unknown."""
@@ -235,7 +243,7 @@ class Placement:
 
 
 def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> RequestCost:
-    pages = id_count(submit.prompt_ids) // load.page_tokens + 1
+    pages = submit.prompt_tokens // load.page_tokens + 1
     return RequestCost(choices=submit.choices, pages=pages, blocks=blocks)
 
 

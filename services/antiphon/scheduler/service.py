@@ -29,6 +29,7 @@ from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics, RunningTotal
 from antiphon.telemetry.tracing import Span, span
 from antiphon.wire.base import Process, Role, Term
+from antiphon.wire.claim import PromptClaim
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.heartbeat import FetchRunningList, RunningList
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS)
+READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS, PromptClaim.__name__)
 TICKS_A_BEAT = 5
 SEAL_TIMEOUT_S = 1.0
 

@@ -118,7 +118,7 @@ class GatewayConfig(Config):
 
 
 class MediaConfig(Config):
-    """Images in requests: what is fetched, and how much."""
+    """Images in requests, what is fetched, and how much; and where long prompts are held."""
 
     images_max: Annotated[int, Meta(ge=0, le=256)] = 16
     """Maximum number of images of a request."""
@@ -143,13 +143,15 @@ class MediaConfig(Config):
     """Maximum size of the images that a gateway keeps by their uuid, in bytes, so that a later
     request may send the uuid alone."""
     store_bytes_max: Bytes = 1024**3
-    """Maximum size of the images of open requests, in bytes; further requests get a 503."""
+    """Maximum size of the images and long prompts of open requests, in bytes; further requests with
+    such get a 503."""
     host: Host = "127.0.0.1"
-    """Address of the port that encoders fetch images from."""
+    """Address of the port that encoders fetch images from, and workers long prompts."""
     advertise_host: str = ""
-    """Host name announced to encoders; empty: `host`, or this machine's name if it is 0.0.0.0."""
+    """Host name announced to encoders and workers; empty: `host`, or this machine's name if it is
+    0.0.0.0."""
     port: Port = 0
-    """Port that encoders fetch images from; 0 takes any free port."""
+    """Port that encoders fetch images from, and workers long prompts; 0 takes any free port."""
 
 
 class ResponsesConfig(Config):

@@ -54,8 +54,8 @@ class BusConfig(Config):
     reconnect_wait_s: Seconds = 0.2
     """Mean delay between reconnection attempts, in seconds; jitter is added."""
     payload_bytes_max: Bytes = 1024 * 1024
-    """Maximum message size on NATS, in bytes; a prompt that does not fit into one message gets a
-    413."""
+    """Maximum message size on NATS, in bytes. Prompts of more than a quarter of it, or of 256 KiB,
+    are not sent: workers fetch them from their gateway."""
 
     def __post_init__(self) -> None:
         # The address is written to files and logs; the password must not be.

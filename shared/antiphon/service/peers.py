@@ -15,7 +15,7 @@ from antiphon.wire.base import WIRE_VERSION, Process, ProcessState, Role, Term, 
 
 if TYPE_CHECKING:
     from antiphon.service.clock import Clock
-    from antiphon.wire.base import Message
+    from antiphon.wire.base import Message, Value
     from antiphon.wire.heartbeat import Heartbeat
     from antiphon.wire.ids import InstanceId, ModelName
 
@@ -170,10 +170,18 @@ class PeerTable:
     def accepting_work(self, role: Role) -> list[Peer]:
         return [peer for peer in self.with_role(role) if peer.accepts_work]
 
-    def read_by_all(self, message: type[Message], *roles: str) -> bool:
-        """Whether all live processes of these roles read a message that was added to v1 later."""
-        beats = (peer.heartbeat for peer in self._peers.values())
-        return all(message.__name__ in beat.reads for beat in beats if beat.role in roles)
+    def read_by_all(
+        self, message: type[Message | Value], *roles: str, started: bool = False
+    ) -> bool:
+        """Whether all live processes of these roles read a message that was added to v1 later.
+
+        It may also be a part of a message. A process that is starting announces nothing yet; with
+        `started` it does not count.
+        """
+        beats = [peer.heartbeat for peer in self._peers.values() if peer.heartbeat.role in roles]
+        if started:
+            beats = [beat for beat in beats if beat.state is not ProcessState.STARTING]
+        return all(message.__name__ in beat.reads for beat in beats)
 
     def all(self) -> list[Peer]:
         return list(self._peers.values())

@@ -482,7 +482,9 @@ FETCHED_BLOCKS = _counter(
 ENCODER_EVICTIONS = _engine_counter(
     "encoder_cache_evictions_total", "Embeddings evicted from the cache."
 )
-MEDIA_BYTES = _gauge("media_bytes", "Size of the images of open requests, held by their gateway.")
+MEDIA_BYTES = _gauge(
+    "media_bytes", "Size of the images and long prompts of open requests, held by their gateway."
+)
 ENCODER_ENTRIES = _gauge("encoder_cache_entries", "Embeddings in the cache.")
 ENCODER_CACHE_BYTES = _gauge(
     "encoder_cache_bytes",

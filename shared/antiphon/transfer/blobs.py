@@ -64,7 +64,11 @@ class ConnectionClosed(Exception):
 
 
 class BlobGone(Unavailable):
-    """The holder no longer has the bytes, or cannot be reached."""
+    """The holder no longer has the bytes."""
+
+
+class BlobUnreachable(BlobGone):
+    """The holder cannot be reached, or was too slow: it may still have the bytes."""
 
 
 class BlobCorrupt(Unavailable):
@@ -87,7 +91,8 @@ async def fetch_all(
     Raises:
         RequestTooLarge: A claim exceeds `bytes_max`.
         InvalidRequest: The claims have several addresses, or are malformed.
-        BlobGone: The holder cannot be reached, no longer has a blob, or was too slow.
+        BlobGone: The holder no longer has a blob.
+        BlobUnreachable: The holder cannot be reached, or was too slow.
         BlobCorrupt: Size or checksum differs from the claim.
     """
     blobs: list[bytearray] = []
@@ -109,7 +114,7 @@ async def fetch_all(
             raise
     except (ConnectionClosed, TimeoutError, OSError) as error:
         if not prefix:
-            raise BlobGone(f"{address} did not send what it claimed to hold") from error
+            raise BlobUnreachable(f"{address} did not send what it claimed to hold") from error
     return blobs
 
 

@@ -1,4 +1,4 @@
-"""Payloads that go by claim check: embeddings of images, and KV pages in external storage.
+"""Payloads that go by claim check: long prompts, embeddings of images, and stored KV pages.
 
 A page is identified by the last digest of its hash chain, so equal digests mean equal prefixes.
 A miss is always allowed.
@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from antiphon.wire.base import Message, Value
 from antiphon.wire.bounds import Count, Sha256, ShortText, Signed, UnixMs
+from antiphon.wire.codec import ID_BYTES
 from antiphon.wire.ids import ModelName, RequestId
 
 PARTS_MAX = 4096
@@ -38,6 +39,25 @@ class Claim(Value):
     expires_unix_ms: UnixMs
     part_bytes: Count = 0
     part_digests: Annotated[bytes, Meta(max_length=PARTS_MAX * 32)] = b""
+
+
+CLAIMED_BYTES_MIN = 256 * 1024
+"""A prompt that takes more of a message goes by claim check; or more than a quarter of the largest
+message, if that is less."""
+
+
+class PromptClaim(Value):
+    """Claim check of a prompt: its ids, int32, little-endian, are at its owner until its end."""
+
+    claim: Claim
+
+    def __post_init__(self) -> None:
+        if self.claim.size_bytes % ID_BYTES:
+            raise ValueError("a prompt has whole ids")
+
+    @property
+    def tokens(self) -> int:
+        return self.claim.size_bytes // ID_BYTES
 
 
 class PixelLimits(Value):

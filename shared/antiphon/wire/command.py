@@ -20,6 +20,8 @@ from antiphon.wire.bounds import (
     UnixMs,
     check_ids,
 )
+from antiphon.wire.claim import PromptClaim
+from antiphon.wire.codec import id_count
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import DEFAULT_TENANT, Incarnation, InstanceId, RequestId, TenantId
 from antiphon.wire.media import Media
@@ -58,6 +60,7 @@ class Admit(Value, tag=True):
         owner_sealed: The output was sealed by the owner and not by a detokenizer.
         detokenizer_incarnation: Of the process of that name that fixes the tokens of this attempt;
             unset by leaders up to version 0.4.
+        prompt: Set if the prompt is to be fetched from its owner, and is not in `prompt_ids`.
         cache_salt: Only requests with the same salt share its cached pages.
         waited_ms: How long it has waited in queues so far; the queue time continues from there.
         steps: Whether its detokenizer reads `TokenStep`. Only workers up to version 0.4 ask.
@@ -89,6 +92,11 @@ class Admit(Value, tag=True):
     traceparent: str | None = None
     resume_ms: Milliseconds = 0
     media: Media = ()
+    prompt: PromptClaim | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return id_count(self.prompt_ids) if self.prompt is None else self.prompt.tokens
 
     def __post_init__(self) -> None:
         check_ids(self.prompt_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
@@ -19,6 +20,8 @@ from antiphon.wire.bounds import (
     UnixMs,
     check_ids,
 )
+from antiphon.wire.claim import PromptClaim
+from antiphon.wire.codec import id_count
 from antiphon.wire.command import ChoiceOutput
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import ModelName, RequestId, TenantId
@@ -66,8 +69,10 @@ class SubmitRequest(Message):
         owner: The gateway process that owns the request and writes its end.
         digest: SHA-256 of everything that determines the output; distinguishes a retry from a
             conflict of ids.
-        prompt_ids: int32, little-endian.
-        block_digests: SHA-256 chain of the prompt's full blocks, 32 bytes each.
+        prompt_ids: int32, little-endian; not read if there is a `prompt`.
+        prompt: Set for a prompt that is too long for a message: its ids are at its owner.
+        block_digests: SHA-256 chain of the prompt's full blocks, 32 bytes each; of a prompt that is
+            at its owner, those of the first blocks.
         cache_salt: Only requests with the same salt share its cached prefixes.
         attempt_floor: The attempt whose text the owner has delivered, if it resubmits: only an
             attempt that continues it may follow.
@@ -101,6 +106,11 @@ class SubmitRequest(Message):
     resume: ResumeWindow | None = None
     output_bytes: Count = 0
     media: Media = ()
+    prompt: PromptClaim | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return id_count(self.prompt_ids) if self.prompt is None else self.prompt.tokens
 
     @property
     def resume_ms(self) -> int:
@@ -108,6 +118,16 @@ class SubmitRequest(Message):
 
     def __post_init__(self) -> None:
         check_ids(self.prompt_ids)
+
+
+CLAIMED_DIGESTS_BYTES = 64 * 1024
+"""Size of the block digests beside the claim of a prompt, at most: of its first 131,072 tokens."""
+
+
+def claimed_submit(submit: SubmitRequest, prompt: PromptClaim) -> SubmitRequest:
+    """The same request with a claim of its prompt."""
+    digests = submit.block_digests[:CLAIMED_DIGESTS_BYTES]
+    return msgspec.structs.replace(submit, prompt_ids=b"", prompt=prompt, block_digests=digests)
 
 
 class SubmitAccepted(Message):

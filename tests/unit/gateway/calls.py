@@ -115,13 +115,13 @@ async def chunks(at: House | Address, path: str, body: Body) -> list[Body]:
 
 @asynccontextmanager
 async def running_post(
-    at: House, path: str, body: object, *, hold_at: int = 1
+    at: House, path: str, body: object, *, hold_at: int = 1, **headers: str
 ) -> AsyncGenerator[asyncio.Task[Response]]:
     """A request that has been submitted and is held before a step; it goes on after the block."""
     at.cluster.hold_at = hold_at
     before = len(at.cluster.submits)
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(post(at, path, body))
+        task = group.create_task(post(at, path, body, **headers))
         await until(lambda: len(at.cluster.submits) > before)
         yield task
         at.cluster.go.set()

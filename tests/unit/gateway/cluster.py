@@ -148,6 +148,7 @@ class Cluster:
     corpora_errors: dict[type[Message], EngineError] = field(default_factory=dict)  # by the call
     figures: WorkerStats = field(default_factory=WorkerStats)
     draining: set[Role] = field(default_factory=set)
+    reads: tuple[str, ...] = ()  # of all processes
     beats: int = 0
     open: set[RequestId] = field(default_factory=set)
     roles: set[Role] = field(
@@ -495,6 +496,7 @@ class Cluster:
             streams=tuple(StreamSeq(receiver=name, seq=seq) for name, seq in self._seqs.items())
             if role is Role.DETOKENIZER
             else (),
+            reads=self.reads,
             not_after_unix_ms=SystemClock().unix_ms() + 1000,
         )
 

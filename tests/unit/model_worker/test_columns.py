@@ -12,13 +12,12 @@ from tests.support.worker import WORKER, FakeEngine, admit, process
 from tests.unit.model_worker.test_output import LENGTH, Bench
 
 from antiphon.model_worker.batching.state import Progress
-from antiphon.model_worker.protocol.worker_output import Action, RunChoice, WorkerOutput
+from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import Abort, Admit, ResendTokens, StopChoice, TokenCursor
 from antiphon.wire.errors import WorkerLost, encode_error
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
-from antiphon.wire.submit import FetchOpenList
 from antiphon.wire.token_outputs import TokenOutputs, join_token_outputs, pack_floats
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ class World:
     def drop(self, event: Callable[[Bench], list[Action]], *, silent: bool = True) -> None:
         drops, others = event(self.columns), event(self.rows)
         assert drops == others
-        keys = [drop.key for drop in drops if not isinstance(drop, FetchOpenList)]
+        keys = [drop.key for drop in drops if isinstance(drop, DropChoice)]
         self.dropped += keys
         if silent:
             ended = [self.running[key] for key in keys if key in self.running]

@@ -32,11 +32,14 @@ from antiphon.model_worker.protocol.worker_output import (
     TOMBSTONE_MS,
     Action,
     DropChoice,
+    DropPrompt,
+    FetchPrompt,
     RunChoice,
     WorkerOutput,
 )
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import FinishReason, Process, Term
+from antiphon.wire.claim import Claim, PromptClaim
 from antiphon.wire.codec import encode, pack_ids, unpack_ids
 from antiphon.wire.command import (
     Abort,
@@ -48,7 +51,7 @@ from antiphon.wire.command import (
     StopChoice,
     TokenCursor,
 )
-from antiphon.wire.errors import EngineError, WorkerLost, encode_error
+from antiphon.wire.errors import EngineError, Unavailable, WorkerLost, encode_error
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 from antiphon.wire.submit import OpenList, OpenRequest
@@ -61,6 +64,10 @@ if TYPE_CHECKING:
 
 
 R = RequestId("r")
+PROMPT = PromptClaim(
+    claim=Claim(address="a:1", token="00", size_bytes=12, digest=bytes(32), expires_unix_ms=0)
+)
+FETCH = FetchPrompt(R, attempt(), PROMPT.claim, DEADLINE)
 USURPER = Term(number=2, scheduler=process("a"))
 LENGTH = Finish(reason=FinishReason.LENGTH)
 
@@ -261,6 +268,44 @@ def test_a_term_that_an_election_may_give_is_kept_until_it_is_surpassed() -> Non
     bench.output.tick(0)
     assert bench.command(admit()) == []
     assert bench.output.commands.term == USURPER
+
+
+def test_prompt_that_is_elsewhere_is_fetched_before_its_choices_run() -> None:
+    bench = Bench()
+    assert bench.command(admit(choices=2, prompt_ids=b"", prompt=PROMPT)) == [FETCH]
+    assert (bench.output.fetching_count, bench.output.unstarted(0)) == (2, [])
+    fetched = bench.output.prompt_fetched(FETCH, pack_ids([4, 5, 6]))
+    runs = [action for action in fetched if isinstance(action, RunChoice)]
+    assert [run.state.prompt_ids for run in runs] == [pack_ids([4, 5, 6])] * 2
+    assert bench.output.fetching_count == 0
+    assert bench.output.prompt_fetched(FETCH, b"") == []
+    bench.step(1, [7])
+    (row,) = bench.rows()
+    assert row.stream is not None
+    assert row.stream.prompt_tokens == 3
+
+
+def test_prompt_that_cannot_be_fetched_ends_its_request_with_the_reason() -> None:
+    bench = Bench(admit(prompt_ids=b"", prompt=PROMPT))
+    assert bench.output.prompt_failed(FETCH, Unavailable("gone")) == []
+    (row,) = bench.rows()
+    assert (row.finish_reason, row.error) == (FinishReason.ERROR, encode_error(Unavailable("gone")))
+    assert not bench.output.live_count
+
+
+@pytest.mark.parametrize("cause", ["abort", "owner_died", "closed", "deadline", "later attempt"])
+def test_prompt_of_a_request_that_ends_meanwhile_is_not_fetched_any_more(cause: str) -> None:
+    bench = Bench(admit(prompt_ids=b"", prompt=PROMPT))
+    actions = {
+        "abort": lambda: bench.command(Abort(request_id=R, attempt=attempt())),
+        "owner_died": lambda: bench.output.owner_died(GATEWAY, 0),
+        "closed": lambda: bench.output.open_list(bench.open_list(closed=("r",), whole=False), 1),
+        "deadline": lambda: bench.output.tick(DEADLINE + FREED_AFTER_MS),
+        "later attempt": lambda: bench.command(admit(n=2, prompt_ids=b"", prompt=PROMPT)),
+    }[cause]()
+    assert DropPrompt(R, attempt()) in actions
+    assert bench.output.prompt_fetched(FETCH, pack_ids([4, 5, 6])) == []
+    assert bench.output.fetching_count == (cause == "later attempt")
 
 
 def test_a_higher_attempt_takes_the_place_of_a_lower_one() -> None:

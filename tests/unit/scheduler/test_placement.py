@@ -8,6 +8,7 @@ from tests.unit.scheduler.stage import Actor, Stage, held, running, usual
 from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.scheduler.worker_caches import EXPECT_S
 from antiphon.wire.base import ProcessState, Role
+from antiphon.wire.claim import Claim, PromptClaim
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 from antiphon.wire.errors import PromptTooLong, decode_error
@@ -46,6 +47,25 @@ def went_to(stage: Stage) -> str:
     (batch,) = stage.batches()
     stage.actions.clear()
     return batch.worker.instance
+
+
+def test_prompt_that_is_elsewhere_goes_to_a_worker_that_fetches_it() -> None:
+    stage, first, second = two_workers()
+    claim = Claim(
+        address="a:1", token="00", size_bytes=len(LONG), digest=bytes(32), expires_unix_ms=0
+    )
+    prompt = PromptClaim(claim=claim)
+    head = BLOCKS[: 2 * DIGEST_BYTES]
+    stage.actions.clear()
+    stage.submit("r", prompt_ids=b"", prompt=prompt, block_digests=head)
+    assert not stage.bound()
+    second.reads = (PromptClaim.__name__,)
+    stage.pass_s(0.6)
+    (bound,) = stage.bound()
+    assert bound.blocks == 12  # those of which it was sent no digests are to be computed, too
+    (admit,) = stage.admits(second)
+    assert (admit.prompt, admit.prompt_ids) == (prompt, b"")
+    assert not stage.admits(first)
 
 
 def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:

@@ -1,4 +1,7 @@
-"""Media of requests on their way in: fetched, hashed, checked, and held until the request ends."""
+"""Media of requests on their way in: fetched, hashed, checked, and held until the request ends.
+
+Prompts that are too long for messages are held beside them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from antiphon.service.startup import address_for_others, bind
 from antiphon.service.tasks import gather
 from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import BlobServer, BlobStore
-from antiphon.wire.claim import PixelLimits
+from antiphon.wire.claim import PixelLimits, PromptClaim
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.media import Medium, MediumHeader
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from antiphon.wire.media import Detail, MediumSpan
 
 LINGER_S = 30.0
-"""How long media are held behind a request's deadline, at most."""
+"""How long media and prompts are held behind a request's deadline, at most."""
 _INLINE_BYTES = 256 * 1024
 """More than this is hashed in a thread."""
 
@@ -73,8 +76,19 @@ class HeldMedia:
             self._store.discard(claim)
 
 
+class HeldPrompt:
+    """The ids of one request's prompt. They are held until `discard`, or for some time."""
+
+    def __init__(self, store: BlobStore, claim: Claim) -> None:
+        self.claim = PromptClaim(claim=claim)
+        self._store = store
+
+    def discard(self) -> None:
+        self._store.discard(self.claim.claim)
+
+
 class MediaIntake:
-    """Fetches and checks media, and serves their bytes to encoders."""
+    """Fetches and checks media, and serves their bytes to encoders, and long prompts to workers."""
 
     def __init__(self, config: MediaConfig, store: BlobStore, pixels_max: int) -> None:
         self._config = config
@@ -101,6 +115,16 @@ class MediaIntake:
 
     async def close(self) -> None:
         await self._fetcher.close()
+
+    async def hold_prompt(self, prompt_ids: bytes, lifetime_s: float) -> HeldPrompt:
+        """Hold a prompt, which is not copied.
+
+        Raises:
+            Overloaded: The media and prompts of open requests take too much memory.
+        """
+        checksum = await asyncio.to_thread(hashlib.sha256, prompt_ids)
+        claim = self._store.put(prompt_ids, lifetime_s + LINGER_S, checksum=checksum.digest())
+        return HeldPrompt(self._store, claim)
 
     async def open(
         self,

@@ -12,6 +12,7 @@ from antiphon.service.inbox import UnknownSender
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.tasks import isolated, perform
 from antiphon.wire.base import Message, Role, Usage
+from antiphon.wire.claim import PromptClaim
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -38,6 +39,7 @@ from antiphon.wire.submit import (
     OpenListState,
     RequestAdopted,
     SubmitRequest,
+    claimed_submit,
 )
 from antiphon.wire.text import ResumeText, TextBatch
 
@@ -264,8 +266,22 @@ class OwnerDriver:
             log.error("open list not sent", extra=extra)  # noqa: TRY400  # no bug of this line
 
     async def _submit(self, message: SubmitRequest) -> None:
-        answer = await self._call(SUBMIT, message, model=self._model)
+        answer = await self._call(SUBMIT, self._with_claim(message), model=self._model)
         self._apply(self._owner.submit_answered(message.request_id, answer))
+
+    def _with_claim(self, message: SubmitRequest) -> SubmitRequest:
+        """The submit as it is sent: a long prompt stays here if every receiver can fetch it.
+
+        This is decided each time, since a process of an earlier version may have joined. A starting
+        one is sent nothing yet.
+        """
+        stream = self._streams.get(message.request_id)
+        prompt = None if stream is None else stream.prompt
+        if prompt is None or not self._runtime.peers.read_by_all(
+            PromptClaim, Role.SCHEDULER, Role.WORKER, started=True
+        ):
+            return message
+        return claimed_submit(message, prompt.claim)
 
     async def _cancel(self, message: CancelRequest) -> None:
         def note(error: EngineError) -> None:

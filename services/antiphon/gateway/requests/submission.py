@@ -31,6 +31,7 @@ from antiphon.service.clock import deadline_in
 from antiphon.service.tasks import gather
 from antiphon.telemetry.tracing import request_context, span
 from antiphon.wire.base import ProcessState, Role
+from antiphon.wire.claim import CLAIMED_BYTES_MIN
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
     DuplicateRequest,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.access.limits import QuotaReservation
-    from antiphon.gateway.media.intake import HeldMedia, MediaIntake
+    from antiphon.gateway.media.intake import HeldMedia, HeldPrompt, MediaIntake
     from antiphon.gateway.owner.driver import OwnerDriver
     from antiphon.gateway.request_metrics import GatewayMetrics
     from antiphon.service.service import Runtime
@@ -356,6 +357,7 @@ class Submission:
         deadline_unix_ms = deadline_in(timeout_s, clock)
         record = self.request_log.begin(gen_request, request_id)
         media: HeldMedia | None = None
+        prompt: HeldPrompt | None = None
         trace = span(
             f"gateway.{gen_request.api}",
             gen_request.traceparent,
@@ -390,6 +392,7 @@ class Submission:
             budget.reserve(submit, gen_request, hidden_size=encoded.hidden_size)
             size_bytes = output_bytes(submit, hidden_size=encoded.hidden_size)
             submit = msgspec.structs.replace(submit, output_bytes=size_bytes)
+            prompt = await self._hold_prompt(submit, timeout_s)
         except BaseException as error:
             if media is not None:
                 media.discard()
@@ -410,13 +413,24 @@ class Submission:
             received_at=came_at,
             submitted_at=clock.now(),
         )
-        stream.media = media
+        stream.media, stream.prompt = media, prompt
         stream.starts_in_reasoning = inside
         stream.truncated = encoded.untruncated_tokens is not None
         stream.labels = self.metrics.custom.current()
         stream.name = _name(gen_request)
         self.driver.open(stream)
         return stream
+
+    async def _hold_prompt(self, submit: SubmitRequest, timeout_s: float) -> HeldPrompt | None:
+        """Hold a long prompt for the workers, which fetch it from here.
+
+        One whose stream may be resumed is sent: it outlives its gateway.
+        """
+        size_bytes = len(submit.prompt_ids) + len(submit.block_digests)
+        most = min(CLAIMED_BYTES_MIN, self.runtime.bus.transport.payload_bytes_max // 4)
+        if size_bytes <= most or submit.resume is not None:
+            return None
+        return await self.media.hold_prompt(submit.prompt_ids, timeout_s)
 
     async def _open_media(self, gen_request: GenerationRequest, timeout_s: float) -> HeldMedia:
         """Fetch a request's media.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from antiphon.gateway.access.limits import QuotaReservation
-    from antiphon.gateway.media.intake import HeldMedia
+    from antiphon.gateway.media.intake import HeldMedia, HeldPrompt
     from antiphon.telemetry.tracing import Span
     from antiphon.wire.base import FinishReason
     from antiphon.wire.errors import EngineError
@@ -51,6 +51,7 @@ class RequestStream:
     starts_in_reasoning: bool = False
     truncated: bool = False
     media: HeldMedia | None = None  # held until the end
+    prompt: HeldPrompt | None = None  # likewise, if it is too long for a message
     labels: tuple[str, ...] = ()  # values of its custom metric labels
     detached: bool = False  # its output has no reader, and is not kept here
     resumed: bool = False  # its output has been delivered before, perhaps by another gateway
@@ -92,8 +93,9 @@ class RequestStream:
                 self.ended_at = now
                 self.trace.end(event.error)
                 self.reservation.end(event.usage.prompt_tokens + event.usage.completion_tokens)
-                if self.media is not None:
-                    self.media.discard()
+                for held in (self.media, self.prompt):
+                    if held is not None:
+                        held.discard()
                 if self.on_end is not None:
                     self.on_end()
         if not self.detached:

@@ -272,7 +272,7 @@ class HeldRequest:
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:
-        prompt_tokens = id_count(admit.prompt_ids)
+        prompt_tokens = admit.prompt_tokens
         self.request_id = admit.request_id
         self.owner = admit.owner
         self.attempt = admit.attempt

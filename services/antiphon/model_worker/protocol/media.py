@@ -1,4 +1,7 @@
-"""The worker's side of encoders: embeddings of media, for requests that are about to need them.
+"""What requests need and messages do not have: embeddings of media, and long prompts.
+
+Prompts are fetched from the gateways that own them, before a request runs; embeddings from
+encoders, for requests that are about to need them.
 
 The batching loop calls `load` and `release`, which return at once; everything else is done in the
 event loop. Encoders are called again until the request's deadline: the medium is at its owner, and
@@ -22,7 +25,7 @@ from antiphon.service.clock import remaining_s
 from antiphon.service.peers import Liveness, PeerChange
 from antiphon.service.tasks import gather, isolated
 from antiphon.telemetry import catalog
-from antiphon.transfer.blobs import PART_BYTES, fetch, fetch_range
+from antiphon.transfer.blobs import PART_BYTES, BlobUnreachable, fetch, fetch_range
 from antiphon.wire.base import Role
 from antiphon.wire.claim import EncodeImage
 from antiphon.wire.errors import (
@@ -40,9 +43,10 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import Floats
     from antiphon.model_worker.batching.state import ChoiceKey, MediumRows
+    from antiphon.model_worker.protocol.worker_output import DropPrompt, FetchPrompt
     from antiphon.service.peers import Peer
     from antiphon.service.service import Runtime
-    from antiphon.wire.base import Process
+    from antiphon.wire.base import Attempt, Process
     from antiphon.wire.claim import Claim
     from antiphon.wire.ids import ModelName, RequestId
     from antiphon.wire.media import Medium
@@ -55,6 +59,12 @@ RETRY_S = 0.1
 RETRY_MAX_S = 1.0
 NUMBER_BYTES = 4
 """Embeddings are float32."""
+PROMPT_TRY_S = 5.0
+"""Maximum time of one connection for a prompt."""
+PROMPT_RETRY_S = 0.2
+GATEWAY_LOST_S = 20.0
+"""How long a gateway may be unreachable. One that is silent counts as dead after 15 s, and its
+requests are dropped; one that lives listens where workers cannot connect."""
 
 
 class EmbeddingClient:
@@ -272,3 +282,69 @@ class ByteBudget:
             if not waiter.done():
                 self._held[key] = size_bytes
                 waiter.set_result(None)
+
+
+class PromptFetcher:
+    """One task for each prompt; `fetched` or `failed` is called unless it is dropped before.
+
+    A prompt has at most `bytes_max` bytes.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        bytes_max: int,
+        fetched: Callable[[FetchPrompt, bytes], None],
+        failed: Callable[[FetchPrompt, EngineError], None],
+    ) -> None:
+        self._runtime = runtime
+        self._bytes_max = bytes_max
+        self._fetched = fetched
+        self._failed = failed
+        self._tasks: dict[tuple[RequestId, Attempt], asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def begin(self, wanted: FetchPrompt) -> None:
+        task = self._runtime.group.create_task(isolated(self._run, wanted), name="prompt")
+        self._tasks[wanted.request_id, wanted.attempt] = task
+
+    def drop(self, dropped: DropPrompt) -> None:
+        if (task := self._tasks.pop((dropped.request_id, dropped.attempt), None)) is not None:
+            task.cancel()
+
+    async def _run(self, wanted: FetchPrompt) -> None:
+        result: bytes | EngineError = Internal("internal error")
+        try:
+            result = await self._prompt(wanted)
+        except EngineError as error:
+            fields = {"request_id": wanted.request_id, "code": error.code, "reason": error.message}
+            log.warning("prompt not fetched", extra=fields)
+            result = error
+        finally:
+            if self._tasks.pop((wanted.request_id, wanted.attempt), None) is not None:
+                if isinstance(result, EngineError):
+                    self._failed(wanted, result)
+                else:
+                    self._fetched(wanted, result)
+
+    async def _prompt(self, wanted: FetchPrompt) -> bytes:
+        clock = self._runtime.clock
+        until = clock.now() + GATEWAY_LOST_S
+        while (left_s := remaining_s(wanted.due_ms, clock)) > 0:
+            timeout_s = min(left_s, PROMPT_TRY_S)
+            try:
+                data = await fetch(wanted.claim, timeout_s=timeout_s, bytes_max=self._bytes_max)
+            except BlobUnreachable as error:
+                if clock.now() >= until:
+                    raise Unavailable(
+                        f"the prompt could not be fetched from its gateway: {error.message}; "
+                        "workers connect to media.port of gateways",
+                        retry_after_s=1.0,
+                    ) from error
+                await asyncio.sleep(PROMPT_RETRY_S)
+            else:
+                return bytes(data)
+        raise DeadlineExceeded("the prompt was not fetched in time")

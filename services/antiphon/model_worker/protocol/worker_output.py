@@ -18,9 +18,12 @@ from antiphon.model_worker.protocol.commands import AttemptTombstones, CommandFi
 from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
 from antiphon.model_worker.protocol.outbox import PlainStreams, TokenOutbox
 from antiphon.service.followed_lists import OpenLists, PublishedList, running_content
+from antiphon.wire.base import Attempt
+from antiphon.wire.claim import Claim
 from antiphon.wire.command import Abort, Admit, CommandBatch, Rebind, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, WorkerLost, decode_error
 from antiphon.wire.heartbeat import RunningList, RunningListState
+from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import FetchOpenList
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process, Term
     from antiphon.wire.heartbeat import FetchRunningList, RunningRequest
-    from antiphon.wire.ids import InstanceId, RequestId
+    from antiphon.wire.ids import InstanceId
     from antiphon.wire.submit import OpenList, OpenListState
     from antiphon.wire.tokens import TokenBatch
 
@@ -65,7 +68,23 @@ class DropChoice(msgspec.Struct, frozen=True, gc=False):
     kept: int | None = None
 
 
-Action = RunChoice | DropChoice | FetchOpenList
+class FetchPrompt(msgspec.Struct, frozen=True):
+    """Fetch the prompt of an attempt from its owner, until `due_ms` by our clock."""
+
+    request_id: RequestId
+    attempt: Attempt
+    claim: Claim
+    due_ms: int
+
+
+class DropPrompt(msgspec.Struct, frozen=True):
+    """The prompt of an attempt is not needed any more."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+Action = RunChoice | DropChoice | FetchPrompt | DropPrompt | FetchOpenList
 
 
 class WorkerOutput:
@@ -97,6 +116,8 @@ class WorkerOutput:
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
         self._tombstones = AttemptTombstones(TOMBSTONE_MS)
+        # Whose prompts are being fetched; it may go on as a later attempt meanwhile.
+        self._fetching: dict[RequestId, tuple[Admit, HeldRequest]] = {}
         self._lists = OpenLists()
         self._running = PublishedList(running_content, list_part_max)
         self._keys = count(1)
@@ -105,6 +126,12 @@ class WorkerOutput:
     @property
     def live_count(self) -> int:
         return len(self._choices)
+
+    @property
+    def fetching_count(self) -> int:
+        """Live choices whose prompts are being fetched."""
+        choices = (choice for _, held in self._fetching.values() for choice in held.choices)
+        return sum(choice.live for choice in choices)
 
     @property
     def held_count(self) -> int:
@@ -300,8 +327,16 @@ class WorkerOutput:
 
     def take_actions(self) -> list[Action]:
         """What the loop has to do: also for choices whose progress could not be added or sent."""
+        self._drop_prompts()
         actions, self._actions = self._actions, []
         return actions
+
+    def _drop_prompts(self) -> None:
+        """Fetch no prompts of requests that have ended, for whatever reason."""
+        for request_id, (admit, held) in list(self._fetching.items()):
+            if self._held.get(request_id) is not held or not held.live:
+                del self._fetching[request_id]
+                self._actions.append(DropPrompt(request_id, admit.attempt))
 
     def _fail_request(self, request_id: RequestId) -> None:
         """End each choice whose end was not sent, whether or not the loop still runs it."""
@@ -335,8 +370,32 @@ class WorkerOutput:
             tuple(choice.key for choice in held.choices)
             for held in self._held.values()
             if held.live and not held.started and held.admitted_ms <= admitted_ms
+            if held.request_id not in self._fetching
             if tokens_max is None or held.tokens_max <= tokens_max
         ]
+
+    def prompt_fetched(self, fetch: FetchPrompt, prompt_ids: bytes) -> list[Action]:
+        """Run a request whose prompt has come, unless it has ended meanwhile."""
+        if (admit := self._take_fetching(fetch)) is not None:
+            held = self._held[fetch.request_id]
+            self._actions += _runs(admit, held, prompt_ids)
+        return self.take_actions()
+
+    def prompt_failed(self, fetch: FetchPrompt, error: EngineError) -> list[Action]:
+        """End a request whose prompt cannot be had."""
+        if self._take_fetching(fetch) is not None:
+            for choice in self._held[fetch.request_id].choices:
+                if choice.live:
+                    self.refuse(choice.key, error)
+        return self.take_actions()
+
+    def _take_fetching(self, fetch: FetchPrompt) -> Admit | None:
+        self._drop_prompts()
+        admit, _ = self._fetching.get(fetch.request_id, (None, None))
+        if admit is None or admit.attempt != fetch.attempt:
+            return None
+        del self._fetching[fetch.request_id]
+        return admit
 
     def requeued(self, keys: Iterable[ChoiceKey]) -> list[Action]:
         for key in keys:
@@ -384,9 +443,9 @@ class WorkerOutput:
             return
         keys = [ChoiceKey(next(self._keys)) for _ in admit.choices]
         held = HeldRequest(admit, keys, now_ms, due_ms)
-        runs = _runs(admit, held)
         if known is not None:
             self._stop(known, known.choices)
+            self._drop_prompts()
         self._held[held.request_id] = held
         for choice in held.choices:
             if choice.live:
@@ -397,10 +456,14 @@ class WorkerOutput:
                 self.refuse(choice.key, error)
         elif self.draining or self.live_count > self.live_max:
             self._requeue(held)
-        elif runs:
-            self._actions += runs
-        else:  # it has ended before, so that no step follows
+        elif not held.live:  # it has ended before, so that no step follows
             self._outbox.put(held)
+        elif admit.prompt is None:
+            self._actions += _runs(admit, held, admit.prompt_ids)
+        else:
+            self._fetching[held.request_id] = (admit, held)
+            fetch = FetchPrompt(held.request_id, admit.attempt, admit.prompt.claim, due_ms)
+            self._actions.append(fetch)
 
     def _rebind(self, message: Rebind, now_ms: int) -> None:
         held = self._held.get(message.request_id)
@@ -501,14 +564,14 @@ class WorkerOutput:
         self._tombstones.add(held.request_id, held.attempt)
 
 
-def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
+def _runs(admit: Admit, held: HeldRequest, prompt_ids: bytes) -> list[Action]:
     return [
         RunChoice(
             choice.key,
             RequestState(
                 request_id=admit.request_id,
                 choice=output.choice,
-                prompt_ids=admit.prompt_ids,
+                prompt_ids=prompt_ids,
                 output_ids=output.output_ids,
                 sampling=admit.sampling,
                 priority=admit.priority,
