@@ -109,6 +109,10 @@ ROWS = (
         deepstack_visual_indexes=[0],
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
+    replace(
+        seeing("qwen2", transformers.InternVLForConditionalGeneration),
+        name="qwen2 that sees tiles, in internvl",
+    ),
     *(
         replace(
             seeing("llama", architecture, model_type=f"{kind}_vision"),

@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from safetensors import safe_open
 from tests.support.llava import picture
 from tests.support.models import change_config
 from tests.support.qwen_vl import (
@@ -23,12 +22,10 @@ from tests.support.qwen_vl import (
     write_qwen3_vl,
     write_qwen25_vl,
 )
+from tests.support.towers import check_every_tensor, check_rows, embedding, opened
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.settings import Settings
-from antiphon.encoder.model import VisionModel, open_model
-from antiphon.encoder.tensor_files import TensorFiles
 from antiphon.model_card.vision import GridImages, GridSizes, read_vision
 from antiphon.wire.claim import PixelLimits
 from antiphon.wire.errors import InvalidRequest
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from numpy.typing import NDArray
-    from torch import Tensor
 
 SIZES = [(40, 33), (200, 31), (9, 70), (84, 84), (1, 90), (8, 8), (300, 299), (13, 12), (60, 4)]
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -63,10 +58,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return WRITERS[request.param](tmp_path_factory.mktemp("grid"))
 
 
-def opened(folder: Path) -> VisionModel:
-    return open_model(Settings(), folder)
-
-
 def card_of(folder: Path) -> GridImages:
     card = read_vision(folder)
     assert isinstance(card, GridImages)
@@ -80,11 +71,6 @@ def with_recipe(folder: Path, place: Path, recipe: Mapping[str, Any]) -> Path:
             (place / file.name).symlink_to(file)
     (place / "preprocessor_config.json").write_text(json.dumps(recipe))
     return place
-
-
-def embedding(model: VisionModel, data: bytes) -> NDArray[np.float32]:
-    made = model.embed(model.preprocess.decoded(data))
-    return np.frombuffer(made.data, "<f4").reshape(made.tokens, made.hidden)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -120,35 +106,11 @@ def test_embeddings_are_those_of_transformers(folder: Path) -> None:
     stacked = getattr(features, "deepstack_features", ())
     assert card_of(folder).deepstack == len(stacked)
     for data, *parts in zip(images, features.pooler_output, *stacked, strict=True):
-        right = torch.cat(parts, dim=-1)
-        error = np.abs(embedding(model, data) - right.numpy()).max() / right.std().item()
-        assert error < 2e-5
+        check_rows(embedding(model, data), torch.cat(parts, dim=-1))
 
 
 def test_every_tensor_of_the_tower_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, names = TensorFiles.read, list[str]()
-
-    def listing(files: TensorFiles, name: str, *shape: int) -> Tensor:
-        names.append(name)
-        return read(files, name, *shape)
-
-    monkeypatch.setattr(TensorFiles, "read", listing)
-    model = opened(folder)
-    pixels = model.preprocess.decoded(picture(5, 35, 30))
-    right = np.frombuffer(model.embed(pixels).data, "<f4")
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        stored = {name.partition("visual.")[2] for name in file.keys()}  # noqa: SIM118
-    assert stored - {""} == {*names}
-    for name in names:
-
-        def changed(files: TensorFiles, each: str, *shape: int, name: str = name) -> Tensor:
-            tensor = read(files, each, *shape)
-            ramp = torch.linspace(0, 1, tensor.numel()).view_as(tensor)
-            return tensor + ramp if each == name else tensor
-
-        monkeypatch.setattr(TensorFiles, "read", changed)
-        found = np.frombuffer(opened(folder).embed(pixels).data, "<f4")
-        assert np.abs(found - right).max() > 1e-3, name
+    check_every_tensor(folder, picture(5, 35, 30), monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 import transformers
 from openai import AsyncOpenAI
 from tests.support.gemma_vision import write_gemma_vision
+from tests.support.internvl import write_internvl
 from tests.support.llava import picture
 from tests.support.qwen_vl import patches, write_qwen3_vl, write_qwen25_vl
 from tests.support.smolvlm import write_smolvlm
@@ -83,6 +84,12 @@ FAMILIES = {
         grids,
         ("--batching-chunk-tokens", "24"),
         limits=PixelLimits(least=300, most=512),
+    ),
+    "internvl": Family(
+        write_internvl,
+        transformers.InternVLForConditionalGeneration,
+        frames,
+        ("--batching-chunk-tokens", "24"),
     ),
     "gemma3": Family(
         write_gemma_vision,

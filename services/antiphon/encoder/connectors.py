@@ -6,7 +6,7 @@ Axes: F frames of an image, T tokens of a frame, C width of the tower.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import read_features
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.vision import GEMMA3, IDEFICS
+from antiphon.model_card.vision import GEMMA3, IDEFICS, INTERN, shuffle_factor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +56,8 @@ def read_connector(folder: Path, spec: VisionTowerSpec) -> Connector | None:
         return _read_pooled(folder, spec)
     if kind in IDEFICS:
         return _read_shuffle(folder, spec)
+    if kind == INTERN:
+        return _read_shuffled_projector(folder, spec)
     features = read_features(folder)
     return None if features is None else read_projector(folder, spec, features)
 
@@ -126,12 +128,16 @@ class PixelShuffle:
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
         """Connect: (F, T, C)  ->  (F, T / factor ** 2, hidden)."""
-        frames, tokens, width = x.shape
-        by = self._factor
-        side = round(tokens**0.5) // by
-        # Of a square, the rows come first, then the columns, then the width.
-        squares = x.view(frames, side, by, side, by, width).transpose(2, 3)
-        return F.linear(squares.reshape(frames, side * side, -1), self._weight)
+        return F.linear(shuffled(x, self._factor), self._weight)
+
+
+def shuffled(x: Tensor, by: int) -> Tensor:
+    """Squares of `by` x `by` patches as rows: (F, T, C)  ->  (F, T / by ** 2, by ** 2 * C)."""
+    frames, tokens, width = x.shape
+    side = round(tokens**0.5) // by
+    # Of a square, the rows come first, then the columns, then the width.
+    squares = x.reshape(frames, side, by, side, by, width).transpose(2, 3)
+    return squares.reshape(frames, side * side, -1)
 
 
 class _IdeficsFields(msgspec.Struct, frozen=True):
@@ -149,6 +155,59 @@ def _read_shuffle(folder: Path, spec: VisionTowerSpec) -> PixelShuffle:
         return PixelShuffle(checkpoint.read(CONNECTOR, hidden, spec.hidden * factor**2), factor)
 
 
+class ShuffledProjector:
+    """InternVL's connector: squares of `factor` x `factor` patches, a norm, and two linears.
+
+    Source: Chen et al. 2024, arXiv:2404.16821.
+    """
+
+    def __init__(
+        self, norm: Affine, first: Affine, second: Affine, *, factor: int, drops_first: bool
+    ) -> None:
+        self._norm, self._first, self._second = norm, first, second
+        self._factor, self._start = factor, int(drops_first)
+
+    @property
+    def hidden(self) -> int:
+        return len(self._second.weight)
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Connect: (F, T, C)  ->  (F, rows of a frame, hidden)."""
+        norm, first, second = self._norm, self._first, self._second
+        squares = shuffled(x[:, self._start :], self._factor)
+        normed = F.layer_norm(squares, squares.shape[-1:], norm.weight, norm.bias)
+        return F.linear(
+            F.gelu(F.linear(normed, first.weight, first.bias)), second.weight, second.bias
+        )
+
+
+class _ShuffleFields(msgspec.Struct, frozen=True):
+    downsample_ratio: float = 0.5
+    projector_hidden_act: Literal["gelu"] = "gelu"
+
+
+def _read_shuffled_projector(folder: Path, spec: VisionTowerSpec) -> ShuffledProjector:
+    file, features = folder / "config.json", read_features(folder)
+    assert features is not None, "of this model"
+    factor = shuffle_factor(file, read_json(file, _ShuffleFields).downsample_ratio)
+    if (side := spec.image_size // spec.patch_size) % factor:
+        raise ConfigError(f"{file}: downsample_ratio: {factor} patches must divide {side}")
+    if not features.drops_first:
+        raise ConfigError(f"{file}: vision_feature_select_strategy: must be default")
+    last = f"{PROJECTOR}linear_1.weight"
+    with ExitStack() as open_files:
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=last)
+        hidden, wide = checkpoint.length(last), spec.hidden * factor**2
+        return ShuffledProjector(
+            checkpoint.affine(f"{PROJECTOR}layer_norm", wide),
+            checkpoint.affine(f"{PROJECTOR}linear_1", hidden, wide),
+            checkpoint.affine(f"{PROJECTOR}linear_2", hidden, hidden),
+            factor=factor,
+            drops_first=True,
+        )
+
+
 class Projector:
     """LLaVA's projector: two linear layers, from the width of the tower to that of the text model.
 
@@ -161,7 +220,7 @@ class Projector:
 
     @property
     def hidden(self) -> int:
-        return len(self._second.bias)
+        return len(self._second.weight)
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:

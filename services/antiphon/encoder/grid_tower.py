@@ -24,7 +24,7 @@ from torch import Tensor
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.preprocess import VisionActivation
-from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
+from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.vision import DEEPSTACKS
 
@@ -432,7 +432,7 @@ def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridLayerWeigh
     width, wide, affine = spec.width, spec.intermediate, files.affine
     if spec.gated:
         gate, up = (affine(f"{name}.mlp.{part}_proj", wide, width) for part in ("gate", "up"))
-        up = Affine(torch.cat((gate.weight, up.weight)), torch.cat((gate.bias, up.bias)))
+        up = fused(gate, up)
         down = affine(f"{name}.mlp.down_proj", width, wide)
     else:
         names = spec.names

@@ -1,9 +1,9 @@
-"""The vision transformer of CLIP and SigLIP, in torch.
+"""The vision transformers of CLIP, SigLIP and InternVL, in torch.
 
 Axes: B images, T tokens (patches, and CLIP's class token), C hidden, N heads, D of each head.
 
 Source: Dosovitskiy et al. 2020, arXiv:2010.11929; Radford et al. 2021, arXiv:2103.00020 (CLIP);
-Zhai et al. 2023, arXiv:2303.15343 (SigLIP).
+Zhai et al. 2023, arXiv:2303.15343 (SigLIP); Chen et al. 2023, arXiv:2312.14238 (InternVL).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from antiphon.encoder.preprocess import (
     read_preprocessor_config,
     read_spec,
 )
-from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
+from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
 from antiphon.model_card.vision import GridImages, read_vision
 from antiphon.resolve.device import detect_device
 
@@ -47,13 +47,48 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
 
 
-PATCH = "embeddings.patch_embedding.weight"
-"""The tensor that shows the prefix of the tower's names in models that have more than it."""
+@dataclass(frozen=True, slots=True)
+class TowerNames:
+    """Names of tensors; those of a layer's parts are relative to it.
+
+    The name of the patches shows the prefix of all in models that have more than a tower.
+    """
+
+    patch: str = "embeddings.patch_embedding"
+    positions: str = "embeddings.position_embedding.weight"
+    leading: str = "embeddings.class_embedding"
+    norm_after: str = "post_layernorm"
+    layer: str = "encoder.layers.{}"
+    attention: str = "self_attn"
+    out: str = "out_proj"
+    norm1: str = "layer_norm1"
+    norm2: str = "layer_norm2"
+
+
+NAMES = {
+    VisionFamily.CLIP: TowerNames(),
+    VisionFamily.SIGLIP: TowerNames(),
+    VisionFamily.INTERN: TowerNames(
+        patch="embeddings.patch_embeddings.projection",
+        positions="embeddings.position_embeddings",
+        leading="embeddings.cls_token",
+        norm_after="layernorm",
+        layer="encoder.layer.{}",
+        attention="attention",
+        out="projection_layer",
+        norm1="layernorm_before",
+        norm2="layernorm_after",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class VisionLayerWeights:
-    """The weights of one layer. Query, key and value are fused, (3 C, C)."""
+    """The weights of one layer. Query, key and value are fused, (3 C, C).
+
+    `q_norm` and `k_norm` (C,) are those of all heads at once, and `scale1` and `scale2` (C,) what
+    the outputs of both blocks are multiplied by, where there are any.
+    """
 
     norm1: Affine
     qkv: Affine
@@ -61,17 +96,21 @@ class VisionLayerWeights:
     norm2: Affine
     up: Affine
     down: Affine
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    scale1: Tensor | None = None
+    scale2: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class VisionTowerWeights:
-    """All weights. The optional ones differ between CLIP and SigLIP.
+    """All weights. The optional ones differ between the families.
 
     Attributes:
         patch: (C, 3, patch, patch).
-        patch_bias: (C,), SigLIP only.
+        patch_bias: (C,), not of CLIP.
         positions: (T, C).
-        class_token: (C,), CLIP only.
+        class_token: (C,), not of SigLIP.
         norm_before: Before the first layer, CLIP only.
         layers: Those that are computed: the last one may be left out.
         norm_after: After the last layer, SigLIP only: CLIP applies it only to its pooled output.
@@ -106,16 +145,22 @@ class VisionTower:
         if weights.norm_before is not None:
             x = self._norm(x, weights.norm_before)
         for layer in weights.layers:
-            x = x + self._attend(self._norm(x, layer.norm1), layer)
-            x = x + self._mlp(self._norm(x, layer.norm2), layer)
+            x = x + _scaled(self._attend(self._norm(x, layer.norm1), layer), layer.scale1)
+            x = x + _scaled(self._mlp(self._norm(x, layer.norm2), layer), layer.scale2)
         return x if weights.norm_after is None else self._norm(x, weights.norm_after)
 
     def _norm(self, x: Tensor, norm: Affine) -> Tensor:
+        if norm.bias is None:
+            return F.rms_norm(x, (self.spec.hidden,), norm.weight, self.spec.norm_eps)
         return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, self.spec.norm_eps)
 
     def _attend(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
         """Bidirectional attention: (B, T, C)  ->  (B, T, C)."""
         qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k, v = qkv.chunk(3, dim=-1)
+            q, k = (_normed(each, norm) for each, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+            qkv = torch.cat((q, k, v), dim=-1)
         split = qkv.view(len(x), self.spec.tokens, 3, self.spec.heads, -1)  # (B, T, 3, N, D)
         q, k, v = split.transpose(1, 3).unbind(2)  # each (B, N, T, D)
         out = F.scaled_dot_product_attention(q, k, v)
@@ -126,6 +171,14 @@ class VisionTower:
         return F.linear(wide, layer.down.weight, layer.down.bias)
 
 
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x if scale is None else x * scale
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+
 def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
     """Read a tower as float32; other tensors (text tower, projections, heads) are ignored.
 
@@ -134,23 +187,26 @@ def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
             an unsupported dtype.
     """
     with ExitStack() as open_files:
-        return _read(TensorFiles(weight_files(folder), open_files, last=PATCH), spec)
+        last = f"{NAMES[spec.family].patch}.weight"
+        return _read(TensorFiles(weight_files(folder), open_files, last=last), spec)
 
 
 def _read(checkpoint: TensorFiles, spec: VisionTowerSpec) -> VisionTowerWeights:
-    clip = spec.family is VisionFamily.CLIP
-    hidden, patch = spec.hidden, spec.patch_size
+    names, hidden, patch = NAMES[spec.family], spec.hidden, spec.patch_size
     take, affine = checkpoint.read, checkpoint.affine
-    positions = take("embeddings.position_embedding.weight", spec.tokens, hidden)
+    leading = (1,) if spec.family is VisionFamily.INTERN else ()
+    positions = take(names.positions, *leading, spec.tokens, hidden).view(spec.tokens, hidden)
     return VisionTowerWeights(
-        patch=take("embeddings.patch_embedding.weight", hidden, 3, patch, patch),
-        patch_bias=None if clip else take("embeddings.patch_embedding.bias", hidden),
-        class_token=take("embeddings.class_embedding", hidden) if clip else None,
+        patch=take(f"{names.patch}.weight", hidden, 3, patch, patch),
+        patch_bias=take(f"{names.patch}.bias", hidden) if spec.patch_bias else None,
+        class_token=(
+            take(names.leading, *leading, *leading, hidden).flatten() if spec.has_class else None
+        ),
         positions=_positions(positions, spec),
         # The misspelling is in every CLIP checkpoint.
-        norm_before=affine("pre_layrnorm", hidden) if clip else None,
-        layers=tuple(_layer(checkpoint, f"encoder.layers.{i}", spec) for i in range(spec.computed)),
-        norm_after=None if clip or spec.inner else affine("post_layernorm", hidden),
+        norm_before=affine("pre_layrnorm", hidden) if spec.norm_before else None,
+        layers=tuple(_layer(checkpoint, names, i, spec) for i in range(spec.computed)),
+        norm_after=affine(names.norm_after, hidden) if spec.norm_after else None,
     )
 
 
@@ -160,7 +216,7 @@ def _positions(table: Tensor, spec: VisionTowerSpec) -> Tensor:
     Idefics3 finds them by where a patch lies between 0 and 1, in float32: for some numbers of
     patches two of them get the same one.
     """
-    if not spec.tiles:
+    if not spec.by_place:
         return table
     side = spec.image_size // spec.patch_size
     lies = (torch.arange(side) * (1 / torch.tensor(float(side)))).clamp(max=1 - 1e-6)
@@ -168,16 +224,25 @@ def _positions(table: Tensor, spec: VisionTowerSpec) -> Tensor:
     return table[(side * at[:, None] + at).flatten()]
 
 
-def _layer(checkpoint: TensorFiles, name: str, spec: VisionTowerSpec) -> VisionLayerWeights:
-    hidden, wide, affine = spec.hidden, spec.intermediate, checkpoint.affine
-    q, k, v = (affine(f"{name}.self_attn.{part}_proj", hidden, hidden) for part in "qkv")
+def _layer(
+    checkpoint: TensorFiles, names: TowerNames, index: int, spec: VisionTowerSpec
+) -> VisionLayerWeights:
+    name, hidden, wide = names.layer.format(index), spec.hidden, spec.intermediate
+    take, affine, attention = checkpoint.read, checkpoint.affine, f"{name}.{names.attention}"
+    q, k, v = (
+        affine(f"{attention}.{part}_proj", hidden, hidden, bias=spec.qkv_bias) for part in "qkv"
+    )
     return VisionLayerWeights(
-        norm1=affine(f"{name}.layer_norm1", hidden),
-        qkv=Affine(torch.cat((q.weight, k.weight, v.weight)), torch.cat((q.bias, k.bias, v.bias))),
-        out=affine(f"{name}.self_attn.out_proj", hidden, hidden),
-        norm2=affine(f"{name}.layer_norm2", hidden),
+        norm1=affine(f"{name}.{names.norm1}", hidden, bias=not spec.rms),
+        qkv=fused(q, k, v),
+        out=affine(f"{attention}.{names.out}", hidden, hidden),
+        norm2=affine(f"{name}.{names.norm2}", hidden, bias=not spec.rms),
         up=affine(f"{name}.mlp.fc1", wide, hidden),
         down=affine(f"{name}.mlp.fc2", hidden, wide),
+        q_norm=take(f"{attention}.q_norm.weight", hidden) if spec.qk_norm else None,
+        k_norm=take(f"{attention}.k_norm.weight", hidden) if spec.qk_norm else None,
+        scale1=take(f"{name}.lambda_1", hidden) if spec.scales else None,
+        scale2=take(f"{name}.lambda_2", hidden) if spec.scales else None,
     )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 import struct
 import zlib
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -18,14 +17,17 @@ from PIL import Image, ImageOps
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.vision import (
-    EDGE_MAX,
     GEMMA3,
     IDEFICS,
+    INTERN,
+    AspectTiling,
     FeatureFields,
     GridSizes,
+    SquareTower,
     Tiling,
     check_unscaled,
     image_processor_file,
+    read_aspect_tiling,
     read_grid_file,
     read_tiling,
 )
@@ -50,6 +52,7 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 class VisionFamily(StrEnum):
     CLIP = "clip"
     SIGLIP = "siglip"
+    INTERN = "internvl"
 
 
 class VisionActivation(StrEnum):
@@ -65,14 +68,18 @@ class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a tower, as in config.json. Missing fields have CLIP's defaults.
 
     `mean`, `std`, `filter` and `crops` (to a square) are the family's defaults for preprocessing.
-    With `tiles` an image may have many frames.
+    `read_tiling` reads how images are cut to many frames.
     """
 
     family: ClassVar = VisionFamily.CLIP
     mean: ClassVar[Channels] = (0.48145466, 0.4578275, 0.40821073)
     std: ClassVar[Channels] = (0.26862954, 0.26130258, 0.27577711)
     crops: ClassVar = True
-    tiles: ClassVar = False
+    has_class: ClassVar = True
+    patch_bias: ClassVar = False
+    norm_before: ClassVar = True
+    scales: ClassVar = False
+    by_place: ClassVar = False
     filter: ClassVar = BICUBIC
     hidden: Size = field(name="hidden_size", default=768)
     intermediate: Size = field(name="intermediate_size", default=3072)
@@ -100,9 +107,29 @@ class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.feature_layer is not None
 
     @property
-    def has_class(self) -> bool:
-        """Whether the first row is a class token, and not a patch."""
-        return self.family is VisionFamily.CLIP
+    def norm_after(self) -> bool:
+        """Whether the original model returns what a norm makes of the last layer's output."""
+        return False
+
+    @property
+    def qkv_bias(self) -> bool:
+        return True
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys have a norm over all heads."""
+        return False
+
+    @property
+    def rms(self) -> bool:
+        """Whether the layers have RMS norms, without a bias."""
+        return False
+
+    @staticmethod
+    def read_tiling(folder: Path) -> Tiling | AspectTiling | None:
+        """Read how images are cut to many frames; None: they are not."""
+        del folder
+        return None
 
     @property
     def tokens(self) -> int:
@@ -117,9 +144,16 @@ class SiglipSpec(VisionTowerSpec, frozen=True, kw_only=True):
     mean: ClassVar[Channels] = (0.5, 0.5, 0.5)
     std: ClassVar[Channels] = (0.5, 0.5, 0.5)
     crops: ClassVar = False
+    has_class: ClassVar = False
+    patch_bias: ClassVar = True
+    norm_before: ClassVar = False
     patch_size: Size = 16
     activation: VisionActivation = field(name="hidden_act", default=VisionActivation.GELU_TANH)
     norm_eps: float = field(name="layer_norm_eps", default=1e-6)
+
+    @property
+    def norm_after(self) -> bool:
+        return not self.inner
 
 
 class Gemma3Spec(SiglipSpec, frozen=True, kw_only=True):
@@ -131,11 +165,55 @@ class Gemma3Spec(SiglipSpec, frozen=True, kw_only=True):
 class IdeficsSpec(SiglipSpec, frozen=True, kw_only=True):
     """SigLIP, with Idefics3's defaults."""
 
-    tiles: ClassVar = True
+    by_place: ClassVar = True
     filter: ClassVar = LANCZOS
     hidden: Size = field(name="hidden_size", default=1152)
     heads: Size = field(name="num_attention_heads", default=16)
     patch_size: Size = 32
+
+    @staticmethod
+    def read_tiling(folder: Path) -> Tiling:
+        return read_tiling(folder)
+
+
+class InternSpec(VisionTowerSpec, frozen=True, kw_only=True):
+    """InternVL's tower, an InternViT: class token, and outputs of blocks that are scaled."""
+
+    family: ClassVar = VisionFamily.INTERN
+    crops: ClassVar = False
+    patch_bias: ClassVar = True
+    norm_before: ClassVar = False
+    scales: ClassVar = True
+    hidden: Size = field(name="hidden_size", default=1024)
+    intermediate: Size = field(name="intermediate_size", default=4096)
+    layers: Size = field(name="num_hidden_layers", default=24)
+    heads: Size = field(name="num_attention_heads", default=16)
+    activation: VisionActivation = field(name="hidden_act", default=VisionActivation.GELU)
+    norm_eps: float = field(name="layer_norm_eps", default=1e-6)
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    norm_type: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    use_mean_pooling: bool = True
+
+    @property
+    def norm_after(self) -> bool:
+        return not self.use_mean_pooling and not self.inner
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.use_qk_norm
+
+    @property
+    def rms(self) -> bool:
+        return self.norm_type == "rms_norm"
+
+    @staticmethod
+    def read_tiling(folder: Path) -> AspectTiling:
+        return read_aspect_tiling(folder)
 
 
 def read_spec(folder: Path) -> VisionTowerSpec:
@@ -159,6 +237,8 @@ def read_spec(folder: Path) -> VisionTowerSpec:
                     f"{', '.join(LLAVA_TOWERS)}"
                 )
             spec_type, _ = _KINDS[inner]
+        if kind == INTERN:
+            tower = _squared(tower, file)
         spec = parse_json(tower, spec_type, file)
     else:
         spec = read_json(file, spec_type)
@@ -173,8 +253,11 @@ def read_spec(folder: Path) -> VisionTowerSpec:
         )
     if (features := read_features(folder)) is not None:
         assert isinstance(features.vision_feature_layer, int), "it was checked"
-        spec = msgspec.structs.replace(spec, feature_layer=features.vision_feature_layer)
-        if not 0 <= spec.computed < spec.layers:
+        layer: int | None = features.vision_feature_layer
+        if kind == INTERN and layer in (-1, spec.layers):
+            layer = None
+        spec = msgspec.structs.replace(spec, feature_layer=layer)
+        if layer is not None and not 0 <= spec.computed < spec.layers:
             raise ConfigError(
                 f"{file}: vision_feature_layer = {features.vision_feature_layer}: must be a layer "
                 f"before the last of {spec.layers}"
@@ -182,14 +265,26 @@ def read_spec(folder: Path) -> VisionTowerSpec:
     return spec
 
 
+def _squared(tower: msgspec.Raw, file: Path) -> msgspec.Raw:
+    """The config of a tower with one number for both edges."""
+    image, patch = parse_json(tower, SquareTower, f"{file}: vision_config").edges(file)
+    fields = parse_json(tower, dict[str, msgspec.Raw], file)
+    sizes = {"image_size": image, "patch_size": patch}
+    return msgspec.Raw(msgspec.json.encode(fields | sizes))
+
+
 def read_features(folder: Path) -> FeatureFields | None:
-    """What a LLaVA model takes of its tower; None for other models."""
+    """What a LLaVA or InternVL model takes of its tower; None for other models."""
     file = folder / "config.json"
-    if read_json(file, _Kind).model_type != "llava":
+    if (kind := read_json(file, _Kind).model_type) not in ("llava", INTERN):
         return None
-    features = read_json(file, FeatureFields)
+    features = read_json(file, _LastFeature if kind == INTERN else FeatureFields)
     features.check(file)
     return features
+
+
+class _LastFeature(FeatureFields, frozen=True):
+    vision_feature_layer: int | list[int] = -1
 
 
 class _Kind(msgspec.Struct):
@@ -208,6 +303,7 @@ _KINDS: dict[str, tuple[type[VisionTowerSpec], bool]] = {
     "siglip": (SiglipSpec, True),
     "llava": (VisionTowerSpec, True),
     GEMMA3: (Gemma3Spec, True),
+    INTERN: (InternSpec, True),
     **dict.fromkeys(IDEFICS, (IdeficsSpec, True)),
 }
 """By `model_type`: the spec, and whether the tower is in `vision_config`."""
@@ -317,8 +413,13 @@ class Preprocessor:
         """Resize an image to the frames that the tower takes."""
         recipe = self._recipe.within(limits)
         size, short, filter_ = recipe.size, recipe.short_edge, recipe.resample
-        if recipe.tiling is not None:
-            return _tiles(image, recipe.tiling, filter_)
+        match recipe.tiling:
+            case Tiling() as tiling:
+                return _tiles(image, tiling, filter_)
+            case AspectTiling() as tiling:
+                return _stacked(image, tiling, filter_)
+            case None:
+                pass
         if recipe.grid is not None:
             return [image.resize(recipe.grid.scaled(*image.size), filter_)]
         if short is None:
@@ -342,9 +443,19 @@ def _tiles(image: Image.Image, tiling: Tiling, filter_: int) -> list[Image.Image
         image = image.resize((columns * edge, rows * edge), filter_)
     if (columns, rows) == (1, 1):
         return [image if image.size == (edge, edge) else image.resize((edge, edge), filter_)]
+    return [*_cut(image, columns, rows, edge), image.resize((edge, edge), filter_)]
+
+
+def _stacked(image: Image.Image, tiling: AspectTiling, filter_: int) -> list[Image.Image]:
+    """Scale an image to tiles, row by row, and to one where there are several."""
+    edge, (columns, rows) = tiling.tile, tiling.grid(*image.size)
+    tiles = _cut(image.resize((columns * edge, rows * edge), filter_), columns, rows, edge)
+    return tiles if len(tiles) == 1 else [*tiles, image.resize((edge, edge), filter_)]
+
+
+def _cut(image: Image.Image, columns: int, rows: int, edge: int) -> list[Image.Image]:
     corners = [(edge * x, edge * y) for y in range(rows) for x in range(columns)]
-    tiles = [image.crop((x, y, x + edge, y + edge)) for x, y in corners]
-    return [*tiles, image.resize((edge, edge), filter_)]
+    return [image.crop((x, y, x + edge, y + edge)) for x, y in corners]
 
 
 def _opaque(image: Image.Image) -> Image.Image:
@@ -377,7 +488,7 @@ class PreprocessorConfig:
     scale: float
     mean: Channels
     std: Channels
-    tiling: Tiling | None = None
+    tiling: Tiling | AspectTiling | None = None
     grid: GridSizes | None = None
 
     def within(self, limits: PixelLimits | None) -> PreprocessorConfig:
@@ -398,9 +509,7 @@ class PreprocessorConfig:
     @property
     def frames_max(self) -> int:
         """Maximum number of frames of an image."""
-        if self.tiling is None or not self.tiling.splits:
-            return 1
-        return math.ceil(min(self.tiling.longest_edge, EDGE_MAX) / self.size) ** 2 + 1
+        return 1 if self.tiling is None else self.tiling.frames_max
 
 
 def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig:
@@ -413,7 +522,7 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
     file, card = found.file, found.read(_PreprocessorFile)
     if not card.do_resize:
         raise ConfigError(f"{file}: do_resize = false: the tower takes images of one size only")
-    tiling = read_tiling(folder) if spec.tiles else None
+    tiling = spec.read_tiling(folder)
     if tiling is not None and tiling.tile != spec.image_size:
         raise ConfigError(
             f"{file}: makes tiles of {tiling.tile} pixels; the tower takes {spec.image_size}"

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Weight and bias: (out, in) and (out,) of a linear layer, (C,) and (C,) of a norm."""
+    """Weight and bias, if any: (out, in) and (out,) of a linear, (C,) and (C,) of a norm."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -89,6 +89,15 @@ class TensorFiles:
             raise ConfigError(f"{file}: {name} is {tensor.dtype}: only floats are read")
         return tensor.float()
 
-    def affine(self, name: str, *shape: int) -> Affine:
-        """`shape` is that of the weight; the bias is as long as its first dimension."""
-        return Affine(self.read(f"{name}.weight", *shape), self.read(f"{name}.bias", shape[0]))
+    def affine(self, name: str, *shape: int, bias: bool = True) -> Affine:
+        """`shape` is that of the weight; the bias, if any, is as long as its first dimension."""
+        weight = self.read(f"{name}.weight", *shape)
+        return Affine(weight, self.read(f"{name}.bias", shape[0]) if bias else None)
+
+
+def fused(*parts: Affine) -> Affine:
+    """Linears with the same inputs as one, whose outputs lie behind each other."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    assert len(biases) in (0, len(parts)), "all have a bias, or none"
+    weight = torch.cat([part.weight for part in parts])
+    return Affine(weight, torch.cat(biases) if biases else None)

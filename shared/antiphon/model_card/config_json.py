@@ -43,6 +43,7 @@ Factors = Literal["short", "long"]
 MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
@@ -135,12 +136,26 @@ _LLAMA_7B = {
     "max_position_embeddings": 2048,
     "vocab_size": 32000,
 }
+_QWEN2 = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+}
 TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
+    ("InternVLForConditionalGeneration", "qwen2"): _QWEN2,
     ("Idefics3ForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaForConditionalGeneration", "llama"): _LLAMA_7B,
     ("SmolVLMForConditionalGeneration", "llama"): _LLAMA_7B,
 }
 """By architecture and the type of its text model: sizes that published files leave out."""
+TEXT_TYPES: Mapping[str, str] = {"InternVLForConditionalGeneration": "qwen2"}
+"""By architecture: the type of a text model whose config does not say it."""
+TIED = frozenset({"InternVLForConditionalGeneration"})
+"""Architectures whose head is the embedding table, if neither config says whether it is."""
 
 _ONE_HEAD_COUNT = ("num_key_value_heads", "head_dim")
 IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -214,6 +229,10 @@ def text_model_config(config: Fields) -> Fields:
     text = parse_json(config["text_config"], Fields, "config.json: text_config")
     # transformers ties weights by the outer config; the inner one may have its class's default.
     outer = ("architectures", "tie_word_embeddings")
+    if "model_type" not in text and architecture in TEXT_TYPES:
+        text["model_type"] = msgspec.Raw(f'"{TEXT_TYPES[architecture]}"'.encode())
+    if architecture in TIED:
+        text.setdefault("tie_word_embeddings", msgspec.Raw(b"true"))
     sizes = TEXT_DEFAULTS.get((architecture, _model_type(text)), {}).items()
     unset = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in sizes}
     flat = (

@@ -137,7 +137,7 @@ EDGE_MAX = 4096
 """Edge beyond which Idefics3 scales no image, whatever its preprocessor says."""
 
 
-class Tiling(msgspec.Struct, frozen=True, kw_only=True):
+class Tiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How Idefics3 cuts images into tiles, as its preprocessor does.
 
     Attributes:
@@ -158,6 +158,13 @@ class Tiling(msgspec.Struct, frozen=True, kw_only=True):
         """
         check_unscaled(limits)
         return msgspec.structs.replace(self, splits=self.splits and not limits.low)
+
+    @property
+    def frames_max(self) -> int:
+        """Tiles of an image, at most, and all of it."""
+        if not self.splits:
+            return 1
+        return math.ceil(min(self.longest_edge, EDGE_MAX) / self.tile) ** 2 + 1
 
     def scaled(self, width: int, height: int) -> tuple[int, int]:
         """The size to which an image is scaled first, in its aspect ratio, about."""
@@ -198,11 +205,7 @@ class TiledImages(VisionBase, frozen=True, kw_only=True):
     tile_tokens: int
 
     def within(self, limits: PixelLimits) -> Self:
-        tiling = self.tiling.within(limits)
-        if tiling == self.tiling:
-            return self
-        processing = hashlib.sha256(self.processing + msgspec.json.encode(tiling)).digest()
-        return msgspec.structs.replace(self, tiling=tiling, processing=processing)
+        return _cut_within(self, limits)
 
     def pieces(self, width: int, height: int) -> Pieces:
         """What stands for an image of this size in pixels."""
@@ -220,6 +223,82 @@ class TiledImages(VisionBase, frozen=True, kw_only=True):
                 after = ""
             after = "\n"
         return (*pieces, f"\n\n{whole}", *ends)
+
+
+class AspectTiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How InternVL cuts images: to the grid of tiles whose shape is nearest to theirs.
+
+    Attributes:
+        tile: Edge of a tile, in pixels.
+        least: Tiles of an image, without that which shows all of it.
+        most: Likewise.
+    """
+
+    tile: Size
+    least: Size = 1
+    most: Size = 12
+
+    @property
+    def frames_max(self) -> int:
+        """Tiles of an image, at most, and all of it."""
+        return self.most + (self.most > 1)
+
+    def within(self, limits: PixelLimits) -> AspectTiling:
+        """This tiling within the limits of a request: one tile is what low detail needs.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        return msgspec.structs.replace(self, least=1, most=1) if limits.low else self
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tiles that an image is scaled to."""
+        ratio, nearest, best = width / height, math.inf, (1, 1)
+        edges = range(1, self.most + 1)
+        grids = [(x, y) for x in edges for y in edges if self.least <= x * y <= self.most]
+        for columns, rows in sorted(grids, key=math.prod):
+            distance = abs(ratio - columns / rows)
+            # As near: more tiles only for an image of over half of their pixels.
+            larger = width * height > 0.5 * self.tile**2 * columns * rows
+            if distance < nearest or (distance == nearest and larger):
+                nearest, best = distance, (columns, rows)
+        return best
+
+    def frames(self, width: int, height: int) -> int:
+        """Tiles of an image, and all of it where there are several."""
+        count = math.prod(self.grid(width, height))
+        return count + (count > 1)
+
+
+class StackedTiles(VisionBase, frozen=True, kw_only=True):
+    """An image has a row of `tile_tokens` for each tile and all of it, behind each other: InternVL.
+
+    `before` and `after` are texts around them.
+    """
+
+    tiling: AspectTiling
+    tile_tokens: int
+    before: str
+    after: str
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _cut_within(self, limits)
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        return (self.before, self.tiling.frames(width, height) * self.tile_tokens, self.after)
+
+
+Cut = TypeVar("Cut", TiledImages, StackedTiles)
+
+
+def _cut_within(card: Cut, limits: PixelLimits) -> Cut:
+    tiling = card.tiling.within(limits)
+    if tiling == card.tiling:
+        return card
+    processing = hashlib.sha256(card.processing + msgspec.json.encode(tiling)).digest()
+    return msgspec.structs.replace(card, tiling=tiling, processing=processing)
 
 
 class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,12 +392,12 @@ class GridImages(VisionBase, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, sizes=sizes, processing=processing)
 
 
-VisionCard = SquareImages | TiledImages | GridImages
+VisionCard = SquareImages | TiledImages | StackedTiles | GridImages
 """How a model takes images."""
 
 
 class FeatureFields(msgspec.Struct, frozen=True):
-    """LLaVA's fields about what it takes of its tower."""
+    """LLaVA's and InternVL's fields about what they take of their towers."""
 
     image_token_id: int | None = None
     image_token_index: int = 32000
@@ -338,6 +417,33 @@ class FeatureFields(msgspec.Struct, frozen=True):
     def drops_first(self) -> bool:
         """Whether the class token of the tower is left out."""
         return self.vision_feature_select_strategy == "default"
+
+
+class SquareTower(msgspec.Struct, frozen=True):
+    """A tower whose sizes may be written for both edges.
+
+    A bounded number or a tuple of a fixed length crashes msgspec 0.22.
+    """
+
+    image_size: Size | tuple[Size, ...] = 448
+    patch_size: Size | tuple[Size, ...] = 14
+
+    def edges(self, file: Path) -> tuple[int, int]:
+        """Edge of an image, and of a patch.
+
+        Raises:
+            ConfigError: They are no squares.
+        """
+        return _edge(file, "image_size", self.image_size), _edge(
+            file, "patch_size", self.patch_size
+        )
+
+
+def _edge(file: Path, name: str, size: int | tuple[int, ...]) -> int:
+    edges = {size} if isinstance(size, int) else set(size)
+    if len(edges) != 1:
+        raise ConfigError(f"{file}: vision_config: {name} = {size}: must be a square")
+    return edges.pop()
 
 
 class _Tower(msgspec.Struct, frozen=True):
@@ -477,6 +583,40 @@ class _Gemma3(msgspec.Struct, frozen=True):
     text_config: _Windows = field(default_factory=_Windows)
 
 
+class _InternVl(msgspec.Struct, frozen=True):
+    image_token_id: int = 151667
+    downsample_ratio: float = 0.5
+    vision_config: SquareTower = field(default_factory=SquareTower)
+
+
+class _SquareEdges(msgspec.Struct, frozen=True):
+    height: Size = 384
+    width: Size = 384
+
+
+class _AspectFile(msgspec.Struct, frozen=True):
+    """InternVL's preprocessor_config.json. Whether it says to cut images, its processor does."""
+
+    size: _SquareEdges = field(default_factory=_SquareEdges)
+    min_patches: Size = 1
+    max_patches: Size = 12
+
+
+def read_aspect_tiling(folder: Path) -> AspectTiling:
+    """Read how the preprocessor of an InternVL model cuts images.
+
+    Raises:
+        ConfigError: The file is malformed, or says nothing that can be done.
+    """
+    found = image_processor_file(folder)
+    read = found.read(_AspectFile)
+    if read.size.height != read.size.width or read.min_patches > read.max_patches:
+        raise ConfigError(
+            f"{found.file}: size must be a square, and min_patches not exceed max_patches"
+        )
+    return AspectTiling(tile=read.size.height, least=read.min_patches, most=read.max_patches)
+
+
 class _PanAndScan(msgspec.Struct, frozen=True):
     do_pan_and_scan: bool | None = None
 
@@ -487,9 +627,10 @@ class _ModelKind(msgspec.Struct, frozen=True):
 
 IDEFICS = ("idefics3", "smolvlm")
 GEMMA3 = "gemma3"
+INTERN = "internvl"
 DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
 GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS)
-SEEING = ("llava", GEMMA3, *IDEFICS, *GRIDS)
+SEEING = ("llava", GEMMA3, INTERN, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
 
@@ -506,6 +647,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return _read_grid(folder)
     if kind == GEMMA3:
         return _read_gemma3(folder)
+    if kind == INTERN:
+        return _read_internvl(folder)
     return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
 
 
@@ -556,6 +699,33 @@ def _read_gemma3(folder: Path) -> SquareImages:
         span_tokens=tokens,
         processing=_processing(folder, config),
     )
+
+
+def _read_internvl(folder: Path) -> StackedTiles:
+    file = folder / "config.json"
+    config = read_json(file, _InternVl)
+    image, patch = config.vision_config.edges(file)
+    by = shuffle_factor(file, config.downsample_ratio)
+    return StackedTiles(
+        placeholder=config.image_token_id,
+        tiling=read_aspect_tiling(folder),
+        tile_tokens=(image // patch // by) ** 2,
+        before="<img>",
+        after="</img>",
+        processing=_processing(folder, config),
+    )
+
+
+def shuffle_factor(file: Path, ratio: float) -> int:
+    """Edge of the squares of patches that become one row.
+
+    Raises:
+        ConfigError: It is no whole number.
+    """
+    by = round(1 / ratio) if ratio > 0 else 0
+    if by < 1 or 1 / by != ratio:
+        raise ConfigError(f"{file}: downsample_ratio = {ratio}: must be 1 by a whole number")
+    return by
 
 
 def _processing(folder: Path, config: msgspec.Struct) -> bytes:

@@ -32,6 +32,7 @@ from antiphon.model_worker.model.families.llama import (
     PHI3,
     SMOLLM3,
 )
+from antiphon.model_worker.model.families.multimodal import INTERNVL
 from antiphon.model_worker.model.families.qwen import (
     QWEN2,
     QWEN2_MOE,
@@ -67,6 +68,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Idefics3ForConditionalGeneration": IDEFICS3,
+    "InternVLForConditionalGeneration": INTERNVL,
     "Llama4ForConditionalGeneration": LLAMA4,
     "LlavaForConditionalGeneration": LLAVA,
     "Mistral3ForConditionalGeneration": MISTRAL,

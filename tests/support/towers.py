@@ -1,0 +1,74 @@
+"""Comparisons that all towers share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from antiphon.config.settings import Settings
+from antiphon.encoder.model import VisionModel, open_model
+from antiphon.encoder.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
+"""Names of what encoders read, or where they begin."""
+
+
+def opened(folder: Path) -> VisionModel:
+    return open_model(Settings(), folder)
+
+
+def embedding(model: VisionModel, data: bytes) -> NDArray[np.float32]:
+    """The rows of an image, (T, C)."""
+    made = model.embed(model.preprocess.decoded(data))
+    assert len(made.data) <= model.embedding_bytes
+    return np.frombuffer(made.data, "<f4").reshape(made.tokens, made.hidden)
+
+
+def check_rows(found: NDArray[np.float32], right: Tensor) -> None:
+    assert found.shape == right.shape
+    assert np.abs(found - right.numpy()).max() / right.std().item() < 2e-5
+
+
+def check_every_tensor(folder: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor of the tower and of what is behind it is read, once, and matters."""
+    read, names = TensorFiles.read, list[str]()
+
+    def listing(files: TensorFiles, name: str, *shape: int) -> Tensor:
+        names.append(name)
+        return read(files, name, *shape)
+
+    monkeypatch.setattr(TensorFiles, "read", listing)
+    model = opened(folder)
+    pixels = model.preprocess.decoded(data)
+    right = np.frombuffer(model.embed(pixels).data, "<f4")
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        stored = [name for name in file.keys() if any(part in name for part in PARTS)]  # noqa: SIM118
+    assert sorted(names) == sorted(_own(name) for name in stored)
+    for name in names:
+
+        def changed(files: TensorFiles, each: str, *shape: int, name: str = name) -> Tensor:
+            tensor = read(files, each, *shape)
+            ramp = torch.linspace(0, 1, tensor.numel()).view_as(tensor)
+            return tensor + ramp if each == name else tensor
+
+        monkeypatch.setattr(TensorFiles, "read", changed)
+        found = np.frombuffer(opened(folder).embed(pixels).data, "<f4")
+        assert np.abs(found - right).max() > 1e-3, name
+    monkeypatch.setattr(TensorFiles, "read", read)
+
+
+def _own(name: str) -> str:
+    """What a tensor is called where it is read."""
+    for part in ("visual.", "vision_tower.", "vision_model."):
+        name = name.rpartition(part)[2]
+    return name.removeprefix("model.")
