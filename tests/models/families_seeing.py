@@ -110,6 +110,22 @@ ROWS = (
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
     replace(
+        seeing(
+            "mistral",
+            transformers.LlavaNextForConditionalGeneration,
+            model_type="clip_vision_model",
+        ),
+        name="mistral that sees tiles, in llava-next",
+    ),
+    replace(
+        seeing(
+            "qwen2",
+            transformers.LlavaOnevisionForConditionalGeneration,
+            model_type="siglip_vision_model",
+        ),
+        name="qwen2 that sees tiles, in llava-onevision",
+    ),
+    replace(
         seeing("qwen2", transformers.InternVLForConditionalGeneration),
         name="qwen2 that sees tiles, in internvl",
     ),

@@ -209,8 +209,8 @@ def test_limits_of_a_request_are_those_of_a_preprocessor(folder: Path, tmp_path:
     card, model = plain.within(limits), opened(folder)
     for size in SIZES:
         data = picture(1, *size)
-        found = model.preprocess.decoded(data, *size, limits)
-        np.testing.assert_array_equal(found, theirs.preprocess.decoded(data))
+        found = model.preprocess.decoded(data, *size, limits).pixels
+        np.testing.assert_array_equal(found, theirs.preprocess.decoded(data).pixels)
         assert card.pieces(*size) == card_of(tmp_path).pieces(*size)
         assert card.columns(*size) * 8 == found.shape[2]
     assert (

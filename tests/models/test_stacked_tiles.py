@@ -99,7 +99,12 @@ def test_low_detail_is_one_tile(folder: Path) -> None:
     low = card.within(limits)
     assert low.pieces(200, 31) == ("<img>", 4, "</img>")
     assert low.processing != card.processing
-    assert model.preprocess.decoded(picture(1, 200, 31), 0, 0, limits).shape == (1, 28, 28, 3)
+    assert model.preprocess.decoded(picture(1, 200, 31), 0, 0, limits).pixels.shape == (
+        1,
+        28,
+        28,
+        3,
+    )
 
 
 @pytest.mark.parametrize(

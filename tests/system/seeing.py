@@ -91,7 +91,7 @@ class Seeing:
     ) -> Tensor:
         """What transformers samples each output token from, (O, V)."""
         decoded = [self.preprocess.decoded(image, limits=limits) for image in images]
-        frames = [torch.as_tensor(self.preprocess.normalized(each)) for each in decoded]
+        frames = [torch.as_tensor(self.preprocess.normalized(each.pixels)) for each in decoded]
         ids = torch.tensor([prompt + output])
         inputs = self.inputs(frames, ids == self.placeholder) if frames else {}
         with torch.inference_mode():

@@ -16,19 +16,27 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import read_features
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.vision import GEMMA3, IDEFICS, INTERN, shuffle_factor
+from antiphon.model_card.vision import (
+    GEMMA3,
+    IDEFICS,
+    INTERN,
+    AnyresTiling,
+    read_anyres,
+    shuffle_factor,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from antiphon.encoder.preprocess import VisionTowerSpec
+    from antiphon.encoder.preprocess import PreprocessorConfig, VisionTowerSpec
     from antiphon.encoder.tensor_files import Affine
-    from antiphon.model_card.vision import FeatureFields
+    from antiphon.model_card.vision import FeatureFields, Packing
 
 PROJECTOR = "multi_modal_projector."
 _PROJECTION = "mm_input_projection_weight"
+NEWLINE = "image_newline"
 CONNECTOR = "connector.modality_projection.proj.weight"
 
 
@@ -206,6 +214,58 @@ def _read_shuffled_projector(folder: Path, spec: VisionTowerSpec) -> ShuffledPro
             factor=factor,
             drops_first=True,
         )
+
+
+class PackedTiles:
+    """LLaVA-NeXT's rows of an image: all of it, and its grid of patches without the padding.
+
+    `newline` (hidden,) is behind each row of the grid, and behind an image of one tile.
+
+    Source: Liu et al. 2024, LLaVA-NeXT; Li et al. 2024, arXiv:2408.03326 (OneVision).
+    """
+
+    def __init__(self, newline: Tensor, tiling: AnyresTiling, packing: Packing) -> None:
+        self._newline, self._tiling, self._packing = newline, tiling, packing
+
+    @property
+    def rows_max(self) -> int:
+        """Rows of an image, at most."""
+        side, tile = self._packing.side, self._tiling.tile
+        grids = [(x // tile * side, y // tile * side) for x, y in self._tiling.sizes]
+        return side**2 + max(rows * (columns + 1) for columns, rows in grids)
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor, width: int, height: int) -> Tensor:
+        """Pack the tiles of an image of this size: (F, T, hidden)  ->  (rows, hidden)."""
+        whole, tiles, side = x[0], x[1:], self._packing.side
+        if not len(tiles):
+            return torch.cat((whole, self._newline[None]))
+        columns, rows = self._tiling.grid(width, height)
+        cut = tiles.view(rows, columns, side, side, -1).transpose(1, 2)
+        grid = cut.reshape(rows * side, columns * side, -1)
+        across, down = self._tiling.margins(width, height, side)
+        grid = grid[down : len(grid) - down, across : grid.shape[1] - across]
+        columns, rows = self._packing.grid(self._tiling, width, height)
+        if grid.shape[:2] != (rows, columns):
+            channels = grid.permute(2, 0, 1)[None]
+            grid = F.interpolate(channels, (rows, columns), mode="bilinear")[0].permute(1, 2, 0)
+        lines = torch.cat((grid, self._newline.expand(rows, 1, -1)), dim=1)
+        return torch.cat((whole, lines.flatten(0, 1)))
+
+
+def read_packed(folder: Path, recipe: PreprocessorConfig) -> PackedTiles | None:
+    """Read how a model packs tiles; None: their rows lie behind each other.
+
+    Raises:
+        ConfigError: The row for a new line is missing.
+    """
+    kind = read_json(folder / "config.json", _ConnectedKind).model_type
+    if not isinstance(recipe.tiling, AnyresTiling):
+        return None
+    with ExitStack() as open_files:
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=NEWLINE)
+        newline = checkpoint.read(NEWLINE, checkpoint.length(NEWLINE))
+    return PackedTiles(newline, recipe.tiling, read_anyres(folder, kind)[1])
 
 
 class Projector:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from antiphon.encoder.cache import DecodeJob
-from antiphon.encoder.preprocess import Preprocessor, PreprocessorConfig
+from antiphon.encoder.preprocess import DecodedImage, Preprocessor, PreprocessorConfig
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -27,9 +26,6 @@ from antiphon.wire.errors import (
     decode_error,
     encode_error,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _MEMORY_BYTES_MAX = 4 * 1024**3
 """Address space: an interpreter with numpy and Pillow takes 1 GiB of it, an image of 64 million
@@ -48,10 +44,15 @@ class DecodeSettings(msgspec.Struct, frozen=True):
 
 
 class _Pixels(msgspec.Struct, frozen=True, tag=True):
-    """Row-major, of 8 bits each, and their shape (F, H, W, 3): F frames of H x W pixels."""
+    """Row-major, of 8 bits each, and their shape (F, H, W, 3): F frames of H x W pixels.
+
+    `width` and `height` are those of the image.
+    """
 
     data: bytes
     shape: tuple[int, int, int, int]
+    width: int
+    height: int
 
 
 class DecodeProcesses:
@@ -68,8 +69,8 @@ class DecodeProcesses:
             memory_bytes_max=_MEMORY_BYTES_MAX,
         )
 
-    async def decode(self, job: DecodeJob, *, timeout_s: float) -> NDArray[np.uint8]:
-        """Decode and resize an image: frames (F, H, W, 3).
+    async def decode(self, job: DecodeJob, *, timeout_s: float) -> DecodedImage:
+        """Decode and resize an image.
 
         Raises:
             InvalidRequest: It is no image, has another size, or ended its process: by its memory
@@ -88,7 +89,8 @@ class DecodeProcesses:
         outcome = msgspec.msgpack.decode(result, type=_Pixels | ErrorReply)
         if isinstance(outcome, ErrorReply):
             raise decode_error(outcome)
-        return np.frombuffer(outcome.data, np.uint8).reshape(outcome.shape)
+        pixels = np.frombuffer(outcome.data, np.uint8).reshape(outcome.shape)
+        return DecodedImage(pixels, outcome.width, outcome.height)
 
 
 def main(arguments: list[str]) -> None:
@@ -99,10 +101,12 @@ def main(arguments: list[str]) -> None:
     def work(data: bytes) -> bytes:
         job = msgspec.msgpack.decode(data, type=DecodeJob)
         try:
-            pixels = preprocessor.decoded(job.image, job.width, job.height, job.limits)
+            image = preprocessor.decoded(job.image, job.width, job.height, job.limits)
         except EngineError as error:
             return msgspec.msgpack.encode(encode_error(error))
-        return msgspec.msgpack.encode(_Pixels(pixels.tobytes(), pixels.shape))
+        pixels = image.pixels
+        result = _Pixels(pixels.tobytes(), pixels.shape, image.width, image.height)
+        return msgspec.msgpack.encode(result)
 
     serve(work, parent_pid, memory_bytes_max)
 

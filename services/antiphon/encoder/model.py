@@ -19,7 +19,7 @@ from torch import Tensor
 
 from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.cache import CachedEmbedding
-from antiphon.encoder.connectors import Connector, read_connector
+from antiphon.encoder.connectors import Connector, PackedTiles, read_connector, read_packed
 from antiphon.encoder.grid_tower import (
     GridTower,
     GridTowerSpec,
@@ -41,10 +41,8 @@ from antiphon.resolve.device import detect_device
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from antiphon.config.settings import Settings
+    from antiphon.encoder.preprocess import DecodedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +251,7 @@ class VisionModel:
     preprocess: Preprocessor
     tower: VisionTower | GridTower
     connector: Connector | None = None
+    packing: PackedTiles | None = None
 
     @property
     def embedding_bytes(self) -> int:
@@ -262,14 +261,18 @@ class VisionModel:
             assert recipe.grid is not None, "a recipe of this tower"
             return recipe.grid.tokens_max * spec.rows_width * 4
         hidden = spec.hidden if self.connector is None else self.connector.hidden
-        return recipe.frames_max * spec.tokens * hidden * 4
+        rows = recipe.frames_max * spec.tokens
+        return (rows if self.packing is None else self.packing.rows_max) * hidden * 4
 
-    def embed(self, decoded: NDArray[np.uint8]) -> CachedEmbedding:
-        """Embed frames (F, height, width, 3), which `preprocess` has decoded."""
-        states = self.tower(torch.as_tensor(self.preprocess.normalized(decoded)))
+    def embed(self, image: DecodedImage) -> CachedEmbedding:
+        """Embed an image that `preprocess` has decoded."""
+        states = self.tower(torch.as_tensor(self.preprocess.normalized(image.pixels)))
         if self.connector is not None:
             states = self.connector(states)
-        embedding = states.flatten(0, 1)  # (F * T, C)
+        if self.packing is None:
+            embedding = states.flatten(0, 1)  # (F * T, C)
+        else:
+            embedding = self.packing(states, image.width, image.height)
         data = embedding.numpy().astype("<f4", copy=False).tobytes()
         tokens, hidden = embedding.shape
         return CachedEmbedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())
@@ -291,4 +294,6 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     recipe = read_preprocessor_config(folder, spec)
     tower = VisionTower(spec, read_weights(folder, spec))
     preprocessor = Preprocessor(recipe, pixels_max=pixels_max)
-    return VisionModel(preprocessor, tower, read_connector(folder, spec))
+    return VisionModel(
+        preprocessor, tower, read_connector(folder, spec), read_packed(folder, recipe)
+    )

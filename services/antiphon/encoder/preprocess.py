@@ -17,9 +17,11 @@ from PIL import Image, ImageOps
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.vision import (
+    ANYRES,
     GEMMA3,
     IDEFICS,
     INTERN,
+    AnyresTiling,
     AspectTiling,
     FeatureFields,
     GridSizes,
@@ -27,6 +29,8 @@ from antiphon.model_card.vision import (
     Tiling,
     check_unscaled,
     image_processor_file,
+    read_anyres,
+    read_anyres_fields,
     read_aspect_tiling,
     read_grid_file,
     read_tiling,
@@ -126,7 +130,7 @@ class VisionTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return False
 
     @staticmethod
-    def read_tiling(folder: Path) -> Tiling | AspectTiling | None:
+    def read_tiling(folder: Path) -> Tiling | AspectTiling | AnyresTiling | None:
         """Read how images are cut to many frames; None: they are not."""
         del folder
         return None
@@ -154,6 +158,27 @@ class SiglipSpec(VisionTowerSpec, frozen=True, kw_only=True):
     @property
     def norm_after(self) -> bool:
         return not self.inner
+
+
+class PaddedClipSpec(VisionTowerSpec, frozen=True, kw_only=True):
+    """CLIP, of images that are padded to a grid of tiles."""
+
+    @staticmethod
+    def read_tiling(folder: Path) -> AnyresTiling:
+        return _padded_tiling(folder)
+
+
+class PaddedSiglipSpec(SiglipSpec, frozen=True, kw_only=True):
+    """SigLIP, of images that are padded to a grid of tiles."""
+
+    @staticmethod
+    def read_tiling(folder: Path) -> AnyresTiling:
+        return _padded_tiling(folder)
+
+
+def _padded_tiling(folder: Path) -> AnyresTiling:
+    kind = read_json(folder / "config.json", _Kind).model_type
+    return read_anyres(folder, kind)[0]
 
 
 class Gemma3Spec(SiglipSpec, frozen=True, kw_only=True):
@@ -229,14 +254,14 @@ def read_spec(folder: Path) -> VisionTowerSpec:
     spec_type, nested = _KINDS[kind]
     if nested:
         tower = read_json(file, _Both).vision_config
-        if kind == "llava":
+        if kind in ("llava", *ANYRES):
             inner = parse_json(tower, _Kind, file).model_type
             if inner not in LLAVA_TOWERS:
                 raise ConfigError(
                     f"{file}: vision_config: model_type = {inner!r}: must be one of "
                     f"{', '.join(LLAVA_TOWERS)}"
                 )
-            spec_type, _ = _KINDS[inner]
+            spec_type = (_PADDED if kind in ANYRES else LLAVA_TOWERS)[inner]
         if kind == INTERN:
             tower = _squared(tower, file)
         spec = parse_json(tower, spec_type, file)
@@ -257,10 +282,10 @@ def read_spec(folder: Path) -> VisionTowerSpec:
         if kind == INTERN and layer in (-1, spec.layers):
             layer = None
         spec = msgspec.structs.replace(spec, feature_layer=layer)
-        if layer is not None and not 0 <= spec.computed < spec.layers:
+        if not 0 <= spec.computed <= spec.layers:
             raise ConfigError(
-                f"{file}: vision_feature_layer = {features.vision_feature_layer}: must be a layer "
-                f"before the last of {spec.layers}"
+                f"{file}: vision_feature_layer = {features.vision_feature_layer}: must be one of "
+                f"{spec.layers} layers"
             )
     return spec
 
@@ -276,7 +301,9 @@ def _squared(tower: msgspec.Raw, file: Path) -> msgspec.Raw:
 def read_features(folder: Path) -> FeatureFields | None:
     """What a LLaVA or InternVL model takes of its tower; None for other models."""
     file = folder / "config.json"
-    if (kind := read_json(file, _Kind).model_type) not in ("llava", INTERN):
+    if (kind := read_json(file, _Kind).model_type) in ANYRES:
+        return read_anyres_fields(folder, kind)
+    if kind not in ("llava", INTERN):
         return None
     features = read_json(file, _LastFeature if kind == INTERN else FeatureFields)
     features.check(file)
@@ -301,13 +328,20 @@ _KINDS: dict[str, tuple[type[VisionTowerSpec], bool]] = {
     "clip": (VisionTowerSpec, True),
     "siglip_vision_model": (SiglipSpec, False),
     "siglip": (SiglipSpec, True),
-    "llava": (VisionTowerSpec, True),
+    **dict.fromkeys(("llava", *ANYRES), (VisionTowerSpec, True)),
     GEMMA3: (Gemma3Spec, True),
     INTERN: (InternSpec, True),
     **dict.fromkeys(IDEFICS, (IdeficsSpec, True)),
 }
 """By `model_type`: the spec, and whether the tower is in `vision_config`."""
-LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model")
+LLAVA_TOWERS: dict[str, type[VisionTowerSpec]] = {
+    "clip_vision_model": VisionTowerSpec,
+    "siglip_vision_model": SiglipSpec,
+}
+_PADDED: dict[str, type[VisionTowerSpec]] = {
+    "clip_vision_model": PaddedClipSpec,
+    "siglip_vision_model": PaddedSiglipSpec,
+}
 
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -333,6 +367,15 @@ _BROKEN = (
 Image.MAX_IMAGE_PIXELS = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedImage:
+    """The frames (F, H, W, 3) of an image, and its own size in pixels, upright."""
+
+    pixels: NDArray[np.uint8]
+    width: int
+    height: int
+
+
 class Preprocessor:
     """Decodes, resizes, crops and normalizes. Called in one thread; has no mutable state.
 
@@ -352,7 +395,7 @@ class Preprocessor:
             InvalidRequest: It is not an image of one of `FORMATS`, or it is too narrow.
             RequestTooLarge: The image has too many pixels.
         """
-        return self.normalized(self.decoded(data))
+        return self.normalized(self.decoded(data).pixels)
 
     def decoded(
         self,
@@ -360,8 +403,8 @@ class Preprocessor:
         width: int = 0,
         height: int = 0,
         limits: PixelLimits | None = None,
-    ) -> NDArray[np.uint8]:
-        """Return the frames as (F, size, size, 3), decoded and resized, but not normalized.
+    ) -> DecodedImage:
+        """Return the frames, decoded and resized, but not normalized.
 
         Raises:
             InvalidRequest: It is not an image of one of `FORMATS`, it is too narrow, it has
@@ -376,7 +419,8 @@ class Preprocessor:
                 "its header",
                 param="image",
             )
-        return np.stack([np.asarray(frame, dtype=np.uint8) for frame in self._fit(image, limits)])
+        frames = [np.asarray(frame, dtype=np.uint8) for frame in self._fit(image, limits)]
+        return DecodedImage(np.stack(frames), image.width, image.height)
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Scale and normalize: (F, size, size, 3)  ->  (F, 3, size, size)."""
@@ -418,6 +462,8 @@ class Preprocessor:
                 return _tiles(image, tiling, filter_)
             case AspectTiling() as tiling:
                 return _stacked(image, tiling, filter_)
+            case AnyresTiling() as tiling:
+                return _padded(image, tiling, filter_)
             case None:
                 pass
         if recipe.grid is not None:
@@ -451,6 +497,19 @@ def _stacked(image: Image.Image, tiling: AspectTiling, filter_: int) -> list[Ima
     edge, (columns, rows) = tiling.tile, tiling.grid(*image.size)
     tiles = _cut(image.resize((columns * edge, rows * edge), filter_), columns, rows, edge)
     return tiles if len(tiles) == 1 else [*tiles, image.resize((edge, edge), filter_)]
+
+
+def _padded(image: Image.Image, tiling: AnyresTiling, filter_: int) -> list[Image.Image]:
+    """Scale an image to one tile, and to a grid of tiles, on black, row by row."""
+    edge = tiling.tile
+    whole = image.resize((edge, edge), filter_)
+    if not tiling.sizes:
+        return [whole]
+    size, scaled = tiling.target(*image.size), tiling.scaled(*image.size)
+    canvas = Image.new("RGB", size)
+    left, top = ((outer - inner) // 2 for outer, inner in zip(size, scaled, strict=True))
+    canvas.paste(image.resize(scaled, filter_), (left, top))
+    return [whole, *_cut(canvas, *tiling.grid(*image.size), edge)]
 
 
 def _cut(image: Image.Image, columns: int, rows: int, edge: int) -> list[Image.Image]:
@@ -488,7 +547,7 @@ class PreprocessorConfig:
     scale: float
     mean: Channels
     std: Channels
-    tiling: Tiling | AspectTiling | None = None
+    tiling: Tiling | AspectTiling | AnyresTiling | None = None
     grid: GridSizes | None = None
 
     def within(self, limits: PixelLimits | None) -> PreprocessorConfig:
@@ -527,9 +586,12 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
         raise ConfigError(
             f"{file}: makes tiles of {tiling.tile} pixels; the tower takes {spec.image_size}"
         )
+    short = None if isinstance(tiling, Tiling | AspectTiling) else _short_edge(file, card, spec)
+    if isinstance(tiling, AnyresTiling) and short not in (None, spec.image_size):
+        raise ConfigError(f"{file}: size.shortest_edge must be {spec.image_size}")
     return PreprocessorConfig(
         size=spec.image_size,
-        short_edge=None if tiling is not None else _short_edge(file, card, spec),
+        short_edge=short,
         tiling=tiling,
         resample=spec.filter if card.resample is None else card.resample,
         scale=card.rescale_factor if card.do_rescale else 1.0,

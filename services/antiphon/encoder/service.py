@@ -33,12 +33,10 @@ from antiphon.wire.routes import ENCODE_IMAGE
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from antiphon.config.settings import EncoderConfig, Settings
     from antiphon.encoder.decode_process import DecodeProcesses
     from antiphon.encoder.model import VisionModel
+    from antiphon.encoder.preprocess import DecodedImage
     from antiphon.wire.ids import ModelName
 
 
@@ -131,9 +129,9 @@ class ImageEncoder:
         self._cache = EmbeddingCache(bytes_max)
         self.metrics = EncoderMetrics(runtime.metrics, self._cache)
 
-        def embed(pixels: NDArray[np.uint8]) -> CachedEmbedding:
+        def embed(image: DecodedImage) -> CachedEmbedding:
             with self.metrics.embed_seconds.time():
-                return _parted(model.embed(pixels))
+                return _parted(model.embed(image))
 
         self._embedder = Embedder(embed, self._cache, thread, runtime.group)
 
@@ -159,7 +157,7 @@ class ImageEncoder:
             cached=cached,
         )
 
-    async def _pixels(self, request: EncodeImage, left_s: float) -> NDArray[np.uint8]:
+    async def _pixels(self, request: EncodeImage, left_s: float) -> DecodedImage:
         due = self._clock.now() + left_s
         with self.metrics.fetch_seconds.time():
             image = bytes(await self._image(request, left_s))

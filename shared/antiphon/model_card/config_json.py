@@ -46,6 +46,8 @@ MULTIMODAL_ARCHITECTURES = (
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
@@ -58,7 +60,7 @@ TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
 """Prefixes of its tensor names, first or after the common prefix."""
 VISION_PREFIXES = (
     *("vision_tower.", "vision_model.", "visual."),
-    *("multi_modal_projector.", "connector."),
+    *("multi_modal_projector.", "connector.", "image_newline"),
 )
 """Prefixes of vision tensors."""
 
@@ -136,6 +138,12 @@ _LLAMA_7B = {
     "max_position_embeddings": 2048,
     "vocab_size": 32000,
 }
+_MISTRAL_7B = {
+    **_LLAMA_7B,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
 _QWEN2 = {
     "hidden_size": 4096,
     "intermediate_size": 22016,
@@ -147,15 +155,25 @@ _QWEN2 = {
 }
 TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
     ("InternVLForConditionalGeneration", "qwen2"): _QWEN2,
+    ("LlavaNextForConditionalGeneration", "llama"): _LLAMA_7B,
+    ("LlavaNextForConditionalGeneration", "mistral"): _MISTRAL_7B,
+    ("LlavaNextForConditionalGeneration", "qwen2"): _QWEN2,
+    ("LlavaOnevisionForConditionalGeneration", "qwen2"): _QWEN2,
     ("Idefics3ForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaForConditionalGeneration", "llama"): _LLAMA_7B,
     ("SmolVLMForConditionalGeneration", "llama"): _LLAMA_7B,
 }
 """By architecture and the type of its text model: sizes that published files leave out."""
-TEXT_TYPES: Mapping[str, str] = {"InternVLForConditionalGeneration": "qwen2"}
+TEXT_TYPES: Mapping[str, str] = {
+    "InternVLForConditionalGeneration": "qwen2",
+    "LlavaNextForConditionalGeneration": "llama",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
+}
 """By architecture: the type of a text model whose config does not say it."""
 TIED = frozenset({"InternVLForConditionalGeneration"})
 """Architectures whose head is the embedding table, if neither config says whether it is."""
+TIED_AS_TEXT = frozenset({"LlavaOnevisionForConditionalGeneration"})
+"""Architectures whose head is the embedding table if either config says so."""
 
 _ONE_HEAD_COUNT = ("num_key_value_heads", "head_dim")
 IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -229,6 +247,8 @@ def text_model_config(config: Fields) -> Fields:
     text = parse_json(config["text_config"], Fields, "config.json: text_config")
     # transformers ties weights by the outer config; the inner one may have its class's default.
     outer = ("architectures", "tie_word_embeddings")
+    if architecture in TIED_AS_TEXT and bytes(text.get("tie_word_embeddings", b"")) == b"true":
+        outer = ("architectures",)
     if "model_type" not in text and architecture in TEXT_TYPES:
         text["model_type"] = msgspec.Raw(f'"{TEXT_TYPES[architecture]}"'.encode())
     if architecture in TIED:

@@ -290,7 +290,110 @@ class StackedTiles(VisionBase, frozen=True, kw_only=True):
         return (self.before, self.tiling.frames(width, height) * self.tile_tokens, self.after)
 
 
-Cut = TypeVar("Cut", TiledImages, StackedTiles)
+class AnyresTiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How LLaVA-NeXT cuts images: padded to one of several sizes, without changing their shape.
+
+    All of the image comes first, as a tile.
+
+    Attributes:
+        tile: Edge of a tile, in pixels.
+        sizes: Widths and heights of the grids; none: an image is one tile.
+    """
+
+    tile: Size
+    sizes: tuple[tuple[Size, Size], ...]
+
+    @property
+    def frames_max(self) -> int:
+        """Tiles of an image, at most, and all of it."""
+        return 1 + max((math.prod(size) // self.tile**2 for size in self.sizes), default=0)
+
+    def within(self, limits: PixelLimits) -> AnyresTiling:
+        """This tiling within the limits of a request: one tile is what low detail needs.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        return msgspec.structs.replace(self, sizes=()) if limits.low else self
+
+    def target(self, width: int, height: int) -> tuple[int, int]:
+        """The size that an image is padded to: which shows most of its pixels, and pads least."""
+        best, shown, wasted = self.sizes[0], 0, math.inf
+        for size in self.sizes:
+            scale = min(size[0] / width, size[1] / height)
+            showing = min(int(width * scale) * int(height * scale), width * height)
+            wasting = math.prod(size) - showing
+            if showing > shown or (showing == shown and wasting < wasted):
+                best, shown, wasted = size, showing, wasting
+        return best
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tiles, apart from that which shows all of an image."""
+        across, down = self.target(width, height)
+        return across // self.tile, down // self.tile
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """The size of an image within the grid, in its shape."""
+        across, down = self.target(width, height)
+        by_width, by_height = across / width, down / height
+        if by_width < by_height:
+            return across, min(math.ceil(height * by_width), down)
+        return min(math.ceil(width * by_height), across), down
+
+    def margins(self, width: int, height: int, side: int) -> tuple[int, int]:
+        """Columns and rows of patches at each edge that are padding, with `side` of them a tile."""
+        columns, rows = (count * side for count in self.grid(width, height))
+        if width / height > columns / rows:
+            return 0, (rows - int(round(height * (columns / width), 7))) // 2
+        return (columns - int(round(width * (rows / height), 7))) // 2, 0
+
+
+class Packing(msgspec.Struct, frozen=True, kw_only=True):
+    """How LLaVA-NeXT and LLaVA-OneVision make rows of tiles' patches.
+
+    Attributes:
+        side: Patches of a tile's edge.
+        tiles_max: A grid of patches that exceeds so many tiles by a fifth is scaled down; None: it
+            never is.
+    """
+
+    side: Size
+    tiles_max: Size | None = None
+
+    def grid(self, tiling: AnyresTiling, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of an image's grid of patches, as it is packed."""
+        across, down = tiling.margins(width, height, self.side)
+        columns, rows = (count * self.side for count in tiling.grid(width, height))
+        columns, rows = columns - 2 * across, rows - 2 * down
+        if self.tiles_max is None:
+            return columns, rows
+        ratio = math.sqrt(columns * rows / (self.tiles_max * self.side**2))
+        return (int(columns // ratio), int(rows // ratio)) if ratio > 1.1 else (columns, rows)
+
+
+class PaddedTiles(VisionBase, frozen=True, kw_only=True):
+    """An image has the rows of all of it in a tile, and of its grid of tiles: LLaVA-NeXT.
+
+    Behind each row of the grid is one for a new line, and behind an image of one tile.
+    """
+
+    tiling: AnyresTiling
+    packing: Packing
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _cut_within(self, limits)
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        whole = self.packing.side**2
+        if not self.tiling.sizes:
+            return (whole + 1,)
+        columns, rows = self.packing.grid(self.tiling, width, height)
+        return (whole + rows * (columns + 1),)
+
+
+Cut = TypeVar("Cut", TiledImages, StackedTiles, PaddedTiles)
 
 
 def _cut_within(card: Cut, limits: PixelLimits) -> Cut:
@@ -392,7 +495,7 @@ class GridImages(VisionBase, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, sizes=sizes, processing=processing)
 
 
-VisionCard = SquareImages | TiledImages | StackedTiles | GridImages
+VisionCard = SquareImages | TiledImages | StackedTiles | PaddedTiles | GridImages
 """How a model takes images."""
 
 
@@ -628,9 +731,11 @@ class _ModelKind(msgspec.Struct, frozen=True):
 IDEFICS = ("idefics3", "smolvlm")
 GEMMA3 = "gemma3"
 INTERN = "internvl"
+NEXT, ONEVISION = "llava_next", "llava_onevision"
+ANYRES = (NEXT, ONEVISION)
 DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
 GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS)
-SEEING = ("llava", GEMMA3, INTERN, *IDEFICS, *GRIDS)
+SEEING = ("llava", *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
 
@@ -649,6 +754,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return _read_gemma3(folder)
     if kind == INTERN:
         return _read_internvl(folder)
+    if kind in ANYRES:
+        return _read_anyres(folder, kind)
     return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
 
 
@@ -697,6 +804,91 @@ def _read_gemma3(folder: Path) -> SquareImages:
         before="\n\n<start_of_image>",
         after="<end_of_image>\n\n",
         span_tokens=tokens,
+        processing=_processing(folder, config),
+    )
+
+
+_NEXT_SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+_EDGES = range(384, 2305, 384)
+_ONEVISION_SIZES = tuple((height, width) for height in _EDGES for width in _EDGES)
+
+
+class _Next(FeatureFields, frozen=True):
+    vision_config: _Tower = field(default_factory=_Tower)
+    image_grid_pinpoints: tuple[tuple[Size, Size], ...] = _NEXT_SIZES
+    vision_aspect_ratio: str = ""
+
+
+class _Onevision(_Next, frozen=True):
+    image_token_index: int = 151646
+    vision_feature_layer: int | list[int] = -1
+    vision_feature_select_strategy: str = "full"
+    image_grid_pinpoints: tuple[tuple[Size, Size], ...] = _ONEVISION_SIZES
+    vision_aspect_ratio: str = "anyres_max_9"
+
+
+class _AnyresFile(msgspec.Struct, frozen=True):
+    image_grid_pinpoints: tuple[tuple[Size, Size], ...] | None = None
+
+
+def read_anyres_fields(folder: Path, kind: str) -> FeatureFields:
+    """Read what a LLaVA-NeXT or LLaVA-OneVision model takes of its tower.
+
+    Raises:
+        ConfigError: config.json is malformed, or not supported.
+    """
+    file = folder / "config.json"
+    fields = _anyres_config(folder, kind)
+    fields.check(file)
+    if fields.drops_first != (fields.vision_config.model_type == "clip_vision_model"):
+        raise ConfigError(
+            f"{file}: vision_feature_select_strategy = {fields.vision_feature_select_strategy!r}: "
+            "must leave only the patches, in their grid"
+        )
+    return fields
+
+
+def _anyres_config(folder: Path, kind: str) -> _Next:
+    return read_json(folder / "config.json", _Onevision if kind == ONEVISION else _Next)
+
+
+def read_anyres(folder: Path, kind: str) -> tuple[AnyresTiling, Packing]:
+    """Read how such a model's images are cut, and their patches packed.
+
+    Raises:
+        ConfigError: config.json or the preprocessor's is malformed, not supported, or they differ.
+    """
+    file, config = folder / "config.json", _anyres_config(folder, kind)
+    found = image_processor_file(folder)
+    default = _ONEVISION_SIZES if kind == ONEVISION else _NEXT_SIZES
+    sizes, tower = config.image_grid_pinpoints, config.vision_config
+    if (found.read(_AnyresFile).image_grid_pinpoints or default) != sizes:
+        raise ConfigError(f"{found.file}: image_grid_pinpoints: must be those of {file}")
+    if not sizes or any(edge % tower.image_size for size in sizes for edge in size):
+        raise ConfigError(
+            f"{file}: image_grid_pinpoints: must be multiples of image_size = {tower.image_size}"
+        )
+    most, name = None, config.vision_aspect_ratio
+    if kind == ONEVISION:
+        number = name.removeprefix("anyres_max_")
+        if not number.isdecimal() or not 0 < int(number) < 1000 or number == name:
+            raise ConfigError(f"{file}: vision_aspect_ratio = {name!r}: must be anyres_max_N")
+        most = int(number)
+    tiling = AnyresTiling(
+        tile=tower.image_size, sizes=tuple((width, height) for height, width in sizes)
+    )
+    return tiling, Packing(side=tower.image_size // tower.patch_size, tiles_max=most)
+
+
+def _read_anyres(folder: Path, kind: str) -> PaddedTiles:
+    read_anyres_fields(folder, kind)
+    config = _anyres_config(folder, kind)
+    tiling, packing = read_anyres(folder, kind)
+    placeholder = config.image_token_id
+    return PaddedTiles(
+        placeholder=config.image_token_index if placeholder is None else placeholder,
+        tiling=tiling,
+        packing=packing,
         processing=_processing(folder, config),
     )
 

@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
     from antiphon.bus.bus import Bus
     from antiphon.encoder.cache import CachedEmbedding
+    from antiphon.encoder.preprocess import DecodedImage
     from antiphon.service.service import Service
 
 CLOCK = SystemClock()
@@ -118,7 +117,7 @@ class Brake:
         self._released = threading.Event()
         embed = VisionModel.embed
 
-        def slowly(model: VisionModel, decoded: NDArray[np.uint8]) -> CachedEmbedding:
+        def slowly(model: VisionModel, decoded: DecodedImage) -> CachedEmbedding:
             self.reached.set()
             assert self._released.wait(5), "never released"
             return embed(model, decoded)

@@ -32,7 +32,7 @@ from antiphon.model_worker.model.families.llama import (
     PHI3,
     SMOLLM3,
 )
-from antiphon.model_worker.model.families.multimodal import INTERNVL
+from antiphon.model_worker.model.families.multimodal import INTERNVL, LLAVA_NEXT
 from antiphon.model_worker.model.families.qwen import (
     QWEN2,
     QWEN2_MOE,
@@ -71,6 +71,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "InternVLForConditionalGeneration": INTERNVL,
     "Llama4ForConditionalGeneration": LLAMA4,
     "LlavaForConditionalGeneration": LLAVA,
+    "LlavaNextForConditionalGeneration": LLAVA_NEXT,
+    "LlavaOnevisionForConditionalGeneration": LLAVA_NEXT,
     "Mistral3ForConditionalGeneration": MISTRAL,
     "SmolVLMForConditionalGeneration": IDEFICS3,
     "PhiForCausalLM": PHI,

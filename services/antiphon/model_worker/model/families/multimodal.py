@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.model.errors import UnsupportedVariant
-from antiphon.model_worker.model.families.llama import declare_llama
+from antiphon.model_worker.model.families.llama import declare_llama, declare_mistral
 from antiphon.model_worker.model.families.qwen import (
     declare_qwen2,
     declare_qwen3,
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     Texts = Mapping[str, Callable[[ConfigFile], ModelSpec]]
     """By `model_type` of the text model: its declaration; the first one is the default."""
 
+NEXT_TEXTS: Texts = {
+    "llama": declare_llama,
+    "mistral": declare_mistral,
+    "qwen2": declare_qwen2,
+}
 INTERN_TEXTS: Texts = {
     "qwen2": declare_qwen2,
     "qwen3": declare_qwen3,
@@ -34,6 +39,11 @@ def declare_internvl(config: ConfigFile) -> ModelSpec:
     return _declare(config, INTERN_TEXTS, "InternVL")
 
 
+def declare_llava_next(config: ConfigFile) -> ModelSpec:
+    """LLaVA-NeXT, OneVision: the text model is Llama, Mistral or Qwen2; tiles come from outside."""
+    return _declare(config, NEXT_TEXTS, "LLaVA-NeXT")
+
+
 def _declare(config: ConfigFile, texts: Texts, name: str) -> ModelSpec:
     kind = config.model_type or next(iter(texts))
     if kind not in texts:
@@ -45,3 +55,4 @@ def _declare(config: ConfigFile, texts: Texts, name: str) -> ModelSpec:
 
 
 INTERNVL = ModelFamily("internvl", declare_internvl)
+LLAVA_NEXT = ModelFamily("llava-next", declare_llava_next)
