@@ -14,6 +14,7 @@ from tests.support.gemma_vision import write_gemma_vision
 from tests.support.internvl import write_internvl
 from tests.support.llava import picture
 from tests.support.llava_next import padded, write_llava_next
+from tests.support.pixtral import batched, write_mistral3
 from tests.support.qwen_vl import patches, write_qwen3_vl, write_qwen25_vl
 from tests.support.smolvlm import write_smolvlm
 from tests.system.seeing import TOKENS, Seeing, answer, message, scored_answer
@@ -53,6 +54,12 @@ def padded_tiles(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Te
     del placeholders
     sizes = {5: (40, 33), 4: (200, 31)}  # of `TILED`, by tiles
     return padded(images, [sizes[len(image)] for image in images])
+
+
+def rows(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
+    """Images whose rows of tokens have ends."""
+    del placeholders
+    return batched(images)
 
 
 def spans(images: Sequence[Tensor], placeholders: Tensor) -> dict[str, Tensor]:
@@ -109,6 +116,12 @@ FAMILIES = {
         padded_tiles,
         ("--batching-chunk-tokens", "24"),
         one_tile=False,
+    ),
+    "mistral3": Family(
+        write_mistral3,
+        transformers.Mistral3ForConditionalGeneration,
+        rows,
+        ("--batching-chunk-tokens", "24"),
     ),
     "gemma3": Family(
         write_gemma_vision,

@@ -1,11 +1,12 @@
-"""The vision transformers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, in torch, for images of any shape.
+"""The vision transformers of Qwen2-VL to Qwen3-VL and Pixtral, in torch, for images of any shape.
 
 An image is a grid of patches, and each square of `merge` x `merge` of them becomes one token. Its
 patches lie next to each other from the start: token by token, in rows of each.
 
 Axes: P patches of an image, C width, N heads, D of each head, T tokens.
 
-Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631.
+Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631;
+Agrawal et al. 2024, arXiv:2410.07073 (Pixtral).
 """
 
 from __future__ import annotations
@@ -26,26 +27,45 @@ from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.preprocess import VisionActivation
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.vision import DEEPSTACKS
+from antiphon.model_card.vision import DEEPSTACKS, MISTRAL3
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Size = Annotated[int, Meta(ge=1)]
-PATCH = "patch_embed.proj.weight"
-PATCH_BIAS, POSITIONS = "patch_embed.proj.bias", "pos_embed.weight"
-EPS = 1e-6
-"""Of all norms: it is in no config.json."""
+POSITIONS = "pos_embed.weight"
+PROJECTOR = "multi_modal_projector."
 
 
 class GridNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of linears in the files, which differ between models."""
+    """Names of tensors, which differ between models; those of a layer's parts are relative to it.
 
-    up: str = "mlp.fc1"
+    Linears of several names are fused. The name of the patches shows the prefix of a tower's names.
+    """
+
+    patch: str = "patch_embed.proj"
+    layer: str = "blocks.{}"
+    norm1: str = "norm1"
+    qkv: tuple[str, ...] = ("attn.qkv",)
+    out: str = "attn.proj"
+    norm2: str = "norm2"
+    up: tuple[str, ...] = ("mlp.fc1",)
     down: str = "mlp.fc2"
     norm_after: str = "ln_q"
     first: str = "mlp.0"
     second: str = "mlp.2"
+
+
+class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes tokens of patches in Pixtral and Mistral 3.
+
+    Attributes:
+        eps: Of the norm before patches are merged; None: they are not.
+        bias: Whether its two linears have one.
+    """
+
+    eps: float | None
+    bias: bool
 
 
 class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +76,15 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         hidden: Of the text model.
         frames: Frames of a video that a patch holds; an image is in all of them.
         gated: Feed-forward blocks with a gate, and RMS norms; else two linears and layer norms.
+        biases: Whether the linears of layers have any.
+        eps: Of the norms.
         window: Edge of the windows that patches attend within, in tokens; 0: there are none.
         whole_layers: Layers that attend to the whole image all the same.
         side: Edge of the square of learned positions that is scaled to an image; 0: there is none.
         patch_bias: Whether patches are embedded with a bias.
         taps: Layers behind which a merger of their own makes rows for the text model's first ones.
+        alternating: Frequencies of rows and columns by turns; else both have the same.
+        projector: Of Mistral's models, what is behind the tower instead of a merger.
     """
 
     width: int
@@ -74,12 +98,16 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     base: float
     activation: VisionActivation
     gated: bool
+    biases: bool = True
+    eps: float = 1e-6
     window: int = 0
     whole_layers: frozenset[int] = frozenset()
     side: int = 0
     patch_bias: bool = False
     taps: tuple[int, ...] = ()
     names: GridNames = GridNames()
+    alternating: bool = False
+    projector: ProjectorSpec | None = None
 
     @property
     def rows_width(self) -> int:
@@ -96,11 +124,12 @@ class GridNorm:
 
     weight: Tensor
     bias: Tensor | None
+    eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, EPS)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +146,15 @@ class GridLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class MergerWeights:
-    """What makes a token of its patches; the norm is that of each, or of all as one row."""
+    """What makes a token of its patches; the norm is that of each, or of all as one row.
 
-    norm: GridNorm
+    `merge` (C, C * merge * merge) makes one patch of those of a token, by channel.
+    """
+
+    norm: GridNorm | None
     first: Affine
     second: Affine
+    merge: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +167,7 @@ class GridTowerWeights:
     patch: Tensor
     patch_bias: Tensor | None
     positions: Tensor | None
+    norm_before: GridNorm | None
     layers: tuple[GridLayerWeights, ...]
     merger: MergerWeights
     tapped: tuple[MergerWeights, ...]
@@ -158,6 +192,8 @@ class GridTower:
         x = F.linear(patches, weights.patch, weights.patch_bias)
         if weights.positions is not None:
             x = x + self._learned(weights.positions, rows, columns, order)
+        if weights.norm_before is not None:
+            x = weights.norm_before(x)
         cos, sin = self._angles(rows, columns, order)
         lengths = [len(window) * spec.merge**2 for window in windows]
         made = list[Tensor]()
@@ -166,10 +202,9 @@ class GridTower:
             x = x + self._attend(layer.norm1(x), layer, cos, sin, parts)
             x = x + self._feed_forward(layer.norm2(x), layer)
             if number in spec.taps:
-                squares = x.view(len(order), -1)
                 merger = weights.tapped[spec.taps.index(number)]
-                made.append(_merged(merger.norm(squares), merger))
-        squares = weights.merger.norm(x).view(len(order), -1)  # (T, merge * merge * C)
+                made.append(_merged(_normed(x.view(len(order), -1), merger), merger))
+        squares = _normed(x, weights.merger).view(len(order), -1, spec.width)
         tokens = torch.cat([_merged(squares, weights.merger), *made], dim=-1)
         return tokens[torch.argsort(order)][None]
 
@@ -183,9 +218,11 @@ class GridTower:
         """Cosine and signed sine of each patch, (P, 1, D): half of the pairs by row."""
         spec = self.spec
         size = spec.width // spec.heads // 2
-        frequencies = 1.0 / spec.base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        exponents = torch.arange(0, size, 2, dtype=torch.float32)
+        of_columns = exponents + 1 if spec.alternating else exponents
+        frequencies = 1.0 / spec.base ** (torch.stack((exponents, of_columns)) / size)
         places = self._places(rows, columns, order).float()
-        angle = (places[..., None] * frequencies).permute(1, 0, 2).flatten(1)  # (P, D / 2)
+        angle = (places[..., None] * frequencies[:, None]).permute(1, 0, 2).flatten(1)  # (P, D / 2)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
@@ -239,8 +276,16 @@ class GridTower:
         return F.linear(wide, layer.down.weight, layer.down.bias)
 
 
+def _normed(x: Tensor, merger: MergerWeights) -> Tensor:
+    return x if merger.norm is None else merger.norm(x)
+
+
 def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:
-    """The tokens of squares of patches: (T, merge * merge * C)  ->  (T, hidden)."""
+    """The tokens of squares of patches: (T, merge * merge, C), or flat  ->  (T, hidden)."""
+    if merger.merge is None:
+        squares = squares.flatten(1)
+    else:
+        squares = F.linear(squares.transpose(1, 2).flatten(1), merger.merge)
     wide = F.gelu(F.linear(squares, merger.first.weight, merger.first.bias))
     return F.linear(wide, merger.second.weight, merger.second.bias)
 
@@ -297,6 +342,7 @@ class _Qwen25Tower(_TowerFields):
             base=self.base,
             activation=VisionActivation.SILU,
             gated=True,
+            names=GridNames(up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj"),
             window=self.window_size // self.spatial_merge_size // self.patch_size,
             whole_layers=frozenset(self.fullatt_block_indexes),
         )
@@ -351,7 +397,7 @@ class _Qwen3Tower(_TowerFields):
             patch_bias=True,
             taps=self.deepstack_visual_indexes,
             names=GridNames(
-                up="mlp.linear_fc1",
+                up=("mlp.linear_fc1",),
                 down="mlp.linear_fc2",
                 norm_after="norm",
                 first="linear_fc1",
@@ -360,6 +406,82 @@ class _Qwen3Tower(_TowerFields):
         )
 
 
+class _PixtralTower(msgspec.Struct):
+    hidden_size: Size = 1024
+    intermediate_size: Size = 4096
+    num_hidden_layers: Size = 24
+    num_attention_heads: Size = 16
+    patch_size: Size = 16
+    hidden_act: VisionActivation = VisionActivation.GELU
+    rope_theta: float = 10000.0
+    rope_parameters: _Rope | None = None
+
+
+class _RowText(msgspec.Struct):
+    hidden_size: Size = 4096
+    rms_norm_eps: float = 1e-6
+
+
+class _RowConfig(msgspec.Struct):
+    vision_config: _PixtralTower
+    text_config: _RowText
+    model_type: str
+    spatial_merge_size: Size = 2
+    multimodal_projector_bias: bool | None = None
+    projector_hidden_act: Literal["gelu"] = "gelu"
+    vision_feature_layer: int | list[int] | None = None
+    vision_feature_select_strategy: str = "full"
+
+    def spec(self, file: Path) -> GridTowerSpec:
+        tower, merges = self.vision_config, self.model_type == MISTRAL3
+        layer = self.vision_feature_layer
+        if layer is None:
+            layer = -1 if merges else -2
+        if not isinstance(layer, int) or self.vision_feature_select_strategy != "full":
+            raise ConfigError(
+                f"{file}: vision_feature_layer, vision_feature_select_strategy: of Pixtral's tower "
+                "one layer is supported, and full"
+            )
+        layers = layer + (tower.num_hidden_layers + 1 if layer < 0 else 0)
+        if not 0 < layers <= tower.num_hidden_layers:
+            raise ConfigError(
+                f"{file}: vision_feature_layer = {layer}: must be one of "
+                f"{tower.num_hidden_layers} layers"
+            )
+        bias = self.multimodal_projector_bias
+        return GridTowerSpec(
+            width=tower.hidden_size,
+            intermediate=tower.intermediate_size,
+            hidden=self.text_config.hidden_size,
+            layers=layers,
+            heads=tower.num_attention_heads,
+            patch=tower.patch_size,
+            merge=self.spatial_merge_size if merges else 1,
+            frames=1,
+            base=tower.rope_parameters.rope_theta if tower.rope_parameters else tower.rope_theta,
+            activation=tower.hidden_act,
+            gated=True,
+            biases=False,
+            eps=1e-5,
+            alternating=True,
+            names=PIXTRAL_NAMES,
+            projector=ProjectorSpec(
+                eps=self.text_config.rms_norm_eps if merges else None,
+                bias=not merges if bias is None else bias,
+            ),
+        )
+
+
+PIXTRAL_NAMES = GridNames(
+    patch="patch_conv",
+    layer="transformer.layers.{}",
+    norm1="attention_norm",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    out="attention.o_proj",
+    norm2="ffn_norm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+)
 _TOWERS: dict[str, type[_Qwen2Tower | _Qwen25Tower | _Qwen3Tower]] = {
     "qwen2_vl": _Qwen2Tower,
     "qwen2_5_vl": _Qwen25Tower,
@@ -373,21 +495,24 @@ class _Config(msgspec.Struct):
 
 
 def read_grid_spec(folder: Path) -> GridTowerSpec:
-    """Read the config.json of a Qwen2-VL, Qwen2.5-VL or Qwen3-VL model.
+    """Read the config.json of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Pixtral or Mistral 3 model.
 
     Raises:
         ConfigError: It is missing or malformed, or the tower is not supported.
     """
     file = folder / "config.json"
     config = read_json(file, _Config)
-    kind = _TOWERS[config.model_type]
-    spec = parse_json(config.vision_config, kind, f"{file}: vision_config").spec()
+    if config.model_type in _TOWERS:
+        kind = _TOWERS[config.model_type]
+        spec = parse_json(config.vision_config, kind, f"{file}: vision_config").spec()
+    else:
+        spec = read_json(file, _RowConfig).spec(file)
     if spec.width % (4 * spec.heads):
         raise ConfigError(
             f"{file}: vision_config: a width of {spec.width} is not a multiple of four times the "
             f"{spec.heads} heads"
         )
-    if spec.gated and not spec.window:
+    if config.model_type == "qwen2_5_vl" and not spec.window:
         raise ConfigError(f"{file}: vision_config: window_size is less than a token")
     if sorted(set(spec.taps) & set(range(spec.layers))) != list(spec.taps):
         raise ConfigError(
@@ -404,17 +529,26 @@ def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
         ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
             an unsupported dtype.
     """
+    names, width, edge = spec.names, spec.width, spec.patch
+    wide = width * spec.merge**2
     with ExitStack() as open_files:
-        files = TensorFiles(weight_files(folder), open_files, last=PATCH)
-        width, edge, wide = spec.width, spec.patch, spec.width * spec.merge**2
-        patch = files.read(PATCH, width, 3, spec.frames, edge, edge)
+        files = TensorFiles(weight_files(folder), open_files, last=f"{names.patch}.weight")
+        frames = () if spec.projector is not None else (spec.frames,)
+        patch = files.read(f"{names.patch}.weight", width, 3, *frames, edge, edge)
         lists = (f"deepstack_merger_list.{i}" for i in range(len(spec.taps)))
+        if spec.projector is None:
+            merger = _merger(files, "merger", spec, width)
+        else:
+            last = f"{PROJECTOR}linear_1.weight"
+            behind = TensorFiles(weight_files(folder), open_files, last=last)
+            merger = _projector(behind, spec, spec.projector)
         return GridTowerWeights(
-            patch=patch.sum(dim=2).flatten(1),
-            patch_bias=files.read(PATCH_BIAS, width) if spec.patch_bias else None,
+            patch=(patch if spec.projector is not None else patch.sum(dim=2)).flatten(1),
+            patch_bias=files.read(f"{names.patch}.bias", width) if spec.patch_bias else None,
             positions=files.read(POSITIONS, spec.side**2, width) if spec.side else None,
-            layers=tuple(_layer(files, f"blocks.{i}", spec) for i in range(spec.layers)),
-            merger=_merger(files, "merger", spec, width),
+            norm_before=None if spec.projector is None else _norm(files, "ln_pre", spec, width),
+            layers=tuple(_layer(files, names.layer.format(i), spec) for i in range(spec.layers)),
+            merger=merger,
             tapped=tuple(_merger(files, name, spec, wide) for name in lists),
         )
 
@@ -428,28 +562,37 @@ def _merger(files: TensorFiles, name: str, spec: GridTowerSpec, normed: int) -> 
     )
 
 
+def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> MergerWeights:
+    width, hidden, bias, norm, merge = spec.width, spec.hidden, own.bias, None, None
+    if own.eps is not None:
+        norm = GridNorm(files.read(f"{PROJECTOR}norm.weight", width), None, own.eps)
+        name = f"{PROJECTOR}patch_merger.merging_layer.weight"
+        merge = files.read(name, width, width * spec.merge**2)
+    return MergerWeights(
+        norm=norm,
+        first=files.affine(f"{PROJECTOR}linear_1", hidden, width, bias=bias),
+        second=files.affine(f"{PROJECTOR}linear_2", hidden, hidden, bias=bias),
+        merge=merge,
+    )
+
+
 def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridLayerWeights:
-    width, wide, affine = spec.width, spec.intermediate, files.affine
-    if spec.gated:
-        gate, up = (affine(f"{name}.mlp.{part}_proj", wide, width) for part in ("gate", "up"))
-        up = fused(gate, up)
-        down = affine(f"{name}.mlp.down_proj", width, wide)
-    else:
-        names = spec.names
-        up, down = (
-            affine(f"{name}.{names.up}", wide, width),
-            affine(f"{name}.{names.down}", width, wide),
-        )
+    names, width, wide = spec.names, spec.width, spec.intermediate
+
+    def linear(part: str, outputs: int, inputs: int) -> Affine:
+        return files.affine(f"{name}.{part}", outputs, inputs, bias=spec.biases)
+
+    each = 3 * width // len(names.qkv)
     return GridLayerWeights(
-        norm1=_norm(files, f"{name}.norm1", spec, width),
-        qkv=affine(f"{name}.attn.qkv", 3 * width, width),
-        out=affine(f"{name}.attn.proj", width, width),
-        norm2=_norm(files, f"{name}.norm2", spec, width),
-        up=up,
-        down=down,
+        norm1=_norm(files, f"{name}.{names.norm1}", spec, width),
+        qkv=fused(*(linear(part, each, width) for part in names.qkv)),
+        out=linear(names.out, width, width),
+        norm2=_norm(files, f"{name}.{names.norm2}", spec, width),
+        up=fused(*(linear(part, wide, width) for part in names.up)),
+        down=linear(names.down, width, wide),
     )
 
 
 def _norm(files: TensorFiles, name: str, spec: GridTowerSpec, width: int) -> GridNorm:
     bias = None if spec.gated else files.read(f"{name}.bias", width)
-    return GridNorm(files.read(f"{name}.weight", width), bias)
+    return GridNorm(files.read(f"{name}.weight", width), bias, spec.eps)

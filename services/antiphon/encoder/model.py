@@ -35,7 +35,7 @@ from antiphon.encoder.preprocess import (
     read_spec,
 )
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
-from antiphon.model_card.vision import GridImages, read_vision
+from antiphon.model_card.vision import GridImages, RowImages, read_vision
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     """
     torch.set_num_threads(settings.model.threads or detect_device().cores)
     pixels_max = settings.encoder.pixels_max
-    if isinstance(read_vision(folder), GridImages):
+    if isinstance(read_vision(folder), GridImages | RowImages):
         preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)
         grids = read_grid_spec(folder)
         return VisionModel(preprocessor, GridTower(grids, read_grid_weights(folder, grids)))

@@ -25,14 +25,17 @@ from antiphon.model_card.vision import (
     AspectTiling,
     FeatureFields,
     GridSizes,
+    RowSizes,
     SquareTower,
     Tiling,
     check_unscaled,
+    has_rows,
     image_processor_file,
     read_anyres,
     read_anyres_fields,
     read_aspect_tiling,
     read_grid_file,
+    read_rows,
     read_tiling,
 )
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
@@ -548,7 +551,7 @@ class PreprocessorConfig:
     mean: Channels
     std: Channels
     tiling: Tiling | AspectTiling | AnyresTiling | None = None
-    grid: GridSizes | None = None
+    grid: GridSizes | RowSizes | None = None
 
     def within(self, limits: PixelLimits | None) -> PreprocessorConfig:
         """These steps for an image whose request has limits.
@@ -601,20 +604,24 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
 
 
 def read_grid_config(folder: Path) -> PreprocessorConfig:
-    """Read the preprocessor config of a Qwen2-VL model.
+    """Read the preprocessor config of a Qwen2-VL or Pixtral model.
 
     Raises:
         ConfigError: It is malformed, or does not fit the tower.
     """
-    file = read_grid_file(folder)
+    if has_rows(folder):
+        file, sizes = read_rows(folder)
+    else:
+        file = read_grid_file(folder)
+        sizes = file.sizes
     return PreprocessorConfig(
-        size=file.sizes.edge,
+        size=sizes.edge,
         short_edge=None,
         resample=file.resample,
         scale=file.rescale_factor if file.do_rescale else 1.0,
         mean=file.image_mean if file.do_normalize else (0.0, 0.0, 0.0),
         std=file.image_std if file.do_normalize else (1.0, 1.0, 1.0),
-        grid=file.sizes,
+        grid=sizes,
     )
 
 

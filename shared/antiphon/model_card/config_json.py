@@ -161,6 +161,7 @@ TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
     ("LlavaOnevisionForConditionalGeneration", "qwen2"): _QWEN2,
     ("Idefics3ForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaForConditionalGeneration", "llama"): _LLAMA_7B,
+    ("LlavaForConditionalGeneration", "mistral"): _MISTRAL_7B,
     ("SmolVLMForConditionalGeneration", "llama"): _LLAMA_7B,
 }
 """By architecture and the type of its text model: sizes that published files leave out."""

@@ -404,7 +404,7 @@ def _cut_within(card: Cut, limits: PixelLimits) -> Cut:
     return msgspec.structs.replace(card, tiling=tiling, processing=processing)
 
 
-class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
+class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To which sizes Qwen2-VL's preprocessor scales images, keeping their shape.
 
     Attributes:
@@ -488,14 +488,80 @@ class GridImages(VisionBase, frozen=True, kw_only=True):
         return self.sizes.scaled(width, height)[0] // self.sizes.edge
 
     def within(self, limits: PixelLimits) -> Self:
-        sizes = self.sizes.within(limits)
-        if sizes == self.sizes:  # what a request repeats changes no key
-            return self
-        processing = hashlib.sha256(self.processing + msgspec.json.encode(sizes)).digest()
-        return msgspec.structs.replace(self, sizes=sizes, processing=processing)
+        return _scaled_within(self, limits)
 
 
-VisionCard = SquareImages | TiledImages | StackedTiles | PaddedTiles | GridImages
+class RowSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To which sizes Pixtral's preprocessor scales images: whole tokens, and no smaller ones up.
+
+    Attributes:
+        edge: Of a token, in pixels.
+        longest: Edge to which larger images are scaled down.
+    """
+
+    edge: Size
+    longest: Size
+
+    @property
+    def tokens_max(self) -> int:
+        """Tokens of an image, at most."""
+        return math.ceil(self.longest / self.edge) ** 2
+
+    def within(self, limits: PixelLimits) -> RowSizes:
+        """These sizes within the limits of a request.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        longest = min(self.longest, math.isqrt(LOW_PIXELS)) if limits.low else self.longest
+        return msgspec.structs.replace(self, longest=longest)
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of the scaled image: whole tokens.
+
+        Raises:
+            InvalidRequest: The image is too narrow.
+        """
+        ratio = max(height / self.longest, width / self.longest)
+        across, down = width, height
+        if ratio > 1:
+            across, down = math.floor(width / ratio), math.floor(height / ratio)
+        if not min(across, down):
+            raise InvalidRequest(
+                f"an image of {width} x {height} pixels is too narrow: scaled to {self.longest} "
+                "pixels, nothing is left of the shorter edge"
+            )
+        edge = self.edge
+        return math.ceil(across / edge) * edge, math.ceil(down / edge) * edge
+
+
+class RowImages(VisionBase, frozen=True, kw_only=True):
+    """An image has as many rows of tokens as fit into its scaled size, with ends: Pixtral."""
+
+    sizes: RowSizes
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        columns, rows = (each // self.sizes.edge for each in self.sizes.scaled(width, height))
+        return (*(columns, "[IMG_BREAK]") * (rows - 1), columns, "[IMG_END]")
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _scaled_within(self, limits)
+
+
+Scaled = TypeVar("Scaled", GridImages, RowImages)
+
+
+def _scaled_within(card: Scaled, limits: PixelLimits) -> Scaled:
+    sizes = card.sizes.within(limits)
+    if sizes == card.sizes:  # what a request repeats changes no key
+        return card
+    processing = hashlib.sha256(card.processing + msgspec.json.encode(sizes)).digest()
+    return msgspec.structs.replace(card, sizes=sizes, processing=processing)
+
+
+VisionCard = SquareImages | TiledImages | StackedTiles | PaddedTiles | GridImages | RowImages
 """How a model takes images."""
 
 
@@ -624,14 +690,9 @@ class _GridEdges(msgspec.Struct, frozen=True):
     longest_edge: Size = 28 * 28 * 1280
 
 
-class GridFile(msgspec.Struct, frozen=True):
-    """The preprocessor_config.json of Qwen2-VL, with the defaults of its class."""
+class PixelFields(msgspec.Struct, frozen=True):
+    """What becomes of pixels, in a preprocessor_config.json, with CLIP's defaults."""
 
-    size: _GridEdges = field(default_factory=_GridEdges)
-    min_pixels: Size | None = None
-    max_pixels: Size | None = None
-    patch_size: Size = 14
-    merge_size: Size = 2
     resample: Annotated[int, Meta(ge=0, le=5)] = 3
     do_resize: bool = True
     do_rescale: bool = True
@@ -639,6 +700,16 @@ class GridFile(msgspec.Struct, frozen=True):
     do_normalize: bool = True
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+
+class GridFile(PixelFields, frozen=True):
+    """The preprocessor_config.json of Qwen2-VL, with the defaults of its class."""
+
+    size: _GridEdges = field(default_factory=_GridEdges)
+    min_pixels: Size | None = None
+    max_pixels: Size | None = None
+    patch_size: Size = 14
+    merge_size: Size = 2
 
     @property
     def sizes(self) -> GridSizes:
@@ -673,6 +744,51 @@ def read_grid_file(folder: Path) -> GridFile:
             f"max_pixels = {read.sizes.pixels_max}"
         )
     return read
+
+
+class _Longest(msgspec.Struct, frozen=True):
+    longest_edge: Size = 1024
+
+
+class _RowFile(PixelFields, frozen=True):
+    """Pixtral's preprocessor_config.json. The size of a patch is that of its model."""
+
+    size: _Longest = field(default_factory=_Longest)
+
+
+class PatchTower(msgspec.Struct, frozen=True):
+    """The vision_config of a model that may have Pixtral's tower."""
+
+    model_type: str = "clip_vision_model"
+    patch_size: Size = 16
+
+
+class _Rows(msgspec.Struct, frozen=True):
+    model_type: str
+    image_token_id: int | None = None
+    image_token_index: int = 10
+    spatial_merge_size: Size = 2
+    vision_config: PatchTower = field(default_factory=PatchTower)
+
+    @property
+    def merge(self) -> int:
+        """Edge of the square of patches that becomes a token."""
+        return self.spatial_merge_size if self.model_type == MISTRAL3 else 1
+
+
+def read_rows(folder: Path) -> tuple[PixelFields, RowSizes]:
+    """Read how the preprocessor of a Pixtral or Mistral 3 model scales images.
+
+    Raises:
+        ConfigError: The file is malformed, or does not fit the tower.
+    """
+    found = image_processor_file(folder)
+    file, read = found.file, found.read(_RowFile)
+    config = read_json(folder / "config.json", _Rows)
+    if not read.do_resize:
+        raise ConfigError(f"{file}: do_resize = false: the tower takes whole tokens only")
+    edge = config.vision_config.patch_size * config.merge
+    return read, RowSizes(edge=edge, longest=read.size.longest_edge)
 
 
 class _Windows(msgspec.Struct, frozen=True):
@@ -731,11 +847,12 @@ class _ModelKind(msgspec.Struct, frozen=True):
 IDEFICS = ("idefics3", "smolvlm")
 GEMMA3 = "gemma3"
 INTERN = "internvl"
+PIXTRAL, MISTRAL3 = "pixtral", "mistral3"
 NEXT, ONEVISION = "llava_next", "llava_onevision"
 ANYRES = (NEXT, ONEVISION)
 DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
 GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS)
-SEEING = ("llava", *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS)
+SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
 
@@ -750,6 +867,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return None
     if kind in GRIDS:
         return _read_grid(folder)
+    if has_rows(folder):
+        return _read_rows(folder)
     if kind == GEMMA3:
         return _read_gemma3(folder)
     if kind == INTERN:
@@ -757,6 +876,32 @@ def read_vision(folder: Path) -> VisionCard | None:
     if kind in ANYRES:
         return _read_anyres(folder, kind)
     return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
+
+
+def has_rows(folder: Path) -> bool:
+    """Whether a model has Pixtral's tower.
+
+    Raises:
+        ConfigError: It should have, and has not.
+    """
+    file = folder / "config.json"
+    kind = read_json(file, _ModelKind).model_type
+    if kind not in ("llava", MISTRAL3):
+        return False
+    tower = read_json(file, _Rows).vision_config.model_type
+    if kind == MISTRAL3 and tower != PIXTRAL:
+        raise ConfigError(f"{file}: vision_config: model_type = {tower!r}: must be {PIXTRAL}")
+    return tower == PIXTRAL
+
+
+def _read_rows(folder: Path) -> RowImages:
+    config, (_, sizes) = read_json(folder / "config.json", _Rows), read_rows(folder)
+    placeholder = config.image_token_id
+    return RowImages(
+        placeholder=config.image_token_index if placeholder is None else placeholder,
+        sizes=sizes,
+        processing=_processing(folder, config),
+    )
 
 
 def _read_llava(folder: Path) -> SquareImages:
