@@ -53,17 +53,25 @@ def with_axes(
     text: str = "qwen2",
     sections: tuple[int, ...] = (2, 3, 3),
     turned: tuple[str, ...] = (),
+    part: float = 1.0,
+    without: tuple[str, ...] = (),
     **vision: object,
 ) -> Row:
     """The row of a Qwen whose positions have axes."""
     row = BY_NAME[text]
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": list(sections),
+        "partial_rotary_factor": part,
+    }
+    fields = {k: v for k, v in {**row.sizes, **row.fields}.items() if k not in without}
     return Row(
         name,
         architecture,
         sizes={},
         fields={
-            "text_config": {**row.sizes, **row.fields, "rope_parameters": rope},
+            "text_config": {**fields, "rope_parameters": rope},
             "vision_config": {"depth": 1, "num_heads": 2, "hidden_size": 64, **vision},
             "tie_word_embeddings": False,
         },
@@ -109,6 +117,25 @@ ROWS = (
         deepstack_visual_indexes=[0],
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
+    with_axes(
+        "glm4v",
+        transformers.Glm4vForConditionalGeneration,
+        "glm4",
+        (1, 1, 2),
+        part=0.5,
+        without=("head_dim",),
+        out_hidden_size=64,
+        image_size=28,
+    ),
+    with_axes(
+        "glm4v with experts",
+        transformers.Glm4vMoeForConditionalGeneration,
+        "glm4-moe",
+        (2, 3, 3),
+        part=0.5,
+        out_hidden_size=64,
+        image_size=28,
+    ),
     replace(
         seeing(
             "mistral",

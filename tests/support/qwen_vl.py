@@ -52,6 +52,13 @@ PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
 }
 """Images of four to thirty tokens."""
+GLM_PROCESSOR = {
+    "size": {"shortest_edge": 2 * 4 * 64, "longest_edge": 2 * 30 * 64},
+    "patch_size": PATCH,
+    "merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "image_processor_type": "Glm4vImageProcessor",
+}
 TOWER_25: Mapping[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
@@ -101,12 +108,30 @@ def write_qwen3_vl(folder: Path) -> Path:
     return _write(folder, kind, transformers.Qwen3VLConfig, tower, text)
 
 
+def write_glm4v(folder: Path) -> Path:
+    """Write a GLM-4V, with the same texts and tokens; its pixels are counted of two frames."""
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "image_size": 5 * PATCH,
+        "out_hidden_size": TEXT["hidden_size"],
+    }
+    rope = {**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+    kind, config = transformers.Glm4vForConditionalGeneration, transformers.Glm4vConfig
+    text = {"rope_parameters": rope}
+    return _write(folder, kind, config, tower, text, GLM_PROCESSOR)
+
+
 def _write(
     folder: Path,
     model: Any,
     config: Any,
     tower: Mapping[str, Any],
     own: Mapping[str, Any] | None = None,
+    processor: Mapping[str, Any] | None = None,
 ) -> Path:
     tokenizer = write_tokenizer(folder, SPECIAL, TEMPLATE)
     assert tokenizer.token_to_id("<|image_pad|>") == PLACEHOLDER_ID
@@ -120,7 +145,7 @@ def _write(
         vision_start_token_id=PLACEHOLDER_ID - 2,
         vision_end_token_id=PLACEHOLDER_ID - 1,
     )
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor or PROCESSOR))
     return write_random(folder, model(made))
 
 

@@ -1,4 +1,4 @@
-"""The vision transformers of Qwen2-VL to Qwen3-VL and Pixtral, in torch, for images of any shape.
+"""The vision transformers of Qwen2-VL to Qwen3-VL, GLM-4V and Pixtral, for images of any shape.
 
 An image is a grid of patches, and each square of `merge` x `merge` of them becomes one token. Its
 patches lie next to each other from the start: token by token, in rows of each.
@@ -6,7 +6,7 @@ patches lie next to each other from the start: token by token, in rows of each.
 Axes: P patches of an image, C width, N heads, D of each head, T tokens.
 
 Source: Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923 and arXiv:2511.21631;
-Agrawal et al. 2024, arXiv:2410.07073 (Pixtral).
+Agrawal et al. 2024, arXiv:2410.07073 (Pixtral); GLM-V Team 2025, arXiv:2507.01006.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.preprocess import VisionActivation
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.vision import DEEPSTACKS, MISTRAL3
+from antiphon.model_card.vision import DEEPSTACKS, GLMS, MISTRAL3
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Size = Annotated[int, Meta(ge=1)]
-POSITIONS = "pos_embed.weight"
 PROJECTOR = "multi_modal_projector."
 
 
@@ -44,6 +43,8 @@ class GridNames(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     patch: str = "patch_embed.proj"
+    norm_before: str = ""
+    positions: str = "pos_embed.weight"
     layer: str = "blocks.{}"
     norm1: str = "norm1"
     qkv: tuple[str, ...] = ("attn.qkv",)
@@ -81,10 +82,12 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         window: Edge of the windows that patches attend within, in tokens; 0: there are none.
         whole_layers: Layers that attend to the whole image all the same.
         side: Edge of the square of learned positions that is scaled to an image; 0: there is none.
+        cubic: Whether those positions are scaled by cubic pieces, pixels at their middles.
         patch_bias: Whether patches are embedded with a bias.
         taps: Layers behind which a merger of their own makes rows for the text model's first ones.
         alternating: Frequencies of rows and columns by turns; else both have the same.
         projector: Of Mistral's models, what is behind the tower instead of a merger.
+        gated_merger: Width of GLM-4V's merger, which has a gate; 0: another one.
     """
 
     width: int
@@ -103,11 +106,13 @@ class GridTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     whole_layers: frozenset[int] = frozenset()
     side: int = 0
+    cubic: bool = False
     patch_bias: bool = False
     taps: tuple[int, ...] = ()
     names: GridNames = GridNames()
     alternating: bool = False
     projector: ProjectorSpec | None = None
+    gated_merger: int = 0
 
     @property
     def rows_width(self) -> int:
@@ -148,13 +153,16 @@ class GridLayerWeights:
 class MergerWeights:
     """What makes a token of its patches; the norm is that of each, or of all as one row.
 
-    `merge` (C, C * merge * merge) makes one patch of those of a token, by channel.
+    `merge` (C, C * merge * merge) makes one patch of those of a token, by channel. With a
+    `gate_up` what `first` and `inner` make is gated.
     """
 
     norm: GridNorm | None
     first: Affine
     second: Affine
-    merge: Tensor | None = None
+    merge: Affine | None = None
+    inner: GridNorm | None = None
+    gate_up: Affine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +198,11 @@ class GridTower:
         order = torch.cat(windows)  # (T,) tokens, window by window
         patches = self._patches(pixels, rows, columns)[order].flatten(0, 1)
         x = F.linear(patches, weights.patch, weights.patch_bias)
-        if weights.positions is not None:
-            x = x + self._learned(weights.positions, rows, columns, order)
         if weights.norm_before is not None:
             x = weights.norm_before(x)
+        if weights.positions is not None:
+            learned = self._cubic if spec.cubic else self._learned
+            x = x + learned(weights.positions, rows, columns, order)
         cos, sin = self._angles(rows, columns, order)
         lengths = [len(window) * spec.merge**2 for window in windows]
         made = list[Tensor]()
@@ -248,6 +257,17 @@ class GridTower:
                 learned = learned + table[row * side + column] * (by_row * by_column)[:, None]
         return learned
 
+    def _cubic(self, table: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
+        """Learned positions of patches (P, C): its edges lie on those of the image."""
+        side, edges = self.spec.side, torch.tensor([[rows], [columns]]) * self.spec.merge
+        down, across = (self._places(rows, columns, order) + 0.5) / edges * 2 - 1
+        square = table.view(side, side, -1).permute(2, 0, 1)[None]
+        grid = torch.stack((across, down), dim=-1)[None, :, None]
+        sampled = F.grid_sample(
+            square, grid, mode="bicubic", padding_mode="border", align_corners=False
+        )
+        return sampled[0, :, :, 0].T
+
     def _attend(
         self, x: Tensor, layer: GridLayerWeights, cos: Tensor, sin: Tensor, parts: list[int]
     ) -> Tensor:
@@ -285,8 +305,13 @@ def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:
     if merger.merge is None:
         squares = squares.flatten(1)
     else:
-        squares = F.linear(squares.transpose(1, 2).flatten(1), merger.merge)
-    wide = F.gelu(F.linear(squares, merger.first.weight, merger.first.bias))
+        channels = squares.transpose(1, 2).flatten(1)
+        squares = F.linear(channels, merger.merge.weight, merger.merge.bias)
+    wide = F.linear(squares, merger.first.weight, merger.first.bias)
+    wide = F.gelu(wide if merger.inner is None else merger.inner(wide))
+    if merger.gate_up is not None:
+        gate, up = F.linear(wide, merger.gate_up.weight, merger.gate_up.bias).chunk(2, dim=-1)
+        wide = F.silu(gate) * up
     return F.linear(wide, merger.second.weight, merger.second.bias)
 
 
@@ -406,6 +431,47 @@ class _Qwen3Tower(_TowerFields):
         )
 
 
+class _GlmTower(_TowerFields):
+    depth: Size = 24
+    num_heads: Size = 12
+    hidden_size: Size = 1536
+    intermediate_size: Size = 13696
+    out_hidden_size: Size = 4096
+    hidden_act: Literal["silu"] = "silu"
+    image_size: Size = 336
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+
+    def spec(self) -> GridTowerSpec:
+        if self.attention_bias:
+            raise ConfigError("vision_config: attention_bias = true is not supported")
+        return GridTowerSpec(
+            width=self.hidden_size,
+            intermediate=self.out_hidden_size,  # the other one is the merger's
+            hidden=self.out_hidden_size,
+            layers=self.depth,
+            heads=self.num_heads,
+            patch=self.patch_size,
+            merge=self.spatial_merge_size,
+            frames=self.temporal_patch_size,
+            base=self.base,
+            activation=VisionActivation.SILU,
+            gated=True,
+            biases=False,
+            eps=self.rms_norm_eps,
+            side=self.image_size // self.patch_size,
+            cubic=True,
+            patch_bias=True,
+            gated_merger=self.intermediate_size,
+            names=GridNames(
+                norm_before="post_conv_layernorm",
+                positions="embeddings.position_embedding.weight",
+                up=("mlp.gate_proj", "mlp.up_proj"),
+                down="mlp.down_proj",
+            ),
+        )
+
+
 class _PixtralTower(msgspec.Struct):
     hidden_size: Size = 1024
     intermediate_size: Size = 4096
@@ -474,6 +540,7 @@ class _RowConfig(msgspec.Struct):
 
 PIXTRAL_NAMES = GridNames(
     patch="patch_conv",
+    norm_before="ln_pre",
     layer="transformer.layers.{}",
     norm1="attention_norm",
     qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
@@ -482,7 +549,8 @@ PIXTRAL_NAMES = GridNames(
     up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
 )
-_TOWERS: dict[str, type[_Qwen2Tower | _Qwen25Tower | _Qwen3Tower]] = {
+_TOWERS: dict[str, type[_Qwen2Tower | _Qwen25Tower | _Qwen3Tower | _GlmTower]] = {
+    **dict.fromkeys(GLMS, _GlmTower),
     "qwen2_vl": _Qwen2Tower,
     "qwen2_5_vl": _Qwen25Tower,
     **dict.fromkeys(DEEPSTACKS, _Qwen3Tower),
@@ -536,7 +604,9 @@ def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
         frames = () if spec.projector is not None else (spec.frames,)
         patch = files.read(f"{names.patch}.weight", width, 3, *frames, edge, edge)
         lists = (f"deepstack_merger_list.{i}" for i in range(len(spec.taps)))
-        if spec.projector is None:
+        if spec.gated_merger:
+            merger = _gated_merger(files, spec)
+        elif spec.projector is None:
             merger = _merger(files, "merger", spec, width)
         else:
             last = f"{PROJECTOR}linear_1.weight"
@@ -545,8 +615,10 @@ def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
         return GridTowerWeights(
             patch=(patch if spec.projector is not None else patch.sum(dim=2)).flatten(1),
             patch_bias=files.read(f"{names.patch}.bias", width) if spec.patch_bias else None,
-            positions=files.read(POSITIONS, spec.side**2, width) if spec.side else None,
-            norm_before=None if spec.projector is None else _norm(files, "ln_pre", spec, width),
+            positions=files.read(names.positions, spec.side**2, width) if spec.side else None,
+            norm_before=(
+                _norm(files, names.norm_before, spec, width) if names.norm_before else None
+            ),
             layers=tuple(_layer(files, names.layer.format(i), spec) for i in range(spec.layers)),
             merger=merger,
             tapped=tuple(_merger(files, name, spec, wide) for name in lists),
@@ -562,12 +634,31 @@ def _merger(files: TensorFiles, name: str, spec: GridTowerSpec, normed: int) -> 
     )
 
 
+def _gated_merger(files: TensorFiles, spec: GridTowerSpec) -> MergerWeights:
+    """GLM-4V's: a convolution of the patches of a token, and a feed-forward block with a gate."""
+    hidden, edge, wide = spec.hidden, spec.merge, spec.gated_merger
+    conv = files.read("downsample.weight", hidden, spec.width, edge, edge)
+    gate, up = (files.affine(f"merger.{part}_proj", wide, hidden, bias=False) for part in _GATED)
+    inner = files.affine("merger.post_projection_norm", hidden)
+    return MergerWeights(
+        norm=_norm(files, "post_layernorm", spec, spec.width),
+        merge=Affine(conv.flatten(1), files.read("downsample.bias", hidden)),
+        first=files.affine("merger.proj", hidden, hidden, bias=False),
+        inner=GridNorm(inner.weight, inner.bias, 1e-5),
+        gate_up=fused(gate, up),
+        second=files.affine("merger.down_proj", hidden, wide, bias=False),
+    )
+
+
+_GATED = ("gate", "up")
+
+
 def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> MergerWeights:
     width, hidden, bias, norm, merge = spec.width, spec.hidden, own.bias, None, None
     if own.eps is not None:
         norm = GridNorm(files.read(f"{PROJECTOR}norm.weight", width), None, own.eps)
         name = f"{PROJECTOR}patch_merger.merging_layer.weight"
-        merge = files.read(name, width, width * spec.merge**2)
+        merge = Affine(files.read(name, width, width * spec.merge**2), None)
     return MergerWeights(
         norm=norm,
         first=files.affine(f"{PROJECTOR}linear_1", hidden, width, bias=bias),

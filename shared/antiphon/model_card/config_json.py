@@ -42,6 +42,8 @@ Factors = Literal["short", "long"]
 
 MULTIMODAL_ARCHITECTURES = (
     "Gemma3ForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
@@ -102,6 +104,8 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     },
     "gemma4_text": {**_GEMMA, "global_head_dim": 512},
     "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4v_text": {"rms_norm_eps": 1e-5, "num_key_value_heads": 2},
+    "glm4v_moe_text": {"partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1e-5},
     "gpt2": {"tie_word_embeddings": True, "hidden_act": "gelu_new"},
     "gpt_neox": {"partial_rotary_factor": 0.25, "hidden_act": "gelu", "attention_bias": True},
     "llama4_text": {

@@ -412,12 +412,14 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         merge: Edge of the square of patches that becomes a token, in patches.
         pixels_min: Of a scaled image, roughly.
         pixels_max: Likewise.
+        grows: Whether an image narrower than a token is scaled to one first.
     """
 
     patch: Size
     merge: Size
     pixels_min: Size
     pixels_max: Size
+    grows: bool = False
 
     @property
     def edge(self) -> int:
@@ -462,6 +464,9 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                 f"{ASPECT_MAX} times the shorter one"
             )
         edge = self.edge
+        if self.grows and min(width, height) < edge:
+            scale = max(edge / height, edge / width)
+            width, height = int(width * scale), int(height * scale)
         across, down = (round(each / edge) * edge for each in (width, height))
         if across * down > self.pixels_max:
             factor = math.sqrt(width * height / self.pixels_max)
@@ -670,8 +675,14 @@ class _GridTower(msgspec.Struct, frozen=True):
 
 class _Grid(msgspec.Struct, frozen=True):
     model_type: str
-    image_token_id: int = 151655
+    image_token_id: int | None = None
     vision_config: _GridTower = field(default_factory=_GridTower)
+
+    @property
+    def placeholder(self) -> int:
+        if self.image_token_id is not None:
+            return self.image_token_id
+        return {"glm4v": 151343, "glm4v_moe": 151363}.get(self.model_type, 151655)
 
     @property
     def deepstack(self) -> int:
@@ -681,6 +692,13 @@ class _Grid(msgspec.Struct, frozen=True):
     @property
     def patch(self) -> int:
         return self.vision_config.patch_size or (16 if self.model_type in DEEPSTACKS else 14)
+
+
+class _GlmEdges(msgspec.Struct, frozen=True):
+    """Numbers of pixels of all frames, of which an image is two."""
+
+    shortest_edge: Size = 112 * 112
+    longest_edge: Size = 28 * 28 * 15000
 
 
 class _GridEdges(msgspec.Struct, frozen=True):
@@ -721,15 +739,44 @@ class GridFile(PixelFields, frozen=True):
         )
 
 
-def read_grid_file(folder: Path) -> GridFile:
-    """Read how the preprocessor of a Qwen2-VL model scales images.
+class _GlmFile(PixelFields, frozen=True):
+    """The preprocessor_config.json of GLM-4V, with the defaults of its class."""
+
+    size: _GlmEdges = field(default_factory=_GlmEdges)
+    patch_size: Size = 14
+    merge_size: Size = 2
+    temporal_patch_size: Size = 2
+
+    @property
+    def sizes(self) -> GridSizes:
+        frames = self.temporal_patch_size
+        return GridSizes(
+            patch=self.patch_size,
+            merge=self.merge_size,
+            pixels_min=max(1, self.size.shortest_edge // frames),
+            pixels_max=max(1, self.size.longest_edge // frames),
+            grows=True,
+        )
+
+    @property
+    def divides(self) -> bool:
+        edges = self.size.shortest_edge, self.size.longest_edge
+        return not any(edge % self.temporal_patch_size for edge in edges)
+
+
+def read_grid_file(folder: Path) -> GridFile | _GlmFile:
+    """Read how the preprocessor of a Qwen2-VL or GLM-4V model scales images.
 
     Raises:
         ConfigError: The file is malformed, or does not fit the tower.
     """
     found = image_processor_file(folder)
-    file, read = found.file, found.read(GridFile)
-    config = read_json(folder / "config.json", _Grid)
+    file, config = found.file, read_json(folder / "config.json", _Grid)
+    read = found.read(_GlmFile if config.model_type in GLMS else GridFile)
+    if isinstance(read, _GlmFile) and not read.divides:
+        raise ConfigError(
+            f"{file}: size: must be multiples of temporal_patch_size = {read.temporal_patch_size}"
+        )
     patch, merge = config.patch, config.vision_config.spatial_merge_size
     if (read.patch_size, read.merge_size) != (patch, merge):
         raise ConfigError(
@@ -851,7 +898,8 @@ PIXTRAL, MISTRAL3 = "pixtral", "mistral3"
 NEXT, ONEVISION = "llava_next", "llava_onevision"
 ANYRES = (NEXT, ONEVISION)
 DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
-GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS)
+GLMS = ("glm4v", "glm4v_moe")
+GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS, *GLMS)
 SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
@@ -1073,11 +1121,15 @@ def _processing(folder: Path, config: msgspec.Struct) -> bytes:
 def _read_grid(folder: Path) -> GridImages:
     file = read_grid_file(folder)
     # As resolved: a default that is written down changes no key.
-    plain = msgspec.structs.replace(file, size=_GridEdges(), min_pixels=None, max_pixels=None)
+    plain = (
+        msgspec.structs.replace(file, size=_GlmEdges())
+        if isinstance(file, _GlmFile)
+        else msgspec.structs.replace(file, size=_GridEdges(), min_pixels=None, max_pixels=None)
+    )
     settings = msgspec.json.encode([plain, file.sizes])
     config = read_json(folder / "config.json", _Grid)
     return GridImages(
-        placeholder=config.image_token_id,
+        placeholder=config.placeholder,
         deepstack=config.deepstack,
         sizes=file.sizes,
         processing=hashlib.sha256(b"grid\0" + settings).digest(),

@@ -19,12 +19,14 @@ from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import ExpertsSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_card.config_json import unused_prefixes
+from antiphon.model_worker.batching.positions import AXES
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelFamily, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from antiphon.kernels.rotary import RotarySpec
     from antiphon.model_worker.model.config_file import ConfigFile
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -47,6 +49,23 @@ def attention(
         out_bias=bias,
     )
     return replace(spec, **changes)
+
+
+def rotary_with_axes(config: ConfigFile, *, interleaved: bool = False) -> RotarySpec:
+    """RoPE whose pairs go by the positions along axes, in sections or by turns."""
+    sections, rotary = config.rope.mrope_section, config.rotary()
+    pairs = rotary.size // 2
+    if len(sections) != AXES or sum(sections) != pairs or min(sections) < 0:
+        raise ModelLoadError(
+            f"config.json: mrope_section = {list(sections)}: must be {AXES} numbers of pairs,"
+            f" together {pairs}"
+        )
+    if interleaved and AXES * max(sections[1:]) > pairs:
+        raise ModelLoadError(
+            f"config.json: mrope_section = {list(sections)}: pairs alternate between the axes, so"
+            f" that rows and columns have at most {pairs // AXES} each"
+        )
+    return replace(rotary, sections=sections, interleaved=interleaved)
 
 
 def gated(config: ConfigFile, **changes: object) -> GatedMlpSpec:

@@ -14,13 +14,19 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.model_worker.model.errors import UnknownArchitecture
 from antiphon.model_worker.model.families.bert import BERT, MODERNBERT, ROBERTA
-from antiphon.model_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from antiphon.model_worker.model.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GLM4V_MOE,
+)
 from antiphon.model_worker.model.families.eagle3 import EAGLE3
 from antiphon.model_worker.model.families.falcon_h1 import FALCON_H1
 from antiphon.model_worker.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from antiphon.model_worker.model.families.gpt import GPT2, GPT_NEOX, GPT_OSS, PHI, STARCODER2
 from antiphon.model_worker.model.families.llama import (
     GLM4,
+    GLM4V,
     GRANITE,
     IDEFICS3,
     LLAMA,
@@ -87,6 +93,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4vForConditionalGeneration": GLM4V,
+    "Glm4vMoeForConditionalGeneration": GLM4V_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,

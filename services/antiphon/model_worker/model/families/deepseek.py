@@ -20,6 +20,7 @@ from antiphon.model_worker.model.llama_parts import (
     layers,
     model,
     rms_norm,
+    rotary_with_axes,
 )
 from antiphon.model_worker.model.spec import (
     FeedForwardSpec,
@@ -81,6 +82,14 @@ def declare_glm4_moe(config: ConfigFile) -> ModelSpec:
     fields = config.family_fields(_Glm4MoeFields)
     qk_norm = rms_norm(config) if fields.use_qk_norm else None
     mixer = attention(config, qkv_bias=config.attention_bias, qk_norm=qk_norm)
+    return _model(config, fields, mixer, _sigmoid_moe(config, fields))
+
+
+def declare_glm4v_moe(config: ConfigFile) -> ModelSpec:
+    """GLM-4.5V: GLM-4.5 whose positions have axes; its images come from outside."""
+    fields = config.family_fields(_Glm4MoeFields)
+    rotary = rotary_with_axes(config)
+    mixer = attention(config, qkv_bias=config.attention_bias, rotary=rotary)
     return _model(config, fields, mixer, _sigmoid_moe(config, fields))
 
 
@@ -185,3 +194,4 @@ def _shared(config: ConfigFile, fields: _DeepseekMoeFields) -> GatedMlpSpec | No
 DEEPSEEK_V2 = ModelFamily("deepseek-v2", declare_v2)
 DEEPSEEK_V3 = ModelFamily("deepseek-v3", declare_v3)
 GLM4_MOE = ModelFamily("glm4-moe", declare_glm4_moe)
+GLM4V_MOE = ModelFamily("glm4v-moe", declare_glm4v_moe)

@@ -19,6 +19,7 @@ from antiphon.model_worker.model.llama_parts import (
     layers,
     model,
     rms_norm,
+    rotary_with_axes,
 )
 from antiphon.model_worker.model.spec import (
     POST,
@@ -186,8 +187,18 @@ def declare_phi3(config: ConfigFile) -> ModelSpec:
 
 def declare_glm4(config: ConfigFile) -> ModelSpec:
     """GLM-4 (0414): norms around both blocks, and interleaved RoPE on half of each head."""
+    return _glm4(config, attention(config, qkv_bias=config.attention_bias, interleaved_rope=True))
+
+
+def declare_glm4v(config: ConfigFile) -> ModelSpec:
+    """GLM-4.1V: GLM-4 whose positions have axes; its images come from outside."""
+    rotary = rotary_with_axes(config)
+    return _glm4(config, attention(config, qkv_bias=True, interleaved_rope=True, rotary=rotary))
+
+
+def _glm4(config: ConfigFile, mixer: AttentionSpec) -> ModelSpec:
     layer = LayerSpec(
-        mixer=attention(config, qkv_bias=config.attention_bias, interleaved_rope=True),
+        mixer=mixer,
         feed_forward=gated(config, gate=GATE_UP, up=GATE_UP),
         norm=rms_norm(config),
         norms=GLM4_NORMS,
@@ -300,4 +311,5 @@ GRANITE = ModelFamily("granite", declare_granite)
 OLMO2 = ModelFamily("olmo2", declare_olmo2)
 PHI3 = ModelFamily("phi3", declare_phi3)
 GLM4 = ModelFamily("glm4", declare_glm4)
+GLM4V = ModelFamily("glm4v", declare_glm4v)
 LLAMA4 = ModelFamily("llama4", declare_llama4)

@@ -9,7 +9,6 @@ import msgspec
 
 from antiphon.layers.moe import MoeSpec, StackedExperts
 from antiphon.layers.recurrent import GatedDeltaSpec
-from antiphon.model_worker.batching.positions import AXES
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import (
     Count,
@@ -20,6 +19,7 @@ from antiphon.model_worker.model.llama_parts import (
     model,
     one_plus_norm,
     rms_norm,
+    rotary_with_axes,
 )
 from antiphon.model_worker.model.spec import (
     FeedForwardSpec,
@@ -30,7 +30,6 @@ from antiphon.model_worker.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from antiphon.kernels.rotary import RotarySpec
     from antiphon.model_worker.model.config_file import ConfigFile
 
 
@@ -41,7 +40,7 @@ def declare_qwen2(config: ConfigFile) -> ModelSpec:
 
 def declare_qwen2_vl(config: ConfigFile) -> ModelSpec:
     """Qwen2-VL and Qwen2.5-VL: Qwen2 whose positions have axes; its images come from outside."""
-    return _dense(config, qkv_bias=True, rotary=_with_axes(config))
+    return _dense(config, qkv_bias=True, rotary=rotary_with_axes(config))
 
 
 def declare_qwen3(config: ConfigFile) -> ModelSpec:
@@ -56,28 +55,12 @@ def declare_qwen3_vl(config: ConfigFile) -> ModelSpec:
             config,
             bias=config.attention_bias,
             qk_norm=rms_norm(config),
-            rotary=_with_axes(config, interleaved=True),
+            rotary=rotary_with_axes(config, interleaved=True),
         ),
         feed_forward=gated(config),
         norm=rms_norm(config),
     )
     return model(config, layer)
-
-
-def _with_axes(config: ConfigFile, *, interleaved: bool = False) -> RotarySpec:
-    sections, rotary = config.rope.mrope_section, config.rotary()
-    pairs = rotary.size // 2
-    if len(sections) != AXES or sum(sections) != pairs or min(sections) < 0:
-        raise ModelLoadError(
-            f"config.json: mrope_section = {list(sections)}: must be {AXES} numbers of pairs,"
-            f" together {pairs}"
-        )
-    if interleaved and AXES * max(sections[1:]) > pairs:
-        raise ModelLoadError(
-            f"config.json: mrope_section = {list(sections)}: pairs alternate between the axes, so"
-            f" that rows and columns have at most {pairs // AXES} each"
-        )
-    return replace(rotary, sections=sections, interleaved=interleaved)
 
 
 def _dense(config: ConfigFile, *, bias: bool = False, **changes: object) -> ModelSpec:
@@ -131,7 +114,7 @@ def declare_qwen3_vl_moe(config: ConfigFile) -> ModelSpec:
     fields = config.family_fields(_QwenMoeFields)
     experts = fields.experts(config, fields.moe_intermediate_size, names=StackedExperts())
     sparse = MoeSpec(routing=fields.routing(renormalised=True), experts=experts)
-    return _sparse(config, fields, sparse, rotary=_with_axes(config, interleaved=True))
+    return _sparse(config, fields, sparse, rotary=rotary_with_axes(config, interleaved=True))
 
 
 def _sparse(
