@@ -219,6 +219,15 @@ def test_limits_of_a_request_are_those_of_a_preprocessor(folder: Path, tmp_path:
     assert plain.within(PixelLimits(most=PROCESSOR["max_pixels"])) == plain
 
 
+def test_an_image_with_so_many_patches_has_them_again(folder: Path) -> None:
+    card = card_of(folder)
+    for size in SIZES:
+        across, down = card.sizes.scaled(*size)
+        patches = down // card.sizes.patch, across // card.sizes.patch
+        assert card.pixels(patches) == (across, down)
+        assert card.pieces(across, down) == card.pieces(*size)
+
+
 def test_low_detail_is_a_maximum_of_pixels() -> None:
     sizes = GridSizes(patch=14, merge=2, pixels_min=56 * 56, pixels_max=28 * 28 * 1280)
     card = GridImages(placeholder=1, processing=b"p", sizes=sizes)

@@ -13,7 +13,7 @@ import torch
 from tests.system.stack import Stack, read, wait_until
 
 from antiphon.config.settings import Settings
-from antiphon.encoder.model import open_model
+from antiphon.encoder.model import VisionModel, open_model
 from antiphon.model_card.vision import read_vision
 
 if TYPE_CHECKING:
@@ -61,8 +61,19 @@ class Seeing:
         return card.placeholder
 
     @cached_property
+    def vision(self) -> VisionModel:
+        return open_model(Settings(), self.folder)
+
+    @property
     def preprocess(self) -> Preprocessor:
-        return open_model(Settings(), self.folder).preprocess
+        return self.vision.preprocess
+
+    def embeds(self, image: bytes, **more: object) -> dict[str, Any]:
+        """A part of a message with the embedding of an image that a client has made."""
+        made = self.vision.embed(self.preprocess.decoded(image))
+        data = base64.b64encode(made.data).decode()
+        feature = {"data": data, "shape": [made.tokens, made.hidden]}
+        return {"type": "image_embeds", "image_embeds": {"feature": feature, **more}}
 
     def check(
         self,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import anthropic
+import numpy as np
 import ollama
 import openai
 import pytest
@@ -27,8 +28,9 @@ from tests.system.seeing import TOKENS, Seeing, answer, message, url
 from tests.system.stack import pages_in_use, serving, wait_until
 
 from antiphon.client.client import Client
+from antiphon.wire.claim import Claim
 from antiphon.wire.errors import EngineError, InvalidRequest
-from antiphon.wire.media import MediumInput
+from antiphon.wire.media import EmbeddingForm, MediumInput
 from antiphon.wire.tokenize import ChatMessage, MessagePart
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
         *("--model-path", str(folder), "--served-model-name", "tiny", "--dtype", "float32"),
         *("--media-allowed-local-path", str(files), "--media-images-max", "4"),
         *("--batching-chunk-tokens", "24", "--supervisor-encoders", str(len(ENCODERS))),
+        *("--media-claim-networks", "127.0.0.1/32"),
     ) as stack:
         yield Seeing(stack, folder, transformers.LlavaForConditionalGeneration, encoders=ENCODERS)
 
@@ -157,7 +160,7 @@ def test_prompts_of_generate_see_their_images(seeing: Seeing) -> None:
         ),
         ({"input_ids": [5], "image_data": url(picture(1))}, "image_data", "token ids"),
         (
-            {"text": PLACEHOLDER, "image_data": {"format": "precomputed_embedding"}},
+            {"text": PLACEHOLDER, "image_data": {"format": "processor_output"}},
             "image_data.format",
             "send the image",
         ),
@@ -270,6 +273,77 @@ async def test_an_image_is_sent_again_by_its_uuid_alone(
     with pytest.raises(openai.BadRequestError, match="'picture 62' is kept") as caught:
         await answer(client, asked)
     assert caught.value.param == "messages[0].content[0].image_url"
+
+
+async def test_an_embedding_that_a_client_has_made_is_as_its_image(
+    seeing: Seeing, client: AsyncOpenAI
+) -> None:
+    image = picture(63)
+    expected = await answer(client, message(image, "What is this?"))
+    before = seeing.worked()
+    part = seeing.embeds(image)
+    asked = [{"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}]
+    assert await answer(client, asked) == expected
+    cached = seeing.metric("gateway-0", "cached_tokens_total")
+    assert await answer(client, asked) == expected
+    found = seeing.metric("gateway-0", "cached_tokens_total") - cached
+    assert found >= len(expected[0]) - 16, "its key goes by its numbers"
+    feature = part["image_embeds"]["feature"]
+    rows, width = feature["shape"]
+    numbers = np.frombuffer(base64.b64decode(feature["data"]), "<f4").reshape(rows, width)
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+
+    def generated(image: object) -> str:
+        body = {"text": f"Here: {PLACEHOLDER}", "image_data": image, "sampling_params": sampling}
+        return seeing.stack.post("/generate", body)["text"]
+
+    made = {"format": "precomputed_embedding", "feature": numbers.tolist()}
+    assert generated([made]) == generated(base64.b64encode(image).decode())
+    calls, embedded = seeing.worked()
+    assert (calls, embedded) == (before[0] + 1, before[1]), "it was called for the image alone"
+    for wrong, reason in (
+        (numbers[1:], f"has {rows - 1} rows; in this model such an image has {rows}"),
+        (numbers[:, 1:], f"rows of {width - 1} numbers; this model has {width}"),
+        (np.where(numbers == numbers.max(), np.inf, numbers), "not finite"),
+    ):
+        data = base64.b64encode(wrong.astype("<f4").tobytes()).decode()
+        feature |= {"data": data, "shape": [*wrong.shape]}
+        with pytest.raises(openai.BadRequestError, match=reason) as caught:
+            await answer(client, asked)
+        assert caught.value.param == "messages[0].content[0].image_embeds"
+
+
+async def test_nats_clients_serve_media_that_are_too_large_for_a_message(
+    seeing: Seeing, client: AsyncOpenAI
+) -> None:
+    """Above 1 MiB by claim; what is not allowed, or is gone, is refused."""
+    image = picture(64, 900, 700, "BMP")
+    assert len(image) > 1024**2
+    reply = await client.chat.completions.create(
+        model="tiny", messages=message(image, "?"), temperature=0, max_tokens=TOKENS
+    )
+    parts = (MessagePart(medium=0), MessagePart(text="?"))
+    turn = ChatMessage(role="user", content="", parts=parts)
+    async with Client(seeing.stack.nats_url, media_host="127.0.0.1") as nats:
+        completion = await nats.complete(
+            "tiny", [turn], media=(MediumInput(data=image),), temperature=0, max_tokens=TOKENS
+        )
+        assert completion.text == reply.choices[0].message.content
+        assert not nats.media_bytes_held
+    made = seeing.vision.embed(seeing.preprocess.decoded(image))
+    form = EmbeddingForm(rows=made.tokens, width=made.hidden)
+    async with Client(seeing.stack.nats_url) as nats:
+        media = (MediumInput(data=made.data, embedding=form),)
+        completion = await nats.complete(
+            "tiny", [turn], media=media, temperature=0, max_tokens=TOKENS
+        )
+        assert completion.text == reply.choices[0].message.content
+        claim = Claim(
+            address="127.0.0.2:1", token="00", size_bytes=1, digest=bytes(32), expires_unix_ms=0
+        )
+        with pytest.raises(InvalidRequest, match=r"not fetched from 127\.0\.0\.2") as caught:
+            await nats.complete("tiny", [turn], media=(MediumInput(claim=claim),))
+        assert caught.value.param == "media[0]"
 
 
 def broken(preprocess: Callable[[bytes], object]) -> Iterator[bytes]:

@@ -128,9 +128,12 @@ CLAIM = claim.Claim(
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
 LIMITS = claim.PixelLimits(least=1000, most=9000, low=True)
-HEADER = media.MediumHeader(digest=DIGESTS[0], width=640, height=480, limits=LIMITS)
+HEADER = media.MediumHeader(
+    digest=DIGESTS[0], width=640, height=480, limits=LIMITS, rows=4, patches=(4, 4)
+)
+FORM = media.EmbeddingForm(rows=4, width=8, dtype="float16", patches=(4, 4), size=(56, 57))
 SPAN = media.MediumSpan(start=1, tokens=2, key=DIGESTS[1], placeholders=1, columns=4)
-MEDIUM = media.Medium(span=SPAN, width=640, height=480, claim=CLAIM, limits=LIMITS)
+MEDIUM = media.Medium(span=SPAN, width=640, height=480, claim=CLAIM, limits=LIMITS, embedded=True)
 CHAT = (
     tokenize.ChatMessage(
         role="tool",
@@ -198,7 +201,15 @@ EVERY: tuple[Message, ...] = (
         messages=CHAT,
         prompt="Once upon",
         prompt_ids=(1, 2, 70_000),
-        media=(media.MediumInput(data=b"GIF89a", url="https://a.example/b.png", detail="low"),),
+        media=(
+            media.MediumInput(
+                data=b"GIF89a",
+                url="https://a.example/b.png",
+                detail="low",
+                claim=CLAIM,
+                embedding=FORM,
+            ),
+        ),
         min_pixels=1000,
         max_pixels=9000,
         max_tokens=64,
@@ -331,6 +342,7 @@ EVERY: tuple[Message, ...] = (
         second_from=2,
         media=(SPAN,),
         sees=True,
+        media_width=64,
         pooling=tokenize.PoolingCard(
             scores=True,
             width=2,

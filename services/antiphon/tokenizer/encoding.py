@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
+    from antiphon.model_card.vision import Pieces, VisionCard
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
+    from antiphon.wire.media import MediumHeader
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 _LIGHT_CHARACTERS = 16 * 1024
 _LIGHT_MESSAGES = 64
 """Tool calls count as messages."""
+EMBEDDED = b"embedding\0"
+"""What stands in place of the digest of a processing in keys of embeddings that clients make."""
 TEXT_END = 64
 """How many characters of a rendered prompt's end are returned: every reasoning marker fits."""
 
@@ -152,9 +156,12 @@ class TextEncoder:
             raise _other_placeholders(len(texts) - 1, len(media), marker, field)
         written, runs = [texts[0]], list[tuple[int, ...]]()
         cards = [vision if each.limits is None else vision.within(each.limits) for each in media]
+        sizes: list[tuple[int, int]] = []
         for index, (card, medium, after) in enumerate(zip(cards, media, texts[1:], strict=True)):
             try:
-                pieces = card.pieces(medium.width, medium.height)
+                sizes.append(_size(card, medium))
+                pieces = card.pieces(*sizes[-1])
+                _check_rows(medium, pieces)
             except InvalidRequest as error:
                 error.param = f"media.{index}"
                 raise
@@ -166,7 +173,7 @@ class TextEncoder:
         if surplus := len(found) - sum(map(len, runs)):
             raise _other_placeholders(len(media) + surplus, len(media), placeholder, field)
         ids, spans, places, before = list[int](), list[MediumSpan](), iter(found), 0
-        for card, medium, lengths in zip(cards, media, runs, strict=True):
+        for card, medium, size, lengths in zip(cards, media, sizes, runs, strict=True):
             start = -1
             for length, at in zip(lengths, places, strict=False):
                 ids += encoded[before:at]
@@ -177,8 +184,10 @@ class TextEncoder:
                 raise PromptTooLong.of(
                     prompt_tokens=len(ids), tokens_max=self.context_tokens, param=field
                 )
-            key = medium_key(medium.digest, card.processing)
-            columns = card.columns(medium.width, medium.height)
+            columns = card.columns(*size)
+            # What a client has embedded was not processed here; its positions go by the columns.
+            processing = EMBEDDED + pack_ids([columns]) if medium.rows else card.processing
+            key = medium_key(medium.digest, processing)
             spans.append(_span(start, len(ids) - start, sum(lengths), key, columns))
         return [*ids, *encoded[before:]], tuple(spans)
 
@@ -246,6 +255,29 @@ class TextEncoder:
                 param="suffix",
             )
         return template.write(prompt, suffix)
+
+
+def _size(card: VisionCard, medium: MediumHeader) -> tuple[int, int]:
+    """Width and height of an image, or of what a client has embedded.
+
+    Raises:
+        InvalidRequest: The client has not given what that goes by.
+    """
+    if medium.patches is not None:
+        return card.pixels(medium.patches)
+    if medium.rows and card.SIZED and not medium.width:
+        text = "an embedding requires image_grid_thw or image_sizes: its tokens go by the size"
+        raise InvalidRequest(text)
+    return medium.width, medium.height
+
+
+def _check_rows(medium: MediumHeader, pieces: Pieces) -> None:
+    """Check that what a client has embedded has a row for each placeholder."""
+    expected = sum(piece for piece in pieces if isinstance(piece, int))
+    if medium.rows and medium.rows != expected:
+        raise InvalidRequest(
+            f"the embedding has {medium.rows} rows; in this model such an image has {expected}"
+        )
 
 
 def _span(start: int, tokens: int, placeholders: int, key: bytes, columns: int) -> MediumSpan:

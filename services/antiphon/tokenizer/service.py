@@ -171,6 +171,7 @@ class TokenizerService:
                 tokens_max=context_tokens,
                 param="prompt" if request.messages is None else "messages",
             )
+        vision = self._vocabulary.vision
         return EncodeReply(
             request_id=request.request_id,
             token_ids=encoded.token_ids,
@@ -190,7 +191,8 @@ class TokenizerService:
             token_characters=self._vocabulary.token_characters,
             untruncated_tokens=encoded.untruncated_tokens,
             media=encoded.media,
-            sees=self._vocabulary.vision is not None,
+            sees=vision is not None,
+            media_width=0 if vision is None else (1 + vision.deepstack) * card.hidden_size,
         )
 
     async def _encoded_once(self, request: EncodeRequest) -> EncodedPrompt:

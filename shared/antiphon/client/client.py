@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+import hashlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar, Unpack
 
@@ -21,7 +22,10 @@ from antiphon.client.stream import (
     now,
 )
 from antiphon.config.settings import BusConfig
+from antiphon.service.clock import SystemClock
+from antiphon.service.startup import address_for_others, bind
 from antiphon.service.tasks import gather
+from antiphon.transfer.blobs import BlobServer, BlobStore
 from antiphon.wire.base import Message, Process, Usage
 from antiphon.wire.errors import DeadlineExceeded, InvalidRequest
 from antiphon.wire.generate import (
@@ -41,6 +45,7 @@ from antiphon.wire.ids import (
     new_incarnation,
     new_request_id,
 )
+from antiphon.wire.media import MediumInput
 from antiphon.wire.routes import EMBED
 from antiphon.wire.token_outputs import join_chunks, unpack_floats
 from antiphon.wire.tokenize import ChatMessage
@@ -48,6 +53,10 @@ from antiphon.wire.tokenize import ChatMessage
 M = TypeVar("M", bound=Message)
 
 TIMEOUT_S = 600.0
+INLINE_BYTES_MAX = 256 * 1024
+"""Media of a request that have more bytes in all are fetched from the client."""
+MEDIA_BYTES_MAX = 1024**3
+"""Maximum size of the media of open requests, which the client serves."""
 
 Conversation = str | Sequence[tuple[str, str] | ChatMessage]
 """A user message; or messages, as (role, content), or as `ChatMessage`, which has tool calls."""
@@ -63,6 +72,8 @@ class Client:
         api_key: The tenant's API key, where the gateways require one.
         user: NATS user, if the server requires one.
         password: Password of the NATS user.
+        media_host: IP address of this machine at which gateways fetch media that are too large for
+            a message; they must allow it (`media.claim_networks`). Empty: such media are rejected.
     """
 
     def __init__(
@@ -74,6 +85,7 @@ class Client:
         api_key: str = "",
         user: str = "",
         password: str = "",
+        media_host: str = "",
     ) -> None:
         name = InstanceId(f"client-{new_incarnation()}")
         if isinstance(server, str):
@@ -82,6 +94,9 @@ class Client:
         self._tenant = TenantId(tenant)
         self._api_key = api_key or None
         self._open: set[GenerationStream] = set()
+        self._media_host = media_host
+        self._media: BlobStore | None = None
+        self._exit = AsyncExitStack()
         self._bus = Bus(
             server,
             ClusterName(cluster),
@@ -91,13 +106,21 @@ class Client:
 
     async def __aenter__(self) -> Self:
         await self._bus.__aenter__()
+        if self._media_host:
+            self._media = await self._exit.enter_async_context(served_blobs(self._media_host))
         return self
 
     async def __aexit__(self, *error: object) -> None:
         async with asyncio.TaskGroup() as group:
             for stream in self._open:  # streams of loops that the caller left early
                 group.create_task(stream.cancel())
+        await self._exit.aclose()
         await self._bus.__aexit__(*error)
+
+    @property
+    def media_bytes_held(self) -> int:
+        """Size of the media of open requests that gateways may fetch from here."""
+        return 0 if self._media is None else self._media.bytes_held
 
     async def generate(
         self,
@@ -117,10 +140,9 @@ class Client:
             EngineError: The request failed; raised from the iteration.
         """
         request = _request(model, conversation, timeout_s, options)
-        with self._stream(request) as stream:
-            async with aclosing(stream.chunks(timeout_s)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+        async with self._stream(request) as stream, aclosing(stream.chunks(timeout_s)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def complete(
         self,
@@ -138,9 +160,8 @@ class Client:
         request = _request(model, conversation, timeout_s, options)
         # Text alone fits into one message; token outputs may not.
         request = msgspec.structs.replace(request, stream=request.details is not None)
-        with self._stream(request) as stream:
-            async with aclosing(stream.chunks(timeout_s)) as received:
-                chunks = [chunk async for chunk in received]
+        async with self._stream(request) as stream, aclosing(stream.chunks(timeout_s)) as received:
+            chunks = [chunk async for chunk in received]
         end = stream.end
         assert end is not None, "a stream ended without its terminal"
         return Completion(
@@ -194,15 +215,36 @@ class Client:
             requests.append(_checked(fields, EmbedRequest))
         return await embed(self._bus, requests, timeout_s)
 
-    @contextmanager
-    def _stream(self, request: GenerateRequest) -> Generator[GenerationStream]:
-        request = msgspec.structs.replace(request, api_key=self._api_key)
+    @asynccontextmanager
+    async def _stream(self, request: GenerateRequest) -> AsyncGenerator[GenerationStream]:
+        media = await self._claimed(request.media, request.timeout_s or TIMEOUT_S)
+        request = msgspec.structs.replace(request, api_key=self._api_key, media=media)
         stream = GenerationStream(self._bus, self._tenant, request)
         self._open.add(stream)
         try:
             yield stream
         finally:
             self._open.discard(stream)
+            for medium in media:
+                if self._media is not None and medium.claim is not None:
+                    self._media.discard(medium.claim)
+
+    async def _claimed(
+        self, media: tuple[MediumInput, ...], lifetime_s: float
+    ) -> tuple[MediumInput, ...]:
+        """Serve the bytes of media that do not fit into a message, until the request ends."""
+        store = self._media
+        if store is None or sum(len(each.data or b"") for each in media) <= INLINE_BYTES_MAX:
+            return media
+        claimed = list[MediumInput]()
+        for each in media:
+            if (data := each.data) is not None:
+                checksum = (await asyncio.to_thread(hashlib.sha256, data)).digest()
+                claim = store.put(data, lifetime_s, checksum=checksum)
+                claimed.append(msgspec.structs.replace(each, data=None, claim=claim))
+            else:
+                claimed.append(each)
+        return tuple(claimed)
 
 
 def _request(
@@ -240,6 +282,19 @@ CALLS_MAX = 4
 EMBED_SILENCE_S = 60.0
 """Time after which a call is repeated: its reply may have been lost."""
 PAUSE_S = 0.2
+
+
+@asynccontextmanager
+async def served_blobs(host: str) -> AsyncGenerator[BlobStore]:
+    """Serve blobs at a free port of an address of this machine."""
+    with bind(host, 0) as bound:
+        store = BlobStore(address_for_others(bound, host, host), MEDIA_BYTES_MAX, SystemClock())
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(BlobServer(bound, store).run())
+            try:
+                yield store
+            finally:
+                serving.cancel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,9 @@ class MediaConfig(Config):
     allowed_domains: str = ""
     """Source hosts of images, separated by commas or spaces: images are fetched from these and no
     others, whatever their addresses are; empty: any host with a public address."""
+    claim_networks: str = ""
+    """Source networks of media that NATS clients serve themselves, in CIDR notation, separated by
+    commas or spaces; empty: claims of clients are rejected."""
     allowed_local_path: str = ""
     """Folder below which file URLs may name images; empty: file URLs are rejected."""
     file_bytes_max: Bytes = 32 * 1024**2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, field
@@ -84,6 +84,9 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             added: the parts of an embedding beside that which stands in place of the token.
     """
 
+    SIZED: ClassVar = True
+    """Whether the tokens of an image go by its size."""
+
     placeholder: int
     marker: str = ""
     processing: bytes
@@ -104,6 +107,15 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         check_unscaled(limits)
         return self
 
+    def pixels(self, patches: tuple[int, int]) -> tuple[int, int]:
+        """Width and height of an image that has so many rows and columns of patches.
+
+        Raises:
+            InvalidRequest: Images have none that the size follows from.
+        """
+        del patches
+        raise InvalidRequest("this model's images have no grid of patches: give image_sizes")
+
 
 def check_unscaled(limits: PixelLimits) -> None:
     """Check the limits of a request for a model that scales no image by numbers of pixels.
@@ -120,6 +132,8 @@ class SquareImages(VisionBase, frozen=True, kw_only=True):
 
     `before` and `after` are texts around them.
     """
+
+    SIZED: ClassVar = False
 
     image_tokens: int
     before: str = ""
@@ -491,6 +505,10 @@ class GridImages(VisionBase, frozen=True, kw_only=True):
 
     def columns(self, width: int, height: int) -> int:
         return self.sizes.scaled(width, height)[0] // self.sizes.edge
+
+    def pixels(self, patches: tuple[int, int]) -> tuple[int, int]:
+        down, across = patches
+        return across * self.sizes.patch, down * self.sizes.patch
 
     def within(self, limits: PixelLimits) -> Self:
         return _scaled_within(self, limits)

@@ -16,7 +16,7 @@ from antiphon.wire.claim import Claim, PixelLimits
 
 MEDIA_MAX = 256
 """Maximum media of one request."""
-MEDIUM_BYTES = 512
+MEDIUM_BYTES = 1536
 """Size of a medium in a message: an upper bound."""
 
 
@@ -29,24 +29,54 @@ class MediumHeader(Value):
 
     Attributes:
         limits: Of its scaled size, if the request has any.
+        rows: Of an embedding that the client has made: then the digest is that of its numbers, and
+            the size may be 0; 0: it is an image.
+        patches: Rows and columns of the patches of the image that the client has embedded.
     """
 
     digest: Sha256
     width: Count
     height: Count
     limits: PixelLimits | None = None
+    rows: TokenCount = 0
+    patches: tuple[Count, Count] | None = None
+
+
+NumberType = Literal["float32", "float16", "bfloat16"]
+Edge = Annotated[int, Meta(ge=1, le=2**20)]
+
+
+class EmbeddingForm(Value):
+    """What the bytes of an embedding are: numbers, row by row, little-endian.
+
+    Attributes:
+        rows: As many as the image has placeholders.
+        width: Numbers of a row: the model's hidden size, and with deepstack that of each part.
+        patches: Rows and columns of the patches of its image, of models that take grids of them.
+        size: Width and height of its image in pixels, of models whose tokens go by it.
+    """
+
+    rows: Edge
+    width: Edge
+    dtype: NumberType = "float32"
+    patches: tuple[Edge, Edge] | None = None
+    size: tuple[Edge, Edge] | None = None
 
 
 class MediumInput(Value):
-    """An image of a NATS client: its bytes, or a URL to fetch them from. One of both is set.
+    """An image of a NATS client: its bytes, a URL, or a claim to fetch them from. One is set.
 
     Attributes:
+        claim: Names bytes that the client serves itself, at an IP address.
+        embedding: Set: the bytes are the embedding of the image, and not the image.
         url: As in the HTTP APIs: an http, https, `data:` or file URL.
         detail: As in the HTTP APIs: `low` limits its tokens.
     """
 
     data: bytes | None = None
     url: str | None = None
+    claim: Claim | None = None
+    embedding: EmbeddingForm | None = None
     detail: Detail | None = None
 
 
@@ -75,13 +105,18 @@ class MediumSpan(Value):
 
 
 class Medium(Value):
-    """An image of a request. `claim` names its bytes, at its owner."""
+    """An image of a request. `claim` names its bytes, at its owner.
+
+    Attributes:
+        embedded: The claim names an embedding that the client has made, as encoders make theirs.
+    """
 
     span: MediumSpan
     width: Count
     height: Count
     claim: Claim
     limits: PixelLimits | None = None
+    embedded: bool = False
 
 
 Sources = Annotated[tuple[MediumInput, ...], Meta(max_length=MEDIA_MAX)]

@@ -154,6 +154,7 @@ class EncodeReply(Message):
         untruncated_tokens: Length of the whole prompt, if `token_ids` was truncated.
         media: Where the media of the request are in the prompt, in their order.
         sees: Whether the model takes images.
+        media_width: Width of their embeddings.
     """
 
     request_id: RequestId
@@ -175,6 +176,7 @@ class EncodeReply(Message):
     untruncated_tokens: TokenCount | None = None
     media: Spans = ()
     sees: bool = False
+    media_width: Count = 0
 
 
 class CancelEncode(Message):

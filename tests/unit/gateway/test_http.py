@@ -230,6 +230,14 @@ async def test_max_tokens_may_be_zero(at: House) -> None:
     assert [submit.sampling.max_new_tokens for submit in at.cluster.submits] == [0, 0]
 
 
+async def test_a_model_that_takes_no_images_is_named(at: House) -> None:
+    shown = {"type": "image_url", "image_url": "https://a.example/b.png"}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "?"}, shown]}]
+    status, error = await failure(at, CHAT, {"messages": messages})
+    assert (status, error["param"]) == (400, "messages[0].content[1].image_url")
+    assert error["message"] == f"the model {MODEL} takes no images"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -24,11 +26,12 @@ from antiphon.gateway.http.openai.responses.schema import ResponsesBody
 from antiphon.gateway.http.openai.schema import ChatBody
 from antiphon.gateway.nats.generate import to_generation_request
 from antiphon.gateway.parsing.formats import NO_FORMATS
-from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.wire.claim import PixelLimits
+from antiphon.gateway.requests.generation_request import GenerationRequest, MediumSource
+from antiphon.wire.claim import Claim, PixelLimits
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.generate import GenerateRequest
 from antiphon.wire.ids import DEFAULT_TENANT
+from antiphon.wire.media import EmbeddingForm
 
 Parse = Callable[[dict[str, Any]], GenerationRequest]
 URL = "https://a.example/b.png"
@@ -153,3 +156,71 @@ def test_sizes_of_images_are_limited_in_every_api(parse: Parse, body: dict[str, 
     with pytest.raises(InvalidRequest) as refused:
         parse(body)
     assert refused.value.param == f"{place}.max_pixels"
+
+
+ROWS = [[1.0, 2.5], [3.0, -4.0], [0.0, 0.5]]
+ROW_BYTES = array("f", chain.from_iterable(ROWS)).tobytes()
+
+
+def embeds_body(**embeds: object) -> dict[str, Any]:
+    part = {"type": "image_embeds", "image_embeds": embeds}
+    return {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]}
+
+
+def precomputed_body(**embeds: object) -> dict[str, Any]:
+    return generate_body(url="", format="precomputed_embedding", **embeds)
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "at"),
+    [
+        (chat, embeds_body, "messages[0].content[0].image_embeds"),
+        (generate, precomputed_body, "image_data[0]"),
+    ],
+    ids=["chat", "generate"],
+)
+def test_embeddings_are_lists_of_numbers_or_bytes(
+    parse: Parse, body: Callable[..., dict[str, Any]], at: str
+) -> None:
+    listed = parse(body(feature=ROWS, image_grid_thw=[[1, 2, 6]])).media[0]
+    form = EmbeddingForm(rows=3, width=2, patches=(2, 6))
+    assert listed == MediumSource(ROW_BYTES, at, embedding=form)
+    data = {"data": "AAAA", "shape": [3, 2], "dtype": "bfloat16"}
+    packed = parse(body(feature=data, image_sizes=[[30, 40]])).media[0]
+    form = EmbeddingForm(rows=3, width=2, dtype="bfloat16", size=(40, 30))
+    assert packed == MediumSource("AAAA", at, embedding=form)
+    for wrong, field in (
+        ({}, "feature"),
+        ({"feature": []}, "feature"),
+        ({"feature": [[1.0], [1.0, 2.0]]}, "feature"),
+        ({"feature": [["a"]]}, "feature[0][0]"),
+        ({"feature": {"data": "", "shape": [1]}}, "feature.shape"),
+        ({"feature": {"data": "", "shape": [1, 1], "dtype": "int8"}}, "feature.dtype"),
+        ({"feature": ROWS, "image_grid_thw": [[2, 2, 6]]}, "image_grid_thw"),
+        ({"feature": ROWS, "image_sizes": [[1, 2, 3]]}, "image_sizes"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            parse(body(**wrong))
+        assert caught.value.param == f"{at}.{field}"
+
+
+def test_pixels_of_a_clients_processor_are_refused() -> None:
+    with pytest.raises(Unsupported, match="must be precomputed_embedding") as caught:
+        generate(generate_body(format="processor_output", feature=ROWS))
+    assert caught.value.param == "image_data[0].format"
+    with pytest.raises(InvalidRequest) as refused:
+        chat({"messages": [{"role": "user", "content": [{"type": "image_embeds"}]}]})
+    assert refused.value.param == "messages[0].content[0].image_embeds"
+
+
+def test_media_of_nats_clients_have_one_source() -> None:
+    form = {"rows": 3, "width": 2}
+    claim = {"address": "10.0.0.1:4", "token": "00", "size_bytes": 24, "expires_unix_ms": 0}
+    claim["digest"] = bytes(32)
+    medium = nats({"prompt": "<image>", "media": [{"claim": claim, "embedding": form}]}).media[0]
+    assert medium.source == msgspec.convert(claim, Claim)
+    assert medium.embedding == EmbeddingForm(rows=3, width=2)
+    for sources in ({}, {"url": URL, "claim": claim}):
+        with pytest.raises(InvalidRequest, match="either data, url or claim") as caught:
+            nats({"prompt": "<image>", "media": [sources]})
+        assert caught.value.param == "media[0]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import io
 import random
 import socket
@@ -29,10 +30,12 @@ from antiphon.gateway.media.fetch import (
 from antiphon.gateway.media.header import PIECES_MAX, read_header
 from antiphon.gateway.media.intake import MediaIntake
 from antiphon.gateway.requests.generation_request import MediumSource
-from antiphon.transfer.blobs import BlobStore
-from antiphon.wire.claim import PixelLimits
+from antiphon.service.startup import bind
+from antiphon.transfer.blobs import BlobServer, BlobStore, part_digests
+from antiphon.wire.claim import Claim, PixelLimits
 from antiphon.wire.errors import InvalidRequest, Overloaded
 from antiphon.wire.ids import TenantId
+from antiphon.wire.media import EmbeddingForm, MediumSpan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -337,6 +340,123 @@ async def test_detail_limits_each_image_of_a_picture_that_is_fetched_once() -> N
         held.discard()
     finally:
         await intake.close()
+    assert store.bytes_held == 0
+
+
+NUMBERS = (np.arange(12, dtype="<f4").reshape(4, 3) - 5) / 4
+FORM = EmbeddingForm(rows=4, width=3)
+AS_BYTES = {
+    "float32": NUMBERS.tobytes(),
+    "float16": NUMBERS.astype("<f2").tobytes(),
+    "bfloat16": (NUMBERS.view("<u4") >> 16).astype("<u2").tobytes(),
+}
+
+
+async def test_an_embedding_of_any_type_is_stored_as_encoders_store_theirs() -> None:
+    store = BlobStore("a:1", 10**8, ManualClock())
+    intake = MediaIntake(MediaConfig(), store, pixels_max=1)
+    sources = [
+        MediumSource(data, kind, embedding=msgspec.structs.replace(FORM, dtype=kind))
+        for kind, data in AS_BYTES.items()
+    ]
+    encoded = base64.b64encode(AS_BYTES["float32"]).decode()
+    sized = msgspec.structs.replace(FORM, patches=(4, 4), size=(7, 9))
+    sources.append(MediumSource(encoded, "base64", embedding=sized))
+    try:
+        held = await intake.open([*sources, *sources], 1.0, width=3)
+        assert {each.digest for each in held.headers} == {
+            hashlib.sha256(NUMBERS.tobytes()).digest()
+        }
+        assert store.bytes_held == 4 * NUMBERS.nbytes, "the same ones are stored once"
+        header = held.headers[3]
+        assert (header.rows, header.patches, header.width, header.height) == (4, (4, 4), 7, 9)
+        spans = [MediumSpan(start=4 * n, tokens=4, key=bytes(32)) for n in range(8)]
+        for medium in held.placed(spans):
+            assert medium.embedded
+            assert store.get(medium.claim.token) == NUMBERS.tobytes()
+            assert not medium.claim.part_bytes
+        held.discard()
+        assert store.bytes_held == 0
+        large = np.ones((3000, 1001), "<f4")  # three parts
+        form = EmbeddingForm(rows=3000, width=1001)
+        held = await intake.open(
+            [MediumSource(large.tobytes(), "", embedding=form)], 1.0, width=1001
+        )
+        (medium,) = held.placed([MediumSpan(start=0, tokens=3000, key=bytes(32))])
+        assert medium.claim.part_bytes % (4 * 1001) == 0
+        assert medium.claim.part_digests == part_digests(large.tobytes(), medium.claim.part_bytes)
+        assert len(medium.claim.part_digests) == 3 * 32
+    finally:
+        await intake.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "form", "reason"),
+    [
+        (
+            AS_BYTES["float32"],
+            EmbeddingForm(rows=4, width=4),
+            "rows of 4 numbers; this model has 3",
+        ),
+        (AS_BYTES["float32"][1:], FORM, "has 47 bytes; 4 x 3 numbers in float32 have 48"),
+        (AS_BYTES["float16"], FORM, "has 24 bytes"),
+        (np.full_like(NUMBERS, np.nan).tobytes(), FORM, "not finite"),
+        (bytes(201), FORM, "the embedding has 201 bytes; the limit is 200 bytes"),
+    ],
+)
+async def test_an_embedding_that_is_not_what_it_says_is_refused(
+    data: bytes, form: EmbeddingForm, reason: str
+) -> None:
+    store = BlobStore("a:1", 10**6, ManualClock())
+    intake = MediaIntake(MediaConfig(file_bytes_max=200), store, pixels_max=1)
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        await intake.open([MediumSource(data, "part", embedding=form)], 1.0, width=3)
+    assert caught.value.param == "part"
+    assert store.bytes_held == 0
+    await intake.close()
+
+
+async def test_claims_are_fetched_from_networks_that_are_allowed_and_from_no_others() -> None:
+    data, clock = IMAGES["png"], ManualClock()
+    with bind("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        client = BlobStore(f"127.0.0.1:{port}", 10**6, clock)
+        store = BlobStore("a:1", 10**6, clock)
+        async with asyncio.TaskGroup() as group:
+            server = group.create_task(BlobServer(bound, client).run())
+            claim = client.put(data, 60)
+
+            async def opened(networks: str, claim: Claim, most: int = 10**6) -> bytes:
+                config = MediaConfig(claim_networks=networks, file_bytes_max=most)
+                intake = MediaIntake(config, store, pixels_max=10**6)
+                try:
+                    held = await intake.open([MediumSource(claim, "media[0]")], 1.0)
+                finally:
+                    await intake.close()
+                held.discard()
+                return held.headers[0].digest
+
+            assert await opened("10.0.0.0/8, 127.0.0.0/8", claim) == hashlib.sha256(data).digest()
+            elsewhere = [
+                f"{host}:{port}" for host in ("::ffff:127.0.0.1", "[::1]", "169.254.169.254")
+            ]
+            named = [msgspec.structs.replace(claim, address=each) for each in elsewhere]
+            host = msgspec.structs.replace(claim, address=f"localhost:{port}")
+            gone = msgspec.structs.replace(claim, token="00" * 16)
+            other = msgspec.structs.replace(claim, digest=bytes(32))
+            for networks, refused, reason in (
+                ("", claim, "not fetched from 127.0.0.1; start the gateway with --media-claim"),
+                *(("127.0.0.0/8", each, "claims are not fetched from") for each in named),
+                ("127.0.0.0/8", host, "must name an IP address"),
+                ("127.0.0.0/8", gone, "has it no longer"),
+                ("127.0.0.0/8", other, "another checksum"),
+            ):
+                with pytest.raises(InvalidRequest, match=reason) as caught:
+                    await opened(networks, refused)
+                assert caught.value.param == "media[0]"
+            with pytest.raises(InvalidRequest, match="the limit is 9 bytes"):
+                await opened("127.0.0.0/8", claim, 9)
+            server.cancel()
     assert store.bytes_held == 0
 
 

@@ -22,6 +22,7 @@ from antiphon.service.startup import bind
 from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_digests
 from antiphon.wire.base import Role
 from antiphon.wire.claim import Claim, ImageEmbedding
+from antiphon.wire.errors import Internal
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.media import Medium, MediumSpan
 from antiphon.wire.routes import ENCODE_IMAGE
@@ -132,7 +133,10 @@ class SeeingWorker:
     def bytes_held(self) -> int:
         return self._client.bytes_held
 
-    def begin(self, content: int, first: int = 0, last: int = TOKENS) -> None:
+    def begin(
+        self, content: int, first: int = 0, last: int = TOKENS, made: Claim | None = None
+    ) -> None:
+        """Load rows of an image, or of `made`, what a client has embedded."""
         number = self._number = next(self._numbers)
         claim = Claim(
             address="owner:1",
@@ -142,11 +146,13 @@ class SeeingWorker:
             expires_unix_ms=0,
         )
         span = MediumSpan(start=0, tokens=TOKENS, key=bytes(32))
+        embedded = made is not None
+        medium = Medium(span=span, width=1, height=1, claim=made or claim, embedded=embedded)
         load = MediaLoad(
             ChoiceKey(number),
             number,
             RequestId(f"{number:032x}"),
-            {0: MediumRows(Medium(span=span, width=1, height=1, claim=claim), first, last)},
+            {0: MediumRows(medium, first, last)},
             deadline_in(30, self.runtime.clock),
         )
         self._client.load(load)
@@ -161,8 +167,11 @@ class SeeingWorker:
         assert rows.shape == (TOKENS, WIDTH)
         return int(rows[0, 0])
 
+    async def landed(self) -> MediaLoaded:
+        return await self._landed.get()
+
     async def rows(self) -> Floats:
-        done = await self._landed.get()
+        done = await self.landed()
         assert done.error is None, done.error
         [rows] = done.embeddings.values()
         return rows
@@ -228,6 +237,24 @@ async def test_rows_are_fetched_as_they_are_needed_and_counted() -> None:
                 assert worker.bytes_held == 4 * WIDTH * (last - first) + parts
                 worker.end()
                 await until(lambda: not worker.bytes_held)
+
+
+async def test_what_a_client_has_embedded_is_fetched_from_its_owner() -> None:
+    rows = np.arange(TOKENS * WIDTH, dtype="<f4")
+    async with world() as made:
+        worker = made.worker.service
+        with bind("127.0.0.1", 0) as bound:
+            owner = BlobStore(f"127.0.0.1:{bound.getsockname()[1]}", 10**6, worker.runtime.clock)
+            server = worker.runtime.group.create_task(BlobServer(bound, owner).run())
+            for data, first, last in ((rows, 0, TOKENS), (rows, 1, 3), (rows[:-1], 0, TOKENS)):
+                worker.begin(0, first, last, owner.put(data.tobytes(), 60))
+                done = await worker.landed()
+                if len(data) < len(rows):
+                    assert isinstance(done.error, Internal)
+                else:
+                    assert (done.embeddings[0] == rows.reshape(TOKENS, WIDTH)[first:last]).all()
+            server.cancel()
+        assert made.asked == [[], []], "no encoder is called"
 
 
 async def test_calls_of_an_encoder_that_is_silent_are_made_at_another() -> None:

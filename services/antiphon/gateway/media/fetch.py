@@ -1,4 +1,4 @@
-"""Fetches media: `data:` URLs, http and https URLs, base64, and files below one folder.
+"""Fetches media: `data:` URLs, http and https URLs, base64, files below one folder, and claims.
 
 A URL comes from a client and must not reach what only this machine reaches. So names are resolved
 here, every address is checked, and the connection is made to a checked address: a name whose
@@ -20,7 +20,9 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from antiphon.wire.errors import InvalidRequest, RequestTooLarge
+from antiphon.transfer.blobs import fetch as fetch_blob
+from antiphon.wire.claim import Claim
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
     from antiphon.config.gateway import MediaConfig
@@ -34,8 +36,19 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 _SUFFIX_CHARACTERS = max(map(len, _SUFFIXES))
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CARRIER_NAT = ipaddress.ip_network("100.64.0.0/10")
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _UNICAST = ipaddress.ip_network("2000::/3")
 """All IPv6 addresses that are routed (RFC 4291). Those that NAT64 translates are not among them."""
+
+
+def claim_networks(config: MediaConfig) -> tuple[Network, ...]:
+    """The networks that claims of NATS clients may name addresses of.
+
+    Raises:
+        ValueError: One is not in CIDR notation.
+    """
+    names = config.claim_networks.replace(",", " ").split()
+    return tuple(ipaddress.ip_network(name) for name in names)
 
 
 class AddressRefused(OSError):
@@ -96,6 +109,7 @@ class MediaFetcher:
     def __init__(self, config: MediaConfig) -> None:
         self._config = config
         self._domains = frozenset(config.allowed_domains.lower().replace(",", " ").split())
+        self._networks = claim_networks(config)
         self._slots = asyncio.Semaphore(config.fetches_max)
         self._session: aiohttp.ClientSession | None = None
 
@@ -103,8 +117,8 @@ class MediaFetcher:
         if self._session is not None:
             await self._session.close()
 
-    async def fetch(self, source: str | bytes) -> bytes:
-        """Return the bytes that a URL names, or that are in it as base64, or that are given.
+    async def fetch(self, source: str | bytes | Claim) -> bytes:
+        """Return the bytes that a URL or a claim names, or that are given, as base64 or as bytes.
 
         Raises:
             InvalidRequest: The URL is not allowed, not readable, or was not fetched in time.
@@ -113,6 +127,8 @@ class MediaFetcher:
         if isinstance(source, bytes):
             self._check_size(len(source))
             return source
+        if isinstance(source, Claim):
+            return await self._fetch_claim(source)
         scheme = source[: source.find(":")].lower() if ":" in source[:16] else ""
         match scheme:
             case "data":
@@ -170,6 +186,28 @@ class MediaFetcher:
         return data
 
     # The network.
+
+    async def _fetch_claim(self, claim: Claim) -> bytes:
+        """Fetch what a NATS client serves. Nothing is resolved: it names an address."""
+        self._check_size(claim.size_bytes)
+        address = claim.address.rpartition(":")[0]
+        try:
+            ip = ipaddress.ip_address(address.strip("[]"))
+        except ValueError as error:
+            raise InvalidRequest("a claim must name an IP address and a port") from error
+        if not any(ip in network for network in self._networks):
+            raise InvalidRequest(
+                f"claims are not fetched from {ip}; start the gateway with --media-claim-networks"
+            )
+        timeout_s = self._config.fetch_timeout_s
+        try:
+            async with self._slots:
+                data = await fetch_blob(
+                    claim, timeout_s=timeout_s, bytes_max=self._config.file_bytes_max
+                )
+        except Unavailable as error:
+            raise InvalidRequest(error.message) from error
+        return bytes(data)
 
     async def _download(self, source: str) -> bytes:
         if len(source) > URL_CHARACTERS_MAX:

@@ -8,37 +8,40 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.media.fetch import MediaFetcher
+from antiphon.gateway.media.fetch import MediaFetcher, claim_networks
 from antiphon.gateway.media.header import FORMATS, read_header
-from antiphon.service.startup import address_for_others, bind
+from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import gather
 from antiphon.telemetry import catalog
-from antiphon.transfer.blobs import BlobServer, BlobStore
+from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_digests
 from antiphon.wire.claim import PixelLimits, PromptClaim
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.media import Medium, MediumHeader
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Generator, Sequence
 
     from antiphon.config.gateway import MediaConfig
     from antiphon.gateway.requests.generation_request import MediumSource
     from antiphon.service.service import Runtime
     from antiphon.wire.claim import Claim
     from antiphon.wire.ids import TenantId
-    from antiphon.wire.media import Detail, MediumSpan
+    from antiphon.wire.media import Detail, EmbeddingForm, MediumSpan, NumberType
 
 LINGER_S = 30.0
 """How long media and prompts are held behind a request's deadline, at most."""
 _INLINE_BYTES = 256 * 1024
 """More than this is hashed in a thread."""
+_ITEM_BYTES: dict[NumberType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+_PARTS_MAX = 16
+"""Parts of an embedding: their checksums are in each message that has its claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class HeldMedia:
                 height=header.height,
                 claim=claim,
                 limits=header.limits,
+                embedded=header.rows > 0,
             )
             for span, header, claim in zip(spans, self.headers, self._claims, strict=True)
         )
@@ -101,6 +105,10 @@ class MediaIntake:
     @asynccontextmanager
     async def lifespan(runtime: Runtime) -> AsyncGenerator[MediaIntake]:
         config = runtime.settings.media
+        try:
+            claim_networks(config)
+        except ValueError as error:
+            raise CannotStart(f"media.claim_networks: {error}") from error
         with bind(config.host, config.port) as bound:
             address = address_for_others(bound, config.host, config.advertise_host)
             store = BlobStore(address, config.store_bytes_max, runtime.clock)
@@ -132,8 +140,10 @@ class MediaIntake:
         lifetime_s: float,
         limits: PixelLimits | None = None,
         tenant: TenantId = DEFAULT_TENANT,
+        *,
+        width: int = 0,
     ) -> HeldMedia:
-        """Fetch the media of a request, each URL once.
+        """Fetch the media of a request, each URL once; `width` is that of embeddings.
 
         Raises:
             InvalidRequest: There are too many, or one cannot be fetched, is no image, is too large,
@@ -148,12 +158,16 @@ class MediaIntake:
             )
         wanted = [self._limits(limits or PixelLimits(), each.detail) for each in sources]
         sources = _resolved(sources)
-        first = {(each.source, each.uuid): each for each in reversed(sources)}
-        held: dict[tuple[str | bytes, str | None], _StoredMedium] = {}
+        first = {_identity(each): each for each in reversed(sources)}
+        held: dict[object, _StoredMedium] = {}
 
         async def hold(source: MediumSource) -> None:
-            stored = await self._hold(source, lifetime_s + LINGER_S, tenant)
-            held[source.source, source.uuid] = stored
+            if source.embedding is None:
+                stored = await self._hold(source, lifetime_s + LINGER_S, tenant)
+            else:
+                form = source.embedding
+                stored = await self._hold_embedding(source, form, lifetime_s + LINGER_S, width)
+            held[_identity(source)] = stored
 
         try:
             await gather([hold(each) for each in first.values()])
@@ -162,7 +176,7 @@ class MediaIntake:
             raise
         pairs = zip(sources, wanted, strict=True)
         return HeldMedia(
-            self._store, [held[each.source, each.uuid].scaled(limits) for each, limits in pairs]
+            self._store, [held[_identity(each)].scaled(limits) for each, limits in pairs]
         )
 
     def _limits(self, limits: PixelLimits, detail: Detail | None) -> PixelLimits | None:
@@ -179,7 +193,7 @@ class MediaIntake:
         self, source: MediumSource, lifetime_s: float, tenant: TenantId
     ) -> _StoredMedium:
         """Fetch a medium into the store: its bytes count while others of a request are fetched."""
-        try:
+        with _naming(source):
             data = await self._fetcher.fetch(self._sent(source, tenant))
             if len(data) > _INLINE_BYTES:
                 digest = await asyncio.to_thread(hashlib.sha256, data)
@@ -190,15 +204,26 @@ class MediaIntake:
             if source.uuid is not None:
                 self._named.put(tenant, source.uuid, data)
             return _StoredMedium(header, claim)
-        except RequestTooLarge as error:
-            size, most = error.details["size_bytes"], error.details["bytes_max"]
-            text = f"the image has {size} bytes; the limit is {most} bytes"
-            raise InvalidRequest(text, param=source.param) from error
-        except InvalidRequest as error:
-            error.param = source.param
-            raise
 
-    def _sent(self, source: MediumSource, tenant: TenantId) -> str | bytes:
+    async def _hold_embedding(
+        self, source: MediumSource, form: EmbeddingForm, lifetime_s: float, width: int
+    ) -> _StoredMedium:
+        """Check what a client has embedded, and store it as encoders do their embeddings."""
+        with _naming(source):
+            data = await self._fetcher.fetch(source.source)
+            data = await asyncio.to_thread(_float32_rows, data, form, width)
+            part_bytes = _part_bytes(len(data), 4 * width)
+            digest, digests = await asyncio.to_thread(_digests, data, part_bytes)
+            claim = self._store.put(
+                data, lifetime_s, checksum=digest, part_bytes=part_bytes, part_digests=digests
+            )
+            across, down = form.size or (0, 0)
+            header = MediumHeader(
+                digest=digest, width=across, height=down, rows=form.rows, patches=form.patches
+            )
+            return _StoredMedium(header, claim)
+
+    def _sent(self, source: MediumSource, tenant: TenantId) -> str | bytes | Claim:
         """What a request has of a medium, or what had its name in an earlier one."""
         if source.source or source.uuid is None:
             return source.source
@@ -215,6 +240,66 @@ class MediaIntake:
                 f"the image has {pixels} pixels; the limit is {self._pixels_max} pixels"
             )
         return MediumHeader(digest=digest, width=header.width, height=header.height)
+
+
+def _identity(source: MediumSource) -> tuple[object, ...]:
+    """What sources have in common whose bytes are the same."""
+    return source.source, source.uuid, source.embedding
+
+
+@contextmanager
+def _naming(source: MediumSource) -> Generator[None]:
+    """Errors about a medium name its part of the request."""
+    try:
+        yield
+    except RequestTooLarge as error:
+        size, most = error.details["size_bytes"], error.details["bytes_max"]
+        what = "image" if source.embedding is None else "embedding"
+        text = f"the {what} has {size} bytes; the limit is {most} bytes"
+        raise InvalidRequest(text, param=source.param) from error
+    except InvalidRequest as error:
+        error.param = source.param
+        raise
+
+
+def _float32_rows(data: bytes, form: EmbeddingForm, width: int) -> bytes:
+    """Return the numbers as float32; `width` is the model's. Called in a thread.
+
+    Raises:
+        InvalidRequest: There are not as many as the form says, the model has another width, or one
+            is not finite.
+    """
+    import numpy as np  # noqa: PLC0415  # most gateways get no embeddings
+
+    if form.width != width:
+        raise InvalidRequest(
+            f"the embedding has rows of {form.width} numbers; this model has {width}"
+        )
+    expected = form.rows * form.width * _ITEM_BYTES[form.dtype]
+    if len(data) != expected:
+        raise InvalidRequest(
+            f"the embedding has {len(data)} bytes; {form.rows} x {form.width} numbers in "
+            f"{form.dtype} have {expected}"
+        )
+    if form.dtype == "bfloat16":
+        values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+        kind = "<f2" if form.dtype == "float16" else "<f4"
+        values = np.frombuffer(data, kind).astype("<f4", copy=False)
+    if not np.isfinite(values).all():
+        raise InvalidRequest("the embedding has numbers that are not finite")
+    return values.tobytes()
+
+
+def _part_bytes(size_bytes: int, row_bytes: int) -> int:
+    """Size of the parts of an embedding, of whole rows and few; 0: it is not cut."""
+    least = max(PART_BYTES, -(-size_bytes // _PARTS_MAX))
+    return 0 if size_bytes <= PART_BYTES else -(-least // row_bytes) * row_bytes
+
+
+def _digests(data: bytes, part_bytes: int) -> tuple[bytes, bytes]:
+    """SHA-256 of all of the data, and of its parts."""
+    return hashlib.sha256(data).digest(), part_digests(data, part_bytes) if part_bytes else b""
 
 
 def _resolved(sources: Sequence[MediumSource]) -> Sequence[MediumSource]:

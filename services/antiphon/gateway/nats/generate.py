@@ -373,10 +373,11 @@ def _limits(request: GenerateRequest) -> PixelLimits | None:
 def _media(request: GenerateRequest) -> tuple[MediumSource, ...]:
     media = list[MediumSource]()
     for index, given in enumerate(request.media):
-        source = given.url if given.data is None else given.data
-        if source is None or (given.data is not None and given.url is not None):
-            raise InvalidRequest.at(f"media[{index}]", "must have either data or url")
-        media.append(MediumSource(source, f"media[{index}]", detail=given.detail))
+        at, sources = f"media[{index}]", (given.data, given.url, given.claim)
+        found = [each for each in sources if each is not None]
+        if len(found) != 1:
+            raise InvalidRequest.at(at, "must have either data, url or claim")
+        media.append(MediumSource(found[0], at, detail=given.detail, embedding=given.embedding))
     return tuple(media)
 
 

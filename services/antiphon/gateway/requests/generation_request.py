@@ -11,11 +11,11 @@ import msgspec
 
 from antiphon.gateway.parsing.reasoning import ReasoningFormat
 from antiphon.text.stop_patterns import check_patterns
-from antiphon.wire.claim import PixelLimits
+from antiphon.wire.claim import Claim, PixelLimits
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, InstanceId, TenantId
-from antiphon.wire.media import Detail
+from antiphon.wire.media import Detail, EmbeddingForm
 from antiphon.wire.sampling import (
     BIAS_MAX,
     GRAMMAR_TEXT_MAX,
@@ -78,15 +78,17 @@ class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediumSource(msgspec.Struct, frozen=True):
-    """An image of a request: a URL, base64, or bytes; `param` is the API's name of the part.
+    """An image of a request: a URL, base64, bytes or a claim; `param` is the API's name of it.
 
-    With a `uuid` it may be sent again by that alone, and then has an empty `source`.
+    With a `uuid` it may be sent again by that alone, and then has an empty `source`. With a form of
+    an `embedding` the source is that, and not the image.
     """
 
-    source: str | bytes
+    source: str | bytes | Claim
     param: str
     uuid: str | None = None
     detail: Detail | None = None
+    embedding: EmbeddingForm | None = None
 
 
 def media_fields(media: Sequence[MediumSource]) -> dict[str, str]:

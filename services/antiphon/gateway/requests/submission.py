@@ -442,10 +442,15 @@ class Submission:
         if gen_request.prompt_ids is not None:
             text = "images cannot be combined with a prompt of token ids"
             raise InvalidRequest(text, param=first)
-        if not (await self.tokenizers.card(CARD_TIMEOUT_S)).sees:
+        card = await self.tokenizers.card(CARD_TIMEOUT_S)
+        if not card.sees:
             raise Unsupported(f"the model {self.model} takes no images", param=first)
         return await self.media.open(
-            gen_request.media, timeout_s, gen_request.pixel_limits, gen_request.tenant
+            gen_request.media,
+            timeout_s,
+            gen_request.pixel_limits,
+            gen_request.tenant,
+            width=card.media_width,
         )
 
     def _may_truncate(self, gen_request: GenerationRequest) -> bool:

@@ -144,7 +144,8 @@ class EmbeddingClient:
     def _size_bytes(self, wanted: MediumRows) -> int:
         """Memory of these rows, and of parts at their ends."""
         rows = wanted.last - wanted.first
-        parts = 2 * PART_BYTES if rows < wanted.medium.span.rows else 0
+        part_bytes = max(PART_BYTES, wanted.medium.claim.part_bytes)
+        parts = 2 * part_bytes if rows < wanted.medium.span.rows else 0
         return rows * self._width * NUMBER_BYTES + parts
 
     async def _embedding(self, load: MediaLoad, index: int, wanted: MediumRows) -> Floats:
@@ -156,6 +157,8 @@ class EmbeddingClient:
         pause_s, passed = RETRY_S, 0
         while True:
             try:
+                if wanted.medium.embedded:
+                    return await self._sent(wanted, self._left_s(load))
                 encoder = self._encoder(wanted.medium, passed)
                 return await self._attempt(load.request_id, wanted, encoder, self._left_s(load))
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
@@ -168,6 +171,14 @@ class EmbeddingClient:
                 raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+    async def _sent(self, wanted: MediumRows, left_s: float) -> Floats:
+        """Fetch rows of what a client has embedded, from their owner."""
+        claim, rows = wanted.medium.claim, wanted.medium.span.rows
+        if claim.size_bytes != rows * self._width * NUMBER_BYTES:
+            raise Internal(f"an embedding has {claim.size_bytes} bytes, not {rows} rows")
+        with self._fetch_seconds.time():
+            return await self._fetched(claim, wanted, min(left_s, ATTEMPT_S))
 
     def _encoder(self, medium: Medium, passed: int) -> Process:
         """Return the encoder that is asked for a medium after `passed` others.

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.requests.pooling import Prompt
-    from antiphon.wire.media import Detail
 
 T = TypeVar("T")
 
@@ -152,24 +151,23 @@ def _sources(
     images: Sequence[str | ImageData | None], paths: Sequence[str]
 ) -> tuple[MediumSource, ...]:
     return tuple(
-        MediumSource(_url(image, path), path, detail=_detail(image))
-        for image, path in zip(images, paths, strict=True)
-        if image is not None
+        _source(image, path) for image, path in zip(images, paths, strict=True) if image is not None
     )
 
 
-def _url(image: str | ImageData, path: str) -> str:
+def _source(image: str | ImageData, path: str) -> MediumSource:
     if isinstance(image, str):
-        return image
-    if image.format is not None:
-        raise Unsupported.at(f"{path}.format", "send the image: encoders preprocess and embed it")
-    if not image.url:
-        raise InvalidRequest.at(f"{path}.url", "an image requires url")
-    return image.url
-
-
-def _detail(image: str | ImageData) -> Detail | None:
-    return None if isinstance(image, str) else image.detail
+        return MediumSource(image, path)
+    match image.format:
+        case None:
+            if not image.url:
+                raise InvalidRequest.at(f"{path}.url", "an image requires url")
+            return MediumSource(image.url, path, detail=image.detail)
+        case "precomputed_embedding" | "PRECOMPUTED_EMBEDDING":
+            return image.source(path)
+        case _:
+            text = "must be precomputed_embedding, or send the image: encoders preprocess it"
+            raise Unsupported.at(f"{path}.format", text)
 
 
 def _names(rid: str | list[str] | None, count: int) -> list[str | None]:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.core.fields import COMMON, EMBEDDING, NOTHING, UnsupportedField
-from antiphon.gateway.http.core.image_options import ImageOptions
+from antiphon.gateway.http.core.image_options import ImageEmbeds, ImageOptions
 from antiphon.gateway.http.core.limits import Choices, Ids, PromptIds, Rid, TokensMax
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.http.core.sampling_fields import Schema, SglangSamplingFields
@@ -65,8 +65,8 @@ _SEEN = UnsupportedField("of media only images are accepted, as image_data", NOT
 _HASHED = UnsupportedField("images are hashed by the server", NOTHING)
 
 
-class ImageData(msgspec.Struct, frozen=True, kw_only=True):
-    """An image, as SGLang's clients write it beside plain strings."""
+class ImageData(ImageEmbeds, frozen=True, kw_only=True):
+    """An image, as SGLang's clients write it beside plain strings, or its embedding."""
 
     url: str = ""
     """An http, https, `data:` or file URL, a path below the allowed folder, or base64."""
@@ -74,7 +74,8 @@ class ImageData(msgspec.Struct, frozen=True, kw_only=True):
     """`low` limits its tokens in models that scale or cut images by their size; `high` is the
     model's maximum, whatever the server's default."""
     format: str | None = None
-    """Not supported: what a client has preprocessed or embedded."""
+    """`precomputed_embedding`: `feature` is the embedding of the image, in place of `url`. Pixels
+    (`processor_output`) are rejected."""
 
 
 Images = Annotated[list[str | ImageData | None], Meta(max_length=MEDIA_MAX)]

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from antiphon.gateway.http.core.fields import COMMON, NOTHING, UnsupportedField
-from antiphon.gateway.http.core.image_options import ImageOptions
+from antiphon.gateway.http.core.image_options import ImageEmbeds, ImageOptions
 from antiphon.gateway.http.core.limits import (
     CallId,
     Choices,
@@ -120,6 +120,9 @@ class CompletionFields(OpenAiFields):
     """Request id, unique among running requests."""
 
 
+_SHOWN = ("image_url", "image_embeds")
+
+
 class ImageUrl(msgspec.Struct, frozen=True):
     """An image: an http, https, `data:` or file URL.
 
@@ -135,11 +138,13 @@ class ImageUrl(msgspec.Struct, frozen=True):
 class ContentPart(msgspec.Struct, frozen=True):
     """One part of a message: `text`, `image_url`, or the assistant's `thinking` or `refusal`.
 
-    An image that was sent with a `uuid` may be sent again by that alone, for some time.
+    An image that was sent with a `uuid` may be sent again by that alone, for some time. A part of
+    type `image_embeds` has the embedding of an image in its place.
     """
 
     type: str
     image_url: ImageUrl | str | None = None
+    image_embeds: ImageEmbeds | None = None
     uuid: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     text: str | None = None
     thinking: str | None = None
@@ -296,10 +301,16 @@ def images(turns: Sequence[ChatMessageParam]) -> tuple[MediumSource, ...]:
 
 def _images(turn: ChatMessageParam, at: str) -> list[MediumSource]:
     return [
-        MediumSource(_url(part), f"{at}.content[{i}].image_url", part.uuid, _detail(part))
+        _medium(part, f"{at}.content[{i}]")
         for i, part in enumerate(turn.content if isinstance(turn.content, list) else ())
-        if part.type == "image_url"
+        if part.type in _SHOWN
     ]
+
+
+def _medium(part: ContentPart, at: str) -> MediumSource:
+    if part.image_embeds is not None and part.type == "image_embeds":
+        return part.image_embeds.source(f"{at}.image_embeds")
+    return MediumSource(_url(part), f"{at}.{part.type}", part.uuid, _detail(part))
 
 
 def _url(part: ContentPart) -> str:
@@ -342,14 +353,14 @@ def _parts(turn: ChatMessageParam, at: str, images_before: int) -> tuple[Message
     if not isinstance(turn.content, list) or not _images(turn, at):
         return ()
     if turn.role not in ("user", "tool"):
-        i = next(i for i, part in enumerate(turn.content) if part.type == "image_url")
+        i = next(i for i, part in enumerate(turn.content) if part.type in _SHOWN)
         raise Unsupported(
             f"images are supported in messages of the roles user and tool, not {turn.role}",
             param=f"{at}.content[{i}]",
         )
     parts: list[MessagePart] = []
     for i, part in enumerate(turn.content):
-        if part.type == "image_url":
+        if part.type in _SHOWN:
             parts.append(MessagePart(medium=images_before))
             images_before += 1
         else:
@@ -392,12 +403,12 @@ def _reasoning_of(turn: ChatMessageParam) -> str | None:
 
 
 def _shows(part: ContentPart, at: str) -> bool:
-    if part.type != "image_url":
+    if part.type not in _SHOWN:
         return False
-    if not _url(part) and part.uuid is None:
-        raise InvalidRequest(
-            "a content part of type image_url requires image_url", param=f"{at}.image_url"
-        )
+    embedded = part.type == "image_embeds"
+    if part.image_embeds is None if embedded else not _url(part) and part.uuid is None:
+        text = f"a content part of type {part.type} requires {part.type}"
+        raise InvalidRequest(text, param=f"{at}.{part.type}")
     return True
 
 

@@ -1,0 +1,99 @@
+"""Prompts whose images a client has embedded: those of the images, under keys of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.gemma_vision import write_gemma_vision
+from tests.support.llava import write_llava
+from tests.support.qwen_vl import write_qwen25_vl
+from tests.support.smolvlm import write_smolvlm
+
+from antiphon.model_card.vision import read_vision
+from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
+from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.media import MediumHeader
+from antiphon.wire.namespaces import PageOrigin
+from antiphon.wire.tokenize import EncodeRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from antiphon.wire.media import MediumSpan
+
+FAMILIES = {
+    "llava": write_llava,
+    "gemma3": write_gemma_vision,
+    "smolvlm": write_smolvlm,
+    "qwen2.5-vl": write_qwen25_vl,
+}
+WIDTH, HEIGHT = 200, 31
+
+
+class Prompts:
+    def __init__(self, folder: Path) -> None:
+        card = read_vision(folder)
+        assert card is not None
+        self.card = card
+        words = read_model_tokenizer(folder, vision=card)
+        self._marker = words.image_marker
+        origin = PageOrigin(model_digest="m")
+        self._encoder = TextEncoder(words, origin, 10**6, context_tokens=10**6)
+
+    def encode(self, width: int = 0, height: int = 0, **fields: Any) -> EncodedPrompt:
+        header = MediumHeader(digest=bytes(32), width=width, height=height, **fields)
+        request = EncodeRequest(
+            request_id=RequestId("1"),
+            model=ModelName("m"),
+            prompt=f"Look {self._marker} now",
+            media=(header,),
+            deadline_unix_ms=0,
+        )
+        (result,) = self._encoder.encode([request])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def refusal(self, width: int = 0, height: int = 0, **fields: object) -> str:
+        with pytest.raises(InvalidRequest) as caught:
+            self.encode(width, height, **fields)
+        assert caught.value.param == "media.0"
+        return caught.value.message
+
+
+def place(span: MediumSpan) -> tuple[int, ...]:
+    return span.start, span.tokens, span.placeholders, span.columns
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_embedding_stands_where_its_image_would(name: str, tmp_path: Path) -> None:
+    write: Callable[[Path], Path] = FAMILIES[name]
+    prompts = Prompts(write(tmp_path))
+    image = prompts.encode(WIDTH, HEIGHT)
+    (span,) = image.media
+    size = (WIDTH, HEIGHT) if prompts.card.SIZED else (0, 0)
+    made = prompts.encode(*size, rows=span.rows)
+    assert made.token_ids == image.token_ids
+    (other,) = made.media
+    assert place(other) == place(span)
+    assert other.key != span.key
+    wrong = prompts.refusal(*size, rows=span.rows + 1)
+    assert f"has {span.rows + 1} rows; in this model such an image has {span.rows}" in wrong
+    if prompts.card.SIZED:
+        assert "requires image_grid_thw or image_sizes" in prompts.refusal(rows=span.rows)
+    if name != "qwen2.5-vl":
+        assert "no grid of patches" in prompts.refusal(rows=span.rows, patches=(2, 2))
+        return
+    by_patches = prompts.encode(
+        rows=span.rows, patches=(2 * span.rows // span.columns, 2 * span.columns)
+    )
+    assert by_patches.media == made.media
+    # The same numbers in another grid have other positions.
+    turned = prompts.encode(
+        rows=span.rows, patches=(2 * span.columns, 2 * span.rows // span.columns)
+    )
+    assert turned.media[0].key != other.key
