@@ -21,6 +21,7 @@ from tests.support.clock import ManualClock
 from tests.support.wait import until
 
 from antiphon.config.gateway import MediaConfig
+from antiphon.gateway.media import fetch
 from antiphon.gateway.media.fetch import (
     AddressRefused,
     MediaFetcher,
@@ -39,6 +40,7 @@ from antiphon.wire.media import EmbeddingForm, MediumSpan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+    from pathlib import Path
 
 
 def image(kind: str, width: int = 37, height: int = 21, **options: Any) -> bytes:
@@ -134,6 +136,13 @@ def test_what_is_read_of_a_header_does_not_grow_with_the_file(
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "2002:7f00:1::1"),
         *("64:ff9b::7f00:1", "64:ff9b:1::a00:1", "2001:0:4136:e378:8000:63bf:3fff:fdd2"),
         *("fec0::1", "5f00::1", "64:ff9b::808:808", "127.1", "0x7f000001", "2130706433"),
+        *(
+            "168.63.129.16",
+            "100.100.100.200",
+            "fd00:ec2::254",
+            "2002:a83f:8110::",
+            "::ffff:0:7f00:1",
+        ),
         *("no address", ""),
     ],
 )
@@ -159,12 +168,12 @@ async def fetching(**config: Any) -> AsyncGenerator[MediaFetcher]:
 
 
 @asynccontextmanager
-async def serving(*routes: web.RouteDef) -> AsyncGenerator[int]:
+async def serving(*routes: web.RouteDef, host: str = "127.0.0.1") -> AsyncGenerator[int]:
     app = web.Application()
     app.add_routes(routes)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, host, 0)
     await site.start()
     try:
         (address,) = runner.addresses
@@ -224,6 +233,129 @@ async def test_redirects_are_followed_and_checked_anew() -> None:
         ):
             with pytest.raises(InvalidRequest, match=reason):
                 await fetcher.fetch(at + path)
+
+
+@pytest.fixture
+def near_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.2 counts as an address of the internet."""
+    monkeypatch.setattr(fetch, "is_public", lambda ip: ip == "127.0.0.2" or is_public(ip))
+
+
+def redirect_to(target: str) -> Any:
+    async def redirect(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": target.format(request.url.port)})
+
+    return redirect
+
+
+@pytest.mark.usefixtures("near_is_public")
+async def test_a_redirect_from_a_public_address_reaches_nothing_on_this_machine() -> None:
+    asked: list[str] = []
+
+    async def note(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return await _picture(request)
+
+    async with serving(web.get("/{name}.png", note)) as inside:
+        targets = {
+            "address": f"http://127.0.0.1:{inside}/a.png",
+            "name": f"http://localhost:{inside}/a.png",
+            "mapped": f"http://[::ffff:127.0.0.1]:{inside}/a.png",
+            "relative": f"//127.0.0.1:{inside}/a.png",
+            "user": f"http://127.0.0.2@127.0.0.1:{inside}/a.png",
+            "file": "file:///etc/passwd",
+        }
+        routes = [web.get(f"/{name}", redirect_to(target)) for name, target in targets.items()]
+        routes += [web.get("/a.png", _picture), web.get("/own", redirect_to("/a.png"))]
+        async with serving(*routes, host="127.0.0.2") as port, fetching() as fetcher:
+            at = f"http://127.0.0.2:{port}"
+            assert await fetcher.fetch(f"{at}/own") == IMAGES["png"]
+            for name in targets:
+                with pytest.raises(InvalidRequest):
+                    await fetcher.fetch(f"{at}/{name}")
+    assert asked == []
+
+
+@pytest.mark.usefixtures("near_is_public")
+async def test_a_name_is_resolved_anew_behind_each_redirect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is public at first, and its own redirect leads to where it has moved."""
+    asked: list[str] = []
+
+    async def note(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return await _picture(request)
+
+    async with serving(web.get("/a.png", note)) as inside:
+        target = f"http://rebinding.example:{inside}/a.png"
+        async with serving(web.get("/", redirect_to(target)), host="127.0.0.2") as port:
+            answers = iter([("127.0.0.2", port), ("127.0.0.1", inside)])
+
+            async def getaddrinfo(*_: object, **__: object) -> list[object]:
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", next(answers))]
+
+            loop = asyncio.get_running_loop()
+            async with fetching() as fetcher:
+                with monkeypatch.context() as patched:
+                    patched.setattr(loop, "getaddrinfo", getaddrinfo, raising=False)
+                    with pytest.raises(InvalidRequest, match="could not be fetched"):
+                        await fetcher.fetch(f"http://rebinding.example:{port}/")
+    assert [*answers] == [], "it was resolved twice"
+    assert asked == []
+
+
+async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(web.get("/a.png", _picture)) as port:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, "http://127.0.0.1:1")
+        async with fetching(allowed_domains="localhost") as fetcher:
+            assert await fetcher.fetch(f"http://localhost:{port}/a.png") == IMAGES["png"]
+
+
+async def test_only_the_hosts_that_are_allowed_are_asked() -> None:
+    async with (
+        serving(web.get("/a.png", _picture)) as port,
+        fetching(allowed_domains="LOCALHOST, cdn.example") as fetcher,
+    ):
+        assert await fetcher.fetch(f"http://LocalHost:{port}/a.png") == IMAGES["png"]
+        for host, reason in (
+            ("127.0.0.1", "not one of the allowed domains"),
+            ("localhost.", "not one of the allowed domains"),
+            ("localhost.evil.example", "not one of the allowed domains"),
+            ("a.localhost", "not one of the allowed domains"),
+            ("localhost@evil.example", "must not contain a user"),
+        ):
+            with pytest.raises(InvalidRequest, match=reason):
+                await fetcher.fetch(f"http://{host}:{port}/a.png")
+
+
+async def test_a_file_is_below_the_folder_after_its_links_are_resolved(tmp_path: Path) -> None:
+    folder = tmp_path / "media"
+    folder.mkdir()
+    for place in (tmp_path, folder):
+        (place / "a.png").write_bytes(IMAGES["png"])
+    (folder / "out.png").symlink_to(tmp_path / "a.png")
+    (folder / "in.png").symlink_to(folder / "a.png")
+    async with fetching(allowed_local_path=str(folder)) as fetcher:
+        for source in (
+            f"file://{folder}/a.png",
+            "a.png",
+            "in.png",
+            f"file://localhost{folder}/a.png",
+        ):
+            assert await fetcher.fetch(source) == IMAGES["png"]
+        for source in (
+            *(f"file://{folder}/out.png", "out.png", "../a.png", f"file://{folder}/%2e%2e/a.png"),
+            *(f"file://{tmp_path}/a.png", f"file://{folder}", "none.png", "file:///dev/zero.png"),
+        ):
+            with pytest.raises(InvalidRequest, match="not below the allowed folder"):
+                await fetcher.fetch(source)
+        with pytest.raises(InvalidRequest, match="a file of this machine"):
+            await fetcher.fetch("file://elsewhere/a.png")
+    async with fetching() as fetcher:
+        with pytest.raises(InvalidRequest, match="--allowed-local-media-path"):
+            await fetcher.fetch(f"file://{folder}/a.png")
 
 
 async def test_a_name_that_changes_its_address_is_connected_to_where_it_was_checked(

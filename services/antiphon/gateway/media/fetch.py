@@ -36,6 +36,8 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 _SUFFIX_CHARACTERS = max(map(len, _SUFFIXES))
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CARRIER_NAT = ipaddress.ip_network("100.64.0.0/10")
+_METADATA = ipaddress.ip_address("168.63.129.16")
+"""Azure's host, which has secrets of its machines, at an address like a public one."""
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _UNICAST = ipaddress.ip_network("2000::/3")
 """All IPv6 addresses that are routed (RFC 4291). Those that NAT64 translates are not among them."""
@@ -66,7 +68,8 @@ def is_public(address: str) -> bool:
         if inner is not None:
             return is_public(str(inner))
         return ip in _UNICAST and ip.is_global and ip.teredo is None
-    return ip.is_global and not ip.is_multicast and ip not in _CARRIER_NAT
+    special = ip.is_multicast or ip in _CARRIER_NAT or ip == _METADATA
+    return ip.is_global and not special
 
 
 class PublicResolver(AbstractResolver):
