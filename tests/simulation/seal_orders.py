@@ -8,6 +8,7 @@ continues with a letter of its own, so that a mixture of two attempts shows.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,10 @@ from antiphon.detokenizer.machine import Detokenizer
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.gateway.owner.machine import Owner
 from antiphon.wire.base import FinishReason, Role
+from antiphon.wire.claim import Claim, PromptClaim
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import EngineError, Unavailable
-from antiphon.wire.submit import NoticeBatch, SubmitRequest
+from antiphon.wire.submit import NoticeBatch, SubmitRequest, claimed_submit
 from antiphon.wire.text import ResumeText, TextBatch
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 
@@ -60,10 +62,11 @@ class Leader(Stage):
 class SealOrders:
     """One request, its owner, its detokenizer, three workers, and leaders A and B.
 
-    With `forgets` the detokenizer is started again when the worker freezes.
+    With `forgets` the detokenizer is started again when the worker freezes. With `claims` the
+    prompt stays at its gateway, and workers fetch it.
     """
 
-    def __init__(self, *, forgets: bool = False) -> None:
+    def __init__(self, *, forgets: bool = False, claims: bool = False) -> None:
         self.clock = ManualClock()
         self.detokenizer = _detokenizer(1)
         self.owner = Owner(GATEWAY, MODEL, self.clock, GatewayConfig())
@@ -77,8 +80,13 @@ class SealOrders:
         gateway, worker, _ = self._a.usual()
         self._old = worker.process
         self._request = self._a.request("r", deadline_s=DEADLINE_S)
+        self._prompt = _claim(self._request) if claims else None
+        self._reads = (PromptClaim.__name__,) if claims else ()
+        worker.reads = self._reads
+        worker.beat()
         gateway.open[self._request.request_id] = open_entry(self._request)
         self._leader: Leader = self._a
+        self._prompt_tokens = self._request.prompt_tokens
         self._own(self.owner.leader_changed(self._a.leader.term))
         self._own(self.owner.open(self._request))
         (self._first,) = self._a.admits()
@@ -88,7 +96,9 @@ class SealOrders:
         if forgets:
             self.detokenizer = _detokenizer(2)
         for leader in (self._a, self._b):
-            leader.enter(Role.WORKER, "worker-1" if leader is self._a else "worker-2")
+            other = leader.enter(Role.WORKER, "worker-1" if leader is self._a else "worker-2")
+            other.reads = self._reads
+            other.beat()
         self._b.enter(Role.GATEWAY, "gateway-0")
         self._b.enter(Role.DETOKENIZER, "detokenizer-0", 2 if forgets else 1)
         self._b.enter(Role.SCHEDULER, "scheduler-9").claim(5)  # so that B's term is a higher one
@@ -173,6 +183,7 @@ class SealOrders:
                 self._own(self.owner.notice_arrived(action))
         leader.actions = actions
         for admit in leader.admits():
+            assert (admit.prompt, admit.prompt_tokens) == (self._prompt, self._prompt_tokens)
             worker = next(b.worker for b in leader.batches() if admit in b.commands)
             if admit.attempt in self.truths:
                 continue
@@ -247,6 +258,8 @@ class SealOrders:
 
     def _submit(self, submit: SubmitRequest) -> None:
         """To whoever leads; A is cut off after its seal."""
+        if self._prompt is not None:
+            submit = claimed_submit(submit, self._prompt)
         leads = self._leader.leader.term is not None and not self._leader.keeps_answers
         try:
             if not leads:
@@ -259,6 +272,14 @@ class SealOrders:
         self._own(self.owner.submit_answered(submit.request_id, answer))
 
 
+def _claim(request: SubmitRequest) -> PromptClaim:
+    digest, size_bytes = hashlib.sha256(request.prompt_ids).digest(), len(request.prompt_ids)
+    claim = Claim(
+        address="a:1", token="00", size_bytes=size_bytes, digest=digest, expires_unix_ms=0
+    )
+    return PromptClaim(claim=claim)
+
+
 def _detokenizer(life: int) -> Detokenizer:
     here = process("detokenizer-0", life)
     return Detokenizer(here, lambda ids, _: bytes(ids).decode(), requests_max=4)
@@ -267,9 +288,9 @@ def _detokenizer(life: int) -> Detokenizer:
 ORDERS = tuple(itertools.permutations(EVENTS))
 
 
-def live(order: Sequence[str], *, forgets: bool = False) -> None:
+def live(order: Sequence[str], *, forgets: bool = False, claims: bool = False) -> None:
     """Let the events happen in this order."""
-    world = SealOrders(forgets=forgets)
+    world = SealOrders(forgets=forgets, claims=claims)
     for event in order:
         getattr(world, event)()
     world.finish()

@@ -19,6 +19,8 @@ READY_TIMEOUT_BEATS = 2
 """How long a new leader waits for gateways and workers to report before it binds or aborts."""
 GRACE_BEATS = 3
 """How long two views may differ before the leader acts: most differences are in transit."""
+UNHELD_BEATS = 2
+"""How long a request of another leader may be missing in reports: one may have been under way."""
 ADOPTION_BEATS = 12
 """How long a gateway may ask for a request that has been given to it: an answer may be lost."""
 SEAL_TIMEOUT_BEATS = 3

@@ -23,9 +23,10 @@ from antiphon.scheduler.leader_config import (
     ATTEMPT_TIMEOUT_BEATS,
     FREE_AFTER_MS,
     GRACE_BEATS,
+    UNHELD_BEATS,
 )
 from antiphon.scheduler.request_table import RequestEntry
-from antiphon.wire.base import Attempt, Process, ProcessState
+from antiphon.wire.base import Attempt, Process, ProcessState, Role
 from antiphon.wire.errors import WorkerLost
 
 if TYPE_CHECKING:
@@ -257,15 +258,29 @@ class Reconciliation:
                 # It died before this leader knew of the request.
                 self._leader_term.migration.add_orphan(entry)
         give_up_s = self._rules.beats(ATTEMPT_TIMEOUT_BEATS)
-        # Of another leader's, or of a gateway that was dead for a while: a live worker that runs it
-        # reports it before its missed heartbeats would make it dead.
-        unheld_s = self._rules.beats(self._rules.dead_beats + 1)
-        if now - entry.seen_at >= (give_up_s if binding else unheld_s):
+        unheld = binding is None and self._is_unheld(entry, now)
+        if unheld or now - entry.seen_at >= give_up_s:
             self._leader_term.fail_attempt(entry, WorkerLost("no worker runs the request any more"))
         elif now - silent_since >= give_up_s:
             self._leader_term.fail_attempt(
                 entry, WorkerLost("the detokenizer of the request has died")
             )
+
+    def _is_unheld(self, entry: RequestEntry, now: float) -> bool:
+        """Whether no worker runs a request of another leader, or of a gateway that was dead.
+
+        All live ones have reported without it since it became known, not only in a report that was
+        under way then. One that is silent counts until it is dead.
+        """
+        waited_s = now - entry.seen_at
+        if waited_s < self._rules.beats(UNHELD_BEATS):
+            return False
+        since = entry.seen_at + self._rules.beats(UNHELD_BEATS - 1)
+        return waited_s >= self._rules.beats(self._rules.dead_beats + 1) or all(
+            self._assignments.reported_since(peer.process, since)
+            for peer in self._peers.with_role(Role.WORKER)
+            if peer.heartbeat.model == self._leader_term.model and peer.heartbeat.worker is not None
+        )
 
     def _compare(self, owner: Process, requests: Mapping[RequestId, OpenRequest]) -> None:
         """Compare all open requests of a gateway with those that are known of it.

@@ -747,6 +747,32 @@ def test_earlier_attempt_without_a_follower_is_aborted() -> None:
     assert [abort.attempt for abort in stage.aborts(second)][:1] == [other_attempt(0)]
 
 
+def test_request_that_an_earlier_leader_has_sealed_continues_once_all_workers_have_reported() -> (
+    None
+):
+    stage, _, _, detokenizer = usual()
+    second = stage.enter(Role.WORKER, "worker-1")
+    stage.pass_s(0.5)
+    old = other_attempt(0)
+    for name in ("r", "s"):
+        output = ChoiceOutput(choice=0, output_ids=pack_ids([5, 6]))
+        detokenizer.outputs[RequestId(name)] = SealedRequest(
+            request_id=RequestId(name), attempt=old, choices=(output,)
+        )
+    stage.submit("r", attempt_floor=old)
+    stage.pass_s(1.6)
+    (admit,) = stage.admits()
+    assert (admit.continues, admit.choices[0].output_ids) == (old, pack_ids([5, 6]))
+    stage.actions.clear()
+    second.silent = True
+    stage.submit("s", attempt_floor=old)
+    stage.pass_s(2.0)
+    admitted = [admit for admit in stage.admits() if admit.request_id == "s"]
+    assert not admitted, "the silent one may run it"
+    stage.pass_s(1.5)
+    assert [admit.continues for admit in stage.admits() if admit.request_id == "s"] == [old]
+
+
 def test_shown_attempt_that_no_worker_runs_ends_as_lost() -> None:
     stage, *_ = usual()
     request = stage.submit("r", attempt_floor=other_attempt(0))
