@@ -10,6 +10,9 @@ page,
 * values are words of tokens by the head, (P, H, S / W, D, W);
 * latents, which are both, are stored once, as keys.
 
+The values of a head lie behind its keys, then come the next head's: a decode row reads a page from
+its beginning to its end.
+
 Pages of rows are laid out as a GPU reads them: keys and values of a head of a page are the vectors
 of its tokens, (P, H, S, D), so that neighbouring threads read 128 neighbouring bits each.
 
@@ -101,6 +104,15 @@ def value_pages_shape(
     """The shape of pages of values of a model that computes in `dtype`."""
     word = _word(dtype)
     return pages, heads, page_slots(page_tokens) // word, head_size, word
+
+
+def beside(pages: Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Pages of keys and of values, of these shapes, in memory where a head's lie side by side.
+
+    pages (P, numbers of a page): of each head, its keys, and behind them its values
+    """
+    heads = pages.view(keys[0], keys[1], 2, -1)
+    return heads[:, :, 0].view(keys), heads[:, :, 1].view(values)
 
 
 def row_pages_shape(pages: int, page_tokens: int, heads: int, head_size: int) -> tuple[int, ...]:

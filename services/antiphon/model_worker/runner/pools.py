@@ -17,6 +17,7 @@ from antiphon.kernels.attention import KvShape, NoCache
 from antiphon.kernels.cpu.extension import pool_zeros
 from antiphon.kernels.kv import (
     KvSpec,
+    beside,
     key_pages_shape,
     row_pages_shape,
     value_pages_shape,
@@ -133,11 +134,13 @@ def _group(
     elif not isinstance(cache, NoCache):
         _refuse_cut_pages(cache, page_tokens)
         kind = GroupKind.FULL if cache.window is None else GroupKind.WINDOW
-        names = ("keys", "values")
+        heads, size = cache.heads_of(ranks), cache.head_size
+        declared = {"keys": (heads, size), "values": (heads, size)}
         if isinstance(cache, LatentSizes):
-            kind, names = GroupKind.LATENT, ("latents",)
-        entry = cache.heads_of(ranks), cache.head_size
-        tensors = tuple(_declared(name, build.kv_dtype, entry) for name in names)
+            kind, declared = GroupKind.LATENT, {"latents": (heads, size)}
+        elif build.page_layout == "words":
+            declared = {"keys and values": (heads, 2, size)}
+        tensors = tuple(_declared(name, build.kv_dtype, each) for name, each in declared.items())
     return CacheGroup(
         kind=kind,
         layers=layers,
@@ -223,6 +226,7 @@ class KvPool:
         else:
             shapes = key_pages_shape(*page, build.dtype), value_pages_shape(*page, build.dtype)
         self._shapes = shapes[: spec.tensors]
+        self._beside = spec.tensors == 2 and build.page_layout == "words"
         self.dtype = build.kv_dtype
         self.memory = GroupMemory(group, build.device, pages_beside)
 
@@ -239,6 +243,8 @@ class KvPool:
 
     def _layer(self, index: int) -> list[Tensor]:
         tensors = self.memory.layer(index)
+        if self._beside:
+            return list(beside(tensors[0].view(self.dtype), self._shapes[0], self._shapes[1]))
         pairs = zip(tensors, self._shapes, strict=True)
         return [_viewed(pages, self.dtype, shape) for pages, shape in pairs]
 

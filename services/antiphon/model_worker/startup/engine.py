@@ -457,7 +457,7 @@ def open_engine_core(
 
 
 def _layout(resolved: ResolvedConfig) -> str:
-    return "words" if resolved.device.value == "cpu" else "rows"
+    return "words, values beside keys" if resolved.device.value == "cpu" else "rows"
 
 
 def _speculation(

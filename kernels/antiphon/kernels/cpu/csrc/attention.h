@@ -110,40 +110,60 @@ static void attend_kept_as(
     AttentionScratch<T> room(scratch, call, task);
     BlockReader<T, K> reader(call, task, room.head, room.widen);
     AmxTiles squares;
-    if constexpr (USES_AMX<T>) gather_queries(call, task, room);
+    AttentionTask one = task;  // a head of the task
+    if constexpr (USES_AMX<T>) {
+        if (task.heads == 1) gather_queries(call, task, room);
+    }
     bool joined = false;
     for (KeyBlock block = first_block<T>(call, task); block.until > 0;) {
         const KeyBlock next = block_at<T>(call, task, block.begin + BLOCK_KEYS<T>);
-        if (next.until > 0) room.ahead.begin(task, next);
-        else if (following) room.ahead.begin(*following, first_block<T>(call, *following));
-        reader.read(block);
         // Queries that see only what is before the block are left out, and those whose window lies
         // behind it.
         const int64_t unseen = block.begin + 1 - seen_from(call, task, task.position).until;
         const int64_t first = unseen > 0 ? unseen : 0;
         const int64_t seeing = block.begin + block.until + window - 1 - task.position;
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
-        if constexpr (USES_AMX<T>)
-            attend_amx(call, task, first * group, last * group, block, room, squares);
-        else attend_in_tiles<T, K>(call, task, first * group, last * group, block, room);
+        for (int64_t i = 0; i < task.heads; ++i) {
+            one.head = static_cast<int32_t>(task.head + i);
+            if (i + 1 < task.heads) room.ahead.begin(task, block, one.head + 1);
+            else if (next.until > 0) room.ahead.begin(task, next, task.head);
+            else if (following)
+                room.ahead.begin(*following, first_block<T>(call, *following), following->head);
+            reader.read(block, one.head);
+            room.sums = room.all.from(i * room.rows, room.width);
+            if constexpr (USES_AMX<T>) {
+                if (task.heads > 1) gather_queries(call, one, room);
+                attend_amx(call, one, first * group, last * group, block, room, squares);
+            } else {
+                attend_in_tiles<T, K>(call, one, first * group, last * group, block, room);
+            }
+        }
         if (next.until <= 0 || next.begin % SEGMENT_KEYS == 0) {
+            const int64_t every = task.heads * room.rows;
             if (task.partial >= 0) {
                 const int64_t segment = (block.begin - task.key_begin) / SEGMENT_KEYS;
-                const AttentionSums slot = slot_at(call, task.partial + segment, room.width);
-                slot.clear(room.queries, room.width);
-                join_sums(slot, room.sums, room.queries, room.width);
+                for (int64_t i = 0; i < task.heads; ++i) {
+                    const int64_t at = task.partial + i * task.partial_step + segment;
+                    const AttentionSums slot = slot_at(call, at, room.width);
+                    const AttentionSums sums = room.all.from(i * room.rows, room.width);
+                    slot.clear(room.queries, room.width);
+                    join_sums(slot, sums, room.queries, room.width);
+                }
             } else if (joined) {
-                join_sums(room.total, room.sums, room.queries, room.width);
+                join_sums(room.totals, room.all, every, room.width);
             } else {
-                std::swap(room.total, room.sums);
+                std::swap(room.totals, room.all);
                 joined = true;
             }
-            if (next.until > 0) room.sums.clear(room.queries, room.width);
+            if (next.until > 0) room.all.clear(every, room.width);
         }
         block = next;
     }
-    if (task.partial < 0)
-        write_out<T>(call, task.token, task.head, room.total, room.queries, room.width);
+    if (task.partial >= 0) return;
+    for (int64_t i = 0; i < task.heads; ++i) {
+        const AttentionSums sums = room.totals.from(i * room.rows, room.width);
+        write_out<T>(call, task.token, task.head + i, sums, room.queries, room.width);
+    }
 }
 
 template <class T>

@@ -53,6 +53,11 @@ struct AttentionSums {
     float *values;  // (queries, width)
     float *top, *mass;
 
+    // Those from a query on.
+    AttentionSums from(int64_t query, int64_t width) const {
+        return {values + query * width, top + query, mass + query};
+    }
+
     void clear(int64_t queries, int64_t width) const {
         std::memset(values, 0, queries * width * sizeof(float));
         std::memset(mass, 0, queries * sizeof(float));
@@ -78,8 +83,10 @@ template <class T> INLINE bool tiles_widen(const AttentionCall &call, int64_t qu
 // What one task works in, cut from the thread's scratch memory.
 template <class T> struct AttentionScratch {
     HeadBlock<T> head;
-    int64_t queries, width;        // of the task; columns of a row of sums, whole vectors
-    AttentionSums sums, total;     // of the segment that is gone through, and of those before it
+    int64_t queries, width;     // of a head; columns of a row of sums, whole vectors
+    int64_t rows;               // of the sums of a head: on AMX, whole tiles
+    AttentionSums all, totals;  // of each head: the segment that is gone through, and those before
+    AttentionSums sums;         // of the head that is met
     uint32_t *queries_transposed;  // (queries, square_words) for AMX alone
     int64_t square_words;          // words of a head, whole steps of AMX
     bool widen;                    // whether tiles widen what is in eight bits
@@ -94,17 +101,18 @@ template <class T> struct AttentionScratch {
         const int64_t words = call.shape.head_size / WORD_VALUES<T>;
         width = ceil_div(call.shape.head_size, LANES) * LANES;
         square_words = ceil_div(words, AMX_ROWS) * AMX_ROWS;
-        const int64_t rows = ceil_div(queries, LANES) * LANES;  // every part begins a line
+        rows = USES_AMX<T> ? ceil_div(queries, AMX_ROWS) * AMX_ROWS : queries;
+        const int64_t every = task.heads * rows;
         int64_t total_words = 0;
-        const auto reserve = [&](int64_t size) {
-            return std::exchange(total_words, total_words + size);
+        const auto reserve = [&](int64_t size) {  // every part begins a line
+            return std::exchange(total_words, total_words + ceil_div(size, LANES) * LANES);
         };
         const int64_t keys_at = reserve(square_words * KEYS);
         const int64_t values_at = reserve(KEYS / WORD_VALUES<T> * width);
         const int64_t rows_at = reserve(call.cache.values == nullptr ? LANES * width : 0);
         const int64_t queries_at = reserve(USES_AMX<T> ? queries * square_words : 0);
-        const int64_t sums_at = reserve(rows * (width + 2));
-        const int64_t total_at = reserve(rows * (width + 2));
+        const int64_t sums_at = reserve(every * (width + 2));
+        const int64_t total_at = reserve(every * (width + 2));
         auto *at = static_cast<uint32_t *>(scratch.reserve(total_words * sizeof(uint32_t)));
         head.words = words;
         head.width = width;
@@ -114,11 +122,11 @@ template <class T> struct AttentionScratch {
         queries_transposed = at + queries_at;
         const auto sums_of = [&](int64_t begin) {
             auto *values = reinterpret_cast<float *>(at + begin);
-            return AttentionSums{values, values + rows * width, values + rows * (width + 1)};
+            return AttentionSums{values, values + every * width, values + every * (width + 1)};
         };
-        sums = sums_of(sums_at);
-        total = sums_of(total_at);
-        sums.clear(queries, width);
+        all = sums_of(sums_at);
+        totals = sums_of(total_at);
+        all.clear(every, width);
         // Columns and words beyond the head are read, and so must hold numbers.
         if (width != call.shape.head_size)
             std::memset(head.value_room, 0, (rows_at - values_at) * sizeof(uint32_t));

@@ -124,7 +124,7 @@ class Stack {
             attends == (qkv != nullptr || latent.has_value()) && (qkv == nullptr || !latent) &&
                 attends == cached.has_value() && (attends || recurrent),
             "a layer has attention with a cache, a recurrence, or both");
-        LayerCache cache = {nullptr, nullptr, 1.0f, 1.0f};
+        LayerCache cache = {nullptr, nullptr, 1.0f, 1.0f, 0, 0};
         CacheShape shape = {
             .dtype = dtype_,
             .format = CacheFormat::model,
@@ -718,17 +718,18 @@ class Stack {
         return shape;
     }
 
-    // Keys and values of one layer of the pass that is laid out, where none are kept.
+    // Keys and values of one layer of the pass that is laid out, where none are kept. What is apart
+    // in them follows from a group's shape.
     LayerCache pass_cache() {
         int64_t most = 0;
         for (const StackGroup &group : groups_)
             if (const CacheShape &shape = group.shape; shape.bidirectional)
-                most = std::max(most, KvLayout(shape).head_at(shape.pages, 0));
-        if (most == 0) return {nullptr, nullptr, 1.0f, 1.0f};
+                most = std::max(most, shape.pages * shape.heads * KvLayout(shape).head_numbers());
+        if (most == 0) return {nullptr, nullptr, 1.0f, 1.0f, 0, 0};
         if (!whole_.defined() || whole_.numel() < 2 * most)
             whole_ = at::empty({2 * most}, like_.options());
         auto *keys = static_cast<char *>(whole_.mutable_data_ptr());
-        return {keys, keys + most * whole_.element_size(), 1.0f, 1.0f};
+        return {keys, keys + most * whole_.element_size(), 1.0f, 1.0f, 0, 0};
     }
 
     // What the pass that is laid out writes beside its results, in one piece that is kept and

@@ -289,8 +289,8 @@ INLINE void qk_norm_rope_store(
         }
     };
     for (int64_t i = head; i < head + heads; ++i) {
-        K *keys = static_cast<K *>(call.cache.keys) + layout.head_at(page, i);
-        K *values = static_cast<K *>(call.cache.values) + layout.head_at(page, i);
+        K *keys = static_cast<K *>(call.cache.keys) + call.cache.head_at(page, i);
+        K *values = static_cast<K *>(call.cache.values) + call.cache.head_at(page, i);
         ready(own_keys + i * size, norms.key, norms.key_bias, row);
         scatter<WORD_VALUES<T>>(
             kept_as(row, call.cache.key_scale), size, layout.key_step(),
@@ -315,7 +315,7 @@ template <class T, class K>
 INLINE void store_latent(
     const CacheShape &shape, const LayerCache &cache, int64_t place, const T *x, void *room) {
     const KvLayout layout(shape);
-    K *keys = static_cast<K *>(cache.keys) + layout.head_at(place / layout.tokens, 0) +
+    K *keys = static_cast<K *>(cache.keys) + cache.head_at(place / layout.tokens, 0) +
         layout.key_at(place % layout.tokens);
     if constexpr (IN_BYTES<K>) {
         K *codes = static_cast<K *>(room);

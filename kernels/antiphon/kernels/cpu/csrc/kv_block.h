@@ -65,7 +65,6 @@ template <class T, class K> class BlockReader {
         : call_(call),
           layout_(call.shape),
           table_(table_of(call.rows, task.row)),
-          head_(task.head),
           whole_(call.shape.page_tokens % LANES == 0),
           to_(to) {
         const bool lie = !IN_BYTES<K> || tiles_widen;
@@ -75,7 +74,8 @@ template <class T, class K> class BlockReader {
         to_.key_stride = keys_lie_ ? layout_.tokens : KEYS;
     }
 
-    void read(const KeyBlock &block) {
+    void read(const KeyBlock &block, int64_t head) {
+        head_ = head;
         for (int v = block.first_vector(); v < block.vectors(); ++v) {
             read_keys(block, v);
             if (call_.cache.values == nullptr) turn_keys(v);
@@ -93,7 +93,7 @@ template <class T, class K> class BlockReader {
 
     const K *head_of(const void *cache, int64_t position) const {
         const int64_t page = table_[position / layout_.page_tokens];
-        return static_cast<const K *>(cache) + layout_.head_at(page, head_);
+        return static_cast<const K *>(cache) + call_.cache.head_at(page, head_);
     }
     int64_t offset_of(int64_t position) const { return position % layout_.page_tokens; }
 
@@ -229,7 +229,7 @@ template <class T, class K> class BlockReader {
     const AttentionCall &call_;
     const KvLayout layout_;
     const int32_t *table_;
-    const int64_t head_;
+    int64_t head_ = 0;
     const bool whole_;
     bool keys_lie_, values_lie_;
     HeadBlock<T> &to_;
@@ -243,18 +243,16 @@ class BlockPrefetcher {
     BlockPrefetcher(const AttentionCall &call, int64_t steps)
         : layout_(call.shape),
           rows_(call.rows),
+          cache_(call.cache),
           item_(item_bytes(call.shape)),
-          bases_{
-              static_cast<const char *>(call.cache.keys),
-              static_cast<const char *>(call.cache.values)},
           sides_(call.cache.values == nullptr ? 1 : 2),
           steps_(steps) {}
 
-    // From now on, ask for the pages of a block that begin in it.
-    void begin(const AttentionTask &task, const KeyBlock &block) {
+    // From now on, ask for a head of the pages of a block that begin in it.
+    void begin(const AttentionTask &task, const KeyBlock &block, int64_t head) {
         const int64_t size = layout_.page_tokens;
         table_ = table_of(rows_, task.row);
-        head_ = task.head;
+        head_ = head;
         const int64_t seen = (block.begin + block.from) / size;
         first_ = ceil_div(block.begin, size);
         first_ = page_ = first_ > seen ? first_ : seen;
@@ -288,14 +286,15 @@ class BlockPrefetcher {
             page_ = first_;
             ++side_;
         }
-        at_ = bases_[side_] + layout_.head_at(table_[page_++], head_) * item_;
+        const void *side = side_ == 0 ? cache_.keys : cache_.values;
+        at_ = static_cast<const char *>(side) + cache_.head_at(table_[page_++], head_) * item_;
         in_page_ = page_lines();
     }
 
     const KvLayout layout_;
     const PagedRows &rows_;
+    const LayerCache &cache_;
     const int64_t item_;
-    const std::array<const char *, 2> bases_;
     const int sides_;
     const int64_t steps_;
     const int32_t *table_ = nullptr;

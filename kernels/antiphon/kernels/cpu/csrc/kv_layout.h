@@ -9,7 +9,7 @@
 //
 // with S rounded up to an even number. Sixteen tokens by sixteen words of keys, and sixteen words of
 // tokens by sixteen dimensions, are tiles of AMX as well. Latents are keys that are values too: they
-// are kept once, as keys.
+// are kept once, as keys. A head of a page is one piece; how far pieces are apart, the cache says.
 
 #pragma once
 
@@ -21,20 +21,23 @@
 constexpr int64_t page_slots(int64_t page_tokens) { return page_tokens + page_tokens % 2; }
 
 struct KvLayout {
-    int64_t heads, head_size, word, tokens, page_tokens;
+    int64_t head_size, word, tokens, page_tokens;
 
     explicit KvLayout(const CacheShape &shape)
-        : heads(shape.heads),
-          head_size(shape.head_size),
+        : head_size(shape.head_size),
           word(shape.dtype == Dtype::bf16 ? 2 : 1),
           tokens(page_slots(shape.page_tokens)),
           page_tokens(shape.page_tokens) {}
 
-    // Where a head of a page begins, in numbers of the cache, and how many it has.
-    int64_t head_at(int64_t page, int64_t head) const {
-        return (page * heads + head) * head_numbers();
-    }
+    // Numbers of a head of a page.
     int64_t head_numbers() const { return tokens * head_size; }
+
+    // A cache whose heads, and pages, lie one after the other.
+    LayerCache laid_out(LayerCache cache, int64_t heads) const {
+        cache.head_step = head_numbers();
+        cache.page_step = heads * cache.head_step;
+        return cache;
+    }
 
     // Where the first word of a token's key begins in its head; the next one is `key_step` further.
     int64_t key_at(int64_t offset) const { return offset * word; }

@@ -31,6 +31,13 @@ struct LayerCache {
     void *keys;
     void *values;  // null: values are keys, latents
     float key_scale, value_scale;
+    // Numbers from a page to the next one, and from a head of a page to the next one, of both.
+    int64_t page_step, head_step;
+
+    // Where a head of a page begins, in numbers.
+    int64_t head_at(int64_t page, int64_t head) const {
+        return page * page_step + head * head_step;
+    }
 };
 
 // Row r's tokens follow those of row r - 1; token p of row r lies in page
@@ -46,14 +53,15 @@ struct PagedRows {
 // after the other: so a long row may be shared out among threads, and has the bits of one that is not.
 constexpr int64_t SEGMENT_KEYS = 512;
 
-// Work of one thread: some queries of a row, one kv head of them, and all of their keys or some
-// segments.
+// Work of one thread: some queries of a row, some kv heads of them, and all of their keys or some
+// segments. All heads of a block of keys are met before the next block, since they lie side by side.
 struct AttentionTask {
-    int32_t row, queries, head;
-    int64_t token;               // index of the first query in the pass
-    int64_t position;            // of the first query in its row
-    int64_t key_begin, key_end;  // whole segments
-    int64_t partial;             // the slot of its first segment; -1: its sums are the result
+    int32_t row, queries, head, heads;  // heads from `head` on
+    int64_t token;                      // index of the first query in the pass
+    int64_t position;                   // of the first query in its row
+    int64_t key_begin, key_end;         // whole segments
+    int64_t partial;       // the slot of its first segment; -1: its sums are the result
+    int64_t partial_step;  // slots from a head's to the next one's
 };
 
 // What joins the segments of a query that has been shared out.

@@ -23,6 +23,9 @@ constexpr int64_t SIZE_MOST = INT32_MAX;
 // With fewer tasks a thread, long rows are shared out: the last to finish is waited for.
 constexpr int64_t TASKS_A_THREAD = 8;
 
+// With so many tasks a thread, even if each has all heads of a query, each does.
+constexpr int64_t WHOLE_TASKS_A_THREAD = 4;
+
 }  // namespace
 
 AttentionMetadata::AttentionMetadata(
@@ -105,23 +108,31 @@ void AttentionMetadata::cut() {
     const int64_t unit = EVEN_QUERIES / std::gcd(EVEN_QUERIES, group);
     const int64_t most = std::max<int64_t>(TASK_QUERIES / group / unit, 1) * unit;
     const bool few = rows() * shape_.heads < TASKS_A_THREAD * threads();
+    int64_t whole_tasks = 0;  // if each has all heads of a query
+    for (int64_t row = 0; row < rows(); ++row)
+        if (query_len_.data()[row] == 1)
+            whole_tasks += few ? segments_of(kv_len_[row] - 1).count : 1;
+    const bool whole = whole_tasks >= WHOLE_TASKS_A_THREAD * threads();
     tasks_.clear();
     merges_.clear();
     partials_.clear();
     int64_t token = 0;
     for (int64_t row = 0; row < rows(); ++row) {
         const int64_t queries = query_len_.data()[row], end = kv_len_[row];
+        const int64_t heads = whole && queries == 1 ? shape_.heads : 1;
         for (int64_t first = 0; first < queries; first += most)
-            for (int64_t head = 0; head < shape_.heads; ++head) {
+            for (int64_t head = 0; head < shape_.heads; head += heads) {
                 const AttentionTask task = {
                     .row = static_cast<int32_t>(row),
                     .queries = static_cast<int32_t>(std::min(most, queries - first)),
                     .head = static_cast<int32_t>(head),
+                    .heads = static_cast<int32_t>(heads),
                     .token = token + first,
                     .position = end - queries + first,
                     .key_begin = 0,
                     .key_end = INT64_MAX,
                     .partial = -1,
+                    .partial_step = 0,
                 };
                 if (few && queries == 1) share_out(task);
                 else tasks_.push_back(task);
@@ -137,24 +148,31 @@ void AttentionMetadata::cut() {
 // About how long a task takes, in keys.
 int64_t AttentionMetadata::cost(const AttentionTask &task) const {
     const int64_t seen = shape_.bidirectional ? kv_len_[task.row] : task.position + task.queries;
-    return (std::min(seen, task.key_end) - task.key_begin) * task.queries;
+    return (std::min(seen, task.key_end) - task.key_begin) * task.queries * task.heads;
+}
+
+// The segments that the query at a position sees.
+AttentionMetadata::Segments AttentionMetadata::segments_of(int64_t position) const {
+    const int64_t unseen = shape_.window ? position + 1 - shape_.window : 0;
+    const int64_t first = std::max<int64_t>(unseen, 0) / SEGMENT_KEYS;
+    return {first, position / SEGMENT_KEYS + 1 - first};
 }
 
 // A task a segment of the keys of one query.
 void AttentionMetadata::share_out(const AttentionTask &task) {
-    const int64_t unseen = shape_.window ? task.position + 1 - shape_.window : 0;
-    const int64_t first = std::max<int64_t>(unseen, 0) / SEGMENT_KEYS;
-    const int64_t segments = task.position / SEGMENT_KEYS + 1 - first;
+    const auto [first, segments] = segments_of(task.position);
     if (segments == 1) return tasks_.push_back(task);
     const int64_t each = slot_floats(shape_.queries_per_head, shape_.head_size);
     const int64_t slot = static_cast<int64_t>(partials_.size()) / each;
-    merges_.push_back({task.head, task.token, slot, segments});
-    partials_.resize((slot + segments) * each);
+    for (int32_t i = 0; i < task.heads; ++i)
+        merges_.push_back({task.head + i, task.token, slot + i * segments, segments});
+    partials_.resize((slot + task.heads * segments) * each);
     for (int64_t i = 0; i < segments; ++i) {
         AttentionTask part = task;
         part.key_begin = (first + i) * SEGMENT_KEYS;
         part.key_end = i + 1 < segments ? part.key_begin + SEGMENT_KEYS : INT64_MAX;
         part.partial = slot + i;
+        part.partial_step = segments;
         tasks_.push_back(part);
     }
 }

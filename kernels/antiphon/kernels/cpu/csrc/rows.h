@@ -41,6 +41,10 @@ class AttentionMetadata {
     int64_t rows() const { return static_cast<int64_t>(kv_len_.size()); }
     void cut();
     int64_t cost(const AttentionTask &task) const;
+    struct Segments {
+        int64_t first, count;
+    };
+    Segments segments_of(int64_t position) const;
     void share_out(const AttentionTask &task);
     void place(int64_t row);
     int64_t pages_of(int64_t row, const Ints &tables, int64_t begin, int64_t end) const;

@@ -542,7 +542,9 @@ class StackRun {
     void attention(const StackLayer &layer) {
         const StackGroup &group = call_.groups[layer.group];
         const StackRotary &rotary = call_.rotaries[layer.rotary];
-        const LayerCache &cache = layer.cache.keys ? layer.cache : call_.pass_cache;
+        const LayerCache cache = layer.cache.keys
+            ? layer.cache
+            : KvLayout(group.shape).laid_out(call_.pass_cache, group.shape.heads);
         const int64_t stride = layer.qkv.outputs;
         const QkNormRopeCall heads = {
             .shape = group.shape,
@@ -581,7 +583,7 @@ class StackRun {
             });
         team_.run(group.count, [&](int64_t i) {
             const AttentionTask &task = group.tasks[i];
-            if (in_passing) qk_norm_rope_store_token(heads, task.token, task.head, 1);
+            if (in_passing) qk_norm_rope_store_token(heads, task.token, task.head, task.heads);
             attention_task(attention, group.tasks, group.count, i, team_.threads());
         });
         team_.run(

@@ -32,6 +32,14 @@ inline CacheFormat cache_format_of(const at::Tensor &cache, const at::Tensor &li
     return CacheFormat::model;
 }
 
+// Whether what a page has of a head lies in one piece, whose numbers are no other's.
+inline bool heads_lie_whole(const at::Tensor &pages) {
+    const int64_t numbers = pages.size(2) * pages.size(3) * pages.size(4);
+    return pages.stride(4) == 1 && pages.stride(3) == pages.size(4) &&
+        pages.stride(2) == pages.size(3) * pages.size(4) && pages.stride(1) >= numbers &&
+        pages.stride(0) >= pages.size(1) * numbers;
+}
+
 // Keys and values of one layer (kv_layout.h), and their scales; latents are both in one tensor.
 inline LayerCache layer_of(
     const at::Tensor &keys, const at::Tensor &values, double key_scale, double value_scale) {
@@ -39,12 +47,20 @@ inline LayerCache layer_of(
     TORCH_CHECK(
         keys.dim() == 5 && values.dim() == 5 && keys.numel() == values.numel(),
         "keys are (P, H, D / W, S, W), and values (P, H, S / W, D, W)");
-    TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
+    TORCH_CHECK(
+        heads_lie_whole(keys) && heads_lie_whole(values), "a head of a page lies in one piece");
+    TORCH_CHECK(
+        keys.stride(0) == values.stride(0) && keys.stride(1) == values.stride(1),
+        "pages and heads of keys are as far apart as those of values");
     TORCH_CHECK(keys.scalar_type() == values.scalar_type(), "keys and values have one dtype");
     TORCH_CHECK(key_scale > 0 && value_scale > 0, "scales are positive");
     return {
-        keys.mutable_data_ptr(), latents ? nullptr : values.mutable_data_ptr(),
-        static_cast<float>(key_scale), static_cast<float>(value_scale)};
+        keys.mutable_data_ptr(),
+        latents ? nullptr : values.mutable_data_ptr(),
+        static_cast<float>(key_scale),
+        static_cast<float>(value_scale),
+        keys.stride(0),
+        keys.stride(1)};
 }
 
 // The shape of such a cache, of a model that computes in the dtype of `like`; rows know the rest.
