@@ -327,9 +327,9 @@ def test_the_engine_opens_both_models_with_pages_of_both() -> None:
     target, draft = engine.core.pools.groups
     assert (target.kind, draft.kind) == (GroupKind.FULL, GroupKind.DRAFT)
     assert (target.layers, target.page_bytes) == (draft.layers, draft.page_bytes)
-    assert (target.pages_total, draft.pages_total) == (32, 32)
+    assert (target.pages_total, draft.pages_total) == (8, 8)
     plan = engine.resolved
     assert plan is not None
-    assert plan.cache_bytes.value == 32 * (target.page_bytes + draft.page_bytes)
+    assert plan.cache_bytes.value == 8 * (target.page_bytes + draft.page_bytes)
     assert plan.draft.value is not None
     assert plan.draft.value.token_bytes.value * draft.page_tokens == draft.page_bytes

@@ -14,6 +14,7 @@ from tests.support.worker import state as worker_state
 from tokenizers import Tokenizer
 
 from antiphon import embedded
+from antiphon.config.cluster import ClusterConfig
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
@@ -181,7 +182,8 @@ def test_a_grammar_may_begin_after_thinking(worker: Worker) -> None:
 
 
 def test_few_pages_and_long_waits_leave_no_trace() -> None:
-    small = msgspec.structs.replace(SETTINGS, cache=CacheConfig(tokens_max=192))
+    pages = ClusterConfig(page_tokens=16)
+    small = msgspec.structs.replace(SETTINGS, cache=CacheConfig(tokens_max=192), cluster=pages)
     tight, roomy = Worker(open_engine(small), small), Worker(open_engine(SETTINGS), SETTINGS)
     states = [state(schema(), seed, max_new_tokens=120) for seed in range(8)]
     assert [said.ids for said in tight.run(*states)] == [said.ids for said in roomy.run(*states)]

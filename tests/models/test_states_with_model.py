@@ -22,6 +22,7 @@ from tests.models.tiny import VOCABULARY
 from tests.support.models import change_config, load, open_model
 from tests.support.worker import plain_runs, state
 
+from antiphon.config.cluster import ClusterConfig
 from antiphon.config.model import Dtype, ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
@@ -128,6 +129,7 @@ def test_a_worker_opens_a_hybrid_by_its_settings_and_replays_its_plans(folder: P
     settings = Settings(
         model=ModelConfig(path=str(folder)),
         cache=CacheConfig(tokens_max=2048, states_max=24, checkpoint_tokens=32),
+        cluster=ClusterConfig(page_tokens=16),
     )
     engine = open_engine(settings)
     assert engine.resolved is not None

@@ -109,7 +109,7 @@ def value_pages_shape(
 def beside(pages: Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Pages of keys and of values, of these shapes, in memory where a head's lie side by side.
 
-    pages (P, numbers of a page): of each head, its keys, and behind them its values
+    pages: of each page, and of each head in it, the keys, and behind them the values
     """
     heads = pages.view(keys[0], keys[1], 2, -1)
     return heads[:, :, 0].view(keys), heads[:, :, 1].view(values)

@@ -22,7 +22,7 @@ class ClusterConfig(Config):
     model folder."""
     model_digest: str = ""
     """SHA-256 digest of the model files, verified when a worker loads them; empty: not verified."""
-    page_tokens: Tokens = 16
+    page_tokens: Tokens = 64
     """Number of tokens in one KV cache page."""
     hash_salt: str = ""
     """Salt of the page hashes; changing it invalidates all cached prefixes."""

@@ -24,14 +24,14 @@ from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.extension import huge_zeros
 from antiphon.kernels.cpu.linear import PackedWeight
 from antiphon.kernels.cpu.ops import paged_attention, qk_norm_rope_store
-from antiphon.kernels.kv import key_pages_shape, value_pages_shape
+from antiphon.kernels.kv import beside, key_pages_shape, value_pages_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
-PAGE_TOKENS = 16
+PAGE_TOKENS = 64
 FORMATS = {
     "bfloat16": torch.bfloat16,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -70,10 +70,9 @@ def a_cache(format_: torch.dtype, pages: int, shape: Shape) -> tuple[Tensor, Ten
     sizes = (key_pages_shape(*page), value_pages_shape(*page))
     stored = torch.bfloat16 if format_.itemsize == 2 else torch.uint8
     numbers = torch.randn(BLOCK).to(format_).view(stored)
-    cache = huge_zeros(2, pages * PAGE_TOKENS * shape.heads * shape.size, dtype=stored)
+    cache = huge_zeros(2 * pages * PAGE_TOKENS * shape.heads * shape.size, dtype=stored)
     cache.view(-1, BLOCK).copy_(numbers)
-    keys, values = (kept.view(format_).view(size) for kept, size in zip(cache, sizes, strict=True))
-    return keys, values
+    return beside(cache.view(format_), *sizes)
 
 
 def decode(

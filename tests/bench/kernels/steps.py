@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.plan import StepPlan
 
-PAGE_TOKENS = 16
+PAGE_TOKENS = 64
 CASE_S = 20.0
 """About how long one case is measured."""
 

@@ -126,7 +126,7 @@ def context_tokens(settings: Settings) -> int:
     [
         shows("--dtype", "float", entry("dtype"), "float32"),
         shows("--kv-cache-dtype", "fp8_e4m3", entry("cache_dtype"), "fp8_e4m3"),
-        shows("--max-total-tokens", "4096", entry("cache_pages"), 256),
+        shows("--max-total-tokens", "4096", entry("cache_pages"), 64),
         shows("--chunked-prefill-size", "128", entry("chunk_tokens"), 128),
         shows("--max-prefill-tokens", "1024", entry("fill_tokens"), 1024),
         shows("--max-running-requests", "3", entry("running_max"), 3),
@@ -519,7 +519,7 @@ def test_argument_changes_the_memory_of_the_plan(flag: str, value: str) -> None:
     given, without = compare(flag, value, observe=sizes, base=base)
     if flag == "--mem-fraction-static":
         # 0.4 of 5 GiB is for weights and pool together.
-        page_bytes = 16 * CARD.kv_bytes(CARD.dtype)
+        page_bytes = 64 * CARD.kv_bytes(CARD.dtype)
         assert given[1] == (int(5 * GIB * 0.4) - given[0]) // page_bytes
     else:
         assert given[0] < without[0]

@@ -228,8 +228,8 @@ def test_workers_share_cores_and_running_requests(tmp_path: Path) -> None:
         return plan.threads.value, plan.running_max.value, plan.cache_pages.value
 
     given, without = compare("--dp-size", "3", observe=held)
-    assert without == (6, 64, 64 * 512 // 16)
-    assert given == (2, 64 // 3, 64 // 3 * 512 // 16)
+    assert without == (6, 64, 64 * 512 // 64)
+    assert given == (2, 64 // 3, 64 // 3 * 512 // 64)
 
 
 @pytest.mark.parametrize(

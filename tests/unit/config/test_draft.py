@@ -40,14 +40,17 @@ EAGLE3 = ("--speculative-algorithm", "EAGLE3")
 OWN = ResolvedValue("antiphon", "a family of Antiphon's")
 
 
+PAGES = ("--page-size", "16")
+
+
 def decide(*arguments: str, draft: ModelCard = DRAFT, card: ModelCard = CARD) -> ResolvedConfig:
     line = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "small")
-    settings = settings_of(*line, *arguments)
+    settings = settings_of(*line, *PAGES, *arguments)
     return resolve(settings, card, DEVICE, draft=DraftCard(draft, OWN))
 
 
 def test_both_models_have_weights_activations_and_pages() -> None:
-    alone = resolve(settings_of(), CARD, DEVICE)
+    alone = resolve(settings_of(*PAGES), CARD, DEVICE)
     plan = decide()
     draft = plan.draft.value
     assert draft is not None
@@ -64,7 +67,7 @@ def test_both_models_have_weights_activations_and_pages() -> None:
 
 def test_pages_of_both_share_the_memory() -> None:
     said = ("--mem-fraction-static", "0.3", "--max-running-requests", "100000")
-    alone = resolve(settings_of(*said), CARD, DEVICE).cache_pages.value
+    alone = resolve(settings_of(*PAGES, *said), CARD, DEVICE).cache_pages.value
     pages = decide(*said).cache_pages.value
     pool = int(5 * GIB * 0.3) - GIB
     assert alone == pool // PAGE_BYTES

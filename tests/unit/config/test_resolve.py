@@ -54,6 +54,7 @@ STEP_BYTES = 2048 * 2 * (3 * 64 + 16 * 32 + 4 * 256)
 
 
 def decide(device: HostDevice = DEVICE, card: ModelCard = CARD, /, **said: str) -> ResolvedConfig:
+    said = {"cluster__page_tokens": "16", **said}
     environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
     return resolve(load(environ=environ).settings, card, device)
 

@@ -21,7 +21,7 @@ from tests.unit.config.test_sglang import serve
 from tests.unit.model_worker.steps import Steps, pools
 
 from antiphon import embedded
-from antiphon.config.cluster import differing
+from antiphon.config.cluster import ClusterConfig, differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, LinearFormat, LoadConfig
 from antiphon.config.settings import Settings
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.engine_core import EngineCore
     from antiphon.model_worker.speculation.text_index import IndexedText
 
-SMALL = Settings(cache=CacheConfig(tokens_max=512))
+SMALL = Settings(cache=CacheConfig(tokens_max=512), cluster=ClusterConfig(page_tokens=16))
 
 
 def loop_of(engine: Engine) -> BatchingLoop[Any]:
