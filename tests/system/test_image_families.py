@@ -141,7 +141,8 @@ async def test_answers_are_those_of_transformers_and_are_cached(name: str, tmp_p
     family = FAMILIES[name]
     folder = family.write(tmp_path)
     model = ("--model-path", str(folder), "--served-model-name", "tiny", "--dtype", "float32")
-    with serving(*model, *family.arguments) as stack:
+    pages = ("--page-size", "16")
+    with serving(*model, *pages, *family.arguments) as stack:
         seeing = Seeing(stack, folder, family.architecture, family.inputs)
         async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
             one, two = TILED

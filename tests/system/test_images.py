@@ -52,6 +52,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
         *("--model-path", str(folder), "--served-model-name", "tiny", "--dtype", "float32"),
         *("--media-allowed-local-path", str(files), "--media-images-max", "4"),
         *("--batching-chunk-tokens", "24", "--supervisor-encoders", str(len(ENCODERS))),
+        *("--page-size", "16"),
         *("--media-claim-networks", "127.0.0.1/32"),
     ) as stack:
         yield Seeing(stack, folder, transformers.LlavaForConditionalGeneration, encoders=ENCODERS)
