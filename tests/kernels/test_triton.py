@@ -8,7 +8,13 @@ import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
 ATTENTION = "(attention or split or page)"
-PARTS = (f"{ATTENTION} and not mutants", f"not {ATTENTION} and not mutants", "mutants")
+COSTLY = "(attention or split or page or sampling or experts)"
+PARTS = [
+    f"{ATTENTION} and not mutants",
+    f"not {ATTENTION} and not mutants",
+    f"mutants and not {COSTLY}",
+    pytest.param(f"mutants and {COSTLY}", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.timeout(300)

@@ -278,7 +278,7 @@ def check_greedy(llama: Path, judge: Judge, mode: Mode) -> None:
 
 @pytest.mark.skipif(unavailable_reason() is not None, reason=f"CPU kernels: {unavailable_reason()}")
 @pytest.mark.timeout(90)  # 20 s alone
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_deterministic_answers_are_the_same_in_every_mode(llama: Path, dtype: str) -> None:
     """Drawn at random, so that a logit's last bit shows sooner or later."""
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=1.0, seed=5)

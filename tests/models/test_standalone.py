@@ -80,7 +80,17 @@ def wanted(llama: Path) -> list[Output]:
     return Bench(open_any(llama, pages=4096)).run(EVERY, MODES["all at once"])
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+SLOW_MODES = ("in chunks", "alternating", "cached", "retracted")
+"""Modes that others go through as well."""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, id=name, marks=pytest.mark.long if name in SLOW_MODES else ())
+        for name, mode in MODES.items()
+    ],
+)
 def test_drafts_of_a_model_change_nothing(
     drafted: tuple[Bench, str], wanted: list[Output], mode: Mode
 ) -> None:

@@ -239,7 +239,7 @@ def test_attention_groups_of_two_ranks_say_what_one_says(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "deepseek-v3"])
 def test_two_ranks_repeat_themselves_to_the_bit(pair: Ranks, tmp_path: Path, family: str) -> None:
     """Whatever else is in the batch, and however the steps are cut."""
     write(family, tmp_path)

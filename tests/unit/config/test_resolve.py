@@ -60,6 +60,7 @@ def decide(device: HostDevice = DEVICE, card: ModelCard = CARD, /, **said: str) 
 
 
 def decide_with_eyes(device: HostDevice = DEVICE, /, **said: str) -> ResolvedConfig:
+    said = {"cluster__page_tokens": "16", **said}
     environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
     return resolve(load(environ=environ).settings, CARD, device, sees=True)
 
