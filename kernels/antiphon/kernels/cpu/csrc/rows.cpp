@@ -108,11 +108,16 @@ void AttentionMetadata::cut() {
     const int64_t unit = EVEN_QUERIES / std::gcd(EVEN_QUERIES, group);
     const int64_t most = std::max<int64_t>(TASK_QUERIES / group / unit, 1) * unit;
     const bool few = rows() * shape_.heads < TASKS_A_THREAD * threads();
-    int64_t whole_tasks = 0;  // if each has all heads of a query
-    for (int64_t row = 0; row < rows(); ++row)
-        if (query_len_.data()[row] == 1)
-            whole_tasks += few ? segments_of(kv_len_[row] - 1).count : 1;
-    const bool whole = whole_tasks >= WHOLE_TASKS_A_THREAD * threads();
+    int64_t whole_tasks = 0, keys = 0;  // if each has all heads of a query
+    for (int64_t row = 0; row < rows(); ++row) {
+        if (query_len_.data()[row] != 1) continue;
+        whole_tasks += few ? segments_of(kv_len_[row] - 1).count : 1;
+        keys += kv_len_[row];
+    }
+    const int64_t wanted = WHOLE_TASKS_A_THREAD * threads();
+    const bool whole = whole_tasks >= wanted;
+    // A row that is much longer than others is shared out, too.
+    const int64_t longest = few ? 0 : whole ? keys / wanted : INT64_MAX;
     tasks_.clear();
     merges_.clear();
     partials_.clear();
@@ -134,7 +139,7 @@ void AttentionMetadata::cut() {
                     .partial = -1,
                     .partial_step = 0,
                 };
-                if (few && queries == 1) share_out(task);
+                if (queries == 1 && end > longest) share_out(task);
                 else tasks_.push_back(task);
             }
         token += queries;
