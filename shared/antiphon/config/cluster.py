@@ -22,8 +22,8 @@ class ClusterConfig(Config):
     model folder."""
     model_digest: str = ""
     """SHA-256 digest of the model files, verified when a worker loads them; empty: not verified."""
-    page_tokens: Tokens = 64
-    """Number of tokens in one KV cache page."""
+    page_tokens: Tokens | None = None
+    """Number of tokens in one KV cache page; unset: 64."""
     hash_salt: str = ""
     """Salt of the page hashes; changing it invalidates all cached prefixes."""
 
@@ -40,6 +40,9 @@ class ClusterConfig(Config):
 
 
 _FIELD_DIGITS = 12
+_PAGE_TOKENS_BEFORE = 16
+"""Default of `page_tokens` up to version 0.4, whose processes agree with those that leave it open:
+a page is of one worker alone."""
 
 
 def digest(cluster: ClusterConfig) -> str:
@@ -48,6 +51,8 @@ def digest(cluster: ClusterConfig) -> str:
     Each field is a prefix of its value's SHA-256, so that differing fields can be named and no
     value (the salt) is disclosed.
     """
+    if cluster.page_tokens is None:
+        cluster = msgspec.structs.replace(cluster, page_tokens=_PAGE_TOKENS_BEFORE)
     hashes = {
         name: hashlib.sha256(msgspec.json.encode(getattr(cluster, name))).hexdigest()
         for name in cluster.__struct_fields__

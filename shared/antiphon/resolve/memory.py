@@ -332,6 +332,8 @@ def memory_budget(
     return memory
 
 
+PAGE_TOKENS = 64
+"""Default of `cluster.page_tokens`: a block of placement and of kv_storage."""
 MEDIA_SHARE = 4
 """Embeddings take at most a quarter of what is left beside weights and activations."""
 
@@ -355,7 +357,7 @@ def state_count(
     if not state_bytes:
         return ResolvedValue(0, "the model has no recurrent layers")
     cache = settings.cache
-    page_tokens = settings.cluster.page_tokens
+    page_tokens = page_tokens_of(settings).value
     if cache.checkpoint_tokens % page_tokens:
         raise ConfigError(
             f"cache.checkpoint_tokens = {cache.checkpoint_tokens}: must be a multiple of"
@@ -374,6 +376,14 @@ def state_count(
     return ResolvedValue(count, f"cache.states_ratio = {cache.states_ratio} of {pool.reason}")
 
 
+def page_tokens_of(settings: Settings) -> ResolvedValue[int]:
+    """Tokens of a page: it is read fast if it is long."""
+    chosen = settings.cluster.page_tokens
+    if chosen is None:
+        return ResolvedValue(PAGE_TOKENS, "a page is read as one piece of memory")
+    return ResolvedValue(chosen, "cluster.page_tokens")
+
+
 def page_bytes(page_tokens: int, token_bytes: int) -> int:
     """Bytes of a page, which has room for an even number of tokens: kernels read them in pairs."""
     return (page_tokens + page_tokens % 2) * token_bytes
@@ -383,7 +393,7 @@ def cache_pages(
     settings: Settings, memory: MemoryBudget, token_bytes: int, context_tokens: int, held: int
 ) -> ResolvedValue[int]:
     """The number of pages; `held` bytes of the pool are states."""
-    page_tokens = settings.cluster.page_tokens
+    page_tokens = page_tokens_of(settings).value
     each = page_bytes(page_tokens, token_bytes)
     if settings.cache.tokens_max is not None:
         return _requested_pages(settings.cache.tokens_max, page_tokens, each, memory, held)

@@ -30,6 +30,7 @@ from antiphon.resolve.memory import (
     media_bytes,
     memory_budget,
     page_bytes,
+    page_tokens_of,
     pool_bytes,
     resolve_weight_storage,
     state_count,
@@ -180,7 +181,7 @@ def resolve(
     groups, of_group = settings.parallel.attn_dp_size, _of_group(settings)
     kept = kept.over(settings.parallel.ranks, groups, card.attention_share)
     context = _context(settings, card)
-    page_tokens = settings.cluster.page_tokens
+    page_tokens = page_tokens_of(settings)
     whole = _whole(settings, card)
     step = _step(settings, context.value, whole=whole.value)
     drawing = min(settings.batching.running_max, step.value)
@@ -207,7 +208,7 @@ def resolve(
         each += f", and {beside.value.token_bytes.value} of the draft model"
         token_bytes += beside.value.token_bytes.value
     pages = cache_pages(of_group, memory, token_bytes, context.value, held)
-    cache_bytes = pages.value * page_bytes(page_tokens, token_bytes)
+    cache_bytes = pages.value * page_bytes(page_tokens.value, token_bytes)
     overlap = _overlap(settings, device, pooling)
     running = _over_groups(
         groups,
@@ -219,7 +220,7 @@ def resolve(
             overlap=overlap.value or stages > 1,
         ),
     )
-    served = _fit(context, pages.value * page_tokens)
+    served = _fit(context, pages.value * page_tokens.value)
     if draft is not None:
         check_draft_context(settings, draft.card, served.value)
     return ResolvedConfig(
@@ -239,7 +240,7 @@ def resolve(
         eos_ids=ResolvedValue(
             card.eos_ids, "config.json, generation_config.json and the tokenizer"
         ),
-        page_tokens=ResolvedValue(page_tokens, "cluster.page_tokens"),
+        page_tokens=page_tokens,
         cache_dtype=cache_dtype,
         cache_scales=_cache_scales(settings, cache_dtype.value),
         memory_bytes=_free(settings, device, free),

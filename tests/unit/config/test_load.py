@@ -259,6 +259,9 @@ def test_clusters_agree_exactly_when_their_digests_do() -> None:
     assert digest(same.cluster) == digest(Settings().cluster)
     assert digest(other.cluster) != digest(Settings().cluster)
     assert differing(digest(other.cluster), digest(same.cluster)) == ("page_tokens",)
+    # Version 0.4 has pages of 16 by default.
+    before = load(flags=flags("--cluster-page-tokens 16"), environ={}).settings
+    assert digest(before.cluster) == digest(same.cluster)
 
 
 def test_origins_are_origins() -> None:
