@@ -149,7 +149,8 @@ class MediaConfig(Config):
     """Maximum size of the images and long prompts of open requests, in bytes; further requests with
     such get a 503."""
     host: Host = "127.0.0.1"
-    """Address of the port that encoders fetch images from, and workers long prompts."""
+    """Address of the port that encoders fetch images from, and workers long prompts; if it is of
+    this machine alone and the broker is on another one, prompts are sent over the bus."""
     advertise_host: str = ""
     """Host name announced to encoders and workers; empty: `host`, or this machine's name if it is
     0.0.0.0."""

@@ -165,7 +165,8 @@ async def fetch_range(claim: Claim, start: int, end: int, *, timeout_s: float) -
 
     Raises:
         InvalidRequest: The claim has no parts, or the range is not within it.
-        BlobGone: The holder cannot be reached, no longer has the blob, or was too slow.
+        BlobGone: The holder no longer has the blob.
+        BlobUnreachable: The holder cannot be reached, or was too slow.
         BlobCorrupt: Size or checksum of a part differs from the claim.
     """
     size, each = claim.size_bytes, claim.part_bytes
@@ -181,7 +182,7 @@ async def fetch_range(claim: Claim, start: int, end: int, *, timeout_s: float) -
                 for index in range(start // each, -(-end // each)):
                     await _receive_part(connection, claim, token, index, memoryview(result), start)
     except (ConnectionClosed, TimeoutError, OSError) as error:
-        raise BlobGone(f"{claim.address} did not send what it claimed to hold") from error
+        raise BlobUnreachable(f"{claim.address} did not send what it claimed to hold") from error
     return result
 
 

@@ -10,6 +10,7 @@ from tests.support.wait import until
 from tests.unit.gateway.calls import GENERATE, running_post
 from tests.unit.gateway.cluster import House, house
 
+from antiphon.gateway.media.intake import is_reached
 from antiphon.gateway.requests import submission
 from antiphon.transfer.blobs import BlobGone, fetch
 from antiphon.wire.base import Role
@@ -73,4 +74,31 @@ async def test_short_prompt_and_one_that_may_be_resumed_are_sent(
         headers = {"X-Antiphon-Resume": "5"}
         async with running_post(at, GENERATE, body, hold_at=1, **headers):
             submit = at.cluster.submits[-1]
+            assert (submit.prompt_ids, submit.prompt) == (pack_ids(PROMPT), None)
+
+
+@pytest.mark.parametrize(
+    ("address", "bus_url", "reached"),
+    [
+        ("127.0.0.1:5", "", True),
+        ("127.0.0.1:5", "nats://127.0.0.1:4222, nats://localhost:4223", True),
+        ("[::1]:5", "nats://[::1]:4222", True),
+        ("127.0.0.1:5", "nats://broker:4222", False),
+        ("127.0.0.1:5", "nats://127.0.0.1:4222,nats://10.0.0.2:4222", False),
+        ("gateway-7:5", "nats://broker:4222", True),
+    ],
+)
+def test_gateway_of_this_machine_alone_is_reached_if_the_broker_is_here(
+    address: str, bus_url: str, reached: bool
+) -> None:
+    assert is_reached(address, bus_url) is reached
+
+
+async def test_long_prompt_is_sent_where_no_worker_reaches_its_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submission, "CLAIMED_BYTES_MIN", 100)
+    async with house() as at:
+        at.service.submission.media.serves_prompts = False
+        async with submitted(at, PROMPT) as submit:
             assert (submit.prompt_ids, submit.prompt) == (pack_ids(PROMPT), None)

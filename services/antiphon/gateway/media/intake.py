@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
 from collections import OrderedDict
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -92,9 +94,15 @@ class HeldPrompt:
 
 
 class MediaIntake:
-    """Fetches and checks media, and serves their bytes to encoders, and long prompts to workers."""
+    """Fetches and checks media, and serves their bytes to encoders, and long prompts to workers.
 
-    def __init__(self, config: MediaConfig, store: BlobStore, pixels_max: int) -> None:
+    Without `serves_prompts` workers cannot be expected to reach it.
+    """
+
+    def __init__(
+        self, config: MediaConfig, store: BlobStore, pixels_max: int, *, serves_prompts: bool = True
+    ) -> None:
+        self.serves_prompts = serves_prompts
         self._config = config
         self._store = store
         self._pixels_max = pixels_max
@@ -114,7 +122,12 @@ class MediaIntake:
             store = BlobStore(address, config.store_bytes_max, runtime.clock)
             server = runtime.group.create_task(BlobServer(bound, store).run(), name="media")
             runtime.metrics.gauge(catalog.MEDIA_BYTES).set_function(lambda: store.bytes_held)
-            intake = MediaIntake(config, store, runtime.settings.encoder.pixels_max)
+            intake = MediaIntake(
+                config,
+                store,
+                runtime.settings.encoder.pixels_max,
+                serves_prompts=is_reached(address, runtime.settings.bus.url),
+            )
             try:
                 yield intake
             finally:
@@ -240,6 +253,22 @@ class MediaIntake:
                 f"the image has {pixels} pixels; the limit is {self._pixels_max} pixels"
             )
         return MediumHeader(digest=digest, width=header.width, height=header.height)
+
+
+def is_reached(address: str, bus_url: str) -> bool:
+    """Whether processes of the cluster reach an address, as far as can be known here.
+
+    One of this machine alone is reached if the broker is on this machine, too.
+    """
+    hosts = [urlsplit(url.strip()).hostname or "" for url in bus_url.split(",")]
+    return not _is_local(address.rpartition(":")[0]) or all(map(_is_local, hosts))
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host in ("", "localhost")
 
 
 def _identity(source: MediumSource) -> tuple[object, ...]:

@@ -424,11 +424,14 @@ class Submission:
     async def _hold_prompt(self, submit: SubmitRequest, timeout_s: float) -> HeldPrompt | None:
         """Hold a long prompt for the workers, which fetch it from here.
 
-        One whose stream may be resumed is sent: it outlives its gateway.
+        One whose stream may be resumed is sent: it outlives its gateway. And so are all where no
+        worker is expected to reach this process.
         """
+        if submit.resume is not None or not self.media.serves_prompts:
+            return None
         size_bytes = len(submit.prompt_ids) + len(submit.block_digests)
         most = min(CLAIMED_BYTES_MIN, self.runtime.bus.transport.payload_bytes_max // 4)
-        if size_bytes <= most or submit.resume is not None:
+        if size_bytes <= most:
             return None
         return await self.media.hold_prompt(submit.prompt_ids, timeout_s)
 
