@@ -18,7 +18,8 @@ from tests.support.towers import check_every_tensor, check_rows, embedding, open
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.vision import GridImages, GridSizes, read_vision
+from antiphon.model_card.image_grids import GridImages, GridSizes
+from antiphon.model_card.vision import read_vision
 from antiphon.model_worker.batching.positions import image_positions
 from antiphon.wire.media import MediumSpan
 

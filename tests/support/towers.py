@@ -11,7 +11,7 @@ from safetensors import safe_open
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.tensor_files import TensorFiles
-from antiphon.model_card.vision import GridSizes
+from antiphon.model_card.image_grids import GridSizes
 
 if TYPE_CHECKING:
     from pathlib import Path

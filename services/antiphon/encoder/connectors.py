@@ -16,14 +16,8 @@ from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import read_features
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.vision import (
-    GEMMA3,
-    IDEFICS,
-    INTERN,
-    AnyresTiling,
-    read_anyres,
-    shuffle_factor,
-)
+from antiphon.model_card.image_tiles import AnyresTiling
+from antiphon.model_card.vision import GEMMA3, IDEFICS, INTERN, read_anyres, shuffle_factor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +26,8 @@ if TYPE_CHECKING:
 
     from antiphon.encoder.preprocess import PreprocessorConfig, VisionTowerSpec
     from antiphon.encoder.tensor_files import Affine
-    from antiphon.model_card.vision import FeatureFields, Packing
+    from antiphon.model_card.image_tiles import Packing
+    from antiphon.model_card.vision import FeatureFields
 
 PROJECTOR = "multi_modal_projector."
 _PROJECTION = "mm_input_projection_weight"

@@ -35,7 +35,8 @@ from antiphon.encoder.preprocess import (
     read_spec,
 )
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
-from antiphon.model_card.vision import GridImages, RowImages, read_vision
+from antiphon.model_card.image_grids import GridImages, RowImages
+from antiphon.model_card.vision import read_vision
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:

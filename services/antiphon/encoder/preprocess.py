@@ -16,19 +16,19 @@ from PIL import Image, ImageOps
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
+from antiphon.model_card.image_grids import (
+    GridSizes,  # noqa: TC001  # msgspec reads the fields of structs
+    RowSizes,  # noqa: TC001  # likewise
+)
+from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
+from antiphon.model_card.images import check_unscaled
 from antiphon.model_card.vision import (
     ANYRES,
     GEMMA3,
     IDEFICS,
     INTERN,
-    AnyresTiling,
-    AspectTiling,
     FeatureFields,
-    GridSizes,
-    RowSizes,
     SquareTower,
-    Tiling,
-    check_unscaled,
     has_rows,
     image_processor_file,
     read_anyres,

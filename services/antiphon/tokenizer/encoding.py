@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
-    from antiphon.model_card.vision import Pieces, VisionCard
+    from antiphon.model_card.images import Pieces
+    from antiphon.model_card.vision import VisionCard
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
     from antiphon.wire.media import MediumHeader
 

@@ -1,0 +1,284 @@
+"""Images that are cut into tiles of one size: which tiles, and what stands for them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import msgspec
+
+from antiphon.model_card.images import Pieces, Size, VisionBase, check_unscaled
+
+if TYPE_CHECKING:
+    from antiphon.wire.claim import PixelLimits
+
+EDGE_MAX = 4096
+"""Edge beyond which Idefics3 scales no image, whatever its preprocessor says."""
+
+
+class Tiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How Idefics3 cuts images into tiles, as its preprocessor does.
+
+    Attributes:
+        longest_edge: What the longer edge of an image is scaled to first.
+        tile: Edge of a tile.
+        splits: Whether images are cut; else each is one tile.
+    """
+
+    longest_edge: Size
+    tile: Size
+    splits: bool
+
+    def within(self, limits: PixelLimits) -> Tiling:
+        """This tiling within the limits of a request: one tile is what low detail needs.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        return msgspec.structs.replace(self, splits=self.splits and not limits.low)
+
+    @property
+    def frames_max(self) -> int:
+        """Tiles of an image, at most, and all of it."""
+        if not self.splits:
+            return 1
+        return math.ceil(min(self.longest_edge, EDGE_MAX) / self.tile) ** 2 + 1
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """The size to which an image is scaled first, in its aspect ratio, about."""
+        ratio = width / height
+        if width >= height:
+            width = self.longest_edge
+            height = int(width / ratio)
+            height += height % 2
+        else:
+            height = self.longest_edge
+            width = int(height * ratio)
+            width += width % 2
+        width, height = max(width, 1), max(height, 1)
+        ratio = width / height
+        if width >= height and width > EDGE_MAX:
+            width, height = EDGE_MAX, int(EDGE_MAX / ratio)
+        elif height > width and height > EDGE_MAX:
+            width, height = int(EDGE_MAX * ratio), EDGE_MAX
+        return max(width, 1), max(height, 1)
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tiles that an image is scaled to next; 1 and 1: it is not cut."""
+        if not self.splits:
+            return 1, 1
+        width, height = self.scaled(width, height)
+        ratio = width / height
+        if width >= height:
+            columns = math.ceil(width / self.tile)
+            return columns, math.ceil(int(columns * self.tile / ratio) / self.tile)
+        rows = math.ceil(height / self.tile)
+        return math.ceil(int(rows * self.tile * ratio) / self.tile), rows
+
+
+class TiledImages(VisionBase, frozen=True, kw_only=True):
+    """An image has a row of `tile_tokens` for each of its tiles, and for all of it: Idefics3."""
+
+    tiling: Tiling
+    tile_tokens: int
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _cut_within(self, limits)
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        columns, rows = self.tiling.grid(width, height)
+        whole = "<fake_token_around_image><global-img>"
+        ends: Pieces = (self.tile_tokens, "<fake_token_around_image>")
+        if (columns, rows) == (1, 1):
+            return (whole, *ends)
+        pieces: list[str | int] = []
+        after = ""
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                mark = f"<fake_token_around_image><row_{row}_col_{column}>"
+                pieces += [after + mark, self.tile_tokens]
+                after = ""
+            after = "\n"
+        return (*pieces, f"\n\n{whole}", *ends)
+
+
+class AspectTiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How InternVL cuts images: to the grid of tiles whose shape is nearest to theirs.
+
+    Attributes:
+        tile: Edge of a tile, in pixels.
+        least: Tiles of an image, without that which shows all of it.
+        most: Likewise.
+    """
+
+    tile: Size
+    least: Size = 1
+    most: Size = 12
+
+    @property
+    def frames_max(self) -> int:
+        """Tiles of an image, at most, and all of it."""
+        return self.most + (self.most > 1)
+
+    def within(self, limits: PixelLimits) -> AspectTiling:
+        """This tiling within the limits of a request: one tile is what low detail needs.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        return msgspec.structs.replace(self, least=1, most=1) if limits.low else self
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tiles that an image is scaled to."""
+        ratio, nearest, best = width / height, math.inf, (1, 1)
+        edges = range(1, self.most + 1)
+        grids = [(x, y) for x in edges for y in edges if self.least <= x * y <= self.most]
+        for columns, rows in sorted(grids, key=math.prod):
+            distance = abs(ratio - columns / rows)
+            # As near: more tiles only for an image of over half of their pixels.
+            larger = width * height > 0.5 * self.tile**2 * columns * rows
+            if distance < nearest or (distance == nearest and larger):
+                nearest, best = distance, (columns, rows)
+        return best
+
+    def frames(self, width: int, height: int) -> int:
+        """Tiles of an image, and all of it where there are several."""
+        count = math.prod(self.grid(width, height))
+        return count + (count > 1)
+
+
+class StackedTiles(VisionBase, frozen=True, kw_only=True):
+    """An image has a row of `tile_tokens` for each tile and all of it, behind each other: InternVL.
+
+    `before` and `after` are texts around them.
+    """
+
+    tiling: AspectTiling
+    tile_tokens: int
+    before: str
+    after: str
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _cut_within(self, limits)
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        return (self.before, self.tiling.frames(width, height) * self.tile_tokens, self.after)
+
+
+class AnyresTiling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How LLaVA-NeXT cuts images: padded to one of several sizes, without changing their shape.
+
+    All of the image comes first, as a tile.
+
+    Attributes:
+        tile: Edge of a tile, in pixels.
+        sizes: Widths and heights of the grids; none: an image is one tile.
+    """
+
+    tile: Size
+    sizes: tuple[tuple[Size, Size], ...]
+
+    @property
+    def frames_max(self) -> int:
+        """Tiles of an image, at most, and all of it."""
+        return 1 + max((math.prod(size) // self.tile**2 for size in self.sizes), default=0)
+
+    def within(self, limits: PixelLimits) -> AnyresTiling:
+        """This tiling within the limits of a request: one tile is what low detail needs.
+
+        Raises:
+            InvalidRequest: They are numbers of pixels.
+        """
+        check_unscaled(limits)
+        return msgspec.structs.replace(self, sizes=()) if limits.low else self
+
+    def target(self, width: int, height: int) -> tuple[int, int]:
+        """The size that an image is padded to: which shows most of its pixels, and pads least."""
+        best, shown, wasted = self.sizes[0], 0, math.inf
+        for size in self.sizes:
+            scale = min(size[0] / width, size[1] / height)
+            showing = min(int(width * scale) * int(height * scale), width * height)
+            wasting = math.prod(size) - showing
+            if showing > shown or (showing == shown and wasting < wasted):
+                best, shown, wasted = size, showing, wasting
+        return best
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tiles, apart from that which shows all of an image."""
+        across, down = self.target(width, height)
+        return across // self.tile, down // self.tile
+
+    def scaled(self, width: int, height: int) -> tuple[int, int]:
+        """The size of an image within the grid, in its shape."""
+        across, down = self.target(width, height)
+        by_width, by_height = across / width, down / height
+        if by_width < by_height:
+            return across, min(math.ceil(height * by_width), down)
+        return min(math.ceil(width * by_height), across), down
+
+    def margins(self, width: int, height: int, side: int) -> tuple[int, int]:
+        """Columns and rows of patches at each edge that are padding, with `side` of them a tile."""
+        columns, rows = (count * side for count in self.grid(width, height))
+        if width / height > columns / rows:
+            return 0, (rows - int(round(height * (columns / width), 7))) // 2
+        return (columns - int(round(width * (rows / height), 7))) // 2, 0
+
+
+class Packing(msgspec.Struct, frozen=True, kw_only=True):
+    """How LLaVA-NeXT and LLaVA-OneVision make rows of tiles' patches.
+
+    Attributes:
+        side: Patches of a tile's edge.
+        tiles_max: A grid of patches that exceeds so many tiles by a fifth is scaled down; None: it
+            never is.
+    """
+
+    side: Size
+    tiles_max: Size | None = None
+
+    def grid(self, tiling: AnyresTiling, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of an image's grid of patches, as it is packed."""
+        across, down = tiling.margins(width, height, self.side)
+        columns, rows = (count * self.side for count in tiling.grid(width, height))
+        columns, rows = columns - 2 * across, rows - 2 * down
+        if self.tiles_max is None:
+            return columns, rows
+        ratio = math.sqrt(columns * rows / (self.tiles_max * self.side**2))
+        return (int(columns // ratio), int(rows // ratio)) if ratio > 1.1 else (columns, rows)
+
+
+class PaddedTiles(VisionBase, frozen=True, kw_only=True):
+    """An image has the rows of all of it in a tile, and of its grid of tiles: LLaVA-NeXT.
+
+    Behind each row of the grid is one for a new line, and behind an image of one tile.
+    """
+
+    tiling: AnyresTiling
+    packing: Packing
+
+    def within(self, limits: PixelLimits) -> Self:
+        return _cut_within(self, limits)
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        whole = self.packing.side**2
+        if not self.tiling.sizes:
+            return (whole + 1,)
+        columns, rows = self.packing.grid(self.tiling, width, height)
+        return (whole + rows * (columns + 1),)
+
+
+Cut = TypeVar("Cut", TiledImages, StackedTiles, PaddedTiles)
+
+
+def _cut_within(card: Cut, limits: PixelLimits) -> Cut:
+    tiling = card.tiling.within(limits)
+    if tiling == card.tiling:
+        return card
+    processing = hashlib.sha256(card.processing + msgspec.json.encode(tiling)).digest()
+    return msgspec.structs.replace(card, tiling=tiling, processing=processing)

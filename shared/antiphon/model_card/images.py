@@ -1,0 +1,98 @@
+"""What stands in a prompt for an image, and what all ways to take images have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.claim import PixelLimits
+
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Pieces = tuple[str | int, ...]
+"""What stands in a prompt for an image: texts, and numbers of placeholders in a row."""
+
+
+LIMITS = "mm_processor_kwargs"
+"""The API's name of the limits of pixels."""
+LOW_PIXELS = 512 * 512
+"""Maximum of an image of low detail, as in OpenAI's API."""
+
+
+class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the ways to take images have in common.
+
+    Attributes:
+        placeholder: Token id of the placeholder, one for each row of an embedding.
+        marker: What chat templates write for an image; empty: the placeholder.
+        processing: Digest of all that decides the embedding beside the image and the weights.
+        span_tokens: Set: the tokens of an image, so many, attend to each other in both directions.
+        deepstack: Number of the first layers behind each of which a token of an image has something
+            added: the parts of an embedding beside that which stands in place of the token.
+    """
+
+    SIZED: ClassVar = True
+    """Whether the tokens of an image go by its size."""
+
+    placeholder: int
+    marker: str = ""
+    processing: bytes
+    span_tokens: int | None = None
+    deepstack: int = 0
+
+    def columns(self, width: int, height: int) -> int:
+        """Columns of tokens of an image of this size in pixels; 0: it is no grid."""
+        del width, height
+        return 0
+
+    def within(self, limits: PixelLimits) -> Self:
+        """The card of images whose scaled size is limited by their request.
+
+        Raises:
+            InvalidRequest: Images are not scaled by such limits, or to no size within these.
+        """
+        check_unscaled(limits)
+        return self
+
+    def pixels(self, patches: tuple[int, int]) -> tuple[int, int]:
+        """Width and height of an image that has so many rows and columns of patches.
+
+        Raises:
+            InvalidRequest: Images have none that the size follows from.
+        """
+        del patches
+        raise InvalidRequest("this model's images have no grid of patches: give image_sizes")
+
+
+def check_unscaled(limits: PixelLimits) -> None:
+    """Check the limits of a request for a model that scales no image by numbers of pixels.
+
+    Raises:
+        InvalidRequest: It sets such a number.
+    """
+    if limits.least or limits.most:
+        raise InvalidRequest.at(LIMITS, "this model has no min_pixels and max_pixels of images")
+
+
+class SquareImages(VisionBase, frozen=True, kw_only=True):
+    """Every image is scaled to one square, and has `image_tokens` rows: LLaVA 1.5, Gemma 3.
+
+    `before` and `after` are texts around them.
+    """
+
+    SIZED: ClassVar = False
+
+    image_tokens: int
+    before: str = ""
+    after: str = ""
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels."""
+        del width, height
+        if not self.before:
+            return (self.image_tokens,)
+        return (self.before, self.image_tokens, self.after)
