@@ -20,12 +20,8 @@ from torch import Tensor
 from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.connectors import Connector, PackedTiles, read_connector, read_packed
-from antiphon.encoder.grid_tower import (
-    GridTower,
-    GridTowerSpec,
-    read_grid_spec,
-    read_grid_weights,
-)
+from antiphon.encoder.grid_tower import GridTower, GridTowerSpec
+from antiphon.encoder.grid_tower_files import read_grid_spec, read_grid_weights
 from antiphon.encoder.preprocess import (
     Preprocessor,
     VisionFamily,

@@ -1,0 +1,393 @@
+"""Reads the towers of `grid_tower.py`: their shapes by config.json, and their weights."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.config.errors import ConfigError
+from antiphon.encoder.grid_tower import (
+    GridLayerWeights,
+    GridNames,
+    GridNorm,
+    GridTowerSpec,
+    GridTowerWeights,
+    MergerWeights,
+    ProjectorSpec,
+)
+from antiphon.encoder.preprocess import VisionActivation
+from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
+from antiphon.model_card.config_json import parse_json, read_json
+from antiphon.model_card.vision import DEEPSTACKS, GLMS, MISTRAL3
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Size = Annotated[int, Meta(ge=1)]
+PROJECTOR = "multi_modal_projector."
+
+
+class _Rope(msgspec.Struct):
+    rope_theta: float = 10000.0
+
+
+class _TowerFields(msgspec.Struct):
+    """What the towers' configs have in common."""
+
+    depth: Size = 32
+    num_heads: Size = 16
+    patch_size: Size = 14
+    spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+    rope_parameters: _Rope | None = None
+
+    @property
+    def base(self) -> float:
+        return (self.rope_parameters or _Rope()).rope_theta
+
+
+class _Qwen25Tower(_TowerFields):
+    hidden_size: Size = 3584
+    intermediate_size: Size = 3420
+    out_hidden_size: Size = 3584
+    hidden_act: Literal["silu"] = "silu"
+    window_size: Size = 112
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+
+    def spec(self) -> GridTowerSpec:
+        return GridTowerSpec(
+            width=self.hidden_size,
+            intermediate=self.intermediate_size,
+            hidden=self.out_hidden_size,
+            layers=self.depth,
+            heads=self.num_heads,
+            patch=self.patch_size,
+            merge=self.spatial_merge_size,
+            frames=self.temporal_patch_size,
+            base=self.base,
+            activation=VisionActivation.SILU,
+            gated=True,
+            names=GridNames(up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj"),
+            window=self.window_size // self.spatial_merge_size // self.patch_size,
+            whole_layers=frozenset(self.fullatt_block_indexes),
+        )
+
+
+class _Qwen2Tower(_TowerFields):
+    embed_dim: Size = 1280
+    hidden_size: Size = 3584
+    mlp_ratio: float = 4
+    hidden_act: VisionActivation = VisionActivation.QUICK_GELU
+
+    def spec(self) -> GridTowerSpec:
+        return GridTowerSpec(
+            width=self.embed_dim,
+            intermediate=int(self.embed_dim * self.mlp_ratio),
+            hidden=self.hidden_size,
+            layers=self.depth,
+            heads=self.num_heads,
+            patch=self.patch_size,
+            merge=self.spatial_merge_size,
+            frames=self.temporal_patch_size,
+            base=self.base,
+            activation=self.hidden_act,
+            gated=False,
+        )
+
+
+class _Qwen3Tower(_TowerFields):
+    depth: Size = 27
+    patch_size: Size = 16
+    hidden_size: Size = 1152
+    intermediate_size: Size = 4304
+    out_hidden_size: Size = 3584
+    hidden_act: VisionActivation = VisionActivation.GELU_TANH
+    num_position_embeddings: Size = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+
+    def spec(self) -> GridTowerSpec:
+        return GridTowerSpec(
+            width=self.hidden_size,
+            intermediate=self.intermediate_size,
+            hidden=self.out_hidden_size,
+            layers=self.depth,
+            heads=self.num_heads,
+            patch=self.patch_size,
+            merge=self.spatial_merge_size,
+            frames=self.temporal_patch_size,
+            base=self.base,
+            activation=self.hidden_act,
+            gated=False,
+            side=math.isqrt(self.num_position_embeddings),
+            patch_bias=True,
+            taps=self.deepstack_visual_indexes,
+            names=GridNames(
+                up=("mlp.linear_fc1",),
+                down="mlp.linear_fc2",
+                norm_after="norm",
+                first="linear_fc1",
+                second="linear_fc2",
+            ),
+        )
+
+
+class _GlmTower(_TowerFields):
+    depth: Size = 24
+    num_heads: Size = 12
+    hidden_size: Size = 1536
+    intermediate_size: Size = 13696
+    out_hidden_size: Size = 4096
+    hidden_act: Literal["silu"] = "silu"
+    image_size: Size = 336
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+
+    def spec(self) -> GridTowerSpec:
+        if self.attention_bias:
+            raise ConfigError("vision_config: attention_bias = true is not supported")
+        return GridTowerSpec(
+            width=self.hidden_size,
+            intermediate=self.out_hidden_size,  # the other one is the merger's
+            hidden=self.out_hidden_size,
+            layers=self.depth,
+            heads=self.num_heads,
+            patch=self.patch_size,
+            merge=self.spatial_merge_size,
+            frames=self.temporal_patch_size,
+            base=self.base,
+            activation=VisionActivation.SILU,
+            gated=True,
+            biases=False,
+            eps=self.rms_norm_eps,
+            side=self.image_size // self.patch_size,
+            cubic=True,
+            patch_bias=True,
+            gated_merger=self.intermediate_size,
+            names=GridNames(
+                norm_before="post_conv_layernorm",
+                positions="embeddings.position_embedding.weight",
+                up=("mlp.gate_proj", "mlp.up_proj"),
+                down="mlp.down_proj",
+            ),
+        )
+
+
+class _PixtralTower(msgspec.Struct):
+    hidden_size: Size = 1024
+    intermediate_size: Size = 4096
+    num_hidden_layers: Size = 24
+    num_attention_heads: Size = 16
+    patch_size: Size = 16
+    hidden_act: VisionActivation = VisionActivation.GELU
+    rope_theta: float = 10000.0
+    rope_parameters: _Rope | None = None
+
+
+class _RowText(msgspec.Struct):
+    hidden_size: Size = 4096
+    rms_norm_eps: float = 1e-6
+
+
+class _RowConfig(msgspec.Struct):
+    vision_config: _PixtralTower
+    text_config: _RowText
+    model_type: str
+    spatial_merge_size: Size = 2
+    multimodal_projector_bias: bool | None = None
+    projector_hidden_act: Literal["gelu"] = "gelu"
+    vision_feature_layer: int | list[int] | None = None
+    vision_feature_select_strategy: str = "full"
+
+    def spec(self, file: Path) -> GridTowerSpec:
+        tower, merges = self.vision_config, self.model_type == MISTRAL3
+        layer = self.vision_feature_layer
+        if layer is None:
+            layer = -1 if merges else -2
+        if not isinstance(layer, int) or self.vision_feature_select_strategy != "full":
+            raise ConfigError(
+                f"{file}: vision_feature_layer, vision_feature_select_strategy: of Pixtral's tower "
+                "one layer is supported, and full"
+            )
+        layers = layer + (tower.num_hidden_layers + 1 if layer < 0 else 0)
+        if not 0 < layers <= tower.num_hidden_layers:
+            raise ConfigError(
+                f"{file}: vision_feature_layer = {layer}: must be one of "
+                f"{tower.num_hidden_layers} layers"
+            )
+        bias = self.multimodal_projector_bias
+        return GridTowerSpec(
+            width=tower.hidden_size,
+            intermediate=tower.intermediate_size,
+            hidden=self.text_config.hidden_size,
+            layers=layers,
+            heads=tower.num_attention_heads,
+            patch=tower.patch_size,
+            merge=self.spatial_merge_size if merges else 1,
+            frames=1,
+            base=tower.rope_parameters.rope_theta if tower.rope_parameters else tower.rope_theta,
+            activation=tower.hidden_act,
+            gated=True,
+            biases=False,
+            eps=1e-5,
+            alternating=True,
+            names=PIXTRAL_NAMES,
+            projector=ProjectorSpec(
+                eps=self.text_config.rms_norm_eps if merges else None,
+                bias=not merges if bias is None else bias,
+            ),
+        )
+
+
+PIXTRAL_NAMES = GridNames(
+    patch="patch_conv",
+    norm_before="ln_pre",
+    layer="transformer.layers.{}",
+    norm1="attention_norm",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    out="attention.o_proj",
+    norm2="ffn_norm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+)
+_TOWERS: dict[str, type[_Qwen2Tower | _Qwen25Tower | _Qwen3Tower | _GlmTower]] = {
+    **dict.fromkeys(GLMS, _GlmTower),
+    "qwen2_vl": _Qwen2Tower,
+    "qwen2_5_vl": _Qwen25Tower,
+    **dict.fromkeys(DEEPSTACKS, _Qwen3Tower),
+}
+
+
+class _Config(msgspec.Struct):
+    model_type: str
+    vision_config: msgspec.Raw
+
+
+def read_grid_spec(folder: Path) -> GridTowerSpec:
+    """Read the config.json of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Pixtral or Mistral 3 model.
+
+    Raises:
+        ConfigError: It is missing or malformed, or the tower is not supported.
+    """
+    file = folder / "config.json"
+    config = read_json(file, _Config)
+    if config.model_type in _TOWERS:
+        kind = _TOWERS[config.model_type]
+        spec = parse_json(config.vision_config, kind, f"{file}: vision_config").spec()
+    else:
+        spec = read_json(file, _RowConfig).spec(file)
+    if spec.width % (4 * spec.heads):
+        raise ConfigError(
+            f"{file}: vision_config: a width of {spec.width} is not a multiple of four times the "
+            f"{spec.heads} heads"
+        )
+    if config.model_type == "qwen2_5_vl" and not spec.window:
+        raise ConfigError(f"{file}: vision_config: window_size is less than a token")
+    if sorted(set(spec.taps) & set(range(spec.layers))) != list(spec.taps):
+        raise ConfigError(
+            f"{file}: vision_config: deepstack_visual_indexes = {list(spec.taps)}: must be layers "
+            f"of {spec.layers}, rising"
+        )
+    return spec
+
+
+def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
+    """Read a tower as float32.
+
+    Raises:
+        ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
+            an unsupported dtype.
+    """
+    names, width, edge = spec.names, spec.width, spec.patch
+    wide = width * spec.merge**2
+    with ExitStack() as open_files:
+        files = TensorFiles(weight_files(folder), open_files, last=f"{names.patch}.weight")
+        frames = () if spec.projector is not None else (spec.frames,)
+        patch = files.read(f"{names.patch}.weight", width, 3, *frames, edge, edge)
+        lists = (f"deepstack_merger_list.{i}" for i in range(len(spec.taps)))
+        if spec.gated_merger:
+            merger = _gated_merger(files, spec)
+        elif spec.projector is None:
+            merger = _merger(files, "merger", spec, width)
+        else:
+            last = f"{PROJECTOR}linear_1.weight"
+            behind = TensorFiles(weight_files(folder), open_files, last=last)
+            merger = _projector(behind, spec, spec.projector)
+        return GridTowerWeights(
+            patch=(patch if spec.projector is not None else patch.sum(dim=2)).flatten(1),
+            patch_bias=files.read(f"{names.patch}.bias", width) if spec.patch_bias else None,
+            positions=files.read(names.positions, spec.side**2, width) if spec.side else None,
+            norm_before=(
+                _norm(files, names.norm_before, spec, width) if names.norm_before else None
+            ),
+            layers=tuple(_layer(files, names.layer.format(i), spec) for i in range(spec.layers)),
+            merger=merger,
+            tapped=tuple(_merger(files, name, spec, wide) for name in lists),
+        )
+
+
+def _merger(files: TensorFiles, name: str, spec: GridTowerSpec, normed: int) -> MergerWeights:
+    names, wide = spec.names, spec.width * spec.merge**2
+    return MergerWeights(
+        norm=_norm(files, f"{name}.{names.norm_after}", spec, normed),
+        first=files.affine(f"{name}.{names.first}", wide, wide),
+        second=files.affine(f"{name}.{names.second}", spec.hidden, wide),
+    )
+
+
+def _gated_merger(files: TensorFiles, spec: GridTowerSpec) -> MergerWeights:
+    """GLM-4V's: a convolution of the patches of a token, and a feed-forward block with a gate."""
+    hidden, edge, wide = spec.hidden, spec.merge, spec.gated_merger
+    conv = files.read("downsample.weight", hidden, spec.width, edge, edge)
+    gate, up = (files.affine(f"merger.{part}_proj", wide, hidden, bias=False) for part in _GATED)
+    inner = files.affine("merger.post_projection_norm", hidden)
+    return MergerWeights(
+        norm=_norm(files, "post_layernorm", spec, spec.width),
+        merge=Affine(conv.flatten(1), files.read("downsample.bias", hidden)),
+        first=files.affine("merger.proj", hidden, hidden, bias=False),
+        inner=GridNorm(inner.weight, inner.bias, 1e-5),
+        gate_up=fused(gate, up),
+        second=files.affine("merger.down_proj", hidden, wide, bias=False),
+    )
+
+
+_GATED = ("gate", "up")
+
+
+def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> MergerWeights:
+    width, hidden, bias, norm, merge = spec.width, spec.hidden, own.bias, None, None
+    if own.eps is not None:
+        norm = GridNorm(files.read(f"{PROJECTOR}norm.weight", width), None, own.eps)
+        name = f"{PROJECTOR}patch_merger.merging_layer.weight"
+        merge = Affine(files.read(name, width, width * spec.merge**2), None)
+    return MergerWeights(
+        norm=norm,
+        first=files.affine(f"{PROJECTOR}linear_1", hidden, width, bias=bias),
+        second=files.affine(f"{PROJECTOR}linear_2", hidden, hidden, bias=bias),
+        merge=merge,
+    )
+
+
+def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridLayerWeights:
+    names, width, wide = spec.names, spec.width, spec.intermediate
+
+    def linear(part: str, outputs: int, inputs: int) -> Affine:
+        return files.affine(f"{name}.{part}", outputs, inputs, bias=spec.biases)
+
+    each = 3 * width // len(names.qkv)
+    return GridLayerWeights(
+        norm1=_norm(files, f"{name}.{names.norm1}", spec, width),
+        qkv=fused(*(linear(part, each, width) for part in names.qkv)),
+        out=linear(names.out, width, width),
+        norm2=_norm(files, f"{name}.{names.norm2}", spec, width),
+        up=fused(*(linear(part, wide, width) for part in names.up)),
+        down=linear(names.down, width, wide),
+    )
+
+
+def _norm(files: TensorFiles, name: str, spec: GridTowerSpec, width: int) -> GridNorm:
+    bias = None if spec.gated else files.read(f"{name}.bias", width)
+    return GridNorm(files.read(f"{name}.weight", width), bias, spec.eps)
