@@ -23,6 +23,10 @@ def test_triton_kernels_equal_their_references(part: str) -> None:
     run_interpreted("parity.py", "-k", part)
 
 
+def test_the_instruments_find_what_they_must() -> None:
+    run_interpreted("instruments.py")
+
+
 @pytest.mark.timeout(300)
 def test_models_generate_the_same_on_triton_kernels() -> None:
     run_interpreted("models.py", "tapes.py")

@@ -10,7 +10,7 @@ from tests.kernels.dry_run import MODELS
 
 from antiphon.kernels.op import REGISTRY
 from antiphon.kernels.ops import select  # registers all operations
-from antiphon.kernels.triton.backend import DTYPES, INTERPRETED_DTYPES, SMS
+from antiphon.kernels.triton.backend import DTYPES, SMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,11 +53,15 @@ only.
             columns = (_status(op.backends, backend) for backend in STATUS)
             yield f"| `{name}` | {' | '.join(columns)} |"
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    interpreted = [str(dtype).removeprefix("torch.") for dtype in INTERPRETED_DTYPES]
     yield f"""
-Triton kernels are written for {", ".join(names)}; the interpreter has run
-{" and ".join(interpreted)}, since it computes bfloat16 as integers. They accept compute
-capabilities {", ".join(f"{sm // 10}.{sm % 10}" for sm in SMS)}.
+Triton kernels are written for {", ".join(names)}, and accept compute capabilities
+{", ".join(f"{sm // 10}.{sm % 10}" for sm in SMS)}.
+The interpreter has run all three dtypes. Its own bfloat16 computes with integers; ours rounds after
+each operation, and is compared with torch. Each access of memory in these runs is checked: that it
+lies in the tensor that its pointer began in, that no two programs write to one address, and that
+none reads what another one writes. Programs run in a random order. Edits of
+the kernels, some of which only these checks find, must fail ([decision
+70](decisions/0070-each-access-of-an-interpreted-launch-is-checked.md)).
 
 ## Compiled ahead of time
 

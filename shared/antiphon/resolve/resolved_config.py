@@ -172,7 +172,7 @@ def resolve(
     if layers.value == "transformers":
         card = card.with_full_heads()
     if device.kind != "cpu":
-        _check_gpu(settings, device, pooling, layers.value)
+        _check_gpu(settings, pooling, layers.value)
     free, device = device.memory_bytes, _within(settings, device)
     dtype = _dtype(settings, card, device)
     linear = _linear(settings, device, dtype.value)
@@ -290,9 +290,7 @@ def _rows(plan: ResolvedConfig | ResolvedDraft, prefix: str = "") -> Iterator[tu
         yield f"{prefix}{name}", shown or "none", decided.reason
 
 
-def _check_gpu(
-    settings: Settings, device: HostDevice, pooling: Pooling | None, implementation: str
-) -> None:
+def _check_gpu(settings: Settings, pooling: Pooling | None, implementation: str) -> None:
     """Refuse what only runs on the CPU, by the name of its setting."""
     said = f"model.device = {settings.model.device}"
     refused = {
@@ -304,8 +302,6 @@ def _check_gpu(
         "parallel.pp_size": settings.parallel.pp_size > 1,
         "model.deterministic": settings.model.deterministic,
     }
-    if device.kind == INTERPRETER:
-        refused["model.dtype = bfloat16"] = settings.model.dtype is Dtype.BFLOAT16
     for what, asked in refused.items():
         if asked:
             raise ConfigError(f"{said}: {what} runs on cpu only")
@@ -419,7 +415,7 @@ def _dtype(settings: Settings, card: ModelCard, device: HostDevice) -> ResolvedV
     if settings.model.dtype is not Dtype.AUTO:
         return ResolvedValue(settings.model.dtype, "model.dtype")
     if device.kind == INTERPRETER:
-        return ResolvedValue(Dtype.FLOAT32, "Triton interprets bfloat16 as integers")
+        return ResolvedValue(Dtype.FLOAT32, "the interpreter is compared with the CPU")
     # Most tensors of a GGUF file whose dtype is unknown are in blocks, grouped or not.
     in_blocks = card.gguf and card.weights.bytes > 0 and card.weights.dtype is None
     quantized = card.quantization is not None or card.weights.grouped > 0 or in_blocks

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 Module = Any
 """A module of `antiphon.kernels.triton`, or a mutant of one."""
-DTYPES = (torch.float32, torch.float16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Of 16 bits, twice the distance of two neighbours."""
 
 
 def close(got: Tensor, expected: Tensor) -> None:
-    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-3
+    tolerance = TOLERANCES[expected.dtype]
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance, equal_nan=False)
 
 

@@ -214,7 +214,13 @@ def test_a_device_that_is_lost_is_lost_for_the_loop_too(tmp_path: Path) -> None:
         runner.run(decode_plan(1, 1, 5))
 
 
-def test_bfloat16_is_refused_on_the_interpreter(tmp_path: Path) -> None:
-    folder = write_llama(tmp_path)
-    with pytest.raises(KernelUnavailable, match="triton: it does not compute in bfloat16"):
-        open_model(folder, pages=100, dtype="bfloat16", device="interpreter")
+def test_models_run_in_bfloat16(tmp_path: Path) -> None:
+    """Kernels of the CPU round elsewhere: the likeliest tokens agree where they are far ahead."""
+    folder = write_llama(tmp_path, {"num_hidden_layers": 2})
+    expected, got = (
+        outputs_of(
+            open_model(folder, pages=100, dtype="bfloat16", device=device), overlap=False, count=1
+        )
+        for device in ("cpu", "interpreter")
+    )
+    assert [ids for ids, _ in got] == [ids for ids, _ in expected]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.kernels.interpreted import checks
 from tests.kernels.interpreted.checks import LONG, RAGGED, Rows, a_shape
+from tests.kernels.interpreted.sanitizer import sanitized
 
 from antiphon.kernels.triton import (
     activation,
@@ -26,12 +27,19 @@ from antiphon.kernels.triton import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from antiphon.kernels.norm import NormKind
     from antiphon.kernels.routing import RoutingSpec
 
-dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=["float32", "float16"])
+
+@pytest.fixture(autouse=True)
+def _checked() -> Iterator[None]:
+    with sanitized():
+        yield
+
+
+dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 
 
 @dtypes
@@ -219,6 +227,7 @@ changes = partial(checks.check_logits, vocabulary=300)
 MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("norm", "/ SIZE", "/ BLOCK", norms),
     ("norm", "+ eps", "", norms),
+    ("norm", "normed, mask=inside", "normed", norms),
     (
         "norm",
         "place < size, other",
@@ -226,6 +235,8 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
         partial(checks.check_finite, size=9),
     ),
     ("activation", "place % WIDTH", "place % BLOCK", gated),
+    # What is read too much is not used, and only the sanitizer sees it.
+    ("activation", "gate_up + first, mask=inside, other=0.0", "gate_up + first", gated),
     ("activation", "0.7071067811865476", "0.7", activations),
     ("activation", "0.044715 *", "0.05 *", activations),
     ("activation", "wide > limit, limit", "wide > 2 * limit, limit", activations),
@@ -286,6 +297,8 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("attention", "    total += tl.exp2(sink - peak)", "    total += 0", partial(long, sinks=True)),
     ("attention", "(split + 1) * part_keys)", "(split + 1) * part_keys - 1)", long),
     ("attention", "tl.cdiv(tl.cdiv(length, splits), SPLIT) * SPLIT", "SPLIT", few_splits),
+    # Parts are merged before the last one was written.
+    ("attention", "(count, heads, splits),", "(count, heads, splits - 1),", long),
     ("attention", "entry = own.to", "entry = tile.to", partial(short, lengths=RAGGED)),
     ("decode_rows", "position // PAGE_TOKENS", "length // PAGE_TOKENS", checks.check_decode_rows),
     ("decode_rows", "position + offset", "position", checks.check_decode_rows),

@@ -258,7 +258,6 @@ def test_pool_of_a_gpu_is_most_of_what_weights_and_a_step_leave() -> None:
     [
         ({"parallel__tp_size": "2"}, "parallel.tp_size"),
         ({"model__deterministic": "1"}, "model.deterministic"),
-        ({"model__dtype": "bfloat16"}, "model.dtype = bfloat16"),
     ],
 )
 def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(

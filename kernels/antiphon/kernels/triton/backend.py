@@ -14,8 +14,6 @@ INTERPRETER = "interpreter"
 SMS = (80, 86, 89, 90, 100, 103, 120)
 """The compute capabilities for which the kernels are meant, without the point."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INTERPRETED_DTYPES = (torch.float32, torch.float16)
-"""Triton 3.7's interpreter computes bfloat16 as integers."""
 
 
 def triton(target: str, *, sms: tuple[int, ...] = SMS, invariant: bool = False) -> Backend:
@@ -31,8 +29,7 @@ def triton(target: str, *, sms: tuple[int, ...] = SMS, invariant: bool = False) 
 def _unsupported_reason(device: DeviceCapability, sms: tuple[int, ...]) -> str | None:
     if device.kind not in ("cuda", INTERPRETER):
         return "it runs on CUDA only"
-    dtypes = INTERPRETED_DTYPES if device.kind == INTERPRETER else DTYPES
-    if device.dtype not in dtypes:
+    if device.dtype not in DTYPES:
         return f"it does not compute in {str(device.dtype).removeprefix('torch.')}"
     if device.sm is not None and device.sm not in sms:
         return f"it is not compiled for sm_{device.sm}"
