@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 from tests.simulation.list_worlds import open_lists, running_lists
+from tests.simulation.protocol_world import note_silences
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
 from tests.simulation.stored_rank_world import StoredRankWorld
@@ -45,6 +46,7 @@ from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.model_worker.ranks import page_shards
 from antiphon.service.followed_lists import FollowedLists, LineSet, ListChange
+from antiphon.service.peers import PeerTable
 from antiphon.transfer.checksums import page_checksum
 from antiphon.wire import namespaces
 from antiphon.wire.codec import ID_BYTES
@@ -339,7 +341,24 @@ def not_applied(right: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
+def taken_for_ended(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A process that is late counts as dead, although the broker knows better."""
+
+    def take(self: PeerTable) -> list[Any]:
+        for peer in right(self):
+            self.on_exit(peer.process)
+        return []
+
+    return take
+
+
+def never_probed(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _: []
+
+
 MUTANTS = (
+    Mutant("late one taken for ended", PeerTable, "take_late", taken_for_ended, note_silences),
+    Mutant("late one not probed", PeerTable, "take_late", never_probed, note_silences),
     Mutant("seal answered with more", Detokenizer, "_seal", answered_with_more, seal_order),
     Mutant("sealed ids one short", ChoiceState, "sealed", one_id_short, seal_order),
     Mutant("owner's ids one short", OwnedChoice, "sealed", one_id_short, owner_seal_order),

@@ -45,11 +45,18 @@ class Timeline:
 
 
 class Party(Protocol):
-    """Who is connected: knows when it can run what reaches it."""
+    """Who is connected: knows when it can run what reaches it.
+
+    Attributes:
+        connected: Whether its connection to the broker stands, if there is a broker.
+        reconnects: How often it has connected again by itself.
+    """
 
     name: str
     mute_until: float
     deaf_until: float
+    connected: bool
+    reconnects: int
 
     def run(self, act: Callable[[], object]) -> None:
         """Run this as soon as the process can; never if it has died."""
@@ -61,6 +68,8 @@ class Supervisor:
 
     name = "supervisor"
     mute_until = deaf_until = 0.0
+    connected = True
+    reconnects = 0
 
     def run(self, act: Callable[[], object]) -> None:
         act()
@@ -140,7 +149,7 @@ class Network:
         self._timeline.after(seconds, back)
 
     def publish(self, party: Party, route: Route[Any], message: Message, **part: str) -> None:
-        if not self.up:
+        if not (self.up and party.connected):
             raise BusDown("the broker is away")
         subject = route.subject_for(**part)
         data = encode(message)
@@ -162,7 +171,7 @@ class Network:
             if calls:
                 party.run(partial(calls.pop(), reply))
 
-        if not self.up:
+        if not (self.up and party.connected):
             self._timeline.after(0.0, lambda: settle(BusDown("the broker is away")))
             return
         subject = route.subject_for(**part)
@@ -196,18 +205,19 @@ class Network:
         if subject not in self._matching:
             parts = subject.split(".")
             self._matching[subject] = [one for one in self._interests if one.matches(parts)]
-        return self._matching[subject]
+        return [one for one in self._matching[subject] if one.party.connected]
 
     def _carry(
         self, sender: Party, receiver: Party, subject: str, act: Callable[[], object]
     ) -> None:
-        joins = self.joins
+        joins, reconnects = self.joins, receiver.reconnects
         if self._timeline.clock.now() < sender.mute_until:
             return
 
         def arrive() -> None:
             deaf = self._timeline.clock.now() < receiver.deaf_until
-            if self.up and self.joins == joins and not deaf:
+            kept = receiver.connected and receiver.reconnects == reconnects
+            if self.up and self.joins == joins and kept and not deaf:
                 receiver.run(act)
 
         copies = 1 + (self._random.random() < self.weather.repeat)

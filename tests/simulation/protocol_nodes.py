@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.support.worker import FakeEngine
 
-from antiphon.bus.transport import BusDown
+from antiphon.bus.transport import BusDown, NoResponders
 from antiphon.config.gateway import GatewayConfig
 from antiphon.detokenizer.machine import READS, Action, Detokenizer, SendStop
 from antiphon.gateway.owner.actions import Action as OwnerAction
@@ -48,8 +48,10 @@ from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, WrongTerm
 from antiphon.wire.heartbeat import (
+    ClaimName,
     FetchRunningList,
     Heartbeat,
+    NameTaken,
     RunningList,
     StreamSeq,
     WorkerLoad,
@@ -62,6 +64,7 @@ from antiphon.wire.routes import (
     DETOKENIZER_CONTROL,
     EXIT,
     HEARTBEAT,
+    NAME,
     NOTICE,
     OPEN,
     OPEN_FETCH,
@@ -150,6 +153,8 @@ class Node:
         self.alive = True
         self.mute_until = 0.0
         self.deaf_until = 0.0
+        self.connected = True
+        self.reconnects = 0
         self.state = ProcessState.READY
         self.thawed_ms = 0
         self.replaced: Callable[[Node], None] = lambda _: None
@@ -159,6 +164,7 @@ class Node:
         network.parties.append(self)
         network.listen(self, HEARTBEAT, self._receive)
         network.listen(self, EXIT, lambda message: self.peers.on_exit(message.process))
+        network.listen(self, NAME, lambda _: NameTaken(process=self.process), instance=instance)
 
     def start(self) -> None:
         self.every(BEAT_S, self.beat)
@@ -182,6 +188,25 @@ class Node:
         self.frozen_until = max(self.frozen_until, self.clock.now() + seconds)
         left_s = self.frozen_until - self.clock.now()
         self.thawed_ms = self.clock.unix_ms() + round(left_s * 1000)
+
+    @property
+    def link_up(self) -> bool:
+        return self.network.up and self.connected
+
+    @property
+    def joins(self) -> int:
+        return self.network.joins + self.reconnects
+
+    def disconnect(self, seconds: float) -> None:
+        """Lose the connection to the broker, and connect again some time later."""
+        self.connected = False
+
+        def reconnect() -> None:
+            self.connected = True
+            self.reconnects += 1
+            self.beat()
+
+        self.timeline.after(seconds, lambda: self.run(reconnect))
 
     @property
     def answers(self) -> bool:
@@ -217,7 +242,7 @@ class Node:
             reads=report.reads,
             sent_unix_ms=self.clock.unix_ms(),
             not_after_unix_ms=self.clock.unix_ms() + 2_500,
-            unechoed_ms=self.peers.count_sent(self.network.joins),
+            unechoed_ms=self.peers.count_sent(self.joins),
         )
 
     def say(self, route: object, message: Message, **part: str) -> None:
@@ -239,7 +264,18 @@ class Node:
                 break
 
     def _judge(self) -> None:
-        self.peers.update_liveness(link_up=self.network.up, connect_count=self.network.joins)
+        self.peers.update_liveness(link_up=self.link_up, connect_count=self.joins)
+        for peer in self.peers.take_late():
+            self._probe(peer)
+
+    def _probe(self, late: Peer) -> None:
+        def answer(reply: NameTaken | EngineError) -> None:
+            if isinstance(reply, NameTaken | NoResponders):
+                holder = reply.process if isinstance(reply, NameTaken) else None
+                self.peers.on_probed(late, holder)
+
+        name = late.process.instance
+        self.network.call(self, NAME, ClaimName(process=self.process), answer, instance=name)
 
 
 class GatewayNode(Node):
@@ -485,7 +521,7 @@ class SchedulerNode(Node):
         self._flush()
 
     def _tick(self) -> None:
-        self.leader.tick(link_up=self.network.up, joins=self.network.joins)
+        self.leader.tick(link_up=self.link_up, joins=self.joins)
         self._mind_doors()
         self._flush()
 
@@ -751,7 +787,7 @@ class WorkerNode(Node):
             self.running = deque(one for one in self.running if one.said < len(one.answer))
             if sampled:
                 progress.append(self.engine.sampled(sampled))
-            self.output.step(self.step, progress, link_up=self.network.up)
+            self.output.step(self.step, progress, link_up=self.link_up)
         self._publish()
 
     def _give_back(self) -> None:
@@ -790,7 +826,7 @@ class WorkerNode(Node):
             self.left()
 
     def _publish(self) -> None:
-        if self.network.up and self.output.has_unsent:
+        if self.link_up and self.output.has_unsent:
             for detokenizer, batch in self.output.take():
                 self.say(TOKENS, batch, detokenizer=detokenizer)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from tests.simulation.protocol_network import Network, Supervisor, Timeline, Weather
 from tests.simulation.protocol_nodes import (
+    BEAT_S,
     MESSAGE_BYTES_MAX,
     MODEL,
     RUNNING_MAX,
@@ -542,6 +543,10 @@ class World:
         node = self.random.choice(self._kinds[kind][0])
         node.deaf_until = self.now + self.random.uniform(3, 8)
 
+    def disconnect(self) -> None:
+        """One loses its connection to the broker, and connects again."""
+        self.random.choice(self.nodes).disconnect(self.random.uniform(0.1, 6))
+
     def outage(self) -> None:
         if self.network.up:
             self.network.outage(self.random.uniform(0.2, 6))
@@ -630,6 +635,27 @@ class World:
         tokens = (text + found).encode()
         story.choices[choice].truths.append(Truth(text, len(tokens), tokens))
         return answer.encode()
+
+
+SILENCES: tuple[tuple[Callable[[Node], None], float, bool], ...] = (
+    (Node.die, 2.5, False),
+    (lambda node: node.freeze(10.0), 3.9, True),
+    (lambda node: node.freeze(10.0), 5.5, False),
+    (lambda node: node.disconnect(0.5 * BEAT_S), 2.5, True),
+)
+"""What makes a process silent, and whether it is listed still after so many heartbeats."""
+
+
+def note_silences(seed: int, kind: str = "worker") -> None:
+    """Let processes become silent; no supervisor watches them."""
+    for fault, beats, listed in SILENCES:
+        world = World(seed, Weather())
+        world.run(SETTLE_S + seed / 10)
+        node = next(one for one in world.nodes if one.process.instance == f"{kind}-0")
+        fault(node)
+        world.run(beats * BEAT_S)
+        *_, peer = world.schedulers
+        assert peer.peers.is_alive(node.process) is listed, beats
 
 
 def _whole_letters(before: bytes, answers: list[bytes]) -> str:

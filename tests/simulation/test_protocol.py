@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.simulation.protocol_network import Weather
-from tests.simulation.protocol_world import SETTLE_S, World
+from tests.simulation.protocol_world import SETTLE_S, World, note_silences
 
 from antiphon.wire.errors import Cancelled, RequestQuarantined, WorkerLost
 
@@ -45,6 +45,7 @@ FAULTS: dict[str, Fault] = {
     "freeze": World.freeze,
     "mute": World.mute,
     "deaf": World.deaf,
+    "disconnect": World.disconnect,
     "outage": World.outage,
     "forge": World.forge,
     "forge_terms": World.forge_terms,
@@ -71,6 +72,7 @@ UNNOTICED: dict[str, Fault] = {
 } | {
     "crash_hosts": World.crash_hosts,
     "short_outage": World.short_outage,
+    "disconnect": World.disconnect,
     "deaf_worker": deaf("worker"),
     "deaf_detokenizer": deaf("detokenizer"),
     "forge": World.forge,
@@ -221,7 +223,7 @@ def test_output_that_is_larger_than_a_message_and_lost_ends_its_request(seed: in
 def poisoned(seed: int, running_max: int) -> World:
     """One request that kills each worker that begins it, and 63 others, until all have ended."""
     world = World(seed, SLOW, running_max=running_max)
-    world.watched = 1.0
+    world.watched = float(seed % 2)  # or the broker knows that they have ended
     world.run(SETTLE_S)
     world.load(63, 4, deadline_s=(70, 80))
     world.run(2)
@@ -310,6 +312,12 @@ def test_a_leader_that_missed_the_one_between_goes_on(seed: int) -> None:
     assert first.leader.term
     assert all(story.ended for story in asked)
     assert [story.error for story in asked] == [None] * len(asked)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["worker", "detokenizer", "scheduler"])
+def test_of_a_silent_process_the_broker_knows_whether_it_has_ended(kind: str, seed: int) -> None:
+    note_silences(seed, kind)
 
 
 @pytest.mark.parametrize("kind", ["worker", "detokenizer", "scheduler"])

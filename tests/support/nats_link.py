@@ -261,7 +261,7 @@ class Apart:
         other = self._other.get(message.client)
         words = message.subject.split(".")
         # The supervisor, and not the process of this name, says that it has ended.
-        reaches = other in words and "process" not in words
+        reaches = other in words and words[-1] != "exit"
         return Action.DROP if reaches else Action.PASS
 
 

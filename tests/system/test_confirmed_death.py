@@ -1,4 +1,4 @@
-"""The death of a worker that the supervisor has seen, or its drain, needs no silence."""
+"""A worker's death that its supervisor or the broker has seen, or its drain, needs no silence."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 from openai import OpenAI
-from tests.system.stack import Stack, heartbeats, module_stack, run_antiphon, wait_until
+from tests.support.nats_link import linked
+from tests.system.stack import (
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    Stack,
+    heartbeats,
+    module_stack,
+    run_antiphon,
+    wait_until,
+)
 
 from antiphon.cli.main import main
 from antiphon.wire.base import ProcessState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from antiphon.wire.heartbeat import Heartbeat
 
@@ -73,6 +85,11 @@ def both_ready(beats: dict[str, Heartbeat]) -> bool:
     return {"worker-0", "worker-1"} <= ready
 
 
+def all_three_ready(beats: dict[str, Heartbeat]) -> bool:
+    third = beats.get("worker-2")
+    return both_ready(beats) and third is not None and third.state is ProcessState.READY
+
+
 def kill(stack: Stack) -> None:
     pid = stack.pid("worker-0")
     assert pid is not None
@@ -102,26 +119,81 @@ def read(stack: Stack, disturb: Callable[[Stack], None] | None = None) -> list[R
     return readers
 
 
-def test_streams_of_a_killed_worker_go_on_before_its_silence_would_be_noticed(
-    stack: Stack,
-) -> None:
-    wait_until(stack.healthy, 30, "healthy before the kill")
+@pytest.fixture(scope="module")
+def texts(stack: Stack) -> list[str]:
+    """What the answers are without a fault."""
+    wait_until(stack.healthy, 30, "healthy before the first fault")
     undisturbed = read(stack)
+    print("undisturbed", [round(reader.pause_s, 2) for reader in undisturbed])
+    return [reader.text for reader in undisturbed]
+
+
+def test_streams_of_a_killed_worker_go_on_before_its_silence_would_be_noticed(
+    stack: Stack, texts: list[str]
+) -> None:
     disturbed = read(stack, kill)
-    assert [reader.text for reader in disturbed] == [reader.text for reader in undisturbed]
+    assert [reader.text for reader in disturbed] == texts
     pauses = [round(reader.pause_s, 2) for reader in disturbed]
-    print("longest pauses", pauses, "undisturbed", [round(r.pause_s, 2) for r in undisturbed])
+    print("longest pauses", pauses)
     assert max(pauses) < PAUSE_S_MAX
     assert "request migrates" in stack.log("scheduler-0")
 
 
-def test_streams_of_a_drained_worker_go_on_at_another(stack: Stack) -> None:
+@contextmanager
+def lone_worker(stack: Stack, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A third worker that no supervisor watches; its broker is at this URL."""
+    command = [sys.executable, "-m", "antiphon.model_worker", "--instance", "worker-2"]
+    command += ["--config", str(stack.logs.parent / "settings.yaml"), "--bus-url", url]
+    with (stack.logs / "worker-2.log").open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(STOP_TIMEOUT_S)
+
+
+async def test_of_a_worker_without_a_supervisor_the_broker_knows_whether_it_has_ended(
+    stack: Stack, texts: list[str]
+) -> None:
+    """Its connection ends for a moment, which changes nothing; then it is killed."""
+    loop = asyncio.get_running_loop()
+
+    def log() -> str:
+        return stack.log("scheduler-0")
+
+    async with linked(stack.nats_url) as link:
+        with lone_worker(stack, link.url) as worker:
+
+            def cut(stack: Stack) -> None:
+                assert "worker=worker-2" in log()[began:], "it has no request"
+                loop.call_soon_threadsafe(link.cut, "worker-2")
+
+            def kill_alone(stack: Stack) -> None:
+                assert "worker=worker-2" in log()[began:], "it has no request"
+                worker.kill()
+
+            await heartbeats(stack.nats_url, all_three_ready, timeout_s=START_TIMEOUT_S)
+            began = len(log())
+            disturbed = await asyncio.to_thread(read, stack, cut)
+            assert [reader.text for reader in disturbed] == texts
+            assert "peer died" not in log()[began:]
+            assert "request migrates" not in log()[began:]
+            began = len(log())
+            disturbed = await asyncio.to_thread(read, stack, kill_alone)
+    assert [reader.text for reader in disturbed] == texts
+    pauses = [round(reader.pause_s, 2) for reader in disturbed]
+    print("longest pauses", pauses)
+    assert max(pauses) < PAUSE_S_MAX
+    assert "request migrates" in log()[began:]
+
+
+def test_streams_of_a_drained_worker_go_on_at_another(stack: Stack, texts: list[str]) -> None:
     """The worker stays, and runs nothing."""
     asyncio.run(heartbeats(stack.nats_url, both_ready, timeout_s=60))
-    undisturbed = read(stack)
     before = stack.log("scheduler-0").count("request migrates")
     drained = read(stack, drain)
-    assert [reader.text for reader in drained] == [reader.text for reader in undisturbed]
+    assert [reader.text for reader in drained] == texts
     assert stack.log("scheduler-0").count("request migrates") > before
     print("longest pauses", [round(reader.pause_s, 2) for reader in drained])
 

@@ -208,6 +208,8 @@ class SchedulerCore:
         elif peer.heartbeat.role is Role.SCHEDULER:
             self._on_scheduler_heartbeat(peer)
         elif peer.heartbeat.role is Role.WORKER:
+            if change is PeerChange.APPEARED and self._leader_term is not None:
+                self._leader_term.on_worker_returned(peer.process)
             self._on_worker_heartbeat(peer)
         elif peer.heartbeat.role is Role.DETOKENIZER and self._reconciliation is not None:
             self._reconciliation.on_detokenizer_heartbeat(peer.process)

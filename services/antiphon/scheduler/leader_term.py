@@ -370,9 +370,10 @@ class LeaderTerm:
         """
         self.outbox.forget(worker)
         for entry in self.ledger.bound_to(worker):
-            entry.deaths += exited
-            if entry.deaths > DEATHS_MAX:
-                text = f"{entry.deaths} workers died while they computed this request"
+            if exited:
+                entry.deaths.add(worker)
+            if len(entry.deaths) > DEATHS_MAX:
+                text = f"{len(entry.deaths)} workers died while they computed this request"
                 self.fail(entry, RequestQuarantined(text))
                 continue
             if entry.isolated:
@@ -381,10 +382,15 @@ class LeaderTerm:
         self.ledger.close(worker)
         self.bind_waiting()
 
+    def on_worker_returned(self, worker: Process) -> None:
+        """Take back the death of a worker that had only lost its connection."""
+        for entry in self.ledger.entries():
+            entry.deaths.discard(worker)
+
     def clear(self, request_id: RequestId) -> None:
         """Suspect a request no more, whose worker lives on after it has begun there alone."""
         if (entry := self.ledger.find(request_id)) is not None:
-            entry.deaths = 0
+            entry.deaths.clear()
 
     def hand_back(self, worker: Process, running: AbstractSet[RequestId]) -> None:
         """Continue what a worker runs on others, if one is ready; that counts as no failure."""
@@ -405,7 +411,7 @@ class LeaderTerm:
             elif possible or entry.binding is not None:
                 self._isolated[request_id] = now
             elif now - since >= self.rules.beats(ATTEMPT_TIMEOUT_BEATS):
-                text = f"{entry.deaths} workers died while they computed this request"
+                text = f"{len(entry.deaths)} workers died while they computed this request"
                 self.fail(entry, RequestQuarantined(f"{text}, and only one is ready"))
 
     def _reject_ended(self, request: SubmitRequest) -> None:

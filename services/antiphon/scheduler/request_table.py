@@ -133,7 +133,7 @@ class RequestEntry:
         disputed_at: Since when the gateway follows another attempt than the bound one.
         policy_key: Its sort key by the schedule policy, once it has waited.
         migrations: How many of its attempts have failed.
-        deaths: How many workers are known to have died while they had it, since it ran alone.
+        deaths: Workers that are known to have died while they had it, since it ran alone.
         sealing: Set while its attempts are being sealed.
         sealed: What its next attempt continues.
         sealed_to: The highest attempt that was sealed, or is being.
@@ -154,7 +154,7 @@ class RequestEntry:
     disputed_at: float | None = None
     number: int = 0
     migrations: int = 0
-    deaths: int = 0
+    deaths: set[Process] = field(default_factory=set["Process"])
     requeued_by: set[Process] = field(default_factory=set["Process"])
     policy_key: float | None = None
     sealing: Sealing | None = None
@@ -175,7 +175,7 @@ class RequestEntry:
     @property
     def isolated(self) -> bool:
         """Whether its next attempt has to begin on a worker without other requests."""
-        return self.deaths >= DEATHS_MAX
+        return len(self.deaths) >= DEATHS_MAX
 
     @property
     def tokens(self) -> int:

@@ -7,15 +7,17 @@ import logging
 import random
 from typing import TYPE_CHECKING
 
+from antiphon.bus.transport import NoResponders
 from antiphon.config.cluster import digest
 from antiphon.service.clock import deadline_in
 from antiphon.service.endpoint import StreamEndpoint
 from antiphon.service.peers import Peer, PeerChange
 from antiphon.service.service import Report, Runtime, Service
+from antiphon.service.tasks import isolated
 from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.errors import EngineError, RequestTooLarge
-from antiphon.wire.heartbeat import Discover, Heartbeat, ProcessExited
-from antiphon.wire.routes import DISCOVER, EXIT, HEARTBEAT, HEARTBEAT_SOURCES, RUNNING
+from antiphon.wire.heartbeat import ClaimName, Discover, Heartbeat, ProcessExited
+from antiphon.wire.routes import DISCOVER, EXIT, HEARTBEAT, HEARTBEAT_SOURCES, NAME, RUNNING
 
 if TYPE_CHECKING:
     from antiphon.service.instance_name import InstanceName
@@ -76,6 +78,8 @@ class Heartbeater:
         self._runtime.metrics.before_collect(self._export_peer_ages)
         while True:
             due_s = peers.update_liveness(link_up=link.up, connect_count=link.connect_count)
+            for peer in peers.take_late():
+                self._runtime.group.create_task(isolated(self._probe, peer), name="probe")
             await asyncio.sleep(due_s)
 
     async def send(self) -> None:
@@ -123,6 +127,20 @@ class Heartbeater:
             not_after_unix_ms=deadline_in(dead_s, runtime.clock),
             unechoed_ms=runtime.peers.count_sent(runtime.bus.link.connect_count),
         )
+
+    async def _probe(self, late: Peer) -> None:
+        """Call the name of a peer that is late: without its connection, no process responds."""
+        claim = ClaimName(process=self._runtime.process)
+        beat_s, instance = self._runtime.settings.service.heartbeat_s, late.process.instance
+        holder = None
+        try:
+            reply = await self._runtime.bus.call(NAME, claim, timeout_s=beat_s, instance=instance)
+            holder = reply.process
+        except NoResponders:
+            log.info("no process responds to a name", extra={"peer": instance})
+        except EngineError:
+            return  # it may be frozen or overloaded
+        self._runtime.peers.on_probed(late, holder)
 
     async def _on_connected(self) -> None:
         """Discover peers: at the start and after each reconnect."""

@@ -26,6 +26,8 @@ V = TypeVar("V")
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
+_LATE_BEATS = 2
+"""A whole interval more than between two heartbeats: one that reconnects is seldom so late."""
 _OFFSET_BEATS = 16
 OFFSET_MAX_MS = 5_000
 """Maximum offset between the clocks of two hosts."""
@@ -53,6 +55,8 @@ class Peer:
     heartbeat: Heartbeat
     liveness: Liveness
     received_at: float
+    probed_at: float = -math.inf
+    """When it was last probed."""
 
     @property
     def process(self) -> Process:
@@ -130,6 +134,10 @@ class PeerTable:
 
     A process that sends but receives nothing is as good as silent. Its heartbeats say how long its
     own ones have not come back to it, and that is how long it counts as silent.
+
+    Of a process that is late, the broker knows whether its connection has ended: then no one
+    responds to a call of its name, and it counts as dead at once. One that is frozen has kept its
+    connection. A gateway is not probed: it keeps its requests while it connects again.
     """
 
     def __init__(
@@ -140,6 +148,7 @@ class PeerTable:
         self._clock = clock
         self._liveness = liveness
         self._peers: dict[InstanceId, Peer] = {}
+        self._late: list[Peer] = []
         self._watchers: list[Watcher] = []
         self._echo_at: float | None = None
         self._echoed_at: float | None = None  # not reset on reconnects, unlike _echo_at
@@ -294,14 +303,35 @@ class PeerTable:
         """
         peer = self._peers.get(process.instance)
         if peer is not None and peer.process == process:
+            # Not one that it has sent before, and that is still in transit.
+            timing = self._timings[process]
+            timing.sent_ms = max(timing.sent_ms, self._clock.unix_ms() - (timing.offset_ms or 0))
             self._remove_dead(peer, Liveness.EXITED)
+
+    def take_late(self) -> list[Peer]:
+        """Return the peers to probe, which `update_liveness` has found late.
+
+        Each is returned once a heartbeat interval. The caller calls its name, and passes the reply
+        to `on_probed`.
+        """
+        late, self._late = self._late, []
+        return late
+
+    def on_probed(self, late: Peer, holder: Process | None) -> None:
+        """Remove a peer that was late if it is not the holder of its name, and still late.
+
+        `holder` is None if no process responds to the name.
+        """
+        peer = self._peers.get(late.process.instance)
+        if holder != late.process and peer is not None and peer.received_at == late.received_at:
+            self.on_exit(late.process)
 
     def update_liveness(self, *, link_up: bool, connect_count: int) -> float:
         """Update the liveness of all peers; return the time until the next update, in seconds.
 
-        That is when the next peer could become suspect or dead, but at most one heartbeat interval,
-        so that a reconnect is noticed soon. While the link does not work, it is a fifth of the
-        interval.
+        That is when the next peer could become late, suspect or dead, but at most one heartbeat
+        interval, so that a reconnect is noticed soon. While the link does not work, it is a fifth
+        of the interval.
 
         `link_up` and `connect_count` are those of `LinkState`.
         """
@@ -317,6 +347,7 @@ class PeerTable:
                 self._remove_dead(peer, liveness)
             elif liveness is not peer.liveness:
                 self._put(PeerChange.CHANGED, replace(peer, liveness=liveness))
+        self._note_late()
         due_s = min(map(self._due_s, self._peers.values()), default=beat_s)
         return min(max(due_s, beat_s / 50), beat_s)
 
@@ -422,7 +453,21 @@ class PeerTable:
     def _due_s(self, peer: Peer) -> float:
         alive = peer.liveness is Liveness.ALIVE
         silence_s = self._liveness.suspect_s if alive else self._dead_s(peer)
-        return silence_s - self.age_s(peer)
+        return min(silence_s - self.age_s(peer), self._probe_due_s(peer))
+
+    def _note_late(self) -> None:
+        for instance, peer in self._peers.items():
+            if self._probe_due_s(peer) <= 0:
+                self._peers[instance] = late = replace(peer, probed_at=self._clock.now())
+                self._late.append(late)
+
+    def _probe_due_s(self, peer: Peer) -> float:
+        """Return the time until a peer is probed unless its heartbeat arrives."""
+        if peer.heartbeat.role is Role.GATEWAY:
+            return math.inf
+        beat_s = self._liveness.heartbeat_s
+        due_at = max(peer.received_at + _LATE_BEATS * beat_s, peer.probed_at + beat_s)
+        return due_at - self._clock.now()
 
     def _dead_s(self, peer: Peer) -> float:
         # A gateway gets more time: after a pause it finds its requests still running.

@@ -248,7 +248,8 @@ class ClaimName(Message):
     """Sent before a process's first heartbeat, to find out whether its name is taken.
 
     With no responders, which the broker reports at once, the name is free. A frozen holder does not
-    reply, and loses the name when it counts as dead.
+    reply, and loses the name when it counts as dead. Peers send it, too, to a process whose
+    heartbeat is late: without responders its connection has ended.
 
     Attributes:
         held: The sender already holds the name. A holder that receives this claims again: if two

@@ -59,6 +59,7 @@ from antiphon.wire.routes import (
     DECODE_AT,
     DETOKENIZER_CONTROL,
     HEARTBEAT,
+    NAME,
     NOTICE,
     OPEN,
     SUBMIT,
@@ -209,7 +210,13 @@ class Cluster:
         await self.bus.listen(OPEN, self._opened, model=MODEL)
         await self.bus.listen(WORKER_CONTROL, self._control, worker="worker-0")
         await self.bus.listen(DETOKENIZER_CONTROL, self._resume, detokenizer=DETOKENIZER.instance)
+        for process, _ in self._members():
+            await self.hold_name(process)
         self.group.create_task(self._beat())
+
+    async def hold_name(self, process: Process) -> None:
+        """Subscribe to a name, so that one that misses heartbeats has not lost its connection."""
+        await self.bus.listen(NAME, lambda _: None, instance=process.instance)
 
     async def _encode(self, delivery: Delivery) -> None:
         if self._is_frozen(delivery):

@@ -144,5 +144,7 @@ async def test_more_ids_than_the_context_are_refused_before_they_are_read(at: Ho
 
 async def _living(at: House, tokenizers: int) -> None:
     at.cluster.tokenizers[:] = [tokenizer(number) for number in range(tokenizers)]
+    for added in at.cluster.tokenizers[1:]:
+        await at.cluster.hold_name(added)
     roles = len(at.cluster.roles) - 1
     await until(lambda: len(at.peers) == roles + tokenizers)

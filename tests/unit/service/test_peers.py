@@ -10,7 +10,7 @@ from tests.support.clock import ManualClock
 from tests.support.services import process
 
 from antiphon.service.peers import Liveness, LivenessConfig, Peer, PeerChange, PeerTable
-from antiphon.wire.base import ProcessState, Role
+from antiphon.wire.base import Process, ProcessState, Role
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import InstanceId
 
@@ -115,6 +115,83 @@ def test_exit_that_was_not_true_is_corrected_by_the_next_heartbeat(world: World)
     world.run(0.5)
     world.beat()
     assert world.news() == [(change, "1") for change in ("appeared", "died", "appeared")]
+
+
+def test_heartbeat_sent_before_an_exit_does_not_bring_a_peer_back(world: World) -> None:
+    """It was overtaken by the notice. The peer's clock is ahead."""
+    world.beat(ahead_s=2)
+    world.run(0.5)
+    world.peers.on_exit(process("worker-0", "1"))
+    world.beat(ahead_s=2, late_s=0.1)
+    assert world.verdict() == "dead"
+    world.run(0.5)
+    world.beat(ahead_s=2)
+    assert world.verdict() == "alive"
+
+
+def late(world: World) -> list[str]:
+    return [peer.process.instance for peer in world.peers.take_late()]
+
+
+def test_a_late_peer_is_probed_once_an_interval(world: World) -> None:
+    world.beat()
+    world.run(0.9)
+    assert late(world) == []
+    world.run(0.2)
+    assert [late(world), late(world)] == [["worker-0"], []]
+    world.run(BEAT_S)
+    assert late(world) == ["worker-0"]
+    world.beat()
+    world.run(BEAT_S)
+    assert late(world) == []
+
+
+def test_the_next_look_is_when_a_peer_becomes_late(world: World) -> None:
+    world.beat()
+    world.run(0.8)
+    world.beat(US.instance, US.incarnation)
+    assert world.peers.update_liveness(link_up=True, connect_count=1) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("holder", "verdict"),
+    [(None, "dead"), (process("worker-0", "2"), "dead"), (process("worker-0", "1"), "alive")],
+    ids=["none", "another", "itself"],
+)
+def test_a_late_peer_is_dead_unless_it_holds_its_name(
+    world: World, holder: Process | None, verdict: str
+) -> None:
+    world.beat()
+    world.run(1.1)
+    (peer,) = world.peers.take_late()
+    world.peers.on_probed(peer, holder)
+    assert world.verdict() == verdict
+
+
+def test_a_late_peer_that_has_sent_a_heartbeat_since_it_was_probed_lives(world: World) -> None:
+    """It had lost its connection, and its first heartbeat overtakes the broker's answer."""
+    world.beat()
+    world.run(1.1)
+    (peer,) = world.peers.take_late()
+    world.beat()
+    world.peers.on_probed(peer, None)
+    assert world.verdict() == "alive"
+
+
+def test_gateways_are_not_probed_and_no_one_is_over_a_broken_link(world: World) -> None:
+    """A gateway has its lease; and who has just connected again has received nothing yet."""
+    world.beat("gateway-0", role=Role.GATEWAY)
+    world.run(2)
+    assert late(world) == []
+    world.beat()
+    world.up = False
+    world.run(3)
+    assert late(world) == []
+    world.up, world.joins = True, 2
+    world.run(1.4)  # our heartbeat comes back after half a second
+    assert late(world) == []
+    world.run(0.2)
+    assert late(world) == ["worker-0"]
 
 
 def test_watchers_get_each_change_once_and_in_order(world: World) -> None:
@@ -495,8 +572,8 @@ def test_peers_with_heartbeats_never_die_and_silent_ones_always_do(seed: int) ->
     assert born - died == len(listed)
 
 
-@pytest.mark.parametrize(("silence_s", "due_s"), [(0.3, 0.5), (1.2, 0.3), (1.5, 1.0), (2.2, 0.3)])
-def test_verdict_is_due_when_silence_counts_more(
+@pytest.mark.parametrize(("silence_s", "due_s"), [(0.3, 0.5), (1.2, 0.3), (1.5, 0.1), (2.2, 0.3)])
+def test_verdict_or_probe_is_due_when_silence_counts_more(
     world: World, silence_s: float, due_s: float
 ) -> None:
     world.beat()
