@@ -58,13 +58,17 @@ template <int R, class X> struct RowPointers {
 
 // Ask the memory while R rows meet a panel: for what lies a little further on in it, since the
 // processor's own look-ahead is short beside work, and for the panel that comes next. The latter in
-// high tiles alone: few rows wait for the memory, which then has nothing to give away.
+// high tiles alone: few rows wait for the memory, which then has nothing to give away. They are
+// mostly all that there are, and meet each panel once: what is asked for them passes by the caches
+// behind the first, which keep what else a step needs.
 template <int R, int64_t EVERY = PREFETCH_INPUTS>
 INLINE void look_ahead(const void *panel, int bytes, int64_t input, PrefetchRange &prefetch) {
     constexpr int AHEAD = 4096;
+    constexpr bool HIGH = 2 * R >= TILE_ROWS;
     for (int line = 0; line < bytes; line += 64)
-        _mm_prefetch(static_cast<const char *>(panel) + AHEAD + line, _MM_HINT_T0);
-    if (2 * R >= TILE_ROWS && input % EVERY == 0) prefetch.step();
+        _mm_prefetch(
+            static_cast<const char *>(panel) + AHEAD + line, HIGH ? _MM_HINT_T0 : _MM_HINT_NTA);
+    if (HIGH && input % EVERY == 0) prefetch.step();
 }
 
 // acc = R rows of bf16 by a panel of pairs.
