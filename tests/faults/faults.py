@@ -267,8 +267,10 @@ EACH_KIND: Sequence[Fault] = (
 """Each kind once."""
 LONGER: Sequence[Fault] = (
     *(_of(member, "freeze", down_s) for member in SERVICES for down_s in (8.0, 30.0)),
-    OfProcesses(name="freeze a host 8 s", how="freeze", members=HOST, down_s=8.0),
-    OfProcesses(name="freeze a host 30 s", how="freeze", members=HOST, down_s=30.0),
+    *(
+        OfProcesses(name=f"freeze a host {down_s} s", how="freeze", members=HOST, down_s=down_s)
+        for down_s in (3, 8, 30)
+    ),
     *(OfBroker(how="kill", down_s=down_s) for down_s in (0.3, 30.0)),
     *(OfBroker(how="freeze", down_s=down_s) for down_s in (8.0, 30.0)),
     *(
