@@ -1,4 +1,8 @@
-"""Prompts whose images a client has embedded: those of the images, under keys of their own."""
+"""Prompts whose images a client has embedded: those of the images, under keys of their own.
+
+What a client embeds are the rows that the encoder makes of the image, of each family in its shape:
+with marks of rows and columns between them, ends of rows, tiles, or parts for several layers.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.gemma_vision import write_gemma_vision
-from tests.support.llava import write_llava
-from tests.support.qwen_vl import write_qwen25_vl
+from tests.support.internvl import write_internvl
+from tests.support.llava import TEXT, picture, write_llava
+from tests.support.llava_next import write_llava_next, write_llava_onevision
+from tests.support.pixtral import write_mistral3, write_pixtral
+from tests.support.qwen_vl import write_glm4v, write_qwen2_vl, write_qwen3_vl, write_qwen25_vl
 from tests.support.smolvlm import write_smolvlm
+from tests.support.towers import embedding, opened
 
 from antiphon.model_card.vision import read_vision
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
@@ -29,9 +37,20 @@ FAMILIES = {
     "llava": write_llava,
     "gemma3": write_gemma_vision,
     "smolvlm": write_smolvlm,
+    "internvl": write_internvl,
+    "llava-next": write_llava_next,
+    "llava-onevision": write_llava_onevision,
+    "pixtral": write_pixtral,
+    "mistral3": write_mistral3,
+    "qwen2-vl": write_qwen2_vl,
     "qwen2.5-vl": write_qwen25_vl,
+    "qwen3-vl": write_qwen3_vl,
+    "glm4v": write_glm4v,
 }
-WIDTH, HEIGHT = 200, 31
+GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v")
+MARKED = ("smolvlm", "pixtral", "mistral3")
+"""Those with tokens of text among the placeholders of an image."""
+WIDTH, HEIGHT = 200, 60
 
 
 class Prompts:
@@ -72,9 +91,15 @@ def place(span: MediumSpan) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_embedding_stands_where_its_image_would(name: str, tmp_path: Path) -> None:
     write: Callable[[Path], Path] = FAMILIES[name]
-    prompts = Prompts(write(tmp_path))
+    folder = write(tmp_path)
+    prompts = Prompts(folder)
     image = prompts.encode(WIDTH, HEIGHT)
     (span,) = image.media
+    assert (span.tokens > span.rows) == (name in MARKED)
+    rows = embedding(opened(folder), picture(1, WIDTH, HEIGHT))
+    parts = 1 + prompts.card.deepstack
+    assert rows.shape == (span.rows, parts * TEXT["hidden_size"])
+    assert (parts > 1) == (name == "qwen3-vl")
     size = (WIDTH, HEIGHT) if prompts.card.SIZED else (0, 0)
     made = prompts.encode(*size, rows=span.rows)
     assert made.token_ids == image.token_ids
@@ -85,7 +110,7 @@ def test_an_embedding_stands_where_its_image_would(name: str, tmp_path: Path) ->
     assert f"has {span.rows + 1} rows; in this model such an image has {span.rows}" in wrong
     if prompts.card.SIZED:
         assert "requires image_grid_thw or image_sizes" in prompts.refusal(rows=span.rows)
-    if name != "qwen2.5-vl":
+    if name not in GRIDS:
         assert "no grid of patches" in prompts.refusal(rows=span.rows, patches=(2, 2))
         return
     by_patches = prompts.encode(
