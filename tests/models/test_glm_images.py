@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tests.models.test_position_axes import places
 from tests.support.llava import picture
 from tests.support.models import change_config
 from tests.support.qwen_vl import GLM_PROCESSOR, patches, write_glm4v
@@ -20,7 +21,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.image_grids import GridImages, GridSizes
 from antiphon.model_card.vision import read_vision
-from antiphon.model_worker.batching.positions import image_positions
+from antiphon.model_worker.batching.positions import media_positions
 from antiphon.wire.media import MediumSpan
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def test_positions_are_those_of_transformers(folder: Path) -> None:
         MediumSpan(start=2, tokens=15, key=bytes(32), columns=5),
         MediumSpan(start=20, tokens=8, key=bytes(32), columns=2),
     ]
-    positions, offset = image_positions(spans)
+    positions, offset = media_positions((span, places(span)) for span in spans)
     rest = np.tile(np.arange(positions.shape[1], 30) + offset, (3, 1))
     np.testing.assert_array_equal(np.concatenate([positions, rest], axis=1), expected[:, 0])
 

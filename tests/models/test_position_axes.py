@@ -25,7 +25,7 @@ from tests.support.worker import state
 from antiphon.model_worker.batching import state as batching_state
 from antiphon.model_worker.batching.plan import StepPlan
 from antiphon.model_worker.batching.plan_buffer import pack, unpack
-from antiphon.model_worker.batching.positions import image_positions
+from antiphon.model_worker.batching.positions import media_positions
 from antiphon.model_worker.batching.state import ChoiceKey
 from antiphon.model_worker.observability.replay import replay
 from antiphon.wire.codec import pack_ids
@@ -181,17 +181,21 @@ def test_text_after_images_is_that_of_transformers(pair: Pair, way: str) -> None
     check_each(pair, outputs)
 
 
-def no_offset(spans: Iterable[MediumSpan]) -> tuple[Ints, int]:
-    return image_positions(spans)[0], 0
+def places(span: MediumSpan) -> Ints:
+    return np.arange(span.start, span.start + span.tokens, dtype=np.int32)
 
 
-def rows_as_columns(spans: Iterable[MediumSpan]) -> tuple[Ints, int]:
-    positions, offset = image_positions(spans)
+def no_offset(media: Iterable[tuple[MediumSpan, Ints]]) -> tuple[Ints, int]:
+    return media_positions(media)[0], 0
+
+
+def rows_as_columns(media: Iterable[tuple[MediumSpan, Ints]]) -> tuple[Ints, int]:
+    positions, offset = media_positions(media)
     return positions[[0, 2, 1]], offset
 
 
-def as_text(spans: Iterable[MediumSpan]) -> tuple[Ints, int]:
-    positions, _ = image_positions(spans)
+def as_text(media: Iterable[tuple[MediumSpan, Ints]]) -> tuple[Ints, int]:
+    positions, _ = media_positions(media)
     return positions[:, :0], 0
 
 
@@ -199,7 +203,7 @@ def as_text(spans: Iterable[MediumSpan]) -> tuple[Ints, int]:
 def test_a_mutant_of_positions_is_found(
     pair: Pair, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching_state, "image_positions", mutant)
+    monkeypatch.setattr(batching_state, "media_positions", mutant)
     _, outputs = run(pair, {})
     with pytest.raises(AssertionError):
         check_each(pair, outputs)
@@ -254,7 +258,7 @@ def test_positions_are_those_of_transformers(pair: Pair) -> None:
         ids, spans = prompt(parts)
         images = [part for part in parts if not isinstance(part, int)]
         expected = theirs(pair.reference, images, torch.tensor([ids]))[:, 0].numpy()
-        positions, offset = image_positions(spans)
+        positions, offset = media_positions((span, places(span)) for span in spans)
         rest = np.arange(positions.shape[1], len(ids)) + offset
         found = np.concatenate([positions, np.tile(rest, (3, 1))], axis=1)
         np.testing.assert_array_equal(found, expected)

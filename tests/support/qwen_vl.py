@@ -52,6 +52,15 @@ PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
 }
 """Images of four to thirty tokens."""
+VIDEO_PROCESSOR = {
+    "size": {"shortest_edge": 4 * 64, "longest_edge": 12 * 8 * 64},
+    "min_frames": 4,
+    "max_frames": 16,
+    "patch_size": PATCH,
+    "merge_size": MERGE,
+    "temporal_patch_size": 2,
+}
+"""Sixteen frames at most."""
 GLM_PROCESSOR = {
     "size": {"shortest_edge": 2 * 4 * 64, "longest_edge": 2 * 30 * 64},
     "patch_size": PATCH,
@@ -146,7 +155,18 @@ def _write(
         vision_end_token_id=PLACEHOLDER_ID - 1,
     )
     (folder / "preprocessor_config.json").write_text(json.dumps(processor or PROCESSOR))
+    if processor is None:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_PROCESSOR))
     return write_random(folder, model(made))
+
+
+def video_patches(pixels: Tensor) -> dict[str, Tensor]:
+    """What transformers is given of the frames of one video, (F, 3, height, width), F even."""
+    rows, columns = (edge // PATCH for edge in pixels.shape[-2:])
+    blocks = pixels.view(-1, 2, 3, rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH)
+    cut = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(len(pixels) // 2 * rows * columns, -1)
+    grid = torch.tensor([[len(pixels) // 2, rows, columns]])
+    return {"pixel_values_videos": cut, "video_grid_thw": grid}
 
 
 def patches(images: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -136,7 +136,7 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
         "hicache",
     ),
     (
-        "Audio and video in requests, and images of other models than [these](models.md#images)",
+        "Audio in requests, and images and videos of other models than [these](models.md#images)",
         "They are refused; the text part of another multimodal model is served.",
         "multimodal",
     ),

@@ -127,13 +127,18 @@ CLAIM = claim.Claim(
     part_digests=bytes([3]) * 64,
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
-LIMITS = claim.PixelLimits(least=1000, most=9000, low=True)
+LIMITS = claim.PixelLimits(least=1000, most=9000, low=True, fps=1.5, frames=6)
+VIDEO = claim.VideoHeader(frames=48, fps=24.0, chosen=True)
 HEADER = media.MediumHeader(
-    digest=DIGESTS[0], width=640, height=480, limits=LIMITS, rows=4, patches=(4, 4)
+    digest=DIGESTS[0], width=640, height=480, limits=LIMITS, rows=4, patches=(4, 4), video=VIDEO
 )
 FORM = media.EmbeddingForm(rows=4, width=8, dtype="float16", patches=(4, 4), size=(56, 57))
-SPAN = media.MediumSpan(start=1, tokens=2, key=DIGESTS[1], placeholders=1, columns=4)
-MEDIUM = media.Medium(span=SPAN, width=640, height=480, claim=CLAIM, limits=LIMITS, embedded=True)
+SPAN = media.MediumSpan(
+    start=1, tokens=2, key=DIGESTS[1], placeholders=1, columns=4, times=2, step=1.5
+)
+MEDIUM = media.Medium(
+    span=SPAN, width=640, height=480, claim=CLAIM, limits=LIMITS, embedded=True, video=VIDEO
+)
 CHAT = (
     tokenize.ChatMessage(
         role="tool",
@@ -208,10 +213,13 @@ EVERY: tuple[Message, ...] = (
                 detail="low",
                 claim=CLAIM,
                 embedding=FORM,
+                video=True,
             ),
         ),
         min_pixels=1000,
         max_pixels=9000,
+        fps=1.5,
+        max_frames=6,
         max_tokens=64,
         **SAMPLED,
         min_tokens=4,
@@ -342,6 +350,7 @@ EVERY: tuple[Message, ...] = (
         second_from=2,
         media=(SPAN,),
         sees=True,
+        sees_videos=True,
         media_width=64,
         pooling=tokenize.PoolingCard(
             scores=True,
@@ -361,6 +370,7 @@ EVERY: tuple[Message, ...] = (
         width=640,
         height=480,
         limits=LIMITS,
+        video=VIDEO,
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,

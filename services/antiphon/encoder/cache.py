@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from antiphon.wire.claim import PixelLimits
+from antiphon.wire.claim import PixelLimits, VideoHeader
 
 Pixels = TypeVar("Pixels")
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 class DecodeJob(msgspec.Struct, frozen=True):
-    """An image to decode, its size by its header, 0 if that is unknown, and limits of its scale."""
+    """A medium to decode, its size by its header, 0 if that is unknown, and limits of its scale."""
 
     image: bytes
     width: int = 0
     height: int = 0
     limits: PixelLimits | None = None
+    video: VideoHeader | None = None
 
 
 @dataclass(slots=True)

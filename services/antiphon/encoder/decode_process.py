@@ -1,4 +1,4 @@
-"""Decodes and resizes images in child processes: what they are given was written by strangers.
+"""Decodes and resizes media in child processes: what they are given was written by strangers.
 
 A decoder that is led astray by a file ends a process without keys or connections, whose memory and
 time are limited.
@@ -16,6 +16,7 @@ import numpy as np
 
 from antiphon.encoder.cache import DecodeJob
 from antiphon.encoder.preprocess import DecodedImage, Preprocessor, PreprocessorConfig
+from antiphon.encoder.videos import VideoPreprocessor
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -41,6 +42,7 @@ class DecodeSettings(msgspec.Struct, frozen=True):
 
     recipe: PreprocessorConfig
     pixels_max: int
+    videos: PreprocessorConfig | None = None
 
 
 class _Pixels(msgspec.Struct, frozen=True, tag=True):
@@ -70,7 +72,7 @@ class DecodeProcesses:
         )
 
     async def decode(self, job: DecodeJob, *, timeout_s: float) -> DecodedImage:
-        """Decode and resize an image.
+        """Decode and resize an image, or the frames of a video.
 
         Raises:
             InvalidRequest: It is no image, has another size, or ended its process: by its memory
@@ -90,18 +92,27 @@ class DecodeProcesses:
         if isinstance(outcome, ErrorReply):
             raise decode_error(outcome)
         pixels = np.frombuffer(outcome.data, np.uint8).reshape(outcome.shape)
-        return DecodedImage(pixels, outcome.width, outcome.height)
+        video = job.video is not None
+        return DecodedImage(pixels, outcome.width, outcome.height, video=video)
 
 
 def main(arguments: list[str]) -> None:
     shown, parent_pid, memory_bytes_max = arguments
     settings = msgspec.json.decode(shown, type=DecodeSettings)
-    preprocessor = Preprocessor(settings.recipe, pixels_max=settings.pixels_max)
+    images = Preprocessor(settings.recipe, pixels_max=settings.pixels_max)
+    videos = None
+    if settings.videos is not None:
+        videos = VideoPreprocessor(settings.videos, pixels_max=settings.pixels_max)
 
     def work(data: bytes) -> bytes:
         job = msgspec.msgpack.decode(data, type=DecodeJob)
         try:
-            image = preprocessor.decoded(job.image, job.width, job.height, job.limits)
+            size = job.width, job.height
+            if job.video is None:
+                image = images.decoded(job.image, *size, job.limits)
+            else:
+                assert videos is not None, "checked by the parent"
+                image = videos.decoded(job.image, *size, job.video, job.limits)
         except EngineError as error:
             return msgspec.msgpack.encode(encode_error(error))
         pixels = image.pixels

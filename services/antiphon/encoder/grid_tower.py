@@ -1,4 +1,4 @@
-"""The vision transformers of Qwen2-VL to Qwen3-VL, GLM-4V and Pixtral, for images of any shape.
+"""The vision transformers of Qwen2-VL to Qwen3-VL, GLM-4V and Pixtral, for media of any shape.
 
 An image is a grid of patches, and each square of `merge` x `merge` of them becomes one token. Its
 patches lie next to each other from the start: token by token, in rows of each.
@@ -159,10 +159,12 @@ class MergerWeights:
 class GridTowerWeights:
     """All weights. `patch` (C, 3 * patch * patch) is for an image that is in all frames.
 
-    `positions` are (side * side, C); `tapped` the mergers of layers, in their order.
+    `frame_patches` are those of each frame of a patch, for videos. `positions` are
+    (side * side, C); `tapped` the mergers of layers, in their order.
     """
 
     patch: Tensor
+    frame_patches: tuple[Tensor, ...]
     patch_bias: Tensor | None
     positions: Tensor | None
     norm_before: GridNorm | None
@@ -172,7 +174,10 @@ class GridTowerWeights:
 
 
 class GridTower:
-    """Computes one embedding per token of an image, alone: nothing else has a part in its bits."""
+    """Computes one embedding per token of an image, alone: nothing else has a part in its bits.
+
+    Nor has another part of a video in those of the frames of its patches: all layers attend within.
+    """
 
     def __init__(self, spec: GridTowerSpec, weights: GridTowerWeights) -> None:
         self.spec = spec
@@ -181,13 +186,15 @@ class GridTower:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Embed: pixels (1, 3, height, width), in whole tokens  ->  (1, T, rows_width)."""
+        """Embed: pixels (F, 3, height, width), in whole tokens  ->  (1, T, rows_width).
+
+        F is 1, an image, or the frames of a patch, of a video.
+        """
         spec, weights = self.spec, self._weights
         rows, columns = (edge // (spec.patch * spec.merge) for edge in pixels.shape[-2:])
         windows = _windows(rows, columns, spec.window)
         order = torch.cat(windows)  # (T,) tokens, window by window
-        patches = self._patches(pixels, rows, columns)[order].flatten(0, 1)
-        x = F.linear(patches, weights.patch, weights.patch_bias)
+        x = self._embedded(pixels, rows, columns, order)
         if weights.norm_before is not None:
             x = weights.norm_before(x)
         if weights.positions is not None:
@@ -207,8 +214,21 @@ class GridTower:
         tokens = torch.cat([_merged(squares, weights.merger), *made], dim=-1)
         return tokens[torch.argsort(order)][None]
 
+    def _embedded(self, pixels: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
+        """Embed patches, in that order of their tokens: (F, 3, height, width)  ->  (P, C)."""
+        weights, x = self._weights, None
+        for frame, weight in zip(
+            pixels, [weights.patch] if len(pixels) == 1 else weights.frame_patches, strict=True
+        ):
+            patches = self._patches(frame, rows, columns)[order].flatten(0, 1)
+            bias = weights.patch_bias if x is None else None
+            part = F.linear(patches, weight, bias)
+            x = part if x is None else x + part
+        assert x is not None, "there is a frame"
+        return x
+
     def _patches(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
-        """Cut into patches: (1, 3, height, width)  ->  (T, merge * merge, 3 * patch * patch)."""
+        """Cut into patches: (3, height, width)  ->  (T, merge * merge, 3 * patch * patch)."""
         merge, patch = self.spec.merge, self.spec.patch
         cut = pixels.view(3, rows, merge, patch, columns, merge, patch)
         return cut.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, merge * merge, -1)

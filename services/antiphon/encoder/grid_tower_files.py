@@ -307,6 +307,7 @@ def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
         files = TensorFiles(weight_files(folder), open_files, last=f"{names.patch}.weight")
         frames = () if spec.projector is not None else (spec.frames,)
         patch = files.read(f"{names.patch}.weight", width, 3, *frames, edge, edge)
+        by_frame = () if spec.projector is not None else patch.unbind(dim=2)
         lists = (f"deepstack_merger_list.{i}" for i in range(len(spec.taps)))
         if spec.gated_merger:
             merger = _gated_merger(files, spec)
@@ -318,6 +319,7 @@ def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
             merger = _projector(behind, spec, spec.projector)
         return GridTowerWeights(
             patch=(patch if spec.projector is not None else patch.sum(dim=2)).flatten(1),
+            frame_patches=tuple(each.flatten(1) for each in by_frame),
             patch_bias=files.read(f"{names.patch}.bias", width) if spec.patch_bias else None,
             positions=files.read(names.positions, spec.side**2, width) if spec.side else None,
             norm_before=(

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
@@ -29,9 +30,12 @@ from antiphon.encoder.preprocess import (
     read_grid_config,
     read_preprocessor_config,
     read_spec,
+    read_video_config,
 )
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
+from antiphon.encoder.videos import VideoPreprocessor
 from antiphon.model_card.image_grids import GridImages, RowImages
+from antiphon.model_card.videos import PAIR
 from antiphon.model_card.vision import read_vision
 from antiphon.resolve.device import detect_device
 
@@ -249,20 +253,29 @@ class VisionModel:
     tower: VisionTower | GridTower
     connector: Connector | None = None
     packing: PackedTiles | None = None
+    videos: VideoPreprocessor | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of an embedding."""
+        if isinstance(self.tower.spec, GridTowerSpec):
+            return self.tower.spec.rows_width
+        return self.tower.spec.hidden if self.connector is None else self.connector.hidden
 
     @property
     def embedding_bytes(self) -> int:
-        """Size of an embedding, at most, or nearly so."""
+        """Size of an image's embedding, at most, or nearly so."""
         recipe, spec = self.preprocess.recipe, self.tower.spec
         if isinstance(spec, GridTowerSpec):
             assert recipe.grid is not None, "a recipe of this tower"
-            return recipe.grid.tokens_max * spec.rows_width * 4
-        hidden = spec.hidden if self.connector is None else self.connector.hidden
+            return recipe.grid.tokens_max * self.width * 4
         rows = recipe.frames_max * spec.tokens
-        return (rows if self.packing is None else self.packing.rows_max) * hidden * 4
+        return (rows if self.packing is None else self.packing.rows_max) * self.width * 4
 
     def embed(self, image: DecodedImage) -> CachedEmbedding:
-        """Embed an image that `preprocess` has decoded."""
+        """Embed an image that `preprocess` has decoded, or a video that `videos` has."""
+        if image.video:
+            return self._embed_video(image)
         states = self.tower(torch.as_tensor(self.preprocess.normalized(image.pixels)))
         if self.connector is not None:
             states = self.connector(states)
@@ -270,9 +283,20 @@ class VisionModel:
             embedding = states.flatten(0, 1)  # (F * T, C)
         else:
             embedding = self.packing(states, image.width, image.height)
-        data = embedding.numpy().astype("<f4", copy=False).tobytes()
-        tokens, hidden = embedding.shape
-        return CachedEmbedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())
+        return _embedding(embedding)
+
+    def _embed_video(self, video: DecodedImage) -> CachedEmbedding:
+        """Embed the frames of each patch, one after the other: they take memory."""
+        assert self.videos is not None, "it has decoded the video"
+        parts = np.split(video.pixels, len(video.pixels) // PAIR)
+        rows = [self.tower(torch.as_tensor(self.videos.normalized(part)))[0] for part in parts]
+        return _embedding(torch.cat(rows))
+
+
+def _embedding(embedding: Tensor) -> CachedEmbedding:
+    data = embedding.numpy().astype("<f4", copy=False).tobytes()
+    tokens, hidden = embedding.shape
+    return CachedEmbedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())
 
 
 def open_model(settings: Settings, folder: Path) -> VisionModel:
@@ -286,7 +310,10 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     if isinstance(read_vision(folder), GridImages | RowImages):
         preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)
         grids = read_grid_spec(folder)
-        return VisionModel(preprocessor, GridTower(grids, read_grid_weights(folder, grids)))
+        tower, videos = GridTower(grids, read_grid_weights(folder, grids)), None
+        if (recipe := read_video_config(folder)) is not None:
+            videos = VideoPreprocessor(recipe, pixels_max=pixels_max)
+        return VisionModel(preprocessor, tower, videos=videos)
     spec = read_spec(folder)
     recipe = read_preprocessor_config(folder, spec)
     tower = VisionTower(spec, read_weights(folder, spec))

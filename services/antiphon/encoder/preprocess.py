@@ -22,12 +22,14 @@ from antiphon.model_card.image_grids import (
 )
 from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
 from antiphon.model_card.images import check_unscaled
+from antiphon.model_card.videos import FrameSampling  # noqa: TC001  # as above
 from antiphon.model_card.vision import (
     ANYRES,
     GEMMA3,
     IDEFICS,
     INTERN,
     FeatureFields,
+    PixelFields,
     SquareTower,
     has_rows,
     image_processor_file,
@@ -37,6 +39,7 @@ from antiphon.model_card.vision import (
     read_grid_file,
     read_rows,
     read_tiling,
+    read_video_file,
 )
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
@@ -372,11 +375,12 @@ Image.MAX_IMAGE_PIXELS = None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedImage:
-    """The frames (F, H, W, 3) of an image, and its own size in pixels, upright."""
+    """The frames (F, H, W, 3) of an image or a video, and its own size in pixels, upright."""
 
     pixels: NDArray[np.uint8]
     width: int
     height: int
+    video: bool = False
 
 
 class Preprocessor:
@@ -415,7 +419,7 @@ class Preprocessor:
                 within `limits`.
             RequestTooLarge: The image has too many pixels.
         """
-        image = self._decode(data)
+        image = self.image(data)
         if (width or height) and image.size != (width, height):
             raise InvalidRequest(
                 f"the image has {image.width} x {image.height} pixels, and {width} x {height} by "
@@ -434,7 +438,13 @@ class Preprocessor:
     def recipe(self) -> PreprocessorConfig:
         return self._recipe
 
-    def _decode(self, data: bytes | bytearray) -> Image.Image:
+    def image(self, data: bytes | bytearray) -> Image.Image:
+        """Decode an image, upright and opaque.
+
+        Raises:
+            InvalidRequest: It is not an image of one of `FORMATS`.
+            RequestTooLarge: The image has too many pixels.
+        """
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 self._check_size(image)
@@ -542,6 +552,7 @@ class PreprocessorConfig:
         std: Divisor after that.
         tiling: Set: cut the image into tiles of `size`, whatever its aspect ratio.
         grid: Set: scale the image to whole tokens of `size`, and keep its shape.
+        sampling: Set: these are the steps of videos, whose frames are chosen so.
     """
 
     size: int
@@ -552,6 +563,7 @@ class PreprocessorConfig:
     std: Channels
     tiling: Tiling | AspectTiling | AnyresTiling | None = None
     grid: GridSizes | RowSizes | None = None
+    sampling: FrameSampling | None = None
 
     def within(self, limits: PixelLimits | None) -> PreprocessorConfig:
         """These steps for an image whose request has limits.
@@ -564,7 +576,8 @@ class PreprocessorConfig:
         if self.tiling is not None:
             return replace(self, tiling=self.tiling.within(limits))
         if self.grid is not None:
-            return replace(self, grid=self.grid.within(limits))
+            sampling = None if self.sampling is None else self.sampling.within(limits)
+            return replace(self, grid=self.grid.within(limits), sampling=sampling)
         check_unscaled(limits)
         return self
 
@@ -614,6 +627,21 @@ def read_grid_config(folder: Path) -> PreprocessorConfig:
     else:
         file = read_grid_file(folder)
         sizes = file.sizes
+    return _keeping_shape(file, sizes)
+
+
+def read_video_config(folder: Path) -> PreprocessorConfig | None:
+    """Read how a Qwen-VL model's videos are preprocessed; None: it takes none.
+
+    Raises:
+        ConfigError: The file is malformed, or does not fit the tower.
+    """
+    if (file := read_video_file(folder)) is None:
+        return None
+    return replace(_keeping_shape(file, file.sizes), sampling=file.sampling)
+
+
+def _keeping_shape(file: PixelFields, sizes: GridSizes | RowSizes) -> PreprocessorConfig:
     return PreprocessorConfig(
         size=sizes.edge,
         short_edge=None,

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from antiphon.config.settings import EncoderConfig, Settings
     from antiphon.encoder.decode_process import DecodeProcesses
     from antiphon.encoder.model import VisionModel
-    from antiphon.encoder.preprocess import DecodedImage
+    from antiphon.encoder.preprocess import DecodedImage, PreprocessorConfig
+    from antiphon.wire.claim import VideoHeader
     from antiphon.wire.ids import ModelName
 
 
@@ -122,6 +123,8 @@ class ImageEncoder:
         self._config = runtime.settings.encoder
         self._clock = runtime.clock
         self._recipe = model.preprocess.recipe
+        self._videos = model.videos
+        self._width = model.width
         self._processes = processes
         self._shelf = shelf
         memory_bytes = detect_device().memory_bytes
@@ -138,8 +141,12 @@ class ImageEncoder:
     async def embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
         digest = _digest(request)
         # What it is scaled to is a part of what is cached.
-        recipe = self._recipe.within(request.limits)
-        key = digest if recipe == self._recipe else digest + repr(recipe).encode()
+        if request.video is not None:
+            recipe = self._video_recipe(request, request.video)
+            key = digest + repr((recipe, request.video)).encode()
+        else:
+            recipe = self._recipe.within(request.limits)
+            key = digest if recipe == self._recipe else digest + repr(recipe).encode()
         self.metrics.looked_up.inc()
         embedding = self._cache.get(key)
         cached = embedding is not None
@@ -157,11 +164,32 @@ class ImageEncoder:
             cached=cached,
         )
 
+    def _video_recipe(self, request: EncodeImage, video: VideoHeader) -> PreprocessorConfig:
+        """How a video is preprocessed.
+
+        Raises:
+            Unsupported: The model takes no videos.
+            InvalidRequest: It cannot be within its limits, or its embedding is larger than all that
+                may wait to be fetched.
+        """
+        if self._videos is None:
+            raise Unsupported("this model takes no videos")
+        size = request.width, request.height
+        if not all(size):
+            raise InvalidRequest("a video requires its width and height")
+        size_bytes = self._videos.tokens(*size, video, request.limits) * self._width * _NUMBER_BYTES
+        if size_bytes > self._config.claims_bytes_max:
+            raise InvalidRequest(
+                f"the embedding of the video has {size_bytes} bytes; the limit is "
+                f"{self._config.claims_bytes_max} bytes"
+            )
+        return self._videos.recipe.within(request.limits)
+
     async def _pixels(self, request: EncodeImage, left_s: float) -> DecodedImage:
         due = self._clock.now() + left_s
         with self.metrics.fetch_seconds.time():
             image = bytes(await self._image(request, left_s))
-        job = DecodeJob(image, request.width, request.height, request.limits)
+        job = DecodeJob(image, request.width, request.height, request.limits, request.video)
         timeout_s = max(0.0, due - self._clock.now())
         with self.metrics.decode_seconds.time():
             return await self._processes.decode(job, timeout_s=timeout_s)
@@ -239,7 +267,8 @@ def _decode_processes(model: VisionModel, config: EncoderConfig) -> DecodeProces
     # Pillow is only installed where images are served.
     from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings  # noqa: PLC0415
 
-    recipe = DecodeSettings(model.preprocess.recipe, config.pixels_max)
+    videos = None if model.videos is None else model.videos.recipe
+    recipe = DecodeSettings(model.preprocess.recipe, config.pixels_max, videos)
     return DecodeProcesses(recipe, config.decode_processes)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from antiphon.model_card.images import Pieces
+from antiphon.tokenizer.template import MediumMarker
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import (
     EngineError,
@@ -28,9 +31,10 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
-    from antiphon.model_card.images import Pieces
+    from antiphon.model_card.image_grids import GridVideos
     from antiphon.model_card.vision import VisionCard
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
+    from antiphon.wire.claim import VideoHeader
     from antiphon.wire.media import MediumHeader
 
 T = TypeVar("T")
@@ -149,48 +153,80 @@ class TextEncoder:
             PromptTooLong: The prompt exceeds the context.
         """
         media, field = text.media, "prompt" if text.messages is None else "messages"
-        vision, placeholder = self.vocabulary.vision, self.vocabulary.placeholder
-        assert vision is not None, "checked by _render"
-        texts = rendered.split(self.vocabulary.image_marker)
-        if len(texts) != len(media) + 1:
-            marker = self.vocabulary.image_marker
-            raise _other_placeholders(len(texts) - 1, len(media), marker, field)
-        written, runs = [texts[0]], list[tuple[int, ...]]()
-        cards = [vision if each.limits is None else vision.within(each.limits) for each in media]
-        sizes: list[tuple[int, int]] = []
-        for index, (card, medium, after) in enumerate(zip(cards, media, texts[1:], strict=True)):
-            try:
-                sizes.append(_size(card, medium))
-                pieces = card.pieces(*sizes[-1])
-                _check_rows(medium, pieces)
-            except InvalidRequest as error:
-                error.param = f"media.{index}"
-                raise
-            written += [placeholder if isinstance(piece, int) else piece for piece in pieces]
+        marker = self.vocabulary.image_marker
+        texts, of_videos = self._divided(rendered, media)
+        if len(of_videos) != len(media):
+            raise _other_placeholders(len(of_videos), len(media), marker, field)
+        if of_videos != [each.video is not None for each in media]:
+            raise InvalidRequest("images and videos are not in the order of their placeholders")
+        shown = self._shown(media)
+        written = [texts[0]]
+        for each, after in zip(shown, texts[1:], strict=True):
+            placeholder = self.vocabulary.tokenizer.id_to_token(each.placeholder) or ""
+            written += [placeholder if isinstance(piece, int) else piece for piece in each.pieces]
             written.append(after)
-            runs.append(tuple(piece for piece in pieces if isinstance(piece, int)))
         encoded = self.vocabulary.tokenizer.encode("".join(written), add_special_tokens=plain).ids
-        found = [at for at, token_id in enumerate(encoded) if token_id == vision.placeholder]
-        if surplus := len(found) - sum(map(len, runs)):
-            raise _other_placeholders(len(media) + surplus, len(media), placeholder, field)
-        ids, spans, places, before = list[int](), list[MediumSpan](), iter(found), 0
-        for card, medium, size, lengths in zip(cards, media, sizes, runs, strict=True):
+        places = [at for at, token_id in enumerate(encoded) if token_id in self._placeholders]
+        expected = [each.placeholder for each in shown for _ in each.runs]
+        if [encoded[at] for at in places] != expected:
+            count = len(media) + len(places) - len(expected)
+            raise _other_placeholders(count, len(media), self.vocabulary.placeholder, field)
+        ids, spans, rest, before = list[int](), list[MediumSpan](), iter(places), 0
+        for each in shown:
             start = -1
-            for length, at in zip(lengths, places, strict=False):
+            for length, at in zip(each.runs, rest, strict=False):
                 ids += encoded[before:at]
                 start = len(ids) if start < 0 else start
-                ids += [vision.placeholder] * length
+                ids += [each.placeholder] * length
                 before = at + 1
             if len(ids) > self.context_tokens:
                 raise PromptTooLong.of(
                     prompt_tokens=len(ids), tokens_max=self.context_tokens, param=field
                 )
-            columns = card.columns(*size)
-            # What a client has embedded was not processed here; its positions go by the columns.
-            processing = EMBEDDED + pack_ids([columns]) if medium.rows else card.processing
-            key = medium_key(medium.digest, processing)
-            spans.append(_span(start, len(ids) - start, sum(lengths), key, columns))
+            spans.append(each.span(start, len(ids) - start))
         return [*ids, *encoded[before:]], tuple(spans)
+
+    @property
+    def _placeholders(self) -> frozenset[int]:
+        cards = self.vocabulary.vision, self.vocabulary.videos
+        return frozenset(card.placeholder for card in cards if card is not None)
+
+    def _divided(
+        self, rendered: str, media: Sequence[MediumHeader]
+    ) -> tuple[list[str], list[bool]]:
+        """The texts between markers, and whether each of these is that of a video.
+
+        Those of videos are only looked for if there is one.
+        """
+        of_image, videos = self.vocabulary.image_marker, self.vocabulary.videos
+        markers = [of_image]
+        if videos is not None and any(each.video for each in media):
+            markers += videos.markers
+        # Of two that begin at one place the longer one: Python takes the first that matches.
+        markers.sort(key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, markers))})", rendered)
+        return parts[::2], [marker != of_image for marker in parts[1::2]]
+
+    def _shown(self, media: Sequence[MediumHeader]) -> list[_ShownMedium]:
+        """What stands for each medium.
+
+        Raises:
+            InvalidRequest: It cannot be scaled as the request says, or has other rows.
+        """
+        vision, videos = self.vocabulary.vision, self.vocabulary.videos
+        assert vision is not None, "checked by _render"
+        shown: list[_ShownMedium] = []
+        for index, medium in enumerate(media):
+            try:
+                if medium.video is None:
+                    shown.append(_shown_image(vision, medium))
+                else:
+                    assert videos is not None, "checked by _render"
+                    shown.append(_shown_video(videos, medium, medium.video))
+            except InvalidRequest as error:
+                error.param = error.param or f"media.{index}"
+                raise
+        return shown
 
     def _tokens_kept(self, text: EncodeRequest, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it is not truncated."""
@@ -222,6 +258,9 @@ class TextEncoder:
     def _render(self, text: EncodeRequest) -> str:
         if text.media and self.vocabulary.vision is None:
             raise Unsupported("this model takes no images", param="media.0")
+        video = next((i for i, each in enumerate(text.media) if each.video is not None), None)
+        if video is not None and self.vocabulary.videos is None:
+            raise Unsupported("this model takes no videos", param=f"media.{video}")
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
@@ -244,8 +283,14 @@ class TextEncoder:
             text.messages,
             text.template,
             continue_final=text.continue_final_message,
-            placeholder=self.vocabulary.image_marker,
+            markers=[self._marker(each) for each in text.media],
         )
+
+    def _marker(self, medium: MediumHeader) -> MediumMarker:
+        videos = self.vocabulary.videos
+        if medium.video is None or videos is None:
+            return MediumMarker("image", self.vocabulary.image_marker)
+        return MediumMarker("video", videos.markers[0])
 
     def _render_fill_in_middle(self, prompt: str, suffix: str) -> str:
         template = self.vocabulary.completion
@@ -256,6 +301,51 @@ class TextEncoder:
                 param="suffix",
             )
         return template.write(prompt, suffix)
+
+
+class _ShownMedium(msgspec.Struct, frozen=True):
+    """What stands for a medium, and what its span says beside its place."""
+
+    placeholder: int
+    pieces: Pieces
+    key: bytes
+    columns: int
+    times: int = 0
+    step: float = 1.0
+
+    @property
+    def runs(self) -> list[int]:
+        return [piece for piece in self.pieces if isinstance(piece, int)]
+
+    def span(self, start: int, tokens: int) -> MediumSpan:
+        rows = sum(self.runs)
+        return MediumSpan(
+            start=start,
+            tokens=tokens,
+            key=self.key,
+            placeholders=0 if rows == tokens else rows,
+            columns=self.columns,
+            times=self.times,
+            step=self.step,
+        )
+
+
+def _shown_image(vision: VisionCard, medium: MediumHeader) -> _ShownMedium:
+    card = vision if medium.limits is None else vision.within(medium.limits)
+    size = _size(card, medium)
+    pieces, columns = card.pieces(*size), card.columns(*size)
+    _check_rows(medium, pieces)
+    # What a client has embedded was not processed here; its positions go by the columns.
+    processing = EMBEDDED + pack_ids([columns]) if medium.rows else card.processing
+    return _ShownMedium(card.placeholder, pieces, medium_key(medium.digest, processing), columns)
+
+
+def _shown_video(videos: GridVideos, medium: MediumHeader, video: VideoHeader) -> _ShownMedium:
+    card = videos if medium.limits is None else videos.within(medium.limits)
+    seen = card.seen(medium.width, medium.height, video)
+    key = medium_key(medium.digest, card.processed(video))
+    times = 0 if seen.times == 1 else seen.times
+    return _ShownMedium(card.placeholder, seen.pieces, key, seen.columns, times, seen.step)
 
 
 def _size(card: VisionCard, medium: MediumHeader) -> tuple[int, int]:
@@ -279,11 +369,6 @@ def _check_rows(medium: MediumHeader, pieces: Pieces) -> None:
         raise InvalidRequest(
             f"the embedding has {medium.rows} rows; in this model such an image has {expected}"
         )
-
-
-def _span(start: int, tokens: int, placeholders: int, key: bytes, columns: int) -> MediumSpan:
-    among = 0 if placeholders == tokens else placeholders
-    return MediumSpan(start=start, tokens=tokens, key=key, placeholders=among, columns=columns)
 
 
 def _other_placeholders(found: int, images: int, marker: str, field: str) -> InvalidRequest:

@@ -17,11 +17,13 @@ from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.tokenizer_file import open_tokenizer
-from antiphon.model_card.vision import VisionCard
+from antiphon.model_card.vision import VisionCard, videos_of
 from antiphon.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from antiphon.model_card.image_grids import GridVideos
 
 P = TypeVar("P")
 
@@ -70,6 +72,11 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
         """What stands for an image in a rendered template; empty if the model takes none."""
         return self.placeholder if self.vision is None else self.vision.marker or self.placeholder
 
+    @property
+    def videos(self) -> GridVideos | None:
+        """How the model takes videos, if it does."""
+        return videos_of(self.vision)
+
 
 def read_model_tokenizer(
     folder: Path,
@@ -104,6 +111,9 @@ def read_model_tokenizer(
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     if vision is not None and vision.placeholder not in tokenizer.get_added_tokens_decoder():
         raise ConfigError(f"the placeholder of images, {vision.placeholder}, is no added token")
+    videos = videos_of(vision)
+    if videos is not None and videos.placeholder not in tokenizer.get_added_tokens_decoder():
+        raise ConfigError(f"the placeholder of videos, {videos.placeholder}, is no added token")
     completion = choose_completion_template(tokenizer, completion_template)
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
     formats = _formats(sources)

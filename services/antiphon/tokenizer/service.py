@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
-from antiphon.model_card.vision import VisionCard, read_vision
+from antiphon.model_card.vision import VisionCard, read_vision, videos_of
 from antiphon.service.clock import check, remaining_s
 from antiphon.service.endpoint import Endpoint, RequestEndpoint, StreamEndpoint
 from antiphon.service.service import Report, Runtime
@@ -192,6 +192,7 @@ class TokenizerService:
             untruncated_tokens=encoded.untruncated_tokens,
             media=encoded.media,
             sees=vision is not None,
+            sees_videos=videos_of(vision) is not None,
             media_width=0 if vision is None else (1 + vision.deepstack) * card.hidden_size,
         )
 

@@ -82,12 +82,12 @@ class ChatTemplate:
         params: TemplateParams = _PLAIN,
         *,
         continue_final: bool,
-        placeholder: str = "",
+        markers: Sequence[MediumMarker] = (),
     ) -> str:
         """Render the conversation up to the start of the assistant's answer.
 
         Messages with media have a list of parts as their content, if the template reads such lists;
-        else their text, with `placeholder` where a medium is.
+        else their text, with the marker of each medium where it is.
 
         With `continue_final` the last message is a prefix of the answer, and nothing that would end
         the answer is written after its content.
@@ -104,7 +104,7 @@ class ChatTemplate:
             **self._special_tokens,
             "documents": None,
             **options,
-            "messages": _turns(known, placeholder, compiled, continue_final=continue_final),
+            "messages": _turns(known, markers, compiled, continue_final=continue_final),
             "tools": tools,
             "add_generation_prompt": params.generation_prompt and not continue_final,
         }
@@ -116,6 +116,13 @@ class ChatTemplate:
             text = "chat template: what it is given is nested too deep"
             raise InvalidRequest(text, param=_deepest(messages, params)) from error
         return _cut_after(text, messages[-1].content) if continue_final else text
+
+
+class MediumMarker(NamedTuple):
+    """What templates call a medium (`image`, `video`), and what stands for it in plain text."""
+
+    kind: str
+    text: str
 
 
 class _Compiled(NamedTuple):
@@ -177,17 +184,19 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _turns(
-    messages: Sequence[ChatMessage], placeholder: str, compiled: _Compiled, *, continue_final: bool
+    messages: Sequence[ChatMessage],
+    markers: Sequence[MediumMarker],
+    compiled: _Compiled,
+    *,
+    continue_final: bool,
 ) -> list[dict[str, object]]:
     turns = [_plain(message) for message in messages]
     for turn, message in zip(turns, messages, strict=True):
         if message.parts:
             turn["content"] = (
-                [_part(part) for part in message.parts]
+                [_part(part, markers) for part in message.parts]
                 if compiled.reads_parts
-                else "".join(
-                    placeholder if part.text is None else part.text for part in message.parts
-                )
+                else "".join(_marked(part, markers) for part in message.parts)
             )
     if continue_final and messages[-1].content:
         turns[-1]["content"] = messages[-1].content + _CONTINUED
@@ -198,8 +207,20 @@ def _turns(
     return turns
 
 
-def _part(part: MessagePart) -> dict[str, object]:
-    return {"type": "image"} if part.text is None else {"type": "text", "text": part.text}
+def _part(part: MessagePart, markers: Sequence[MediumMarker]) -> dict[str, object]:
+    if part.text is not None:
+        return {"type": "text", "text": part.text}
+    return {"type": _marker(part, markers).kind}
+
+
+def _marked(part: MessagePart, markers: Sequence[MediumMarker]) -> str:
+    return _marker(part, markers).text if part.text is None else part.text
+
+
+def _marker(part: MessagePart, markers: Sequence[MediumMarker]) -> MediumMarker:
+    if part.medium is None or part.medium >= len(markers):
+        raise InvalidRequest("a part of a message names no medium of the request", param="messages")
+    return markers[part.medium]
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:

@@ -118,10 +118,12 @@ class GatewayConfig(Config):
 
 
 class MediaConfig(Config):
-    """Images in requests, what is fetched, and how much; and where long prompts are held."""
+    """Media in requests, what is fetched, and how much; and where long prompts are held."""
 
     images_max: Annotated[int, Meta(ge=0, le=256)] = 16
     """Maximum number of images of a request."""
+    videos_max: Annotated[int, Meta(ge=0, le=256)] = 4
+    """Maximum number of videos of a request."""
     allowed_domains: str = ""
     """Source hosts of images, separated by commas or spaces: images are fetched from these and no
     others, whatever their addresses are; empty: any host with a public address."""
@@ -131,7 +133,7 @@ class MediaConfig(Config):
     allowed_local_path: str = ""
     """Folder below which file URLs may name images; empty: file URLs are rejected."""
     file_bytes_max: Bytes = 32 * 1024**2
-    """Maximum size of an image, in bytes."""
+    """Maximum size of an image or a video, in bytes."""
     pixels_min: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """Minimum number of pixels that images are scaled to, of models that keep their shape, if the
     request sets none; 0: the model's."""

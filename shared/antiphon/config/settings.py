@@ -231,9 +231,15 @@ class EncoderConfig(Config):
     """Maximum size of the embedding cache, in bytes; entries are keyed by content hash. Unset: four
     of the model's largest embeddings, at most 1/8 of the free memory, and 256 MiB at least."""
     image_bytes_max: Bytes = 32 * 1024**2
-    """Maximum size of an encoded image, in bytes."""
+    """Maximum size of an encoded image or video, in bytes."""
     pixels_max: Pixels = 64 * 1000 * 1000
-    """Maximum size of an image before it is scaled down, in pixels."""
+    """Maximum size of an image, or a frame of a video, before it is scaled down, in pixels."""
+    video_frames_max: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 216_000
+    """Maximum number of frames of a video, seen or not."""
+    video_pixels_max: Annotated[int, Meta(ge=1, le=2**62)] = 16 * 10**9
+    """Maximum size of a video: of all of its frames, in pixels."""
+    video_seconds_max: Seconds = 3600.0
+    """Maximum duration of a video, in seconds."""
     claims_bytes_max: Bytes = 1024**3
     """Maximum size of all results waiting to be fetched, in bytes."""
     claim_s: Seconds = 60.0

@@ -205,7 +205,7 @@ class _MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _images_limit(text: str) -> TranslatedValue:
-    """The limit of images; of other media no request can have one."""
+    """The limits of images and videos; of other media no request can have one."""
     try:
         limits = msgspec.json.decode(text, type=_MediaLimits)
     except msgspec.DecodeError as error:
@@ -213,7 +213,8 @@ def _images_limit(text: str) -> TranslatedValue:
             f"--limit-mm-data-per-request {text}: refused: {error}; must be a JSON object such as "
             '{"image": 4}'
         ) from error
-    return TranslatedValue(None if limits.image is None else str(limits.image))
+    videos = {} if limits.video is None else {"media.videos_max": str(limits.video)}
+    return TranslatedValue(None if limits.image is None else str(limits.image), videos)
 
 
 class _ImageProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

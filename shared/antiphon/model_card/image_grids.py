@@ -1,18 +1,22 @@
-"""Images that keep their shape, about: to which sizes they are scaled, and what stands for them."""
+"""Media that keep their shape, about: to which sizes they are scaled, and what stands for them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from itertools import chain
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
 from antiphon.model_card.images import LIMITS, LOW_PIXELS, Pieces, Size, VisionBase, check_unscaled
+from antiphon.model_card.videos import PAIR, FrameSampling
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from antiphon.wire.claim import PixelLimits
+    from collections.abc import Sequence
+
+    from antiphon.wire.claim import PixelLimits, VideoHeader
 
 ASPECT_MAX = 200
 """Of edges of an image that Qwen2-VL takes, how many times the longer one is the shorter one."""
@@ -27,6 +31,7 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         pixels_min: Of a scaled image, roughly.
         pixels_max: Likewise.
         grows: Whether an image narrower than a token is scaled to one first.
+        joint: Whether the numbers of pixels are those of all frames of a video.
     """
 
     patch: Size
@@ -34,6 +39,7 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pixels_min: Size
     pixels_max: Size
     grows: bool = False
+    joint: bool = False
 
     @property
     def edge(self) -> int:
@@ -66,12 +72,14 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Tokens of an image, at most, or nearly so: a narrow one may have more."""
         return self.pixels_max // self.edge**2
 
-    def scaled(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height of the scaled image: whole tokens.
+    def scaled(self, width: int, height: int, frames: int = 1) -> tuple[int, int]:
+        """Width and height of the scaled image, or of a video's frames: whole tokens.
 
         Raises:
             InvalidRequest: The image is too narrow.
         """
+        # Rounded to pairs, as the sizes are, where numbers of pixels are compared.
+        frames, paired = (frames, round(frames / PAIR) * PAIR) if self.joint else (1, 1)
         if max(width, height) > ASPECT_MAX * min(width, height):
             raise InvalidRequest(
                 f"an image of {width} x {height} pixels is too narrow: the longer edge may be "
@@ -82,21 +90,104 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             scale = max(edge / height, edge / width)
             width, height = int(width * scale), int(height * scale)
         across, down = (round(each / edge) * edge for each in (width, height))
-        if across * down > self.pixels_max:
-            factor = math.sqrt(width * height / self.pixels_max)
+        if paired * across * down > self.pixels_max:
+            factor = math.sqrt(frames * width * height / self.pixels_max)
             across, down = (
                 max(edge, math.floor(each / factor / edge) * edge) for each in (width, height)
             )
-        elif across * down < self.pixels_min:
-            factor = math.sqrt(self.pixels_min / (width * height))
+        elif paired * across * down < self.pixels_min:
+            factor = math.sqrt(self.pixels_min / (frames * width * height))
             across, down = (math.ceil(each * factor / edge) * edge for each in (width, height))
         return across, down
+
+
+class SeenVideo(msgspec.Struct, frozen=True):
+    """What stands in a prompt for a video: a grid of so many times, or one for each pair of frames.
+
+    Attributes:
+        columns: Of tokens of each grid.
+        times: Depth of each grid.
+        step: From one time to the next, in positions.
+    """
+
+    pieces: Pieces
+    columns: int
+    times: int = 1
+    step: float = 1.0
+
+
+class GridVideos(msgspec.Struct, frozen=True, kw_only=True):
+    """A video is a grid of tokens for each two of its frames: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+
+    Attributes:
+        placeholder: Token id of the placeholder, one for each row of an embedding.
+        markers: What chat templates write for a video; of several the first one that is there.
+        stamped: Whether each grid stands alone, behind the seconds at which it is seen.
+        tokens_per_second: Positions of a second; None: of a grid.
+        processing: Digest of what decides the embedding beside sampling, sizes and the weights.
+    """
+
+    placeholder: int
+    markers: tuple[str, ...]
+    sampling: FrameSampling
+    sizes: GridSizes
+    stamped: bool = False
+    tokens_per_second: float | None = None
+    processing: bytes
+
+    def within(self, limits: PixelLimits) -> Self:
+        """The card of videos whose frames and sizes are limited by their request.
+
+        Raises:
+            InvalidRequest: No video has such sizes, or they exceed the model's.
+        """
+        sizes, sampling = self.sizes.within(limits), self.sampling.within(limits)
+        return msgspec.structs.replace(self, sizes=sizes, sampling=sampling)
+
+    def seen(self, width: int, height: int, video: VideoHeader) -> SeenVideo:
+        """What stands for a video whose frames have this size in pixels.
+
+        Raises:
+            InvalidRequest: It is too narrow, or has too many frames.
+        """
+        indices = self.sampling.indices(video)
+        across, down = self.sizes.scaled(width, height, max(PAIR, len(indices)))
+        edge, times = self.sizes.edge, -(-len(indices) // PAIR)
+        tokens, columns = across // edge * (down // edge), across // edge
+        if self.stamped:
+            ends = [(indices[at], indices[min(at + 1, len(indices) - 1)]) for at in _pairs(indices)]
+            seconds = [(first / video.fps + last / video.fps) / 2 for first, last in ends]
+            written = [(f"<{at:.1f} seconds><|vision_start|>", tokens, _END) for at in seconds]
+            return SeenVideo(tuple(chain.from_iterable(written)), columns)
+        step = 1.0
+        if self.tokens_per_second is not None:
+            step = self.tokens_per_second * PAIR / (len(indices) / video.frames * video.fps)
+        if (times - 1) * step >= times * tokens:
+            # Positions are looked up in tables that are as long as the context.
+            raise InvalidRequest(
+                f"the {len(indices)} frames that are seen lie too far apart for "
+                f"{times * tokens} tokens: ask for more of them (fps), or larger ones"
+            )
+        return SeenVideo((times * tokens,), columns, times, step)
+
+    def processed(self, video: VideoHeader) -> bytes:
+        """Digest of all that decides a video's embedding and positions beside its bytes."""
+        settings = msgspec.json.encode([self.sampling, self.sizes, video])
+        return hashlib.sha256(b"video\0" + self.processing + settings).digest()
+
+
+_END = "<|vision_end|>"
+
+
+def _pairs(indices: Sequence[int]) -> range:
+    return range(0, len(indices), PAIR)
 
 
 class GridImages(VisionBase, frozen=True, kw_only=True):
     """An image has as many rows and columns of tokens as fit into its scaled size: Qwen2-VL."""
 
     sizes: GridSizes
+    videos: GridVideos | None = None
 
     def pieces(self, width: int, height: int) -> Pieces:
         """What stands for an image of this size in pixels."""

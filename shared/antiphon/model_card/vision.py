@@ -15,7 +15,13 @@ from msgspec import Meta, field
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.image_grids import GridImages, GridSizes, RowImages, RowSizes
+from antiphon.model_card.image_grids import (
+    GridImages,
+    GridSizes,
+    GridVideos,
+    RowImages,
+    RowSizes,
+)
 from antiphon.model_card.image_tiles import (
     AnyresTiling,
     AspectTiling,
@@ -26,8 +32,10 @@ from antiphon.model_card.image_tiles import (
     Tiling,
 )
 from antiphon.model_card.images import Size, SquareImages
+from antiphon.model_card.videos import PAIR, FrameSampling
 
 PROCESSOR, NESTING = "preprocessor_config.json", "processor_config.json"
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
 
 
 T = TypeVar("T")
@@ -35,12 +43,14 @@ T = TypeVar("T")
 
 class _Nesting(msgspec.Struct, frozen=True):
     image_processor: msgspec.Raw = msgspec.Raw(b"null")
+    video_processor: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class ImageProcessorFile(msgspec.Struct, frozen=True):
     """The settings of a model's image processor, as JSON, and the file that has them.
 
-    They are part of processor_config.json, or preprocessor_config.json, or there are none.
+    They are part of processor_config.json, or preprocessor_config.json, or there are none. Those of
+    videos have a file of their own beside these, before preprocessor_config.json.
     """
 
     file: Path
@@ -65,8 +75,25 @@ def image_processor_file(folder: Path) -> ImageProcessorFile:
     return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
 
 
+def video_processor_file(folder: Path) -> ImageProcessorFile:
+    """Find the settings of a model's video processor, where transformers does."""
+    nesting, file = folder / NESTING, folder / VIDEO_PROCESSOR
+    if nesting.is_file():
+        nested = bytes(read_json(nesting, _Nesting).video_processor)
+        if nested != b"null":
+            return ImageProcessorFile(nesting, nested)
+    if not file.is_file():
+        file = folder / PROCESSOR
+    return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
+
+
 VisionCard = SquareImages | TiledImages | StackedTiles | PaddedTiles | GridImages | RowImages
 """How a model takes images."""
+
+
+def videos_of(card: VisionCard | None) -> GridVideos | None:
+    """How a model takes videos; None if it takes none."""
+    return card.videos if isinstance(card, GridImages) else None
 
 
 class FeatureFields(msgspec.Struct, frozen=True):
@@ -169,12 +196,15 @@ class _Idefics(msgspec.Struct, frozen=True):
 class _GridTower(msgspec.Struct, frozen=True):
     patch_size: Size | None = None
     spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+    tokens_per_second: float = 4
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
 
 
 class _Grid(msgspec.Struct, frozen=True):
     model_type: str
     image_token_id: int | None = None
+    video_token_id: int = 151656
     vision_config: _GridTower = field(default_factory=_GridTower)
 
     @property
@@ -236,6 +266,102 @@ class GridFile(PixelFields, frozen=True):
             pixels_min=self.min_pixels or self.size.shortest_edge,
             pixels_max=self.max_pixels or self.size.longest_edge,
         )
+
+
+class _FrameEdges(msgspec.Struct, frozen=True):
+    """Numbers of pixels; None: by the model's class."""
+
+    shortest_edge: Size | None = None
+    longest_edge: Size | None = None
+
+
+class VideoFile(PixelFields, frozen=True):
+    """The settings of Qwen2-VL's video processor, with the defaults of its class.
+
+    A rate of frames it has none by default; 2 is that of the models' own tools.
+    """
+
+    size: _FrameEdges = field(default_factory=_FrameEdges)
+    min_pixels: Size | None = None
+    max_pixels: Size | None = None
+    patch_size: Size = 14
+    merge_size: Size = 2
+    temporal_patch_size: Size = 2
+    fps: float | None = None
+    num_frames: Size | None = None
+    min_frames: Size = 4
+    max_frames: Size = 768
+    cap_pixels_per_frame: bool | None = None
+
+    def check(self, file: Path, config: _Grid) -> None:
+        tower = config.vision_config
+        found = self.patch_size, self.merge_size, self.temporal_patch_size
+        wanted = config.patch, tower.spatial_merge_size, tower.temporal_patch_size
+        if found != wanted or found[-1] != PAIR:
+            raise ConfigError(
+                f"{file}: videos have patches of {found[0]} pixels, {found[1]} an edge of a token, "
+                f"in {found[2]} frames; the tower takes {wanted}, and {PAIR} frames are supported"
+            )
+        if not self.do_resize or self.num_frames or self.cap_pixels_per_frame:
+            raise ConfigError(
+                f"{file}: do_resize = false, num_frames and cap_pixels_per_frame are not supported"
+            )
+        if (self.fps or 2.0) <= 0 or not PAIR <= self.min_frames <= self.max_frames:
+            raise ConfigError(f"{file}: fps must be above 0, min_frames from {PAIR} to max_frames")
+
+    @property
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(fps=self.fps or 2.0, least=self.min_frames, most=self.max_frames)
+
+    @property
+    def sizes(self) -> GridSizes:
+        least, most = self.min_pixels, self.max_pixels
+        return GridSizes(
+            patch=self.patch_size,
+            merge=self.merge_size,
+            pixels_min=least or self.size.shortest_edge or 128 * 28 * 28,
+            pixels_max=most or self.size.longest_edge or 768 * 28 * 28,
+        )
+
+
+class _StampedVideoFile(VideoFile, frozen=True):
+    """Likewise of Qwen3-VL's, whose numbers of pixels are those of all frames."""
+
+    patch_size: Size = 16
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    @property
+    def sampling(self) -> FrameSampling:
+        return msgspec.structs.replace(super().sampling, ends=True)
+
+    @property
+    def sizes(self) -> GridSizes:
+        return GridSizes(
+            patch=self.patch_size,
+            merge=self.merge_size,
+            pixels_min=self.size.shortest_edge or 128 * 32 * 32,
+            pixels_max=self.size.longest_edge or 768 * 32 * 32,
+            grows=True,
+            joint=True,
+        )
+
+
+def read_video_file(folder: Path) -> VideoFile | None:
+    """Read how the preprocessor of a Qwen-VL model scales videos; None: it takes none.
+
+    Raises:
+        ConfigError: The file is malformed, does not fit the tower, or says what is not supported.
+    """
+    file = folder / "config.json"
+    if read_json(file, _ModelKind).model_type not in VIDEOS:
+        return None
+    config, found = read_json(file, _Grid), video_processor_file(folder)
+    read = found.read(_StampedVideoFile if config.model_type in DEEPSTACKS else VideoFile)
+    read.check(found.file, config)
+    if read.sizes.pixels_min > read.sizes.pixels_max:
+        raise ConfigError(f"{found.file}: the minimum of pixels exceeds the maximum")
+    return read
 
 
 class _GlmFile(PixelFields, frozen=True):
@@ -398,7 +524,9 @@ NEXT, ONEVISION = "llava_next", "llava_onevision"
 ANYRES = (NEXT, ONEVISION)
 DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
 GLMS = ("glm4v", "glm4v_moe")
-GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS, *GLMS)
+VIDEOS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS)
+"""Those that take videos, too."""
+GRIDS = (*VIDEOS, *GLMS)
 SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
@@ -631,5 +759,25 @@ def _read_grid(folder: Path) -> GridImages:
         placeholder=config.placeholder,
         deepstack=config.deepstack,
         sizes=file.sizes,
+        videos=_read_videos(folder, config),
         processing=hashlib.sha256(b"grid\0" + settings).digest(),
+    )
+
+
+def _read_videos(folder: Path, config: _Grid) -> GridVideos | None:
+    if (file := read_video_file(folder)) is None:
+        return None
+    stamped = config.model_type in DEEPSTACKS
+    pad = "<|video_pad|>"
+    seconds = config.vision_config.tokens_per_second
+    pixels = [getattr(file, name) for name in PixelFields.__struct_fields__]
+    return GridVideos(
+        placeholder=config.video_token_id,
+        # With stamps each grid has ends of its own, in place of those that templates write.
+        markers=(f"<|vision_start|>{pad}<|vision_end|>", pad) if stamped else (pad,),
+        sampling=file.sampling,
+        sizes=file.sizes,
+        stamped=stamped,
+        tokens_per_second=seconds if config.model_type == "qwen2_5_vl" else None,
+        processing=hashlib.sha256(msgspec.json.encode(pixels)).digest(),
     )

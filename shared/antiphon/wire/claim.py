@@ -1,4 +1,4 @@
-"""Payloads that go by claim check: long prompts, embeddings of images, and stored KV pages.
+"""Payloads that go by claim check: long prompts, embeddings of media, and stored KV pages.
 
 A page is identified by the last digest of its hash chain, so equal digests mean equal prefixes.
 A miss is always allowed.
@@ -17,6 +17,8 @@ from antiphon.wire.ids import ModelName, RequestId
 
 PARTS_MAX = 4096
 """Maximum parts of one claim."""
+Rate = Annotated[float, Meta(ge=0, le=1e6)]
+"""Frames a second."""
 
 
 class Claim(Value):
@@ -61,25 +63,44 @@ class PromptClaim(Value):
 
 
 class PixelLimits(Value):
-    """Between which numbers of pixels an image is scaled; 0: as the model's preprocessor says.
+    """Between which numbers of pixels a medium is scaled; 0: as the model's preprocessor says.
 
     Attributes:
         low: Of low detail: no larger than that needs, and not cut into tiles. It changes nothing in
             models that scale all images to one size.
+        fps: Of a video, how many frames a second are seen; 0: as the preprocessor says.
+        frames: Of a video, how many are seen at most; 0: likewise.
     """
 
     least: Count = 0
     most: Count = 0
     low: bool = False
+    fps: Rate = 0.0
+    frames: Count = 0
+
+
+class VideoHeader(Value):
+    """What a video is by its header, beside its size.
+
+    Attributes:
+        frames: How many it has.
+        fps: How many a second, on average.
+        chosen: Its frames were chosen by the client: all are seen.
+    """
+
+    frames: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    fps: Annotated[float, Meta(gt=0, le=1e6)]
+    chosen: bool = False
 
 
 class EncodeImage(Message):
-    """Encode one image, given inline (below the size limit) or by claim check.
+    """Encode one image, given inline (below the size limit) or by claim check; or one video.
 
     Attributes:
         width: By its header, in pixels, upright; an image of another size is rejected. 0: unknown.
         height: Likewise.
         limits: Of its scaled size, if the request has any.
+        video: Set: it is a video, with this header.
     """
 
     request_id: RequestId
@@ -89,6 +110,7 @@ class EncodeImage(Message):
     width: Count = 0
     height: Count = 0
     limits: PixelLimits | None = None
+    video: VideoHeader | None = None
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
     traceparent: str | None = None

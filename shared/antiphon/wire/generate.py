@@ -73,11 +73,13 @@ class GenerateRequest(Message):
     content it is rejected while the first is live. Unset sampling fields take the model's defaults.
 
     Attributes:
-        media: Images that parts of messages name by their index, or whose placeholders stand in
-            `prompt`, in order.
-        min_pixels: Minimum number of pixels that images are scaled to, of models that keep their
+        media: Images and videos that parts of messages name by their index, or whose placeholders
+            stand in `prompt`, in order.
+        min_pixels: Minimum number of pixels that media are scaled to, of models that keep their
             shape; unset: the model's.
         max_pixels: Maximum, at most the model's.
+        fps: How many frames a second are seen of videos; unset: as the model's preprocessor says.
+        max_frames: How many at most, no more than the preprocessor says.
         n: Number of choices; each has its own index, and its own seed derived from `seed`.
         logit_bias: Values added to the logits of single tokens; finite.
         grammar: Grammar that constrains each choice.
@@ -107,6 +109,8 @@ class GenerateRequest(Message):
     media: Sources = ()
     min_pixels: Count | None = None
     max_pixels: Count | None = None
+    fps: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    max_frames: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     max_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -158,6 +162,8 @@ class CompleteOptions(TypedDict, total=False):
     media: tuple[MediumInput, ...]
     min_pixels: int
     max_pixels: int
+    fps: float
+    max_frames: int
     processors: tuple[LogitProcessor, ...]
     grammar: Grammar
     seed: int

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from antiphon.wire.base import Value
 from antiphon.wire.bounds import Count, Sha256, TokenCount
-from antiphon.wire.claim import Claim, PixelLimits
+from antiphon.wire.claim import Claim, PixelLimits, VideoHeader
 
 MEDIA_MAX = 256
 """Maximum media of one request."""
@@ -25,13 +25,14 @@ Detail = Literal["auto", "low", "high"]
 
 
 class MediumHeader(Value):
-    """An image that a prompt has: the SHA-256 of its bytes, and its size in pixels, upright.
+    """A medium that a prompt has: the SHA-256 of its bytes, and its size in pixels, upright.
 
     Attributes:
         limits: Of its scaled size, if the request has any.
         rows: Of an embedding that the client has made: then the digest is that of its numbers, and
             the size may be 0; 0: it is an image.
         patches: Rows and columns of the patches of the image that the client has embedded.
+        video: Set: it is a video, and the size that of its frames.
     """
 
     digest: Sha256
@@ -40,6 +41,7 @@ class MediumHeader(Value):
     limits: PixelLimits | None = None
     rows: TokenCount = 0
     patches: tuple[Count, Count] | None = None
+    video: VideoHeader | None = None
 
 
 NumberType = Literal["float32", "float16", "bfloat16"]
@@ -64,13 +66,14 @@ class EmbeddingForm(Value):
 
 
 class MediumInput(Value):
-    """An image of a NATS client: its bytes, a URL, or a claim to fetch them from. One is set.
+    """A medium of a NATS client: its bytes, a URL, or a claim to fetch them from. One is set.
 
     Attributes:
         claim: Names bytes that the client serves itself, at an IP address.
         embedding: Set: the bytes are the embedding of the image, and not the image.
         url: As in the HTTP APIs: an http, https, `data:` or file URL.
         detail: As in the HTTP APIs: `low` limits its tokens.
+        video: It is a video, and not an image.
     """
 
     data: bytes | None = None
@@ -78,10 +81,11 @@ class MediumInput(Value):
     claim: Claim | None = None
     embedding: EmbeddingForm | None = None
     detail: Detail | None = None
+    video: bool = False
 
 
 class MediumSpan(Value):
-    """The placeholders of an image in a prompt, from the first to the last.
+    """The placeholders of a medium in a prompt, from the first to the last.
 
     Attributes:
         start: Index of the first one.
@@ -89,7 +93,9 @@ class MediumSpan(Value):
         key: What stands in place of these tokens in keys: see `namespaces.key_ids`.
         placeholders: How many of the tokens are placeholders; 0: all.
         columns: Width of the grid of the placeholders, of models whose positions have axes; 0: they
-            are in a line, as text.
+            are in a line, as text. With other tokens among them each run is a grid of its own.
+        times: Depth of each grid; 0: 1.
+        step: From one time of a grid to the next, in positions.
     """
 
     start: TokenCount
@@ -97,6 +103,8 @@ class MediumSpan(Value):
     key: Sha256
     placeholders: TokenCount = 0
     columns: TokenCount = 0
+    times: TokenCount = 0
+    step: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
 
     @property
     def rows(self) -> int:
@@ -105,10 +113,11 @@ class MediumSpan(Value):
 
 
 class Medium(Value):
-    """An image of a request. `claim` names its bytes, at its owner.
+    """A medium of a request. `claim` names its bytes, at its owner.
 
     Attributes:
         embedded: The claim names an embedding that the client has made, as encoders make theirs.
+        video: Set: it is a video, with this header.
     """
 
     span: MediumSpan
@@ -117,6 +126,7 @@ class Medium(Value):
     claim: Claim
     limits: PixelLimits | None = None
     embedded: bool = False
+    video: VideoHeader | None = None
 
 
 Sources = Annotated[tuple[MediumInput, ...], Meta(max_length=MEDIA_MAX)]

@@ -155,6 +155,7 @@ class EncodeReply(Message):
         media: Where the media of the request are in the prompt, in their order.
         sees: Whether the model takes images.
         media_width: Width of their embeddings.
+        sees_videos: Whether the model takes videos.
     """
 
     request_id: RequestId
@@ -177,6 +178,7 @@ class EncodeReply(Message):
     media: Spans = ()
     sees: bool = False
     media_width: Count = 0
+    sees_videos: bool = False
 
 
 class CancelEncode(Message):

@@ -25,6 +25,7 @@ from tests.unit.model_worker.steps import pools
 
 from antiphon import embedded
 from antiphon.config.errors import ConfigError
+from antiphon.config.settings import EncoderConfig
 from antiphon.config.tenants import Tenants
 from antiphon.encoder import decode_process
 from antiphon.encoder.preprocess import PreprocessorConfig
@@ -880,7 +881,7 @@ def media_refusal(settings: Settings, *sources: str) -> str:
 
     async def refuse() -> str:
         store = BlobStore("a:1", 10**9, SystemClock())
-        intake = MediaIntake(settings.media, store, pixels_max=10**6)
+        intake = MediaIntake(settings.media, store, EncoderConfig(pixels_max=10**6))
         try:
             with pytest.raises(InvalidRequest) as refused:
                 await intake.open([MediumSource(each, "") for each in sources], 1.0)
@@ -936,6 +937,7 @@ def test_argument_decides_which_images_are_taken(
 
 def test_limits_of_media_are_named_by_kind() -> None:
     assert settings_of("--limit-mm-data-per-request", '{"image": 0}').media.images_max == 0
+    assert settings_of("--limit-mm-data-per-request", '{"video": 3}').media.videos_max == 3
     assert settings_of("--limit-mm-data-per-request", '{"audio": 3}') == settings_of()
     for value in ('{"pictures": 1}', '{"image": "1"}', "4", "{"):
         assert "must be a JSON object such as" in refusal("--limit-mm-data-per-request", value)
@@ -994,7 +996,9 @@ def test_mm_processor_worker_num_is_the_number_of_decoding_processes(
 @pytest.mark.argument("--mm-process-config")
 def test_mm_process_config_limits_the_pixels_of_requests_without_limits() -> None:
     async def limits(settings: Settings, of_request: PixelLimits | None) -> PixelLimits | None:
-        intake = MediaIntake(settings.media, BlobStore("a:1", 10**9, SystemClock()), 10**6)
+        intake = MediaIntake(
+            settings.media, BlobStore("a:1", 10**9, SystemClock()), EncoderConfig()
+        )
         source = MediumSource(base64.b64encode(picture(1)).decode(), "")
         return (await intake.open([source], 1.0, of_request)).headers[0].limits
 

@@ -21,6 +21,7 @@ from tests.support.clock import ManualClock
 from tests.support.wait import until
 
 from antiphon.config.gateway import MediaConfig
+from antiphon.config.settings import EncoderConfig
 from antiphon.gateway.media import fetch
 from antiphon.gateway.media.fetch import (
     AddressRefused,
@@ -388,7 +389,7 @@ async def test_bytes_beyond_the_limit_are_not_read() -> None:
     async with serving(web.get("/a", endless)) as port:
         store = BlobStore("a:1", 10**6, ManualClock())
         config = MediaConfig(allowed_domains="localhost", file_bytes_max=100_000)
-        intake = MediaIntake(config, store, pixels_max=100)
+        intake = MediaIntake(config, store, EncoderConfig(pixels_max=100))
         try:
             for source in (f"http://localhost:{port}/a", "A" * 400_000):
                 with pytest.raises(InvalidRequest, match="the limit is 100000 bytes") as refused:
@@ -407,7 +408,7 @@ def _data(name: str) -> str:
 
 async def test_media_are_held_until_they_are_discarded_each_once() -> None:
     store = BlobStore("a:1", 10**6, ManualClock())
-    intake = MediaIntake(MediaConfig(), store, pixels_max=10**6)
+    intake = MediaIntake(MediaConfig(), store, EncoderConfig(pixels_max=10**6))
     sources = [MediumSource(_data(name), str(n)) for n, name in enumerate(("png", "jpeg", "png"))]
     held = await intake.open(sources, 1.0)
     assert [(header.width, header.height) for header in held.headers] == [(37, 21)] * 3
@@ -428,7 +429,9 @@ async def test_bytes_count_while_other_images_of_their_request_are_fetched() -> 
 
     store = BlobStore("a:1", len(IMAGES["png"]), ManualClock())
     async with serving(web.get("/a", late)) as port:
-        intake = MediaIntake(MediaConfig(allowed_domains="localhost"), store, pixels_max=10**6)
+        intake = MediaIntake(
+            MediaConfig(allowed_domains="localhost"), store, EncoderConfig(pixels_max=10**6)
+        )
         sources = [MediumSource(each, "") for each in (_data("png"), f"http://localhost:{port}/a")]
 
         async def refused() -> None:
@@ -450,7 +453,7 @@ async def test_bytes_count_while_other_images_of_their_request_are_fetched() -> 
 
 async def test_detail_limits_each_image_of_a_picture_that_is_fetched_once() -> None:
     store = BlobStore("a:1", 10**6, ManualClock())
-    intake = MediaIntake(MediaConfig(pixels_max=900), store, pixels_max=10**6)
+    intake = MediaIntake(MediaConfig(pixels_max=900), store, EncoderConfig(pixels_max=10**6))
     try:
         sources = [
             MediumSource(_data("png"), detail or "", detail=detail)
@@ -486,7 +489,7 @@ AS_BYTES = {
 
 async def test_an_embedding_of_any_type_is_stored_as_encoders_store_theirs() -> None:
     store = BlobStore("a:1", 10**8, ManualClock())
-    intake = MediaIntake(MediaConfig(), store, pixels_max=1)
+    intake = MediaIntake(MediaConfig(), store, EncoderConfig(pixels_max=1))
     sources = [
         MediumSource(data, kind, embedding=msgspec.structs.replace(FORM, dtype=kind))
         for kind, data in AS_BYTES.items()
@@ -540,7 +543,7 @@ async def test_an_embedding_that_is_not_what_it_says_is_refused(
     data: bytes, form: EmbeddingForm, reason: str
 ) -> None:
     store = BlobStore("a:1", 10**6, ManualClock())
-    intake = MediaIntake(MediaConfig(file_bytes_max=200), store, pixels_max=1)
+    intake = MediaIntake(MediaConfig(file_bytes_max=200), store, EncoderConfig(pixels_max=1))
     with pytest.raises(InvalidRequest, match=reason) as caught:
         await intake.open([MediumSource(data, "part", embedding=form)], 1.0, width=3)
     assert caught.value.param == "part"
@@ -560,7 +563,7 @@ async def test_claims_are_fetched_from_networks_that_are_allowed_and_from_no_oth
 
             async def opened(networks: str, claim: Claim, most: int = 10**6) -> bytes:
                 config = MediaConfig(claim_networks=networks, file_bytes_max=most)
-                intake = MediaIntake(config, store, pixels_max=10**6)
+                intake = MediaIntake(config, store, EncoderConfig(pixels_max=10**6))
                 try:
                     held = await intake.open([MediumSource(claim, "media[0]")], 1.0)
                 finally:
@@ -595,7 +598,9 @@ async def test_claims_are_fetched_from_networks_that_are_allowed_and_from_no_oth
 async def test_a_named_image_is_sent_again_by_its_name_alone() -> None:
     store = BlobStore("a:1", 10**6, ManualClock())
     size = len(IMAGES["png"])
-    intake = MediaIntake(MediaConfig(named_bytes_max=2 * size), store, pixels_max=10**6)
+    intake = MediaIntake(
+        MediaConfig(named_bytes_max=2 * size), store, EncoderConfig(pixels_max=10**6)
+    )
     tenants = TenantId("one"), TenantId("two")
 
     async def digest(source: str, name: str, tenant: int = 0) -> bytes:

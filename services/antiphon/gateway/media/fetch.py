@@ -23,6 +23,7 @@ from yarl import URL
 from antiphon.transfer.blobs import fetch as fetch_blob
 from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unavailable
+from antiphon.wire.frames import FRAMES_MAX, pack_frames
 
 if TYPE_CHECKING:
     from antiphon.config.gateway import MediaConfig
@@ -31,7 +32,7 @@ REDIRECTS_MAX = 5
 URL_CHARACTERS_MAX = 8192
 _SHOWN = 100
 _CHUNK_BYTES = 64 * 1024
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".mov", ".m4v")
 """Ends of what is a path without a scheme, as in SGLang."""
 _SUFFIX_CHARACTERS = max(map(len, _SUFFIXES))
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -120,8 +121,10 @@ class MediaFetcher:
         if self._session is not None:
             await self._session.close()
 
-    async def fetch(self, source: str | bytes | Claim) -> bytes:
+    async def fetch(self, source: str | bytes | Claim, *, frames: bool = False) -> bytes:
         """Return the bytes that a URL or a claim names, or that are given, as base64 or as bytes.
+
+        With `frames` a `data:` URL of a video may have a list of images.
 
         Raises:
             InvalidRequest: The URL is not allowed, not readable, or was not fetched in time.
@@ -135,7 +138,8 @@ class MediaFetcher:
         scheme = source[: source.find(":")].lower() if ":" in source[:16] else ""
         match scheme:
             case "data":
-                return await asyncio.to_thread(self._decode_data, source)
+                decode = self._decode_frames if frames else self._decode_data
+                return await asyncio.to_thread(decode, source)
             case "http" | "https":
                 return await self._download(source)
             case "file":
@@ -152,6 +156,15 @@ class MediaFetcher:
         if not comma or not head.lower().endswith(";base64"):
             raise InvalidRequest("a data URL must have the form data:<type>;base64,<data>")
         return self._decode_base64(text)
+
+    def _decode_frames(self, source: str) -> bytes:
+        """Decode a video, or its frames, as vLLM's clients send them: base64, between commas."""
+        head, _, text = source.partition(",")
+        if not head.lower().startswith("data:video/jpeg;"):
+            return self._decode_data(source)
+        self._check_size(len(text) * 3 // 4 - 2)
+        texts = text.split(",", FRAMES_MAX)
+        return pack_frames([self._decode_base64(each) for each in texts])
 
     def _decode_base64(self, text: str) -> bytes:
         self._check_size(len(text) * 3 // 4 - 2)

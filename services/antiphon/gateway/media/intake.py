@@ -18,11 +18,12 @@ import msgspec
 
 from antiphon.gateway.media.fetch import MediaFetcher, claim_networks
 from antiphon.gateway.media.header import FORMATS, read_header
+from antiphon.gateway.media.video_header import read_video_header
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import gather
 from antiphon.telemetry import catalog
 from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, part_digests
-from antiphon.wire.claim import PixelLimits, PromptClaim
+from antiphon.wire.claim import PixelLimits, PromptClaim, VideoHeader
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.media import Medium, MediumHeader
@@ -31,17 +32,21 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
 
     from antiphon.config.gateway import MediaConfig
+    from antiphon.config.settings import EncoderConfig
     from antiphon.gateway.requests.generation_request import MediumSource
     from antiphon.service.service import Runtime
     from antiphon.wire.claim import Claim
     from antiphon.wire.ids import TenantId
-    from antiphon.wire.media import Detail, EmbeddingForm, MediumSpan, NumberType
+    from antiphon.wire.media import EmbeddingForm, MediumSpan, NumberType
 
 LINGER_S = 30.0
 """How long media and prompts are held behind a request's deadline, at most."""
 _INLINE_BYTES = 256 * 1024
 """More than this is hashed in a thread."""
 _ITEM_BYTES: dict[NumberType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+FPS_MAX = 10**6
+LISTED_FPS = 2.0
+"""Frames a second of a list of frames, if the request does not say."""
 _PARTS_MAX = 16
 """Parts of an embedding: their checksums are in each message that has its claim."""
 
@@ -73,6 +78,7 @@ class HeldMedia:
                 claim=claim,
                 limits=header.limits,
                 embedded=header.rows > 0,
+                video=header.video,
             )
             for span, header, claim in zip(spans, self.headers, self._claims, strict=True)
         )
@@ -100,12 +106,17 @@ class MediaIntake:
     """
 
     def __init__(
-        self, config: MediaConfig, store: BlobStore, pixels_max: int, *, serves_prompts: bool = True
+        self,
+        config: MediaConfig,
+        store: BlobStore,
+        encoder: EncoderConfig,
+        *,
+        serves_prompts: bool = True,
     ) -> None:
         self.serves_prompts = serves_prompts
         self._config = config
         self._store = store
-        self._pixels_max = pixels_max
+        self._encoder = encoder
         self._fetcher = MediaFetcher(config)
         self._named = NamedMedia(config.named_bytes_max)
 
@@ -125,7 +136,7 @@ class MediaIntake:
             intake = MediaIntake(
                 config,
                 store,
-                runtime.settings.encoder.pixels_max,
+                runtime.settings.encoder,
                 serves_prompts=is_reached(address, runtime.settings.bus.url),
             )
             try:
@@ -159,24 +170,23 @@ class MediaIntake:
         """Fetch the media of a request, each URL once; `width` is that of embeddings.
 
         Raises:
-            InvalidRequest: There are too many, or one cannot be fetched, is no image, is too large,
-                or is sent by a name that is not known; `param` names the part.
+            InvalidRequest: There are too many, or one cannot be fetched, is not what it should be,
+                is too large, or is sent by a name that is not known; `param` names the part.
             Overloaded: The media of open requests take too much memory.
         """
-        if len(sources) > self._config.images_max:
-            limit = self._config.images_max
-            raise InvalidRequest(
-                f"the request has {len(sources)} images; the limit is {limit}",
-                param=sources[limit].param,
-            )
-        wanted = [self._limits(limits or PixelLimits(), each.detail) for each in sources]
+        videos = [each for each in sources if each.video]
+        images = [each for each in sources if not each.video]
+        _check_count(images, "images", self._config.images_max)
+        _check_count(videos, "videos", self._config.videos_max)
+        wanted = [self._limits(limits or PixelLimits(), each) for each in sources]
         sources = _resolved(sources)
         first = {_identity(each): each for each in reversed(sources)}
         held: dict[object, _StoredMedium] = {}
 
         async def hold(source: MediumSource) -> None:
             if source.embedding is None:
-                stored = await self._hold(source, lifetime_s + LINGER_S, tenant)
+                fps = 0.0 if limits is None else limits.fps
+                stored = await self._hold(source, lifetime_s + LINGER_S, tenant, fps)
             else:
                 form = source.embedding
                 stored = await self._hold_embedding(source, form, lifetime_s + LINGER_S, width)
@@ -192,27 +202,36 @@ class MediaIntake:
             self._store, [held[_identity(each)].scaled(limits) for each, limits in pairs]
         )
 
-    def _limits(self, limits: PixelLimits, detail: Detail | None) -> PixelLimits | None:
+    def _limits(self, limits: PixelLimits, source: MediumSource) -> PixelLimits | None:
         """Fill in the limits that a request does not set; None if the model's hold alone.
 
         An image of high detail has the model's maximum, whatever the operator's default.
         """
+        if source.video:
+            return None if limits == PixelLimits() else limits
+        detail = source.detail
         least = limits.least or self._config.pixels_min
         most = limits.most or (0 if detail == "high" else self._config.pixels_max)
         limits = PixelLimits(least=least, most=most, low=detail == "low")
         return None if limits == PixelLimits() else limits
 
     async def _hold(
-        self, source: MediumSource, lifetime_s: float, tenant: TenantId
+        self, source: MediumSource, lifetime_s: float, tenant: TenantId, fps: float
     ) -> _StoredMedium:
-        """Fetch a medium into the store: its bytes count while others of a request are fetched."""
+        """Fetch a medium into the store: its bytes count while others of a request are fetched.
+
+        `fps` is that of a video which has none: a list of frames.
+        """
         with _naming(source):
-            data = await self._fetcher.fetch(self._sent(source, tenant))
+            data = await self._fetcher.fetch(self._sent(source, tenant), frames=source.video)
             if len(data) > _INLINE_BYTES:
                 digest = await asyncio.to_thread(hashlib.sha256, data)
             else:
                 digest = hashlib.sha256(data)
-            header = self._checked(data, digest.digest())
+            if source.video:
+                header = await asyncio.to_thread(self._checked_video, data, digest.digest(), fps)
+            else:
+                header = self._checked(data, digest.digest())
             claim = self._store.put(data, lifetime_s, checksum=header.digest)
             if source.uuid is not None:
                 self._named.put(tenant, source.uuid, data)
@@ -241,18 +260,46 @@ class MediaIntake:
         if source.source or source.uuid is None:
             return source.source
         if (data := self._named.get(tenant, source.uuid)) is None:
-            raise InvalidRequest(f"no image with the uuid {source.uuid!r} is kept; send it again")
+            raise InvalidRequest(
+                f"no {source.kind} with the uuid {source.uuid!r} is kept; send it again"
+            )
         return data
 
     def _checked(self, data: bytes, digest: bytes) -> MediumHeader:
         header = read_header(data)
         if header is None:
             raise InvalidRequest(f"not an image of a known format ({', '.join(FORMATS)})")
-        if (pixels := header.width * header.height) > self._pixels_max:
-            raise InvalidRequest(
-                f"the image has {pixels} pixels; the limit is {self._pixels_max} pixels"
-            )
+        self._check_pixels("image", header.width * header.height, self._encoder.pixels_max)
         return MediumHeader(digest=digest, width=header.width, height=header.height)
+
+    def _checked_video(self, data: bytes, digest: bytes, fps: float) -> MediumHeader:
+        """Read a video's header, in a thread: its index may be long."""
+        most = self._encoder
+        header = read_video_header(data, most.video_frames_max)
+        pixels = header.width * header.height
+        self._check_pixels("video", pixels, most.pixels_max)
+        self._check_pixels("video", pixels * header.frames, most.video_pixels_max)
+        if header.seconds > most.video_seconds_max:
+            raise InvalidRequest(
+                f"the video takes {header.seconds:g} s; the limit is {most.video_seconds_max:g} s"
+            )
+        chosen = not header.seconds
+        rate = fps or LISTED_FPS if chosen else header.frames / header.seconds
+        if not 0 < rate <= FPS_MAX:
+            raise InvalidRequest(f"the video has {rate:g} frames a second; the limit is {FPS_MAX}")
+        video = VideoHeader(frames=header.frames, fps=rate, chosen=chosen)
+        return MediumHeader(digest=digest, width=header.width, height=header.height, video=video)
+
+    @staticmethod
+    def _check_pixels(kind: str, pixels: int, most: int) -> None:
+        if pixels > most:
+            raise InvalidRequest(f"the {kind} has {pixels} pixels; the limit is {most} pixels")
+
+
+def _check_count(sources: Sequence[MediumSource], kind: str, most: int) -> None:
+    if len(sources) > most:
+        text = f"the request has {len(sources)} {kind}; the limit is {most}"
+        raise InvalidRequest(text, param=sources[most].param)
 
 
 def is_reached(address: str, bus_url: str) -> bool:
@@ -273,7 +320,7 @@ def _is_local(host: str) -> bool:
 
 def _identity(source: MediumSource) -> tuple[object, ...]:
     """What sources have in common whose bytes are the same."""
-    return source.source, source.uuid, source.embedding
+    return source.source, source.uuid, source.embedding, source.video
 
 
 @contextmanager
@@ -283,8 +330,7 @@ def _naming(source: MediumSource) -> Generator[None]:
         yield
     except RequestTooLarge as error:
         size, most = error.details["size_bytes"], error.details["bytes_max"]
-        what = "image" if source.embedding is None else "embedding"
-        text = f"the {what} has {size} bytes; the limit is {most} bytes"
+        text = f"the {source.kind} has {size} bytes; the limit is {most} bytes"
         raise InvalidRequest(text, param=source.param) from error
     except InvalidRequest as error:
         error.param = source.param

@@ -30,6 +30,7 @@ from antiphon.wire.errors import (
     InvalidRequest,
     RequestTooLarge,
     Unavailable,
+    Unsupported,
     encode_error,
 )
 from antiphon.wire.generate import (
@@ -366,7 +367,12 @@ def to_generation_request(
 
 
 def _limits(request: GenerateRequest) -> PixelLimits | None:
-    limits = PixelLimits(least=request.min_pixels or 0, most=request.max_pixels or 0)
+    limits = PixelLimits(
+        least=request.min_pixels or 0,
+        most=request.max_pixels or 0,
+        fps=request.fps or 0.0,
+        frames=request.max_frames or 0,
+    )
     return None if limits == PixelLimits() else limits
 
 
@@ -377,7 +383,13 @@ def _media(request: GenerateRequest) -> tuple[MediumSource, ...]:
         found = [each for each in sources if each is not None]
         if len(found) != 1:
             raise InvalidRequest.at(at, "must have either data, url or claim")
-        media.append(MediumSource(found[0], at, detail=given.detail, embedding=given.embedding))
+        if given.video and given.embedding is not None:
+            raise Unsupported.at(f"{at}.embedding", "embeddings are of images")
+        media.append(
+            MediumSource(
+                found[0], at, detail=given.detail, embedding=given.embedding, video=given.video
+            )
+        )
     return tuple(media)
 
 

@@ -78,7 +78,7 @@ class ReasoningParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediumSource(msgspec.Struct, frozen=True):
-    """An image of a request: a URL, base64, bytes or a claim; `param` is the API's name of it.
+    """A medium of a request: a URL, base64, bytes or a claim; `param` is the API's name of it.
 
     With a `uuid` it may be sent again by that alone, and then has an empty `source`. With a form of
     an `embedding` the source is that, and not the image.
@@ -89,6 +89,12 @@ class MediumSource(msgspec.Struct, frozen=True):
     uuid: str | None = None
     detail: Detail | None = None
     embedding: EmbeddingForm | None = None
+    video: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What it is, for errors."""
+        return "embedding" if self.embedding is not None else "video" if self.video else "image"
 
 
 def media_fields(media: Sequence[MediumSource]) -> dict[str, str]:
@@ -110,8 +116,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         pooling: Pooling parameters, if the prompt is pooled to a vector and nothing is generated.
         cache_salt: Scope of prefix cache sharing, from `wire.digests.cache_salt`.
         resume: Set if the client may resume its stream, at any gateway.
-        media: The images of all messages, whose parts name them by their index.
-        pixel_limits: Between which numbers of pixels to scale images.
+        media: The images and videos of all messages, whose parts name them by their index.
+        pixel_limits: Between which numbers of pixels to scale media, and which frames to see.
         private: Whether to exclude it from request logs and crash dumps.
         auto_truncate: Whether `gateway.allow_auto_truncate` applies. It does not if the end of the
             prompt matters (scoring), or if the request sets its own truncation.

@@ -448,6 +448,9 @@ class Submission:
         card = await self.tokenizers.card(CARD_TIMEOUT_S)
         if not card.sees:
             raise Unsupported(f"the model {self.model} takes no images", param=first)
+        video = next((each for each in gen_request.media if each.video), None)
+        if video is not None and not card.sees_videos:
+            raise Unsupported(f"the model {self.model} takes no videos", param=video.param)
         return await self.media.open(
             gen_request.media,
             timeout_s,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from antiphon.model_worker.batching.plan import Floats, Ints
+from antiphon.model_worker.batching.positions import grid_runs
 from antiphon.model_worker.batching.state import (
     ChoiceKey,
     MediumRows,
@@ -177,15 +178,19 @@ def check_media(
     if end > len(prompt):
         raise InvalidRequest("a medium ends behind the prompt", param="media")
     for medium in media:
-        if len(placeholders(medium, prompt)) != medium.span.rows:
+        places = placeholders(medium, prompt)
+        if len(places) != medium.span.rows:
             raise InvalidRequest("a medium has other placeholders than rows", param="media")
         if bool(medium.span.columns) != grids:
             text = "the positions of this model have axes, and a medium no grid"
             if not grids:
                 text = "a medium has a grid, and the positions of this model no axes"
             raise InvalidRequest(text, param="media")
-        if grids and (medium.span.placeholders or medium.span.tokens % medium.span.columns):
+        depth = max(1, medium.span.times) * medium.span.columns
+        if grids and any(tokens % depth for _, tokens in grid_runs(places)):
             raise InvalidRequest("a medium is no whole grid", param="media")
+        if (medium.span.times - 1) * medium.span.step >= medium.span.tokens:
+            raise InvalidRequest("a medium has more positions than tokens", param="media")
         if span_tokens is not None and medium.span.tokens != span_tokens:
             text = f"a medium has {medium.span.tokens} tokens, and {span_tokens} in this model"
             raise InvalidRequest(text, param="media")

@@ -1,12 +1,14 @@
-"""Positions of tokens along three axes, where a prompt holds images: time, row and column.
+"""Positions of tokens along three axes, where a prompt holds media: time, row and column.
 
-A text has its index on all axes. An image has one time, and the rows and columns of its grid; what
-comes after it goes on behind the largest of these, so that behind the last image of a prompt a
-position is the index in the sequence and one offset. Only tokens before that need arrays.
+A text has its index on all axes. An image has one time, and the rows and columns of its grid, a
+video several times; what comes after it goes on behind the largest of these, so that behind the
+last medium of a prompt a position is the index in the sequence and one offset. Only tokens before
+that need arrays.
 
-Source: multimodal RoPE of Wang et al. 2024, arXiv:2409.12191, section 2.1.
+Source: multimodal RoPE of Wang et al. 2024, arXiv:2409.12191, section 2.1; times that are seconds
+apart: Bai et al. 2025, arXiv:2502.13923, section 2.1.2.
 
-Axes: P tokens of the prompt up to the end of its last image.
+Axes: P tokens of the prompt up to the end of its last medium; R placeholders of a medium.
 """
 
 from __future__ import annotations
@@ -24,20 +26,39 @@ if TYPE_CHECKING:
 AXES = 3
 
 
-def image_positions(spans: Iterable[MediumSpan]) -> tuple[Ints, int]:
-    """The positions (3, P) of these spans and of what is before them, and the offset after them."""
+def media_positions(media: Iterable[tuple[MediumSpan, Ints]]) -> tuple[Ints, int]:
+    """The positions (3, P) of these media and of what is before them, and the offset after them.
+
+    Each medium has its span and the indices (R,) of its placeholders.
+    """
     parts = [np.zeros((AXES, 0), np.int32)]
     index = offset = 0
-    for span in spans:
+    for span, places in media:
         if not span.columns:
             continue  # as text
-        rows = span.tokens // span.columns
-        parts.append(_text(index + offset, span.start + offset))
-        grid = np.indices((1, rows, span.columns), np.int32).reshape(AXES, -1)
-        parts.append(grid + np.int32(span.start + offset))
-        index = span.start + span.tokens
-        offset += max(rows, span.columns) - span.tokens
+        for start, tokens in grid_runs(places):
+            parts.append(_text(index + offset, start + offset))
+            grid = _grid(span, tokens)
+            parts.append(grid + np.int32(start + offset))
+            index = start + tokens
+            offset += int(grid.max()) + 1 - tokens
     return np.concatenate(parts, axis=1), offset
+
+
+def grid_runs(places: Ints) -> list[tuple[int, int]]:
+    """The first index and the length of each run of placeholders (R,): of each grid."""
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    return [(int(run[0]), len(run)) for run in runs]
+
+
+def _grid(span: MediumSpan, tokens: int) -> Ints:
+    """Time, row and column of the tokens of a grid, (3, tokens)."""
+    times = max(1, span.times)
+    rows = tokens // (times * span.columns)
+    grid = np.indices((times, rows, span.columns), np.int32).reshape(AXES, -1)
+    # In float32, and whole, as transformers has them.
+    grid[0] = (grid[0].astype(np.float32) * np.float32(span.step)).astype(np.int32)
+    return grid
 
 
 def _text(start: int, end: int) -> Ints:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.plan import Floats, Ints, Longs
-from antiphon.model_worker.batching.positions import image_positions
+from antiphon.model_worker.batching.positions import media_positions
 from antiphon.model_worker.batching.token_store import OutputIds
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
@@ -142,7 +142,7 @@ class RequestMedia:
     Attributes:
         number: Of its last load; 0: there was none.
         loading: What that brings, if it has not ended.
-        positions: See `image_positions`.
+        positions: See `media_positions`.
         position_offset: What positions of tokens behind these are beyond their indices.
     """
 
@@ -159,7 +159,9 @@ class RequestMedia:
     def __init__(self, media: tuple[Medium, ...], prompt: Ints) -> None:
         self.media = media
         self._places = [placeholders(medium, prompt) for medium in media]
-        self.positions, self.position_offset = image_positions(each.span for each in media)
+        self.positions, self.position_offset = media_positions(
+            zip((each.span for each in media), self._places, strict=True)
+        )
         self.number = 0
         self.loading: dict[int, MediumRows] = {}
         self._rows: dict[int, tuple[int, Floats]] = {}  # the index of the first one, and (rows, H)

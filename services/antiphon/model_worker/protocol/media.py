@@ -207,6 +207,7 @@ class EmbeddingClient:
             width=medium.width,
             height=medium.height,
             limits=medium.limits,
+            video=medium.video,
             deadline_unix_ms=clock.unix_ms() + round(timeout_s * 1000),
             left_ms=round(timeout_s * 1000),
         )

@@ -1,4 +1,4 @@
-"""Options of the images of a request, of the APIs that have them."""
+"""Options of the media of a request, of the APIs that have them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.wire.claim import PixelLimits
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.media import Edge, EmbeddingForm, NumberType
 
 
@@ -80,36 +80,36 @@ class ImageEmbeds(msgspec.Struct, frozen=True, kw_only=True):
         return MediumSource(numbers.tobytes(), param, embedding=form)
 
 
-NO_FRAMES = "only videos have frames, and this server takes images"
 Pixels = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class ImageOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers of pixels that images are scaled to. Unknown fields are rejected."""
+    """Numbers of pixels that media are scaled to, and of frames that are seen of videos.
+
+    Unknown fields are rejected.
+    """
 
     min_pixels: Pixels | None = None
     """Minimum, of models that keep the shape of images. Defaults to the model's."""
     max_pixels: Pixels | None = None
     """Maximum, at most the model's, which is the default."""
-    fps: float | None = None
-    """Not supported: only videos have frames, and the server takes images."""
+    fps: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    """Frames a second that are seen of videos. Defaults to the model's. Of a list of frames, how
+    many there are a second; by default 2."""
+    max_frames: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Maximum frames that are seen of a video, at most the model's, which is the default."""
 
 
 def pixel_limits(options: ImageOptions | None) -> PixelLimits | None:
-    """Return the limits of a request; None if it has none.
-
-    Raises:
-        Unsupported: It is about videos.
-    """
+    """Return the limits of a request; None if it has none."""
     if options is None:
         return None
-    if options.fps is not None:
-        raise Unsupported.at("mm_processor_kwargs.fps", NO_FRAMES)
-    return limits_of(options.min_pixels, options.max_pixels)
+    return limits_of(options.min_pixels, options.max_pixels, options.fps, options.max_frames)
 
 
-def limits_of(least: int | None, most: int | None) -> PixelLimits | None:
-    """Return these limits; None if neither is set."""
-    if least is None and most is None:
-        return None
-    return PixelLimits(least=least or 0, most=most or 0)
+def limits_of(
+    least: int | None, most: int | None, fps: float | None = None, frames: int | None = None
+) -> PixelLimits | None:
+    """Return these limits; None if none is set."""
+    limits = PixelLimits(least=least or 0, most=most or 0, fps=fps or 0.0, frames=frames or 0)
+    return None if limits == PixelLimits() else limits

@@ -18,6 +18,7 @@ from antiphon.gateway.http.native.schema import (
     GenerateBody,
     ImageData,
     SamplingBody,
+    VideoData,
 )
 from antiphon.gateway.requests.generation_request import (
     GenerationRequest,
@@ -30,11 +31,12 @@ from antiphon.wire.namespaces import cache_salt
 from antiphon.wire.sampling import NAMED_MAX, Grammar, GrammarKind, LogitProcessor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from antiphon.gateway.requests.pooling import Prompt
 
 T = TypeVar("T")
+D = TypeVar("D", ImageData, VideoData)
 
 _PREFIX = "sampling_params."
 _PARAMS = f"{_PREFIX}custom_params"
@@ -75,12 +77,13 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
         body, named_ids, [one.stream_interval or 1 for one in samplings]
     )
     names = _names(body.rid, count)
-    images = _images(body, count, batch=batch)
+    media = _media(body, count, batch=batch)
     if body.session_params is not None and body.session_id is not None:
         text = "session_id and session_params cannot be combined"
         raise InvalidRequest(text, param="session_id")
-    if body.session_params is not None and any(images):
-        raise Unsupported.at("image_data", "images cannot be part of a session")
+    if body.session_params is not None and any(media):
+        field = "image_data" if body.image_data else "video_data"
+        raise Unsupported.at(field, "images and videos cannot be part of a session")
     if body.session_params is not None and (batch or choices != {1}):
         raise InvalidRequest.at("session_params", "only one prompt is allowed")
     salts = map(
@@ -89,7 +92,7 @@ def parse_generate(body: GenerateBody) -> ParsedGenerateRequest:
         _per_prompt(body.extra_key, "", count, "extra_key"),
     )
     processors = _processors(body, samplings)
-    each = zip(prompts, images, samplings, processors, all_reply_options, names, salts, strict=True)
+    each = zip(prompts, media, samplings, processors, all_reply_options, names, salts, strict=True)
     return ParsedGenerateRequest(
         gen_requests=tuple(_request(body, *parts) for parts in each),
         all_reply_options=all_reply_options,
@@ -128,31 +131,41 @@ def _per_prompt(given: T | list[T] | None, default: T, count: int, field: str) -
     return [default if given is None else given] * count
 
 
-def _images(body: GenerateBody, count: int, *, batch: bool) -> list[tuple[MediumSource, ...]]:
-    """Return the images of each prompt. One without a list is an image of every prompt."""
-    given = body.image_data
+def _media(body: GenerateBody, count: int, *, batch: bool) -> list[tuple[MediumSource, ...]]:
+    """Return the media of each prompt: images, and videos behind them."""
+    images = _of_prompts(body.image_data, "image_data", _source, count, batch=batch)
+    videos = _of_prompts(body.video_data, "video_data", _video, count, batch=batch)
+    return [of_images + of_videos for of_images, of_videos in zip(images, videos, strict=True)]
+
+
+def _of_prompts(
+    given: str | D | list[str | D | list[str | D | None] | None] | None,
+    field: str,
+    source: Callable[[str | D, str], MediumSource],
+    count: int,
+    *,
+    batch: bool,
+) -> list[tuple[MediumSource, ...]]:
+    """Return the media of each prompt. One without a list is a medium of every prompt."""
+
+    def sources(media: Sequence[str | D | None], paths: Sequence[str]) -> tuple[MediumSource, ...]:
+        pairs = zip(media, paths, strict=True)
+        return tuple(source(each, path) for each, path in pairs if each is not None)
+
     if not isinstance(given, list):
-        return [_sources([given], ["image_data"])] * count
+        return [sources([given], [field])] * count
     if not given:
         return [()] * count
-    paths = [f"image_data[{index}]" for index in range(len(given))]
+    paths = [f"{field}[{index}]" for index in range(len(given))]
     if not batch and not any(isinstance(each, list) for each in given):
-        return [_sources([each for each in given if not isinstance(each, list)], paths)]
-    rows = _per_prompt(given, None, count, "image_data")
+        return [sources([each for each in given if not isinstance(each, list)], paths)]
+    rows = _per_prompt(given, None, count, field)
     return [
-        _sources(row, [f"{path}[{index}]" for index in range(len(row))])
+        sources(row, [f"{path}[{index}]" for index in range(len(row))])
         if isinstance(row, list)
-        else _sources([row], [path])
+        else sources([row], [path])
         for row, path in zip(rows, paths, strict=True)
     ]
-
-
-def _sources(
-    images: Sequence[str | ImageData | None], paths: Sequence[str]
-) -> tuple[MediumSource, ...]:
-    return tuple(
-        _source(image, path) for image, path in zip(images, paths, strict=True) if image is not None
-    )
 
 
 def _source(image: str | ImageData, path: str) -> MediumSource:
@@ -168,6 +181,13 @@ def _source(image: str | ImageData, path: str) -> MediumSource:
         case _:
             text = "must be precomputed_embedding, or send the image: encoders preprocess it"
             raise Unsupported.at(f"{path}.format", text)
+
+
+def _video(video: str | VideoData, path: str) -> MediumSource:
+    url = video if isinstance(video, str) else video.url
+    if not url:
+        raise InvalidRequest.at(path, "a video requires url")
+    return MediumSource(url, path, video=True)
 
 
 def _names(rid: str | list[str] | None, count: int) -> list[str | None]:

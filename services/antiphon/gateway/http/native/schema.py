@@ -61,7 +61,9 @@ class SamplingBody(SglangSamplingFields, forbid_unknown_fields=True):
 
 
 _MEDIA = UnsupportedField("this model accepts text only", NOTHING)
-_SEEN = UnsupportedField("of media only images are accepted, as image_data", NOTHING)
+_SEEN = UnsupportedField(
+    "of media images and videos are accepted; use mm_processor_kwargs", NOTHING
+)
 _HASHED = UnsupportedField("images are hashed by the server", NOTHING)
 
 
@@ -78,6 +80,17 @@ class ImageData(ImageEmbeds, frozen=True, kw_only=True):
     (`processor_output`) are rejected."""
 
 
+class VideoData(msgspec.Struct, frozen=True, kw_only=True):
+    """A video, as SGLang's clients write it beside plain strings."""
+
+    url: str
+    """An http, https, `data:` or file URL, a path below the allowed folder, or base64."""
+
+
+Videos = Annotated[list[str | VideoData | None], Meta(max_length=MEDIA_MAX)]
+VideosOfPrompts = Annotated[
+    list[str | VideoData | Videos | None], Meta(max_length=max(MEDIA_MAX, BATCH_MAX))
+]
 Images = Annotated[list[str | ImageData | None], Meta(max_length=MEDIA_MAX)]
 ImagesOfPrompts = Annotated[
     list[str | ImageData | Images | None], Meta(max_length=max(MEDIA_MAX, BATCH_MAX))
@@ -105,8 +118,11 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     """Images of the prompt, in the order of their placeholders in `text`: an http, https, `data:`
     or file URL, a path below the allowed folder, base64, or a list of them. For a batch one image
     for all prompts, or one or a list for each."""
+    video_data: str | VideoData | VideosOfPrompts | None = None
+    """Videos of the prompt, likewise. Images and videos stand in the order of their placeholders,
+    all images before all videos."""
     mm_processor_kwargs: ImageOptions | None = None
-    """Numbers of pixels between which images are scaled."""
+    """Numbers of pixels between which media are scaled, and of frames of videos."""
     sampling_params: SamplingBody | PerPrompt[SamplingBody] | None = None
     """Sampling parameters, or a list of them with one entry per prompt."""
     rid: Rid | PerPrompt[Rid] | None = None
@@ -148,7 +164,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     UNSUPPORTED: ClassVar = {
         **COMMON,
         "input_embeds": UnsupportedField(_EMBEDS.format("prompts")),
-        **dict.fromkeys(("video_data", "audio_data", "video_config"), _SEEN),
+        **dict.fromkeys(("audio_data", "video_config"), _SEEN),
         **dict.fromkeys(("mm_hashes", "mm_content_hashes"), _HASHED),
         "routing_key": UnsupportedField(_PLACED),
         "background": UnsupportedField(

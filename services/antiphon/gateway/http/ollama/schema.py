@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from antiphon.gateway.http.core.fields import UnsupportedField
-from antiphon.gateway.http.core.image_options import NO_FRAMES, Pixels
+from antiphon.gateway.http.core.image_options import Pixels
 from antiphon.gateway.http.core.limits import CallId, Json, Messages, Name, Parts, Tools
 from antiphon.gateway.http.core.logprobs import TokenLogprob, TopLogprobs
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
@@ -67,7 +67,7 @@ class OllamaOptions(SamplingFields):
         "typical_p": UnsupportedField("typical sampling is not supported", (1,)),
         "tfs_z": UnsupportedField("tail-free sampling is not supported", (1,)),
         "mirostat": UnsupportedField("mirostat sampling is not supported", (0,)),
-        "fps": UnsupportedField(NO_FRAMES),
+        "fps": UnsupportedField("only videos have frames, and this API has none"),
         "penalize_newline": UnsupportedField("newlines are penalized as any other token", (True,)),
     }
 

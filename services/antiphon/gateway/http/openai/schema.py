@@ -120,7 +120,7 @@ class CompletionFields(OpenAiFields):
     """Request id, unique among running requests."""
 
 
-_SHOWN = ("image_url", "image_embeds")
+_SHOWN = ("image_url", "image_embeds", "video_url")
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
@@ -135,16 +135,24 @@ class ImageUrl(msgspec.Struct, frozen=True):
     detail: Detail | None = None
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message: `text`, `image_url`, or the assistant's `thinking` or `refusal`.
+class VideoUrl(msgspec.Struct, frozen=True):
+    """A video: an http, https, `data:` or file URL, or `data:video/jpeg;base64,` and its frames."""
 
-    An image that was sent with a `uuid` may be sent again by that alone, for some time. A part of
-    type `image_embeds` has the embedding of an image in its place.
+    url: str
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message: `text`, `image_url`, `video_url`, or what an assistant wrote.
+
+    That is `thinking`, or a `refusal`. An image or a video that was sent with a `uuid` may be sent
+    again by that alone, for some time. A part of type `image_embeds` has the embedding of an image
+    in its place.
     """
 
     type: str
     image_url: ImageUrl | str | None = None
     image_embeds: ImageEmbeds | None = None
+    video_url: VideoUrl | str | None = None
     uuid: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     text: str | None = None
     thinking: str | None = None
@@ -219,7 +227,7 @@ class ChatBody(CompletionFields):
     chat_template_kwargs: Json | None = None
     """Additional variables for the chat template."""
     mm_processor_kwargs: ImageOptions | None = None
-    """Numbers of pixels between which images are scaled."""
+    """Numbers of pixels between which media are scaled, and of frames of videos."""
     reasoning_effort: Effort | Annotated[float, Meta(ge=0, lt=1)] | None = None
     """Reasoning effort, passed to the chat template. `none` also sets enable_thinking and thinking
     to false."""
@@ -310,12 +318,14 @@ def _images(turn: ChatMessageParam, at: str) -> list[MediumSource]:
 def _medium(part: ContentPart, at: str) -> MediumSource:
     if part.image_embeds is not None and part.type == "image_embeds":
         return part.image_embeds.source(f"{at}.image_embeds")
-    return MediumSource(_url(part), f"{at}.{part.type}", part.uuid, _detail(part))
+    param, video = f"{at}.{part.type}", part.type == "video_url"
+    detail = None if video else _detail(part)
+    return MediumSource(_url(part), param, part.uuid, detail, video=video)
 
 
 def _url(part: ContentPart) -> str:
-    image = part.image_url
-    return image.url if isinstance(image, ImageUrl) else image or ""
+    medium = part.video_url if part.type == "video_url" else part.image_url
+    return medium.url if isinstance(medium, ImageUrl | VideoUrl) else medium or ""
 
 
 def _detail(part: ContentPart) -> Detail | None:

@@ -1,0 +1,189 @@
+"""Decodes and resizes the frames of videos that a model sees. Runs in child processes."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+from PIL import Image
+
+from antiphon.encoder.preprocess import DecodedImage, Preprocessor, PreprocessorConfig
+from antiphon.model_card.videos import PAIR
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
+from antiphon.wire.frames import is_frame_list, unpack_frames
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+    from antiphon.model_card.image_grids import GridSizes
+    from antiphon.wire.claim import PixelLimits, VideoHeader
+
+DEMUXER = "mp4"
+"""FFmpeg's name, of MP4 and QuickTime files. Others are not exposed: some open further files."""
+CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg"})
+"""FFmpeg's names of the usual ones. Its other decoders are not exposed to untrusted data."""
+
+
+_BROKEN = (OSError, ValueError, EOFError, LookupError, RuntimeError, ArithmeticError, MemoryError)
+"""Exceptions beside FFmpeg's own that PyAV raises on bytes that are not a video."""
+
+
+class VideoPreprocessor:
+    """Chooses, decodes and resizes frames. Has no mutable state.
+
+    `pixels_max` is the maximum of a frame.
+    """
+
+    def __init__(self, recipe: PreprocessorConfig, *, pixels_max: int) -> None:
+        self.recipe = recipe
+        self._images = Preprocessor(recipe, pixels_max=pixels_max)
+        self._pixels_max = pixels_max
+
+    def tokens(
+        self, width: int, height: int, video: VideoHeader, limits: PixelLimits | None
+    ) -> int:
+        """Tokens of a video, by its header.
+
+        Raises:
+            InvalidRequest: It is too narrow, has too many frames, or no size within `limits`.
+        """
+        indices, (across, down) = self._chosen(width, height, video, limits)
+        edge = self._grid.edge
+        return -(-len(indices) // PAIR) * (across // edge) * (down // edge)
+
+    def decoded(
+        self,
+        data: bytes | bytearray,
+        width: int,
+        height: int,
+        video: VideoHeader,
+        limits: PixelLimits | None = None,
+    ) -> DecodedImage:
+        """Return the frames that are seen, resized; their number is even, the last may be twice.
+
+        Raises:
+            InvalidRequest: It is not a video, is not what its header says, or cannot be scaled
+                within `limits`.
+            RequestTooLarge: Its frames have too many pixels.
+        """
+        if width * height > self._pixels_max:
+            raise RequestTooLarge.of(size_bytes=width * height, bytes_max=self._pixels_max)
+        indices, size = self._chosen(width, height, video, limits)
+        if is_frame_list(data):
+            frames = map(self._images.image, unpack_frames(bytes(data)))
+        else:
+            frames = file_frames(data, indices)
+        made: list[NDArray[np.uint8]] = []
+        for frame in islice(frames, len(indices)):
+            if frame.size != (width, height):
+                raise InvalidRequest(
+                    f"a frame has {frame.width} x {frame.height} pixels, and {width} x {height} by "
+                    "the header of its video"
+                )
+            made.append(np.asarray(frame.resize(size, self.recipe.resample), dtype=np.uint8))
+        if len(made) < len(indices):
+            raise InvalidRequest("the video has fewer frames than its header says")
+        made += made[-1:] * (-len(made) % PAIR)
+        return DecodedImage(np.stack(made), width, height, video=True)
+
+    def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Scale and normalize: (F, H, W, 3)  ->  (F, 3, H, W)."""
+        return self._images.normalized(pixels)
+
+    @property
+    def _grid(self) -> GridSizes:
+        return cast("GridSizes", self.recipe.grid)
+
+    def _chosen(
+        self, width: int, height: int, video: VideoHeader, limits: PixelLimits | None
+    ) -> tuple[list[int], tuple[int, int]]:
+        """The frames that are seen, and the width and height that they are scaled to."""
+        recipe = self.recipe.within(limits)
+        assert recipe.sampling is not None, "a recipe of videos"
+        indices = recipe.sampling.indices(video)
+        sizes = cast("GridSizes", recipe.grid)
+        return indices, sizes.scaled(width, height, max(PAIR, len(indices)))
+
+
+def file_frames(data: bytes | bytearray, indices: Sequence[int]) -> Iterator[Image.Image]:
+    """Decode these frames of a video, rising, upright.
+
+    Raises:
+        InvalidRequest: It is not a video of a known format and codec.
+        Unsupported: The package that decodes videos is not installed.
+    """
+    try:
+        library = cast("_Library", importlib.import_module("av"))
+    except ImportError as error:
+        raise Unsupported("videos as files require the extra antiphon[encoder]") from error
+    wanted = iter(indices)
+    following = next(wanted, None)
+    try:
+        with library.open(io.BytesIO(data), format=DEMUXER) as container:
+            stream = next(iter(container.streams.video), None)
+            context = None if stream is None else stream.codec_context
+            if stream is None or context is None or context.name not in CODECS:
+                name = "none" if context is None else context.name
+                raise InvalidRequest(
+                    f"the video has the codec {name}; known are {', '.join(sorted(CODECS))}"
+                )
+            for index, frame in enumerate(container.decode(stream)):
+                if index != following:
+                    continue
+                yield _upright(frame)
+                if (following := next(wanted, None)) is None:
+                    return
+    except (library.error.FFmpegError, *_BROKEN) as error:
+        raise InvalidRequest(f"the video cannot be decoded: {error}") from error
+
+
+def _upright(frame: _Frame) -> Image.Image:
+    pixels = frame.to_ndarray(format="rgb24")
+    return Image.fromarray(np.ascontiguousarray(np.rot90(pixels, frame.rotation // 90)))
+
+
+class _Frame(Protocol):
+    rotation: int
+
+    def to_ndarray(self, *, format: str) -> NDArray[np.uint8]: ...  # noqa: A002  # PyAV's name
+
+
+class _CodecContext(Protocol):
+    name: str
+
+
+class _Stream(Protocol):
+    codec_context: _CodecContext | None
+
+
+class _Streams(Protocol):
+    video: Sequence[_Stream]
+
+
+class _Container(Protocol):
+    streams: _Streams
+
+    def decode(self, stream: _Stream, /) -> Iterator[_Frame]: ...
+
+
+class _Errors(Protocol):
+    FFmpegError: type[Exception]
+
+
+class _Library(Protocol):
+    """What is used of PyAV."""
+
+    error: _Errors
+
+    def open(
+        self,
+        file: io.BytesIO,
+        *,
+        format: str,  # noqa: A002  # PyAV's name
+    ) -> AbstractContextManager[_Container]: ...

@@ -1,0 +1,112 @@
+"""Files of videos: their frames are those that FFmpeg decodes, upright, and no others are taken."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.support.qwen_vl import write_qwen3_vl
+from tests.support.towers import opened
+
+from antiphon.encoder.videos import file_frames
+from antiphon.gateway.media.video_header import read_video_header
+from antiphon.wire.claim import VideoHeader
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+av: Any = pytest.importorskip("av")
+WIDTH, HEIGHT, FRAMES, FPS = 64, 48, 30, 10
+
+
+def written(codec: str = "mpeg4", form: str = "mp4") -> bytes:
+    """A video that becomes lighter, and has a red bar at its left that becomes wider."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=FPS)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        for number in range(FRAMES):
+            pixels = np.full((HEIGHT, WIDTH, 3), 8 * number, np.uint8)
+            pixels[:, : 2 * number] = (255, 0, 0)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+VIDEO = written()
+
+
+@pytest.mark.parametrize("form", ["mp4", "mov"])
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4", "libvpx-vp9"])
+def test_chosen_frames_are_those_of_the_file(codec: str, form: str) -> None:
+    data = written(codec, "mp4" if codec == "libvpx-vp9" else form)
+    header = read_video_header(data, 100)
+    assert header == (WIDTH, HEIGHT, FRAMES, FRAMES / FPS)
+    with av.open(io.BytesIO(data)) as container:
+        right = [each.to_ndarray(format="rgb24") for each in container.decode(video=0)]
+    indices = [0, 5, 6, 29]
+    found = [np.asarray(each) for each in file_frames(data, indices)]
+    np.testing.assert_array_equal(found, [right[index] for index in indices])
+
+
+def test_a_video_that_is_shown_turned_is_upright() -> None:
+    data = bytearray(VIDEO)
+    quarter = (0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # clockwise
+    struct.pack_into(">9i", data, data.index(b"tkhd") + 4 + 40, *quarter)
+    assert read_video_header(bytes(data), 100)[:2] == (HEIGHT, WIDTH)
+    (plain,), (found,) = file_frames(VIDEO, [20]), file_frames(data, [20])
+    np.testing.assert_array_equal(found, plain.transpose(Image.Transpose.ROTATE_270))
+
+
+def test_frames_are_chosen_and_scaled_by_the_header(tmp_path: Path) -> None:
+    videos = opened(write_qwen3_vl(tmp_path)).videos
+    assert videos is not None
+    header = VideoHeader(frames=FRAMES, fps=FPS)
+    found = videos.decoded(VIDEO, WIDTH, HEIGHT, header)
+    indices = [round(index * 29 / 5) for index in range(6)]  # two a second
+    size = found.pixels.shape[2], found.pixels.shape[1]
+    right = [each.resize(size, 3) for each in file_frames(VIDEO, indices)]
+    np.testing.assert_array_equal(found.pixels, [np.asarray(each) for each in right])
+    for wrong, size, reason in (
+        (VideoHeader(frames=FRAMES + 1, fps=FPS), (WIDTH, HEIGHT), "fewer frames"),
+        (header, (WIDTH + 2, HEIGHT), "64 x 48 pixels, and 66 x 48 by the header"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            videos.decoded(VIDEO, *size, wrong)
+
+
+def test_other_formats_and_codecs_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be decoded"):
+        list(file_frames(written("mpeg4", "avi"), [0]))
+    with pytest.raises(InvalidRequest, match="has the codec prores; known are av1, h264"):
+        list(file_frames(written_prores(), [0]))
+
+
+def written_prores() -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="mov") as container:
+        stream = container.add_stream("prores_ks", rate=FPS)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv422p10le"
+        pixels = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def test_no_malformed_file_raises_anything_else() -> None:
+    drawn, refused = random.Random(3), 0
+    for _ in range(100):
+        data = bytearray(VIDEO)
+        for _ in range(drawn.randint(1, 30)):
+            data[drawn.randrange(len(data))] = drawn.randrange(256)
+        try:
+            list(file_frames(data[: drawn.randint(8, len(data))], [0, 10, 29]))
+        except InvalidRequest:
+            refused += 1
+    assert refused
