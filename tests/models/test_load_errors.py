@@ -127,6 +127,14 @@ def test_code_beside_a_model_that_we_know_is_left_alone(
     assert "code of the model folder is not run" in caplog.messages
 
 
+def test_a_backend_that_is_named_runs_or_says_why_not(llama: Path) -> None:
+    opened = open_model(llama, pages=4, backends=("attention.paged:torch",))
+    chosen = {choice.op: choice.backend for choice in opened.runner.choices}
+    assert chosen["attention.paged"] == "torch"
+    with pytest.raises(KernelUnavailable, match="'triton' cannot run here: it runs on CUDA only"):
+        open_model(llama, pages=4, backends=("attention.paged:triton",))
+
+
 def test_a_device_without_kernels_is_refused(llama: Path) -> None:
     with pytest.raises(
         KernelUnavailable, match=r"device meta: norm\.rmsnorm, which this model needs"

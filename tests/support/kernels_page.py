@@ -74,6 +74,14 @@ memory:
 
 {_compiled()}
 
+## Choosing
+
+`--attention-backend`, `--prefill-attention-backend`, `--decode-attention-backend`,
+`--sampling-backend` and `--moe-runner-backend` name the backend of an operation; the worker does
+not start where it cannot run, and says why. `triton` runs on a GPU. On the CPU `intel_amx` is the
+`cpu` backend, and `torch_native` or `pytorch` torch's functions: whole layers are then no longer
+one call of the kernels. [Other names](reference/configuration.md) are refused, each with a reason.
+
 ## On a GPU these are refused
 
 Models that only pool, tensor and pipeline parallelism, draft models, the modules of

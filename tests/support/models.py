@@ -67,6 +67,7 @@ def plan(
         "cache_scales": "",
         "ep_ranks": 1,
         "running_max": 64,
+        "backends": (),
         "context_tokens": 1024,
         **values,
     }

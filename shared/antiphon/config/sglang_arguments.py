@@ -251,6 +251,10 @@ TRANSLATIONS: Mapping[str, Translation] = {
         lambda text: TranslatedValue(text.lower()),
         lambda value: None if value == "none" else str(value).upper(),
     ),
+    "attention": Translation(
+        _renamed(torch_native="torch", intel_amx="cpu"),
+        lambda value: {"torch": "torch_native", "cpu": "intel_amx"}.get(str(value), value),
+    ),
     "cache_dtype": Translation(_renamed(bf16="bfloat16")),
     # The flag without a value compares with the model of the same name on the hub.
     "checksum": Translation(lambda text: TranslatedValue(text or "hub")),
@@ -283,6 +287,9 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "none": Translation(_always("0"), lambda value: value == 0),
     "off": Translation(_always("false"), lambda value: value is False),
     "on": Translation(_always("true"), lambda value: value is True),
+    "sampler": Translation(
+        _renamed(pytorch="torch"), lambda value: "pytorch" if value == "torch" else value
+    ),
     "torchao": Translation(
         lambda text: TranslatedValue(f"{_TORCHAO}{text}" if text else None),
         lambda value: str(value).removeprefix(_TORCHAO) if str(value).startswith(_TORCHAO) else "",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.model import CacheDtype, Dtype, LinearFormat
+from antiphon.config.model import CacheDtype, Dtype, KernelBackend, LinearFormat, ModelConfig
 from antiphon.config.worker import batch_sizes
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
@@ -74,6 +74,7 @@ UNLOADED = ResolvedValue("", "known once the model is loaded")
 NO_GRAPHS = ResolvedValue[tuple[int, ...]]((), "batching.graphs")
 GRAPH_ROWS = 256
 """Default of `batching.graph_rows_max`; SGLang's on GPUs of up to 80 GB."""
+ANY_BACKENDS = ResolvedValue[tuple[str, ...]]((), "the first of each operation that runs here")
 NO_DRAFT = ResolvedValue[ResolvedDraft | None](None, "speculation.algorithm")
 
 
@@ -121,6 +122,12 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     decoder: ResolvedValue[str] = UNLOADED
     graph_sizes: ResolvedValue[tuple[int, ...]] = NO_GRAPHS
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
+    backends: ResolvedValue[tuple[str, ...]] = ANY_BACKENDS
+
+    @property
+    def forced(self) -> dict[str, str]:
+        """The backend of each operation for which the settings name one."""
+        return dict(each.split(":") for each in self.backends.value)
 
     @property
     def cache_tokens(self) -> int:
@@ -173,6 +180,7 @@ def resolve(
         card = card.with_full_heads()
     if device.kind != "cpu":
         _check_gpu(settings, pooling, layers.value)
+    backends = _backends(settings.model)
     free, device = device.memory_bytes, _within(settings, device)
     dtype = _dtype(settings, card, device)
     linear = _linear(settings, device, dtype.value)
@@ -231,7 +239,14 @@ def resolve(
         quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
         bits=_numerics_digest(
-            device, card, dtype.value, linear.value, kept, cache_dtype.value, settings.parallel
+            device,
+            card,
+            dtype.value,
+            linear.value,
+            kept,
+            cache_dtype.value,
+            settings.parallel,
+            backends.value,
         ),
         implementation=layers,
         pooling=_pooling(settings, pooling),
@@ -268,6 +283,7 @@ def resolve(
         attention_groups=ResolvedValue(groups, "parallel.attn_dp_size"),
         draft=beside,
         graph_sizes=_graph_sizes(settings, device, running.value),
+        backends=backends,
     )
 
 
@@ -305,6 +321,30 @@ def _check_gpu(settings: Settings, pooling: Pooling | None, implementation: str)
     for what, asked in refused.items():
         if asked:
             raise ConfigError(f"{said}: {what} runs on cpu only")
+
+
+def _backends(model: ModelConfig) -> ResolvedValue[tuple[str, ...]]:
+    """The backends that the settings name, as `operation:backend`."""
+    said = {
+        "model.attention_backend": model.attention_backend,
+        "model.prefill_attention_backend": model.prefill_attention_backend,
+        "model.decode_attention_backend": model.decode_attention_backend,
+    }
+    named = {name: backend for name, backend in said.items() if backend is not KernelBackend.AUTO}
+    if len(set(named.values())) > 1:
+        listed = ", ".join(f"{name} = {backend}" for name, backend in named.items())
+        raise ConfigError(
+            f"{listed}: prefills and decodes are rows of one pass, which one kernel attends in"
+        )
+    asked = {
+        "attention.paged": next(iter(named.values()), KernelBackend.AUTO),
+        "sampling.draw": model.sampling_backend,
+        "moe.experts": model.expert_backend,
+    }
+    forced = [f"{op}:{name}" for op, name in asked.items() if name is not KernelBackend.AUTO]
+    if not forced:
+        return ANY_BACKENDS
+    return ResolvedValue(tuple(forced), "as model.*_backend name them")
 
 
 def _within(settings: Settings, device: HostDevice) -> HostDevice:
@@ -517,11 +557,13 @@ def _numerics_digest(
     kept: WeightStorage,
     cache: CacheDtype,
     parallel: ParallelConfig,
+    backends: tuple[str, ...],
 ) -> ResolvedValue[str]:
     """In the form of a config digest, so that differing fields of two workers can be named."""
     parts = {"dtype": str(dtype), "linear": str(linear), **kept.numerics, **device.arithmetic}
     if cache.eight_bits:
         parts["cache"] = str(cache)
+    parts |= dict(each.split(":") for each in backends)
     if card.rope_factors is not None:
         parts["rope"] = card.rope_factors
     if parallel.tp_size > 1:

@@ -114,6 +114,11 @@ def graph_sizes(settings: Settings) -> tuple[int, ...]:
     return resolve(settings, CARD, device).graph_sizes.value
 
 
+def forced(settings: Settings) -> dict[str, str]:
+    """Backends of operations."""
+    return plan(settings).forced
+
+
 def weight_files(settings: Settings) -> int:
     return len(model_files(settings).weights)
 
@@ -127,6 +132,11 @@ def context_tokens(settings: Settings) -> int:
     [
         shows("--dtype", "float", entry("dtype"), "float32"),
         shows("--kv-cache-dtype", "fp8_e4m3", entry("cache_dtype"), "fp8_e4m3"),
+        shows("--attention-backend", "torch_native", forced, {"attention.paged": "torch"}),
+        shows("--prefill-attention-backend", "triton", forced, {"attention.paged": "triton"}),
+        shows("--decode-attention-backend", "intel_amx", forced, {"attention.paged": "cpu"}),
+        shows("--sampling-backend", "pytorch", forced, {"sampling.draw": "torch"}),
+        shows("--moe-runner-backend", "triton", forced, {"moe.experts": "triton"}),
         shows("--max-total-tokens", "4096", entry("cache_pages"), 64),
         shows("--chunked-prefill-size", "128", entry("chunk_tokens"), 128),
         shows("--max-prefill-tokens", "1024", entry("fill_tokens"), 1024),

@@ -269,6 +269,19 @@ def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(
     assert str(caught.value) == f"model.device = interpreter: {what} runs on cpu only"
 
 
+def test_phases_of_attention_have_one_backend() -> None:
+    both = {"prefill_attention_backend": "triton", "decode_attention_backend": "triton"}
+    plan = decide(**{f"model__{name}": value for name, value in both.items()})
+    assert plan.forced == {"attention.paged": "triton"}
+    assert decide().forced == {}
+    with pytest.raises(ConfigError) as caught:
+        decide(model__attention_backend="torch", model__decode_attention_backend="cpu")
+    assert str(caught.value) == (
+        "model.attention_backend = torch, model.decode_attention_backend = cpu: prefills and "
+        "decodes are rows of one pass, which one kernel attends in"
+    )
+
+
 def test_small_pool_shortens_the_context_and_the_batch() -> None:
     plan = decide(cache__tokens_max="160")
     assert plan.context_tokens.value == 160

@@ -55,10 +55,11 @@ class DeviceRunner(ModelRunner):
         groups: tuple[CacheGroup, ...],
         stream: Stream,
         *,
+        forced: dict[str, str] | None = None,
         slots: int = SLOTS,
         positions: int = POSITIONS,
     ) -> None:
-        super().__init__(model, groups, fused=False)
+        super().__init__(model, groups, forced=forced, fused=False)
         self._stream = stream
         self._last = torch.zeros(slots, dtype=torch.int32, device=model.build.device)  # (S,)
         self._launched = deque[LaunchedPlan]()  # that are not concluded

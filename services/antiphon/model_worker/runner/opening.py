@@ -110,11 +110,14 @@ def open_model(
     if model.build.device_kind != "cpu":
         slots, positions = plan.running_max.value, plan.context_tokens.value
         stream = open_stream(model.build.device_kind, model.build.device)
-        runner = DeviceRunner(model, groups, stream, slots=slots, positions=positions)
+        runner = DeviceRunner(
+            model, groups, stream, forced=plan.forced, slots=slots, positions=positions
+        )
     elif model.build.is_last_stage:
         runner = ModelRunner(
             model,
             groups,
+            forced=plan.forced,
             pooler=pooler,
             deterministic=deterministic,
             draft=drafting,
@@ -122,7 +125,9 @@ def open_model(
         )
     else:
         assert exchange is not None, "an earlier stage samples nothing"
-        runner = StageRunner(model, groups, exchange, deterministic=deterministic)
+        runner = StageRunner(
+            model, groups, exchange, forced=plan.forced, deterministic=deterministic
+        )
     require_native_reads(model, runner.choices)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})
     return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales), drafting)

@@ -37,10 +37,11 @@ class StageRunner(ModelRunner):
         groups: tuple[CacheGroup, ...],
         exchange: SampleExchange,
         *,
+        forced: dict[str, str] | None = None,
         fused: bool = True,
         deterministic: bool = False,
     ) -> None:
-        super().__init__(model, groups, fused=fused, deterministic=deterministic)
+        super().__init__(model, groups, forced=forced, fused=fused, deterministic=deterministic)
         self._last_stage = exchange
         self._unsampled = deque["tuple[StepPlan, InputBatch]"]()
 
