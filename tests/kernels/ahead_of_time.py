@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 from tests.kernels.dry_run import ALIGNED, ALIGNMENT, Launch, every_launch
+from tests.kernels.sass import Code, code_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -30,6 +31,19 @@ TABLE = Path(__file__).with_name("compiled.tsv")
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Shared memory that a block of each compute capability may have."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MATRIX_ROWS_MIN = 64
+"""Of a tile that the matrix units of sm_90 and sm_100 take whole; smaller ones have sm_80's."""
+MATRIX_OF = {90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA"}
+"""Where it is not HMMA."""
+MULTIPLYING = frozenset({"attention.paged_attention", "experts.gate_up", "experts.down"})
+"""Kernels whose innermost loop multiplies matrices, and loads the next ones meanwhile."""
+FEW_ELEMENTS = frozenset(
+    {
+        *("decode_rows.decode_rows", "experts.sort", "futures.record", "futures.resolve"),
+        *("logits.bias", "logits.mask", "logits.penalize", "routing.route"),
+    }
+)
+"""Kernels that read some numbers a row, or one by one at random: they need not load 128 bits."""
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -50,7 +64,20 @@ class Usage(NamedTuple):
         return None
 
 
-def compile_for(launch: Launch, sm: int) -> Usage:
+def lacks(code: Code, launch: Launch, sm: int) -> str | None:
+    """What the machine code of a launch must have there, and has not; None: nothing."""
+    if code.load_bits < 128 and name_of(launch) not in FEW_ELEMENTS:
+        return f"its widest load is of {code.load_bits} bits"
+    if name_of(launch) not in MULTIPLYING:
+        return None
+    large = int(dict(launch.constants)["BLOCK_M"] or 0) >= MATRIX_ROWS_MIN
+    expected = MATRIX_OF.get(sm, "HMMA") if large else "HMMA"
+    if code.matrix != expected:
+        return f"it multiplies by {code.matrix or 'no matrix instruction'}, not by {expected}"
+    return None if code.asynchronous else "it loads nothing ahead"
+
+
+def compile_for(launch: Launch, sm: int) -> tuple[Usage, Code]:
     """Compile a launch for a compute capability, with what that GPU need not be here for."""
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     constants = dict(launch.constants)
@@ -68,29 +95,37 @@ def compile_for(launch: Launch, sm: int) -> Usage:
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     made: Any = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    registers, stack, local = _resources(made.asm["cubin"])
-    return Usage(registers, stack, local, made.metadata.shared)
-
-
-def _resources(binary: bytes) -> tuple[int, int, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
-        dumped = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    dumped = _dump(made.asm["cubin"])
     found = _USAGE.findall(dumped)
     assert len(found) == 1, dumped
     registers, stack, _, local = map(int, found[0])
-    return registers, stack, local
+    return Usage(registers, stack, local, made.metadata.shared), code_of(dumped)
+
+
+def _dump(binary: bytes) -> str:
+    """Resources and machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", "--dump-sass", file.name]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
 class Row(NamedTuple):
-    """The launches of a kernel on a compute capability, with the most that one of them uses."""
+    """The launches of a kernel on a compute capability.
+
+    Attributes:
+        usage: The most that one of them uses.
+        matrix: Instructions that multiply matrices in their innermost loops; empty: none.
+        load_bits: Of the widest load in this loop, or anywhere without one: the least of them.
+    """
 
     kernel: str
     sm: int
     launches: int
     usage: Usage
+    matrix: str
+    load_bits: int
 
 
 def name_of(launch: Launch) -> str:
@@ -99,38 +134,42 @@ def name_of(launch: Launch) -> str:
 
 
 def compiled(every: Iterable[Launch], sms: Iterable[int]) -> list[Row]:
-    """Compile all.
+    """Compile all that a row of the selection table lets run there.
 
     Raises:
-        RuntimeError: One does not fit there, or keeps registers in memory.
+        RuntimeError: One does not fit there, keeps registers in memory, or lacks an instruction.
     """
-    found: dict[tuple[str, int], list[Usage]] = {}
+    found: dict[tuple[str, int], list[tuple[Usage, Code]]] = {}
     for sm in sms:
         for launch in every:
-            usage = compile_for(launch, sm)
-            if (reason := usage.refusal(sm)) is not None:
+            if not launch.runs_on(sm):
+                continue
+            usage, code = compile_for(launch, sm)
+            if (reason := usage.refusal(sm) or lacks(code, launch, sm)) is not None:
                 raise RuntimeError(f"sm_{sm}: {reason}: {launch}")
-            found.setdefault((name_of(launch), sm), []).append(usage)
-    return [
-        Row(name, sm, len(usages), Usage(*map(max, zip(*usages, strict=True))))
-        for (name, sm), usages in sorted(found.items())
-    ]
+            found.setdefault((name_of(launch), sm), []).append((usage, code))
+    rows: list[Row] = []
+    for (name, sm), each in sorted(found.items()):
+        usages, codes = zip(*each, strict=True)
+        most = Usage(*map(max, zip(*usages, strict=True)))
+        matrix = "/".join(sorted({code.matrix for code in codes} - {""}))
+        rows.append(Row(name, sm, len(each), most, matrix, min(code.load_bits for code in codes)))
+    return rows
 
 
 def read_table() -> list[Row]:
     """The rows of compiled.tsv."""
     rows: list[Row] = []
     for line in TABLE.read_text().splitlines()[1:]:
-        name, *numbers = line.split("\t")
-        sm, count, *usage = map(int, numbers)
-        rows.append(Row(name, sm, count, Usage(*usage)))
+        name, sm, count, *usage, matrix, bits = line.split("\t")
+        rows.append(Row(name, int(sm), int(count), Usage(*map(int, usage)), matrix, int(bits)))
     return rows
 
 
 def main() -> int:
     rows = compiled(every_launch(), SMS)
-    lines = ["kernel\tsm\tlaunches\tregisters\tstack\tlocal\tshared"]
-    lines += ["\t".join(map(str, (*row[:3], *row.usage))) for row in rows]
+    lines = ["kernel\tsm\tlaunches\tregisters\tstack\tlocal\tshared\tmatrix\tload_bits"]
+    lines += ["\t".join(map(str, (*row[:3], *row.usage, *row[4:]))) for row in rows]
     TABLE.write_text("\n".join(lines) + "\n")
     return 0
 

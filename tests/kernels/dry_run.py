@@ -1,13 +1,14 @@
 """The launches of Triton kernels in passes of published models, recorded without a device.
 
 Tensors have shapes and no data, and nothing runs: what is recorded is what a GPU would have to
-compile. The kernels are in bfloat16, as these models are served.
+compile. The kernels are in bfloat16, as these models are served; some with a KV cache of 8 bits.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.rotary import QkNormWeights
 from antiphon.kernels.routing import RoutingSpec
+from antiphon.kernels.triton.backend import E4M3_SM
 from antiphon.kernels.triton.launch import RECORDING
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
@@ -60,6 +63,10 @@ class Launch:
     warps: int
     stages: int
 
+    def runs_on(self, sm: int) -> bool:
+        """Whether the rows of the selection table let it run there."""
+        return sm >= E4M3_SM or not any("fp8e4nv" in argument for argument in self.arguments)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
@@ -75,10 +82,14 @@ class Sizes:
     sinks: bool = False
     head_norms: bool = False
     experts: tuple[int, int] | None = None  # their number, and how many a token has
+    caches: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
 
+BOTH_CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 MODELS = {
-    "Llama-3.1-8B": Sizes(hidden=4096, width=14336, heads=(32, 8, 128), vocabulary=128256),
+    "Llama-3.1-8B": Sizes(
+        hidden=4096, width=14336, heads=(32, 8, 128), vocabulary=128256, caches=BOTH_CACHES
+    ),
     "gemma-2-9b": Sizes(
         hidden=3584,
         width=14336,
@@ -105,6 +116,7 @@ MODELS = {
         window=128,
         sinks=True,
         experts=(32, 4),
+        caches=BOTH_CACHES,
     ),
 }
 
@@ -178,8 +190,9 @@ class _Pass:
             ([1] * 64, [4000] * 64),
             ([1], [20000]),
         ):
-            for window in {None, self._sizes.window}:
-                self._attend(np.array(query_len, np.int32), np.array(kv_len, np.int32), window)
+            rows = np.array(query_len, np.int32), np.array(kv_len, np.int32)
+            for window, cache in product({None, self._sizes.window}, self._sizes.caches):
+                self._attend(*rows, window, cache)
 
     def _blocks(self, tokens: int) -> None:
         ops, sizes = self._ops, self._sizes
@@ -209,14 +222,18 @@ class _Pass:
         ops.experts(x, *ops.route(logits, None, routing), weights, activation)
 
     def _attend(
-        self, query_len: NDArray[np.int32], kv_len: NDArray[np.int32], window: int | None
+        self,
+        query_len: NDArray[np.int32],
+        kv_len: NDArray[np.int32],
+        window: int | None,
+        cache: torch.dtype,
     ) -> None:
         sizes = self._sizes
         queries, kv_heads, size = sizes.heads
         shape = KvShape(PAGE_TOKENS, kv_heads, queries // kv_heads, size, torch.bfloat16, window)
         table = np.zeros((len(kv_len), -(-int(kv_len.max()) // PAGE_TOKENS)), np.int32)
         rows = AttentionMetadata(shape, table, query_len, kv_len, _upload)
-        pages = _empty(*row_pages_shape(1000, PAGE_TOKENS, kv_heads, size))
+        pages = _empty(*row_pages_shape(1000, PAGE_TOKENS, kv_heads, size), dtype=cache)
         tokens = int(query_len.sum())
         turns = _empty(tokens, 1, size)
         norm = NormWeights(_empty(size))

@@ -2,10 +2,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.kernels.ahead_of_time import Usage, compiled, every_launch, name_of, read_table
+from tests.kernels.ahead_of_time import (
+    Usage,
+    compiled,
+    every_launch,
+    lacks,
+    name_of,
+    read_table,
+)
+from tests.kernels.sass import Code, code_of
 
 from antiphon.kernels.triton.backend import SMS
 
@@ -14,13 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_what_is_launched_is_what_was_compiled() -> None:
     """The table has the launches that there are now; the long test below compiles all of them."""
-    counts: dict[str, int] = {}
-    for launch in every_launch():
-        counts[name_of(launch)] = counts.get(name_of(launch), 0) + 1
+    every = every_launch()
+    counts = Counter((name_of(each), sm) for each in every for sm in SMS if each.runs_on(sm))
     rows = read_table()
-    assert {(row.kernel, row.sm): row.launches for row in rows} == {
-        (name, sm): count for name, count in counts.items() for sm in SMS
-    }
+    assert {(row.kernel, row.sm): row.launches for row in rows} == counts
     assert all(row.usage.refusal(row.sm) is None for row in rows)
 
 
@@ -52,6 +59,41 @@ def test_one_launch_of_each_kernel_compiles() -> None:
 @pytest.mark.timeout(3600)
 def test_the_table_of_compiled_launches_is_current() -> None:
     assert compiled(every_launch(), SMS) == read_table()
+
+
+LISTING = """
+        /*0000*/                   LDG.E R1, desc[UR4][R2.64] ;      /* 0x000000 */
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R3], desc[UR4][R2.64] ; /* 0x0 */
+        /*0020*/              @!P1 HMMA.16816.F32.BF16 R4, R8, R9, R4 ;  /* 0x0 */
+        /*0030*/                   LDG.E.64 R1, desc[UR4][R2.64] ;   /* 0x0 */
+        /*0040*/               @P0 BRA {target} ;                      /* 0x0 */
+        /*0050*/                   STG.E.128 desc[UR4][R2.64], R4 ;  /* 0x0 */
+        /*0060*/                   BRA 0x60;                         /* 0x0 */
+"""
+
+
+def test_machine_code_is_read_in_the_loop_that_multiplies() -> None:
+    assert code_of(LISTING.format(target="0x10")) == Code("HMMA", 128, 128, asynchronous=True)
+    assert code_of(LISTING.format(target="0x20")) == Code("HMMA", 64, 128, asynchronous=False)
+    with pytest.raises(ValueError, match="no loop multiplies"):
+        code_of(LISTING.format(target="0x30"))
+    with pytest.raises(ValueError, match="kept in memory: LDL"):
+        code_of(LISTING.replace("LDG.E.64", "LDL.64"))
+    unrolled = LISTING.format(target="0x50")
+    assert code_of(unrolled) == Code("HMMA", 128, 128, asynchronous=True)
+    without = LISTING.format(target="0x30").replace("HMMA", "FFMA")
+    assert code_of(without) == Code("", 128, 128, asynchronous=True)
+
+
+def test_what_machine_code_lacks_is_named() -> None:
+    small = next(each for each in every_launch() if each.kernel == "down_kernel")
+    assert dict(small.constants)["BLOCK_M"] == 16
+    large = replace(small, constants=(("BLOCK_M", 64),))
+    found = Code("HMMA", 128, 128, asynchronous=True)
+    assert lacks(found, small, 90) is lacks(found, large, 80) is None
+    assert lacks(found, large, 90) == "it multiplies by HMMA, not by HGMMA"
+    assert lacks(found._replace(load_bits=64), small, 90) == "its widest load is of 64 bits"
+    assert lacks(found._replace(asynchronous=False), small, 90) == "it loads nothing ahead"
 
 
 def test_a_launch_that_does_not_fit_is_refused_with_its_figures() -> None:

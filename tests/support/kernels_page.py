@@ -15,6 +15,8 @@ from antiphon.kernels.triton.backend import DTYPES, SMS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.kernels.ahead_of_time import Row
+
     from antiphon.kernels.op import Backend
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -68,9 +70,13 @@ the kernels, some of which only these checks find, must fail ([decision
 No GPU is needed to compile for one. Every launch of a prefill and of decode steps in bfloat16 of
 {", ".join(MODELS)}, and of all of sampling, is
 recorded and compiled for each of these compute capabilities (`python -m
-tests.kernels.ahead_of_time`). None keeps registers in memory, and each fits in the shared memory of
-a block there. What the launch that uses most has, as registers of a thread and KiB of shared
-memory:
+tests.kernels.ahead_of_time`); some with a KV cache of float8_e4m3fn, which needs 8.9. None keeps
+registers in memory, and each fits in the shared memory of a block there. In the loop that
+multiplies matrices, or without one anywhere, each loads 128 bits a thread at once, except kernels,
+by name, that read some numbers a row. Tiles of 64 rows are multiplied by the matrix
+units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones are loaded meanwhile. Bits of
+a load, and of the launch that uses most registers of a thread, KiB of shared memory, and
+instructions that multiply:
 
 {_compiled()}
 
@@ -85,8 +91,8 @@ one call of the kernels. [Other names](reference/configuration.md) are refused, 
 ## On a GPU these are refused
 
 Models that only pool, tensor and pipeline parallelism, draft models, the modules of
-transformers, deterministic inference, an FP8 KV cache, latent attention, and pages stored
-outside the worker. FlashInfer is not used.
+transformers, deterministic inference, latent attention, and pages stored outside the worker.
+FlashInfer is not used.
 
 ## While the device computes
 
@@ -105,14 +111,19 @@ steps that verify drafts are not captured, and neither are models with chunked a
 
 def _compiled() -> str:
     rows = read_table()
-    lines = [f"| kernel | launches | {' | '.join(f'sm_{sm}' for sm in SMS)} |"]
-    lines.append("|---" * (2 + len(SMS)) + "|")
+    lines = [f"| kernel | launches | load | {' | '.join(f'sm_{sm}' for sm in SMS)} |"]
+    lines.append("|---" * (3 + len(SMS)) + "|")
     used = {(row.kernel, row.sm): row for row in rows}
-    for name, count in dict.fromkeys((row.kernel, row.launches) for row in rows):
-        each = (used[name, sm].usage for sm in SMS)
-        cells = (f"{usage.registers}, {usage.shared / 1024:.0f}" for usage in each)
-        lines.append(f"| `{name}` | {count} | {' | '.join(cells)} |")
+    for name in dict.fromkeys(row.kernel for row in rows):
+        each = [used[name, sm] for sm in SMS]
+        count, bits = max(row.launches for row in each), min(row.load_bits for row in each)
+        lines.append(f"| `{name}` | {count} | {bits} | {' | '.join(map(_cell, each))} |")
     return "\n".join(lines)
+
+
+def _cell(row: Row) -> str:
+    sizes = f"{row.usage.registers}, {row.usage.shared / 1024:.0f}"
+    return f"{sizes}, {row.matrix}" if row.matrix else sizes
 
 
 def _status(backends: tuple[Backend, ...], name: str) -> str:

@@ -268,7 +268,7 @@ class ImageRows:
         )
 
 
-@kernel("attention.paged", cpu("paged_attention"), triton("attention:paged_attention"))
+@kernel("attention.paged", cpu("paged_attention"), triton("attention:paged_attention", caches=True))
 def paged_attention(
     q: Tensor,
     keys: Tensor,

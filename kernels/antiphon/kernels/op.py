@@ -32,6 +32,7 @@ class DeviceCapability:
     kind: str  # cpu, cuda, or interpreter: Triton's, on CPU tensors
     dtype: torch.dtype = torch.float32
     sm: int | None = None  # of a CUDA device, its compute capability: 90 is 9.0
+    cache_dtype: torch.dtype | None = None  # of an 8-bit KV cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,9 @@ class QkNormWeights(NamedTuple):
         return x.view(heads.shape)
 
 
-@kernel("attention.heads", cpu("qk_norm_rope_store"), triton("heads:qk_norm_rope_store"))
+@kernel(
+    "attention.heads", cpu("qk_norm_rope_store"), triton("heads:qk_norm_rope_store", caches=True)
+)
 def qk_norm_rope_store(
     heads: Tensor,
     cos: Tensor,

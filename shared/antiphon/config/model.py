@@ -107,18 +107,18 @@ class ModelConfig(Config):
     device: Annotated[str, Meta(max_length=32)] = "auto"
     """Device that runs the model: cpu, cuda, or cuda:N for one of several GPUs; auto is cpu."""
     attention_backend: KernelBackend = KernelBackend.AUTO
-    """Kernels of attention over the KV cache: the CPU's own (cpu), Triton's on a GPU (triton), or
-    torch's functions on the CPU (torch); auto takes the first that runs on the device."""
+    """Backend of attention over the KV cache: the CPU's kernels (cpu), Triton's on a GPU (triton),
+    or torch's functions on the CPU (torch); auto takes the first that runs on the device."""
     prefill_attention_backend: KernelBackend = KernelBackend.AUTO
-    """Kernels of prefill attention; auto takes those of attention_backend. Prefills and decodes are
+    """Backend of prefill attention; auto takes attention_backend. Prefills and decodes are
     rows of one pass, so both must have the same."""
     decode_attention_backend: KernelBackend = KernelBackend.AUTO
-    """Kernels of decode attention; auto takes those of attention_backend."""
+    """Backend of decode attention; auto takes attention_backend."""
     sampling_backend: KernelBackend = KernelBackend.AUTO
-    """Kernels that draw tokens at random: Triton's on a GPU (triton), or torch's functions on the
+    """Backend of random sampling: Triton's on a GPU (triton), or torch's functions on the
     CPU (torch)."""
     expert_backend: KernelBackend = KernelBackend.AUTO
-    """Kernels of routed experts: Triton's on a GPU (triton), or torch's functions on the CPU
+    """Backend of routed experts: Triton's on a GPU (triton), or torch's functions on the CPU
     (torch)."""
     threads: Threads | None = None
     """Number of compute threads of one worker; unset: all cores or all but one, with the reason in

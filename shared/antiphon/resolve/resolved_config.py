@@ -496,7 +496,7 @@ def _cache_dtype(
         return ResolvedValue(said, "cache.dtype, equal to the model's dtype")
     if not card.kv_bytes(dtype):
         raise ConfigError(f"cache.dtype = {said}: this model has no KV cache: {BIDIRECTIONAL}")
-    if (lacking := _lacking(device, dtype)) is not None:
+    if device.kind == "cpu" and (lacking := _lacking(device, dtype)) is not None:
         raise ConfigError(
             f"cache.dtype = {said}: needs the CPU kernels; torch converts fp8 ten times slower "
             f"than attention reads it: {lacking}"

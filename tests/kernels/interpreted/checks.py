@@ -13,7 +13,14 @@ from antiphon.kernels import activation, decode_rows, norm, rotary, sampling
 from antiphon.kernels import routing as routing_ops
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
 from antiphon.kernels.experts import ExpertWeights, experts
-from antiphon.kernels.kv import UNSCALED, read_keys, read_values, row_pages_shape, store_kv
+from antiphon.kernels.kv import (
+    UNSCALED,
+    KvScales,
+    read_keys,
+    read_values,
+    row_pages_shape,
+    store_kv,
+)
 from antiphon.kernels.norm import NormWeights
 from antiphon.kernels.rotary import QkNormWeights, RotarySpec, cos_sin
 from antiphon.kernels.routing import RoutingSpec
@@ -29,6 +36,9 @@ if TYPE_CHECKING:
 Module = Any
 """A module of `antiphon.kernels.triton`, or a mutant of one."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = KvScales(0.5, 1.75)
+"""Of keys and values of 8 bits."""
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Of 16 bits, twice the distance of two neighbours."""
 
@@ -170,7 +180,9 @@ def check_heads(
     kind: NormKind | None = None,
     over: Literal["head", "token"] = "head",
     dtype: torch.dtype = torch.float32,
+    cache: torch.dtype | None = None,
 ) -> None:
+    """With a `cache` of 8 bits, some keys and values are beyond its largest number."""
     queries, kv_heads, size, rotated = shape
     heads = randn(tokens, queries + 2 * kv_heads, size, dtype=dtype)
     generator = torch.Generator().manual_seed(tokens)
@@ -178,14 +190,20 @@ def check_heads(
     positions = torch.randint(0, 900, (tokens,), generator=generator)
     cos, sin = cos_sin(RotarySpec(rotated, 1e4).frequencies(), positions, dtype)
     norms = qk_norms(kind, over, queries, kv_heads, size, dtype)
+    scales = UNSCALED
+    if cache is not None:
+        heads[0], heads[0, :, 1], scales = 2e5, torch.nan, SCALES
     results: list[list[Tensor]] = []
     for call in (module.qk_norm_rope_store, rotary.qk_norm_rope_store.reference):
-        pages = [torch.full(row_pages_shape(40, 5, kv_heads, size), -7.0, dtype=dtype)] * 2
-        keys, values = (each.clone() for each in pages)
-        out = call(heads, cos, sin, keys, values, slots, norms)
+        pages = torch.full(row_pages_shape(40, 5, kv_heads, size), -7.0).to(cache or dtype)
+        keys, values = pages, pages.clone()
+        out = call(heads, cos, sin, keys, values, slots, norms, scales)
         results.append([out, keys, values])
     for got, expected in zip(*results, strict=True):
-        close(got, expected)
+        if cache is None:
+            close(got, expected)
+        else:
+            torch.testing.assert_close(got.float(), expected.float(), equal_nan=True)
 
 
 class Rows:
@@ -198,6 +216,7 @@ class Rows:
         shape: KvShape,
         pages: int = 700,
         last: int | None = None,
+        cache: torch.dtype | None = None,
     ) -> None:
         random = np.random.default_rng(len(query_len))
         query = np.array(query_len, np.int32)
@@ -211,7 +230,8 @@ class Rows:
             table[0, 0] = last
         self.rows = AttentionMetadata(shape, table, query, kv, torch.tensor)
         size = row_pages_shape(pages, shape.page_tokens, shape.heads, shape.head_size)
-        self.keys, self.values = (torch.empty(size, dtype=shape.dtype) for _ in range(2))
+        self.keys, self.values = (torch.empty(size, dtype=cache or shape.dtype) for _ in range(2))
+        self.scales = UNSCALED if cache is None else SCALES
         for row, length in enumerate(kv.tolist()):
             seen = np.arange(length)
             if shape.window is not None:
@@ -222,7 +242,7 @@ class Rows:
                 randn(len(seen), shape.heads, shape.head_size, dtype=shape.dtype, seed=s + row)
                 for s in (10, 20)
             )
-            store_kv(k, v, self.keys, self.values, torch.as_tensor(slots))
+            store_kv(k, v, self.keys, self.values, torch.as_tensor(slots), self.scales)
         heads = shape.heads * shape.queries_per_head
         self.q = randn(int(query.sum()), heads, shape.head_size, dtype=shape.dtype)
         self.scale = shape.head_size**-0.5
@@ -253,11 +273,12 @@ def check_attention(
     *,
     sinks: bool = False,
     programs: int = rows.PROGRAMS,
+    cache: torch.dtype | None = None,
 ) -> None:
     """With so few `programs`, rows are decoded in fewer parts."""
-    case = Rows(*lengths, shape)
+    case = Rows(*lengths, shape, cache=cache)
     sink = None if not sinks else randn(case.q.shape[1], dtype=shape.dtype)
-    arguments = case.q, case.keys, case.values, case.rows, case.scale, UNSCALED, softcap, sink
+    arguments = case.q, case.keys, case.values, case.rows, case.scale, case.scales, softcap, sink
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "PROGRAMS", programs)
         got = module.paged_attention(*arguments)

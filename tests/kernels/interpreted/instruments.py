@@ -149,11 +149,11 @@ def unsafe_launches() -> list[Any]:
     x, out, views = torch.zeros(32), torch.zeros(32), torch.zeros(64)
     copied = {"OVERLAP": 0, "BLOCK": 16}
     return [
-        pytest.param(("reads x at byte 128, of 128", copy_kernel, (3,), x, views, 40, 0), copied),
+        pytest.param(("reads x at byte 156, of 128", copy_kernel, (3,), x, views, 40, 0), copied),
         pytest.param(("writes out at byte 128", copy_kernel, (3,), views, out, 33, 0), copied),
         pytest.param(("reads x at byte -4", copy_kernel, (2,), x, out, 32, -1), copied),
         pytest.param(
-            ("writes out at byte 128", copy_kernel, (3,), views, views[:32], 48, 0), copied
+            ("writes out at byte 188", copy_kernel, (3,), views, views[:32], 48, 0), copied
         ),
         pytest.param(
             ("out at byte 48 is written to by two programs", copy_kernel, (2,), x, out, 28, 0),

@@ -16,6 +16,7 @@ from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
 from tests.models.specs import BY_NAME
 from tests.models.test_draft_model import with_nan
+from tests.models.test_speculation import compare, often_wrong, texts_of
 from tests.models.test_steering import bias
 from tests.models.tiny import write_llama
 from tests.support.models import load, open_model
@@ -51,8 +52,10 @@ def _nan_in_padding() -> Iterator[None]:
         yield
 
 
-def opened(folder: Path, device: str) -> OpenModel:
-    return open_model(folder, pages=100, dtype="float32", device=device)
+def opened(
+    folder: Path, device: str, dtype: str = "float32", cache_dtype: str = "auto"
+) -> OpenModel:
+    return open_model(folder, pages=100, dtype=dtype, device=device, cache_dtype=cache_dtype)
 
 
 def requests(vocabulary: int, count: int) -> list[RequestState]:
@@ -125,6 +128,22 @@ def test_llama_generates_what_it_does_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt-oss"])
 def test_other_families_generate_what_they_do_on_the_cpu(family: str, tmp_path: Path) -> None:
     check_device(save(BY_NAME[family], tmp_path).folder)
+
+
+def test_drafts_are_verified_on_a_device(tmp_path: Path) -> None:
+    """Whatever they are, the texts are those without drafts."""
+    folder = write_llama(tmp_path, {"num_hidden_layers": 2})
+    model = opened(folder, "cpu")
+    asked = requests(model.spec.vocabulary, 4)
+    expected = ModelLoop(model, chunk_tokens=20).run(asked)
+    model = opened(folder, "interpreter")
+    drafter = often_wrong(texts_of(asked, expected))
+    runner = replaying(folder, model)
+    loop = ModelLoop(model, runner, overlap=True, drafter=drafter, chunk_tokens=20)
+    for got, wanted in zip(loop.run(asked), expected, strict=True):
+        compare(got, wanted, rounding=1e-4)
+    plans = [record.plan for record in loop.loop.recorder.records()]
+    assert any(len(plan.logit_tokens) > len(plan.slot) for plan in plans)
 
 
 MUTANTS = [
@@ -214,13 +233,12 @@ def test_a_device_that_is_lost_is_lost_for_the_loop_too(tmp_path: Path) -> None:
         runner.run(decode_plan(1, 1, 5))
 
 
-def test_models_run_in_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"cache_dtype": "fp8_e4m3"}], ids=str)
+def test_models_run_in_narrow_floats(changes: dict[str, str], tmp_path: Path) -> None:
     """Kernels of the CPU round elsewhere: the likeliest tokens agree where they are far ahead."""
     folder = write_llama(tmp_path, {"num_hidden_layers": 2})
     expected, got = (
-        outputs_of(
-            open_model(folder, pages=100, dtype="bfloat16", device=device), overlap=False, count=1
-        )
+        outputs_of(opened(folder, device, **changes), overlap=False, count=1)
         for device in ("cpu", "interpreter")
     )
     assert [ids for ids, _ in got] == [ids for ids, _ in expected]

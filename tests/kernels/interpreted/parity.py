@@ -137,6 +137,19 @@ def test_attention_equals_its_reference(window: int | None, dtype: torch.dtype) 
     checks.check_attention(attention, a_shape(window=window, dtype=dtype))
 
 
+@pytest.mark.parametrize("cache", checks.FP8, ids=str)
+@pytest.mark.parametrize("lengths", [RAGGED, LONG], ids=["ragged", "long"])
+def test_attention_reads_a_cache_of_8_bits(
+    lengths: tuple[list[int], list[int]], cache: torch.dtype
+) -> None:
+    checks.check_attention(attention, a_shape(), lengths, cache=cache)
+
+
+@pytest.mark.parametrize("cache", checks.FP8, ids=str)
+def test_heads_are_stored_in_8_bits(cache: torch.dtype) -> None:
+    checks.check_heads(heads, 9, (6, 2, 32, 32), "rms", cache=cache)
+
+
 @pytest.mark.parametrize("group", [1, 4, 20])
 @pytest.mark.parametrize(("size", "page_tokens"), [(32, 16), (136, 1), (8, 128)])
 def test_attention_packs_groups_of_any_size(group: int, size: int, page_tokens: int) -> None:
@@ -218,7 +231,9 @@ many_pairs = partial(checks.check_experts, tokens=90, sizes=(3, 16, 16))
 few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
 many_heads = partial(checks.check_heads, tokens=30, shape=(6, 2, 24, 24))
 normed_heads = partial(many_heads, tokens=3, kind="rms", over="token")
+stored = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16), cache=checks.FP8[1])
 short = partial(checks.check_attention, shape=a_shape(), lengths=FAST)
+eight_bits = partial(short, cache=checks.FP8[0])
 windowed = partial(short, shape=a_shape(window=3))
 long = partial(short, lengths=LONG)
 few_splits = partial(long, programs=12)
@@ -283,6 +298,12 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("heads", "column + half, column - half", "column - half, column + half", few_heads),
     ("heads", "slot % SLOTS", "slot % (SLOTS - 1)", many_heads),
     ("heads", "head - QUERIES, column", "head, column", normed_heads),
+    ("heads", "divided > MAX, MAX", "divided > MAX, divided", stored),
+    ("heads", "tl.full(values.shape, scale, tl.float32)", "1.0", stored),
+    ("heads", "_stored(x, value_scale,", "_stored(x, key_scale,", stored),
+    ("attention", "float(scale * scales.key)", "float(scale)", eight_bits),
+    ("attention", "* value_scale\n        tl.store", "\n        tl.store", eight_bits),
+    ("attention", "/ total * value_scale", "/ total", partial(eight_bits, lengths=LONG)),
     ("attention", "key[None, :] <= position", "key[None, :] < position", short),
     ("attention", "key < high)", "key <= high)", short),
     ("attention", "[:, None] - WINDOW)", "[:, None] - WINDOW - 1)", windowed),

@@ -115,7 +115,7 @@ class _Memory:
         """The first address of a tensor, as a kernel sees it."""
         place = self._names.index(name)
         handle = interpreter._implicit_cvt(self._tensors[place])
-        handle.handle.data[:] = ((place + 1) << SPACE_BITS) + MIDDLE
+        handle.handle.data[:] = _first_address(place)
         return handle
 
     def begin(self, program: int) -> None:
@@ -150,19 +150,19 @@ class _Memory:
 
     def _real(self, pointers: Any, mask: Any, size: int, verb: str) -> NDArray[np.int64]:
         """Addresses that there are; those that are masked are 0."""
-        used = pointers[mask].astype(np.int64)
-        place = (used >> SPACE_BITS) - 1
-        offset = (used & ((1 << SPACE_BITS) - 1)) - MIDDLE
-        for number in np.unique(place):
-            inside = 0 <= number < len(self._names)
-            end = self._ends[number] if inside else 0
-            bad = offset[(place == number)]
-            bad = bad[(bad < 0) | (bad + size > end)]
-            if len(bad):
-                name = self._names[number] if inside else "no tensor"
-                raise Unsafe(f"{self._kernel} {verb} {name} at byte {bad[0]}, of {end}")
         real = np.zeros(pointers.shape, np.int64)
-        real[mask] = self._starts[place] + offset
+        used = pointers[mask].astype(np.int64)
+        if not len(used):
+            return real
+        lowest, highest = int(used.min()), int(used.max())
+        number = (lowest >> SPACE_BITS) - 1
+        inside = 0 <= number < len(self._names)
+        start, end = _first_address(number), int(self._ends[number]) if inside else 0
+        if lowest < start or highest + size > start + end:
+            name = self._names[number] if inside else "no tensor"
+            place = (lowest if lowest < start else highest) - start
+            raise Unsafe(f"{self._kernel} {verb} {name} at byte {place}, of {end}")
+        real[mask] = used + (self._starts[number] - start)
         return real
 
     def compare(self) -> None:
@@ -187,6 +187,11 @@ class _Memory:
         offsets = address - self._starts
         place = int(np.flatnonzero((offsets >= 0) & (offsets < self._ends))[0])
         return f"{self._names[place]} at byte {offsets[place]}"
+
+
+def _first_address(place: int) -> int:
+    """Of a tensor of a launch, as a kernel sees it."""
+    return ((place + 1) << SPACE_BITS) + MIDDLE
 
 
 def _joined(accesses: list[tuple[NDArray[np.int64], int]]) -> NDArray[np.int64]:

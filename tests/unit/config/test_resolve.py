@@ -382,6 +382,8 @@ def test_cache_dtype_is_the_models_or_one_that_the_kernels_read() -> None:
         decide(UNCOMPILED, cache__dtype="fp8_e4m3")
     with pytest.raises(ConfigError, match="do not support float16"):
         decide(cache__dtype="fp8_e5m2", model__dtype="float16")
+    gpu = replace(DEVICE, kind="cuda", lacking="model.device is cuda")
+    assert decide(gpu, model__device="cuda", cache__dtype="fp8_e4m3").cache_dtype.value.eight_bits
     both_ways = replace(CARD, causal=False)
     with pytest.raises(ConfigError, match="no KV cache"):
         decide(DEVICE, both_ways, cache__dtype="fp8_e4m3")

@@ -109,7 +109,8 @@ def paged_attention_kernel(
         slot = (page.to(tl.int64) * KV_HEADS + kv_head) * SLOTS + key % PAGE_TOKENS
         cached = slot[:, None] * SIZE + column[None, :]
         stored = there[:, None] & (column < SIZE)[None, :]
-        k = tl.load(keys + cached, mask=stored, other=0.0)
+        # Numbers of 8 bits become the queries' type in registers.
+        k = tl.load(keys + cached, mask=stored, other=0.0).to(x.dtype)
         scores = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
             scores = softcap * tanh(scores / softcap)
@@ -123,8 +124,8 @@ def paged_attention_kernel(
         shrink = tl.exp2(peak - base)
         weights = tl.exp2(scores - base[:, None])
         mass = mass * shrink + tl.sum(weights, axis=1)
-        v = tl.load(values + cached, mask=stored, other=0.0)
-        added = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        v = tl.load(values + cached, mask=stored, other=0.0).to(x.dtype)
+        added = tl.dot(weights.to(x.dtype), v, input_precision="ieee")
         mixed = mixed * shrink[:, None] + added
         peak = higher
     if SPLIT > 0:

@@ -13,26 +13,34 @@ INTERPRETER = "interpreter"
 """The kind of a device whose kernels Triton's interpreter runs, on CPU tensors."""
 SMS = (80, 86, 89, 90, 100, 103, 120)
 """The compute capabilities for which the kernels are meant, without the point."""
+E4M3_SM = 89
+"""The first compute capability that converts float8_e4m3fn."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def triton(target: str, *, sms: tuple[int, ...] = SMS, invariant: bool = False) -> Backend:
-    """The backend `triton` of an op: a function `module:name` of `antiphon.kernels.triton`."""
+def triton(target: str, *, caches: bool = False, invariant: bool = False) -> Backend:
+    """The backend `triton` of an op: a function `module:name` of `antiphon.kernels.triton`.
+
+    `caches`: it reads or writes the KV cache.
+    """
     return Backend(
         "triton",
         f"antiphon.kernels.triton.{target}",
-        partial(_unsupported_reason, sms=sms),
+        partial(_unsupported_reason, caches=caches),
         invariant=invariant,
     )
 
 
-def _unsupported_reason(device: DeviceCapability, sms: tuple[int, ...]) -> str | None:
+def _unsupported_reason(device: DeviceCapability, *, caches: bool) -> str | None:
     if device.kind not in ("cuda", INTERPRETER):
         return "it runs on CUDA only"
     if device.dtype not in DTYPES:
         return f"it does not compute in {str(device.dtype).removeprefix('torch.')}"
-    if device.sm is not None and device.sm not in sms:
+    if device.sm is not None and device.sm not in SMS:
         return f"it is not compiled for sm_{device.sm}"
+    narrow = caches and device.cache_dtype is torch.float8_e4m3fn
+    if narrow and device.sm is not None and device.sm < E4M3_SM:
+        return f"sm_{device.sm} does not convert float8_e4m3fn; float8_e5m2 it does"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None

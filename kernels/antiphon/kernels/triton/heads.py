@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from antiphon.kernels.kv import UNSCALED, KvScales
+from antiphon.kernels.kv import FP8_MAX, UNSCALED, KvScales
 from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2
 
 if TYPE_CHECKING:
@@ -84,6 +84,16 @@ def _normalised(
     return x, y
 
 
+@triton.jit
+def _stored(values, scale, kind: tl.constexpr, MAX: tl.constexpr):
+    """Elements as the cache has them: of 8 bits divided by the scale, at most MAX; a NaN stays."""
+    if MAX > 0:
+        divided = tl.div_rn(values.to(tl.float32), tl.full(values.shape, scale, tl.float32))
+        divided = tl.where(divided > MAX, MAX, tl.where(divided < -MAX, -MAX, divided))
+        return divided.to(kind)
+    return values.to(kind)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def heads_kernel(
     heads,
@@ -99,6 +109,8 @@ def heads_kernel(
     out,
     tokens,
     eps,
+    key_scale,
+    value_scale,
     STRIDE: tl.constexpr,
     QUERIES: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -111,6 +123,7 @@ def heads_kernel(
     KIND: tl.constexpr,
     BIAS: tl.constexpr,
     OVER_TOKEN: tl.constexpr,
+    MAX: tl.constexpr,
 ):
     packed = tl.arange(0, TOKENS * BLOCK_H)
     token = tl.program_id(0).to(tl.int64) * TOKENS + packed // BLOCK_H
@@ -147,9 +160,11 @@ def heads_kernel(
     slot = tl.load(places + token, mask=known, other=0)
     key_head = (slot // SLOTS * KV_HEADS + head - QUERIES) * SLOTS + slot % SLOTS
     key_place = key_head[:, None] * SIZE + column[None, :]
-    tl.store(keys + key_place, rotated.to(keys.dtype.element_ty), mask=inside & is_key[:, None])
+    stored = _stored(rotated, key_scale, keys.dtype.element_ty, MAX)
+    tl.store(keys + key_place, stored, mask=inside & is_key[:, None])
     value_place = key_place - KV_HEADS * SLOTS * SIZE
-    tl.store(values + value_place, x.to(values.dtype.element_ty), mask=inside & is_value[:, None])
+    stored = _stored(x, value_scale, values.dtype.element_ty, MAX)
+    tl.store(values + value_place, stored, mask=inside & is_value[:, None])
 
 
 def qk_norm_rope_store(
@@ -163,7 +178,6 @@ def qk_norm_rope_store(
     scales: KvScales = UNSCALED,
 ) -> Tensor:
     """As `antiphon.kernels.rotary.qk_norm_rope_store`, for pages of rows."""
-    assert scales == UNSCALED, "a cache of 8 bits is refused on this device"
     tokens, every, size = heads.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
     queries = every - 2 * kv_heads
@@ -191,6 +205,8 @@ def qk_norm_rope_store(
         out,
         tokens,
         0.0 if norms is None else norms.eps,
+        float(scales.key),
+        float(scales.value),
         warps=8 if block * each > TILE // 2 else 4,
         STRIDE=heads.stride(0),
         QUERIES=queries,
@@ -204,5 +220,6 @@ def qk_norm_rope_store(
         KIND=0 if norms is None else _KINDS[norms.kind],
         BIAS=q_bias is not None,
         OVER_TOKEN=over_token,
+        MAX=FP8_MAX.get(keys.dtype, 0.0),
     )
     return out

@@ -13,7 +13,9 @@ def enable() -> None:
     """
     assert "triton" not in sys.modules or interpreted(), "triton was imported before"
     os.environ["TRITON_INTERPRET"] = "1"
-    from antiphon.kernels.triton.narrow_floats import install  # noqa: PLC0415 (it imports Triton)
+    from antiphon.kernels.triton.interpreted_language import (  # noqa: PLC0415 (it imports Triton)
+        install,
+    )
 
     install()
 

@@ -424,7 +424,7 @@ def capability_of(build: BuildContext) -> DeviceCapability:
     if build.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(build.device)
         sm = 10 * major + minor
-    return DeviceCapability(build.device_kind, build.dtype, sm)
+    return DeviceCapability(build.device_kind, build.dtype, sm, build.cache_dtype)
 
 
 def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
