@@ -89,6 +89,7 @@ def test_size_frames_and_duration_are_read(wide: bool) -> None:  # pytest's
         movie(),
         movie(track(b"soun")),
         movie(track(times=())),  # fragmented
+        movie(track(), box(b"mvex", box(b"trex", bytes(24)))),  # but for its first frames
         movie(track(scale=0)),
         movie(track(size=(0, 480))),
         movie(track(times=((5, 0),))),

@@ -73,7 +73,7 @@ def _of_file(data: memoryview, frames_max: int) -> VideoFileHeader | None:
     if kind not in (b"ftyp", b"moov", b"wide", b"mdat", b"free"):
         return None
     movie = _find(data, b"moov")
-    if movie is None:
+    if movie is None or _find(movie, b"mvex") is not None:  # in fragments
         return None
     for name, track in _boxes(movie):
         if name == b"trak" and (header := _of_track(track, frames_max)) is not None:
