@@ -128,8 +128,8 @@ def file_frames(data: bytes | bytearray, indices: Sequence[int]) -> Iterator[Ima
         with library.open(io.BytesIO(data), format=DEMUXER) as container:
             stream = next(iter(container.streams.video), None)
             context = None if stream is None else stream.codec_context
-            if stream is None or context is None or context.name not in CODECS:
-                name = "none" if context is None else context.name
+            name = "none" if context is None else context.codec.canonical_name
+            if stream is None or name not in CODECS:
                 raise InvalidRequest(
                     f"the video has the codec {name}; known are {', '.join(sorted(CODECS))}"
                 )
@@ -154,8 +154,12 @@ class _Frame(Protocol):
     def to_ndarray(self, *, format: str) -> NDArray[np.uint8]: ...  # noqa: A002  # PyAV's name
 
 
+class _Codec(Protocol):
+    canonical_name: str
+
+
 class _CodecContext(Protocol):
-    name: str
+    codec: _Codec
 
 
 class _Stream(Protocol):
