@@ -63,6 +63,24 @@ def check_frames(data: bytes) -> None:
     np.testing.assert_array_equal(found, [right[index] for index in indices])
 
 
+def test_frames_that_an_edit_list_hides_are_seen() -> None:
+    data, cut = written("libx264"), io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(cut, "w", format="mp4") as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is None:  # the last one, which has no data
+                continue
+            shift = round(1 / packet.time_base)  # a second
+            packet.pts, packet.dts, packet.stream = packet.pts - shift, packet.dts - shift, stream
+            container.mux(packet)
+    with av.open(io.BytesIO(cut.getvalue())) as container:
+        assert len([*container.decode(video=0)]) == FRAMES - FPS
+    header = read_video_header(cut.getvalue(), 100)
+    assert header.frames == FRAMES
+    found = file_frames(cut.getvalue(), range(FRAMES))
+    np.testing.assert_array_equal([*found], [*file_frames(data, range(FRAMES))])
+
+
 def test_a_video_that_is_shown_turned_is_upright() -> None:
     data = bytearray(VIDEO)
     quarter = (0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # clockwise

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 DEMUXER = "mp4"
 """FFmpeg's name, of MP4 and QuickTime files. Others are not exposed: some open further files."""
+_OPTIONS = {"ignore_editlist": "1"}
+"""All frames of the file are there, as its index counts them, also those that a cut has hidden."""
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg"})
 """FFmpeg's names of the usual ones. Its other decoders are not exposed to untrusted data."""
 
@@ -125,7 +127,7 @@ def file_frames(data: bytes | bytearray, indices: Sequence[int]) -> Iterator[Ima
     wanted = iter(indices)
     following = next(wanted, None)
     try:
-        with library.open(io.BytesIO(data), format=DEMUXER) as container:
+        with library.open(io.BytesIO(data), format=DEMUXER, options=_OPTIONS) as container:
             stream = next(iter(container.streams.video), None)
             context = None if stream is None else stream.codec_context
             name = "none" if context is None else context.codec.canonical_name
@@ -190,4 +192,5 @@ class _Library(Protocol):
         file: io.BytesIO,
         *,
         format: str,  # noqa: A002  # PyAV's name
+        options: dict[str, str],
     ) -> AbstractContextManager[_Container]: ...
