@@ -83,6 +83,7 @@ async def test_answers_are_those_of_transformers_and_are_cached(tmp_path: Path) 
             slower = (await answer(client, asked(video()), mm_processor_kwargs={"fps": 1}))[0]
             text = stack.post("/detokenize", {"model": "tiny", "tokens": slower})["text"]
             assert "<0.5 seconds>" in text
+            assert seeing.worked()[1] == worked[1]
 
             expected = await client.chat.completions.create(
                 model="tiny", messages=asked(video()), temperature=0, max_tokens=TOKENS

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import EncoderConfig, Settings
     from antiphon.encoder.decode_process import DecodeProcesses
     from antiphon.encoder.model import VisionModel
-    from antiphon.encoder.preprocess import DecodedImage, PreprocessorConfig
+    from antiphon.encoder.preprocess import DecodedImage
     from antiphon.wire.claim import VideoHeader
     from antiphon.wire.ids import ModelName
 
@@ -142,8 +142,7 @@ class ImageEncoder:
         digest = _digest(request)
         # What it is scaled to is a part of what is cached.
         if request.video is not None:
-            recipe = self._video_recipe(request, request.video)
-            key = digest + repr((recipe, request.video)).encode()
+            key = digest + repr(self._seen(request, request.video)).encode()
         else:
             recipe = self._recipe.within(request.limits)
             key = digest if recipe == self._recipe else digest + repr(recipe).encode()
@@ -164,8 +163,8 @@ class ImageEncoder:
             cached=cached,
         )
 
-    def _video_recipe(self, request: EncodeImage, video: VideoHeader) -> PreprocessorConfig:
-        """How a video is preprocessed.
+    def _seen(self, request: EncodeImage, video: VideoHeader) -> tuple[list[int], tuple[int, int]]:
+        """Which frames of a video are seen, and their width and height.
 
         Raises:
             Unsupported: The model takes no videos.
@@ -183,7 +182,7 @@ class ImageEncoder:
                 f"the embedding of the video has {size_bytes} bytes; the limit is "
                 f"{self._config.claims_bytes_max} bytes"
             )
-        return self._videos.recipe.within(request.limits)
+        return self._videos.chosen(*size, video, request.limits)
 
     async def _pixels(self, request: EncodeImage, left_s: float) -> DecodedImage:
         due = self._clock.now() + left_s

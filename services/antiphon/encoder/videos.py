@@ -47,6 +47,22 @@ class VideoPreprocessor:
         self._images = Preprocessor(recipe, pixels_max=pixels_max)
         self._pixels_max = pixels_max
 
+    def chosen(
+        self, width: int, height: int, video: VideoHeader, limits: PixelLimits | None
+    ) -> tuple[list[int], tuple[int, int]]:
+        """The frames that are seen, and the width and height that they are scaled to.
+
+        They decide the embedding, with the bytes: its times are written or placed in the prompt.
+
+        Raises:
+            InvalidRequest: It is too narrow, has too many frames, or no size within `limits`.
+        """
+        recipe = self.recipe.within(limits)
+        assert recipe.sampling is not None, "a recipe of videos"
+        indices = recipe.sampling.indices(video)
+        sizes = cast("GridSizes", recipe.grid)
+        return indices, sizes.scaled(width, height, max(PAIR, len(indices)))
+
     def tokens(
         self, width: int, height: int, video: VideoHeader, limits: PixelLimits | None
     ) -> int:
@@ -55,7 +71,7 @@ class VideoPreprocessor:
         Raises:
             InvalidRequest: It is too narrow, has too many frames, or no size within `limits`.
         """
-        indices, (across, down) = self._chosen(width, height, video, limits)
+        indices, (across, down) = self.chosen(width, height, video, limits)
         edge = self._grid.edge
         return -(-len(indices) // PAIR) * (across // edge) * (down // edge)
 
@@ -76,7 +92,7 @@ class VideoPreprocessor:
         """
         if width * height > self._pixels_max:
             raise RequestTooLarge.of(size_bytes=width * height, bytes_max=self._pixels_max)
-        indices, size = self._chosen(width, height, video, limits)
+        indices, size = self.chosen(width, height, video, limits)
         if is_frame_list(data):
             frames = map(self._images.image, unpack_frames(bytes(data)))
         else:
@@ -101,16 +117,6 @@ class VideoPreprocessor:
     @property
     def _grid(self) -> GridSizes:
         return cast("GridSizes", self.recipe.grid)
-
-    def _chosen(
-        self, width: int, height: int, video: VideoHeader, limits: PixelLimits | None
-    ) -> tuple[list[int], tuple[int, int]]:
-        """The frames that are seen, and the width and height that they are scaled to."""
-        recipe = self.recipe.within(limits)
-        assert recipe.sampling is not None, "a recipe of videos"
-        indices = recipe.sampling.indices(video)
-        sizes = cast("GridSizes", recipe.grid)
-        return indices, sizes.scaled(width, height, max(PAIR, len(indices)))
 
 
 def file_frames(data: bytes | bytearray, indices: Sequence[int]) -> Iterator[Image.Image]:
