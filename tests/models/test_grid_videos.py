@@ -151,7 +151,8 @@ def embedded(
 ) -> tuple[np.ndarray, np.ndarray]:
     assert model.videos is not None
     decoded = model.videos.decoded(data, *size, video)
-    made = model.embed(decoded)
+    *_, made = model.steps(decoded)
+    assert made is not None
     return np.frombuffer(made.data, "<f4").reshape(made.tokens, made.hidden), decoded.pixels
 
 

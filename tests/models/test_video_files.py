@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
 import random
+import signal
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +15,18 @@ import pytest
 from PIL import Image
 from tests.support.qwen_vl import write_qwen3_vl
 from tests.support.towers import opened
+from tests.support.wait import until
 
+from antiphon.encoder.cache import DecodeJob
+from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings
+from antiphon.encoder.preprocess import BICUBIC, PreprocessorConfig
 from antiphon.encoder.videos import file_frames
 from antiphon.gateway.media.video_header import read_video_header
 from antiphon.wire.claim import VideoHeader
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
     from pathlib import Path
 
 av: Any = pytest.importorskip("av")
@@ -105,6 +113,25 @@ def test_frames_are_chosen_and_scaled_by_the_header(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidRequest, match=reason):
             videos.decoded(VIDEO, *size, wrong)
+
+
+async def test_videos_are_decoded_beside_images() -> None:
+    channels = (1.0, 1.0, 1.0)
+    recipe = PreprocessorConfig(8, None, BICUBIC, 1.0, mean=channels, std=channels)
+    processes = DecodeProcesses(DecodeSettings(recipe, 10**6), 1)
+    job = DecodeJob(VIDEO, WIDTH, HEIGHT, video=VideoHeader(frames=FRAMES, fps=FPS))
+    async with processes.images, processes.videos, asyncio.TaskGroup() as group:
+        asked = group.create_task(refused(processes.decode(job, timeout_s=60)))
+        await until(lambda: bool(processes.videos.pids))
+        assert not processes.images.pids
+        os.kill(processes.videos.pids[0], signal.SIGKILL)
+    assert asked.result() == "the video could not be decoded"
+
+
+async def refused(decoding: Awaitable[object]) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await decoding
+    return caught.value.message
 
 
 def test_other_formats_and_codecs_are_refused() -> None:

@@ -14,7 +14,7 @@ from antiphon.wire.claim import PixelLimits, VideoHeader
 Pixels = TypeVar("Pixels")
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
     from concurrent.futures import Executor, Future
 
     from antiphon.wire.claim import Claim
@@ -85,20 +85,24 @@ class _EmbedJob:
 
     Attributes:
         task: Prepares and embeds it.
-        work: Its place in the thread; None while it is prepared.
+        work: The place of its next step in the thread; None while it is prepared.
     """
 
     result: asyncio.Future[CachedEmbedding]
     task: asyncio.Task[None] | None = None
-    work: Future[CachedEmbedding] | None = None
+    work: Future[CachedEmbedding | None] | None = None
     waiting: int = 0
 
 
 @dataclass(eq=False)
 class Embedder(Generic[Pixels]):
-    """Prepares images, and embeds them in a thread, one by one; calls for one image share a job."""
+    """Prepares media, and embeds them in a thread; calls for one medium share a job.
 
-    compute: Callable[[Pixels], CachedEmbedding]
+    The last of the `steps` of a medium gives its embedding. One that has several, a video, takes
+    turns with the others.
+    """
+
+    steps: Callable[[Pixels], Iterator[CachedEmbedding | None]]
     cache: EmbeddingCache
     thread: Executor
     group: asyncio.TaskGroup
@@ -110,10 +114,11 @@ class Embedder(Generic[Pixels]):
         """Return the embedding of an image whose SHA-256 is `digest`; `prepare` gives its pixels.
 
         Cancelling a call does not affect other calls for the same image. An image that is prepared
-        or queued is dropped when no call waits any more; a started one is finished and cached.
+        or queued is dropped when no call waits any more; a started step is finished, and its
+        embedding, if it was the last one, cached.
 
         Raises:
-            EngineError: Raised by `compute`, or by the `prepare` of the first of the calls.
+            EngineError: Raised by its `steps`, or by the `prepare` of the first of the calls.
         """
         if (found := self.cache.get(digest)) is not None:
             return found
@@ -138,8 +143,13 @@ class Embedder(Generic[Pixels]):
         self, digest: bytes, job: _EmbedJob, prepare: Callable[[], Awaitable[Pixels]]
     ) -> None:
         try:
-            job.work = self.thread.submit(self.compute, await prepare())
-            embedding = await asyncio.wrap_future(job.work)
+            embedding, steps = None, self.steps(await prepare())
+            while embedding is None:
+                job.work = self.thread.submit(next, steps)
+                embedding = await asyncio.wrap_future(job.work)
+                if embedding is None and not job.waiting:
+                    job.result.cancel()
+                    return
         except asyncio.CancelledError:
             job.result.cancel()
             raise

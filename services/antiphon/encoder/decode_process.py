@@ -58,17 +58,23 @@ class _Pixels(msgspec.Struct, frozen=True, tag=True):
 
 
 class DecodeProcesses:
-    """Decodes images, one per process at a time, while its `pool` is entered."""
+    """Decodes media, one per process at a time, while its pools are entered.
+
+    Videos have processes of their own: images do not wait behind them.
+    """
 
     def __init__(self, settings: DecodeSettings, processes: int) -> None:
         shown = msgspec.json.encode(settings).decode()
-        self.pool = ProcessPool(
-            ("-m", "antiphon.encoder.decode_process", shown),
-            job_s=_JOB_S,
-            processes=processes,
-            jobs_max=_JOBS_MAX,
-            bytes_max=_BYTES_MAX,
-            memory_bytes_max=_MEMORY_BYTES_MAX,
+        self.images, self.videos = (
+            ProcessPool(
+                ("-m", "antiphon.encoder.decode_process", shown),
+                job_s=_JOB_S,
+                processes=processes,
+                jobs_max=_JOBS_MAX,
+                bytes_max=_BYTES_MAX,
+                memory_bytes_max=_MEMORY_BYTES_MAX,
+            )
+            for _ in range(2)
         )
 
     async def decode(self, job: DecodeJob, *, timeout_s: float) -> DecodedImage:
@@ -79,20 +85,21 @@ class DecodeProcesses:
                 or its time.
             EngineError: It is too large, or was not decoded in time.
         """
-        began = time.monotonic()
+        began, video = time.monotonic(), job.video is not None
+        pool, kind = (self.videos, "video") if video else (self.images, "image")
         try:
-            result = await self.pool.run(msgspec.msgpack.encode(job), timeout_s=timeout_s)
+            result = await pool.run(msgspec.msgpack.encode(job), timeout_s=timeout_s)
         except Internal as error:
-            raise InvalidRequest("the image could not be decoded", param="image") from error
+            raise InvalidRequest(f"the {kind} could not be decoded", param="image") from error
         except DeadlineExceeded as error:
             if time.monotonic() - began >= timeout_s:
                 raise
-            raise InvalidRequest("the image takes too long to decode", param="image") from error
+            text = f"the {kind} takes too long to decode"
+            raise InvalidRequest(text, param="image") from error
         outcome = msgspec.msgpack.decode(result, type=_Pixels | ErrorReply)
         if isinstance(outcome, ErrorReply):
             raise decode_error(outcome)
         pixels = np.frombuffer(outcome.data, np.uint8).reshape(outcome.shape)
-        video = job.video is not None
         return DecodedImage(pixels, outcome.width, outcome.height, video=video)
 
 

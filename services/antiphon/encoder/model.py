@@ -40,6 +40,7 @@ from antiphon.model_card.vision import read_vision
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from antiphon.config.settings import Settings
@@ -273,9 +274,7 @@ class VisionModel:
         return (rows if self.packing is None else self.packing.rows_max) * self.width * 4
 
     def embed(self, image: DecodedImage) -> CachedEmbedding:
-        """Embed an image that `preprocess` has decoded, or a video that `videos` has."""
-        if image.video:
-            return self._embed_video(image)
+        """Embed an image that `preprocess` has decoded."""
         states = self.tower(torch.as_tensor(self.preprocess.normalized(image.pixels)))
         if self.connector is not None:
             states = self.connector(states)
@@ -285,12 +284,21 @@ class VisionModel:
             embedding = self.packing(states, image.width, image.height)
         return _embedding(embedding)
 
-    def _embed_video(self, video: DecodedImage) -> CachedEmbedding:
-        """Embed the frames of each patch, one after the other: they take memory."""
+    def steps(self, medium: DecodedImage) -> Iterator[CachedEmbedding | None]:
+        """Embed an image, or a video that `videos` has decoded, frames of a patch by frames.
+
+        The last step gives the embedding. Other media may be embedded between steps.
+        """
+        if not medium.video:
+            yield self.embed(medium)
+            return
         assert self.videos is not None, "it has decoded the video"
-        parts = np.split(video.pixels, len(video.pixels) // PAIR)
-        rows = [self.tower(torch.as_tensor(self.videos.normalized(part)))[0] for part in parts]
-        return _embedding(torch.cat(rows))
+        rows: list[Tensor] = []
+        for part in np.split(medium.pixels, len(medium.pixels) // PAIR):
+            if rows:
+                yield None
+            rows.append(self.tower(torch.as_tensor(self.videos.normalized(part)))[0])
+        yield _embedding(torch.cat(rows))
 
 
 def _embedding(embedding: Tensor) -> CachedEmbedding:

@@ -31,7 +31,7 @@ from antiphon.wire.errors import DeadlineExceeded, InvalidRequest, RequestTooLar
 from antiphon.wire.routes import ENCODE_IMAGE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from antiphon.config.settings import EncoderConfig, Settings
     from antiphon.encoder.decode_process import DecodeProcesses
@@ -77,7 +77,7 @@ class EncoderService:
             shelf = BlobStore(address, config.claims_bytes_max, runtime.clock)
             runtime.group.create_task(BlobServer(bound, shelf).run())
             processes = _decode_processes(model, config)
-            async with processes.pool:
+            async with processes.images, processes.videos:
                 images = ImageEncoder(runtime, model, processes, thread, shelf)
                 yield EncoderService(runtime, images)
 
@@ -132,11 +132,17 @@ class ImageEncoder:
         self._cache = EmbeddingCache(bytes_max)
         self.metrics = EncoderMetrics(runtime.metrics, self._cache)
 
-        def embed(image: DecodedImage) -> CachedEmbedding:
-            with self.metrics.embed_seconds.time():
-                return _parted(model.embed(image))
+        def steps(image: DecodedImage) -> Iterator[CachedEmbedding | None]:
+            took_s, began = 0.0, self._clock.now()
+            for embedding in model.steps(image):
+                made = None if embedding is None else _parted(embedding)
+                took_s += self._clock.now() - began
+                if made is not None:
+                    self.metrics.embed_seconds.observe(took_s)
+                yield made
+                began = self._clock.now()
 
-        self._embedder = Embedder(embed, self._cache, thread, runtime.group)
+        self._embedder = Embedder(steps, self._cache, thread, runtime.group)
 
     async def embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
         digest = _digest(request)

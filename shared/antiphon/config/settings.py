@@ -226,7 +226,7 @@ class EncoderConfig(Config):
     """Folder of a CLIP or SigLIP model, or one that takes images; empty: that of the served model;
     if that takes none, every call is rejected as `unsupported`."""
     decode_processes: Annotated[int, Meta(ge=1, le=256)] = 2
-    """Number of child processes that decode images."""
+    """Number of child processes that decode images, and of others that decode videos."""
     cache_bytes_max: Bytes | None = None
     """Maximum size of the embedding cache, in bytes; entries are keyed by content hash. Unset: four
     of the model's largest embeddings, at most 1/8 of the free memory, and 256 MiB at least."""

@@ -17,10 +17,10 @@ from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterator
 
 BYTES = 10
-BROKEN, UNREADABLE = b"broken", b"unreadable"
+BROKEN, UNREADABLE, VIDEO = b"broken", b"unreadable", b"video"
 
 
 def embedding(size: int = BYTES) -> CachedEmbedding:
@@ -35,20 +35,24 @@ class SlowModel:
     def __init__(self) -> None:
         self.let = threading.Event()
         self.begun: Counter[bytes] = Counter()
+        self.order: list[bytes] = []
 
-    def embed(self, image: bytes | bytearray) -> CachedEmbedding:
-        self.begun[bytes(image)] += 1
-        assert self.let.wait(5), "never let"
-        if image == BROKEN:
-            raise InvalidRequest("broken")
-        return embedding()
+    def steps(self, medium: bytes) -> Iterator[CachedEmbedding | None]:
+        """One, or three of a video."""
+        for left in (2, 1, 0) if medium == VIDEO else (0,):
+            self.order.append(medium)
+            self.begun[medium] += 1
+            assert self.let.wait(5), "never let"
+            if medium == BROKEN:
+                raise InvalidRequest("broken")
+            yield None if left else embedding()
 
 
 class World:
     def __init__(self, thread: ThreadPoolExecutor, group: asyncio.TaskGroup) -> None:
         self.model = SlowModel()
         self.cache = EmbeddingCache(1000)
-        self.embedder = Embedder(self.model.embed, self.cache, thread, group)
+        self.embedder = Embedder(self.model.steps, self.cache, thread, group)
         self.prepared: Counter[bytes] = Counter()
         self.source = asyncio.Event()
         self.source.set()
@@ -176,6 +180,28 @@ async def test_error_without_waiting_calls_is_not_reported(world: World) -> None
             left.cancel()
         world.model.let.set()
         assert (await world.embed(b"behind it")).data == bytes(BYTES)
+
+
+async def test_an_image_does_not_wait_for_all_of_a_video(world: World) -> None:
+    async with asyncio.TaskGroup() as group:
+        video = group.create_task(world.embed(VIDEO))
+        await until(lambda: world.model.begun[VIDEO] > 0)
+        group.create_task(world.embed(b"a"))
+        await until(lambda: world.prepared[b"a"] > 0)
+        world.model.let.set()
+    assert world.model.order == [VIDEO, b"a", VIDEO, VIDEO]
+    assert await world.embed(VIDEO) is video.result()
+
+
+async def test_a_video_that_no_call_waits_for_is_not_finished(world: World) -> None:
+    async with asyncio.TaskGroup() as group:
+        left = group.create_task(world.embed(VIDEO))
+        await until(lambda: world.model.begun[VIDEO] > 0)
+        left.cancel()
+    world.model.let.set()
+    assert (await world.embed(b"a")).data == bytes(BYTES)
+    assert world.model.order == [VIDEO, b"a"]
+    assert (await world.embed(VIDEO)).data == bytes(BYTES)
 
 
 async def settle(asked: object) -> str:
