@@ -31,8 +31,8 @@ from antiphon.wire.errors import (
 _MEMORY_BYTES_MAX = 4 * 1024**3
 """Address space: an interpreter with numpy and Pillow takes 1 GiB of it, an image of 64 million
 pixels 256 MiB, and as much again while it is converted or turned."""
-_JOB_S = 20.0
-"""Maximum time of one image in a child that is ready."""
+_IMAGE_S, _VIDEO_S = 20.0, 60.0
+"""Maximum time of one medium in a child that is ready."""
 _JOBS_MAX = 1024
 _BYTES_MAX = 1024**3
 
@@ -68,13 +68,13 @@ class DecodeProcesses:
         self.images, self.videos = (
             ProcessPool(
                 ("-m", "antiphon.encoder.decode_process", shown),
-                job_s=_JOB_S,
+                job_s=job_s,
                 processes=processes,
                 jobs_max=_JOBS_MAX,
                 bytes_max=_BYTES_MAX,
                 memory_bytes_max=_MEMORY_BYTES_MAX,
             )
-            for _ in range(2)
+            for job_s in (_IMAGE_S, _VIDEO_S)
         )
 
     async def decode(self, job: DecodeJob, *, timeout_s: float) -> DecodedImage:
