@@ -45,7 +45,7 @@ class Timeline:
 
 
 class Party(Protocol):
-    """Who is connected: knows when it can run what reaches it.
+    """A connected process: knows when it can run what reaches it.
 
     Attributes:
         connected: Whether its connection to the broker stands, if there is a broker.

@@ -179,7 +179,7 @@ def test_a_late_peer_that_has_sent_a_heartbeat_since_it_was_probed_lives(world: 
 
 
 def test_gateways_are_not_probed_and_no_one_is_over_a_broken_link(world: World) -> None:
-    """A gateway has its lease; and who has just connected again has received nothing yet."""
+    """A gateway has its lease; and one that has just connected again has received nothing yet."""
     world.beat("gateway-0", role=Role.GATEWAY)
     world.run(2)
     assert late(world) == []
