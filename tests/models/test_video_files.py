@@ -9,15 +9,17 @@ import random
 import signal
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from PIL import Image
 from tests.support.qwen_vl import write_qwen3_vl
 from tests.support.towers import opened
+from tests.support.video_files import FPS, FRAMES, HEIGHT, WIDTH, av, written
 from tests.support.wait import until
 
+from antiphon.config.settings import EncoderConfig
 from antiphon.encoder.cache import DecodeJob
 from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings
 from antiphon.encoder.preprocess import BICUBIC, PreprocessorConfig
@@ -29,24 +31,6 @@ from antiphon.wire.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Awaitable
     from pathlib import Path
-
-av: Any = pytest.importorskip("av")
-WIDTH, HEIGHT, FRAMES, FPS = 64, 48, 30, 10
-
-
-def written(codec: str = "mpeg4", form: str = "mp4") -> bytes:
-    """A video that becomes lighter, and has a red bar at its left that becomes wider."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=form) as container:
-        stream = container.add_stream(codec, rate=FPS)
-        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
-        for number in range(FRAMES):
-            pixels = np.full((HEIGHT, WIDTH, 3), 8 * number, np.uint8)
-            pixels[:, : 2 * number] = (255, 0, 0)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return file.getvalue()
-
 
 VIDEO = written()
 
@@ -123,7 +107,7 @@ def test_frames_are_chosen_and_scaled_by_the_header(tmp_path: Path) -> None:
 async def test_videos_are_decoded_beside_images() -> None:
     channels = (1.0, 1.0, 1.0)
     recipe = PreprocessorConfig(8, None, BICUBIC, 1.0, mean=channels, std=channels)
-    processes = DecodeProcesses(DecodeSettings(recipe, 10**6), 1)
+    processes = DecodeProcesses(DecodeSettings(recipe, 10**6), EncoderConfig(decode_processes=1))
     job = DecodeJob(VIDEO, WIDTH, HEIGHT, video=VideoHeader(frames=FRAMES, fps=FPS))
     async with processes.images, processes.videos, asyncio.TaskGroup() as group:
         asked = group.create_task(refused(processes.decode(job, timeout_s=60)))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 import torch
 import transformers
+from aiohttp import web
 from openai import AsyncOpenAI
+from tests.support import video_files
 from tests.support.llava import picture
 from tests.support.qwen_vl import PLACEHOLDER_ID, patches, video_patches, write_qwen3_vl
 from tests.system.seeing import TIE, TOKENS, Seeing, answer, url
-from tests.system.stack import serving
+from tests.system.stack import serving, wait_until
 
 from antiphon.client.client import Client
 from antiphon.wire.claim import VideoHeader
@@ -22,6 +26,7 @@ from antiphon.wire.media import MediumInput
 from antiphon.wire.tokenize import ChatMessage, MessagePart
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
@@ -59,13 +64,59 @@ def check(seeing: Seeing, prompt: list[int], output: list[int], image: bytes) ->
         assert logits[index, token] >= logits[index].max() - TIE, f"token {index} of {output}"
 
 
+MEBIBYTE = 1024**2
+
+
+@asynccontextmanager
+async def serving_file(data: bytes) -> AsyncGenerator[str]:
+    """Serves a file, under any query, and one that is said to have 200 MiB."""
+
+    async def sent(_: web.Request) -> web.Response:
+        return web.Response(body=data)
+
+    async def claimed(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.content_length = 200 * MEBIBYTE
+        await response.prepare(request)
+        return response
+
+    app = web.Application()
+    app.add_routes([web.get("/sent.mp4", sent), web.get("/claimed.mp4", claimed)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://localhost:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def check_large(client: AsyncOpenAI, folder: Path) -> None:
+    """A file as telephones write it, of 70 MiB, is seen as one without its padding."""
+    small = video_files.written()
+    large = video_files.padded(small, 70 * MEBIBYTE)
+    (folder / "small.mp4").write_bytes(small)
+    right = await answer(client, asked(video(f"file://{folder}/small.mp4")))
+    async with serving_file(large) as at:
+        assert await answer(client, asked(video(f"{at}/sent.mp4"))) == right
+        for sources, reason in (
+            ([f"{at}/claimed.mp4"], f"has {200 * MEBIBYTE} bytes; the limit is {100 * MEBIBYTE}"),
+            # Each would fit alone.
+            ([f"{at}/sent.mp4?1", f"{at}/sent.mp4?2"], f"the limit is {120 * MEBIBYTE} bytes"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await answer(client, asked(*map(video, sources)))
+
+
 async def test_answers_are_those_of_transformers_and_are_cached(tmp_path: Path) -> None:
     """A picture and a video, which is fetched in several windows; then of all ways in."""
     folder = write_qwen3_vl(tmp_path)
     model = ("--model-path", str(folder), "--served-model-name", "tiny", "--dtype", "float32")
     sizes = ("--page-size", "16", "--batching-chunk-tokens", "24")
     window = ("--batching-media-window-bytes", "4096")
-    with serving(*model, *sizes, *window) as stack:
+    files = ("--allowed-local-media-path", str(tmp_path), "--media-allowed-domains", "localhost")
+    most = ("--media-url-max-file-size-mb", "100", "--media-store-bytes-max", str(120 * MEBIBYTE))
+    with serving(*model, *sizes, *window, *files, *most) as stack:
         seeing = Seeing(stack, folder, transformers.Qwen3VLForConditionalGeneration)
         image = picture(9)
         shown = {"type": "image_url", "image_url": {"url": url(image)}}
@@ -115,3 +166,11 @@ async def test_answers_are_those_of_transformers_and_are_cached(tmp_path: Path) 
                 with pytest.raises(openai.BadRequestError, match=reason) as caught:
                     await answer(client, asked(shown, video(source)))
                 assert caught.value.param == "messages[0].content[2].video_url"
+
+            await check_large(client, tmp_path)
+            await asyncio.to_thread(
+                wait_until,
+                lambda: seeing.metric("gateway-0", "media_bytes") == 0,
+                10,
+                "no bytes are held",
+            )

@@ -8,8 +8,10 @@ python -m antiphon.encoder.decode_process RECIPE PARENT_PID MEMORY_BYTES_MAX
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -28,13 +30,20 @@ from antiphon.wire.errors import (
     encode_error,
 )
 
+if TYPE_CHECKING:
+    from antiphon.config.settings import EncoderConfig
+
 _MEMORY_BYTES_MAX = 4 * 1024**3
-"""Address space: an interpreter with numpy and Pillow takes 1 GiB of it, an image of 64 million
-pixels 256 MiB, and as much again while it is converted or turned."""
+"""Address space beside the medium: an interpreter with numpy and Pillow takes 1 GiB of it, an image
+of 64 million pixels 256 MiB, and as much again while it is converted or turned."""
+_COPIES = 2
+"""Of the medium in its process: as it came, and as it is decoded."""
+_JOB_BYTES = 64 * 1024
+"""What stands beside a medium in its job, at most."""
 _IMAGE_S, _VIDEO_S = 20.0, 60.0
 """Maximum time of one medium in a child that is ready."""
 _JOBS_MAX = 1024
-_BYTES_MAX = 1024**3
+_IMAGES_BYTES_MAX = 1024**3
 
 
 class DecodeSettings(msgspec.Struct, frozen=True):
@@ -48,10 +57,10 @@ class DecodeSettings(msgspec.Struct, frozen=True):
 class _Pixels(msgspec.Struct, frozen=True, tag=True):
     """Row-major, of 8 bits each, and their shape (F, H, W, 3): F frames of H x W pixels.
 
-    `width` and `height` are those of the image.
+    `width` and `height` are those of the image. The data are not copied where they are decoded.
     """
 
-    data: bytes
+    data: memoryview
     shape: tuple[int, int, int, int]
     width: int
     height: int
@@ -61,21 +70,30 @@ class DecodeProcesses:
     """Decodes media, one per process at a time, while its pools are entered.
 
     Videos have processes of their own: images do not wait behind them.
+
+    Attributes:
+        video_slots: Who fetches a video to decode it holds one of them: as many are in memory as
+            there are processes for them, and the next one.
     """
 
-    def __init__(self, settings: DecodeSettings, processes: int) -> None:
+    def __init__(self, settings: DecodeSettings, config: EncoderConfig) -> None:
         shown = msgspec.json.encode(settings).decode()
-        self.images, self.videos = (
-            ProcessPool(
+        processes = config.decode_processes
+        self.video_slots = asyncio.Semaphore(processes + 1)
+
+        def pool(job_s: float, medium_bytes_max: int, bytes_max: int) -> ProcessPool:
+            return ProcessPool(
                 ("-m", "antiphon.encoder.decode_process", shown),
                 job_s=job_s,
                 processes=processes,
                 jobs_max=_JOBS_MAX,
-                bytes_max=_BYTES_MAX,
-                memory_bytes_max=_MEMORY_BYTES_MAX,
+                bytes_max=bytes_max,
+                memory_bytes_max=_MEMORY_BYTES_MAX + _COPIES * medium_bytes_max,
             )
-            for job_s in (_IMAGE_S, _VIDEO_S)
-        )
+
+        slots_bytes = (processes + 1) * (config.video_bytes_max + _JOB_BYTES)
+        self.images = pool(_IMAGE_S, config.image_bytes_max, _IMAGES_BYTES_MAX)
+        self.videos = pool(_VIDEO_S, config.video_bytes_max, slots_bytes)
 
     async def decode(self, job: DecodeJob, *, timeout_s: float) -> DecodedImage:
         """Decode and resize an image, or the frames of a video.
@@ -122,8 +140,8 @@ def main(arguments: list[str]) -> None:
                 image = videos.decoded(job.image, *size, job.video, job.limits)
         except EngineError as error:
             return msgspec.msgpack.encode(encode_error(error))
-        pixels = image.pixels
-        result = _Pixels(pixels.tobytes(), pixels.shape, image.width, image.height)
+        shape = image.pixels.shape
+        result = _Pixels(image.pixels.reshape(-1).data, shape, image.width, image.height)
         return msgspec.msgpack.encode(result)
 
     serve(work, parent_pid, memory_bytes_max)

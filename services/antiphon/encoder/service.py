@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -192,15 +192,18 @@ class ImageEncoder:
 
     async def _pixels(self, request: EncodeImage, left_s: float) -> DecodedImage:
         due = self._clock.now() + left_s
-        with self.metrics.fetch_seconds.time():
-            image = bytes(await self._image(request, left_s))
-        job = DecodeJob(image, request.width, request.height, request.limits, request.video)
-        timeout_s = max(0.0, due - self._clock.now())
-        with self.metrics.decode_seconds.time():
-            return await self._processes.decode(job, timeout_s=timeout_s)
+        # A video is large: only as many are fetched as are soon decoded.
+        async with self._processes.video_slots if request.video is not None else nullcontext():
+            with self.metrics.fetch_seconds.time():
+                image = bytes(await self._image(request, due - self._clock.now()))
+            job = DecodeJob(image, request.width, request.height, request.limits, request.video)
+            timeout_s = max(0.0, due - self._clock.now())
+            with self.metrics.decode_seconds.time():
+                return await self._processes.decode(job, timeout_s=timeout_s)
 
     async def _image(self, request: EncodeImage, left_s: float) -> bytes | bytearray:
-        bytes_max = self._config.image_bytes_max
+        most = self._config
+        bytes_max = most.image_bytes_max if request.video is None else most.video_bytes_max
         if request.claim is not None:
             return await fetch(request.claim, timeout_s=left_s, bytes_max=bytes_max)
         assert request.image is not None, "checked by _digest"
@@ -274,7 +277,7 @@ def _decode_processes(model: VisionModel, config: EncoderConfig) -> DecodeProces
 
     videos = None if model.videos is None else model.videos.recipe
     recipe = DecodeSettings(model.preprocess.recipe, config.pixels_max, videos)
-    return DecodeProcesses(recipe, config.decode_processes)
+    return DecodeProcesses(recipe, config)
 
 
 def _open(settings: Settings, folder: Path) -> VisionModel:

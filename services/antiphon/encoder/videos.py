@@ -94,21 +94,24 @@ class VideoPreprocessor:
             raise RequestTooLarge.of(size_bytes=width * height, bytes_max=self._pixels_max)
         indices, size = self.chosen(width, height, video, limits)
         if is_frame_list(data):
-            frames = map(self._images.image, unpack_frames(bytes(data)))
+            frames = map(self._images.image, unpack_frames(data))
         else:
             frames = file_frames(data, indices)
-        made: list[NDArray[np.uint8]] = []
+        # They may take most of the process's memory: no second copy is made of them.
+        rows, made = len(indices) + -len(indices) % PAIR, 0
+        pixels = np.empty((rows, size[1], size[0], 3), np.uint8)
         for frame in islice(frames, len(indices)):
             if frame.size != (width, height):
                 raise InvalidRequest(
                     f"a frame has {frame.width} x {frame.height} pixels, and {width} x {height} by "
                     "the header of its video"
                 )
-            made.append(np.asarray(frame.resize(size, self.recipe.resample), dtype=np.uint8))
-        if len(made) < len(indices):
+            pixels[made] = np.asarray(frame.resize(size, self.recipe.resample))
+            made += 1
+        if made < len(indices):
             raise InvalidRequest("the video has fewer frames than its header says")
-        made += made[-1:] * (-len(made) % PAIR)
-        return DecodedImage(np.stack(made), width, height, video=True)
+        pixels[made:] = pixels[made - 1]
+        return DecodedImage(pixels, width, height, video=True)
 
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Scale and normalize: (F, H, W, 3)  ->  (F, 3, H, W)."""

@@ -189,11 +189,17 @@ _MEBIBYTE = 1024**2
 
 
 def _media_megabytes(text: str) -> TranslatedValue:
-    """A limit of the gateway and of encoders, which take no image that is larger than theirs."""
+    """A limit of images and of videos, of the gateway and of encoders, which have their own."""
     if not text.isdecimal():
         return TranslatedValue(text)
     size = str(int(text) * _MEBIBYTE)
-    return TranslatedValue(size, {"encoder.image_bytes_max": size})
+    others = ("media.video_bytes_max", "encoder.image_bytes_max", "encoder.video_bytes_max")
+    return TranslatedValue(size, dict.fromkeys(others, size))
+
+
+def _media_seconds(text: str) -> TranslatedValue:
+    """A limit of images and of videos."""
+    return TranslatedValue(text, {"media.video_fetch_timeout_s": text})
 
 
 class _MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -279,6 +285,7 @@ TRANSLATIONS: Mapping[str, Translation] = {
         lambda text: TranslatedValue(text.lower()), lambda value: str(value).lower()
     ),
     "media_megabytes": Translation(_media_megabytes, lambda value: cast("int", value) // _MEBIBYTE),
+    "media_seconds": Translation(_media_seconds),
     "media_process": Translation(
         _media_process,
         lambda value: msgspec.json.encode({"image": {"max_pixels": value}}).decode(),

@@ -204,8 +204,9 @@ class ProcessPool:
         try:
             async with asyncio.timeout(self._job_s):
                 child.stdin.write(len(job).to_bytes(_LENGTH_BYTES, "little"))
-                child.stdin.write(job)
-                await child.stdin.drain()
+                for start in range(0, len(job), _CHUNK_BYTES):  # the pipe's buffer has a copy
+                    child.stdin.write(memoryview(job)[start : start + _CHUNK_BYTES])
+                    await child.stdin.drain()
                 size = int.from_bytes(await child.stdout.readexactly(_LENGTH_BYTES), "little")
                 return await child.stdout.readexactly(size)
         except TimeoutError:

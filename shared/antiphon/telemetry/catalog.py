@@ -483,7 +483,8 @@ ENCODER_EVICTIONS = _engine_counter(
     "encoder_cache_evictions_total", "Embeddings evicted from the cache."
 )
 MEDIA_BYTES = _gauge(
-    "media_bytes", "Size of the images and long prompts of open requests, held by their gateway."
+    "media_bytes",
+    "Size of the media and long prompts of open requests, at their gateway or on their way to it.",
 )
 ENCODER_ENTRIES = _gauge("encoder_cache_entries", "Embeddings in the cache.")
 ENCODER_CACHE_BYTES = _gauge(

@@ -321,15 +321,28 @@ class BlobStore:
     """
 
     def __init__(self, address: str, bytes_max: int, clock: ExpiryClock) -> None:
+        self.bytes_max = bytes_max
         self._address = address
-        self._bytes_max = bytes_max
         self._clock = clock
         self._blobs: dict[str, Blob] = {}
         self._bytes = 0
 
     @property
     def bytes_held(self) -> int:
+        """Those of blobs, and those that are reserved."""
         return self._bytes
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Keep room for bytes that are still to come, until `release`; False if there is none."""
+        self.sweep()
+        if self._bytes + size_bytes > self.bytes_max:
+            return False
+        self._bytes += size_bytes
+        return True
+
+    def release(self, size_bytes: int) -> None:
+        """Give back what was reserved."""
+        self._bytes -= size_bytes
 
     def put(
         self,
@@ -349,14 +362,12 @@ class BlobStore:
             RequestTooLarge: They would not fit into an empty store.
             Overloaded: The store is full of unexpired blobs.
         """
-        if len(data) > self._bytes_max:
-            raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._bytes_max)
-        self.sweep()
-        if self._bytes + len(data) > self._bytes_max:
+        if len(data) > self.bytes_max:
+            raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.bytes_max)
+        if not self.reserve(len(data)):
             raise Overloaded("the transfer store is full; retry later", retry_after_s=1.0)
         token = new_token()
         self._blobs[token] = Blob(data, self._clock.now() + lifetime_s)
-        self._bytes += len(data)
         return Claim(
             address=self._address,
             token=token,

@@ -27,7 +27,7 @@ def is_frame_list(data: bytes | bytearray) -> bool:
     return data.startswith(_MAGIC)
 
 
-def unpack_frames(data: bytes) -> list[bytes]:
+def unpack_frames(data: bytes | bytearray) -> list[bytes]:
     """The images of such a medium.
 
     Raises:

@@ -32,6 +32,7 @@ from antiphon.encoder.preprocess import PreprocessorConfig
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.media.fetch import MediaFetcher
 from antiphon.gateway.media.intake import MediaIntake
+from antiphon.gateway.media.room import RequestRoom
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.requests.generation_request import MediumSource, SamplingOptions, Seeds
 from antiphon.model_card.card import RecurrentStates, read_card
@@ -922,7 +923,7 @@ MEBIBYTE_AND_MORE = "A" * (2 * 1024**2)
             "--media-url-max-file-size-mb",
             "1",
             [MEBIBYTE_AND_MORE],
-            "the image has 1572862 bytes; the limit is 1048576 bytes",
+            "the image has 1572864 bytes; the limit is 1048576 bytes",
         ),
         shows(
             "--limit-mm-data-per-request",
@@ -952,7 +953,11 @@ def test_limits_of_media_are_named_by_kind() -> None:
     for value in ('{"pictures": 1}', '{"image": "1"}', "4", "{"):
         assert "must be a JSON object such as" in refusal("--limit-mm-data-per-request", value)
     settings = settings_of("--media-url-max-file-size-mb", "48")
-    assert settings.encoder.image_bytes_max == settings.media.file_bytes_max == 48 * 1024**2
+    media, encoder = settings.media, settings.encoder
+    assert encoder.image_bytes_max == media.file_bytes_max == 48 * 1024**2
+    assert encoder.video_bytes_max == media.video_bytes_max == 48 * 1024**2
+    media = settings_of("--mm-per-request-timeout", "3").media
+    assert media.fetch_timeout_s == media.video_fetch_timeout_s == 3
 
 
 @pytest.mark.argument("--mm-max-concurrent-calls")
@@ -962,7 +967,7 @@ def test_mm_max_concurrent_calls_is_how_many_images_are_fetched_at_once(
     def most(settings: Settings) -> int:
         running, seen = 0, list[int]()
 
-        async def follow(_fetcher: MediaFetcher, _source: str) -> bytes:
+        async def follow(_fetcher: MediaFetcher, _source: str, *_: object) -> bytes:
             nonlocal running
             running += 1
             seen.append(running)
@@ -974,7 +979,10 @@ def test_mm_max_concurrent_calls_is_how_many_images_are_fetched_at_once(
 
         async def fetch() -> None:
             fetcher = MediaFetcher(settings.media)
-            await asyncio.gather(*(fetcher.fetch(f"http://a.example/{n}") for n in range(40)))
+            request = RequestRoom(BlobStore("a:1", 10**9, SystemClock()))
+            with request.medium(1) as room:
+                urls = [f"http://a.example/{n}" for n in range(40)]
+                await asyncio.gather(*(fetcher.fetch(url, room) for url in urls))
 
         asyncio.run(fetch())
         return max(seen)
@@ -994,8 +1002,7 @@ def test_mm_processor_worker_num_is_the_number_of_decoding_processes(
 
         monkeypatch.setattr(decode_process, "ProcessPool", pool)
         decode_process.DecodeProcesses(
-            decode_process.DecodeSettings(RECIPE, settings.encoder.pixels_max),
-            settings.encoder.decode_processes,
+            decode_process.DecodeSettings(RECIPE, settings.encoder.pixels_max), settings.encoder
         )
         return started[0]
 

@@ -22,7 +22,7 @@ from tests.support.wait import until
 
 from antiphon.config.gateway import MediaConfig
 from antiphon.config.settings import EncoderConfig
-from antiphon.gateway.media import fetch
+from antiphon.gateway.media import fetch, room
 from antiphon.gateway.media.fetch import (
     AddressRefused,
     MediaFetcher,
@@ -31,6 +31,7 @@ from antiphon.gateway.media.fetch import (
 )
 from antiphon.gateway.media.header import PIECES_MAX, read_header
 from antiphon.gateway.media.intake import MediaIntake
+from antiphon.gateway.media.room import RequestRoom
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.service.startup import bind
 from antiphon.transfer.blobs import BlobServer, BlobStore, part_digests
@@ -159,11 +160,26 @@ def test_address_is_public(address: str) -> None:
     assert is_public(address)
 
 
+class Fetching:
+    """A fetcher with room for all."""
+
+    def __init__(self, fetcher: MediaFetcher) -> None:
+        self._fetcher = fetcher
+
+    async def fetch(self, source: str) -> bytes | bytearray:
+        store = BlobStore("a:1", 10**6, ManualClock())
+        try:
+            with RequestRoom(store).medium(10**6) as taken:
+                return await self._fetcher.fetch(source, taken)
+        finally:
+            assert store.bytes_held == 0
+
+
 @asynccontextmanager
-async def fetching(**config: Any) -> AsyncGenerator[MediaFetcher]:
+async def fetching(**config: Any) -> AsyncGenerator[Fetching]:
     fetcher = MediaFetcher(MediaConfig(**config))
     try:
-        yield fetcher
+        yield Fetching(fetcher)
     finally:
         await fetcher.close()
 
@@ -418,7 +434,9 @@ async def test_media_are_held_until_they_are_discarded_each_once() -> None:
     assert store.bytes_held == 0
 
 
-async def test_bytes_count_while_other_images_of_their_request_are_fetched() -> None:
+async def test_bytes_count_while_other_images_of_their_request_are_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = asyncio.Event()
     answered = asyncio.Event()
 
@@ -427,6 +445,7 @@ async def test_bytes_count_while_other_images_of_their_request_are_fetched() -> 
         await answered.wait()
         return web.Response(status=404)
 
+    monkeypatch.setattr(room, "WAIT_S", 0.01)
     store = BlobStore("a:1", len(IMAGES["png"]), ManualClock())
     async with serving(web.get("/a", late)) as port:
         intake = MediaIntake(

@@ -136,7 +136,7 @@ def opening(
 ) -> Callable[[], Any]:
     async def open_() -> Any:
         store = BlobStore("a:1", 10**9, SystemClock())
-        config = MediaConfig(file_bytes_max=10**6)
+        config = MediaConfig(video_bytes_max=10**6)
         intake = MediaIntake(config, store, EncoderConfig(**encoder))
         try:
             held = await intake.open([MediumSource(source, "part", video=True)], 9.0, limits)

@@ -22,15 +22,17 @@ from yarl import URL
 
 from antiphon.transfer.blobs import fetch as fetch_blob
 from antiphon.wire.claim import Claim
-from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unavailable
+from antiphon.wire.errors import InvalidRequest, Unavailable
 from antiphon.wire.frames import FRAMES_MAX, pack_frames
 
 if TYPE_CHECKING:
     from antiphon.config.gateway import MediaConfig
+    from antiphon.gateway.media.room import MediumRoom
 
 REDIRECTS_MAX = 5
 URL_CHARACTERS_MAX = 8192
 _SHOWN = 100
+_NOT_BELOW = "the file is not below the allowed folder"
 _CHUNK_BYTES = 64 * 1024
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".mov", ".m4v")
 """Ends of what is a path without a scheme, as in SGLang."""
@@ -121,63 +123,51 @@ class MediaFetcher:
         if self._session is not None:
             await self._session.close()
 
-    async def fetch(self, source: str | bytes | Claim, *, frames: bool = False) -> bytes:
+    async def fetch(
+        self, source: str | bytes | bytearray | Claim, room: MediumRoom, *, video: bool = False
+    ) -> bytes | bytearray:
         """Return the bytes that a URL or a claim names, or that are given, as base64 or as bytes.
 
-        With `frames` a `data:` URL of a video may have a list of images.
+        Room for them is taken before they come. A `data:` URL of a video may have a list of images.
 
         Raises:
             InvalidRequest: The URL is not allowed, not readable, or was not fetched in time.
             RequestTooLarge: There are too many bytes.
+            Overloaded: There is no room for them.
         """
-        if isinstance(source, bytes):
-            self._check_size(len(source))
+        if isinstance(source, bytes | bytearray):
+            room.check(len(source))
+            await room.take(len(source))
             return source
+        timeout_s = self._config.video_fetch_timeout_s if video else self._config.fetch_timeout_s
         if isinstance(source, Claim):
-            return await self._fetch_claim(source)
+            return await self._fetch_claim(source, room, timeout_s)
         scheme = source[: source.find(":")].lower() if ":" in source[:16] else ""
         match scheme:
             case "data":
-                decode = self._decode_frames if frames else self._decode_data
-                return await asyncio.to_thread(decode, source)
+                return await _decode(source, room, video=video)
             case "http" | "https":
-                return await self._download(source)
+                return await self._download(source, room, timeout_s)
             case "file":
-                return await asyncio.to_thread(self._read_file, source)
+                return await self._read_file(source, room)
             case "" if source[-_SUFFIX_CHARACTERS:].lower().endswith(_SUFFIXES):  # not base64
-                return await asyncio.to_thread(self._read_file, source)
+                return await self._read_file(source, room)
             case _:
-                return await asyncio.to_thread(self._decode_base64, source)
-
-    # Bytes in the URL itself.
-
-    def _decode_data(self, source: str) -> bytes:
-        head, comma, text = source.partition(",")
-        if not comma or not head.lower().endswith(";base64"):
-            raise InvalidRequest("a data URL must have the form data:<type>;base64,<data>")
-        return self._decode_base64(text)
-
-    def _decode_frames(self, source: str) -> bytes:
-        """Decode a video, or its frames, as vLLM's clients send them: base64, between commas."""
-        head, _, text = source.partition(",")
-        if not head.lower().startswith("data:video/jpeg;"):
-            return self._decode_data(source)
-        self._check_size(len(text) * 3 // 4 - 2)
-        texts = text.split(",", FRAMES_MAX)
-        return pack_frames([self._decode_base64(each) for each in texts])
-
-    def _decode_base64(self, text: str) -> bytes:
-        self._check_size(len(text) * 3 // 4 - 2)
-        try:
-            return base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise InvalidRequest(
-                "neither an http, https, file or data URL, nor base64 data"
-            ) from error
+                return await _decode(source, room)
 
     # Files.
 
-    def _read_file(self, source: str) -> bytes:
+    async def _read_file(self, source: str, room: MediumRoom) -> bytes:
+        path, size = await asyncio.to_thread(self._allowed_file, source)
+        room.check(size)
+        await room.take(size)
+        try:
+            return await asyncio.to_thread(_read, path, size)
+        except OSError as error:
+            raise InvalidRequest(_NOT_BELOW) from error
+
+    def _allowed_file(self, source: str) -> tuple[Path, int]:
+        """The file that a source names, and its size."""
         allowed = self._config.allowed_local_path
         if not allowed:
             raise InvalidRequest(
@@ -193,19 +183,16 @@ class MediaFetcher:
             root = Path(allowed).expanduser().resolve(strict=True)
             path = (root / name).resolve(strict=True)
             if not path.is_relative_to(root) or not path.is_file():
-                raise InvalidRequest("the file is not below the allowed folder")
-            with path.open("rb") as file:
-                data = file.read(self._config.file_bytes_max + 1)
+                raise InvalidRequest(_NOT_BELOW)
+            return path, path.stat().st_size
         except (OSError, ValueError) as error:
-            raise InvalidRequest("the file is not below the allowed folder") from error
-        self._check_size(len(data))
-        return data
+            raise InvalidRequest(_NOT_BELOW) from error
 
     # The network.
 
-    async def _fetch_claim(self, claim: Claim) -> bytes:
+    async def _fetch_claim(self, claim: Claim, room: MediumRoom, timeout_s: float) -> bytearray:
         """Fetch what a NATS client serves. Nothing is resolved: it names an address."""
-        self._check_size(claim.size_bytes)
+        room.check(claim.size_bytes)
         address = claim.address.rpartition(":")[0]
         try:
             ip = ipaddress.ip_address(address.strip("[]"))
@@ -215,30 +202,27 @@ class MediaFetcher:
             raise InvalidRequest(
                 f"claims are not fetched from {ip}; start the gateway with --media-claim-networks"
             )
-        timeout_s = self._config.fetch_timeout_s
         try:
             async with self._slots:
-                data = await fetch_blob(
-                    claim, timeout_s=timeout_s, bytes_max=self._config.file_bytes_max
-                )
+                await room.take(claim.size_bytes)
+                return await fetch_blob(claim, timeout_s=timeout_s, bytes_max=room.bytes_max)
         except Unavailable as error:
             raise InvalidRequest(error.message) from error
-        return bytes(data)
 
-    async def _download(self, source: str) -> bytes:
+    async def _download(self, source: str, room: MediumRoom, timeout_s: float) -> bytearray:
         if len(source) > URL_CHARACTERS_MAX:
             raise InvalidRequest(f"a URL has at most {URL_CHARACTERS_MAX} characters")
         try:
-            async with self._slots, asyncio.timeout(self._config.fetch_timeout_s):
-                return await self._follow(source)
+            async with self._slots, asyncio.timeout(timeout_s) as limit:
+                return await self._follow(source, room, limit)
         except TimeoutError as error:
-            text = f"{source[:_SHOWN]} was not fetched within {self._config.fetch_timeout_s:g} s"
+            text = f"{source[:_SHOWN]} was not fetched within {timeout_s:g} s"
             raise InvalidRequest(text) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # No detail: it would show what is to be reached from here.
             raise InvalidRequest(f"{source[:_SHOWN]} could not be fetched") from error
 
-    async def _follow(self, source: str) -> bytes:
+    async def _follow(self, source: str, room: MediumRoom, limit: asyncio.Timeout) -> bytearray:
         url = URL(source)
         for _ in range(REDIRECTS_MAX + 1):
             self._check_url(url)
@@ -249,7 +233,7 @@ class MediaFetcher:
                 if response.status != 200:
                     text = f"{source[:_SHOWN]} answered with status {response.status}"
                     raise InvalidRequest(text)
-                return await self._read(response)
+                return await _receive(response, room, limit)
         raise InvalidRequest(f"{source[:_SHOWN]} redirects more than {REDIRECTS_MAX} times")
 
     def _check_url(self, url: URL) -> None:
@@ -264,15 +248,6 @@ class MediaFetcher:
         # aiohttp does not ask the resolver for what looks like an address to it.
         elif _looks_like_address(host) and not is_public(host):
             raise InvalidRequest(f"{host[:_SHOWN]} is not a public address")
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        if response.content_length is not None:
-            self._check_size(response.content_length)
-        data = bytearray()
-        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            data += chunk
-            self._check_size(len(data))
-        return bytes(data)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -290,9 +265,66 @@ class MediaFetcher:
             )
         return self._session
 
-    def _check_size(self, size_bytes: int) -> None:
-        if size_bytes > self._config.file_bytes_max:
-            raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=self._config.file_bytes_max)
+
+# Bytes in the URL itself.
+
+
+async def _decode(source: str, room: MediumRoom, *, video: bool = False) -> bytes:
+    padding = source.endswith("=") + source.endswith("==")
+    size = (len(source) - source.find(",") - 1) * 3 // 4 - padding
+    room.check(size)
+    await room.take(len(source) if video else size)  # frames have their lengths beside them
+    decode = _decode_frames if video else _decode_data
+    return await asyncio.to_thread(
+        decode if source[:5].lower() == "data:" else _decode_base64, source
+    )
+
+
+def _decode_data(source: str) -> bytes:
+    head, comma, text = source.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidRequest("a data URL must have the form data:<type>;base64,<data>")
+    return _decode_base64(text)
+
+
+def _decode_frames(source: str) -> bytes:
+    """Decode a video, or its frames, as vLLM's clients send them: base64, between commas."""
+    head, _, text = source.partition(",")
+    if not head.lower().startswith("data:video/jpeg;"):
+        return _decode_data(source)
+    return pack_frames([_decode_base64(each) for each in text.split(",", FRAMES_MAX)])
+
+
+def _decode_base64(source: str) -> bytes:
+    try:
+        return base64.b64decode(source, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest("neither an http, https, file or data URL, nor base64 data") from error
+
+
+def _read(path: Path, size_bytes: int) -> bytes:
+    """Read a file, as far as room was taken for it."""
+    with path.open("rb") as file:
+        return file.read(size_bytes)
+
+
+async def _receive(
+    response: aiohttp.ClientResponse, room: MediumRoom, limit: asyncio.Timeout
+) -> bytearray:
+    """Receive a body. The time that it waits for room is not one of the fetch."""
+    size = response.content_length
+    if size is not None:
+        room.check(size)
+    now = asyncio.get_running_loop().time
+    due, began = limit.when(), now()
+    limit.reschedule(None)
+    await room.take(room.bytes_max if size is None else size)
+    limit.reschedule(None if due is None else due + now() - began)
+    data = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        room.check(len(data) + len(chunk))
+        data += chunk
+    return data
 
 
 def _looks_like_address(host: str) -> bool:

@@ -18,6 +18,7 @@ import msgspec
 
 from antiphon.gateway.media.fetch import MediaFetcher, claim_networks
 from antiphon.gateway.media.header import FORMATS, read_header
+from antiphon.gateway.media.room import RequestRoom
 from antiphon.gateway.media.video_header import read_video_header
 from antiphon.service.startup import CannotStart, address_for_others, bind
 from antiphon.service.tasks import gather
@@ -182,14 +183,17 @@ class MediaIntake:
         sources = _resolved(sources)
         first = {_identity(each): each for each in reversed(sources)}
         held: dict[object, _StoredMedium] = {}
+        room = RequestRoom(self._store)
 
         async def hold(source: MediumSource) -> None:
             if source.embedding is None:
                 fps = 0.0 if limits is None else limits.fps
-                stored = await self._hold(source, lifetime_s + LINGER_S, tenant, fps)
+                stored = await self._hold(source, room, lifetime_s + LINGER_S, tenant, fps)
             else:
-                form = source.embedding
-                stored = await self._hold_embedding(source, form, lifetime_s + LINGER_S, width)
+                lasting_s = lifetime_s + LINGER_S
+                stored = await self._hold_embedding(
+                    source, source.embedding, room, lasting_s, width
+                )
             held[_identity(source)] = stored
 
         try:
@@ -216,14 +220,21 @@ class MediaIntake:
         return None if limits == PixelLimits() else limits
 
     async def _hold(
-        self, source: MediumSource, lifetime_s: float, tenant: TenantId, fps: float
+        self,
+        source: MediumSource,
+        request: RequestRoom,
+        lifetime_s: float,
+        tenant: TenantId,
+        fps: float,
     ) -> _StoredMedium:
-        """Fetch a medium into the store: its bytes count while others of a request are fetched.
+        """Fetch a medium into the store, where its bytes count before they have come.
 
         `fps` is that of a video which has none: a list of frames.
         """
-        with _naming(source):
-            data = await self._fetcher.fetch(self._sent(source, tenant), frames=source.video)
+        most = self._config.video_bytes_max if source.video else self._config.file_bytes_max
+        with _naming(source), request.medium(most) as room:
+            sent = self._sent(source, tenant)
+            data = await self._fetcher.fetch(sent, room, video=source.video)
             if len(data) > _INLINE_BYTES:
                 digest = await asyncio.to_thread(hashlib.sha256, data)
             else:
@@ -232,21 +243,27 @@ class MediaIntake:
                 header = await asyncio.to_thread(self._checked_video, data, digest.digest(), fps)
             else:
                 header = self._checked(data, digest.digest())
-            claim = self._store.put(data, lifetime_s, checksum=header.digest)
+            claim = room.put(data, lifetime_s, checksum=header.digest)
             if source.uuid is not None:
                 self._named.put(tenant, source.uuid, data)
             return _StoredMedium(header, claim)
 
     async def _hold_embedding(
-        self, source: MediumSource, form: EmbeddingForm, lifetime_s: float, width: int
+        self,
+        source: MediumSource,
+        form: EmbeddingForm,
+        request: RequestRoom,
+        lifetime_s: float,
+        width: int,
     ) -> _StoredMedium:
         """Check what a client has embedded, and store it as encoders do their embeddings."""
-        with _naming(source):
-            data = await self._fetcher.fetch(source.source)
+        with _naming(source), request.medium(self._config.file_bytes_max) as room:
+            data = await self._fetcher.fetch(source.source, room)
+            await room.take(len(data) * _ITEM_BYTES["float32"] // _ITEM_BYTES[form.dtype])
             data = await asyncio.to_thread(_float32_rows, data, form, width)
             part_bytes = _part_bytes(len(data), 4 * width)
             digest, digests = await asyncio.to_thread(_digests, data, part_bytes)
-            claim = self._store.put(
+            claim = room.put(
                 data, lifetime_s, checksum=digest, part_bytes=part_bytes, part_digests=digests
             )
             across, down = form.size or (0, 0)
@@ -255,7 +272,7 @@ class MediaIntake:
             )
             return _StoredMedium(header, claim)
 
-    def _sent(self, source: MediumSource, tenant: TenantId) -> str | bytes | Claim:
+    def _sent(self, source: MediumSource, tenant: TenantId) -> str | bytes | bytearray | Claim:
         """What a request has of a medium, or what had its name in an earlier one."""
         if source.source or source.uuid is None:
             return source.source
@@ -265,14 +282,14 @@ class MediaIntake:
             )
         return data
 
-    def _checked(self, data: bytes, digest: bytes) -> MediumHeader:
-        header = read_header(data)
+    def _checked(self, data: bytes | bytearray, digest: bytes) -> MediumHeader:
+        header = read_header(bytes(data))
         if header is None:
             raise InvalidRequest(f"not an image of a known format ({', '.join(FORMATS)})")
         self._check_pixels("image", header.width * header.height, self._encoder.pixels_max)
         return MediumHeader(digest=digest, width=header.width, height=header.height)
 
-    def _checked_video(self, data: bytes, digest: bytes, fps: float) -> MediumHeader:
+    def _checked_video(self, data: bytes | bytearray, digest: bytes, fps: float) -> MediumHeader:
         """Read a video's header, in a thread: its index may be long."""
         most = self._encoder
         header = read_video_header(data, most.video_frames_max)
@@ -337,7 +354,7 @@ def _naming(source: MediumSource) -> Generator[None]:
         raise
 
 
-def _float32_rows(data: bytes, form: EmbeddingForm, width: int) -> bytes:
+def _float32_rows(data: bytes | bytearray, form: EmbeddingForm, width: int) -> bytes:
     """Return the numbers as float32; `width` is the model's. Called in a thread.
 
     Raises:
@@ -393,15 +410,15 @@ class NamedMedia:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._data: OrderedDict[tuple[TenantId, str], bytes] = OrderedDict()
+        self._data: OrderedDict[tuple[TenantId, str], bytes | bytearray] = OrderedDict()
         self.bytes_held = 0
 
-    def get(self, tenant: TenantId, name: str) -> bytes | None:
+    def get(self, tenant: TenantId, name: str) -> bytes | bytearray | None:
         if (data := self._data.get((tenant, name))) is not None:
             self._data.move_to_end((tenant, name))
         return data
 
-    def put(self, tenant: TenantId, name: str, data: bytes) -> None:
+    def put(self, tenant: TenantId, name: str, data: bytes | bytearray) -> None:
         """Keep an image in place of the one that had its name, if it fits at all."""
         if (before := self._data.pop((tenant, name), None)) is not None:
             self.bytes_held -= len(before)

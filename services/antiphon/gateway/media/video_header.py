@@ -32,7 +32,7 @@ class VideoFileHeader(NamedTuple):
     seconds: float
 
 
-def read_video_header(data: bytes, frames_max: int) -> VideoFileHeader:
+def read_video_header(data: bytes | bytearray, frames_max: int) -> VideoFileHeader:
     """Read the header of a video.
 
     Raises:

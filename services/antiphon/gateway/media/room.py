@@ -1,0 +1,115 @@
+"""Room for the media of requests in their gateway's store, taken before their bytes come."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self
+
+from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
+
+if TYPE_CHECKING:
+    from antiphon.transfer.blobs import BlobStore
+    from antiphon.wire.claim import Claim
+
+WAIT_S = 5.0
+"""How long a medium waits for room, at most. What fits meanwhile passes by."""
+_PAUSE_S = 0.05
+
+
+class RequestRoom:
+    """The room that one request takes: of media that it waits for, and of those that have come."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+        self._bytes = 0
+
+    def medium(self, bytes_max: int) -> MediumRoom:
+        """Room for one more medium, of at most so many bytes. None is taken yet."""
+        return MediumRoom(self, bytes_max)
+
+    async def take(self, size_bytes: int) -> None:
+        total, most = self._bytes + size_bytes, self._store.bytes_max
+        if total > most:
+            raise InvalidRequest(
+                f"the media of the request may have {total} bytes; the limit is {most} bytes"
+            )
+        self._bytes += size_bytes  # of others of this request, too, which wait at the same time
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not self._store.reserve(size_bytes):  # noqa: ASYNC110  # blobs expire, too
+                    await asyncio.sleep(_PAUSE_S)
+        except BaseException as error:
+            self._bytes -= size_bytes
+            if isinstance(error, TimeoutError):
+                text = f"there is no room for {size_bytes} bytes among the media of open requests"
+                raise Overloaded(f"{text}; retry later", retry_after_s=WAIT_S) from error
+            raise
+
+    def give_back(self, size_bytes: int) -> None:
+        self._store.release(size_bytes)
+        self._bytes -= size_bytes
+
+    def put(
+        self,
+        data: bytes | bytearray,
+        lifetime_s: float,
+        checksum: bytes,
+        part_bytes: int = 0,
+        part_digests: bytes = b"",
+    ) -> Claim:
+        claim = self._store.put(
+            data, lifetime_s, checksum=checksum, part_bytes=part_bytes, part_digests=part_digests
+        )
+        self._bytes += len(data)
+        return claim
+
+
+class MediumRoom:
+    """The room for one medium on its way. What is left of it at the end is given back."""
+
+    def __init__(self, request: RequestRoom, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._request = request
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back()
+
+    def check(self, size_bytes: int) -> None:
+        """Compare a size with that of such media.
+
+        Raises:
+            RequestTooLarge: It is larger.
+        """
+        if size_bytes > self.bytes_max:
+            raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=self.bytes_max)
+
+    async def take(self, size_bytes: int) -> None:
+        """Take room for bytes that are still to come; others have to leave for it, if need be.
+
+        Raises:
+            InvalidRequest: There never can be as much for one request.
+            Overloaded: There was none in time.
+        """
+        await self._request.take(size_bytes)
+        self._bytes += size_bytes
+
+    def put(
+        self,
+        data: bytes | bytearray,
+        lifetime_s: float,
+        *,
+        checksum: bytes,
+        part_bytes: int = 0,
+        part_digests: bytes = b"",
+    ) -> Claim:
+        """Store the bytes that have come, for which room was taken: see `BlobStore.put`."""
+        self._give_back()
+        return self._request.put(data, lifetime_s, checksum, part_bytes, part_digests)
+
+    def _give_back(self) -> None:
+        self._request.give_back(self._bytes)
+        self._bytes = 0

@@ -1,0 +1,164 @@
+"""Room for media is taken before their bytes come, and given back whatever comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from tests.support.clock import ManualClock
+from tests.support.llava import picture
+from tests.support.wait import until
+
+from antiphon.config.gateway import MediaConfig
+from antiphon.config.settings import EncoderConfig
+from antiphon.gateway.media import room
+from antiphon.gateway.media.intake import MediaIntake
+from antiphon.gateway.requests.generation_request import MediumSource
+from antiphon.transfer.blobs import BlobStore
+from antiphon.wire.errors import InvalidRequest, Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from antiphon.gateway.media.intake import HeldMedia
+
+IMAGE = picture(1)
+SIZE = len(IMAGE)
+LARGEST = 2 * SIZE
+"""Of an image."""
+
+
+class Server:
+    """Sends a picture under any name, its second half once it is let.
+
+    Under `/unknown...` it does not say how long it is, under `/broken...` it ends in the middle.
+    """
+
+    def __init__(self) -> None:
+        self.asked = list[str]()
+        self.lets = asyncio.Event()
+
+    async def send(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        response = web.StreamResponse()
+        if not request.path.startswith("/unknown"):
+            response.content_length = SIZE
+        await response.prepare(request)
+        await response.write(IMAGE[:10])
+        await self.lets.wait()
+        if request.path.startswith("/broken"):
+            assert request.transport is not None
+            request.transport.close()
+        else:
+            await response.write(IMAGE[10:])
+        return response
+
+
+class Gateway:
+    def __init__(self, store: BlobStore, intake: MediaIntake, port: int) -> None:
+        self.store = store
+        self._intake = intake
+        self._at = f"http://localhost:{port}"
+
+    async def open(self, *paths: str) -> HeldMedia:
+        sources = [MediumSource(self._at + path, path) for path in paths]
+        return await self._intake.open(sources, 9.0)
+
+
+@asynccontextmanager
+async def gateway(server: Server, bytes_max: int, **config: Any) -> AsyncGenerator[Gateway]:
+    app = web.Application()
+    app.add_routes([web.get("/{name}", server.send)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    store = BlobStore("a:1", bytes_max, ManualClock())
+    media = MediaConfig(allowed_domains="localhost", file_bytes_max=LARGEST, **config)
+    intake = MediaIntake(media, store, EncoderConfig())
+    try:
+        yield Gateway(store, intake, runner.addresses[0][1])
+    finally:
+        await intake.close()
+        await runner.cleanup()
+    assert store.bytes_held == 0
+
+
+@pytest.mark.parametrize(("path", "reserved"), [("/a", SIZE), ("/unknown", LARGEST)])
+async def test_a_fetch_takes_what_is_announced_or_may_come_at_most(
+    path: str, reserved: int
+) -> None:
+    server = Server()
+    async with gateway(server, LARGEST) as at, asyncio.TaskGroup() as group:
+        opening = group.create_task(at.open(path))
+        await until(lambda: at.store.bytes_held == reserved)
+        server.lets.set()
+        held = await opening
+        assert at.store.bytes_held == SIZE
+        held.discard()
+
+
+async def test_what_does_not_fit_waits_and_what_fits_passes_by() -> None:
+    server = Server()
+    async with gateway(server, 4 * SIZE - 1) as at, asyncio.TaskGroup() as group:
+        first = group.create_task(at.open("/unknown1"))
+        await until(lambda: at.store.bytes_held == LARGEST)
+        second = group.create_task(at.open("/unknown2"))
+        await until(lambda: len(server.asked) == 2)
+        third = group.create_task(at.open("/small"))
+        await until(lambda: at.store.bytes_held == LARGEST + SIZE)
+        assert not second.done()
+        server.lets.set()
+        for opening in (first, third, second):
+            (await opening).discard()
+
+
+async def test_what_finds_no_room_in_time_is_refused_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "WAIT_S", 0.02)
+    server = Server()
+    # The time that it waits is not one of its fetch, and no 400.
+    async with gateway(server, SIZE, fetch_timeout_s=5) as at, asyncio.TaskGroup() as group:
+        first = group.create_task(at.open("/a"))
+        await until(lambda: at.store.bytes_held == SIZE)
+        with pytest.raises(Overloaded, match=f"no room for {SIZE} bytes") as refused:
+            await at.open("/b")
+        assert refused.value.retry_after_s
+        assert at.store.bytes_held == SIZE
+        server.lets.set()
+        (await first).discard()
+        (await at.open("/b")).discard()
+
+
+async def test_what_can_never_fit_into_a_request_is_refused_at_once() -> None:
+    server = Server()
+    async with gateway(server, 3 * SIZE) as at, asyncio.TaskGroup() as group:
+        total = 2 * SIZE + LARGEST
+        text = f"may have {total} bytes; the limit is {3 * SIZE} bytes"
+        with pytest.raises(InvalidRequest, match=text) as refused:
+            await at.open("/a", "/b", "/unknown")
+        assert refused.value.param in ("/a", "/b", "/unknown")
+        server.lets.set()
+        opening = group.create_task(at.open("/a", "/b", "/c"))
+        (await opening).discard()
+
+
+@pytest.mark.parametrize("path", ["/broken", "/late"])
+async def test_a_fetch_that_fails_gives_its_room_back(path: str) -> None:
+    server = Server()
+    async with gateway(server, LARGEST, fetch_timeout_s=0.3) as at, asyncio.TaskGroup() as group:
+        opening = group.create_task(refused_by(at.open(path)))
+        await until(lambda: at.store.bytes_held == SIZE)
+        if path == "/broken":
+            server.lets.set()
+        assert ("could not be" if path == "/broken" else "was not") in await opening
+        assert at.store.bytes_held == 0
+
+
+async def refused_by(opening: Any) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        await opening
+    return refused.value.message
