@@ -35,7 +35,11 @@ MATRIX_ROWS_MIN = 64
 """Of a tile that the matrix units of sm_90 and sm_100 take whole; smaller ones have sm_80's."""
 MATRIX_OF = {90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA"}
 """Where it is not HMMA."""
-MULTIPLYING = frozenset({"attention.paged_attention", "experts.gate_up", "experts.down"})
+MATRIX_OF_FP8 = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 103: "UTCQMMA", 120: "QMMA"}
+"""Of 8 bits. Smaller tiles are widened by ptxas on sm_90 to sm_103, which have nothing else."""
+MULTIPLYING = frozenset(
+    {"attention.paged_attention", "experts.gate_up", "experts.down", "linear_fp8.multiply"}
+)
 """Kernels whose innermost loop multiplies matrices, and loads the next ones meanwhile."""
 FEW_ELEMENTS = frozenset(
     {
@@ -71,7 +75,10 @@ def lacks(code: Code, launch: Launch, sm: int) -> str | None:
     if name_of(launch) not in MULTIPLYING:
         return None
     large = int(dict(launch.constants)["BLOCK_M"] or 0) >= MATRIX_ROWS_MIN
-    expected = MATRIX_OF.get(sm, "HMMA") if large else "HMMA"
+    if name_of(launch) == "linear_fp8.multiply":
+        expected = MATRIX_OF_FP8[sm] if large or sm not in MATRIX_OF else "HMMA"
+    else:
+        expected = MATRIX_OF.get(sm, "HMMA") if large else "HMMA"
     if code.matrix != expected:
         return f"it multiplies by {code.matrix or 'no matrix instruction'}, not by {expected}"
     return None if code.asynchronous else "it loads nothing ahead"

@@ -17,6 +17,7 @@ import torch
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.experts import ExpertWeights
 from antiphon.kernels.kv import UNSCALED, row_pages_shape
+from antiphon.kernels.linear_fp8 import E4M3, Fp8Matrix
 from antiphon.kernels.norm import NormWeights
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
@@ -83,12 +84,20 @@ class Sizes:
     head_norms: bool = False
     experts: tuple[int, int] | None = None  # their number, and how many a token has
     caches: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    # Inputs that share a scale where linears are in fp8, too: 0: all of an output; None: they never
+    # are.
+    fp8_group: int | None = None
 
 
 BOTH_CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 MODELS = {
     "Llama-3.1-8B": Sizes(
-        hidden=4096, width=14336, heads=(32, 8, 128), vocabulary=128256, caches=BOTH_CACHES
+        hidden=4096,
+        width=14336,
+        heads=(32, 8, 128),
+        vocabulary=128256,
+        caches=BOTH_CACHES,
+        fp8_group=0,
     ),
     "gemma-2-9b": Sizes(
         hidden=3584,
@@ -106,6 +115,7 @@ MODELS = {
         vocabulary=151936,
         head_norms=True,
         experts=(128, 8),
+        fp8_group=128,
     ),
     "gpt-oss-20b": Sizes(
         hidden=2880,
@@ -202,6 +212,8 @@ class _Pass:
         ops.rmsnorm_wide(x, weight.float(), 1e-5)
         ops.layernorm(x, weight, weight, 1e-5)
         ops.finite_rows(x)
+        if sizes.fp8_group is not None:
+            self._fp8(tokens, sizes.fp8_group)
         activation, width = sizes.activation, sizes.width
         if sizes.experts is None:
             assert isinstance(activation, str), "of a dense model"
@@ -220,6 +232,20 @@ class _Pass:
             biases = _empty(count, 2 * width), _empty(count, sizes.hidden)
             weights = weights._replace(gate_up_bias=biases[0], down_bias=biases[1])
         ops.experts(x, *ops.route(logits, None, routing), weights, activation)
+
+    def _fp8(self, tokens: int, group: int) -> None:
+        """Linears of attention, and of a dense block."""
+        sizes = self._sizes
+        queries, kv_heads, size = sizes.heads
+        hidden, width = sizes.hidden, sizes.width
+        shapes = [((queries + 2 * kv_heads) * size, hidden), (hidden, queries * size)]
+        if sizes.experts is None:
+            shapes += [(2 * width, hidden), (hidden, width)]
+        for outputs, inputs in shapes:
+            each = group or inputs
+            scales = _empty(-(-inputs // each), outputs).float()
+            matrix = Fp8Matrix(_empty(outputs, inputs, dtype=E4M3), scales, each)
+            self._ops.linear_fp8(_empty(tokens, inputs), matrix)
 
     def _attend(
         self,

@@ -70,11 +70,13 @@ the kernels, some of which only these checks find, must fail ([decision
 No GPU is needed to compile for one. Every launch of a prefill and of decode steps in bfloat16 of
 {", ".join(MODELS)}, and of all of sampling, is
 recorded and compiled for each of these compute capabilities (`python -m
-tests.kernels.ahead_of_time`); some with a KV cache of float8_e4m3fn, which needs 8.9. None keeps
+tests.kernels.ahead_of_time`); some with a KV cache of float8_e4m3fn, and linears of fp8 weights
+with one scale for an output and for 128 inputs of it, which need 8.9. None keeps
 registers in memory, and each fits in the shared memory of a block there. In the loop that
 multiplies matrices, or without one anywhere, each loads 128 bits a thread at once, except kernels,
 by name, that read some numbers a row. Tiles of 64 rows are multiplied by the matrix
-units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones are loaded meanwhile. Bits of
+units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones are loaded meanwhile; of
+fp8, by the units of 8.9 and 12.0, and tiles of 64 rows by those of 9.0 and 10.x. Bits of
 a load, and of the launch that uses most registers of a thread, KiB of shared memory, and
 instructions that multiply:
 
@@ -83,16 +85,26 @@ instructions that multiply:
 ## Choosing
 
 `--attention-backend`, `--prefill-attention-backend`, `--decode-attention-backend`,
-`--sampling-backend` and `--moe-runner-backend` name the backend of an operation; the worker does
-not start where it cannot run, and says why. `triton` runs on a GPU. On the CPU `intel_amx` is the
-`cpu` backend, and `torch_native` or `pytorch` torch's functions: whole layers are then no longer
-one call of the kernels. [Other names](reference/configuration.md) are refused, each with a reason.
+`--sampling-backend`, `--moe-runner-backend` and `--fp8-gemm-runner-backend` name the backend of an
+operation; the worker does not start where it cannot run, and says why. `triton` runs on a GPU. On
+the CPU `intel_amx` is the `cpu` backend, and `torch_native` or `pytorch` torch's functions: whole
+layers are then no longer one call of the kernels. [Other names](reference/configuration.md) are
+refused, each with a reason.
 
 ## On a GPU these are refused
 
 Models that only pool, tensor and pipeline parallelism, draft models, the modules of
 transformers, deterministic inference, latent attention, and pages stored outside the worker.
 FlashInfer is not used.
+
+## fp8 weights
+
+Linears of checkpoints in fp8, with a scale for the tensor, an output or a block, and of
+`--quantization fp8` stay in fp8, and each token's activations are rounded to it, with a scale for
+the token, or for as many of its inputs as share a scale of the weights ([decision
+73](decisions/0073-fp8-weights-meet-fp8-activations.md)). Compute capabilities before 8.9 do not
+multiply fp8: there, and with `--model-linear plain`, weights are converted while loading.
+So are those of routed experts, and blocks whose inputs are no multiple of 32.
 
 ## While the device computes
 
@@ -115,13 +127,16 @@ def _compiled() -> str:
     lines.append("|---" * (3 + len(SMS)) + "|")
     used = {(row.kernel, row.sm): row for row in rows}
     for name in dict.fromkeys(row.kernel for row in rows):
-        each = [used[name, sm] for sm in SMS]
-        count, bits = max(row.launches for row in each), min(row.load_bits for row in each)
+        each = [used.get((name, sm)) for sm in SMS]
+        found = [row for row in each if row is not None]
+        count, bits = max(row.launches for row in found), min(row.load_bits for row in found)
         lines.append(f"| `{name}` | {count} | {bits} | {' | '.join(map(_cell, each))} |")
     return "\n".join(lines)
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "—"
     sizes = f"{row.usage.registers}, {row.usage.shared / 1024:.0f}"
     return f"{sizes}, {row.matrix}" if row.matrix else sizes
 

@@ -15,6 +15,7 @@ from antiphon.kernels.activation import (
 from antiphon.kernels.attention import bidirectional_attention, paged_attention
 from antiphon.kernels.decode_rows import decode_rows
 from antiphon.kernels.experts import experts
+from antiphon.kernels.linear_fp8 import linear_fp8
 from antiphon.kernels.norm import (
     add_rmsnorm,
     finite_rows,
@@ -67,6 +68,7 @@ class Ops:
         self.clamped_swish_mul = choose(clamped_swish_mul)
         self.sigmoid_mul = choose(sigmoid_mul)
         self.soft_capped = choose(soft_capped)
+        self.linear_fp8 = choose(linear_fp8)
         self.route = choose(route)
         self.combine = choose(combine)
         self.experts = choose(experts)

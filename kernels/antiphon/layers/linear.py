@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.methods import LinearMethod, LinearShape, LinearWeights, RankSlice
+from antiphon.layers.methods import (
+    Fp8Weights,
+    LinearMethod,
+    LinearShape,
+    LinearWeights,
+    RankSlice,
+)
 from antiphon.layers.quantization.storage import (
+    Fp8Weight,
     GroupedWeight,
     Int8Weight,
     LoadedWeight,
@@ -97,7 +104,11 @@ class LinearPart:
 
 
 def weight_sources(
-    part: LinearPart, inputs: int, cut: RankSlice, build: BuildContext, weights: LinearWeights
+    part: LinearPart,
+    inputs: int,
+    cut: RankSlice,
+    build: BuildContext,
+    weights: LinearWeights | Fp8Weights,
 ) -> Iterator[WeightSource]:
     """The checkpoint tensors of a linear's weight, in whatever layout it is stored.
 
@@ -111,7 +122,11 @@ def weight_sources(
 
 
 def _source(
-    field: str, part: LinearPart, inputs: int, cut: RankSlice, weights: LinearWeights
+    field: str,
+    part: LinearPart,
+    inputs: int,
+    cut: RankSlice,
+    weights: LinearWeights | Fp8Weights,
 ) -> WeightSource:
     def load(tensor: Tensor) -> None:
         weights.load(field, part.stored.extract(field, part.outputs, tensor), cut)
@@ -122,7 +137,11 @@ def _source(
 
 
 def _quantized_sources(
-    part: LinearPart, inputs: int, cut: RankSlice, storage: StorageLayout, weights: LinearWeights
+    part: LinearPart,
+    inputs: int,
+    cut: RankSlice,
+    storage: StorageLayout,
+    weights: LinearWeights | Fp8Weights,
 ) -> Iterator[WeightSource]:
     stored = part.stored
     if stored.transposed:
@@ -151,7 +170,7 @@ def _quantized_sources(
 
 
 def _picked(stored: CheckpointLayout, outputs: int, weight: LoadedWeight) -> LoadedWeight:
-    if isinstance(weight, GroupedWeight):
+    if isinstance(weight, GroupedWeight | Fp8Weight):
         return weight.map(lambda tensor: stored.extract("weight", outputs, tensor))
     if isinstance(weight, Int8Weight):
         scales = stored.extract("bias", outputs, weight.scales)
@@ -238,6 +257,15 @@ class _WeightAssembler:
         return slice_weight(whole, *piece.within(wider))
 
 
+_FP8_KERNELS = frozenset({"linear.fp8"})
+
+
+def _multiply(ctx: ForwardContext, weights: LinearWeights | Fp8Weights, x: Tensor) -> Tensor:
+    if isinstance(weights, Fp8Weights):
+        return ctx.ops.linear_fp8(x, weights.matrix)
+    return weights.apply(x)
+
+
 class ColumnLinear(Module):
     """A column-parallel linear: outputs are sharded over ranks; may fuse linears of one input.
 
@@ -263,11 +291,13 @@ class ColumnLinear(Module):
         self.name = name
         self._inputs, self._parts, self._bias, self._build = inputs, parts, bias, build
         shape = LinearShape(inputs, sum(part.piece() for part in parts), bias, halves)
-        self._weights = build.create([part.name for part in parts], shape, method, inputs)
+        self._weights = build.create_linear([part.name for part in parts], shape, method, inputs)
+        if isinstance(self._weights, Fp8Weights):
+            self.kernels = _FP8_KERNELS
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I)  ->  (T, O / ranks), the parts concatenated."""
-        return self._weights.apply(x)
+        return _multiply(ctx, self._weights, x)
 
     @property
     def packed(self) -> CompiledLinear | None:
@@ -308,12 +338,14 @@ class RowLinear(Module):
         self._cut = RankSlice(slice(None), slice(rank * share, (rank + 1) * share), into=0)
         self._bias_within = bias and build.tp.ranks == 1
         shape = LinearShape(share, outputs, self._bias_within)
-        self._weights = build.create((name,), shape, method, inputs)
+        self._weights = build.create_linear((name,), shape, method, inputs)
+        if isinstance(self._weights, Fp8Weights):
+            self.kernels = _FP8_KERNELS
         self._bias = build.empty(outputs) if bias and not self._bias_within else None
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I / ranks)  ->  (T, O), the same on every rank."""
-        total = ctx.tp.all_reduce(self._weights.apply(x))
+        total = ctx.tp.all_reduce(_multiply(ctx, self._weights, x))
         return total if self._bias is None else total + self._bias
 
     @property

@@ -22,7 +22,9 @@ from antiphon.kernels.cpu.linear import (
     PackedGroups,
     PackedWeight,
 )
+from antiphon.kernels.linear_fp8 import E4M3, Fp8Matrix
 from antiphon.layers.quantization.storage import (
+    Fp8Weight,
     GroupedWeight,
     Int8Weight,
     LoadedWeight,
@@ -155,6 +157,32 @@ class GroupedWeights:
         self._panels.write(cut.into, part.codes, part.scales, part.lowest)
 
 
+class Fp8Weights:
+    """Weights that are stored in fp8, and stay so: the op `linear.fp8` multiplies `matrix`."""
+
+    packed: CompiledLinear | None = None
+
+    def __init__(
+        self, shape: LinearShape, dtype: torch.dtype, device: torch.device, group: int
+    ) -> None:
+        codes = torch.empty((shape.outputs, shape.inputs), dtype=E4M3, device=device)
+        groups = -(-shape.inputs // group)
+        scales = torch.empty((groups, shape.outputs), dtype=torch.float32, device=device)
+        bias = torch.empty(shape.outputs, dtype=dtype, device=device) if shape.bias else None
+        self.matrix = Fp8Matrix(codes, scales, group, bias)
+
+    def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+        part, matrix = cut.of(field, tensor), self.matrix
+        rows = slice(cut.into, cut.into + len(part))
+        if field != "weight":
+            assert matrix.bias is not None, "a linear without bias"
+            matrix.bias[rows].copy_(dequantized(part))
+            return
+        assert isinstance(part, Fp8Weight), "a layout of fp8, not cut within a group"
+        matrix.codes[rows].copy_(part.codes)
+        matrix.scales[:, rows].copy_(part.scales.T)
+
+
 LinearWeights = PlainWeights | PackedWeights | GroupedWeights
 
 
@@ -162,7 +190,8 @@ class LinearMethod(StrEnum):
     """How the weights of a linear are stored in memory and multiplied; the names of `model.linear`.
 
     `plain` is torch's matmul, all others are packed for the CPU kernels; `grouped` keeps the codes
-    and scales of weights that are stored in groups, and packs others.
+    and scales of weights that are stored in groups, and packs others. `fp8` keeps weights that are
+    stored in fp8 for a GPU, where a layer calls the op for them, and dequantizes others.
     """
 
     PLAIN = "plain"
@@ -170,13 +199,14 @@ class LinearMethod(StrEnum):
     INT8 = "int8"
     INT8_DYNAMIC = "int8_dynamic"
     GROUPED = "grouped"
+    FP8 = "fp8"
 
     @property
     def invariant(self) -> bool:
         """Whether multiplication is batch-invariant: a row's bits depend on that row alone."""
         # Measured: in float32, the bits of torch's depend on the number of rows: 1, 2 and 3, or 4
         # and more. In the kernels the sum of an output runs in one order.
-        return self is not LinearMethod.PLAIN
+        return self not in (LinearMethod.PLAIN, LinearMethod.FP8)
 
     def create(
         self,
@@ -186,7 +216,7 @@ class LinearMethod(StrEnum):
         grouping: Grouping | None = None,
     ) -> LinearWeights:
         """Make the memory of a linear; `grouping` is that of its weights, if they have one."""
-        if self is LinearMethod.PLAIN:
+        if self in (LinearMethod.PLAIN, LinearMethod.FP8):
             return PlainWeights.empty(shape, dtype, device)
         if self is not LinearMethod.GROUPED:
             return PackedWeights(shape, dtype, self.value)
@@ -201,14 +231,14 @@ class LinearMethod(StrEnum):
 
     def exact(self) -> LinearMethod:
         """The unquantized method that multiplies like this one."""
-        return LinearMethod.PACKED if self.invariant else self
+        return LinearMethod.PACKED if self.invariant else LinearMethod.PLAIN
 
 
 def unsupported_reason(
     method: LinearMethod, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    if method is LinearMethod.PLAIN:
-        return None
+    if method in (LinearMethod.PLAIN, LinearMethod.FP8):
+        return None  # of fp8 the op says what it needs
     if device.type != "cpu":
         return "it runs on the CPU only"
     if dtype not in DTYPE_NAMES:

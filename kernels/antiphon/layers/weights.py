@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from antiphon.kernels.linear_fp8 import is_multiplied
 from antiphon.kernels.triton.backend import INTERPRETER
+from antiphon.layers.methods import Fp8Weights, LinearMethod
+from antiphon.layers.quantization.eight_bit import Fp8Storage, OnlineFp8Storage
 from antiphon.layers.quantization.storage import (
     ANY,
     FLOATS,
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.linear import Grouping
     from antiphon.kernels.kv import PageLayout
-    from antiphon.layers.methods import LinearMethod, LinearShape, LinearWeights
+    from antiphon.layers.methods import LinearShape, LinearWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,31 @@ class BuildContext:
         if table:
             method = method.for_table()
         return method.create(shape, self.dtype, self.device, self._grouping(names, shape, inputs))
+
+    def create_linear(
+        self, names: Sequence[str], shape: LinearShape, plain: LinearMethod, inputs: int
+    ) -> LinearWeights | Fp8Weights:
+        """As `create`, for a layer that calls the op of weights that stay in fp8."""
+        if self.method(names, plain) is LinearMethod.FP8:
+            group = self._fp8_group(names, shape, inputs)
+            if group is not None:
+                return Fp8Weights(shape, self.dtype, self.device, group)
+        return self.create(names, shape, plain, inputs)
+
+    def _fp8_group(self, names: Iterable[str], shape: LinearShape, inputs: int) -> int | None:
+        """Inputs that share a scale; None: not the same in all parts, or no kernel reads that."""
+        groups: set[int | None] = set()
+        for name in names:
+            storage = self.storage(name)
+            known = isinstance(storage, Fp8Storage | OnlineFp8Storage)
+            groups.add(storage.group(inputs) if known else None)
+        group = groups.pop()
+        if groups or group is None or not is_multiplied(group, inputs):
+            return None
+        # Ranks whose inputs begin in the middle of a group have numbers.
+        if group < inputs and shape.inputs != inputs and shape.inputs % group:
+            return None
+        return group
 
     def _grouping(self, names: Iterable[str], shape: LinearShape, inputs: int) -> Grouping | None:
         groupings: list[Grouping] = []

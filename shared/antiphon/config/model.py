@@ -44,7 +44,8 @@ class LinearFormat(StrEnum):
     `plain` leaves the multiplication to torch, `packed` reorders the same weights for the CPU
     kernels. `int8` quantizes each output's weights to 255 values, `int8_dynamic` also quantizes
     each token's activations. `grouped` packs, too, and keeps the codes and scales of weights that
-    the checkpoint stores in groups.
+    the checkpoint stores in groups. `fp8` keeps weights that the checkpoint stores in fp8 for the
+    kernel of a GPU, which rounds activations to fp8; others are plain.
     """
 
     AUTO = "auto"
@@ -53,6 +54,7 @@ class LinearFormat(StrEnum):
     INT8 = "int8"
     INT8_DYNAMIC = "int8_dynamic"
     GROUPED = "grouped"
+    FP8 = "fp8"
 
 
 class KernelBackend(StrEnum):
@@ -90,7 +92,8 @@ class ModelConfig(Config):
     """Storage format of the linear layers: as loaded, multiplied by torch (plain), packed for the
     CPU kernels (packed), packed with the codes and scales of weights that the checkpoint stores in
     groups (grouped), or rounded to 8 bits while loading (int8); int8_dynamic also rounds
-    activations. auto is grouped if the CPU kernels are built, else plain."""
+    activations. On a GPU fp8 keeps weights in fp8 and rounds activations to it. auto is grouped if
+    the CPU kernels are built, fp8 on a GPU that multiplies it, else plain."""
     quantization: QuantizationMethod | None = None
     """Quantization method of the checkpoint, which must match its config; for unquantized
     checkpoints, fp8 and the torchao methods quantize while loading. Unset: from the checkpoint."""
@@ -120,6 +123,8 @@ class ModelConfig(Config):
     expert_backend: KernelBackend = KernelBackend.AUTO
     """Backend of routed experts: Triton's on a GPU (triton), or torch's functions on the CPU
     (torch)."""
+    fp8_backend: KernelBackend = KernelBackend.AUTO
+    """Backend of linears whose weights stay in fp8: Triton's on a GPU (triton)."""
     threads: Threads | None = None
     """Number of compute threads of one worker; unset: all cores or all but one, with the reason in
     the plan printed at start."""

@@ -252,6 +252,11 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return tensor.endswith(AUXILIARY_TENSORS) and not self.online
 
     @property
+    def fp8(self) -> bool:
+        """Whether all weights are in FP8, or are quantized to it."""
+        return all(isinstance(rule.scheme, Fp8 | OnlineFp8) for rule in self.rules)
+
+    @property
     def int8_exact(self) -> bool:
         """Whether all weights are int8 multiples of one scale per output, so that int8 is exact."""
         return all(_int8_exact(rule.scheme) for rule in self.rules)

@@ -18,7 +18,7 @@ INTERPRETER = "interpreter"
 
 
 class HostDevice(msgspec.Struct, frozen=True):
-    """Where a model runs; only the worker sets the last two fields."""
+    """Where a model runs; only the worker sets the last three fields."""
 
     kind: str
     """cpu, cuda or interpreter."""
@@ -29,6 +29,8 @@ class HostDevice(msgspec.Struct, frozen=True):
     """Why the CPU kernels do not run in this process; None if they do."""
     arithmetic: dict[str, str] = {}
     """What the numerics depend on here, by name: instruction set, version of the kernels."""
+    lacking_fp8: str | None = "only kernels of a GPU multiply fp8"
+    """Why weights do not stay in fp8 here; None if they do."""
 
 
 def detect_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostDevice:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 INT8_FORMATS = (LinearFormat.INT8, LinearFormat.INT8_DYNAMIC)
 """Formats of linear layers that take one byte per weight."""
+KEEPING_FP8 = (LinearFormat.AUTO, LinearFormat.FP8)
+"""Settings with which weights stay in fp8, where a kernel multiplies that."""
 KEEPING = (LinearFormat.AUTO, LinearFormat.GROUPED)
 """Settings with which quantized weights stay as they are stored, where the kernels read that."""
 LOGIT_BYTES = 4
@@ -83,11 +85,14 @@ def weight_bytes(
     """Bytes of the parameters; one per int8 weight, except for an embedding that is not the head.
 
     `count` of them are quantized in the checkpoint: stored as `quantized`, the others as `linear`;
-    `grouped_bytes` is the size of their codes and scales.
+    `grouped_bytes` is the size of their codes and scales. Experts do not stay in fp8.
     """
     item = item_bytes(dtype)
     plain = card.weights.count - count
     stored = count * (1 if quantized in INT8_FORMATS else item)
+    if quantized is LinearFormat.FP8:
+        wide = min(count, _expert_parameters(card))
+        stored = wide * item + round((count - wide) * FP8_BYTES)
     if quantized is LinearFormat.GROUPED:
         stored = grouped_bytes
     stored += _beside_bytes(card, dtype)
@@ -95,6 +100,16 @@ def weight_bytes(
         return stored + plain * item
     looked_up = 0 if card.tied else card.vocabulary_size * card.hidden_size
     return stored + plain - looked_up + looked_up * item
+
+
+FP8_BYTES = 1 + 4 / 128
+"""Of a weight in fp8 and its part of the scale of an output, or of 128 inputs of an output."""
+
+
+def _expert_parameters(card: ModelCard) -> int:
+    if (experts := card.experts) is None:
+        return 0
+    return experts.layers * experts.count * 3 * experts.width * card.hidden_size
 
 
 def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
@@ -189,14 +204,24 @@ class WeightStorage(msgspec.Struct, frozen=True):
 
 
 def resolve_weight_storage(
-    settings: Settings, card: ModelCard, dtype: Dtype, linear: ResolvedValue[LinearFormat]
+    settings: Settings,
+    card: ModelCard,
+    dtype: Dtype,
+    linear: ResolvedValue[LinearFormat],
+    lacking_fp8: str | None,
 ) -> WeightStorage:
-    """Resolve the format of quantized linear layers: int8 where that is exact."""
+    """Resolve the format of quantized linear layers: int8 where that is exact, on a GPU fp8.
+
+    `lacking_fp8` is why weights cannot stay in fp8; None if they can.
+    """
     requested = settings.model.quantization
     quantization = choose_quantization(card.quantization, requested, gguf=card.gguf)
     count = _count(card, quantization)
     grouped = _grouped_bytes(card, quantization, dtype, count)
-    quantized = _quantized(settings, quantization, linear, dtype, count, grouped)
+    if quantization is not None and quantization.fp8:
+        quantized = _fp8(settings, linear, lacking_fp8, dtype, count)
+    else:
+        quantized = _quantized(settings, quantization, linear, dtype, count, grouped)
     taken = weight_bytes(
         card,
         dtype,
@@ -268,6 +293,24 @@ def _count(card: ModelCard, quantization: QuantizationConfig | None) -> int:
     return max(card.weights.count - tables, 0)
 
 
+def _fp8(
+    settings: Settings,
+    linear: ResolvedValue[LinearFormat],
+    lacking_fp8: str | None,
+    dtype: Dtype,
+    count: int,
+) -> ResolvedValue[LinearFormat]:
+    said = settings.model.linear
+    if said in KEEPING_FP8 and lacking_fp8 is None:
+        reason = f"fp8 as stored, {gib(count)}; activations are rounded to fp8"
+        return ResolvedValue(LinearFormat.FP8, reason)
+    if said not in KEEPING:
+        return linear
+    if linear.value is LinearFormat.PLAIN:
+        return ResolvedValue(linear.value, f"{linear.reason}; {lacking_fp8}")
+    return _converted(linear, dtype, count)
+
+
 def _quantized(
     settings: Settings,
     quantization: QuantizationConfig | None,
@@ -291,6 +334,12 @@ def _quantized(
         return ResolvedValue(LinearFormat.INT8_DYNAMIC, reason)
     if quantization.int8_exact:
         return ResolvedValue(LinearFormat.INT8, "int8 as stored; activations are not quantized")
+    return _converted(linear, dtype, count)
+
+
+def _converted(
+    linear: ResolvedValue[LinearFormat], dtype: Dtype, count: int
+) -> ResolvedValue[LinearFormat]:
     taken, rounded = gib(count * item_bytes(dtype)), gib(count)
     return ResolvedValue(
         linear.value,

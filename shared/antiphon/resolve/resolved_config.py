@@ -185,7 +185,7 @@ def resolve(
     dtype = _dtype(settings, card, device)
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
-    kept = resolve_weight_storage(settings, card, dtype.value, linear)
+    kept = resolve_weight_storage(settings, card, dtype.value, linear, device.lacking_fp8)
     groups, of_group = settings.parallel.attn_dp_size, _of_group(settings)
     kept = kept.over(settings.parallel.ranks, groups, card.attention_share)
     context = _context(settings, card)
@@ -340,6 +340,7 @@ def _backends(model: ModelConfig) -> ResolvedValue[tuple[str, ...]]:
         "attention.paged": next(iter(named.values()), KernelBackend.AUTO),
         "sampling.draw": model.sampling_backend,
         "moe.experts": model.expert_backend,
+        "linear.fp8": model.fp8_backend,
     }
     forced = [f"{op}:{name}" for op, name in asked.items() if name is not KernelBackend.AUTO]
     if not forced:
@@ -415,7 +416,7 @@ def _draft(
         dtype = _dtype(own, draft.card, device)
         linear = _linear(own, device, dtype.value)
         cache_dtype = _cache_dtype(own, draft.card, device, dtype.value)
-        kept = resolve_weight_storage(own, draft.card, dtype.value, linear)
+        kept = resolve_weight_storage(own, draft.card, dtype.value, linear, device.lacking_fp8)
         kept = kept.over(settings.parallel.ranks)
     active = activation_bytes(draft.card, dtype.value, step_tokens)
     token_bytes = draft.card.kv_bytes(cache_dtype.value, settings.parallel.ranks)
@@ -472,6 +473,10 @@ def _linear(settings: Settings, device: HostDevice, dtype: Dtype) -> ResolvedVal
         return ResolvedValue(LinearFormat.PACKED, "read at memory bandwidth, stored once")
     if said is LinearFormat.AUTO:
         return ResolvedValue(LinearFormat.PLAIN, lacking or "")
+    if said is LinearFormat.FP8:
+        if device.lacking_fp8 is not None:
+            raise ConfigError(f"model.linear = {said}: {device.lacking_fp8}")
+        return ResolvedValue(LinearFormat.PLAIN, "model.linear = fp8; not stored in fp8")
     if said is not LinearFormat.PLAIN and lacking is not None:
         raise ConfigError(f"model.linear = {said}: {lacking}")
     if said is LinearFormat.GROUPED:

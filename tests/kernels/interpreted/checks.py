@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from antiphon.kernels import activation, decode_rows, norm, rotary, sampling
+from antiphon.kernels import activation, decode_rows, linear_fp8, norm, rotary, sampling
 from antiphon.kernels import routing as routing_ops
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
 from antiphon.kernels.experts import ExpertWeights, experts
@@ -152,6 +152,41 @@ def check_experts(
     expected = experts.reference(*arguments, weighted_inputs=weighted_inputs)
     scale = expected.abs().max()
     close(got / scale, expected / scale)
+
+
+def check_linear_fp8(
+    module: Module,
+    tokens: int,
+    sizes: tuple[int, int],
+    group: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = False,
+) -> None:
+    """Codes of activations are the same; some tokens are zero or tiny, and some are not finite."""
+    outputs, inputs = sizes
+    groups = -(-inputs // group)
+    matrix = linear_fp8.Fp8Matrix(
+        randn(outputs, inputs, seed=1).to(torch.float8_e4m3fn),
+        randn(groups, outputs, seed=2).abs() / inputs**0.5,
+        group,
+        randn(outputs, dtype=dtype, seed=3) if bias else None,
+    )
+    x = randn(tokens, inputs, dtype=dtype)
+    x *= torch.linspace(0.1, 30, inputs).to(dtype)  # groups have scales of their own
+    if tokens > 5:
+        x[1], x[2], x[3, inputs - 1], x[4, 0] = 0.0, 8.8e-43, torch.inf, torch.nan
+    with np.errstate(invalid="ignore"):
+        made = module.quantize(x, group)
+        got = module.linear_fp8(x, matrix)
+    finite, rounded = x.isfinite().all(dim=1), linear_fp8.quantize(x, group)
+    assert torch.equal(made[0].float()[finite], rounded[0].float()[finite])
+    assert torch.equal(made[1][:, finite], rounded[1][:, finite])
+    expected = linear_fp8.linear_fp8.reference(x, matrix)
+    assert got[~finite].isnan().all()
+    assert expected[~finite].isnan().all()
+    scale = expected[finite].abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
+    close(got[finite] / scale, expected[finite] / scale)
 
 
 def qk_norms(

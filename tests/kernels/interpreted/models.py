@@ -14,6 +14,8 @@ import torch
 from tests.kernels.interpreted.held import SLOTS, HeldStream
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
+from tests.models.quantization.rows import BY_NAME as QUANTIZED
+from tests.models.quantization.rows import SHAPE, write
 from tests.models.specs import BY_NAME
 from tests.models.test_draft_model import with_nan
 from tests.models.test_speculation import compare, often_wrong, texts_of
@@ -22,12 +24,17 @@ from tests.models.tiny import write_llama
 from tests.support.models import load, open_model
 from tests.support.worker import decode_plan, state
 
+from antiphon.config.load import load as settings_of
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
 from antiphon.kernels.triton.tape import HostWaits
+from antiphon.model_card.card import read_card
+from antiphon.model_card.files import find_files
 from antiphon.model_worker.batching.plan import DeviceLost
 from antiphon.model_worker.runner import decode_graphs, device_runner
 from antiphon.model_worker.runner.device_runner import DeviceRunner
+from antiphon.model_worker.startup.engine import host_device, load_resolved
+from antiphon.resolve.resolved_config import resolve
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
@@ -242,3 +249,31 @@ def test_models_run_in_narrow_floats(changes: dict[str, str], tmp_path: Path) ->
         for device in ("cpu", "interpreter")
     )
     assert [ids for ids, _ in got] == [ids for ids, _ in expected]
+
+
+NARROW = {
+    **SHAPE,
+    "num_hidden_layers": 1,
+    "hidden_size": 160,
+    "intermediate_size": 136,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""A block of 128 inputs, and a part of one."""
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "fp8 online"])
+def test_weights_stay_in_fp8(name: str, tmp_path: Path) -> None:
+    """On the CPU torch multiplies what the kernel does here, as the settings decide."""
+    row = QUANTIZED[name]
+    folder, _ = write(tmp_path, row, NARROW)
+    on_cpu = open_model(folder, pages=100, dtype="float32", quantization=row.said, quantized="fp8")
+    files, environ = find_files(folder), {"ANTIPHON_MODEL__DEVICE": "interpreter"}
+    if row.said is not None:
+        environ["ANTIPHON_MODEL__QUANTIZATION"] = row.said
+    settings = settings_of(environ=environ | {"ANTIPHON_CACHE__BYTES_MAX": "1000000"}).settings
+    model = load_resolved(files, resolve(settings, read_card(files), host_device("interpreter")))
+    assert {c.backend for c in model.runner.choices if c.op == "linear.fp8"} == {"triton"}
+    (expected,), (got,) = (outputs_of(each, overlap=False, count=1) for each in (on_cpu, model))
+    assert got[0] == expected[0]
+    assert got[1] == pytest.approx(expected[1], abs=1e-4)

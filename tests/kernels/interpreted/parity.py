@@ -20,6 +20,7 @@ from antiphon.kernels.triton import (
     experts,
     futures,
     heads,
+    linear_fp8,
     logits,
     norm,
     routing,
@@ -108,6 +109,19 @@ def test_experts_have_biases_and_activations(
     checks.check_experts(
         experts, 5, (4, 40, 24), activation, bias=True, weighted_inputs=weighted_inputs
     )
+
+
+@dtypes
+def test_linears_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
+    checks.check_linear_fp8(linear_fp8, 9, (72, 300), 128, dtype, bias=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "group"),
+    [(0, (8, 64), 64), (1, (40, 100), 100), (2, (8, 2100), 2100), (70, (130, 96), 32)],
+)
+def test_linears_of_8_bits_have_any_size(tokens: int, sizes: tuple[int, int], group: int) -> None:
+    checks.check_linear_fp8(linear_fp8, tokens, sizes, group)
 
 
 @pytest.mark.parametrize("over", ["head", "token"])
@@ -228,6 +242,8 @@ groups = partial(checks.check_route, tokens=5, count=12, routing=checks.ROUTINGS
 routes = partial(checks.check_route, tokens=5, count=12, routing=checks.ROUTINGS[0])
 few_experts = partial(checks.check_experts, tokens=9, sizes=(5, 40, 72), bias=True)
 many_pairs = partial(checks.check_experts, tokens=90, sizes=(3, 16, 16))
+fp8_rows = partial(checks.check_linear_fp8, tokens=9, sizes=(40, 100), group=100, bias=True)
+fp8_groups = partial(checks.check_linear_fp8, tokens=9, sizes=(72, 300), group=64)
 few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
 many_heads = partial(checks.check_heads, tokens=30, shape=(6, 2, 24, 24))
 normed_heads = partial(many_heads, tokens=3, kind="rms", over="token")
@@ -295,6 +311,26 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
         few_experts,
     ),
     ("experts", "pair = token * TOP_K + choice", "pair = token * TOP_K", few_experts),
+    ("linear_fp8", "scale > 0, scale, 1.0", "scale >= 0, scale, 1.0", fp8_rows),
+    ("linear_fp8", "(first + member < INPUTS)", "(first + member < INPUTS - 1)", fp8_groups),
+    ("linear_fp8", "mask=group < GROUPS", "mask=group <= GROUPS", fp8_groups),
+    ("linear_fp8", "group = begin // GROUP", "group = 0", fp8_groups),
+    (
+        "linear_fp8",
+        "(factor[:, None] * scale[None, :])\n        else",
+        "scale[None, :]\n        else",
+        fp8_groups,
+    ),
+    (
+        "linear_fp8",
+        "total * (factor[:, None] * scale[None, :])",
+        "total * scale[None, :]",
+        fp8_rows,
+    ),
+    ("linear_fp8", "(depth < INPUTS)", "(depth < INPUTS + 1)", fp8_rows),
+    ("linear_fp8", "+= made *", "= made *", fp8_groups),
+    ("linear_fp8", "ceil_div(outputs, block_n))", "outputs // block_n)", fp8_rows),
+    ("linear_fp8", "asked[:, None] & used[None, :]", "used[None, :]", fp8_rows),
     ("heads", "column + half, column - half", "column - half, column + half", few_heads),
     ("heads", "slot % SLOTS", "slot % (SLOTS - 1)", many_heads),
     ("heads", "head - QUERIES, column", "head, column", normed_heads),

@@ -19,10 +19,16 @@ from torch import Tensor
 
 from antiphon.config.load import load as settings_of
 from antiphon.config.model import LoadFormat
-from antiphon.config.quantization import QuantizationMethod, QuantizationScheme, choose_quantization
+from antiphon.config.quantization import (
+    Fp8,
+    OnlineFp8,
+    QuantizationMethod,
+    QuantizationScheme,
+    choose_quantization,
+)
 from antiphon.kernels.cpu import extension
 from antiphon.layers.linear import CheckpointLayout, RowLinear, quantized_sources
-from antiphon.layers.methods import LinearMethod
+from antiphon.layers.methods import Fp8Weights, LinearMethod
 from antiphon.layers.quantization import storage as parts
 from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank
 from antiphon.model_card.card import read_card
@@ -235,24 +241,49 @@ def test_activations_in_bytes_stay_near(row: Row, written, reference) -> None:
     assert 0 < float((ours - theirs).std() / theirs.std()) < row.rounded
 
 
-def kept_on(folder: Path, row: Row | None, rank: int, ranks: int) -> list[Tensor]:
+IN_FP8 = [row for row in ROWS if isinstance(row_scheme(row), Fp8 | OnlineFp8)]
+
+
+@pytest.mark.parametrize("row", IN_FP8, ids=[row.name for row in IN_FP8])
+def test_weights_that_stay_in_fp8_have_rounded_activations(row: Row, written, reference) -> None:
+    """As on a GPU: here torch multiplies."""
+    stored, plain = written
+    ids = prompts()[-1]
+    theirs = reference(plain).logits(ids)
+    ours = logits_of(opened(stored, row, "plain", "fp8"), ids, 31)
+    assert 0 < float((ours - theirs).std() / theirs.std()) < 0.1
+
+
+def weight_of(linear: Any) -> Tensor:
+    """What a linear multiplies by, (O, I)."""
+    weights = linear._weights
+    if not isinstance(weights, Fp8Weights):
+        return weights.table
+    matrix = weights.matrix
+    return parts.Fp8Weight(matrix.codes, matrix.scales.T, matrix.group).dequantize()
+
+
+def kept_on(
+    folder: Path, row: Row | None, rank: int, ranks: int, quantized: str = "plain"
+) -> list[Tensor]:
     """All weights of linears on one rank, in the order of the layers."""
     quantization = None if row is None else row.said
     files, tp = find_files(folder, mapped=False), LoneRank(rank, ranks)
-    model = load(files, dtype="float32", quantization=quantization, tp=tp)
+    model = load(files, dtype="float32", quantization=quantization, quantized=quantized, tp=tp)
+    assert ("linear.fp8" in model.decoder.operations) == (quantized == "fp8")
     weights: list[Tensor] = []
     for layer in model.own_decoder.layers:
         for block in vars(layer).values():
             if not hasattr(block, "__dict__"):
                 continue
             linears = [one for one in vars(block).values() if hasattr(one, "_weights")]
-            weights += [linear._weights.table for linear in linears]
+            weights += map(weight_of, linears)
     assert len(weights) == 4 * 2
     return weights
 
 
 @ALL
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_each_rank_has_its_part_of_every_weight(
     row: Row, written, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,11 +300,10 @@ def test_each_rank_has_its_part_of_every_weight(
 
     monkeypatch.setattr(torch, "empty", filled)
     for rank in range(ranks):
-        pairs = zip(
-            kept_on(stored, row, rank, ranks), kept_on(plain, None, rank, ranks), strict=True
-        )
-        for found, expected in pairs:
-            assert torch.equal(found, expected)
+        expected = kept_on(plain, None, rank, ranks)
+        for quantized in ("plain", "fp8") if row in IN_FP8 else ("plain",):
+            found = kept_on(stored, row, rank, ranks, quantized)
+            assert all(map(torch.equal, found, expected))
 
 
 DEVICE = HostDevice(kind="cpu", cores=2, memory_bytes=1 << 30)
@@ -310,9 +340,11 @@ def test_the_plan_is_what_is_loaded(row: Row, written) -> None:
     assert bool(logits_of(model, prompts()[3], 16).isfinite().all())
 
 
-def everywhere(storage: parts.StorageLayout) -> BuildContext:
+def everywhere(
+    storage: parts.StorageLayout, method: LinearMethod = LinearMethod.PLAIN
+) -> BuildContext:
     """Every linear is stored so."""
-    quantization = CheckpointQuantization(LinearMethod.PLAIN, lambda _: storage)
+    quantization = CheckpointQuantization(method, lambda _: storage)
     return BuildContext(SingleRank(), torch.float32, torch.device("cpu"), quantization)
 
 
@@ -337,16 +369,16 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
     outputs = 64 if stored.first else 192
     weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
     made = row.make(weight)
-    linear = plain_linear(256, outputs, everywhere(storage_of(row_scheme(row))), stored)
     suffixes = {".weight_scale": ".weight_scale_inv"}
-    for source in linear.sources():
-        suffix = source.name.removeprefix("a")
-        tensor = made.stored.get(suffix)
-        assert source.load is not None
-        source.load(made.stored[suffixes[suffix]] if tensor is None else tensor)
-    expected = stored.extract("weight", outputs, made.whole)
-    assert linear._weights.table is not None
-    assert torch.equal(linear._weights.table, expected)
+    for method in (LinearMethod.PLAIN, LinearMethod.FP8):
+        build = everywhere(storage_of(row_scheme(row)), method)
+        linear = plain_linear(256, outputs, build, stored)
+        for source in linear.sources():
+            suffix = source.name.removeprefix("a")
+            tensor = made.stored.get(suffix)
+            assert source.load is not None
+            source.load(made.stored[suffixes[suffix]] if tensor is None else tensor)
+        assert torch.equal(weight_of(linear), stored.extract("weight", outputs, made.whole))
 
 
 def test_transposed_tensors_are_not_quantized() -> None:

@@ -138,6 +138,7 @@ def context_tokens(settings: Settings) -> int:
         shows("--decode-attention-backend", "intel_amx", forced, {"attention.paged": "cpu"}),
         shows("--sampling-backend", "pytorch", forced, {"sampling.draw": "torch"}),
         shows("--moe-runner-backend", "triton", forced, {"moe.experts": "triton"}),
+        shows("--fp8-gemm-runner-backend", "triton", forced, {"linear.fp8": "triton"}),
         shows("--max-total-tokens", "4096", entry("cache_pages"), 64),
         shows("--chunked-prefill-size", "128", entry("chunk_tokens"), 128),
         shows("--max-prefill-tokens", "1024", entry("fill_tokens"), 1024),

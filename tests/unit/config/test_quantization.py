@@ -28,6 +28,7 @@ from antiphon.resolve.resolved_value import ResolvedValue
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from antiphon.resolve.device import HostDevice
     from antiphon.resolve.resolved_config import ResolvedConfig
 
 
@@ -236,13 +237,15 @@ def test_methods_of_sglang_that_are_not_built_are_refused_by_name() -> None:
     assert serve("--quantization awq_marlin").settings.model.quantization == "awq_marlin"
 
 
-def plan(quantization: QuantizationConfig | None, **said: str) -> ResolvedConfig:
+def plan(
+    quantization: QuantizationConfig | None, device: HostDevice = DEVICE, **said: str
+) -> ResolvedConfig:
     card = msgspec.structs.replace(
         CARD,
         quantization=quantization,
         weights=Weights(GIB // 2, GIB // 4, Dtype.BFLOAT16, quantized=GIB // 4),
     )
-    return decide(DEVICE, card, **said)
+    return decide(device, card, **said)
 
 
 def test_four_bits_are_kept_in_groups_and_the_plan_says_what_that_takes() -> None:
@@ -319,6 +322,29 @@ def test_operator_may_keep_it_otherwise() -> None:
     assert plan(W8A8, model__linear="plain").quantized.value is LinearFormat.PLAIN
     float16 = plan(W8A8, model__dtype="float16").quantized
     assert (float16.value, "float16" in float16.reason) == (LinearFormat.PLAIN, True)
+
+
+def test_fp8_stays_where_a_kernel_multiplies_it() -> None:
+    gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU", lacking_fp8=None)
+    fp8 = said(quant_method="fp8")
+    found = plan(fp8, gpu, model__device="cuda")
+    kept = (found.linear.value, found.quantized.value)
+    assert kept == (LinearFormat.PLAIN, LinearFormat.FP8)
+    assert "activations are rounded to fp8" in found.quantized.reason
+    assert found.weight_bytes.value == GIB // 2 + GIB // 4 + GIB // 4 * 4 // 128
+    assert ",quantized:fp8 as fp8" in found.bits.value
+    old = msgspec.structs.replace(gpu, lacking_fp8="sm_80 does not multiply float8_e4m3fn")
+    wide = plan(fp8, old, model__device="cuda")
+    assert wide.quantized.value is LinearFormat.PLAIN
+    assert wide.quantized.reason.endswith("sm_80 does not multiply float8_e4m3fn")
+    asked = {"model__device": "cuda", "model__linear": "fp8"}
+    assert plan(fp8, gpu, **asked).quantized.value is LinearFormat.FP8
+    assert plan(None, gpu, **asked).quantized.value is LinearFormat.PLAIN
+    with pytest.raises(ConfigError, match=r"model\.linear = fp8: sm_80 does not multiply"):
+        plan(fp8, old, **asked)
+    with pytest.raises(ConfigError, match=r"model\.linear = fp8: only kernels of a GPU"):
+        plan(fp8, model__linear="fp8")
+    assert plan(fp8, gpu, model__device="cuda", model__linear="plain").quantized.value == "plain"
 
 
 def test_kernels_of_gpus_fall_back_to_what_they_multiply() -> None:

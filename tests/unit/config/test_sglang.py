@@ -44,6 +44,7 @@ SETTABLE = {
     "model.decode_attention_backend": "torch_native",
     "model.dtype": "half",
     "model.expert_backend": "triton",
+    "model.fp8_backend": "triton",
     "model.prefill_attention_backend": "intel_amx",
     "model.sampling_backend": "pytorch",
     "model.quantization": "fp8",

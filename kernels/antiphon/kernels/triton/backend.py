@@ -18,29 +18,33 @@ E4M3_SM = 89
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def triton(target: str, *, caches: bool = False, invariant: bool = False) -> Backend:
+def triton(
+    target: str, *, caches: bool = False, e4m3: bool = False, invariant: bool = False
+) -> Backend:
     """The backend `triton` of an op: a function `module:name` of `antiphon.kernels.triton`.
 
-    `caches`: it reads or writes the KV cache.
+    `caches`: it reads or writes the KV cache; `e4m3`: it computes with float8_e4m3fn.
     """
     return Backend(
         "triton",
         f"antiphon.kernels.triton.{target}",
-        partial(_unsupported_reason, caches=caches),
+        partial(_unsupported_reason, caches=caches, e4m3=e4m3),
         invariant=invariant,
     )
 
 
-def _unsupported_reason(device: DeviceCapability, *, caches: bool) -> str | None:
+def _unsupported_reason(device: DeviceCapability, *, caches: bool, e4m3: bool) -> str | None:
     if device.kind not in ("cuda", INTERPRETER):
         return "it runs on CUDA only"
     if device.dtype not in DTYPES:
         return f"it does not compute in {str(device.dtype).removeprefix('torch.')}"
     if device.sm is not None and device.sm not in SMS:
         return f"it is not compiled for sm_{device.sm}"
-    narrow = caches and device.cache_dtype is torch.float8_e4m3fn
-    if narrow and device.sm is not None and device.sm < E4M3_SM:
-        return f"sm_{device.sm} does not convert float8_e4m3fn; float8_e5m2 it does"
+    if device.sm is not None and device.sm < E4M3_SM:
+        if e4m3:
+            return f"sm_{device.sm} does not multiply float8_e4m3fn"
+        if caches and device.cache_dtype is torch.float8_e4m3fn:
+            return f"sm_{device.sm} does not convert float8_e4m3fn; float8_e5m2 it does"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None

@@ -18,6 +18,7 @@ from antiphon.layers.quantization.storage import (
     FLOATS,
     SCALES,
     Axis,
+    Fp8Weight,
     GroupedWeight,
     Int8Weight,
     LoadedWeight,
@@ -141,17 +142,20 @@ class Fp8Storage:
             WeightField(".weight", (Axis("outputs"), Axis("inputs")), (E4M3,)),
         )
 
-    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Fp8Weight:
         scales = stored[".weight_scale"].float()
-        wide = stored[".weight"].float()
-        if self.scale != "block":
-            return wide.mul_(scales)
-        for axis, size in enumerate((outputs, inputs)):
-            scales = scales.repeat_interleave(self.block[axis], axis).narrow(axis, 0, size)
-        return wide.mul_(scales)
+        if self.scale == "block":
+            scales = scales.repeat_interleave(self.block[0], 0)[:outputs]
+        else:
+            scales = scales.view(-1, 1).expand(outputs, 1)
+        return Fp8Weight(stored[".weight"], scales, self.group(inputs))
 
     def grouping(self, inputs: int) -> Grouping | None:
         return None
+
+    def group(self, inputs: int) -> int:
+        """Inputs that share a scale."""
+        return self.block[1] if self.scale == "block" else inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +165,15 @@ class OnlineFp8Storage:
     def fields(self, outputs: int, inputs: int) -> WeightFields:
         return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
 
-    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        rounded, scales = rounded_to_fp8(stored[".weight"])
-        return rounded.float().mul_(scales)
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Fp8Weight:
+        return Fp8Weight(*rounded_to_fp8(stored[".weight"]), inputs)
 
     def grouping(self, inputs: int) -> Grouping | None:
         return None
+
+    def group(self, inputs: int) -> int:
+        """Inputs that share a scale."""
+        return inputs
 
 
 def rounded_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -235,8 +235,47 @@ def common_grouping(groupings: Iterable[Grouping]) -> Grouping | None:
     )
 
 
-LoadedWeight = torch.Tensor | Int8Weight | GroupedWeight
-"""A weight that can be multiplied: (O, I) float32, int8 where that is exact, or in groups."""
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """Weights in e4m3 with a scale for each output and group of inputs."""
+
+    codes: Tensor  # (O, I) float8_e4m3fn
+    scales: Tensor  # (O, G) float32
+    group: int  # inputs of a group; the last group may have fewer
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def dequantize(self) -> Tensor:
+        scales, inputs = self.scales, self.codes.shape[1]
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(self.group, 1)[:, :inputs]
+        return self.codes.float().mul_(scales)
+
+    def slice(self, rows: slice, columns: slice) -> LoadedWeight:
+        """A part of it; numbers, where columns divide a group."""
+        codes, scales = self.codes[rows], self.scales[rows]
+        if scales.shape[1] > 1:
+            start, stop, _ = columns.indices(codes.shape[1])
+            if start % self.group or (stop % self.group and stop != codes.shape[1]):
+                return Fp8Weight(codes, scales, self.group).dequantize()[:, columns]
+            scales = scales[:, start // self.group : -(-stop // self.group)]
+        return Fp8Weight(codes[:, columns], scales, self.group)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
+        """The same with both tensors changed alike, in their outputs."""
+        return Fp8Weight(change(self.codes), change(self.scales), self.group)
+
+    def followed_by(self, others: Sequence[Fp8Weight]) -> Fp8Weight:
+        """The outputs of this weight and of others with the same groups."""
+        codes = torch.cat([self.codes, *(one.codes for one in others)])
+        return Fp8Weight(
+            codes, torch.cat([self.scales, *(one.scales for one in others)]), self.group
+        )
+
+
+LoadedWeight = torch.Tensor | Int8Weight | GroupedWeight | Fp8Weight
+"""A weight that can be multiplied: (O, I) float32, in groups, or in 8 bits where that is exact."""
 
 
 class StorageLayout(Protocol):
@@ -269,6 +308,8 @@ def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
         return pieces[0]
     if isinstance(first := pieces[0], GroupedWeight):
         return first.followed_by([one for one in pieces[1:] if isinstance(one, GroupedWeight)])
+    if isinstance(first, Fp8Weight):
+        return first.followed_by([one for one in pieces[1:] if isinstance(one, Fp8Weight)])
     steps = [piece for piece in pieces if isinstance(piece, Int8Weight)]
     if not steps:
         return torch.cat([dequantized(piece) for piece in pieces])
@@ -279,7 +320,7 @@ def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
 def slice_weight(whole: LoadedWeight, rows: slice, columns: slice) -> LoadedWeight:
     if isinstance(whole, Int8Weight):
         return Int8Weight(whole.steps[rows, columns], whole.scales[rows])
-    if isinstance(whole, GroupedWeight):
+    if isinstance(whole, GroupedWeight | Fp8Weight):
         return whole.slice(rows, columns)
     return whole[rows, columns]
 

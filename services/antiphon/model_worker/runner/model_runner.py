@@ -74,7 +74,7 @@ BLOCKS = frozenset(
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("activation.sigmoid_mul", "recurrent.layer"),
         *("attention.heads", "attention.paged", "attention.whole"),
-        *("logits.softcap", "moe.experts"),
+        *("logits.softcap", "moe.experts", "linear.fp8"),
     }
 )
 """Operations of layers and heads, which only some models call."""

@@ -328,6 +328,7 @@ def host_device(name: str = "cpu") -> HostDevice:
     from antiphon.model_worker.startup.gpu import (  # noqa: PLC0415 (it imports torch)
         find_gpu,
         gpu_numerics,
+        lacking_fp8,
     )
 
     memory_bytes = host.memory_bytes if name == INTERPRETER else find_gpu(name)
@@ -337,6 +338,7 @@ def host_device(name: str = "cpu") -> HostDevice:
         memory_bytes=memory_bytes,
         lacking=f"model.device is {name}",
         arithmetic=gpu_numerics(name),
+        lacking_fp8=lacking_fp8(name),
     )
 
 

@@ -6,6 +6,8 @@ from importlib.metadata import version
 
 import torch
 
+from antiphon.kernels.linear_fp8 import linear_fp8
+from antiphon.kernels.op import DeviceCapability
 from antiphon.resolve.device import INTERPRETER
 from antiphon.service.startup import CannotStart
 
@@ -31,13 +33,23 @@ def find_gpu(name: str) -> int:
 
 def gpu_numerics(name: str) -> dict[str, str]:
     """What determines the bits of a result on a device, apart from its operands."""
-    if name == INTERPRETER:
-        device = INTERPRETER
-    else:
-        major, minor = torch.cuda.get_device_capability(name)
-        device = f"sm_{major}{minor}"
+    sm = _sm(name)
     return {
-        "isa": device,
+        "isa": INTERPRETER if sm is None else f"sm_{sm}",
         "kernels": f"triton {version('triton')}",
         "torch": torch.__version__,
     }
+
+
+def lacking_fp8(name: str) -> str | None:
+    """What the kernel that multiplies fp8 needs of a device and does not find; None: nothing."""
+    kernel = next(each for each in linear_fp8.backends if each.name == "triton")
+    return kernel.needs(DeviceCapability(name.partition(":")[0], torch.bfloat16, _sm(name)))
+
+
+def _sm(name: str) -> int | None:
+    """The compute capability without its point; of the interpreter there is none."""
+    if name == INTERPRETER:
+        return None
+    major, minor = torch.cuda.get_device_capability(name)
+    return 10 * major + minor
