@@ -28,6 +28,9 @@ from tests.support.qwen_vl import (
 )
 from tests.support.smolvlm import write_smolvlm
 from tests.support.towers import check_rows, opened
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    smart_resize as smart_resize_image,
+)
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
     Qwen3VLVideoProcessor,
@@ -123,6 +126,30 @@ def test_sizes_of_qwen3_are_those_of_transformers() -> None:
             count, height, width, factor=32, min_pixels=4096, max_pixels=25_165_824
         )
         assert sizes.scaled(width, height, count) == (across, down), (count, width, height)
+
+
+def test_videos_without_settings_of_their_own_have_a_number_of_tokens(tmp_path: Path) -> None:
+    """As in Qwen's tools, whose limit of all frames they divide by the number of pairs."""
+    folder = write_qwen2_vl(tmp_path)
+    (folder / "video_preprocessor_config.json").unlink()
+    videos, token = card_of(folder), 64
+    for seconds in (2, 30, 60, 120, 384, 3600):
+        video = VideoHeader(frames=25 * seconds, fps=25.0)
+        (tokens,) = videos.seen(1920, 1080, video).pieces
+        count = len(videos.sampling.indices(video))
+        assert count == min(2 * seconds, 768)
+        most = max(min(768, 24_576 * 2 / count), 1)
+        assert 0.8 * most * count / 2 < int(tokens) <= most * count / 2, seconds
+        if most > 1.05 * 128:
+            across, down = videos.sizes.scaled(1920, 1080, count)
+            size = smart_resize_image(
+                1080, 1920, factor=8, min_pixels=128 * token, max_pixels=floor(most * token)
+            )
+            assert (down, across) == size
+    # A request's own numbers are those of each frame.
+    asked = videos.within(PixelLimits(least=140 * token, most=500 * token))
+    (tokens,) = asked.seen(1920, 1080, VideoHeader(frames=25 * 384, fps=25.0)).pieces
+    assert int(tokens) > 384 * 400
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

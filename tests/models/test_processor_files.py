@@ -20,7 +20,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.encoder.model import open_model
-from antiphon.model_card.vision import image_processor_file, read_vision
+from antiphon.model_card.processor_files import image_processor_file
+from antiphon.model_card.vision import read_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

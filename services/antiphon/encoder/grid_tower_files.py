@@ -22,7 +22,8 @@ from antiphon.encoder.grid_tower import (
 from antiphon.encoder.preprocess import VisionActivation
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.vision import DEEPSTACKS, GLMS, MISTRAL3
+from antiphon.model_card.grid_files import DEEPSTACKS, GLMS
+from antiphon.model_card.vision import MISTRAL3
 
 if TYPE_CHECKING:
     from pathlib import Path

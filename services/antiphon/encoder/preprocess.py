@@ -16,12 +16,14 @@ from PIL import Image, ImageOps
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
+from antiphon.model_card.grid_files import read_grid_file, read_video_file
 from antiphon.model_card.image_grids import (
     GridSizes,  # noqa: TC001  # msgspec reads the fields of structs
     RowSizes,  # noqa: TC001  # likewise
 )
 from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
 from antiphon.model_card.images import check_unscaled
+from antiphon.model_card.processor_files import PixelFields, image_processor_file
 from antiphon.model_card.videos import FrameSampling  # noqa: TC001  # as above
 from antiphon.model_card.vision import (
     ANYRES,
@@ -29,17 +31,13 @@ from antiphon.model_card.vision import (
     IDEFICS,
     INTERN,
     FeatureFields,
-    PixelFields,
     SquareTower,
     has_rows,
-    image_processor_file,
     read_anyres,
     read_anyres_fields,
     read_aspect_tiling,
-    read_grid_file,
     read_rows,
     read_tiling,
-    read_video_file,
 )
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 

@@ -32,6 +32,7 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         pixels_max: Likewise.
         grows: Whether an image narrower than a token is scaled to one first.
         joint: Whether the numbers of pixels are those of all frames of a video.
+        total: Pixels of all grids of a video, at most; each stands for a pair of frames.
     """
 
     patch: Size
@@ -40,6 +41,7 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pixels_max: Size
     grows: bool = False
     joint: bool = False
+    total: Size | None = None
 
     @property
     def edge(self) -> int:
@@ -65,7 +67,9 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             raise InvalidRequest.at(LIMITS, f"min_pixels = {least}: exceeds max_pixels = {most}")
         if limits.low:
             most = max(min(most, LOW_PIXELS), least, self.edge**2)
-        return msgspec.structs.replace(self, pixels_min=least, pixels_max=most)
+        # A request that sets numbers of pixels has so many in each frame.
+        total = None if limits.least or limits.most else self.total
+        return msgspec.structs.replace(self, pixels_min=least, pixels_max=most, total=total)
 
     @property
     def tokens_max(self) -> int:
@@ -79,24 +83,27 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             InvalidRequest: The image is too narrow.
         """
         # Rounded to pairs, as the sizes are, where numbers of pixels are compared.
+        edge, least, most = self.edge, self.pixels_min, self.pixels_max
+        if self.total is not None:
+            most = max(edge**2, min(most, self.total * PAIR // frames))
+            least = min(least, most)
         frames, paired = (frames, round(frames / PAIR) * PAIR) if self.joint else (1, 1)
         if max(width, height) > ASPECT_MAX * min(width, height):
             raise InvalidRequest(
                 f"an image of {width} x {height} pixels is too narrow: the longer edge may be "
                 f"{ASPECT_MAX} times the shorter one"
             )
-        edge = self.edge
         if self.grows and min(width, height) < edge:
             scale = max(edge / height, edge / width)
             width, height = int(width * scale), int(height * scale)
         across, down = (round(each / edge) * edge for each in (width, height))
-        if paired * across * down > self.pixels_max:
-            factor = math.sqrt(frames * width * height / self.pixels_max)
+        if paired * across * down > most:
+            factor = math.sqrt(frames * width * height / most)
             across, down = (
                 max(edge, math.floor(each / factor / edge) * edge) for each in (width, height)
             )
-        elif paired * across * down < self.pixels_min:
-            factor = math.sqrt(self.pixels_min / (frames * width * height))
+        elif paired * across * down < least:
+            factor = math.sqrt(least / (frames * width * height))
             across, down = (math.ceil(each * factor / edge) * edge for each in (width, height))
         return across, down
 

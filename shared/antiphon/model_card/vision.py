@@ -7,21 +7,15 @@ come to the same number of rows; without torch.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import field
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.image_grids import (
-    GridImages,
-    GridSizes,
-    GridVideos,
-    RowImages,
-    RowSizes,
-)
+from antiphon.model_card.config_json import read_json
+from antiphon.model_card.grid_files import GRIDS, read_grid
+from antiphon.model_card.image_grids import GridImages, GridVideos, RowImages, RowSizes
 from antiphon.model_card.image_tiles import (
     AnyresTiling,
     AspectTiling,
@@ -32,60 +26,10 @@ from antiphon.model_card.image_tiles import (
     Tiling,
 )
 from antiphon.model_card.images import Size, SquareImages
-from antiphon.model_card.videos import PAIR, FrameSampling
+from antiphon.model_card.processor_files import ModelKind, PixelFields, image_processor_file
 
-PROCESSOR, NESTING = "preprocessor_config.json", "processor_config.json"
-VIDEO_PROCESSOR = "video_preprocessor_config.json"
-
-
-T = TypeVar("T")
-
-
-class _Nesting(msgspec.Struct, frozen=True):
-    image_processor: msgspec.Raw = msgspec.Raw(b"null")
-    video_processor: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class ImageProcessorFile(msgspec.Struct, frozen=True):
-    """The settings of a model's image processor, as JSON, and the file that has them.
-
-    They are part of processor_config.json, or preprocessor_config.json, or there are none. Those of
-    videos have a file of their own beside these, before preprocessor_config.json.
-    """
-
-    file: Path
-    content: bytes = b""
-
-    def read(self, type_: type[T]) -> T:
-        """Decode what is needed of them; without any it is all by default.
-
-        Raises:
-            ConfigError: They are malformed.
-        """
-        return parse_json(self.content or b"{}", type_, self.file)
-
-
-def image_processor_file(folder: Path) -> ImageProcessorFile:
-    """Find the settings of a model's image processor, where transformers does."""
-    nesting, file = folder / NESTING, folder / PROCESSOR
-    if nesting.is_file():
-        nested = bytes(read_json(nesting, _Nesting).image_processor)
-        if nested != b"null":
-            return ImageProcessorFile(nesting, nested)
-    return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
-
-
-def video_processor_file(folder: Path) -> ImageProcessorFile:
-    """Find the settings of a model's video processor, where transformers does."""
-    nesting, file = folder / NESTING, folder / VIDEO_PROCESSOR
-    if nesting.is_file():
-        nested = bytes(read_json(nesting, _Nesting).video_processor)
-        if nested != b"null":
-            return ImageProcessorFile(nesting, nested)
-    if not file.is_file():
-        file = folder / PROCESSOR
-    return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
-
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VisionCard = SquareImages | TiledImages | StackedTiles | PaddedTiles | GridImages | RowImages
 """How a model takes images."""
@@ -193,231 +137,6 @@ class _Idefics(msgspec.Struct, frozen=True):
     vision_config: _IdeficsTower = field(default_factory=_IdeficsTower)
 
 
-class _GridTower(msgspec.Struct, frozen=True):
-    patch_size: Size | None = None
-    spatial_merge_size: Size = 2
-    temporal_patch_size: Size = 2
-    tokens_per_second: float = 4
-    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
-
-
-class _Grid(msgspec.Struct, frozen=True):
-    model_type: str
-    image_token_id: int | None = None
-    video_token_id: int = 151656
-    vision_config: _GridTower = field(default_factory=_GridTower)
-
-    @property
-    def placeholder(self) -> int:
-        if self.image_token_id is not None:
-            return self.image_token_id
-        return {"glm4v": 151343, "glm4v_moe": 151363}.get(self.model_type, 151655)
-
-    @property
-    def deepstack(self) -> int:
-        stacked = self.model_type in DEEPSTACKS
-        return len(self.vision_config.deepstack_visual_indexes) if stacked else 0
-
-    @property
-    def patch(self) -> int:
-        return self.vision_config.patch_size or (16 if self.model_type in DEEPSTACKS else 14)
-
-
-class _GlmEdges(msgspec.Struct, frozen=True):
-    """Numbers of pixels of all frames, of which an image is two."""
-
-    shortest_edge: Size = 112 * 112
-    longest_edge: Size = 28 * 28 * 15000
-
-
-class _GridEdges(msgspec.Struct, frozen=True):
-    """Numbers of pixels, whatever their names say."""
-
-    shortest_edge: Size = 56 * 56
-    longest_edge: Size = 28 * 28 * 1280
-
-
-class PixelFields(msgspec.Struct, frozen=True):
-    """What becomes of pixels, in a preprocessor_config.json, with CLIP's defaults."""
-
-    resample: Annotated[int, Meta(ge=0, le=5)] = 3
-    do_resize: bool = True
-    do_rescale: bool = True
-    rescale_factor: float = 1 / 255
-    do_normalize: bool = True
-    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-
-
-class GridFile(PixelFields, frozen=True):
-    """The preprocessor_config.json of Qwen2-VL, with the defaults of its class."""
-
-    size: _GridEdges = field(default_factory=_GridEdges)
-    min_pixels: Size | None = None
-    max_pixels: Size | None = None
-    patch_size: Size = 14
-    merge_size: Size = 2
-
-    @property
-    def sizes(self) -> GridSizes:
-        return GridSizes(
-            patch=self.patch_size,
-            merge=self.merge_size,
-            pixels_min=self.min_pixels or self.size.shortest_edge,
-            pixels_max=self.max_pixels or self.size.longest_edge,
-        )
-
-
-class _FrameEdges(msgspec.Struct, frozen=True):
-    """Numbers of pixels; None: by the model's class."""
-
-    shortest_edge: Size | None = None
-    longest_edge: Size | None = None
-
-
-class VideoFile(PixelFields, frozen=True):
-    """The settings of Qwen2-VL's video processor, with the defaults of its class.
-
-    A rate of frames it has none by default; 2 is that of the models' own tools.
-    """
-
-    size: _FrameEdges = field(default_factory=_FrameEdges)
-    min_pixels: Size | None = None
-    max_pixels: Size | None = None
-    patch_size: Size = 14
-    merge_size: Size = 2
-    temporal_patch_size: Size = 2
-    fps: float | None = None
-    num_frames: Size | None = None
-    min_frames: Size = 4
-    max_frames: Size = 768
-    cap_pixels_per_frame: bool | None = None
-
-    def check(self, file: Path, config: _Grid) -> None:
-        tower = config.vision_config
-        found = self.patch_size, self.merge_size, self.temporal_patch_size
-        wanted = config.patch, tower.spatial_merge_size, tower.temporal_patch_size
-        if found != wanted or found[-1] != PAIR:
-            raise ConfigError(
-                f"{file}: videos have patches of {found[0]} pixels, {found[1]} an edge of a token, "
-                f"in {found[2]} frames; the tower takes {wanted}, and {PAIR} frames are supported"
-            )
-        if not self.do_resize or self.num_frames or self.cap_pixels_per_frame:
-            raise ConfigError(
-                f"{file}: do_resize = false, num_frames and cap_pixels_per_frame are not supported"
-            )
-        if (self.fps or 2.0) <= 0 or not PAIR <= self.min_frames <= self.max_frames:
-            raise ConfigError(f"{file}: fps must be above 0, min_frames from {PAIR} to max_frames")
-
-    @property
-    def sampling(self) -> FrameSampling:
-        return FrameSampling(fps=self.fps or 2.0, least=self.min_frames, most=self.max_frames)
-
-    @property
-    def sizes(self) -> GridSizes:
-        least, most = self.min_pixels, self.max_pixels
-        return GridSizes(
-            patch=self.patch_size,
-            merge=self.merge_size,
-            pixels_min=least or self.size.shortest_edge or 128 * 28 * 28,
-            pixels_max=most or self.size.longest_edge or 768 * 28 * 28,
-        )
-
-
-class _StampedVideoFile(VideoFile, frozen=True):
-    """Likewise of Qwen3-VL's, whose numbers of pixels are those of all frames."""
-
-    patch_size: Size = 16
-    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-
-    @property
-    def sampling(self) -> FrameSampling:
-        return msgspec.structs.replace(super().sampling, ends=True)
-
-    @property
-    def sizes(self) -> GridSizes:
-        return GridSizes(
-            patch=self.patch_size,
-            merge=self.merge_size,
-            pixels_min=self.size.shortest_edge or 128 * 32 * 32,
-            pixels_max=self.size.longest_edge or 768 * 32 * 32,
-            grows=True,
-            joint=True,
-        )
-
-
-def read_video_file(folder: Path) -> VideoFile | None:
-    """Read how the preprocessor of a Qwen-VL model scales videos; None: it takes none.
-
-    Raises:
-        ConfigError: The file is malformed, does not fit the tower, or says what is not supported.
-    """
-    file = folder / "config.json"
-    if read_json(file, _ModelKind).model_type not in VIDEOS:
-        return None
-    config, found = read_json(file, _Grid), video_processor_file(folder)
-    read = found.read(_StampedVideoFile if config.model_type in DEEPSTACKS else VideoFile)
-    read.check(found.file, config)
-    if read.sizes.pixels_min > read.sizes.pixels_max:
-        raise ConfigError(f"{found.file}: the minimum of pixels exceeds the maximum")
-    return read
-
-
-class _GlmFile(PixelFields, frozen=True):
-    """The preprocessor_config.json of GLM-4V, with the defaults of its class."""
-
-    size: _GlmEdges = field(default_factory=_GlmEdges)
-    patch_size: Size = 14
-    merge_size: Size = 2
-    temporal_patch_size: Size = 2
-
-    @property
-    def sizes(self) -> GridSizes:
-        frames = self.temporal_patch_size
-        return GridSizes(
-            patch=self.patch_size,
-            merge=self.merge_size,
-            pixels_min=max(1, self.size.shortest_edge // frames),
-            pixels_max=max(1, self.size.longest_edge // frames),
-            grows=True,
-        )
-
-    @property
-    def divides(self) -> bool:
-        edges = self.size.shortest_edge, self.size.longest_edge
-        return not any(edge % self.temporal_patch_size for edge in edges)
-
-
-def read_grid_file(folder: Path) -> GridFile | _GlmFile:
-    """Read how the preprocessor of a Qwen2-VL or GLM-4V model scales images.
-
-    Raises:
-        ConfigError: The file is malformed, or does not fit the tower.
-    """
-    found = image_processor_file(folder)
-    file, config = found.file, read_json(folder / "config.json", _Grid)
-    read = found.read(_GlmFile if config.model_type in GLMS else GridFile)
-    if isinstance(read, _GlmFile) and not read.divides:
-        raise ConfigError(
-            f"{file}: size: must be multiples of temporal_patch_size = {read.temporal_patch_size}"
-        )
-    patch, merge = config.patch, config.vision_config.spatial_merge_size
-    if (read.patch_size, read.merge_size) != (patch, merge):
-        raise ConfigError(
-            f"{file}: makes patches of {read.patch_size} pixels, {read.merge_size} an edge of a "
-            f"token; the tower takes {patch} and {merge}"
-        )
-    if not read.do_resize:
-        raise ConfigError(f"{file}: do_resize = false: the tower takes whole tokens only")
-    if read.sizes.pixels_min > read.sizes.pixels_max:
-        raise ConfigError(
-            f"{file}: min_pixels = {read.sizes.pixels_min} exceeds "
-            f"max_pixels = {read.sizes.pixels_max}"
-        )
-    return read
-
-
 class _Longest(msgspec.Struct, frozen=True):
     longest_edge: Size = 1024
 
@@ -512,21 +231,12 @@ class _PanAndScan(msgspec.Struct, frozen=True):
     do_pan_and_scan: bool | None = None
 
 
-class _ModelKind(msgspec.Struct, frozen=True):
-    model_type: str = ""
-
-
 IDEFICS = ("idefics3", "smolvlm")
 GEMMA3 = "gemma3"
 INTERN = "internvl"
 PIXTRAL, MISTRAL3 = "pixtral", "mistral3"
 NEXT, ONEVISION = "llava_next", "llava_onevision"
 ANYRES = (NEXT, ONEVISION)
-DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
-GLMS = ("glm4v", "glm4v_moe")
-VIDEOS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS)
-"""Those that take videos, too."""
-GRIDS = (*VIDEOS, *GLMS)
 SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
@@ -538,10 +248,10 @@ def read_vision(folder: Path) -> VisionCard | None:
         ConfigError: config.json or the preprocessor's is malformed, or not supported.
     """
     file = folder / "config.json"
-    if not file.is_file() or (kind := read_json(file, _ModelKind).model_type) not in SEEING:
+    if not file.is_file() or (kind := read_json(file, ModelKind).model_type) not in SEEING:
         return None
     if kind in GRIDS:
-        return _read_grid(folder)
+        return read_grid(folder)
     if has_rows(folder):
         return _read_rows(folder)
     if kind == GEMMA3:
@@ -560,7 +270,7 @@ def has_rows(folder: Path) -> bool:
         ConfigError: It should have, and has not.
     """
     file = folder / "config.json"
-    kind = read_json(file, _ModelKind).model_type
+    kind = read_json(file, ModelKind).model_type
     if kind not in ("llava", MISTRAL3):
         return False
     tower = read_json(file, _Rows).vision_config.model_type
@@ -743,41 +453,3 @@ def shuffle_factor(file: Path, ratio: float) -> int:
 def _processing(folder: Path, config: msgspec.Struct) -> bytes:
     recipe = image_processor_file(folder).content
     return hashlib.sha256(msgspec.json.encode(config) + b"\0" + recipe).digest()
-
-
-def _read_grid(folder: Path) -> GridImages:
-    file = read_grid_file(folder)
-    # As resolved: a default that is written down changes no key.
-    plain = (
-        msgspec.structs.replace(file, size=_GlmEdges())
-        if isinstance(file, _GlmFile)
-        else msgspec.structs.replace(file, size=_GridEdges(), min_pixels=None, max_pixels=None)
-    )
-    settings = msgspec.json.encode([plain, file.sizes])
-    config = read_json(folder / "config.json", _Grid)
-    return GridImages(
-        placeholder=config.placeholder,
-        deepstack=config.deepstack,
-        sizes=file.sizes,
-        videos=_read_videos(folder, config),
-        processing=hashlib.sha256(b"grid\0" + settings).digest(),
-    )
-
-
-def _read_videos(folder: Path, config: _Grid) -> GridVideos | None:
-    if (file := read_video_file(folder)) is None:
-        return None
-    stamped = config.model_type in DEEPSTACKS
-    pad = "<|video_pad|>"
-    seconds = config.vision_config.tokens_per_second
-    pixels = [getattr(file, name) for name in PixelFields.__struct_fields__]
-    return GridVideos(
-        placeholder=config.video_token_id,
-        # With stamps each grid has ends of its own, in place of those that templates write.
-        markers=(f"<|vision_start|>{pad}<|vision_end|>", pad) if stamped else (pad,),
-        sampling=file.sampling,
-        sizes=file.sizes,
-        stamped=stamped,
-        tokens_per_second=seconds if config.model_type == "qwen2_5_vl" else None,
-        processing=hashlib.sha256(msgspec.json.encode(pixels)).digest(),
-    )

@@ -1,0 +1,81 @@
+"""Where the settings of a model's processors are, and what becomes of pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.model_card.config_json import parse_json, read_json
+
+PROCESSOR, NESTING = "preprocessor_config.json", "processor_config.json"
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
+
+
+T = TypeVar("T")
+
+
+class _Nesting(msgspec.Struct, frozen=True):
+    image_processor: msgspec.Raw = msgspec.Raw(b"null")
+    video_processor: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class ImageProcessorFile(msgspec.Struct, frozen=True):
+    """The settings of a model's image processor, as JSON, and the file that has them.
+
+    They are part of processor_config.json, or preprocessor_config.json, or there are none. Those of
+    videos have a file of their own beside these, before preprocessor_config.json.
+    """
+
+    file: Path
+    content: bytes = b""
+
+    def read(self, type_: type[T]) -> T:
+        """Decode what is needed of them; without any it is all by default.
+
+        Raises:
+            ConfigError: They are malformed.
+        """
+        return parse_json(self.content or b"{}", type_, self.file)
+
+
+def image_processor_file(folder: Path) -> ImageProcessorFile:
+    """Find the settings of a model's image processor, where transformers does."""
+    nesting, file = folder / NESTING, folder / PROCESSOR
+    if nesting.is_file():
+        nested = bytes(read_json(nesting, _Nesting).image_processor)
+        if nested != b"null":
+            return ImageProcessorFile(nesting, nested)
+    return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
+
+
+def video_processor_file(folder: Path) -> ImageProcessorFile:
+    """Find the settings of a model's video processor, where transformers does."""
+    nesting, file = folder / NESTING, folder / VIDEO_PROCESSOR
+    if nesting.is_file():
+        nested = bytes(read_json(nesting, _Nesting).video_processor)
+        if nested != b"null":
+            return ImageProcessorFile(nesting, nested)
+    if not file.is_file():
+        file = folder / PROCESSOR
+    return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
+
+
+class PixelFields(msgspec.Struct, frozen=True):
+    """What becomes of pixels, in a preprocessor_config.json, with CLIP's defaults."""
+
+    resample: Annotated[int, Meta(ge=0, le=5)] = 3
+    do_resize: bool = True
+    do_rescale: bool = True
+    rescale_factor: float = 1 / 255
+    do_normalize: bool = True
+    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+
+class ModelKind(msgspec.Struct, frozen=True):
+    """Which family a config.json is of."""
+
+    model_type: str = ""
