@@ -1,12 +1,13 @@
-"""Videos of Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers: frames, sizes, prompts, rows.
+"""Videos of Qwen-VL and GLM-4V against transformers: frames, sizes, prompts, rows.
 
-Its processors of videos need torchvision, which is not there: of Qwen3-VL's the parts that do not
-are called; of Qwen2-VL's the documented algorithm is computed again.
+Its processors of videos need torchvision, which is not there: of Qwen3-VL's and GLM-4V's the parts
+that do not are called; of Qwen2-VL's the documented algorithm is computed again.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import groupby
 from math import floor
 from types import SimpleNamespace
@@ -19,15 +20,20 @@ import torch
 import transformers
 from tests.support.llava import picture
 from tests.support.qwen_vl import (
+    GLM_SPECIAL,
     PLACEHOLDER_ID,
     VIDEO_PROCESSOR,
     video_patches,
+    write_glm4v,
     write_qwen2_vl,
     write_qwen3_vl,
     write_qwen25_vl,
 )
 from tests.support.smolvlm import write_smolvlm
 from tests.support.towers import check_rows, opened
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+from transformers.models.glm4v.video_processing_glm4v import smart_resize as smart_resize_glm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     smart_resize as smart_resize_image,
 )
@@ -39,7 +45,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.image_grids import GridSizes, GridVideos
-from antiphon.model_card.videos import FrameSampling
+from antiphon.model_card.videos import FrameSampling, SecondSampling
 from antiphon.model_card.vision import read_vision, videos_of
 from antiphon.model_worker.batching.media import check_media
 from antiphon.model_worker.batching.positions import media_positions
@@ -65,6 +71,7 @@ WRITERS = {
     "qwen2.5-vl": write_qwen25_vl,
     "qwen2-vl": write_qwen2_vl,
     "qwen3-vl": write_qwen3_vl,
+    "glm4v": write_glm4v,
 }
 CLAIM = Claim(address="a:1", token="00", size_bytes=1, digest=bytes(32), expires_unix_ms=0)
 SIZE = 60, 44
@@ -103,6 +110,23 @@ def test_frames_of_qwen3_are_those_of_transformers() -> None:
         assert ours.indices(video) == right.tolist(), video
 
 
+@pytest.mark.parametrize("fps", [2, 0.3, 1.7])
+def test_frames_of_glm_are_those_of_transformers(fps: float) -> None:
+    ours = SecondSampling(fps=fps, seconds=40, most=1000)
+    theirs: Any = SimpleNamespace(fps=fps, max_duration=40)
+    for video in headers():
+        metadata = SimpleNamespace(
+            total_num_frames=video.frames, fps=video.fps, duration=video.frames / video.fps
+        )
+        right = cast("Any", Glm4vVideoProcessor.sample_frames)(theirs, metadata).tolist()
+        found = ours.indices(video)
+        assert found + found[-1:] * (len(found) % 2) == right, video
+        assert ours.counted(found) == len(right)
+        # Fewer frames than the model's own are spread as in a longer video.
+        few = ours.within(PixelLimits(frames=2)).indices(video)
+        assert few in ([0, video.frames - 1], found), video
+
+
 def test_frames_of_qwen2_are_spread_as_documented() -> None:
     """As many as `fps` says, within limits, in pairs; each begins an equal part of the video."""
     ours = FrameSampling(most=65)
@@ -114,7 +138,7 @@ def test_frames_of_qwen2_are_spread_as_documented() -> None:
     assert ours.indices(VideoHeader(frames=1, fps=1)) == [0]
 
 
-def test_sizes_of_qwen3_are_those_of_transformers() -> None:
+def test_sizes_of_qwen3_and_glm_are_those_of_transformers() -> None:
     sizes = GridSizes(
         patch=16, merge=2, pixels_min=4096, pixels_max=25_165_824, grows=True, joint=True
     )
@@ -123,6 +147,10 @@ def test_sizes_of_qwen3_are_those_of_transformers() -> None:
         if max(width, height) > 200 * min(width, height):
             continue
         down, across = smart_resize(
+            count, height, width, factor=32, min_pixels=4096, max_pixels=25_165_824
+        )
+        assert sizes.scaled(width, height, count) == (across, down), (count, width, height)
+        down, across = smart_resize_glm(
             count, height, width, factor=32, min_pixels=4096, max_pixels=25_165_824
         )
         assert sizes.scaled(width, height, count) == (across, down), (count, width, height)
@@ -202,10 +230,17 @@ def prompt(folder: Path, media: Sequence[MediumHeader], text: str) -> EncodedPro
     return result
 
 
+def plain(folder: Path, *kinds: str) -> tuple[str, ...]:
+    """What stands in a text for media of these kinds."""
+    glm = "glm4v" in (folder / "config.json").read_text()
+    text = "<|begin_of_{0}|><|{0}|><|end_of_{0}|>" if glm else PLAIN
+    return tuple(map(text.format, kinds))
+
+
 PLAIN = "<|vision_start|><|{}_pad|><|vision_end|>"
 IMAGE = MediumHeader(digest=bytes(32), width=40, height=33)
 VIDEO = MediumHeader(digest=bytes(32), width=60, height=44, video=VideoHeader(frames=50, fps=12.5))
-MIXED = "Look {} then {} now, what is {}?".format(*map(PLAIN.format, ("image", "video", "image")))
+MIXED = "Look {} then {} now, what is {}?"
 
 
 def test_prompts_and_positions_are_those_of_transformers(folder: Path) -> None:
@@ -214,7 +249,8 @@ def test_prompts_and_positions_are_those_of_transformers(folder: Path) -> None:
     This version of transformers leaves out the times of Qwen2-VL's and Qwen2.5-VL's videos there,
     which its earlier ones and the paper do not: of these the positions of media are compared.
     """
-    encoded = prompt(folder, [IMAGE, VIDEO, IMAGE], MIXED)
+    text = MIXED.format(*plain(folder, "image", "video", "image"))
+    encoded = prompt(folder, [IMAGE, VIDEO, IMAGE], text)
     ids = np.array(unpack_ids(encoded.token_ids), np.int32)
     media = tuple(Medium(span=span, width=1, height=1, claim=CLAIM) for span in encoded.media)
     check_media(media, ids, sees=True, grids=True)
@@ -232,7 +268,7 @@ def test_prompts_and_positions_are_those_of_transformers(folder: Path) -> None:
     grid = [len(indices) // 2, down // card.sizes.patch, across // card.sizes.patch]
     columns, (tokens,) = vision.columns(40, 33), vision.pieces(40, 33)
     of_image = [1, 2 * int(tokens) // columns, 2 * columns]
-    kinds = np.select([ids == PLACEHOLDER_ID, ids == PLACEHOLDER_ID + 1], [1, 2], 0)
+    kinds = kinds_of(ids, glm="Glm4v" in architecture)
     more = {}
     if card.tokens_per_second is not None:
         rate = len(indices) / VIDEO.video.frames * VIDEO.video.fps
@@ -245,23 +281,48 @@ def test_prompts_and_positions_are_those_of_transformers(folder: Path) -> None:
         **more,
     )
     expected = right[:, 0].numpy()
-    if not card.stamped:
+    if card.stamp is None:
         end = encoded.media[1].start + encoded.media[1].tokens
         found, expected = found[:, :end], expected[:, :end]
     np.testing.assert_array_equal(found, expected)
-    if card.stamped:
-        # One grid for each pair of frames, behind its seconds.
+    if card.stamp is not None:
+        # One grid for each pair of frames, with its seconds.
         shown = read_model_tokenizer(folder).tokenizer.decode(
             ids.tolist(), skip_special_tokens=False
         )
-        times = cast("Any", Qwen3VLProcessor._calculate_timestamps)(None, indices, 12.5)
-        stamps = [f"<{each:.1f} seconds>" for each in times]
-        assert [stamp in shown for stamp in stamps] == [True] * len(times)
+        write = written_by_glm if "Glm4v" in architecture else written_by_qwen3
+        assert f" then {write(indices, 12.5, grid)} now" in shown
         runs = [key for key, _ in groupby(kinds.tolist()) if key]
-        assert runs == [1, *[2] * len(times), 1]
-        pad = "<|video_pad|>" * int(np.prod(grid[1:]) // 4)
-        written = "".join(f"{stamp}<|vision_start|>{pad}<|vision_end|>" for stamp in stamps)
-        assert f" then {written} now" in shown
+        assert runs == [1, *[2] * grid[0], 1]
+
+
+def kinds_of(ids: np.ndarray, *, glm: bool) -> np.ndarray:
+    """Which tokens are those of images (1) and videos (2), as transformers says."""
+    if not glm:
+        return np.select([ids == PLACEHOLDER_ID, ids == PLACEHOLDER_ID + 1], [1, 2], 0)
+    start, end = (1024 + GLM_SPECIAL.index(f"<|{each}_of_video|>") for each in ("begin", "end"))
+    theirs: Any = SimpleNamespace(
+        image_token_id=PLACEHOLDER_ID, video_start_id=start, video_end_id=end
+    )
+    (kinds,) = Glm4vProcessor.create_mm_token_type_ids(theirs, [ids.tolist()])
+    return np.array(kinds)
+
+
+def written_by_qwen3(indices: list[int], fps: float, grid: list[int]) -> str:
+    times = cast("Any", Qwen3VLProcessor._calculate_timestamps)(None, indices, fps)
+    pad = "<|video_pad|>" * (grid[1] * grid[2] // 4)
+    return "".join(f"<{each:.1f} seconds><|vision_start|>{pad}<|vision_end|>" for each in times)
+
+
+def written_by_glm(indices: list[int], fps: float, grid: list[int]) -> str:
+    theirs: Any = SimpleNamespace(
+        video_processor=SimpleNamespace(merge_size=2), image_token="<|image|>"
+    )
+    theirs.replace_frame_token_id = partial(Glm4vProcessor.replace_frame_token_id, theirs)
+    metadata = SimpleNamespace(fps=fps, timestamps=[each / fps for each in indices])
+    inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [metadata]}
+    written = Glm4vProcessor.replace_video_token(theirs, inputs, 0)
+    return f"<|begin_of_video|>{written}<|end_of_video|>"
 
 
 def test_text_goes_on_behind_the_last_time_of_a_video(tmp_path: Path) -> None:
@@ -278,7 +339,7 @@ def test_text_goes_on_behind_the_last_time_of_a_video(tmp_path: Path) -> None:
 
 
 def test_keys_tell_selections_apart(folder: Path) -> None:
-    text = PLAIN.format("video")
+    (text,) = plain(folder, "video")
 
     def key(limits: PixelLimits | None = None, **fields: Any) -> bytes:
         assert VIDEO.video is not None
@@ -311,23 +372,23 @@ def test_limits_that_no_video_can_have_are_named(
 ) -> None:
     header = msgspec.structs.replace(VIDEO, limits=limits)
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        prompt(folder, [header], PLAIN.format("video"))
+        prompt(folder, [header], *plain(folder, "video"))
     assert caught.value.param == "mm_processor_kwargs"
 
 
 def test_media_in_another_order_than_their_placeholders_are_refused(folder: Path) -> None:
-    text = f"{PLAIN.format('image')}{PLAIN.format('video')}"
+    text = "".join(plain(folder, "image", "video"))
     with pytest.raises(InvalidRequest, match="not in the order of their placeholders"):
         prompt(folder, [VIDEO, IMAGE], text)
     with pytest.raises(InvalidRequest, match="has 1 placeholders"):
-        prompt(folder, [VIDEO, VIDEO], PLAIN.format("video"))
+        prompt(folder, [VIDEO, VIDEO], *plain(folder, "video"))
 
 
 def test_a_list_of_more_frames_than_are_seen_is_refused(folder: Path) -> None:
     video = VideoHeader(frames=17, fps=2, chosen=True)
     header = msgspec.structs.replace(VIDEO, video=video)
     with pytest.raises(InvalidRequest, match="has 17 frames; the limit is 16") as caught:
-        prompt(folder, [header], PLAIN.format("video"))
+        prompt(folder, [header], *plain(folder, "video"))
     assert caught.value.param == "media.0"
 
 

@@ -1,4 +1,4 @@
-"""Tiny Qwen2-VL, Qwen2.5-VL and Qwen3-VL with random weights: images keep their shape."""
+"""Tiny Qwen-VL and GLM-4V models with random weights: images keep their shape."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ TEMPLATE = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As published."""
+GLM_SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    *("<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
+)
+"""Those of pictures in the same places."""
+VIDEO_IN_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
 PROCESSOR = {
     "min_pixels": 4 * 64,
     "max_pixels": 30 * 64,
@@ -67,6 +73,14 @@ GLM_PROCESSOR = {
     "merge_size": MERGE,
     "temporal_patch_size": 2,
     "image_processor_type": "Glm4vImageProcessor",
+}
+GLM_VIDEO_PROCESSOR = {
+    "size": {"shortest_edge": 4 * 64, "longest_edge": 12 * 8 * 64},
+    "max_duration": 8,
+    "num_frames": 16,
+    "patch_size": PATCH,
+    "merge_size": MERGE,
+    "temporal_patch_size": 2,
 }
 TOWER_25: Mapping[str, Any] = {
     "depth": 3,
@@ -118,7 +132,7 @@ def write_qwen3_vl(folder: Path) -> Path:
 
 
 def write_glm4v(folder: Path) -> Path:
-    """Write a GLM-4V, with the same texts and tokens; its pixels are counted of two frames."""
+    """Write a GLM-4V, with the same texts; its pixels are counted of two frames."""
     tower = {
         "depth": 2,
         "hidden_size": 32,
@@ -131,7 +145,11 @@ def write_glm4v(folder: Path) -> Path:
     rope = {**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
     kind, config = transformers.Glm4vForConditionalGeneration, transformers.Glm4vConfig
     text = {"rope_parameters": rope}
-    return _write(folder, kind, config, tower, text, GLM_PROCESSOR)
+    template = TEMPLATE.replace(VIDEO_IN_TEXT, "<|begin_of_video|><|video|><|end_of_video|>")
+    for name, ours in zip(SPECIAL, GLM_SPECIAL, strict=False):
+        template = template.replace(name, ours)
+    words = GLM_SPECIAL, template
+    return _write(folder, kind, config, tower, text, (GLM_PROCESSOR, GLM_VIDEO_PROCESSOR), words)
 
 
 def _write(
@@ -140,10 +158,11 @@ def _write(
     config: Any,
     tower: Mapping[str, Any],
     own: Mapping[str, Any] | None = None,
-    processor: Mapping[str, Any] | None = None,
+    processors: Sequence[Mapping[str, Any]] = (PROCESSOR, VIDEO_PROCESSOR),
+    words: tuple[Sequence[str], str] = (SPECIAL, TEMPLATE),
 ) -> Path:
-    tokenizer = write_tokenizer(folder, SPECIAL, TEMPLATE)
-    assert tokenizer.token_to_id("<|image_pad|>") == PLACEHOLDER_ID
+    tokenizer = write_tokenizer(folder, *words)
+    assert tokenizer.id_to_token(PLACEHOLDER_ID) in ("<|image_pad|>", "<|image|>")
     text = {key: value for key, value in TEXT.items() if key != "model_type"}
     sizes = {"vocab_size": tokenizer.get_vocab_size(), "rope_parameters": ROPE, **(own or {})}
     made = config(
@@ -154,9 +173,8 @@ def _write(
         vision_start_token_id=PLACEHOLDER_ID - 2,
         vision_end_token_id=PLACEHOLDER_ID - 1,
     )
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor or PROCESSOR))
-    if processor is None:
-        (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_PROCESSOR))
+    for name, settings in zip(("preprocessor", "video_preprocessor"), processors, strict=True):
+        (folder / f"{name}_config.json").write_text(json.dumps(settings))
     return write_random(folder, model(made))
 
 

@@ -16,15 +16,15 @@ from PIL import Image, ImageOps
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.grid_files import read_grid_file, read_video_file
+from antiphon.model_card.grid_files import GRIDS, read_grid_file, read_video_file
 from antiphon.model_card.image_grids import (
     GridSizes,  # noqa: TC001  # msgspec reads the fields of structs
     RowSizes,  # noqa: TC001  # likewise
 )
 from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
 from antiphon.model_card.images import check_unscaled
-from antiphon.model_card.processor_files import PixelFields, image_processor_file
-from antiphon.model_card.videos import FrameSampling  # noqa: TC001  # as above
+from antiphon.model_card.processor_files import ModelKind, PixelFields, image_processor_file
+from antiphon.model_card.videos import Sampling  # noqa: TC001  # as above
 from antiphon.model_card.vision import (
     ANYRES,
     GEMMA3,
@@ -561,7 +561,7 @@ class PreprocessorConfig:
     std: Channels
     tiling: Tiling | AspectTiling | AnyresTiling | None = None
     grid: GridSizes | RowSizes | None = None
-    sampling: FrameSampling | None = None
+    sampling: Sampling | None = None
 
     def within(self, limits: PixelLimits | None) -> PreprocessorConfig:
         """These steps for an image whose request has limits.
@@ -629,13 +629,14 @@ def read_grid_config(folder: Path) -> PreprocessorConfig:
 
 
 def read_video_config(folder: Path) -> PreprocessorConfig | None:
-    """Read how a Qwen-VL model's videos are preprocessed; None: it takes none.
+    """Read how a Qwen-VL or GLM-4V model's videos are preprocessed; None: it takes none.
 
     Raises:
         ConfigError: The file is malformed, or does not fit the tower.
     """
-    if (file := read_video_file(folder)) is None:
+    if read_json(folder / "config.json", ModelKind).model_type not in GRIDS:
         return None
+    file = read_video_file(folder)
     return replace(_keeping_shape(file, file.sizes), sampling=file.sampling)
 
 

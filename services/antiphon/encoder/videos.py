@@ -61,7 +61,7 @@ class VideoPreprocessor:
         assert recipe.sampling is not None, "a recipe of videos"
         indices = recipe.sampling.indices(video)
         sizes = cast("GridSizes", recipe.grid)
-        return indices, sizes.scaled(width, height, max(PAIR, len(indices)))
+        return indices, sizes.scaled(width, height, recipe.sampling.counted(indices))
 
     def tokens(
         self, width: int, height: int, video: VideoHeader, limits: PixelLimits | None

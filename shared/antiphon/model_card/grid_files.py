@@ -10,25 +10,23 @@ from msgspec import field
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import read_json
-from antiphon.model_card.image_grids import GridImages, GridSizes, GridVideos
+from antiphon.model_card.image_grids import GridImages, GridSizes, GridVideos, Stamp
 from antiphon.model_card.images import Size
 from antiphon.model_card.processor_files import (
     PROCESSOR,
-    ModelKind,
     PixelFields,
     image_processor_file,
     video_processor_file,
 )
-from antiphon.model_card.videos import PAIR, FrameSampling
+from antiphon.model_card.videos import PAIR, FrameSampling, Sampling, SecondSampling
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
 GLMS = ("glm4v", "glm4v_moe")
-VIDEOS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS)
-"""Those that take videos, too."""
-GRIDS = (*VIDEOS, *GLMS)
+GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS, *GLMS)
+"""All of them take videos, too."""
 
 
 def read_grid(folder: Path) -> GridImages:
@@ -55,20 +53,26 @@ def read_grid(folder: Path) -> GridImages:
     )
 
 
-def _read_videos(folder: Path, config: _Grid) -> GridVideos | None:
-    if (file := read_video_file(folder)) is None:
-        return None
-    stamped = config.model_type in DEEPSTACKS
-    pad = "<|video_pad|>"
+def _read_videos(folder: Path, config: _Grid) -> GridVideos:
+    file = read_video_file(folder)
+    placeholder, markers, stamp = config.video_token_id, ("<|video_pad|>",), None
+    if config.model_type in DEEPSTACKS:
+        # Each grid has ends of its own, in place of those that templates write.
+        markers = ("<|vision_start|><|video_pad|><|vision_end|>", *markers)
+        stamp = Stamp(
+            before="<{:.1f} seconds><|vision_start|>", after="<|vision_end|>", between=True
+        )
+    elif config.model_type in GLMS:
+        placeholder, markers = config.placeholder, ("<|video|>",)
+        stamp = Stamp(before="<|begin_of_image|>", after="<|end_of_image|>{}")
     seconds = config.vision_config.tokens_per_second
     pixels = [getattr(file, name) for name in PixelFields.__struct_fields__]
     return GridVideos(
-        placeholder=config.video_token_id,
-        # With stamps each grid has ends of its own, in place of those that templates write.
-        markers=(f"<|vision_start|>{pad}<|vision_end|>", pad) if stamped else (pad,),
+        placeholder=placeholder,
+        markers=markers,
         sampling=file.sampling,
         sizes=file.sizes,
-        stamped=stamped,
+        stamp=stamp,
         tokens_per_second=seconds if config.model_type == "qwen2_5_vl" else None,
         processing=hashlib.sha256(msgspec.json.encode(pixels)).digest(),
     )
@@ -179,7 +183,7 @@ class VideoFile(PixelFields, frozen=True):
             raise ConfigError(f"{file}: fps must be above 0, min_frames from {PAIR} to max_frames")
 
     @property
-    def sampling(self) -> FrameSampling:
+    def sampling(self) -> Sampling:
         return FrameSampling(fps=self.fps or 2.0, least=self.min_frames, most=self.max_frames)
 
     @property
@@ -220,7 +224,7 @@ class _StampedVideoFile(VideoFile, frozen=True):
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     @property
-    def sampling(self) -> FrameSampling:
+    def sampling(self) -> Sampling:
         return msgspec.structs.replace(super().sampling, ends=True)
 
     @property
@@ -235,18 +239,43 @@ class _StampedVideoFile(VideoFile, frozen=True):
         )
 
 
-def read_video_file(folder: Path) -> VideoFile | None:
-    """Read how the preprocessor of a Qwen-VL model scales videos; None: it takes none.
+class _GlmVideoFile(VideoFile, frozen=True):
+    """Likewise of GLM-4V's, whose numbers of pixels are those of all frames."""
+
+    max_duration: Size = 300
+
+    @property
+    def sampling(self) -> Sampling:
+        fps, seconds = self.fps or 2.0, self.max_duration
+        return SecondSampling(fps=fps, seconds=seconds, most=max(PAIR, int(fps * seconds)))
+
+    @property
+    def sizes(self) -> GridSizes:
+        return GridSizes(
+            patch=self.patch_size,
+            merge=self.merge_size,
+            pixels_min=self.size.shortest_edge or 112 * 112,
+            pixels_max=self.size.longest_edge or 28 * 28 * 2 * 30_000,
+            grows=True,
+            joint=True,
+        )
+
+
+def read_video_file(folder: Path) -> VideoFile:
+    """Read how the preprocessor of a Qwen-VL or GLM-4V model scales videos.
 
     Raises:
         ConfigError: The file is malformed, does not fit the tower, or says what is not supported.
     """
-    file = folder / "config.json"
-    if read_json(file, ModelKind).model_type not in VIDEOS:
-        return None
-    config, found = read_json(file, _Grid), video_processor_file(folder)
-    kind = _SharedVideoFile if found.file.name == PROCESSOR else VideoFile
-    read = found.read(_StampedVideoFile if config.model_type in DEEPSTACKS else kind)
+    config = read_json(folder / "config.json", _Grid)
+    found = video_processor_file(folder)
+    if config.model_type in GLMS:
+        # Its processor takes no number of frames, though it has one.
+        read = msgspec.structs.replace(found.read(_GlmVideoFile), num_frames=None)
+    elif config.model_type in DEEPSTACKS:
+        read = found.read(_StampedVideoFile)
+    else:
+        read = found.read(_SharedVideoFile if found.file.name == PROCESSOR else VideoFile)
     read.check(found.file, config)
     if read.sizes.pixels_min > read.sizes.pixels_max:
         raise ConfigError(f"{found.file}: the minimum of pixels exceeds the maximum")

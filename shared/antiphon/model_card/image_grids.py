@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 
 from antiphon.model_card.images import LIMITS, LOW_PIXELS, Pieces, Size, VisionBase, check_unscaled
-from antiphon.model_card.videos import PAIR, FrameSampling
+from antiphon.model_card.videos import (
+    PAIR,
+    Sampling,  # msgspec reads the fields of structs
+)
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -123,22 +126,41 @@ class SeenVideo(msgspec.Struct, frozen=True):
     step: float = 1.0
 
 
+class Stamp(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands around each grid of a video.
+
+    Attributes:
+        before: With a place for the seconds, or without.
+        after: Likewise.
+        between: The seconds are those between the two frames; else the whole ones of the first.
+    """
+
+    before: str
+    after: str
+    between: bool = False
+
+    def pieces(self, tokens: int, first: float, last: float) -> Pieces:
+        """What stands for two frames, which are seen at these seconds."""
+        seconds = (first + last) / 2 if self.between else math.floor(first)
+        return self.before.format(seconds), tokens, self.after.format(seconds)
+
+
 class GridVideos(msgspec.Struct, frozen=True, kw_only=True):
-    """A video is a grid of tokens for each two of its frames: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+    """A video is a grid of tokens for each two of its frames: Qwen-VL, GLM-4V.
 
     Attributes:
         placeholder: Token id of the placeholder, one for each row of an embedding.
         markers: What chat templates write for a video; of several the first one that is there.
-        stamped: Whether each grid stands alone, behind the seconds at which it is seen.
+        stamp: Set: each grid stands alone, with the seconds at which it is seen.
         tokens_per_second: Positions of a second; None: of a grid.
         processing: Digest of what decides the embedding beside sampling, sizes and the weights.
     """
 
     placeholder: int
     markers: tuple[str, ...]
-    sampling: FrameSampling
+    sampling: Sampling
     sizes: GridSizes
-    stamped: bool = False
+    stamp: Stamp | None = None
     tokens_per_second: float | None = None
     processing: bytes
 
@@ -158,13 +180,14 @@ class GridVideos(msgspec.Struct, frozen=True, kw_only=True):
             InvalidRequest: It is too narrow, or has too many frames.
         """
         indices = self.sampling.indices(video)
-        across, down = self.sizes.scaled(width, height, max(PAIR, len(indices)))
+        across, down = self.sizes.scaled(width, height, self.sampling.counted(indices))
         edge, times = self.sizes.edge, -(-len(indices) // PAIR)
         tokens, columns = across // edge * (down // edge), across // edge
-        if self.stamped:
+        if self.stamp is not None:
             ends = [(indices[at], indices[min(at + 1, len(indices) - 1)]) for at in _pairs(indices)]
-            seconds = [(first / video.fps + last / video.fps) / 2 for first, last in ends]
-            written = [(f"<{at:.1f} seconds><|vision_start|>", tokens, _END) for at in seconds]
+            written = [
+                self.stamp.pieces(tokens, *(each / video.fps for each in pair)) for pair in ends
+            ]
             return SeenVideo(tuple(chain.from_iterable(written)), columns)
         step = 1.0
         if self.tokens_per_second is not None:
@@ -181,9 +204,6 @@ class GridVideos(msgspec.Struct, frozen=True, kw_only=True):
         """Digest of all that decides a video's embedding and positions beside its bytes."""
         settings = msgspec.json.encode([self.sampling, self.sizes, video])
         return hashlib.sha256(b"video\0" + self.processing + settings).digest()
-
-
-_END = "<|vision_end|>"
 
 
 def _pairs(indices: Sequence[int]) -> range:

@@ -12,13 +12,15 @@ from antiphon.model_card.images import LIMITS, Size
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.wire.claim import PixelLimits, VideoHeader
 
 PAIR = 2
 """Frames of a patch: its depth in all of these models."""
 
 
-class FrameSampling(msgspec.Struct, frozen=True, kw_only=True):
+class FrameSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How the preprocessors of Qwen-VL choose frames: so many a second, within limits.
 
     Attributes:
@@ -40,12 +42,7 @@ class FrameSampling(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InvalidRequest: They exceed the model's, or leave no patch.
         """
-        most = limits.frames or self.most
-        if not PAIR <= most <= self.most:
-            raise InvalidRequest.at(
-                LIMITS, f"max_frames = {most}: must be from {PAIR} to {self.most}, the model's"
-            )
-        fps = limits.fps or self.fps
+        most, fps = _most_within(limits, self.most), limits.fps or self.fps
         return msgspec.structs.replace(self, fps=fps, most=most, least=min(self.least, most))
 
     def indices(self, video: VideoHeader) -> list[int]:
@@ -56,9 +53,7 @@ class FrameSampling(msgspec.Struct, frozen=True, kw_only=True):
         """
         total = video.frames
         if video.chosen:
-            if total > self.most:
-                raise InvalidRequest(f"the video has {total} frames; the limit is {self.most}")
-            return [*range(total)]
+            return _chosen(video, self.most)
         wanted = min(max(total / video.fps * self.fps, self.least), self.most, total)
         count = int(wanted) if self.ends else max(1, int(wanted) // PAIR * PAIR)
         if count == 1:
@@ -68,6 +63,82 @@ class FrameSampling(msgspec.Struct, frozen=True, kw_only=True):
             return [round(index * between) for index in range(count)]
         between = total / count
         return [_truncated(index * between) for index in range(count)]
+
+    def counted(self, indices: Sequence[int]) -> int:
+        """By how many frames the sizes of a video go whose frames are these."""
+        return max(PAIR, len(indices))
+
+
+class SecondSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How the preprocessor of GLM-4V chooses frames: the next one at each part of a second.
+
+    Attributes:
+        fps: Frames a second that are seen.
+        seconds: Of a longer video as many as of one of this length, with equal times between.
+        most: Of any.
+    """
+
+    fps: float = 2.0
+    seconds: Size = 300
+    most: Size = 600
+
+    def within(self, limits: PixelLimits) -> SecondSampling:
+        """This sampling within the limits of a request.
+
+        Raises:
+            InvalidRequest: They exceed the model's, or leave no patch.
+        """
+        most, fps = _most_within(limits, self.most), limits.fps or self.fps
+        return msgspec.structs.replace(self, fps=fps, most=most)
+
+    def indices(self, video: VideoHeader) -> list[int]:
+        """The frames that are seen, rising.
+
+        Raises:
+            InvalidRequest: The client has chosen more than the model sees.
+        """
+        total = video.frames
+        if video.chosen:
+            return _chosen(video, self.most)
+        seconds = total / video.fps
+        count = max(1, math.floor(seconds * self.fps))
+        if seconds <= self.seconds and count <= self.most:
+            places = [index * video.fps / self.fps for index in range(count)]
+        else:
+            count = min(int(self.seconds * self.fps), self.most)
+            if count >= total:
+                return [*range(total)]
+            between = seconds / max(1, count - 1)
+            times = [*(index * between for index in range(count - 1)), seconds]
+            places = [each * video.fps for each in times]
+        return [*dict.fromkeys(min(total - 1, math.ceil(place)) for place in places)]
+
+    def counted(self, indices: Sequence[int]) -> int:
+        """By how many frames the sizes of a video go whose frames are these: whole pairs."""
+        return max(PAIR, len(indices) + len(indices) % PAIR)
+
+
+Sampling = FrameSampling | SecondSampling
+
+
+def _most_within(limits: PixelLimits, most: int) -> int:
+    """How many frames are seen at most, by a request or else the model.
+
+    Raises:
+        InvalidRequest: They are more than the model's, or no patch.
+    """
+    asked = limits.frames or most
+    if not PAIR <= asked <= most:
+        raise InvalidRequest.at(
+            LIMITS, f"max_frames = {asked}: must be from {PAIR} to {most}, the model's"
+        )
+    return asked
+
+
+def _chosen(video: VideoHeader, most: int) -> list[int]:
+    if video.frames > most:
+        raise InvalidRequest(f"the video has {video.frames} frames; the limit is {most}")
+    return [*range(video.frames)]
 
 
 def _truncated(place: float) -> int:
