@@ -8,6 +8,8 @@ PKG ?= gateway
 # The slowest tests of a run; what takes under a second is not listed.
 DURATIONS := --durations=15 --durations-min=1
 CPP := $(wildcard kernels/antiphon/kernels/cpu/csrc/*)
+# Files with tests of whole stacks: collecting all others twice would take most of a minute.
+STACKS = $(shell grep -rl --include='test_*.py' 'mark\.system' tests | sort)
 
 # The tests start hundreds of processes: without bytecode on disk each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -58,7 +60,7 @@ test-tools: setup  ## Find prometheus and promtool, or unpack them in .venv
 
 test: check test-tools  ## Everything that CI runs
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(DURATIONS) \
-	  -m "system and not gpu and not long" tests/clients tests/tutorials tests
+	  -m "system and not gpu and not long" tests/clients tests/tutorials $(STACKS)
 
 test-unit: setup  ## The fast tests of one package: PKG=gateway; ARGS are pytest's
 	@tests=$$($(BIN)/python -m tests.support.package_tests $(PKG)) && \

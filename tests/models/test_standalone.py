@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -65,7 +66,7 @@ def check(
     return counts.accepted / counts.proposed
 
 
-@pytest.fixture(scope="module", params=DRAFT_MODELS)
+@pytest.fixture(scope="module")
 def drafted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Bench, str]:
@@ -80,16 +81,26 @@ def wanted(llama: Path) -> list[Output]:
     return Bench(open_any(llama, pages=4096)).run(EVERY, MODES["all at once"])
 
 
-SLOW_MODES = ("in chunks", "alternating", "cached", "retracted")
-"""Modes that others go through as well."""
+OFTEN = {
+    "the model itself": ("all at once", "three ahead"),
+    "with noise": ("all at once", "retracted and cached", "overlapped", "three ahead", "held back"),
+    "another": ("overlapped",),
+}
+"""Draft models and modes that are run often; "few slots and pages" has a test of its own."""
 
 
 @pytest.mark.parametrize(
-    "mode",
+    ("drafted", "mode"),
     [
-        pytest.param(mode, id=name, marks=pytest.mark.long if name in SLOW_MODES else ())
-        for name, mode in MODES.items()
+        pytest.param(
+            kind,
+            mode,
+            id=f"{kind}-{name}",
+            marks=() if name in OFTEN[kind] else pytest.mark.long,
+        )
+        for kind, (name, mode) in product(DRAFT_MODELS, MODES.items())
     ],
+    indirect=["drafted"],
 )
 def test_drafts_of_a_model_change_nothing(
     drafted: tuple[Bench, str], wanted: list[Output], mode: Mode
@@ -115,7 +126,15 @@ OFTEN_FIRST = {
 }
 
 
-@pytest.mark.parametrize("mode", ["all at once", "in chunks", "overlapped", "three ahead"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("all at once", marks=pytest.mark.long),
+        pytest.param("overlapped", marks=pytest.mark.long),
+        "in chunks",
+        "three ahead",
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_of_a_model_change_nothing_whichever_way_a_model_caches(
     name: str, mode: str, tmp_path: Path

@@ -60,17 +60,20 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "falcon-h1 with one group": {"mamba_n_groups": 1, "mamba_rms_norm": False},
 }
 STAGED = ("llama", "llama with one kv head", "gpt-oss", "deepseek-v3", "qwen3-next", "falcon-h1")
-OFTEN = ("llama", "qwen2-moe", "falcon-h1")
-"""Families that are run in every mode: a plain one, one with experts, one with states. All others
-are overlapped, and in the other modes in a long run."""
+OFTEN: Mapping[str, tuple[str, ...]] = {
+    "in turn": ("llama", "deepseek-v3"),
+    "overlap": tuple(FAMILIES),
+    "n-grams": ("qwen2-moe", "falcon-h1"),
+    "retraction": ("qwen2-moe", "falcon-h1"),
+}
+"""Families that are run often in a mode; in a long run each is run in all."""
 
 
 def cases(families: Iterable[str]) -> list[Any]:
     """Families in modes, as a test takes them."""
     return [
-        pytest.param(family, mode, marks=() if often else pytest.mark.long)
+        pytest.param(family, mode, marks=() if family in OFTEN[mode] else pytest.mark.long)
         for family, mode in product(families, MODES)
-        for often in [mode == "overlap" or family in OFTEN]
     ]
 
 
