@@ -474,10 +474,6 @@ class World:
 
     def _receive_progress(self, progress: Progress) -> None:
         reported = self.reported[progress.key]
-        if reported.dropped and progress.finish and progress.finish.error:
-            # A request of the same mail took its place in the queue, just before the drop.
-            assert progress.finish.error.code == "overloaded"
-            return
         assert not reported.dropped, "a dropped choice was reported"
         assert not reported.returned, "what was given back was reported"
         assert reported.finish is None, "a choice ended twice, or went on after its end"

@@ -88,3 +88,20 @@ def test_a_request_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
         world.turn(Mail(runs=plain_runs({key: moved})))
         world.drain()
         assert world.reported[key].ids == whole
+
+
+def test_a_dropped_choice_makes_room_for_one_of_the_same_mail() -> None:
+    world = World(0, running_max=1, queue_max=8, priority=False, queue_timeout_s=None)
+
+    def run(number: int) -> tuple[ChoiceKey, RequestState]:
+        state = worker.state([5, 6, 7], max_new_tokens=20, ignore_eos=True)
+        world.reported[ChoiceKey(number)] = Reported(state)
+        return ChoiceKey(number), state
+
+    world.turn(Mail(runs=plain_runs(run(number) for number in range(9))))
+    assert len(world.batching.waiting) == 8
+    world.reported[ChoiceKey(8)].dropped = True
+    world.turn(Mail(runs=plain_runs([run(9)]), drops={ChoiceKey(8): None}))
+    world.drain()
+    world.verify(world.reported[ChoiceKey(9)])
+    assert not world.seen["overloaded"]

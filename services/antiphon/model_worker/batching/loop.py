@@ -230,12 +230,13 @@ class BatchingLoop(Generic[Rows]):
         core = self._core
         for done in mail.landed:
             core.land(done)
-        for key, (state, matcher) in mail.runs.items():
-            with self._guard(key):
-                core.add(key, state, now, matcher)
+        # First: the places in the queue that they free are counted on by those who sent the runs.
         for key, kept in mail.drops.items():
             with self._guard(key):
                 core.drop(key, kept)
+        for key, (state, matcher) in mail.runs.items():
+            with self._guard(key):
+                core.add(key, state, now, matcher)
         returned: list[ChoiceKey] = []
         for keys in mail.requeues:
             with self._guard(*keys):
