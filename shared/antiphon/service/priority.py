@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from antiphon.config.worker import QueueConfig
 
 W = TypeVar("W")
+
+_ENTRIES_LEAST = 64
+"""Number of entries below which none are swept."""
 
 
 class PriorityPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +54,9 @@ class OvertakeTracker(Generic[W]):
 
     Each request is processed once when it is overtaken and once when it leaves, however many wait.
     Requests that stopped waiting are skipped, so their removal needs no call: `is_waiting` returns
-    whether an entry still waits, and has not left and been added again since.
+    whether an entry still waits, and has not left and been added again since. While none are
+    admitted, none are overtaken, and those that left are swept: entries are at most twice as many
+    as requests that waited at the last sweep, which costs amortized O(1) per `enter`.
     """
 
     def __init__(self, overtake_s_max: float, is_waiting: Callable[[W], bool]) -> None:
@@ -60,9 +65,16 @@ class OvertakeTracker(Generic[W]):
         self._fresh: list[tuple[float, int, W]] = []  # a heap
         self._passed: list[tuple[float, int, W]] = []  # a heap, by the time
         self._numbers = count()
+        self._swept_at = _ENTRIES_LEAST
+
+    def __len__(self) -> int:
+        """Number of entries, those included that stopped waiting."""
+        return len(self._fresh) + len(self._passed)
 
     def enter(self, arrival: float, waiting: W) -> None:
         """Add a waiting request; `arrival` is its time by any clock, or any increasing number."""
+        if len(self) >= self._swept_at:
+            self._sweep()
         heappush(self._fresh, (arrival, next(self._numbers), waiting))
 
     def overtake(
@@ -92,3 +104,10 @@ class OvertakeTracker(Generic[W]):
             heappop(self._passed)
             if waits:
                 yield waiting
+
+    def _sweep(self) -> None:
+        """Drop the entries of requests that stopped waiting."""
+        for heap in (self._fresh, self._passed):
+            heap[:] = [entry for entry in heap if self._is_waiting(entry[2])]
+            heapify(heap)
+        self._swept_at = max(_ENTRIES_LEAST, 2 * len(self))

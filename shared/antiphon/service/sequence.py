@@ -19,18 +19,23 @@ if TYPE_CHECKING:
 
 _STREAMS_LISTED = 64
 _SENDERS_MAX = 4096
+_RECEIVERS_MAX = 65_536
+"""Maximum number of receivers; beyond it the one that was sent nothing for the longest is dropped.
+Names are used again when a process is started again, except where its host names it anew."""
 
 
 class SeqSender:
     def __init__(self) -> None:
-        # Never cleared: if numbers restarted at 1, a receiver that only seemed dead would take the
-        # messages for duplicates.
+        # Not cleared when one dies: if numbers restarted at 1, a receiver that only seemed dead
+        # would take the messages for duplicates.
         self._last: OrderedDict[InstanceId, int] = OrderedDict()
 
     def next(self, receiver: InstanceId) -> int:
         """Return the number of the next message. It is consumed even if sending fails."""
         seq = self._last.pop(receiver, 0) + 1
         self._last[receiver] = seq
+        if len(self._last) > _RECEIVERS_MAX:
+            self._last.popitem(last=False)
         return seq
 
     def streams(self) -> tuple[StreamSeq, ...]:

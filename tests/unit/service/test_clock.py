@@ -193,3 +193,25 @@ def test_overtaken_requests_are_overdue_after_a_while() -> None:
     assert list(overtaken.pop_overdue(14.9)) == []
     assert list(overtaken.pop_overdue(15.0)) == ["b"]
     assert list(overtaken.pop_overdue(15.0)) == []
+
+
+def test_requests_that_leave_are_swept_although_none_are_admitted() -> None:
+    waiting = {"first"}
+    overtaken = OvertakeTracker[str](5.0, waiting.__contains__)
+    overtaken.enter(0, "first")
+    for arrival in range(1, 10_000):
+        name = str(arrival)
+        waiting.add(name)
+        overtaken.enter(arrival, name)
+        waiting.remove(name)
+    assert len(overtaken) <= 64
+    overtaken.overtake(10_000, now=1.0)
+    assert list(overtaken.pop_overdue(6.0)) == ["first"]
+
+
+def test_a_sender_forgets_the_receivers_of_long_ago() -> None:
+    sender = SeqSender()
+    for number in range(70_000):
+        sender.next(InstanceId(f"detokenizer-{number}"))
+    assert sender.next(InstanceId("detokenizer-69999")) == 2
+    assert sender.next(InstanceId("detokenizer-0")) == 1
