@@ -27,6 +27,7 @@ from antiphon.encoder.preprocess import (
     Preprocessor,
     VisionFamily,
     VisionTowerSpec,
+    read_frame_config,
     read_grid_config,
     read_preprocessor_config,
     read_spec,
@@ -34,14 +35,16 @@ from antiphon.encoder.preprocess import (
 )
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
 from antiphon.encoder.videos import VideoPreprocessor
+from antiphon.model_card.frame_videos import FrameVideos
 from antiphon.model_card.image_grids import GridImages, RowImages
-from antiphon.model_card.videos import PAIR
-from antiphon.model_card.vision import read_vision
+from antiphon.model_card.vision import read_vision, videos_of
 from antiphon.resolve.device import detect_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from antiphon.config.settings import Settings
     from antiphon.encoder.preprocess import DecodedImage
@@ -275,9 +278,7 @@ class VisionModel:
 
     def embed(self, image: DecodedImage) -> CachedEmbedding:
         """Embed an image that `preprocess` has decoded."""
-        states = self.tower(torch.as_tensor(self.preprocess.normalized(image.pixels)))
-        if self.connector is not None:
-            states = self.connector(states)
+        states = self._states(self.preprocess.normalized(image.pixels))
         if self.packing is None:
             embedding = states.flatten(0, 1)  # (F * T, C)
         else:
@@ -285,7 +286,7 @@ class VisionModel:
         return _embedding(embedding)
 
     def steps(self, medium: DecodedImage) -> Iterator[CachedEmbedding | None]:
-        """Embed an image, or a video that `videos` has decoded, frames of a patch by frames.
+        """Embed an image, or a video that `videos` has decoded, by what its tower sees at once.
 
         The last step gives the embedding. Other media may be embedded between steps.
         """
@@ -294,11 +295,16 @@ class VisionModel:
             return
         assert self.videos is not None, "it has decoded the video"
         rows: list[Tensor] = []
-        for part in np.split(medium.pixels, len(medium.pixels) // PAIR):
+        for part in np.split(medium.pixels, len(medium.pixels) // self.videos.depth):
             if rows:
                 yield None
-            rows.append(self.tower(torch.as_tensor(self.videos.normalized(part)))[0])
+            rows.append(self._states(self.videos.normalized(part))[0])
         yield _embedding(torch.cat(rows))
+
+    def _states(self, frames: NDArray[np.float32]) -> Tensor:
+        """What tower and connector make of frames: (F, T, C)."""
+        states = self.tower(torch.as_tensor(frames))
+        return states if self.connector is None else self.connector(states)
 
 
 def _embedding(embedding: Tensor) -> CachedEmbedding:
@@ -325,7 +331,9 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     spec = read_spec(folder)
     recipe = read_preprocessor_config(folder, spec)
     tower = VisionTower(spec, read_weights(folder, spec))
-    preprocessor = Preprocessor(recipe, pixels_max=pixels_max)
-    return VisionModel(
-        preprocessor, tower, read_connector(folder, spec), read_packed(folder, recipe)
-    )
+    preprocessor, videos = Preprocessor(recipe, pixels_max=pixels_max), None
+    card = videos_of(read_vision(folder))
+    if isinstance(card, FrameVideos) and (frames := read_frame_config(folder, spec)) is not None:
+        videos = VideoPreprocessor(frames, pixels_max=pixels_max, frame_tokens=card.frame_tokens)
+    connector, packed = read_connector(folder, spec), read_packed(folder, recipe)
+    return VisionModel(preprocessor, tower, connector, packed, videos)

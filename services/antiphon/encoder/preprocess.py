@@ -23,7 +23,12 @@ from antiphon.model_card.image_grids import (
 )
 from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
 from antiphon.model_card.images import check_unscaled
-from antiphon.model_card.processor_files import ModelKind, PixelFields, image_processor_file
+from antiphon.model_card.processor_files import (
+    ModelKind,
+    PixelFields,
+    image_processor_file,
+    video_processor_file,
+)
 from antiphon.model_card.videos import Sampling  # noqa: TC001  # as above
 from antiphon.model_card.vision import (
     ANYRES,
@@ -36,6 +41,7 @@ from antiphon.model_card.vision import (
     read_anyres,
     read_anyres_fields,
     read_aspect_tiling,
+    read_frame_sampling,
     read_rows,
     read_tiling,
 )
@@ -573,11 +579,11 @@ class PreprocessorConfig:
             return self
         if self.tiling is not None:
             return replace(self, tiling=self.tiling.within(limits))
+        sampling = None if self.sampling is None else self.sampling.within(limits)
         if self.grid is not None:
-            sampling = None if self.sampling is None else self.sampling.within(limits)
             return replace(self, grid=self.grid.within(limits), sampling=sampling)
         check_unscaled(limits)
-        return self
+        return replace(self, sampling=sampling)
 
     @property
     def frames_max(self) -> int:
@@ -603,9 +609,34 @@ def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> Preprocesso
     short = None if isinstance(tiling, Tiling | AspectTiling) else _short_edge(file, card, spec)
     if isinstance(tiling, AnyresTiling) and short not in (None, spec.image_size):
         raise ConfigError(f"{file}: size.shortest_edge must be {spec.image_size}")
+    return _of_squares(card, spec, short_edge=short, tiling=tiling)
+
+
+def read_frame_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig | None:
+    """Read how the frames of videos are preprocessed where they are squares; None: it takes none.
+
+    Raises:
+        ConfigError: The file is malformed, or its image size does not match the tower.
+    """
+    if read_json(folder / "config.json", ModelKind).model_type != INTERN:
+        return None
+    found = video_processor_file(folder)
+    card = found.read(_PreprocessorFile)
+    if not card.do_resize or _short_edge(found.file, card, spec) is not None:
+        raise ConfigError(f"{found.file}: frames of videos must be scaled to a square")
+    return replace(_of_squares(card, spec), sampling=read_frame_sampling(folder))
+
+
+def _of_squares(
+    card: _PreprocessorFile,
+    spec: VisionTowerSpec,
+    *,
+    short_edge: int | None = None,
+    tiling: Tiling | AspectTiling | AnyresTiling | None = None,
+) -> PreprocessorConfig:
     return PreprocessorConfig(
         size=spec.image_size,
-        short_edge=short,
+        short_edge=short_edge,
         tiling=tiling,
         resample=spec.filter if card.resample is None else card.resample,
         scale=card.rescale_factor if card.do_rescale else 1.0,

@@ -39,13 +39,18 @@ _BROKEN = (OSError, ValueError, EOFError, LookupError, RuntimeError, ArithmeticE
 class VideoPreprocessor:
     """Chooses, decodes and resizes frames. Has no mutable state.
 
-    `pixels_max` is the maximum of a frame.
+    `pixels_max` is the maximum of a frame; `frame_tokens` are those of one where all are squares.
     """
 
-    def __init__(self, recipe: PreprocessorConfig, *, pixels_max: int) -> None:
+    def __init__(
+        self, recipe: PreprocessorConfig, *, pixels_max: int, frame_tokens: int = 0
+    ) -> None:
         self.recipe = recipe
+        self.depth = 1 if recipe.grid is None else PAIR
+        """Frames that the tower sees at once."""
         self._images = Preprocessor(recipe, pixels_max=pixels_max)
         self._pixels_max = pixels_max
+        self._frame_tokens = frame_tokens
 
     def chosen(
         self, width: int, height: int, video: VideoHeader, limits: PixelLimits | None
@@ -60,6 +65,8 @@ class VideoPreprocessor:
         recipe = self.recipe.within(limits)
         assert recipe.sampling is not None, "a recipe of videos"
         indices = recipe.sampling.indices(video)
+        if recipe.grid is None:
+            return indices, (recipe.size, recipe.size)
         sizes = cast("GridSizes", recipe.grid)
         return indices, sizes.scaled(width, height, recipe.sampling.counted(indices))
 
@@ -72,7 +79,9 @@ class VideoPreprocessor:
             InvalidRequest: It is too narrow, has too many frames, or no size within `limits`.
         """
         indices, (across, down) = self.chosen(width, height, video, limits)
-        edge = self._grid.edge
+        if self.recipe.grid is None:
+            return len(indices) * self._frame_tokens
+        edge = cast("GridSizes", self.recipe.grid).edge
         return -(-len(indices) // PAIR) * (across // edge) * (down // edge)
 
     def decoded(
@@ -83,7 +92,7 @@ class VideoPreprocessor:
         video: VideoHeader,
         limits: PixelLimits | None = None,
     ) -> DecodedImage:
-        """Return the frames that are seen, resized; their number is even, the last may be twice.
+        """Return the frames that are seen, resized: whole pairs where the tower sees these.
 
         Raises:
             InvalidRequest: It is not a video, is not what its header says, or cannot be scaled
@@ -98,7 +107,7 @@ class VideoPreprocessor:
         else:
             frames = file_frames(data, indices)
         # They may take most of the process's memory: no second copy is made of them.
-        rows, made = len(indices) + -len(indices) % PAIR, 0
+        rows, made = len(indices) + -len(indices) % self.depth, 0
         pixels = np.empty((rows, size[1], size[0], 3), np.uint8)
         for frame in islice(frames, len(indices)):
             if frame.size != (width, height):
@@ -116,10 +125,6 @@ class VideoPreprocessor:
     def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Scale and normalize: (F, H, W, 3)  ->  (F, 3, H, W)."""
         return self._images.normalized(pixels)
-
-    @property
-    def _grid(self) -> GridSizes:
-        return cast("GridSizes", self.recipe.grid)
 
 
 def file_frames(data: bytes | bytearray, indices: Sequence[int]) -> Iterator[Image.Image]:

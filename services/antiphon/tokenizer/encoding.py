@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
-    from antiphon.model_card.image_grids import GridVideos
-    from antiphon.model_card.vision import VisionCard
+    from antiphon.model_card.vision import VideosCard, VisionCard
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
     from antiphon.wire.claim import VideoHeader
     from antiphon.wire.media import MediumHeader
@@ -340,7 +339,7 @@ def _shown_image(vision: VisionCard, medium: MediumHeader) -> _ShownMedium:
     return _ShownMedium(card.placeholder, pieces, medium_key(medium.digest, processing), columns)
 
 
-def _shown_video(videos: GridVideos, medium: MediumHeader, video: VideoHeader) -> _ShownMedium:
+def _shown_video(videos: VideosCard, medium: MediumHeader, video: VideoHeader) -> _ShownMedium:
     card = videos if medium.limits is None else videos.within(medium.limits)
     seen = card.seen(medium.width, medium.height, video)
     key = medium_key(medium.digest, card.processed(video))

@@ -17,13 +17,12 @@ from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.tokenizer_file import open_tokenizer
-from antiphon.model_card.vision import VisionCard, videos_of
+from antiphon.model_card.vision import VideosCard, VisionCard, videos_of
 from antiphon.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from antiphon.model_card.image_grids import GridVideos
 
 P = TypeVar("P")
 
@@ -73,7 +72,7 @@ class ModelTokenizer(msgspec.Struct, frozen=True):
         return self.placeholder if self.vision is None else self.vision.marker or self.placeholder
 
     @property
-    def videos(self) -> GridVideos | None:
+    def videos(self) -> VideosCard | None:
         """How the model takes videos, if it does."""
         return videos_of(self.vision)
 

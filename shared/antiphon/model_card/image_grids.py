@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 
 from antiphon.model_card.images import LIMITS, LOW_PIXELS, Pieces, Size, VisionBase, check_unscaled
-from antiphon.model_card.videos import (
-    PAIR,
-    Sampling,  # msgspec reads the fields of structs
-)
+from antiphon.model_card.videos import PAIR, Sampling, SeenVideo
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -109,21 +106,6 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             factor = math.sqrt(least / (frames * width * height))
             across, down = (math.ceil(each * factor / edge) * edge for each in (width, height))
         return across, down
-
-
-class SeenVideo(msgspec.Struct, frozen=True):
-    """What stands in a prompt for a video: a grid of so many times, or one for each pair of frames.
-
-    Attributes:
-        columns: Of tokens of each grid.
-        times: Depth of each grid.
-        step: From one time to the next, in positions.
-    """
-
-    pieces: Pieces
-    columns: int
-    times: int = 1
-    step: float = 1.0
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):

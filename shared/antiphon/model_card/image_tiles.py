@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
+from antiphon.model_card.frame_videos import (
+    FrameVideos,  # noqa: TC001  # msgspec reads the fields of structs
+)
 from antiphon.model_card.images import Pieces, Size, VisionBase, check_unscaled
 
 if TYPE_CHECKING:
@@ -161,6 +164,7 @@ class StackedTiles(VisionBase, frozen=True, kw_only=True):
     tile_tokens: int
     before: str
     after: str
+    videos: FrameVideos | None = None
 
     def within(self, limits: PixelLimits) -> Self:
         return _cut_within(self, limits)

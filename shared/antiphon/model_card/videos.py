@@ -1,4 +1,4 @@
-"""Which frames of a video a model sees."""
+"""Which frames of a video a model sees, and what stands for it in a prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_card.images import LIMITS, Size
+from antiphon.model_card.images import (
+    LIMITS,
+    Pieces,  # msgspec reads the fields of structs
+    Size,
+)
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -18,6 +22,21 @@ if TYPE_CHECKING:
 
 PAIR = 2
 """Frames of a patch: its depth in all of these models."""
+
+
+class SeenVideo(msgspec.Struct, frozen=True):
+    """What stands in a prompt for a video: a grid of so many times, or one for each pair of frames.
+
+    Attributes:
+        columns: Of tokens of each grid; 0: they are no grids.
+        times: Depth of each grid.
+        step: From one time to the next, in positions.
+    """
+
+    pieces: Pieces
+    columns: int
+    times: int = 1
+    step: float = 1.0
 
 
 class FrameSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -118,7 +137,48 @@ class SecondSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return max(PAIR, len(indices) + len(indices) % PAIR)
 
 
-Sampling = FrameSampling | SecondSampling
+class EvenSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How InternVL chooses frames: a number of them, each the middle one of an equal part.
+
+    Attributes:
+        frames: How many, unless a request sets frames a second.
+        fps: Frames a second; 0: so many as `frames` says.
+        most: Of any.
+    """
+
+    frames: Size = 8
+    fps: float = 0.0
+    most: Size = 128
+
+    def within(self, limits: PixelLimits) -> EvenSampling:
+        """This sampling within the limits of a request.
+
+        Raises:
+            InvalidRequest: They exceed the model's.
+        """
+        most, fps = _most_within(limits, self.most), limits.fps or self.fps
+        return msgspec.structs.replace(self, fps=fps, most=most)
+
+    def indices(self, video: VideoHeader) -> list[int]:
+        """The frames that are seen, rising.
+
+        Raises:
+            InvalidRequest: The client has chosen more than the model sees.
+        """
+        total = video.frames
+        if video.chosen:
+            return _chosen(video, self.most)
+        wanted = int(total / video.fps * self.fps) if self.fps else self.frames
+        count = max(1, min(wanted, self.most, total))
+        part = total / count
+        return [_truncated(part / 2 + index * part) for index in range(count)]
+
+    def counted(self, indices: Sequence[int]) -> int:
+        """By how many frames the sizes of a video go whose frames are these: not by these."""
+        return len(indices)
+
+
+Sampling = FrameSampling | SecondSampling | EvenSampling
 
 
 def _most_within(limits: PixelLimits, most: int) -> int:

@@ -14,6 +14,7 @@ from msgspec import field
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.config_json import read_json
+from antiphon.model_card.frame_videos import FrameVideos
 from antiphon.model_card.grid_files import GRIDS, read_grid
 from antiphon.model_card.image_grids import GridImages, GridVideos, RowImages, RowSizes
 from antiphon.model_card.image_tiles import (
@@ -26,7 +27,13 @@ from antiphon.model_card.image_tiles import (
     Tiling,
 )
 from antiphon.model_card.images import Size, SquareImages
-from antiphon.model_card.processor_files import ModelKind, PixelFields, image_processor_file
+from antiphon.model_card.processor_files import (
+    ModelKind,
+    PixelFields,
+    image_processor_file,
+    video_processor_file,
+)
+from antiphon.model_card.videos import EvenSampling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,9 +42,13 @@ VisionCard = SquareImages | TiledImages | StackedTiles | PaddedTiles | GridImage
 """How a model takes images."""
 
 
-def videos_of(card: VisionCard | None) -> GridVideos | None:
+VideosCard = GridVideos | FrameVideos
+"""How a model takes videos."""
+
+
+def videos_of(card: VisionCard | None) -> VideosCard | None:
     """How a model takes videos; None if it takes none."""
-    return card.videos if isinstance(card, GridImages) else None
+    return card.videos if isinstance(card, GridImages | StackedTiles) else None
 
 
 class FeatureFields(msgspec.Struct, frozen=True):
@@ -225,6 +236,28 @@ def read_aspect_tiling(folder: Path) -> AspectTiling:
             f"{found.file}: size must be a square, and min_patches not exceed max_patches"
         )
     return AspectTiling(tile=read.size.height, least=read.min_patches, most=read.max_patches)
+
+
+class _FrameFile(msgspec.Struct, frozen=True):
+    """The settings of InternVL's video processor; 8 frames are those of the models' own examples.
+
+    Whether it says to choose frames, all of a long video would be more than a context.
+    """
+
+    num_frames: Size | None = None
+
+
+def read_frame_sampling(folder: Path) -> EvenSampling:
+    """Read which frames the video processor of an InternVL model chooses.
+
+    Raises:
+        ConfigError: The file is malformed.
+    """
+    frames = video_processor_file(folder).read(_FrameFile).num_frames
+    default = EvenSampling()
+    return (
+        default if frames is None else EvenSampling(frames=frames, most=max(frames, default.most))
+    )
 
 
 class _PanAndScan(msgspec.Struct, frozen=True):
@@ -428,10 +461,23 @@ def _read_internvl(folder: Path) -> StackedTiles:
     config = read_json(file, _InternVl)
     image, patch = config.vision_config.edges(file)
     by = shuffle_factor(file, config.downsample_ratio)
+    tile_tokens = (image // patch // by) ** 2
+    recipe = video_processor_file(folder).content
+    videos = FrameVideos(
+        placeholder=config.image_token_id,
+        markers=("<video>",),
+        sampling=read_frame_sampling(folder),
+        frame_tokens=tile_tokens,
+        before="Frame{}: <img>",
+        after="</img>",
+        between="\n",
+        processing=hashlib.sha256(msgspec.json.encode(config) + b"\0" + recipe).digest(),
+    )
     return StackedTiles(
         placeholder=config.image_token_id,
         tiling=read_aspect_tiling(folder),
-        tile_tokens=(image // patch // by) ** 2,
+        tile_tokens=tile_tokens,
+        videos=videos,
         before="<img>",
         after="</img>",
         processing=_processing(folder, config),
