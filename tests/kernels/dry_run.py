@@ -48,6 +48,7 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
 }
 
 
@@ -192,6 +193,7 @@ class _Pass:
         self._ops = select(DeviceCapability("cuda", torch.bfloat16, 90))
 
     def run(self) -> None:
+        self._copy_pages()
         for tokens in (1, 64, 8192):
             self._blocks(tokens)
         for query_len, kv_len in (
@@ -232,6 +234,13 @@ class _Pass:
             biases = _empty(count, 2 * width), _empty(count, sizes.hidden)
             weights = weights._replace(gate_up_bias=biases[0], down_bias=biases[1])
         ops.experts(x, *ops.route(logits, None, routing), weights, activation)
+
+    def _copy_pages(self) -> None:
+        """Keys of four pages in all of 32 layers, to a buffer and back."""
+        _, kv_heads, size = self._sizes.heads
+        pool = _empty(32, 9000, PAGE_TOKENS * kv_heads * size * 2, dtype=torch.uint8)
+        pages = _empty(4, dtype=torch.int32)
+        self._ops.scatter_pages(pool, pages, self._ops.gather_pages(pool, pages))
 
     def _fp8(self, tokens: int, group: int) -> None:
         """Linears of attention, and of a dense block."""

@@ -94,7 +94,7 @@ refused, each with a reason.
 ## On a GPU these are refused
 
 Models that only pool, tensor and pipeline parallelism, draft models, the modules of
-transformers, deterministic inference, latent attention, and pages stored outside the worker.
+transformers, deterministic inference, and latent attention.
 FlashInfer is not used.
 
 ## fp8 weights
@@ -105,6 +105,13 @@ the token, or for as many of its inputs as share a scale of the weights ([decisi
 73](decisions/0073-fp8-weights-meet-fp8-activations.md)). Compute capabilities before 8.9 do not
 multiply fp8: there, and with `--model-linear plain`, weights are converted while loading.
 So are those of routed experts, and blocks whose inputs are no multiple of 32.
+
+## Pages outside the worker
+
+With `--enable-hierarchical-cache --hicache-storage-backend kv_storage` one kernel gathers pages of
+all layers in a buffer that is copied to the host, and one scatters what was fetched. They run on a
+stream of their own beside steps ([decision
+74](decisions/0074-pages-are-copied-on-a-stream-of-their-own.md)).
 
 ## While the device computes
 

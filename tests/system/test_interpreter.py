@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.system.stack import run_antiphon, serving
+from tests.system.stack import run_antiphon, serving, wait_until
+
+from antiphon.wire.digests import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from tests.system.stack import Stack
@@ -23,6 +25,12 @@ PROMPTS = (
     "A cat and a dog",
 )
 OUTPUTS = 12
+AFTER_BLOCKS = {
+    "input_ids": [5 + number * 7 % 200 for number in range(5 * BLOCK_TOKENS + 3)],
+    "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True},
+}
+"""A prompt of whole blocks, which are worth fetching, and some tokens."""
+STORING = ("--enable-hierarchical-cache", "--hicache-storage-backend", "kv_storage")
 
 
 def answers(stack: Stack) -> list[Any]:
@@ -39,15 +47,30 @@ def answers(stack: Stack) -> list[Any]:
         return list(asking.map(ask, PROMPTS))
 
 
+def continued(stack: Stack) -> Any:
+    """The first tokens after whole blocks, once the worker has their pages and once it has not."""
+    computed = stack.post("/generate", AFTER_BLOCKS, timeout_s=300)
+    saved = 'antiphon_saved_blocks_total{result="stored"} 5'
+    wait_until(lambda: saved in stack.get("/metrics"), 60, "blocks saved")
+    stack.get("/flush_cache")
+    fetched = stack.post("/generate", AFTER_BLOCKS, timeout_s=300)
+    assert fetched["meta_info"]["cached_tokens"] == 5 * BLOCK_TOKENS
+    assert fetched["output_ids"] == computed["output_ids"]
+    return computed["output_ids"]
+
+
 def test_interpreted_kernels_generate_what_the_cpu_does() -> None:
     with serving("--dtype", "float32") as stack:
         expected = answers(stack)
+        after_blocks = stack.post("/generate", AFTER_BLOCKS, timeout_s=300)["output_ids"]
     for flags, graphs in (
         (("--cuda-graph-bs", "1", "2", "4", "6"), "1 2 4 6"),
-        (("--disable-overlap-schedule", "--disable-cuda-graph"), "none"),
+        (("--disable-overlap-schedule", "--disable-cuda-graph", *STORING), "none"),
     ):
         with serving("--device", "interpreter", *flags) as stack:
             assert answers(stack) == expected
+            if graphs == "none":
+                assert continued(stack) == after_blocks
             log = stack.log("worker-0")
             assert re.search(rf"graph_sizes +{graphs} ", log)
             assert ("capturing decode steps" in log) == (graphs != "none")

@@ -25,6 +25,7 @@ from antiphon.kernels.norm import (
     squares,
 )
 from antiphon.kernels.op import REGISTRY, BackendChoice, DeviceCapability, KernelUnavailable, Op
+from antiphon.kernels.pages import gather, scatter
 from antiphon.kernels.recurrent import recurrence
 from antiphon.kernels.rotary import qk_norm_rope_store
 from antiphon.kernels.routing import combine, route
@@ -86,6 +87,8 @@ class Ops:
         self.resolve_futures = choose(resolve_futures)
         self.record_futures = choose(record_futures)
         self.decode_rows = choose(decode_rows)
+        self.gather_pages = choose(gather)
+        self.scatter_pages = choose(scatter)
         self.choices = tuple(choices)
 
 

@@ -37,7 +37,7 @@ class Download(Protocol):
 
 
 class Stream(Protocol):
-    """The one stream of a device. Not thread-safe."""
+    """One stream of a device. Not thread-safe."""
 
     def launching(self) -> AbstractContextManager[None]:
         """What is called inside is launched, and nothing is waited for."""
@@ -53,6 +53,10 @@ class Stream(Protocol):
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Copy tensors to the host, after what was launched before. Inside `launching`."""
+        ...
+
+    def beside(self) -> Stream:
+        """Another stream of the device, for another thread; only the host orders the two."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Graph:
@@ -85,19 +89,23 @@ def open_stream(kind: str, device: torch.device) -> Stream:
 
 
 class CudaStream:
-    """The current stream of a GPU in each thread that launches."""
+    """The current stream of a GPU in each thread that launches, or one of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, own: torch.cuda.Stream | None = None) -> None:
         self._device = device
+        self._own = own
         self._pool: Any = None  # of all graphs, once there is one
 
     @contextmanager
     def launching(self) -> Generator[None]:
         # Triton launches kernels on the current device, of which each thread has one of its own.
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._own):
             yield
 
     reading = launching
+
+    def beside(self) -> CudaStream:
+        return CudaStream(self._device, torch.cuda.Stream(self._device))
 
     def fill(self, target: Tensor, values: NDArray[Any]) -> None:
         target.copy_(torch.as_tensor(values).pin_memory(), non_blocking=True)
@@ -165,6 +173,10 @@ class InterpretedStream:
         if self._last is not None:
             self._last.exception()  # which its own download raises
         yield
+
+    def beside(self) -> InterpretedStream:
+        """Played by the same thread: Triton interprets in one at a time."""
+        return InterpretedStream(self._executor)
 
     def fill(self, target: Tensor, values: NDArray[Any]) -> None:
         target.copy_(torch.as_tensor(values.copy()))

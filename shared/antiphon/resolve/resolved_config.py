@@ -313,7 +313,6 @@ def _check_gpu(settings: Settings, pooling: Pooling | None, implementation: str)
         "a model that pools": pooling is not None,
         "model.implementation = transformers": implementation == "transformers",
         "speculation.draft_model": bool(settings.speculation.draft_model),
-        "cache.hierarchical": settings.cache.hierarchical,
         "parallel.tp_size": settings.parallel.tp_size > 1,
         "parallel.pp_size": settings.parallel.pp_size > 1,
         "model.deterministic": settings.model.deterministic,

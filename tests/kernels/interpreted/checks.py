@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from antiphon.kernels import activation, decode_rows, linear_fp8, norm, rotary, sampling
+from antiphon.kernels import pages as copies
 from antiphon.kernels import routing as routing_ops
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
 from antiphon.kernels.experts import ExpertWeights, experts
@@ -382,6 +383,33 @@ def check_logits(module: Module, vocabulary: int) -> None:
         mask(logits, masked, words)
         results.append(logits)
     close(*results)
+
+
+def check_pages(module: Module, size: int) -> None:
+    """Pages in any order; those of a record that nothing wants are left out."""
+    generator = torch.Generator().manual_seed(size)
+    pool = torch.randint(0, 256, (3, 11, size), generator=generator, dtype=torch.uint8)
+    numbers = torch.tensor([7, 0, 10, 4], dtype=torch.int32)
+    packed = module.gather(pool, numbers)
+    assert torch.equal(packed, copies.gather.reference(pool, numbers))
+    numbers = torch.tensor([3, -1, 0, 9], dtype=torch.int32)
+    got, expected = pool.clone(), pool.clone()
+    module.scatter(got, numbers, packed)
+    copies.scatter.reference(expected, numbers, packed)
+    assert torch.equal(got, expected)
+
+
+def check_far_bytes(module: Module) -> None:
+    """The last page of a pool of more than 2**31 bytes."""
+    torch.use_deterministic_algorithms(False)  # which fill memory
+    pool, last = torch.empty((2, 2**15 + 1, 2**15), dtype=torch.uint8), 2**15
+    pool[1, last] = torch.arange(2**15).to(torch.uint8)
+    numbers = torch.tensor([last], dtype=torch.int32)
+    packed = module.gather(pool, numbers)
+    assert torch.equal(packed[1, 0], pool[1, last])
+    packed[1] += 1
+    module.scatter(pool, numbers, packed)
+    assert torch.equal(packed[1, 0], pool[1, last])
 
 
 def check_futures(module: Module) -> None:

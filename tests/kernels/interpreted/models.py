@@ -28,10 +28,13 @@ from antiphon.config.load import load as settings_of
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
 from antiphon.kernels.triton.tape import HostWaits
+from antiphon.kernels.upload import upload_to
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.batching.plan import DeviceLost
+from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.runner import decode_graphs, device_runner
+from antiphon.model_worker.runner.device_pages import DevicePages, PageStream
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.model_worker.startup.engine import host_device, load_resolved
 from antiphon.resolve.resolved_config import resolve
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 OUTPUTS = (5, 3, 5, 3)
 """Tokens of each request: steps get shorter."""
 CAPTURED = (2, 3, 5)
+CPU = torch.device("cpu")
 BAD = 0
 """A token that no prompt has."""
 
@@ -277,3 +281,21 @@ def test_weights_stay_in_fp8(name: str, tmp_path: Path) -> None:
     (expected,), (got,) = (outputs_of(each, overlap=False, count=1) for each in (on_cpu, model))
     assert got[0] == expected[0]
     assert got[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+def test_pages_are_copied_beside_steps(tmp_path: Path) -> None:
+    """On the slowest device: nothing is copied that is not waited for."""
+    model = opened(write_llama(tmp_path, {"num_hidden_layers": 2}), "interpreter")
+    outputs_of(model, overlap=False, count=2)
+    (pool,) = model.runner.pools
+    copies = PageStream(HeldStream().beside(), model.runner.ops, upload_to("interpreter", CPU))
+    ours, page_bytes = DevicePages(pool.memory, copies), pool.group.page_bytes
+    numbers = [3, 0, 1]
+    got, expected = (memoryview(bytearray(3 * page_bytes)) for _ in range(2))
+    ours.read(numbers, got)
+    pool.memory.read(numbers, expected)
+    assert got == expected
+    assert any(expected)
+    ours.write([7, HOLE, 5], got)
+    pool.memory.read([7, 0, 5], got)
+    assert got == expected

@@ -23,6 +23,7 @@ from antiphon.kernels.triton import (
     linear_fp8,
     logits,
     norm,
+    pages,
     routing,
     sampling,
 )
@@ -224,6 +225,15 @@ def test_logits_are_penalised_biased_and_masked(vocabulary: int) -> None:
     checks.check_logits(logits, vocabulary)
 
 
+@pytest.mark.parametrize("size", [40, 9000])
+def test_pages_are_copied(size: int) -> None:
+    checks.check_pages(pages, size)
+
+
+def test_bytes_beyond_2_to_the_31_are_copied() -> None:
+    checks.check_far_bytes(pages)
+
+
 def test_futures_are_resolved_and_recorded() -> None:
     checks.check_futures(futures)
 
@@ -253,6 +263,7 @@ eight_bits = partial(short, cache=checks.FP8[0])
 windowed = partial(short, shape=a_shape(window=3))
 long = partial(short, lengths=LONG)
 few_splits = partial(long, programs=12)
+copied = partial(checks.check_pages, size=40)
 draws = partial(checks.check_draw, vocabulary=300)
 changes = partial(checks.check_logits, vocabulary=300)
 MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
@@ -375,6 +386,11 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("futures", "(token < vocabulary)", "(token <= vocabulary)", checks.check_futures),
     ("futures", "mask=slot >= 0", "mask=slot >= -1", checks.check_futures),
     ("logits", "token % 32", "token % 31", changes),
+    ("pages", "if page >= 0", "if page >= -1", copied),
+    ("pages", "(layer * count + number) * SIZE + place, copied", "number, copied", copied),
+    ("pages", "(layer * total + page) * SIZE + place, copied", "page, copied", copied),
+    ("pages", "tl.program_id(1).to(tl.int64)", "tl.program_id(1)", checks.check_far_bytes),
+    ("pages", "ceil_div(size, PASS)", "size // PASS", partial(checks.check_pages, size=9000)),
     ("logits", "seen > 0", "seen < 0", changes),
 ]
 

@@ -21,6 +21,7 @@ from antiphon.model_worker.batching.plan import (
     StepPlan,
 )
 from antiphon.model_worker.runner.decode_graphs import DecodeGraphs
+from antiphon.model_worker.runner.device_pages import DevicePages, PageStream
 from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.model_worker.runner.model_runner import ModelRunner
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.kernels.stream import Download, Stream
+    from antiphon.model_worker.cache.codec import PageMemory
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.decode_graphs import Captured
@@ -84,6 +86,10 @@ class DeviceRunner(ModelRunner):
     ) -> Captured:
         """Capture decode steps of these sizes: see `DecodeGraphs.capture`."""
         return self._decode.capture(sizes, padded=padded, report=report)
+
+    def page_memories(self) -> list[PageMemory]:
+        copies = PageStream(self._stream.beside(), self.ops, self._upload)
+        return [DevicePages(pool.memory, copies) for pool in self.pools]
 
     def launch(self, plan: StepPlan) -> LaunchedPlan:
         """Launch a plan, or as much of it as needs no sampling part. Returns at once."""

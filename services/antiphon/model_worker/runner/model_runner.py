@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.layers.weights import BuildContext
+    from antiphon.model_worker.cache.codec import PageMemory
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.runner.draft_model import DraftModel
@@ -224,6 +225,10 @@ class ModelRunner:
 
     def settle(self) -> None:
         """Record what was sampled from plans that have run: here `run` has done so."""
+
+    def page_memories(self) -> list[PageMemory]:
+        """Those of all groups, for threads that copy pages; a draft model's are its own."""
+        return [pool.memory for pool in (*self.pools, *self.states)]
 
     def _batch(self, plan: StepPlan) -> InputBatch:
         group = self._model.build.attention_group

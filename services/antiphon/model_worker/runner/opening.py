@@ -62,11 +62,10 @@ class OpenModel:
 
     def codec(self) -> PageCodec:
         """Copies the blocks of all groups to bytes, and back."""
-        pools = [*self.runner.pools, *self.runner.states]
+        memories = self.runner.page_memories()
         if self.draft is not None:
-            pools.append(self.draft.pool)
-        assert tuple(pool.group for pool in pools) == self.groups, "each group has its memory"
-        return PageCodec(self.groups, [pool.memory for pool in pools])
+            memories.append(self.draft.pool.memory)
+        return PageCodec(self.groups, memories)
 
 
 def open_model(

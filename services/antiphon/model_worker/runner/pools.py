@@ -178,37 +178,38 @@ class GroupMemory:
         self._shapes = [(len(group.layers), pages, size) for size in page_bytes]
         sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in self._shapes]
         self.data = pool_zeros(sum(sizes), dtype=torch.uint8, device=device)
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        """Those that the group declares, (L, P, bytes of a page in one layer)."""
         start = 0
         for shape, size in zip(self._shapes, sizes, strict=True):
-            self._tensors.append(self.data[start : start + math.prod(shape)].view(shape))
+            self.tensors.append(self.data[start : start + math.prod(shape)].view(shape))
             start += size
 
     def layer(self, index: int) -> list[Tensor]:
         """Each declared tensor of the group's `index`-th layer, (P, bytes of a page in it)."""
-        return [tensor[index] for tensor in self._tensors]
+        return [tensor[index] for tensor in self.tensors]
 
     def read(self, pages: Sequence[int], out: memoryview) -> None:
         """Copy pages to bytes: of each tensor, those of each layer, in the order given."""
-        for stored, packed in self._packed(len(pages), out):
-            # Holes were left out. `clip` needs no copy of its own, as `raise` does.
-            np.take(stored, np.asarray(pages, np.intp), axis=1, out=packed, mode="clip")
+        for tensor, packed in zip(self.tensors, self.packed(len(pages), out), strict=True):
+            # By numpy, in one thread: it runs beside the threads of a forward pass. Holes were
+            # left out. `clip` needs no copy of its own, as `raise` does.
+            np.take(tensor.numpy(), np.asarray(pages, np.intp), axis=1, out=packed, mode="clip")
 
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         """Copy what `read` has copied of so many pages to these; a hole leaves a page out."""
-        for stored, packed in self._packed(len(pages), data):
+        for tensor, packed in zip(self.tensors, self.packed(len(pages), data), strict=True):
+            stored = tensor.numpy()
             for place, page in enumerate(pages):
                 if page != HOLE:
                     stored[:, page] = packed[:, place]
 
-    def _packed(self, count: int, data: memoryview) -> Iterator[tuple[Bytes, Bytes]]:
-        """Pairs of a tensor, (L, P, bytes), and its part of the packed pages, (L, N, bytes)."""
+    def packed(self, count: int, data: memoryview) -> Iterator[Bytes]:
+        """The part of each tensor in the bytes of so many pages, (L, N, bytes)."""
         start = 0
-        for tensor, (layers, _, size) in zip(self._tensors, self._shapes, strict=True):
+        for layers, _, size in self._shapes:
             end = start + layers * count * size
-            packed = np.frombuffer(data[start:end], np.uint8).reshape(layers, count, size)
-            # By numpy, in one thread: it runs beside the threads of a forward pass.
-            yield tensor.numpy(), packed
+            yield np.frombuffer(data[start:end], np.uint8).reshape(layers, count, size)
             start = end
 
 
