@@ -1,6 +1,6 @@
-"""Videos of InternVL against transformers: frames, pixels, prompts and rows.
+"""Videos of InternVL and LLaVA-OneVision against transformers: frames, pixels, prompts and rows.
 
-Its processor of videos needs torchvision, which is not there: its rule is computed again.
+Its processors of videos need torchvision, which is not there: their rules are computed again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import transformers
 from PIL import Image
 from tests.support.internvl import PLACEHOLDER, write_internvl
 from tests.support.llava import picture
+from tests.support.llava_next import write_llava_onevision
 from tests.support.towers import check_rows, opened
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
 from antiphon.config.errors import ConfigError
 from antiphon.model_card.frame_videos import FrameVideos
@@ -114,6 +116,52 @@ def test_pixels_and_embeddings_are_those_of_transformers(folder: Path) -> None:
     rows = np.frombuffer(made.data, "<f4").reshape(made.tokens, made.hidden)
     check_rows(rows, right.flatten(0, 1))
     assert len(rows) == model.videos.tokens(*SIZE, video, None) == 3 * card_of(folder).frame_tokens
+
+
+def test_pooled_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
+    """LLaVA-OneVision halves the grid of a frame, and has one row more behind all of them."""
+    folder = write_llava_onevision(tmp_path)
+    pictures = [picture(number, *SIZE) for number in range(3)]
+    model, video = opened(folder), VideoHeader(frames=3, fps=2, chosen=True)
+    assert model.videos is not None
+    decoded = model.videos.decoded(pack_frames(pictures), *SIZE, video)
+    images = [Image.open(io.BytesIO(each)).resize((28, 28), 3) for each in pictures]
+    expected = (np.stack([np.asarray(each) for each in images]) / 255 - 0.5) / 0.5
+    pixels = model.videos.normalized(decoded.pixels)
+    np.testing.assert_allclose(pixels, expected.transpose(0, 3, 1, 2), rtol=0, atol=2e-6)
+    *turns, made = model.steps(decoded)
+    assert turns == [None, None]
+    assert made is not None
+    reference: Any = transformers.LlavaOnevisionForConditionalGeneration.from_pretrained(folder)
+    with torch.inference_mode():
+        right = reference.eval().model.get_video_features(
+            torch.as_tensor(pixels)[None],
+            vision_feature_layer=reference.config.vision_feature_layer,
+            vision_feature_select_strategy=reference.config.vision_feature_select_strategy,
+        )
+    rows = np.frombuffer(made.data, "<f4").reshape(made.tokens, made.hidden)
+    check_rows(rows, right.pooler_output[0])
+    card = card_of(folder)
+    assert len(rows) == model.videos.tokens(*SIZE, video, None) == card.rows(3)
+    # The prompt, of as many frames as are seen of a file.
+    seen = len(card.sampling.indices(cast("VideoHeader", VIDEO.video)))
+    theirs: Any = SimpleNamespace(num_image_tokens=16, video_token="<video>")
+    inputs: Any = {"pixel_values_videos": [np.zeros((seen, 3, 28, 28))]}
+    text = LlavaOnevisionProcessor.replace_video_token(theirs, inputs, 0)
+    encoded = prompt(folder, [VIDEO], "Look <video> now")
+    assert [*unpack_ids(encoded.token_ids)] == read_model_tokenizer(folder).tokenizer.encode(
+        f"Look {text} now", add_special_tokens=False
+    ).ids
+    assert [span.rows for span in encoded.media] == [card.rows(32)]
+
+
+def test_frames_of_llava_onevision_begin_equal_parts(tmp_path: Path) -> None:
+    sampling = card_of(write_llava_onevision(tmp_path)).sampling
+    for frames in (1, 31, 32, 33, 500, 7001):
+        found = sampling.indices(VideoHeader(frames=frames, fps=25))
+        count = min(frames, 32)
+        right = (np.arange(count) * (frames / count)).astype(np.float32).astype(int)
+        assert found == right.tolist()
 
 
 def test_a_prompt_is_that_of_transformers(folder: Path) -> None:

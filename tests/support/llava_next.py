@@ -49,6 +49,7 @@ def write_llava_onevision(folder: Path) -> Path:
         {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER},
         {**TEXT, "model_type": "qwen2"},
         ONEVISION_PROCESSOR,
+        special=[PLACEHOLDER, "<video>"],
         vision_aspect_ratio="anyres_max_2",
     )
 
@@ -59,9 +60,12 @@ def _write(
     tower: Mapping[str, Any],
     text: Mapping[str, Any],
     processor: Mapping[str, Any],
+    special: Sequence[str] = (PLACEHOLDER,),
     **fields: Any,
 ) -> Path:
-    tokenizer = write_tokenizer(folder, [PLACEHOLDER], TEMPLATE)
+    tokenizer = write_tokenizer(folder, special, TEMPLATE)
+    if (of_video := tokenizer.token_to_id("<video>")) is not None:
+        fields |= {"video_token_index": of_video}
     config = architecture.config_class(
         vision_config=dict(tower),
         text_config={**text, "vocab_size": tokenizer.get_vocab_size()},

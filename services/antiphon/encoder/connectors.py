@@ -214,13 +214,13 @@ def _read_shuffled_projector(folder: Path, spec: VisionTowerSpec) -> ShuffledPro
 class PackedTiles:
     """LLaVA-NeXT's rows of an image: all of it, and its grid of patches without the padding.
 
-    `newline` (hidden,) is behind each row of the grid, and behind an image of one tile.
+    `newline` (hidden,) is behind each row of the grid, and behind an image of one tile or a video.
 
     Source: Liu et al. 2024, LLaVA-NeXT; Li et al. 2024, arXiv:2408.03326 (OneVision).
     """
 
     def __init__(self, newline: Tensor, tiling: AnyresTiling, packing: Packing) -> None:
-        self._newline, self._tiling, self._packing = newline, tiling, packing
+        self.newline, self._tiling, self._packing = newline, tiling, packing
 
     @property
     def rows_max(self) -> int:
@@ -234,7 +234,7 @@ class PackedTiles:
         """Pack the tiles of an image of this size: (F, T, hidden)  ->  (rows, hidden)."""
         whole, tiles, side = x[0], x[1:], self._packing.side
         if not len(tiles):
-            return torch.cat((whole, self._newline[None]))
+            return torch.cat((whole, self.newline[None]))
         columns, rows = self._tiling.grid(width, height)
         cut = tiles.view(rows, columns, side, side, -1).transpose(1, 2)
         grid = cut.reshape(rows * side, columns * side, -1)
@@ -244,8 +244,16 @@ class PackedTiles:
         if grid.shape[:2] != (rows, columns):
             channels = grid.permute(2, 0, 1)[None]
             grid = F.interpolate(channels, (rows, columns), mode="bilinear")[0].permute(1, 2, 0)
-        lines = torch.cat((grid, self._newline.expand(rows, 1, -1)), dim=1)
+        lines = torch.cat((grid, self.newline.expand(rows, 1, -1)), dim=1)
         return torch.cat((whole, lines.flatten(0, 1)))
+
+    @torch.inference_mode()
+    def pooled(self, x: Tensor) -> Tensor:
+        """Halve the grid of a frame of a video: (1, T, hidden)  ->  (rows, hidden)."""
+        side, halved = self._packing.side, self._packing.pooled_side
+        channels = x.view(1, side, side, -1).permute(0, 3, 1, 2)
+        scaled = F.interpolate(channels, (halved, halved), mode="bilinear")
+        return scaled[0].flatten(1).transpose(0, 1)
 
 
 def read_packed(folder: Path, recipe: PreprocessorConfig) -> PackedTiles | None:

@@ -298,7 +298,10 @@ class VisionModel:
         for part in np.split(medium.pixels, len(medium.pixels) // self.videos.depth):
             if rows:
                 yield None
-            rows.append(self._states(self.videos.normalized(part))[0])
+            states = self._states(self.videos.normalized(part))
+            rows.append(states[0] if self.packing is None else self.packing.pooled(states))
+        if self.packing is not None:
+            rows.append(self.packing.newline[None])
         yield _embedding(torch.cat(rows))
 
     def _states(self, frames: NDArray[np.float32]) -> Tensor:
@@ -334,6 +337,6 @@ def open_model(settings: Settings, folder: Path) -> VisionModel:
     preprocessor, videos = Preprocessor(recipe, pixels_max=pixels_max), None
     card = videos_of(read_vision(folder))
     if isinstance(card, FrameVideos) and (frames := read_frame_config(folder, spec)) is not None:
-        videos = VideoPreprocessor(frames, pixels_max=pixels_max, frame_tokens=card.frame_tokens)
+        videos = VideoPreprocessor(frames, pixels_max=pixels_max, card=card)
     connector, packed = read_connector(folder, spec), read_packed(folder, recipe)
     return VisionModel(preprocessor, tower, connector, packed, videos)

@@ -32,6 +32,7 @@ from antiphon.model_card.processor_files import (
 from antiphon.model_card.videos import Sampling  # noqa: TC001  # as above
 from antiphon.model_card.vision import (
     ANYRES,
+    FRAME_SAMPLINGS,
     GEMMA3,
     IDEFICS,
     INTERN,
@@ -618,7 +619,7 @@ def read_frame_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig
     Raises:
         ConfigError: The file is malformed, or its image size does not match the tower.
     """
-    if read_json(folder / "config.json", ModelKind).model_type != INTERN:
+    if read_json(folder / "config.json", ModelKind).model_type not in FRAME_SAMPLINGS:
         return None
     found = video_processor_file(folder)
     card = found.read(_PreprocessorFile)

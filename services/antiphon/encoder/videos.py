@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from antiphon.model_card.frame_videos import FrameVideos
     from antiphon.model_card.image_grids import GridSizes
     from antiphon.wire.claim import PixelLimits, VideoHeader
 
@@ -39,18 +40,18 @@ _BROKEN = (OSError, ValueError, EOFError, LookupError, RuntimeError, ArithmeticE
 class VideoPreprocessor:
     """Chooses, decodes and resizes frames. Has no mutable state.
 
-    `pixels_max` is the maximum of a frame; `frame_tokens` are those of one where all are squares.
+    `pixels_max` is the maximum of a frame; `card` says how many rows frames have that are squares.
     """
 
     def __init__(
-        self, recipe: PreprocessorConfig, *, pixels_max: int, frame_tokens: int = 0
+        self, recipe: PreprocessorConfig, *, pixels_max: int, card: FrameVideos | None = None
     ) -> None:
         self.recipe = recipe
         self.depth = 1 if recipe.grid is None else PAIR
         """Frames that the tower sees at once."""
         self._images = Preprocessor(recipe, pixels_max=pixels_max)
         self._pixels_max = pixels_max
-        self._frame_tokens = frame_tokens
+        self._card = card
 
     def chosen(
         self, width: int, height: int, video: VideoHeader, limits: PixelLimits | None
@@ -79,8 +80,8 @@ class VideoPreprocessor:
             InvalidRequest: It is too narrow, has too many frames, or no size within `limits`.
         """
         indices, (across, down) = self.chosen(width, height, video, limits)
-        if self.recipe.grid is None:
-            return len(indices) * self._frame_tokens
+        if self._card is not None:
+            return self._card.rows(len(indices))
         edge = cast("GridSizes", self.recipe.grid).edge
         return -(-len(indices) // PAIR) * (across // edge) * (down // edge)
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 class FrameVideos(msgspec.Struct, frozen=True, kw_only=True):
-    """A frame is a tile of its own, behind its number: InternVL.
+    """A frame is a tile of its own: InternVL, behind its number, and LLaVA-OneVision.
 
     Attributes:
         placeholder: Token id of the placeholder, one for each row of an embedding.
         markers: What chat templates write for a video; of several the first one that is there.
         frame_tokens: Rows of a frame.
-        before: Text before a frame, with a place for its number, from 1 on.
+        end_tokens: Rows behind the last frame.
+        before: Text before a frame, with a place for its number, from 1 on; empty: none.
         after: Text behind it.
         between: Text between two frames.
         processing: Digest of what decides the embedding beside sampling and the weights.
@@ -34,9 +35,10 @@ class FrameVideos(msgspec.Struct, frozen=True, kw_only=True):
     markers: tuple[str, ...]
     sampling: EvenSampling
     frame_tokens: Size
-    before: str
-    after: str
-    between: str
+    end_tokens: int = 0
+    before: str = ""
+    after: str = ""
+    between: str = ""
     processing: bytes
 
     def within(self, limits: PixelLimits) -> Self:
@@ -55,11 +57,17 @@ class FrameVideos(msgspec.Struct, frozen=True, kw_only=True):
             InvalidRequest: It has too many frames.
         """
         del width, height
-        pieces: list[str | int] = []
-        for number, _ in enumerate(self.sampling.indices(video), start=1):
+        count, pieces = len(self.sampling.indices(video)), list[str | int]()
+        if not self.before:
+            return SeenVideo((self.rows(count),), columns=0)
+        for number in range(1, count + 1):
             before = self.before.format(number)
             pieces += [self.between + before if pieces else before, self.frame_tokens, self.after]
         return SeenVideo(tuple(pieces), columns=0)
+
+    def rows(self, frames: int) -> int:
+        """Rows of the embedding of so many frames."""
+        return frames * self.frame_tokens + self.end_tokens
 
     def processed(self, video: VideoHeader) -> bytes:
         """Digest of all that decides a video's embedding beside its bytes."""

@@ -245,6 +245,11 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     side: Size
     tiles_max: Size | None = None
 
+    @property
+    def pooled_side(self) -> int:
+        """Edge of the grid of a frame of a video."""
+        return -(-self.side // 2)
+
     def grid(self, tiling: AnyresTiling, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of an image's grid of patches, as it is packed."""
         across, down = tiling.margins(width, height, self.side)
@@ -264,6 +269,7 @@ class PaddedTiles(VisionBase, frozen=True, kw_only=True):
 
     tiling: AnyresTiling
     packing: Packing
+    videos: FrameVideos | None = None
 
     def within(self, limits: PixelLimits) -> Self:
         return _cut_within(self, limits)

@@ -138,15 +138,17 @@ class SecondSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EvenSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How InternVL chooses frames: a number of them, each the middle one of an equal part.
+    """How InternVL and LLaVA-OneVision choose frames: a number of them, each of an equal part.
 
     Attributes:
         frames: How many, unless a request sets frames a second.
+        middle: Whether a frame is the middle one of its part; else the first.
         fps: Frames a second; 0: so many as `frames` says.
         most: Of any.
     """
 
     frames: Size = 8
+    middle: bool = True
     fps: float = 0.0
     most: Size = 128
 
@@ -171,7 +173,8 @@ class EvenSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         wanted = int(total / video.fps * self.fps) if self.fps else self.frames
         count = max(1, min(wanted, self.most, total))
         part = total / count
-        return [_truncated(part / 2 + index * part) for index in range(count)]
+        first = part / 2 if self.middle else 0.0
+        return [_truncated(first + index * part) for index in range(count)]
 
     def counted(self, indices: Sequence[int]) -> int:
         """By how many frames the sizes of a video go whose frames are these: not by these."""

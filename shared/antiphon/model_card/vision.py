@@ -38,6 +38,13 @@ from antiphon.model_card.videos import EvenSampling
 if TYPE_CHECKING:
     from pathlib import Path
 
+IDEFICS = ("idefics3", "smolvlm")
+GEMMA3 = "gemma3"
+INTERN = "internvl"
+PIXTRAL, MISTRAL3 = "pixtral", "mistral3"
+NEXT, ONEVISION = "llava_next", "llava_onevision"
+ANYRES = (NEXT, ONEVISION)
+
 VisionCard = SquareImages | TiledImages | StackedTiles | PaddedTiles | GridImages | RowImages
 """How a model takes images."""
 
@@ -48,7 +55,7 @@ VideosCard = GridVideos | FrameVideos
 
 def videos_of(card: VisionCard | None) -> VideosCard | None:
     """How a model takes videos; None if it takes none."""
-    return card.videos if isinstance(card, GridImages | StackedTiles) else None
+    return card.videos if isinstance(card, GridImages | StackedTiles | PaddedTiles) else None
 
 
 class FeatureFields(msgspec.Struct, frozen=True):
@@ -239,7 +246,7 @@ def read_aspect_tiling(folder: Path) -> AspectTiling:
 
 
 class _FrameFile(msgspec.Struct, frozen=True):
-    """The settings of InternVL's video processor; 8 frames are those of the models' own examples.
+    """The settings of InternVL's or LLaVA-OneVision's video processor.
 
     Whether it says to choose frames, all of a long video would be more than a context.
     """
@@ -247,29 +254,25 @@ class _FrameFile(msgspec.Struct, frozen=True):
     num_frames: Size | None = None
 
 
+FRAME_SAMPLINGS = {INTERN: EvenSampling(), ONEVISION: EvenSampling(frames=32, middle=False)}
+"""As in InternVL's own examples, and as LLaVA-OneVision was trained (arXiv:2408.03326)."""
+
+
 def read_frame_sampling(folder: Path) -> EvenSampling:
-    """Read which frames the video processor of an InternVL model chooses.
+    """Read which frames the video processor of such a model chooses.
 
     Raises:
         ConfigError: The file is malformed.
     """
-    frames = video_processor_file(folder).read(_FrameFile).num_frames
-    default = EvenSampling()
-    return (
-        default if frames is None else EvenSampling(frames=frames, most=max(frames, default.most))
-    )
+    default = FRAME_SAMPLINGS[read_json(folder / "config.json", ModelKind).model_type]
+    frames = video_processor_file(folder).read(_FrameFile).num_frames or default.frames
+    return msgspec.structs.replace(default, frames=frames, most=max(frames, default.most))
 
 
 class _PanAndScan(msgspec.Struct, frozen=True):
     do_pan_and_scan: bool | None = None
 
 
-IDEFICS = ("idefics3", "smolvlm")
-GEMMA3 = "gemma3"
-INTERN = "internvl"
-PIXTRAL, MISTRAL3 = "pixtral", "mistral3"
-NEXT, ONEVISION = "llava_next", "llava_onevision"
-ANYRES = (NEXT, ONEVISION)
 SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS)
 """Types of models whose images are served."""
 
@@ -384,6 +387,8 @@ class _Next(FeatureFields, frozen=True):
 
 class _Onevision(_Next, frozen=True):
     image_token_index: int = 151646
+    video_token_id: int | None = None
+    video_token_index: int = 151647
     vision_feature_layer: int | list[int] = -1
     vision_feature_select_strategy: str = "full"
     image_grid_pinpoints: tuple[tuple[Size, Size], ...] = _ONEVISION_SIZES
@@ -447,11 +452,22 @@ def _read_anyres(folder: Path, kind: str) -> PaddedTiles:
     read_anyres_fields(folder, kind)
     config = _anyres_config(folder, kind)
     tiling, packing = read_anyres(folder, kind)
-    placeholder = config.image_token_id
+    placeholder, videos = config.image_token_id, None
+    if isinstance(config, _Onevision):
+        of_video = config.video_token_id
+        videos = FrameVideos(
+            placeholder=config.video_token_index if of_video is None else of_video,
+            markers=("<video>",),
+            sampling=read_frame_sampling(folder),
+            frame_tokens=packing.pooled_side**2,
+            end_tokens=1,
+            processing=_video_processing(folder, config),
+        )
     return PaddedTiles(
         placeholder=config.image_token_index if placeholder is None else placeholder,
         tiling=tiling,
         packing=packing,
+        videos=videos,
         processing=_processing(folder, config),
     )
 
@@ -462,7 +478,6 @@ def _read_internvl(folder: Path) -> StackedTiles:
     image, patch = config.vision_config.edges(file)
     by = shuffle_factor(file, config.downsample_ratio)
     tile_tokens = (image // patch // by) ** 2
-    recipe = video_processor_file(folder).content
     videos = FrameVideos(
         placeholder=config.image_token_id,
         markers=("<video>",),
@@ -471,7 +486,7 @@ def _read_internvl(folder: Path) -> StackedTiles:
         before="Frame{}: <img>",
         after="</img>",
         between="\n",
-        processing=hashlib.sha256(msgspec.json.encode(config) + b"\0" + recipe).digest(),
+        processing=_video_processing(folder, config),
     )
     return StackedTiles(
         placeholder=config.image_token_id,
@@ -498,4 +513,9 @@ def shuffle_factor(file: Path, ratio: float) -> int:
 
 def _processing(folder: Path, config: msgspec.Struct) -> bytes:
     recipe = image_processor_file(folder).content
+    return hashlib.sha256(msgspec.json.encode(config) + b"\0" + recipe).digest()
+
+
+def _video_processing(folder: Path, config: msgspec.Struct) -> bytes:
+    recipe = video_processor_file(folder).content
     return hashlib.sha256(msgspec.json.encode(config) + b"\0" + recipe).digest()
