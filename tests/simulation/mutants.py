@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 from tests.simulation.list_worlds import open_lists, running_lists
-from tests.simulation.protocol_world import note_silences
+from tests.simulation.protocol_world import move_attempts, note_silences
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
 from tests.simulation.stored_rank_world import StoredRankWorld
@@ -30,6 +30,7 @@ from tests.simulation.worker_worlds import (
 from antiphon.detokenizer.choice import ChoiceState
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.gateway.owner.request import OwnedChoice
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
 from antiphon.model_worker.batching.outcome import OutcomeProcessor
@@ -44,6 +45,7 @@ from antiphon.model_worker.cache.pages import PageTable
 from antiphon.model_worker.cache.pool import PagePool
 from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
+from antiphon.model_worker.protocol.held_request import HeldChoice
 from antiphon.model_worker.ranks import page_shards
 from antiphon.service.followed_lists import FollowedLists, LineSet, ListChange
 from antiphon.service.peers import PeerTable
@@ -356,9 +358,65 @@ def never_probed(_: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _: []
 
 
+def never_dropped(_: Callable[..., Any]) -> Callable[..., Any]:
+    """A choice that is sealed, stopped or cancelled runs on to its end."""
+    return lambda self, key, kept=None: None
+
+
+def pages_kept(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A choice that is dropped while it runs leaves its pages behind."""
+
+    def drop(self: EngineCore, key: Any, kept: int | None = None) -> None:
+        request = self._requests.get(key)
+        if request is not None and request.table is not None:
+            for group, pool in enumerate(self.pools.pools):
+                pool.share(request.table.pages(group))
+        right(self, key, kept)
+
+    return drop
+
+
+def slot_kept(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A choice that is dropped while it runs leaves its slot behind."""
+
+    def drop(self: EngineCore, key: Any, kept: int | None = None) -> None:
+        request = self._requests.get(key)
+        slot = None if request is None or not request.running else request.slot
+        right(self, key, kept)
+        if slot is not None:
+            self.batch.free = sorted(set(self.batch.free) - {slot})
+
+    return drop
+
+
+def counted_twice(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The last token of a sealed attempt is also the first one of the next."""
+
+    def request(self: EngineCore, key: Any, state: Any, *others: Any) -> Any:
+        ids = state.output_ids + state.output_ids[-ID_BYTES:]
+        return right(self, key, msgspec.structs.replace(state, output_ids=ids), *others)
+
+    return request
+
+
+def sent_from_the_next(right: Callable[..., Any]) -> Callable[..., Any]:
+    """What the loop reports after a rebind begins a token later than what was sent again ends."""
+
+    def rebind(self: HeldChoice, attempt: Any, *, columns: bool) -> None:
+        right(self, attempt, columns=columns)
+        self.length += self.live and self.length > 0
+
+    return rebind
+
+
 MUTANTS = (
     Mutant("late one taken for ended", PeerTable, "take_late", taken_for_ended, note_silences),
     Mutant("late one not probed", PeerTable, "take_late", never_probed, note_silences),
+    Mutant("choice not dropped", EngineCore, "drop", never_dropped, move_attempts),
+    Mutant("pages of a dropped choice", EngineCore, "drop", pages_kept, move_attempts),
+    Mutant("slot of a dropped choice", EngineCore, "drop", slot_kept, move_attempts),
+    Mutant("token counted twice", EngineCore, "_request", counted_twice, move_attempts),
+    Mutant("token counted at a rebind", HeldChoice, "rebind", sent_from_the_next, move_attempts),
     Mutant("seal answered with more", Detokenizer, "_seal", answered_with_more, seal_order),
     Mutant("sealed ids one short", ChoiceState, "sealed", one_id_short, seal_order),
     Mutant("owner's ids one short", OwnedChoice, "sealed", one_id_short, owner_seal_order),

@@ -102,6 +102,7 @@ class Network:
     """The broker. Everything crosses it as bytes."""
 
     def __init__(self, timeline: Timeline, seed: int, weather: Weather) -> None:
+        self.seed = seed
         self.weather = weather
         self.joins = 1
         self.up = True

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.support.worker import FakeEngine
+from tests.simulation.protocol_engine import WorkerEngine
 
 from antiphon.bus.transport import BusDown, NoResponders
 from antiphon.config.gateway import GatewayConfig
@@ -18,13 +17,6 @@ from antiphon.detokenizer.machine import READS, Action, Detokenizer, SendStop
 from antiphon.gateway.owner.actions import Action as OwnerAction
 from antiphon.gateway.owner.actions import Deliver, Ended, StreamEvent, TextDelta
 from antiphon.gateway.owner.machine import Owner
-from antiphon.model_worker.batching.state import (
-    AnyProgress,
-    ChoiceKey,
-    Finish,
-    Progress,
-    RequestState,
-)
 from antiphon.model_worker.protocol.peers import LIST_READERS
 from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
 from antiphon.model_worker.protocol.worker_output import (
@@ -42,10 +34,17 @@ from antiphon.service.priority import PriorityPolicy
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report
 from antiphon.transfer.blobs import BlobGone
-from antiphon.wire.base import Attempt, FinishReason, Message, Process, ProcessState, Role
+from antiphon.wire.base import Attempt, Message, Process, ProcessState, Role
 from antiphon.wire.claim import Claim, PromptClaim
-from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.command import (
+    CommandBatch,
+    ContinueWorker,
+    PauseMode,
+    PauseWorker,
+    ResendTokens,
+    StopChoice,
+)
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, WrongTerm
 from antiphon.wire.heartbeat import (
     ClaimName,
@@ -90,7 +89,6 @@ from antiphon.wire.submit import (
     claimed_submit,
 )
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
-from antiphon.wire.token_outputs import TokenOutputs, pack_floats
 from antiphon.wire.tokens import TokenBatch, TokenNews
 
 if TYPE_CHECKING:
@@ -98,25 +96,26 @@ if TYPE_CHECKING:
 
     from tests.simulation.protocol_network import Interest, Network, Timeline
 
+    from antiphon.model_worker.batching.loop import StepReport
+    from antiphon.model_worker.batching.state import ChoiceKey, RequestState
     from antiphon.service.clock import Clock
 
 MODEL = ModelName("model")
 BEAT_S = 0.5
 JUDGEMENTS_A_BEAT = 5
-STEP_S = 0.02
+STEP_S = 0.025
+REPORT_S = 0.001
+"""Until the thread of the events goes on with what that of the loop has reported."""
 RUNNING_MAX = 4
 ADOPT_S = 5.0
 """How long a gateway looks for a leader that knows a stream."""
 PRECEDENCE = PriorityPolicy(priority=True, preempt_threshold=4, max_overtake_s=2.0)
-PROMPT_ID = 99
 LEADER_READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS, PromptClaim.__name__)
 LONG_PROMPT_BYTES = 80
 """Longer prompts stay at their gateways, and workers fetch them."""
 FETCH_RETRY_S = 0.2
 FETCH_GIVEN_UP_S = 20.0
 MESSAGE_BYTES_MAX = 1000 * 1024
-HIDDEN = 300
-"""So that the details of a whole answer fill several messages."""
 
 
 class HostClock:
@@ -565,38 +564,8 @@ class SchedulerNode(Node):
         self.network.call(self, DETOKENIZER_CONTROL, call.message, answer, detokenizer=to)
 
 
-@dataclass
-class Running:
-    """One choice in the fake batching loop. Details begin with its first token of an answer."""
-
-    key: ChoiceKey
-    state: RequestState
-    answer: bytes
-    said: int
-    reported: int | None
-    begun: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Whether its next token is all that a step reports of it."""
-        return self.begun and self.reported is None and self.said + 1 < len(self.answer)
-
-
-def details_at(answer: bytes, start: int, stop: int) -> TokenOutputs:
-    """The details of the tokens of an answer: numbers that show where they belong, and bulk."""
-    tokens = [answer[at] if at >= 0 else PROMPT_ID for at in range(start, stop)]
-    return TokenOutputs(
-        count=len(tokens),
-        token_ids=pack_ids(tokens),
-        logprobs=pack_floats(float(-at) for at in range(start, stop)),
-        top_ids=pack_ids(tokens),
-        top_logprobs=pack_floats([-0.5] * len(tokens)),
-        hidden=pack_floats([0.0] * (HIDDEN * len(tokens))),
-    )
-
-
 class WorkerNode(Node):
-    """Generates the true answers, a few bytes a step, one byte a token.
+    """Runs the production batching loop, which generates the true answers, one byte a token.
 
     What it has not begun it gives back: all of it while it drains, and else as often as it likes.
 
@@ -631,14 +600,14 @@ class WorkerNode(Node):
             leading=lambda: self.peers.leading(MODEL),
             list_part_max=3,
         )
-        self.running: deque[Running] = deque()
-        self.step = 0
+        self.engine = WorkerEngine(f"{network.seed} {self.name}", self.clock.now, running_max)
         self.fickle = fickle
         self.begun = begun
         self.left: Callable[[], None] | None = None
         self.hands_back = False
-        self._paused_until = 0.0
-        self.engine = FakeEngine()
+        self._pauses = 0
+        self._paused = False
+        self._states: dict[ChoiceKey, RequestState] = {}
         self.fetching: set[tuple[RequestId, Attempt]] = set()
         self._gateway = gateway
         self._answer = answer
@@ -657,40 +626,46 @@ class WorkerNode(Node):
     def report(self) -> Report:
         as_changes = self.peers.read_by_all(RunningList, *LIST_READERS)
         listed, changes = self.output.list_changes() if as_changes else (None, ())
+        last = self.engine.last
         load = WorkerLoad(
-            pages_free=64 - min(len(self.running), self.running_max),
-            pages_total=64,
-            page_tokens=16,
+            pages_free=last.capacity.pages_free + last.capacity.pages_evictable,
+            pages_total=self.engine.core.pages_total,
+            page_tokens=self.engine.page_tokens,
             running=() if as_changes else self.output.held(),
             listed=listed,
-            waiting=max(0, len(self.running) - self.running_max),
+            waiting=last.totals.waiting,
             running_max=self.running_max,
-            step=self.step,
+            step=last.step,
             step_age_s=0.0,
-            context_tokens=4096,
+            context_tokens=self.engine.core.limits.context_tokens,
+            pages_promised=last.capacity.pages_reserved,
+            pages_returning=last.capacity.pages_returning,
             term=self.output.commands.term,
             commands_seq=self.output.commands.seq,
             refused=self.output.commands.refused,
-            paused=self.paused,
+            paused=last.paused,
             hands_back=self.hands_back,
         )
         return Report(
-            load=len(self.running),
+            load=self.output.live_count,
             worker=load,
             changes=changes,
             streams=self.seqs.streams(),
             reads=LEADER_READS,
         )
 
-    @property
-    def paused(self) -> bool:
-        """Whether it runs no steps: an operator has said so."""
-        return self.clock.now() < self._paused_until
-
     def pause(self, seconds: float) -> None:
-        """Run no steps for a while, and say so."""
-        self._paused_until = max(self._paused_until, self.clock.now() + seconds)
-        self.run(self.beat)
+        """Run no steps for a while, with or without the pages of what runs."""
+        self._pauses += 1
+        mode = self._random.choice((PauseMode.IN_PLACE, PauseMode.RETRACT))
+        self.engine.mailbox.submit_command(PauseWorker(mode=mode))
+
+        def resume() -> None:
+            self._pauses -= 1
+            if not self._pauses:
+                self.engine.mailbox.submit_command(ContinueWorker())
+
+        self.timeline.after(seconds, lambda: self.run(resume))
 
     def drain(self, left: Callable[[], None], *, migrate: bool) -> None:
         """Take nothing new, give back what has not begun, and leave when the rest has ended.
@@ -729,16 +704,11 @@ class WorkerNode(Node):
     def _act(self, actions: Iterable[WorkerAction]) -> None:
         for action in actions:
             if isinstance(action, RunChoice):
-                said = len(action.state.output_ids) // 4
-                before = bytes(list(unpack_ids(action.state.output_ids)))
-                answer = self._answer(action.state.prompt_ids, action.state.choice, before)
-                if before:
-                    self.engine.begin(action.key, list(before))
-                prompt_tokens = len(action.state.prompt_ids) // 4
-                reported = action.state.sampling.details_from(prompt_tokens)
-                if reported is not None and said:
-                    reported = said
-                self.running.append(Running(action.key, action.state, answer, said, reported))
+                state = action.state
+                before = bytes(list(unpack_ids(state.output_ids)))
+                answer = self._answer(state.prompt_ids, state.choice, before)
+                self._states[action.key] = state
+                self.engine.run(action.key, state, answer)
             elif isinstance(action, FetchOpenList):
                 self.say(OPEN_FETCH, action, gateway=action.gateway.instance)
             elif isinstance(action, FetchPrompt):
@@ -747,8 +717,7 @@ class WorkerNode(Node):
             elif isinstance(action, DropPrompt):
                 self.fetching.remove((action.request_id, action.attempt))
             else:
-                self.engine.retract(action.key)
-                self.running = deque(one for one in self.running if one.key != action.key)
+                self.engine.mailbox.drop(action.key, action.kept)
         self._publish()
 
     def _fetch(self, wanted: FetchPrompt, until: float) -> None:
@@ -774,49 +743,30 @@ class WorkerNode(Node):
         self.timeline.after(self._random.uniform(0, 0.3), lambda: self.run(connect))
 
     def _step(self) -> None:
-        running = [] if self.paused else list(self.running)[: self.running_max]
-        plain = self._random.random() < 0.5
-        sampled = {int(one.key): self._sample(one) for one in running if plain and one.plain}
-        others = [one for one in running if one.key not in sampled]
-        progress: list[AnyProgress] = []
-        # About two tokens a step over all rows, of which a quarter are sampled, one token each:
-        # `test_protocol` bounds by this rate how long a full queue may take.
-        progress += [self._advance(one, self._random.randint(1, 4)) for one in others]
-        if running:
-            self.step += 1
-            self.running = deque(one for one in self.running if one.said < len(one.answer))
-            if sampled:
-                progress.append(self.engine.sampled(sampled))
-            self.output.step(self.step, progress, link_up=self.link_up)
+        if (report := self.engine.turn()) is not None:
+            self._on_report(report)
         self._publish()
 
-    def _give_back(self) -> None:
-        """What a batching loop does when it is asked for what it has not started."""
-        waiting = {one.key for one in self.running if not one.begun}
-        asked = self.output.unstarted(self.clock.unix_ms())
-        returned = [key for keys in asked for key in keys if waiting.issuperset(keys)]
-        self.running = deque(one for one in self.running if one.key not in returned)
-        if returned:
-            self._act(self.output.requeued(returned))
+    def _on_report(self, report: StepReport) -> None:
+        """Take in a step, as the thread of the loop does; that of the events goes on with it."""
+        self.output.started(report.started)
+        for state in map(self._states.__getitem__, report.started):
+            self.begun(state.request_id, state.choice)
+        self.output.step(report.step, report.progress, link_up=self.link_up)
+        self.timeline.after(REPORT_S, lambda: self.run(partial(self._on_queued_report, report)))
+
+    def _on_queued_report(self, report: StepReport) -> None:
+        self._act(self.output.take_actions())
+        if report.returned:
+            self._act(self.output.requeued(report.returned))
+        if report.returned or report.paused != self._paused:
+            self._paused = report.paused
             self.beat()
+        assert self.engine.runs_only(self.output._choices.__contains__), "a choice was not dropped"
 
-    def _sample(self, one: Running) -> int:
-        one.said += 1
-        return one.answer[one.said - 1]
-
-    def _advance(self, one: Running, count: int) -> Progress:
-        if not one.begun:
-            one.begun = True
-            self.output.started([one.key])
-            self.begun(one.state.request_id, one.state.choice)
-        ids = one.answer[one.said : one.said + count]
-        one.said += len(ids)
-        finish = Finish(reason=FinishReason.LENGTH) if one.said == len(one.answer) else None
-        details = TokenOutputs()
-        if one.reported is not None:
-            details = details_at(one.answer, one.reported, one.said)
-            one.reported = one.said
-        return self.engine.progress(one.key, list(ids), finish, details=details)
+    def _give_back(self) -> None:
+        for keys in self.output.unstarted(self.clock.unix_ms()):
+            self.engine.mailbox.requeue(keys)
 
     def _tick(self) -> None:
         self._act(self.output.tick(self.clock.unix_ms()))

@@ -31,7 +31,7 @@ from antiphon.wire.base import Process, Term, Usage
 from antiphon.wire.bounds import INT64_MAX
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import CommandBatch
-from antiphon.wire.errors import DeadlineExceeded, Unavailable, UnknownStream, WrongTerm
+from antiphon.wire.errors import DeadlineExceeded, Unavailable, UnknownStream, WorkerLost, WrongTerm
 from antiphon.wire.heartbeat import ProcessExited
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId, TenantId
 from antiphon.wire.routes import COMMAND, EXIT, HEARTBEAT
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 STOP = "<end>"
 LETTERS: tuple[str, ...] = ("a", "b", " ", "é", "中", "🎶", "<", "<en")
+LETTERS_MAX = 32
+ANSWER_BYTES_MAX = 176
 CHOICES = (1, 1, 3)
 PRIORITIES = (0, 0, 3, 5)
 FORGED = (0, 1, 7, 2**31, 2**32, 2**33, 2**40, 2**62 - 2**32, 2**62, 2**63)
@@ -142,6 +144,7 @@ class Story:
     attached: bool = True
     resumed: int = 0
     trial: int = 0
+    missed: WorkerLost | None = None  # its end, while its client was away
     ended: Ended | None = None
     ended_ms: int = 0
 
@@ -334,7 +337,7 @@ class World:
             assert isinstance(error, (*RETRYABLE, UnknownStream)), error
             if story.trial == trial and isinstance(error, UnknownStream):
                 story.gateway, story.attached = gateway, True
-                story.report(Ended(Usage(), error), gateway.clock.unix_ms())
+                story.report(Ended(Usage(), story.missed or error), gateway.clock.unix_ms())
             elif story.trial == trial:
                 self.timeline.after(0.2, partial(self._resume, story))
 
@@ -582,13 +585,15 @@ class World:
 
     def _poisoned(self, request_id: RequestId) -> None:
         for worker in self.workers:
-            if any(one.begun and one.state.request_id == request_id for one in worker.running):
+            if any(state.request_id == request_id for state in worker.engine.running):
                 self.crash("worker", worker)
 
     def _deliver(self, gateway: GatewayNode, request_id: RequestId, event: StreamEvent) -> None:
         story = self.stories[request_id]
         if story.attached and story.gateway is gateway:
             story.report(event, gateway.clock.unix_ms())
+        elif isinstance(event, Ended) and isinstance(event.error, WorkerLost):
+            story.missed = event.error  # the stream is not found by a client that resumes it now
 
     def _story(self, gateway: GatewayNode, deadline_s: float) -> Story:
         number = next(self._numbers)
@@ -603,7 +608,7 @@ class World:
             prompt_ids=prompt_ids,
             choices=self.random.choice(CHOICES),
             priority=self.random.choice(PRIORITIES),
-            sampling=SamplingParams(max_new_tokens=1000, details=self._details()),
+            sampling=SamplingParams(max_new_tokens=ANSWER_BYTES_MAX, details=self._details()),
             stop=StopStrings(strings=(STOP,) if stops else (), token_texts=True),
             deadline_unix_ms=gateway.clock.unix_ms() + round(deadline_s * 1000),
             resume=ResumeWindow(window_ms=WINDOW_MS) if self.resuming else None,
@@ -621,15 +626,17 @@ class World:
     def _answer(self, prompt_ids: bytes, choice: int, before: bytes) -> bytes:
         """Make up what a run will say, which continues what one before it has said."""
         story = self._asked[prompt_ids]
-        letters = self.random.choices(LETTERS, k=self.random.randint(1, 120))
+        begun = _whole_letters(before, self._answers[prompt_ids, choice]) if before else ""
+        letters = self.random.choices(
+            LETTERS, k=self.random.randint(1, max(1, LETTERS_MAX - len(begun)))
+        )
         stops = story.submit.stop.strings
         if stops:
             letters.insert(self.random.randrange(len(letters)), STOP)
         if story.submit.request_id in self.poison:
-            letters = ["a"] * 40 + letters  # it does not end before it kills
-        answer = "".join(letters)
-        if before:
-            answer = _whole_letters(before, self._answers[prompt_ids, choice]) + answer
+            letters = ["a"] * 16 + letters  # it does not end before it kills
+        answer = begun + "".join(letters)
+        assert len(answer.encode()) < ANSWER_BYTES_MAX
         self._answers.setdefault((prompt_ids, choice), []).append(answer.encode())
         text, found, _ = answer.partition(STOP) if stops else (answer, "", "")
         tokens = (text + found).encode()
@@ -658,9 +665,22 @@ def note_silences(seed: int, kind: str = "worker") -> None:
         assert peer.peers.is_alive(node.process) is listed, beats
 
 
+def move_attempts(seed: int) -> None:
+    """A worker or a detokenizer dies: its requests go on elsewhere, and all succeed."""
+    world = World(seed, Weather(delay_s=0.005))
+    world.run(SETTLE_S)
+    world.load(16, 3, deadline_s=(15, 20))
+    kind = ("worker", "detokenizer")[seed % 2]
+    world.timeline.after(world.random.uniform(1, 3), partial(world.crash, kind))
+    world.finish()
+    errors = [one.error for one in world.stories.values() if not one.left]
+    assert not any(errors), errors
+
+
 def _whole_letters(before: bytes, answers: list[bytes]) -> str:
     """The bytes that were said, up to the end of their last letter in the answer they are of."""
-    answer = next(one for one in answers if one.startswith(before))
+    answer = next((one for one in answers if one.startswith(before)), None)
+    assert answer is not None, f"no run has said {before}"
     for end in range(len(before), len(answer) + 1):
         try:
             return answer[:end].decode()
@@ -700,8 +720,8 @@ def check_empty(node: Node) -> None:
             )
         case WorkerNode():
             assert not node.output.held(), node.name
-            assert not node.running, node.name
             assert not node.fetching, node.name
+            node.engine.check_empty()
         case DetokenizerNode():
             assert not node.machine.requests, node.name
         case _:

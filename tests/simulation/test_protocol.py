@@ -111,11 +111,23 @@ def loaded(
     return world
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_in_fair_weather_every_request_succeeds(seed: int) -> None:
-    world = loaded(seed, Weather(), 40, 10, (15, 30))
-    world.finish()
-    assert_all_succeeded(world)
+@pytest.mark.timeout(60)
+def test_in_fair_weather_every_request_succeeds() -> None:
+    """Their workers retract and preempt requests, verify drafts, and launch steps ahead."""
+    seen = Counter[str]()
+    for seed in range(3):
+        print("seed", seed)
+        world = loaded(seed, Weather(), 40, 10, (15, 30))
+        world.finish()
+        assert_all_succeeded(world)
+        for worker in world.workers:
+            totals = worker.engine.last.totals
+            seen["retracted"] += totals.retractions
+            seen["preempted"] += totals.preemptions
+            seen["accepted"] += totals.drafts_accepted
+            seen["rejected"] += totals.drafts_proposed - totals.drafts_accepted
+            seen["ahead" if worker.engine.ahead else "in turn"] += 1
+    assert (+seen).keys() == {"retracted", "preempted", "accepted", "rejected", "ahead", "in turn"}
 
 
 @pytest.mark.parametrize("apart_s", [2.5, 4.8])
@@ -130,8 +142,8 @@ def test_clocks_that_are_seconds_apart_lose_no_request(seed: int, apart_s: float
 @faults
 @pytest.mark.parametrize(
     ("seed", "apart_s"),
-    [*((seed, 0.0) for seed in range(3)), (7, 4.8)],
-    ids=["0", "1", "2", "clocks that are seconds apart"],
+    [(0, 0.0), (1, 0.0), (7, 4.8)],
+    ids=["0", "1", "clocks that are seconds apart"],
 )
 def test_after_one_fault_nothing_hangs_and_new_requests_succeed(
     fault: Fault, seed: int, apart_s: float
@@ -178,7 +190,7 @@ def test_what_is_requeued_in_bad_weather_is_not_lost(seed: int) -> None:
 
 
 @pytest.mark.parametrize("fault", UNNOTICED.values(), ids=UNNOTICED)
-@pytest.mark.parametrize("seed", [*range(3), 202])
+@pytest.mark.parametrize("seed", [*range(2), 202])
 def test_no_request_notices_one_fault(fault: Fault, seed: int) -> None:
     world = loaded(seed, SLOW, 40, 8)
     world.timeline.after(world.random.uniform(0, 8), lambda: fault(world))
@@ -270,10 +282,9 @@ def test_no_healthy_companion_is_quarantined_in_a_hundred_seeds(running_max: int
 def test_streams_of_a_gateway_that_is_frozen_for_longer_than_its_lease_go_on(seed: int) -> None:
     """All others have forgotten them: what it has delivered is sealed and continued."""
     world = loaded(seed, SLOW, 40, 8, (80, 90))
-    gateway = world.gateways[0]
     world.run(world.random.uniform(2, 8))
-    waiting = [one for one in world.stories.values() if one.gateway is gateway and not one.ended]
-    assert waiting
+    waiting = [one for one in world.stories.values() if not one.ended]
+    gateway = waiting[0].gateway
     gateway.freeze(world.random.uniform(16, 30))
     world.run_past_freezes(2 * RECOVERY_S)
     world.check_recovered()
@@ -422,7 +433,7 @@ HOSTS = (
 
 
 @pytest.mark.parametrize("fault", RESUMED)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_streams_that_are_lost_and_resumed_are_complete(fault: str, seed: int) -> None:
     """Each client loses its connection up to four times, and resumes at any gateway.
 
