@@ -76,7 +76,7 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
         "Workers send its requests to another one, or to the same one once it has restarted.",
     ),
     Role.ENCODER: (
-        "Computes embeddings of images with CLIP and SigLIP towers, for models that take images",
+        "Computes embeddings of images and videos, for models that take them",
         "Workers call another encoder, or the same one once it has restarted; texts do not notice.",
     ),
     Role.KV_STORAGE: (
