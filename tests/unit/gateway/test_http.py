@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 from tests.support.wait import until
@@ -236,6 +237,32 @@ async def test_a_model_that_takes_no_images_is_named(at: House) -> None:
     status, error = await failure(at, CHAT, {"messages": messages})
     assert (status, error["param"]) == (400, "messages[0].content[1].image_url")
     assert error["message"] == f"the model {MODEL} takes no images"
+
+
+async def test_a_request_whose_media_do_not_come_ends_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with house(request_timeout_s=0.3) as at:
+        submission, left = at.service.submission, asyncio.Event()
+        card = await submission.tokenizers.card(5)
+        seeing = msgspec.structs.replace(card, sees=True)
+        monkeypatch.setattr(submission.tokenizers, "_card", seeing)
+
+        async def fetch_for_ever(*_: object, **__: object) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+
+        monkeypatch.setattr(submission.media, "open", fetch_for_ever)
+        shown = {"type": "image_url", "image_url": "https://a.example/b.png"}
+        messages = [{"role": "user", "content": [{"type": "text", "text": "?"}, shown]}]
+        status, error = await failure(at, CHAT, {"messages": messages})
+    assert (status, error["message"]) == (
+        504,
+        "the media of the request were not there within 0.3 s",
+    )
+    assert left.is_set()
 
 
 @pytest.mark.parametrize(

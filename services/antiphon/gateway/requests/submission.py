@@ -34,6 +34,7 @@ from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.claim import CLAIMED_BYTES_MIN
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
+    DeadlineExceeded,
     DuplicateRequest,
     InvalidRequest,
     Overloaded,
@@ -436,9 +437,10 @@ class Submission:
         return await self.media.hold_prompt(submit.prompt_ids, timeout_s)
 
     async def _open_media(self, gen_request: GenerationRequest, timeout_s: float) -> HeldMedia:
-        """Fetch a request's media.
+        """Fetch a request's media, within its time.
 
         Raises:
+            DeadlineExceeded: They were not there in time.
             EngineError: The model takes none, or one cannot be used; `param` names the part.
         """
         first = gen_request.media[0].param
@@ -451,13 +453,18 @@ class Submission:
         video = next((each for each in gen_request.media if each.video), None)
         if video is not None and not card.sees_videos:
             raise Unsupported(f"the model {self.model} takes no videos", param=video.param)
-        return await self.media.open(
-            gen_request.media,
-            timeout_s,
-            gen_request.pixel_limits,
-            gen_request.tenant,
-            width=card.media_width,
-        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.media.open(
+                    gen_request.media,
+                    timeout_s,
+                    gen_request.pixel_limits,
+                    gen_request.tenant,
+                    width=card.media_width,
+                )
+        except TimeoutError as error:
+            text = f"the media of the request were not there within {timeout_s:g} s"
+            raise DeadlineExceeded(text) from error
 
     def _may_truncate(self, gen_request: GenerationRequest) -> bool:
         """Whether the prompt or the token limit may be reduced to fit."""
