@@ -115,7 +115,7 @@ async def test_answers_are_those_of_transformers_and_are_cached(tmp_path: Path) 
     sizes = ("--page-size", "16", "--batching-chunk-tokens", "24")
     window = ("--batching-media-window-bytes", "4096")
     files = ("--allowed-local-media-path", str(tmp_path), "--media-allowed-domains", "localhost")
-    most = ("--media-url-max-file-size-mb", "100", "--media-store-bytes-max", str(120 * MEBIBYTE))
+    most = ("--media-url-max-file-size-mb", "100", "--media-store-bytes-max", str(160 * MEBIBYTE))
     with serving(*model, *sizes, *window, *files, *most) as stack:
         seeing = Seeing(stack, folder, transformers.Qwen3VLForConditionalGeneration)
         image = picture(9)

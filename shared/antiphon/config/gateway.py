@@ -143,7 +143,7 @@ class MediaConfig(Config):
     """Maximum number of pixels that images are scaled to, of models that keep their shape, if the
     request sets none, and at most the model's; 0: the model's."""
     fetches_max: Annotated[int, Meta(ge=1, le=1024)] = 32
-    """Maximum number of images and videos fetched at once."""
+    """Maximum number of images fetched at once, and of videos."""
     fetch_timeout_s: Seconds = 10.0
     """Maximum time to fetch an image, redirects included, in seconds."""
     video_fetch_timeout_s: Seconds = 60.0
@@ -152,9 +152,9 @@ class MediaConfig(Config):
     """Maximum size of the images that a gateway keeps by their uuid, in bytes, so that a later
     request may send the uuid alone."""
     store_bytes_max: Bytes = 1024**3
-    """Maximum size of the images, videos and long prompts of open requests, in bytes. What is still
-    fetched counts by the size that its server announces, or else by the maximum of one; what finds
-    no room within 5 s gets a 503."""
+    """Maximum size of the images, videos and long prompts of open requests, in bytes; a quarter of
+    it is not for requests with videos. What is still fetched counts by the size that its server
+    announces, or else as it comes; what finds no room within 5 s gets a 503."""
     host: Host = "127.0.0.1"
     """Address of the port that encoders fetch images from, and workers long prompts; if it is of
     this machine alone and the broker is on another one, prompts are sent over the bus."""

@@ -332,10 +332,13 @@ class BlobStore:
         """Those of blobs, and those that are reserved."""
         return self._bytes
 
-    def reserve(self, size_bytes: int) -> bool:
-        """Keep room for bytes that are still to come, until `release`; False if there is none."""
+    def reserve(self, size_bytes: int, leaving: int = 0) -> bool:
+        """Keep room for bytes that are still to come, until `release`; False if there is none.
+
+        So many bytes as `leaving` says have to be free behind it.
+        """
         self.sweep()
-        if self._bytes + size_bytes > self.bytes_max:
+        if self._bytes + size_bytes > self.bytes_max - leaving:
             return False
         self._bytes += size_bytes
         return True

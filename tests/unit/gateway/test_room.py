@@ -16,6 +16,7 @@ from antiphon.config.gateway import MediaConfig
 from antiphon.config.settings import EncoderConfig
 from antiphon.gateway.media import room
 from antiphon.gateway.media.intake import MediaIntake
+from antiphon.gateway.media.room import RequestRoom
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.transfer.blobs import BlobStore
 from antiphon.wire.errors import InvalidRequest, Overloaded
@@ -29,6 +30,7 @@ IMAGE = picture(1)
 SIZE = len(IMAGE)
 LARGEST = 2 * SIZE
 """Of an image."""
+STEP = 1024**2
 
 
 class Server:
@@ -37,7 +39,8 @@ class Server:
     Under `/unknown...` it does not say how long it is, under `/broken...` it ends in the middle.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, body: bytes = IMAGE) -> None:
+        self.body = body
         self.asked = list[str]()
         self.lets = asyncio.Event()
 
@@ -45,15 +48,15 @@ class Server:
         self.asked.append(request.path)
         response = web.StreamResponse()
         if not request.path.startswith("/unknown"):
-            response.content_length = SIZE
+            response.content_length = len(self.body)
         await response.prepare(request)
-        await response.write(IMAGE[:10])
+        await response.write(self.body[:10])
         await self.lets.wait()
         if request.path.startswith("/broken"):
             assert request.transport is not None
             request.transport.close()
         else:
-            await response.write(IMAGE[10:])
+            await response.write(self.body[10:])
         return response
 
 
@@ -64,7 +67,9 @@ class Gateway:
         self._at = f"http://localhost:{port}"
 
     async def open(self, *paths: str) -> HeldMedia:
-        sources = [MediumSource(self._at + path, path) for path in paths]
+        sources = [
+            MediumSource(self._at + path, path, video=path.startswith("/video")) for path in paths
+        ]
         return await self._intake.open(sources, 9.0)
 
 
@@ -76,7 +81,7 @@ async def gateway(server: Server, bytes_max: int, **config: Any) -> AsyncGenerat
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     store = BlobStore("a:1", bytes_max, ManualClock())
-    media = MediaConfig(allowed_domains="localhost", file_bytes_max=LARGEST, **config)
+    media = MediaConfig(**{"allowed_domains": "localhost", "file_bytes_max": LARGEST, **config})
     intake = MediaIntake(media, store, EncoderConfig())
     try:
         yield Gateway(store, intake, runner.addresses[0][1])
@@ -87,7 +92,7 @@ async def gateway(server: Server, bytes_max: int, **config: Any) -> AsyncGenerat
 
 
 @pytest.mark.parametrize(("path", "reserved"), [("/a", SIZE), ("/unknown", LARGEST)])
-async def test_a_fetch_takes_what_is_announced_or_may_come_at_most(
+async def test_a_fetch_takes_what_is_announced_or_the_next_bytes_at_most(
     path: str, reserved: int
 ) -> None:
     server = Server()
@@ -98,6 +103,45 @@ async def test_a_fetch_takes_what_is_announced_or_may_come_at_most(
         held = await opening
         assert at.store.bytes_held == SIZE
         held.discard()
+
+
+async def test_what_announces_no_length_takes_room_as_it_comes() -> None:
+    """Else a few small ones would be all that a store has room for, by what they might be."""
+    server = Server(IMAGE + bytes(3 * STEP // 2))
+    at_most = {"file_bytes_max": 64 * STEP}
+    async with gateway(server, 4 * STEP, **at_most) as at, asyncio.TaskGroup() as group:
+        both = group.create_task(at.open("/unknown1", "/unknown2"))
+        await until(lambda: at.store.bytes_held == 2 * STEP)
+        server.lets.set()
+        held = await both
+        assert at.store.bytes_held == 2 * len(server.body)
+        held.discard()
+        with pytest.raises(InvalidRequest, match="the limit is 1048576 bytes"):
+            async with gateway(server, 4 * STEP, file_bytes_max=STEP) as strict:
+                await strict.open("/unknown")
+
+
+async def test_a_request_with_videos_leaves_room_for_the_others() -> None:
+    store = BlobStore("a:1", 100, ManualClock())
+    videos, images = RequestRoom(store, videos=True), RequestRoom(store)
+    with videos.medium(80) as video, images.medium(80) as image:
+        with pytest.raises(InvalidRequest, match="may have 76 bytes; the limit is 75 bytes"):
+            await video.take(76)
+        await video.take(75)
+        await image.take(25)
+        assert store.bytes_held == 100
+
+
+async def test_images_are_not_fetched_behind_videos() -> None:
+    server = Server()
+    async with gateway(server, 10**6, fetches_max=1) as at, asyncio.TaskGroup() as group:
+        video = group.create_task(refused_by(at.open("/video")))
+        await until(lambda: server.asked == ["/video"])
+        image = group.create_task(at.open("/image"))
+        await until(lambda: len(server.asked) == 2)
+        server.lets.set()
+        (await image).discard()
+        assert "not a video" in await video
 
 
 async def test_what_does_not_fit_waits_and_what_fits_passes_by() -> None:

@@ -34,6 +34,8 @@ URL_CHARACTERS_MAX = 8192
 _SHOWN = 100
 _NOT_BELOW = "the file is not below the allowed folder"
 _CHUNK_BYTES = 64 * 1024
+_STEP_BYTES = 1024**2
+"""Steps in which room is taken for what has no announced length."""
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".mov", ".m4v")
 """Ends of what is a path without a scheme, as in SGLang."""
 _SUFFIX_CHARACTERS = max(map(len, _SUFFIXES))
@@ -110,13 +112,17 @@ class PublicResolver(AbstractResolver):
 
 
 class MediaFetcher:
-    """Fetches the bytes of media, a limited number at a time, while it is entered."""
+    """Fetches the bytes of media, a limited number at a time, until `close`.
+
+    Images do not wait behind videos.
+    """
 
     def __init__(self, config: MediaConfig) -> None:
         self._config = config
         self._domains = frozenset(config.allowed_domains.lower().replace(",", " ").split())
         self._networks = claim_networks(config)
-        self._slots = asyncio.Semaphore(config.fetches_max)
+        self._images = asyncio.Semaphore(config.fetches_max)
+        self._videos = asyncio.Semaphore(config.fetches_max)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -139,15 +145,14 @@ class MediaFetcher:
             room.check(len(source))
             await room.take(len(source))
             return source
-        timeout_s = self._config.video_fetch_timeout_s if video else self._config.fetch_timeout_s
         if isinstance(source, Claim):
-            return await self._fetch_claim(source, room, timeout_s)
+            return await self._fetch_claim(source, room, video=video)
         scheme = source[: source.find(":")].lower() if ":" in source[:16] else ""
         match scheme:
             case "data":
                 return await _decode(source, room, video=video)
             case "http" | "https":
-                return await self._download(source, room, timeout_s)
+                return await self._download(source, room, video=video)
             case "file":
                 return await self._read_file(source, room)
             case "" if source[-_SUFFIX_CHARACTERS:].lower().endswith(_SUFFIXES):  # not base64
@@ -190,7 +195,13 @@ class MediaFetcher:
 
     # The network.
 
-    async def _fetch_claim(self, claim: Claim, room: MediumRoom, timeout_s: float) -> bytearray:
+    def _limits(self, *, video: bool) -> tuple[asyncio.Semaphore, float]:
+        """Slots and time of a fetch."""
+        if video:
+            return self._videos, self._config.video_fetch_timeout_s
+        return self._images, self._config.fetch_timeout_s
+
+    async def _fetch_claim(self, claim: Claim, room: MediumRoom, *, video: bool) -> bytearray:
         """Fetch what a NATS client serves. Nothing is resolved: it names an address."""
         room.check(claim.size_bytes)
         address = claim.address.rpartition(":")[0]
@@ -202,18 +213,20 @@ class MediaFetcher:
             raise InvalidRequest(
                 f"claims are not fetched from {ip}; start the gateway with --media-claim-networks"
             )
+        slots, timeout_s = self._limits(video=video)
         try:
-            async with self._slots:
+            async with slots:
                 await room.take(claim.size_bytes)
                 return await fetch_blob(claim, timeout_s=timeout_s, bytes_max=room.bytes_max)
         except Unavailable as error:
             raise InvalidRequest(error.message) from error
 
-    async def _download(self, source: str, room: MediumRoom, timeout_s: float) -> bytearray:
+    async def _download(self, source: str, room: MediumRoom, *, video: bool) -> bytearray:
         if len(source) > URL_CHARACTERS_MAX:
             raise InvalidRequest(f"a URL has at most {URL_CHARACTERS_MAX} characters")
+        slots, timeout_s = self._limits(video=video)
         try:
-            async with self._slots, asyncio.timeout(timeout_s) as limit:
+            async with slots, asyncio.timeout(timeout_s) as limit:
                 return await self._follow(source, room, limit)
         except TimeoutError as error:
             text = f"{source[:_SHOWN]} was not fetched within {timeout_s:g} s"
@@ -255,9 +268,11 @@ class MediaFetcher:
                 resolver=PublicResolver(self._domains),
                 use_dns_cache=False,
                 force_close=True,  # a kept connection would outlive the check of its address
+                limit=0,  # there are slots
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,
+                timeout=aiohttp.ClientTimeout(),  # none beside that of a fetch
                 trust_env=False,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -311,20 +326,29 @@ def _read(path: Path, size_bytes: int) -> bytes:
 async def _receive(
     response: aiohttp.ClientResponse, room: MediumRoom, limit: asyncio.Timeout
 ) -> bytearray:
-    """Receive a body. The time that it waits for room is not one of the fetch."""
+    """Receive a body. Without an announced length its room grows as it comes."""
     size = response.content_length
     if size is not None:
         room.check(size)
+        await _take(size, room, limit)
+    data = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        end = len(data) + len(chunk)
+        room.check(end)
+        if end > room.taken:
+            step = min(_STEP_BYTES, room.bytes_max - room.taken)
+            await _take(max(step, end - room.taken), room, limit)
+        data += chunk
+    return data
+
+
+async def _take(size_bytes: int, room: MediumRoom, limit: asyncio.Timeout) -> None:
+    """Take room. The time that a fetch waits for it is not time of the fetch."""
     now = asyncio.get_running_loop().time
     due, began = limit.when(), now()
     limit.reschedule(None)
-    await room.take(room.bytes_max if size is None else size)
+    await room.take(size_bytes)
     limit.reschedule(None if due is None else due + now() - began)
-    data = bytearray()
-    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-        room.check(len(data) + len(chunk))
-        data += chunk
-    return data
 
 
 def _looks_like_address(host: str) -> bool:

@@ -183,7 +183,7 @@ class MediaIntake:
         sources = _resolved(sources)
         first = {_identity(each): each for each in reversed(sources)}
         held: dict[object, _StoredMedium] = {}
-        room = RequestRoom(self._store)
+        room = RequestRoom(self._store, videos=bool(videos))
 
         async def hold(source: MediumSource) -> None:
             if source.embedding is None:

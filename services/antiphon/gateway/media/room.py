@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Self
 
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
@@ -12,31 +13,35 @@ if TYPE_CHECKING:
     from antiphon.wire.claim import Claim
 
 WAIT_S = 5.0
-"""How long a medium waits for room, at most. What fits meanwhile passes by."""
+"""How long a medium waits for room, at most and in all. What fits meanwhile passes by."""
+VIDEOS_LEAVE = 4
+"""Requests with videos leave one part of so many of the store to the others."""
 _PAUSE_S = 0.05
 
 
 class RequestRoom:
     """The room that one request takes: of media that it waits for, and of those that have come."""
 
-    def __init__(self, store: BlobStore) -> None:
+    def __init__(self, store: BlobStore, *, videos: bool = False) -> None:
         self._store = store
+        self._leaving = store.bytes_max // VIDEOS_LEAVE if videos else 0
         self._bytes = 0
 
     def medium(self, bytes_max: int) -> MediumRoom:
         """Room for one more medium, of at most so many bytes. None is taken yet."""
         return MediumRoom(self, bytes_max)
 
-    async def take(self, size_bytes: int) -> None:
-        total, most = self._bytes + size_bytes, self._store.bytes_max
+    async def take(self, size_bytes: int, wait_s: float) -> None:
+        total, most = self._bytes + size_bytes, self._store.bytes_max - self._leaving
         if total > most:
             raise InvalidRequest(
                 f"the media of the request may have {total} bytes; the limit is {most} bytes"
             )
         self._bytes += size_bytes  # of others of this request, too, which wait at the same time
         try:
-            async with asyncio.timeout(WAIT_S):
-                while not self._store.reserve(size_bytes):  # noqa: ASYNC110  # blobs expire, too
+            async with asyncio.timeout(wait_s):
+                # Blobs expire, too.
+                while not self._store.reserve(size_bytes, self._leaving):  # noqa: ASYNC110
                     await asyncio.sleep(_PAUSE_S)
         except BaseException as error:
             self._bytes -= size_bytes
@@ -65,12 +70,17 @@ class RequestRoom:
 
 
 class MediumRoom:
-    """The room for one medium on its way. What is left of it at the end is given back."""
+    """The room for one medium on its way. What is left of it at the end is given back.
+
+    Attributes:
+        taken: Bytes that there is room for.
+    """
 
     def __init__(self, request: RequestRoom, bytes_max: int) -> None:
         self.bytes_max = bytes_max
+        self.taken = 0
         self._request = request
-        self._bytes = 0
+        self._wait_s = WAIT_S
 
     def __enter__(self) -> Self:
         return self
@@ -88,14 +98,16 @@ class MediumRoom:
             raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=self.bytes_max)
 
     async def take(self, size_bytes: int) -> None:
-        """Take room for bytes that are still to come; others have to leave for it, if need be.
+        """Take more room for bytes that are still to come; others have to leave for it, if need be.
 
         Raises:
             InvalidRequest: There never can be as much for one request.
             Overloaded: There was none in time.
         """
-        await self._request.take(size_bytes)
-        self._bytes += size_bytes
+        began = time.monotonic()
+        await self._request.take(size_bytes, self._wait_s)
+        self._wait_s -= time.monotonic() - began
+        self.taken += size_bytes
 
     def put(
         self,
@@ -111,5 +123,5 @@ class MediumRoom:
         return self._request.put(data, lifetime_s, checksum, part_bytes, part_digests)
 
     def _give_back(self) -> None:
-        self._request.give_back(self._bytes)
-        self._bytes = 0
+        self._request.give_back(self.taken)
+        self.taken = 0
