@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import math
 import os
 import secrets
 import socket
@@ -326,6 +327,7 @@ class BlobStore:
         self._clock = clock
         self._blobs: dict[str, Blob] = {}
         self._bytes = 0
+        self._expires_at = math.inf  # nothing does before
 
     @property
     def bytes_held(self) -> int:
@@ -370,7 +372,9 @@ class BlobStore:
         if not self.reserve(len(data)):
             raise Overloaded("the transfer store is full; retry later", retry_after_s=1.0)
         token = new_token()
-        self._blobs[token] = Blob(data, self._clock.now() + lifetime_s)
+        expires_at = self._clock.now() + lifetime_s
+        self._blobs[token] = Blob(data, expires_at)
+        self._expires_at = min(self._expires_at, expires_at)
         return Claim(
             address=self._address,
             token=token,
@@ -396,9 +400,13 @@ class BlobStore:
             self._bytes -= len(blob.data)
 
     def sweep(self) -> None:
+        """Drop what has expired. Blobs are looked at only if one may have: many calls wait."""
         now = self._clock.now()
+        if now <= self._expires_at:
+            return
         for token in [t for t, blob in self._blobs.items() if blob.expires_at < now]:
             self._bytes -= len(self._blobs.pop(token).data)
+        self._expires_at = min((each.expires_at for each in self._blobs.values()), default=math.inf)
 
 
 class BlobServer:

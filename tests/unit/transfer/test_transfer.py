@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -136,6 +136,29 @@ async def test_a_step_of_the_wall_clock_neither_drops_nor_keeps_bytes(step_s: fl
         holder.sweep()
         assert holder.bytes_held == 0
         assert holder.left_s(claim) == 0
+
+
+def test_blobs_are_looked_at_only_when_one_may_have_expired() -> None:
+    """Many calls that wait for room in a full store ask again and again."""
+    looks = 0
+
+    class Counted(dict[str, Any]):
+        def items(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+    clock = ManualClock()
+    store = BlobStore("a:1", 9, clock)
+    store._blobs = Counted()
+    for lifetime_s in (3, 1, 2):
+        store.put(bytes(3), lifetime_s)
+    for seconds, fits in ((1, False), (0.5, True), (0.5, False), (0.5, True), (1, True)):
+        clock.advance(seconds)
+        found = [store.reserve(3) for _ in range(5)]
+        assert found == [fits, *[False] * 4]
+    assert looks == 3
+    assert store.bytes_held == 9
 
 
 async def test_fetch_from_an_address_without_server_is_gone():
