@@ -108,9 +108,9 @@ async def test_videos_are_decoded_beside_images() -> None:
     channels = (1.0, 1.0, 1.0)
     recipe = PreprocessorConfig(8, None, BICUBIC, 1.0, mean=channels, std=channels)
     processes = DecodeProcesses(DecodeSettings(recipe, 10**6), EncoderConfig(decode_processes=1))
-    job = DecodeJob(VIDEO, WIDTH, HEIGHT, video=VideoHeader(frames=FRAMES, fps=FPS))
+    job = DecodeJob(WIDTH, HEIGHT, video=VideoHeader(frames=FRAMES, fps=FPS))
     async with processes.images, processes.videos, asyncio.TaskGroup() as group:
-        asked = group.create_task(refused(processes.decode(job, timeout_s=60)))
+        asked = group.create_task(refused(processes.decode(VIDEO, job, timeout_s=60)))
         await until(lambda: bool(processes.videos.pids))
         assert not processes.images.pids
         os.kill(processes.videos.pids[0], signal.SIGKILL)

@@ -14,16 +14,16 @@ from antiphon.wire.claim import PixelLimits, VideoHeader
 Pixels = TypeVar("Pixels")
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Executor, Future
+    from contextlib import AbstractAsyncContextManager
 
     from antiphon.wire.claim import Claim
 
 
 class DecodeJob(msgspec.Struct, frozen=True):
-    """A medium to decode, its size by its header, 0 if that is unknown, and limits of its scale."""
+    """What to decode beside the bytes: a size by the header, 0: unknown, and limits of scale."""
 
-    image: bytes
     width: int = 0
     height: int = 0
     limits: PixelLimits | None = None
@@ -109,9 +109,11 @@ class Embedder(Generic[Pixels]):
     _jobs: dict[bytes, _EmbedJob] = field(default_factory=dict[bytes, _EmbedJob], init=False)
 
     async def embed(
-        self, digest: bytes, prepare: Callable[[], Awaitable[Pixels]]
+        self, digest: bytes, prepare: Callable[[], AbstractAsyncContextManager[Pixels]]
     ) -> CachedEmbedding:
         """Return the embedding of an image whose SHA-256 is `digest`; `prepare` gives its pixels.
+
+        What `prepare` returns is left when they are embedded, or are not needed any more.
 
         Cancelling a call does not affect other calls for the same image. An image that is prepared
         or queued is dropped when no call waits any more; a started step is finished, and its
@@ -133,32 +135,37 @@ class Embedder(Generic[Pixels]):
                 if job.task is not None:
                     job.task.cancel()
 
-    def _begin(self, digest: bytes, prepare: Callable[[], Awaitable[Pixels]]) -> _EmbedJob:
+    def _begin(
+        self, digest: bytes, prepare: Callable[[], AbstractAsyncContextManager[Pixels]]
+    ) -> _EmbedJob:
         job = _EmbedJob(asyncio.get_running_loop().create_future())
         self._jobs[digest] = job
         job.task = self.group.create_task(self._run(digest, job, prepare), name="embed")
         return job
 
     async def _run(
-        self, digest: bytes, job: _EmbedJob, prepare: Callable[[], Awaitable[Pixels]]
+        self,
+        digest: bytes,
+        job: _EmbedJob,
+        prepare: Callable[[], AbstractAsyncContextManager[Pixels]],
     ) -> None:
         try:
-            embedding, steps = None, self.steps(await prepare())
-            while embedding is None:
-                job.work = self.thread.submit(next, steps)
-                embedding = await asyncio.wrap_future(job.work)
-                if embedding is None and not job.waiting:
-                    job.result.cancel()
-                    return
+            async with prepare() as pixels:
+                embedding, steps = None, self.steps(pixels)
+                while embedding is None:
+                    job.work = self.thread.submit(next, steps)
+                    embedding = await asyncio.wrap_future(job.work)
+                    if embedding is None and not job.waiting:
+                        job.result.cancel()
+                        return
+                self.cache.put(digest, embedding)
+                job.result.set_result(embedding)
         except asyncio.CancelledError:
             job.result.cancel()
             raise
         except Exception as error:  # noqa: BLE001  # it belongs to the calls
             job.result.set_exception(error)
             job.result.exception()  # retrieved, in case no call waits for it any more
-        else:
-            self.cache.put(digest, embedding)
-            job.result.set_result(embedding)
         finally:
             self._forget(digest, job)
 

@@ -40,6 +40,8 @@ _COPIES = 2
 """Of the medium in its process: as it came, and as it is decoded."""
 _JOB_BYTES = 64 * 1024
 """What stands beside a medium in its job, at most."""
+_LENGTH_BYTES = 4
+"""That of the head of a job, before it. The medium is behind it."""
 _IMAGE_S, _VIDEO_S = 20.0, 60.0
 """Maximum time of one medium in a child that is ready."""
 _JOBS_MAX = 1024
@@ -72,8 +74,8 @@ class DecodeProcesses:
     Videos have processes of their own: images do not wait behind them.
 
     Attributes:
-        video_slots: Who fetches a video to decode it holds one of them: as many are in memory as
-            there are processes for them, and the next one.
+        video_slots: A video has one of them from before its fetch to its embedding: as many are in
+            memory, as files or as frames, as there are processes for them, and one more.
     """
 
     def __init__(self, settings: DecodeSettings, config: EncoderConfig) -> None:
@@ -95,8 +97,10 @@ class DecodeProcesses:
         self.images = pool(_IMAGE_S, config.image_bytes_max, _IMAGES_BYTES_MAX)
         self.videos = pool(_VIDEO_S, config.video_bytes_max, slots_bytes)
 
-    async def decode(self, job: DecodeJob, *, timeout_s: float) -> DecodedImage:
-        """Decode and resize an image, or the frames of a video.
+    async def decode(
+        self, image: bytes | bytearray, job: DecodeJob, *, timeout_s: float
+    ) -> DecodedImage:
+        """Decode and resize an image, or the frames of a video, which are not copied here.
 
         Raises:
             InvalidRequest: It is no image, has another size, or ended its process: by its memory
@@ -106,7 +110,9 @@ class DecodeProcesses:
         began, video = time.monotonic(), job.video is not None
         pool, kind = (self.videos, "video") if video else (self.images, "image")
         try:
-            result = await pool.run(msgspec.msgpack.encode(job), timeout_s=timeout_s)
+            head = msgspec.msgpack.encode(job)
+            length = len(head).to_bytes(_LENGTH_BYTES, "little")
+            result = await pool.run(length, head, image, timeout_s=timeout_s)
         except Internal as error:
             raise InvalidRequest(f"the {kind} could not be decoded", param="image") from error
         except DeadlineExceeded as error:
@@ -130,14 +136,15 @@ def main(arguments: list[str]) -> None:
         videos = VideoPreprocessor(settings.videos, pixels_max=settings.pixels_max)
 
     def work(data: bytes) -> bytes:
-        job = msgspec.msgpack.decode(data, type=DecodeJob)
+        begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+        job = msgspec.msgpack.decode(memoryview(data)[_LENGTH_BYTES:begin], type=DecodeJob)
         try:
             size = job.width, job.height
             if job.video is None:
-                image = images.decoded(job.image, *size, job.limits)
+                image = images.decoded(data[begin:], *size, job.limits)
             else:
                 assert videos is not None, "checked by the parent"
-                image = videos.decoded(job.image, *size, job.video, job.limits)
+                image = videos.decoded(data[begin:], *size, job.video, job.limits)
         except EngineError as error:
             return msgspec.msgpack.encode(encode_error(error))
         shape = image.pixels.shape

@@ -190,16 +190,20 @@ class ImageEncoder:
             )
         return self._videos.chosen(*size, video, request.limits)
 
-    async def _pixels(self, request: EncodeImage, left_s: float) -> DecodedImage:
+    @asynccontextmanager
+    async def _pixels(self, request: EncodeImage, left_s: float) -> AsyncGenerator[DecodedImage]:
         due = self._clock.now() + left_s
-        # A video is large: only as many are fetched as are soon decoded.
+        # A video is large, as a file and as frames.
         async with self._processes.video_slots if request.video is not None else nullcontext():
-            with self.metrics.fetch_seconds.time():
-                image = bytes(await self._image(request, due - self._clock.now()))
-            job = DecodeJob(image, request.width, request.height, request.limits, request.video)
-            timeout_s = max(0.0, due - self._clock.now())
-            with self.metrics.decode_seconds.time():
-                return await self._processes.decode(job, timeout_s=timeout_s)
+            yield await self._decoded(request, due)
+
+    async def _decoded(self, request: EncodeImage, due: float) -> DecodedImage:
+        with self.metrics.fetch_seconds.time():
+            image = await self._image(request, due - self._clock.now())
+        job = DecodeJob(request.width, request.height, request.limits, request.video)
+        timeout_s = max(0.0, due - self._clock.now())
+        with self.metrics.decode_seconds.time():
+            return await self._processes.decode(image, job, timeout_s=timeout_s)
 
     async def _image(self, request: EncodeImage, left_s: float) -> bytes | bytearray:
         most = self._config

@@ -23,7 +23,7 @@ from antiphon.wire.errors import DeadlineExceeded, EngineError, Internal, Overlo
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ _LEAVE_S = 2.0
 _START_S = 60.0
 _RETRY_S = 1.0
 _OWNERS_MAX = 64
+_Pieces = tuple[bytes | bytearray, ...]
 
 
 class ProcessPool:
@@ -90,8 +91,11 @@ class ProcessPool:
     def pids(self) -> tuple[int, ...]:
         return tuple(child.pid for child in self._children if child.returncode is None)
 
-    async def run(self, job: bytes, *, timeout_s: float, owner: str = "") -> bytes:
+    async def run(self, *job: bytes | bytearray, timeout_s: float, owner: str = "") -> bytearray:
         """Run a job in a child and return its result, within the owner's quota.
+
+        The child gets the pieces of the job as one; they are not copied here, where a large copy
+        would hold up the event loop.
 
         `timeout_s` covers the wait for a slot, the child's start and the result.
 
@@ -101,11 +105,11 @@ class ProcessPool:
             Internal: The child ended, for example because the job exceeded its memory.
             Unavailable: The process is shutting down, or a child does not start.
         """
-        with self._quota.admit(owner, len(job)):
+        with self._quota.admit(owner, _size(job)):
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._queue.acquire(owner)
-                    result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                    result: asyncio.Future[bytearray] = asyncio.get_running_loop().create_future()
                     self._tasks.create_task(isolated(self._run_job, job, result))
                     return await result
             except TimeoutError:
@@ -127,7 +131,7 @@ class ProcessPool:
         if self.pids:
             log.error("child processes do not end", extra={"pids": self.pids})
 
-    async def _run_job(self, job: bytes, result: asyncio.Future[bytes]) -> None:
+    async def _run_job(self, job: _Pieces, result: asyncio.Future[bytearray]) -> None:
         """Run a job in a child to its end, whether or not its caller waits."""
         failure: EngineError = Internal("internal error")
         try:
@@ -136,19 +140,19 @@ class ProcessPool:
                 result.set_result(output)
         except EngineError as error:
             failure = error
-            log.warning("job failed", extra={"code": error.code, "job_bytes": len(job)})
+            log.warning("job failed", extra={"code": error.code, "job_bytes": _size(job)})
         finally:
             if not result.done():
                 result.set_exception(leaving() if self._closed else failure)
                 result.exception()  # its caller may be leaving at this moment
             self._queue.release()
 
-    async def _compute(self, job: bytes, result: asyncio.Future[bytes]) -> bytes:
+    async def _compute(self, job: _Pieces, result: asyncio.Future[bytearray]) -> bytearray:
         child = self._warm_child() or await self._start()
         reusable = False
         try:
             # The caller may have left while the child started: then there is nothing to do.
-            output = b"" if result.done() else await self._exchange(child, job)
+            output = bytearray() if result.done() else await self._exchange(child, job)
             reusable = not self._closed
         finally:
             if reusable:
@@ -198,17 +202,20 @@ class ProcessPool:
                 await self._end(child)
         return child
 
-    async def _exchange(self, child: Process, job: bytes) -> bytes:
+    async def _exchange(self, child: Process, job: _Pieces) -> bytearray:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
             async with asyncio.timeout(self._job_s):
-                child.stdin.write(len(job).to_bytes(_LENGTH_BYTES, "little"))
-                for start in range(0, len(job), _CHUNK_BYTES):  # the pipe's buffer has a copy
-                    child.stdin.write(memoryview(job)[start : start + _CHUNK_BYTES])
+                child.stdin.write(_size(job).to_bytes(_LENGTH_BYTES, "little"))
+                for chunk in _chunks(job):  # the pipe's buffer has a copy
+                    child.stdin.write(chunk)
                     await child.stdin.drain()
                 size = int.from_bytes(await child.stdout.readexactly(_LENGTH_BYTES), "little")
-                return await child.stdout.readexactly(size)
+                result = bytearray()
+                while left := size - len(result):
+                    result += await child.stdout.readexactly(min(left, _CHUNK_BYTES))
+                return result
         except TimeoutError:
             raise DeadlineExceeded(f"no result within {self._job_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -223,6 +230,16 @@ class ProcessPool:
             log.error("child process does not end", extra={"pid": child.pid})
         else:
             self._children.discard(child)
+
+
+def _size(job: _Pieces) -> int:
+    return sum(map(len, job))
+
+
+def _chunks(job: _Pieces) -> Iterator[memoryview]:
+    for piece in job:
+        for start in range(0, len(piece), _CHUNK_BYTES):
+            yield memoryview(piece)[start : start + _CHUNK_BYTES]
 
 
 def serve(work: Callable[[bytes], bytes], parent_pid: str, memory_bytes_max: str) -> None:

@@ -54,16 +54,22 @@ class World:
         self.cache = EmbeddingCache(1000)
         self.embedder = Embedder(self.model.steps, self.cache, thread, group)
         self.prepared: Counter[bytes] = Counter()
+        self.held: Counter[bytes] = Counter()
         self.source = asyncio.Event()
         self.source.set()
 
     async def embed(self, image: bytes) -> CachedEmbedding:
-        async def prepare() -> bytes:
+        @asynccontextmanager
+        async def prepare() -> AsyncGenerator[bytes]:
             self.prepared[image] += 1
             await self.source.wait()
             if image == UNREADABLE:
                 raise InvalidRequest("unreadable")
-            return image
+            self.held[image] += 1
+            try:
+                yield image
+            finally:
+                self.held[image] -= 1
 
         return await self.embedder.embed(digest(image), prepare)
 
@@ -77,6 +83,7 @@ async def world() -> AsyncGenerator[World]:
                 yield made
             finally:
                 made.model.let.set()
+    assert not +made.held
 
 
 @asynccontextmanager
@@ -191,6 +198,17 @@ async def test_an_image_does_not_wait_for_all_of_a_video(world: World) -> None:
         world.model.let.set()
     assert world.model.order == [VIDEO, b"a", VIDEO, VIDEO]
     assert await world.embed(VIDEO) is video.result()
+
+
+async def test_what_is_prepared_is_held_until_it_is_embedded(world: World) -> None:
+    """An encoder has few videos in memory: each has a slot until its frames are not needed."""
+    async with asyncio.TaskGroup() as group:
+        video = group.create_task(world.embed(VIDEO))
+        await until(lambda: world.model.begun[VIDEO] > 0)
+        assert world.held[VIDEO] == 1
+        world.model.let.set()
+        await video
+        await until(lambda: not world.held[VIDEO])
 
 
 async def test_a_video_that_no_call_waits_for_is_not_finished(world: World) -> None:

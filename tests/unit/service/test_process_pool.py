@@ -86,7 +86,7 @@ async def pool(
 
 def begin(
     made: ProcessPool, job: bytes, *, timeout_s: float = 20, owner: str = ""
-) -> asyncio.Task[bytes]:
+) -> asyncio.Task[bytearray]:
     return asyncio.get_running_loop().create_task(made.run(job, timeout_s=timeout_s, owner=owner))
 
 
@@ -100,6 +100,14 @@ async def test_pool_runs_many_jobs_in_one_child_and_replaces_one_that_ended() ->
         with pytest.raises(Internal):
             await made.run(b"exit", timeout_s=20)
         assert (await made.run(b"again", timeout_s=20)).endswith(b" again")
+
+
+async def test_pieces_of_a_job_arrive_as_one() -> None:
+    """Large ones are sent without a copy, and come back as large."""
+    pieces = (b"a" * 3_000_000, bytearray(b"b"), b"", b"c" * 1_500_000)
+    async with pool() as made:
+        result = await made.run(*pieces, timeout_s=20)
+    assert result.partition(b" ")[2] == b"".join(pieces)
 
 
 async def test_pool_kills_a_child_whose_job_takes_too_long(gate: Gate) -> None:
