@@ -13,6 +13,10 @@ from antiphon.wire.claim import PixelLimits, VideoHeader
 
 Pixels = TypeVar("Pixels")
 
+LINGER_S = 3.0
+"""How long a medium goes on its way that no call waits for: a call that has taken too long is made
+again, and what it waited for would be begun again each time."""
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Executor, Future
@@ -86,12 +90,16 @@ class _EmbedJob:
     Attributes:
         task: Prepares and embeds it.
         work: The place of its next step in the thread; None while it is prepared.
+        leaving: Drops it, since no call waits.
+        dropped: It ends with the step that runs, unless a call has come.
     """
 
     result: asyncio.Future[CachedEmbedding]
     task: asyncio.Task[None] | None = None
     work: Future[CachedEmbedding | None] | None = None
     waiting: int = 0
+    leaving: asyncio.TimerHandle | None = None
+    dropped: bool = False
 
 
 @dataclass(eq=False)
@@ -116,8 +124,8 @@ class Embedder(Generic[Pixels]):
         What `prepare` returns is left when they are embedded, or are not needed any more.
 
         Cancelling a call does not affect other calls for the same image. An image that is prepared
-        or queued is dropped when no call waits any more; a started step is finished, and its
-        embedding, if it was the last one, cached.
+        or queued is dropped when no call has waited for `LINGER_S`; a started step is finished, and
+        its embedding, if it was the last one, cached.
 
         Raises:
             EngineError: Raised by its `steps`, or by the `prepare` of the first of the calls.
@@ -125,15 +133,23 @@ class Embedder(Generic[Pixels]):
         if (found := self.cache.get(digest)) is not None:
             return found
         job = self._jobs.get(digest) or self._begin(digest, prepare)
-        job.waiting += 1
+        job.waiting, job.dropped = job.waiting + 1, False
+        if job.leaving is not None:
+            job.leaving.cancel()
         try:
             return await asyncio.shield(job.result)
         finally:
             job.waiting -= 1
-            if not job.waiting and (job.work is None or job.work.cancel()):
-                self._forget(digest, job)
-                if job.task is not None:
-                    job.task.cancel()
+            if not job.waiting and not job.result.done():
+                loop = asyncio.get_running_loop()
+                job.leaving = loop.call_later(LINGER_S, self._drop, digest, job)
+
+    def _drop(self, digest: bytes, job: _EmbedJob) -> None:
+        job.dropped = True
+        if not job.result.done() and (job.work is None or job.work.cancel()):
+            self._forget(digest, job)
+            if job.task is not None:
+                job.task.cancel()
 
     def _begin(
         self, digest: bytes, prepare: Callable[[], AbstractAsyncContextManager[Pixels]]
@@ -155,7 +171,7 @@ class Embedder(Generic[Pixels]):
                 while embedding is None:
                     job.work = self.thread.submit(next, steps)
                     embedding = await asyncio.wrap_future(job.work)
-                    if embedding is None and not job.waiting:
+                    if embedding is None and job.dropped:
                         job.result.cancel()
                         return
                 self.cache.put(digest, embedding)

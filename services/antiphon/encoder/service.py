@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 _NUMBER_BYTES = 4
 """Embeddings are float32."""
+_FETCH_S = 30.0
+_DECODE_S = 600.0
+"""Maximum wait for a child and its result; a child has less for one medium."""
 _CACHED_MIN = 4
 """How many of a model's largest embeddings are cached, if memory allows for it."""
 _MEMORY_PARTS = 8
@@ -102,7 +105,7 @@ class EncoderService:
         self._in_flight += 1
         try:
             async with asyncio.timeout(left_s):
-                return await self._images.embed(request, left_s)
+                return await self._images.embed(request)
         except TimeoutError:
             raise DeadlineExceeded("the image was not embedded in time") from None
         finally:
@@ -144,7 +147,7 @@ class ImageEncoder:
 
         self._embedder = Embedder(steps, self._cache, thread, runtime.group)
 
-    async def embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
+    async def embed(self, request: EncodeImage) -> ImageEmbedding:
         digest = _digest(request)
         # What it is scaled to is a part of what is cached.
         if request.video is not None:
@@ -156,7 +159,7 @@ class ImageEncoder:
         embedding = self._cache.get(key)
         cached = embedding is not None
         if embedding is None:
-            prepare = partial(self._pixels, request, left_s)
+            prepare = partial(self._pixels, request)
             embedding = await self._embedder.embed(key, prepare)
         self.metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
@@ -191,25 +194,24 @@ class ImageEncoder:
         return self._videos.chosen(*size, video, request.limits)
 
     @asynccontextmanager
-    async def _pixels(self, request: EncodeImage, left_s: float) -> AsyncGenerator[DecodedImage]:
-        due = self._clock.now() + left_s
+    async def _pixels(self, request: EncodeImage) -> AsyncGenerator[DecodedImage]:
         # A video is large, as a file and as frames.
         async with self._processes.video_slots if request.video is not None else nullcontext():
-            yield await self._decoded(request, due)
+            yield await self._decoded(request)
 
-    async def _decoded(self, request: EncodeImage, due: float) -> DecodedImage:
+    async def _decoded(self, request: EncodeImage) -> DecodedImage:
+        """Fetch and decode a medium, for longer than the call that was the first, if need be."""
         with self.metrics.fetch_seconds.time():
-            image = await self._image(request, due - self._clock.now())
+            image = await self._image(request)
         job = DecodeJob(request.width, request.height, request.limits, request.video)
-        timeout_s = max(0.0, due - self._clock.now())
         with self.metrics.decode_seconds.time():
-            return await self._processes.decode(image, job, timeout_s=timeout_s)
+            return await self._processes.decode(image, job, timeout_s=_DECODE_S)
 
-    async def _image(self, request: EncodeImage, left_s: float) -> bytes | bytearray:
+    async def _image(self, request: EncodeImage) -> bytes | bytearray:
         most = self._config
         bytes_max = most.image_bytes_max if request.video is None else most.video_bytes_max
         if request.claim is not None:
-            return await fetch(request.claim, timeout_s=left_s, bytes_max=bytes_max)
+            return await fetch(request.claim, timeout_s=_FETCH_S, bytes_max=bytes_max)
         assert request.image is not None, "checked by _digest"
         if len(request.image) > bytes_max:
             raise RequestTooLarge.of(size_bytes=len(request.image), bytes_max=bytes_max)

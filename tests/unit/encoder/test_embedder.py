@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.wait import until
 
+from antiphon.encoder import cache as embeddings
 from antiphon.encoder.cache import CachedEmbedding, Embedder, EmbeddingCache
 from antiphon.wire.errors import InvalidRequest
 
@@ -75,7 +76,8 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncGenerator[World]:
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[World]:
+    monkeypatch.setattr(embeddings, "LINGER_S", 0.0)
     with ThreadPoolExecutor(1) as thread:
         async with asyncio.TaskGroup() as group:
             made = World(thread, group)
@@ -169,6 +171,28 @@ async def test_image_that_no_call_waits_for_is_not_prepared_further(world: World
     assert (await world.embed(b"a")).data == bytes(BYTES)
     assert world.prepared == {b"a": 2}
     assert world.model.begun == {b"a": 1}
+
+
+@pytest.mark.parametrize("medium", [b"a", VIDEO])
+async def test_a_call_that_is_made_again_finds_the_medium_on_its_way(
+    world: World, monkeypatch: pytest.MonkeyPatch, medium: bytes
+) -> None:
+    """Else what takes longer than a call would be begun with each call, and never end."""
+    monkeypatch.setattr(embeddings, "LINGER_S", 60.0)
+    world.source.clear()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await world.embed(medium)
+    world.source.set()
+    await until(lambda: world.model.begun[medium] > 0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await world.embed(medium)
+    world.model.let.set()
+    assert (await world.embed(medium)).data == bytes(BYTES)
+    assert world.prepared == {medium: 1}
+    assert world.model.begun == {medium: 3 if medium == VIDEO else 1}
 
 
 async def test_image_that_cannot_be_prepared_is_an_error_of_all_calls(world: World) -> None:

@@ -17,6 +17,7 @@ from tests.support.wait import until
 from tests.unit.encoder.images import BLUE, RED
 
 from antiphon.config.settings import EncoderConfig, Settings
+from antiphon.encoder import cache as embeddings
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService, cache_bytes_max
 from antiphon.service.clock import SystemClock, deadline_in
@@ -203,6 +204,7 @@ async def test_one_image_asked_for_by_many_at_a_time_is_embedded_once(
 
 async def test_a_deadline_ends_the_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     brake = Brake(monkeypatch)
+    monkeypatch.setattr(embeddings, "LINGER_S", 0.0)
     assert isinstance(await world.refusal(RED, within_s=-1), DeadlineExceeded)
     assert not brake.reached.is_set()
     while not brake.reached.is_set():  # a busy machine may not begin in time
