@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -27,11 +27,17 @@ from antiphon.telemetry.metrics import Metrics, RunningTotal
 from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, fetch, part_digests
 from antiphon.wire.base import Role
 from antiphon.wire.claim import Claim, EncodeImage, ImageEmbedding
-from antiphon.wire.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, Unsupported
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    RequestTooLarge,
+    Unsupported,
+)
 from antiphon.wire.routes import ENCODE_IMAGE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 
     from antiphon.config.settings import EncoderConfig, Settings
     from antiphon.encoder.decode_process import DecodeProcesses
@@ -133,6 +139,7 @@ class ImageEncoder:
         memory_bytes = detect_device().memory_bytes
         bytes_max = cache_bytes_max(self._config, model.embedding_bytes, memory_bytes)
         self._cache = EmbeddingCache(bytes_max)
+        self._video_calls, self._video_calls_max = 0, -(-runtime.settings.service.slots // 2)
         self.metrics = EncoderMetrics(runtime.metrics, self._cache)
 
         def steps(image: DecodedImage) -> Iterator[CachedEmbedding | None]:
@@ -160,7 +167,8 @@ class ImageEncoder:
         cached = embedding is not None
         if embedding is None:
             prepare = partial(self._pixels, request)
-            embedding = await self._embedder.embed(key, prepare)
+            with nullcontext() if request.video is None else self._video_call():
+                embedding = await self._embedder.embed(key, prepare)
         self.metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
             request_id=request.request_id,
@@ -192,6 +200,22 @@ class ImageEncoder:
                 f"{self._config.claims_bytes_max} bytes"
             )
         return self._videos.chosen(*size, video, request.limits)
+
+    @contextmanager
+    def _video_call(self) -> Generator[None]:
+        """A call that waits for a video. Those for images have half of the slots for themselves.
+
+        Raises:
+            Overloaded: There are too many.
+        """
+        if self._video_calls >= self._video_calls_max:
+            text = f"{self._video_calls} calls wait for videos of this encoder"
+            raise Overloaded(f"{text}; retry later", retry_after_s=1.0)
+        self._video_calls += 1
+        try:
+            yield
+        finally:
+            self._video_calls -= 1
 
     @asynccontextmanager
     async def _pixels(self, request: EncodeImage) -> AsyncGenerator[DecodedImage]:

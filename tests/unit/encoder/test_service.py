@@ -19,11 +19,11 @@ from tests.unit.encoder.images import BLUE, RED
 from antiphon.config.settings import EncoderConfig, Settings
 from antiphon.encoder import cache as embeddings
 from antiphon.encoder.model import VisionModel, open_model
-from antiphon.encoder.service import EncoderService, cache_bytes_max
+from antiphon.encoder.service import EncoderService, ImageEncoder, cache_bytes_max
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
 from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
-from antiphon.wire.claim import Claim, EncodeImage, ImageEmbedding
+from antiphon.wire.claim import Claim, EncodeImage, ImageEmbedding, VideoHeader
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -70,6 +70,20 @@ class World:
     async def refusal(self, image: bytes | None = None, **rest: Claim | float) -> EngineError:
         with pytest.raises(EngineError) as caught:
             await self.ask(image, **rest)  # type: ignore[arg-type]
+        return caught.value
+
+    async def video_refusal(self, video: bytes) -> EngineError:
+        request = EncodeImage(
+            request_id=new_request_id(),
+            model=MODEL,
+            image=video,
+            width=64,
+            height=48,
+            video=VideoHeader(frames=8, fps=2.0),
+            deadline_unix_ms=deadline_in(10.0, CLOCK),
+        )
+        with pytest.raises(EngineError) as caught:
+            await self.bus.call(ENCODE_IMAGE, request, timeout_s=10, encoder=ENCODER)
         return caught.value
 
     def embedded(self) -> float:
@@ -214,6 +228,31 @@ async def test_a_deadline_ends_the_wait(world: World, monkeypatch: pytest.Monkey
     await until(lambda: world.embedded() == 1)
     assert (await world.ask(RED)).cached  # what was begun is not thrown away
     assert not (await world.ask(BLUE)).cached  # what had not been begun was given up
+
+
+async def test_calls_for_videos_leave_slots_to_those_for_images(
+    siglip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let, waiting, decoded = asyncio.Event(), list[bytes | None](), ImageEncoder._decoded
+
+    async def slowly(self: ImageEncoder, request: EncodeImage) -> DecodedImage:
+        if request.video is None:
+            return await decoded(self, request)
+        waiting.append(request.image)
+        await let.wait()
+        raise InvalidRequest("no video")
+
+    monkeypatch.setattr(ImageEncoder, "_decoded", slowly)
+    monkeypatch.setattr(ImageEncoder, "_seen", lambda *_: ([0], (8, 8)))
+    chosen = settings(siglip)
+    chosen = replace(chosen, service=replace(chosen.service, slots=2))
+    async with started(chosen) as world, asyncio.TaskGroup() as group:
+        first = group.create_task(world.video_refusal(b"no video"))
+        await until(lambda: waiting == [b"no video"])
+        assert isinstance(await world.video_refusal(b"another"), Overloaded)
+        assert (await world.ask(RED)).tokens
+        let.set()
+        assert isinstance(await first, InvalidRequest)
 
 
 async def test_shutdown_answers_waiting_calls(
