@@ -110,7 +110,7 @@ def test_frames_of_qwen3_are_those_of_transformers() -> None:
         assert ours.indices(video) == right.tolist(), video
 
 
-@pytest.mark.parametrize("fps", [2, 0.3, 1.7])
+@pytest.mark.parametrize("fps", [2, 0.3, 1.7, 0.03])
 def test_frames_of_glm_are_those_of_transformers(fps: float) -> None:
     ours = SecondSampling(fps=fps, seconds=40, most=1000)
     theirs: Any = SimpleNamespace(fps=fps, max_duration=40)

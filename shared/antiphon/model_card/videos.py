@@ -124,11 +124,13 @@ class SecondSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         if seconds <= self.seconds and count <= self.most:
             places = [index * video.fps / self.fps for index in range(count)]
         else:
-            count = min(int(self.seconds * self.fps), self.most)
+            count = max(1, min(int(self.seconds * self.fps), self.most))
             if count >= total:
                 return [*range(total)]
             between = seconds / max(1, count - 1)
-            times = [*(index * between for index in range(count - 1)), seconds]
+            times = [index * between for index in range(count)]
+            if count > 1:
+                times[-1] = seconds  # which the product may miss
             places = [each * video.fps for each in times]
         return [*dict.fromkeys(min(total - 1, math.ceil(place)) for place in places)]
 
