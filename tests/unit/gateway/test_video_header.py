@@ -165,6 +165,14 @@ async def test_a_list_of_frames_has_the_rate_of_its_request() -> None:
     assert header.video == VideoHeader(frames=90, fps=30.0)
 
 
+@pytest.mark.parametrize("fps", [1e-4, 1e-310])
+async def test_a_list_of_frames_takes_no_longer_than_a_file_may(fps: float) -> None:
+    """Its seconds are written in prompts; of a rate that is almost 0 they are infinite."""
+    source = listed(picture(1), picture(2))
+    with pytest.raises(InvalidRequest, match=r"takes \S+ s; the limit is 3600 s"):
+        await opening(source, PixelLimits(fps=fps))()
+
+
 @pytest.mark.parametrize(
     ("source", "limits", "reason"),
     [

@@ -296,14 +296,15 @@ class MediaIntake:
         pixels = header.width * header.height
         self._check_pixels("video", pixels, most.pixels_max)
         self._check_pixels("video", pixels * header.frames, most.video_pixels_max)
-        if header.seconds > most.video_seconds_max:
-            raise InvalidRequest(
-                f"the video takes {header.seconds:g} s; the limit is {most.video_seconds_max:g} s"
-            )
         chosen = not header.seconds
         rate = fps or LISTED_FPS if chosen else header.frames / header.seconds
         if not 0 < rate <= FPS_MAX:
             raise InvalidRequest(f"the video has {rate:g} frames a second; the limit is {FPS_MAX}")
+        seconds = header.seconds or header.frames / rate
+        if seconds > most.video_seconds_max:
+            raise InvalidRequest(
+                f"the video takes {seconds:g} s; the limit is {most.video_seconds_max:g} s"
+            )
         video = VideoHeader(frames=header.frames, fps=rate, chosen=chosen)
         return MediumHeader(digest=digest, width=header.width, height=header.height, video=video)
 
