@@ -12,6 +12,7 @@ import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import msgspec
 import numpy as np
 import pytest
@@ -182,6 +183,15 @@ async def fetching(**config: Any) -> AsyncGenerator[Fetching]:
         yield Fetching(fetcher)
     finally:
         await fetcher.close()
+
+
+async def test_no_limit_of_the_library_lies_below_the_settings() -> None:
+    fetcher = MediaFetcher(MediaConfig())
+    session = fetcher._opened()
+    assert session.timeout == aiohttp.ClientTimeout()
+    assert session.connector is not None
+    assert session.connector.limit == 0
+    await fetcher.close()
 
 
 @asynccontextmanager
