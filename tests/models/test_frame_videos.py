@@ -227,6 +227,12 @@ def test_settings_of_videos_are_those_of_their_file(tmp_path: Path) -> None:
     assert found is not None
     assert found.recipe.sampling == EvenSampling(frames=12)
     assert (found.recipe.mean, plain.recipe.mean[0]) == ((0.1, 0.2, 0.3), 0.48145466)
+    for shift, middle in ((True, True), (False, False), (0, False)):
+        file.write_text(json.dumps({"size": size, "initial_shift": shift}))
+        assert card_of(tmp_path).sampling == EvenSampling(middle=middle)
+    file.write_text(json.dumps({"size": size, "initial_shift": 0.5}))
+    with pytest.raises(ConfigError, match="initial_shift = 0.5: must be true or false"):
+        opened(tmp_path)
     file.write_text(json.dumps({"size": {"height": 30, "width": 30}}))
     with pytest.raises(ConfigError, match="makes images of 30 x 30 pixels"):
         opened(tmp_path)

@@ -252,6 +252,8 @@ class _FrameFile(msgspec.Struct, frozen=True):
     """
 
     num_frames: Size | None = None
+    initial_shift: bool | float = True
+    """InternVL's: whether frames are the middle ones of their parts."""
 
 
 FRAME_SAMPLINGS = {INTERN: EvenSampling(), ONEVISION: EvenSampling(frames=32, middle=False)}
@@ -262,11 +264,17 @@ def read_frame_sampling(folder: Path) -> EvenSampling:
     """Read which frames the video processor of such a model chooses.
 
     Raises:
-        ConfigError: The file is malformed.
+        ConfigError: The file is malformed, or not supported.
     """
     default = FRAME_SAMPLINGS[read_json(folder / "config.json", ModelKind).model_type]
-    frames = video_processor_file(folder).read(_FrameFile).num_frames or default.frames
-    return msgspec.structs.replace(default, frames=frames, most=max(frames, default.most))
+    found = video_processor_file(folder)
+    read = found.read(_FrameFile)
+    frames, shift = read.num_frames or default.frames, read.initial_shift
+    if default.middle and not isinstance(shift, bool) and shift:
+        raise ConfigError(f"{found.file}: initial_shift = {shift}: must be true or false")
+    middle = default.middle and bool(shift)
+    most = max(frames, default.most)
+    return msgspec.structs.replace(default, frames=frames, middle=middle, most=most)
 
 
 class _PanAndScan(msgspec.Struct, frozen=True):
