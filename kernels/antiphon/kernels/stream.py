@@ -8,6 +8,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -44,7 +45,11 @@ class Stream(Protocol):
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """What is called inside may read tensors: the host waits for all that was launched."""
+        """What is called inside may read tensors: the host waits for all that was launched.
+
+        It waits for what was called, too, before it goes on: what that has written is there for
+        streams beside this one.
+        """
         ...
 
     def fill(self, target: Tensor, values: NDArray[Any]) -> None:
@@ -102,7 +107,11 @@ class CudaStream:
         with torch.cuda.device(self._device), torch.cuda.stream(self._own):
             yield
 
-    reading = launching
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        with self.launching():
+            yield
+            torch.cuda.current_stream().synchronize()
 
     def beside(self) -> CudaStream:
         return CudaStream(self._device, torch.cuda.Stream(self._device))
@@ -149,9 +158,10 @@ class InterpretedStream:
         HostWaits: Inside `launching`, by what a GPU would make the host wait for.
     """
 
-    def __init__(self, executor: Executor | None = None) -> None:
+    def __init__(self, executor: Executor | None = None, playing: Lock | None = None) -> None:
         threads = partial(torch.set_num_threads, torch.get_num_threads())
         self._executor = executor or ThreadPoolExecutor(1, "stream", threads)
+        self._playing = playing or Lock()
         self._launched: _Launched | None = None
         self._undownloaded: list[_Launched] = []
         self._last: Future[None] | None = None
@@ -165,18 +175,24 @@ class InterpretedStream:
                 yield
         finally:
             # A GPU has what was launched before a failure, too.
-            self._last = launched.played = self._executor.submit(launched.tape.play)
+            play = partial(self._play, launched.tape)
+            self._last = launched.played = self._executor.submit(play)
             self._launched = None
+
+    def _play(self, tape: Tape) -> None:
+        with self._playing:
+            tape.play()
 
     @contextmanager
     def reading(self) -> Generator[None]:
         if self._last is not None:
             self._last.exception()  # which its own download raises
-        yield
+        with self._playing:  # kernels that are called inside run in this thread
+            yield
 
     def beside(self) -> InterpretedStream:
         """Played by the same thread: Triton interprets in one at a time."""
-        return InterpretedStream(self._executor)
+        return InterpretedStream(self._executor, self._playing)
 
     def fill(self, target: Tensor, values: NDArray[Any]) -> None:
         target.copy_(torch.as_tensor(values.copy()))

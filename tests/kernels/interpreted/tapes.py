@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 import torch
 from tests.kernels.interpreted.held import Held
 
-from antiphon.kernels.stream import InterpretedStream
+from antiphon.kernels.stream import CudaStream, InterpretedStream
 from antiphon.kernels.triton.futures import record
 from antiphon.kernels.triton.sampling import argmax
 from antiphon.kernels.triton.tape import HostWaits, Tape
@@ -114,3 +117,29 @@ def test_what_the_device_raises_is_raised_by_the_wait() -> None:
         pass
     with pytest.raises(IndexError):
         download.wait()
+
+
+def test_while_the_host_reads_no_stream_is_played() -> None:
+    """Kernels that it calls then run in its own thread, and Triton interprets in one at a time."""
+    with ThreadPoolExecutor(1) as executor:
+        stream, x = InterpretedStream(executor), torch.zeros(2)
+        copies = stream.beside()
+        with stream.reading():
+            with torch.inference_mode(), copies.launching():
+                download = copies.download([x + 1])
+            assert not wait([executor.submit(int)], timeout=0.1).done
+        assert download.wait()[0].tolist() == [1.0, 1.0]
+
+
+def test_what_a_gpu_computes_while_the_host_reads_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages that are wiped then may be free, and be filled on another stream, right afterwards."""
+    done: list[str] = []
+    current = SimpleNamespace(synchronize=lambda: done.append("waited for"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    with CudaStream(torch.device("cuda")).reading():
+        done.append("launched")
+    assert done == ["launched", "waited for"]
