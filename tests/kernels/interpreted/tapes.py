@@ -5,22 +5,28 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from tests.kernels.interpreted.held import Held
 
+from antiphon.kernels.op import DeviceCapability
+from antiphon.kernels.ops import select
 from antiphon.kernels.stream import CudaStream, InterpretedStream
 from antiphon.kernels.triton.futures import record
 from antiphon.kernels.triton.sampling import argmax
 from antiphon.kernels.triton.tape import HostWaits, Tape
 from antiphon.kernels.upload import upload_to
+from antiphon.model_worker.cache.groups import CacheGroup, CacheTensor, GroupKind
+from antiphon.model_worker.runner.device_pages import DevicePages, PageStream
+from antiphon.model_worker.runner.pools import GroupMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from antiphon.kernels.stream import Download
@@ -143,3 +149,27 @@ def test_what_a_gpu_computes_while_the_host_reads_is_waited_for(
     with CudaStream(torch.device("cuda")).reading():
         done.append("launched")
     assert done == ["launched", "waited for"]
+
+
+def test_a_copy_that_fails_half_way_writes_nothing_afterwards() -> None:
+    """Its pages are another request's then. Keys are launched, and values do not fit."""
+    tensors = tuple(CacheTensor(name=name, dtype="float32", shape=(4,)) for name in ("k", "v"))
+    group = CacheGroup(
+        kind=GroupKind.FULL, layers=(0, 1), tensors=tensors, page_tokens=16, pages_total=3
+    )
+    memory, ops = GroupMemory(group, torch.device("cpu")), select(DeviceCapability("interpreter"))
+    uploads: list[NDArray[Any]] = []
+
+    def upload(values: NDArray[Any]) -> Tensor:
+        uploads.append(values)
+        if len(uploads) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return UPLOAD(values)
+
+    pages = DevicePages(memory, PageStream(InterpretedStream(Held()), ops, upload))
+    page = memoryview(bytearray(b"\x01" * group.page_bytes))
+    with pytest.raises(torch.OutOfMemoryError):
+        pages.write([2], page)
+    left = memory.data.clone()
+    pages.read([0], page)  # what was launched before it is played
+    assert torch.equal(memory.data, left)

@@ -5,6 +5,7 @@ Axes: L layers of the group, N pages that are copied, B bytes of a page in one l
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -55,10 +56,12 @@ class DevicePages:
     def write(self, pages: Sequence[int], data: memoryview) -> None:
         """Copy what `read` has copied of so many pages to these; a hole leaves a page out."""
         copies, numbers = self._copies, np.asarray(pages, np.int32)
-        parts = self._memory.packed(len(pages), data)
-        with copies.turn, torch.inference_mode(), copies.stream.launching():
-            at = copies.upload(numbers)
-            for pool, packed in zip(self._memory.tensors, parts, strict=True):
-                copies.ops.scatter_pages(pool, at, copies.upload(packed))
-            download = copies.stream.download([])
-        download.wait()
+        parts, stream = self._memory.packed(len(pages), data), copies.stream
+        with ExitStack() as after, copies.turn, torch.inference_mode(), stream.launching():
+            try:
+                at = copies.upload(numbers)
+                for pool, packed in zip(self._memory.tensors, parts, strict=True):
+                    copies.ops.scatter_pages(pool, at, copies.upload(packed))
+            finally:
+                # After a failure, too: from here on these pages may be another request's.
+                after.callback(stream.download([]).wait)
