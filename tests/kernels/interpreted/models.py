@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.kernels.interpreted.held import SLOTS, HeldStream
+from tests.kernels.interpreted.held import SLOTS, Held, HeldStream
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
 from tests.models.quantization.rows import BY_NAME as QUANTIZED
@@ -36,6 +36,7 @@ from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.runner import decode_graphs, device_runner
 from antiphon.model_worker.runner.device_pages import DevicePages, PageStream
 from antiphon.model_worker.runner.device_runner import DeviceRunner
+from antiphon.model_worker.runner.pools import cache_groups
 from antiphon.model_worker.startup.engine import host_device, load_resolved
 from antiphon.resolve.resolved_config import resolve
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
@@ -281,6 +282,15 @@ def test_weights_stay_in_fp8(name: str, tmp_path: Path) -> None:
     (expected,), (got,) = (outputs_of(each, overlap=False, count=1) for each in (on_cpu, model))
     assert got[0] == expected[0]
     assert got[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+def test_kernels_that_copy_pages_are_compiled_before_the_first_request(tmp_path: Path) -> None:
+    loaded = load(write_llama(tmp_path), dtype="float32", device="interpreter")
+    groups = cache_groups(loaded.spec, loaded.build, page_tokens=16, pages=2)
+    runner = DeviceRunner(loaded, groups, InterpretedStream(held := Held()))
+    assert not held.made
+    assert len(runner.page_memories()) == len(groups)
+    assert held.made == 2 * len(groups)
 
 
 def test_pages_are_copied_beside_steps(tmp_path: Path) -> None:

@@ -42,6 +42,12 @@ class DevicePages:
         self._memory = memory
         self._copies = copies
 
+    def compile(self) -> None:
+        """Compile the kernels, by a copy of a page to itself: no step may write it meanwhile."""
+        page = memoryview(bytearray(self._memory.group.page_bytes))
+        self.read([0], page)
+        self.write([0], page)
+
     def read(self, pages: Sequence[int], out: memoryview) -> None:
         """Copy pages to bytes: of each tensor, those of each layer, in the order given."""
         copies, numbers = self._copies, np.asarray(pages, np.int32)

@@ -89,7 +89,10 @@ class DeviceRunner(ModelRunner):
 
     def page_memories(self) -> list[PageMemory]:
         copies = PageStream(self._stream.beside(), self.ops, self._upload)
-        return [DevicePages(pool.memory, copies) for pool in self.pools]
+        memories = [DevicePages(pool.memory, copies) for pool in self.pools]
+        for each in memories:
+            each.compile()
+        return [*memories]
 
     def launch(self, plan: StepPlan) -> LaunchedPlan:
         """Launch a plan, or as much of it as needs no sampling part. Returns at once."""
