@@ -10,6 +10,8 @@ from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import huge_zeros
 from antiphon.kernels.op import Backend, DeviceCapability, KernelUnavailable, kernel, table
 from antiphon.kernels.ops import select
+from antiphon.kernels.triton import backend
+from antiphon.model_worker.startup.gpu import gpu_numerics
 
 CPU = DeviceCapability("cpu")
 GPU = DeviceCapability("cuda")
@@ -97,3 +99,17 @@ def test_memory_returns_when_its_last_piece_is_gone() -> None:
     del pieces
     assert resident_bytes() - before < 60 * MIB
     assert bool((kept == 1).all())
+
+
+def test_the_numerics_of_a_device_name_the_sources_of_its_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored pages outlive a worker: those of other kernels are not found."""
+    before = gpu_numerics("interpreter")
+    assert before["kernels"].startswith(f"{backend.version()} by triton ")
+    for path in backend.SOURCES.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(backend, "SOURCES", tmp_path)
+    assert gpu_numerics("interpreter") == before
+    (tmp_path / "attention.py").write_text("# another order of sums\n")
+    assert gpu_numerics("interpreter") != before

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -16,6 +18,16 @@ SMS = (80, 86, 89, 90, 100, 103, 120)
 E4M3_SM = 89
 """The first compute capability that converts float8_e4m3fn."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SOURCES = Path(__file__).parent
+_VERSION_DIGITS = 8
+
+
+def version() -> str:
+    """A hash of the kernels and of how they are launched, equal wherever these are the same."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.glob("*.py")):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:_VERSION_DIGITS]
 
 
 def triton(

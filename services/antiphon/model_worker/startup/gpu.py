@@ -8,6 +8,7 @@ import torch
 
 from antiphon.kernels.linear_fp8 import linear_fp8
 from antiphon.kernels.op import DeviceCapability
+from antiphon.kernels.triton.backend import version as kernels_version
 from antiphon.resolve.device import INTERPRETER
 from antiphon.service.startup import CannotStart
 
@@ -36,7 +37,7 @@ def gpu_numerics(name: str) -> dict[str, str]:
     sm = _sm(name)
     return {
         "isa": INTERPRETER if sm is None else f"sm_{sm}",
-        "kernels": f"triton {version('triton')}",
+        "kernels": f"{kernels_version()} by triton {version('triton')}",
         "torch": torch.__version__,
     }
 
