@@ -104,7 +104,8 @@ Linears of checkpoints in fp8, with a scale for the tensor, an output or a block
 the token, or for as many of its inputs as share a scale of the weights ([decision
 73](decisions/0073-fp8-weights-meet-fp8-activations.md)). Compute capabilities before 8.9 do not
 multiply fp8: there, and with `--model-linear plain`, weights are converted while loading.
-So are those of routed experts, and blocks whose inputs are no multiple of 32.
+So are those of routed experts and of the output head, and blocks whose inputs are no multiple of
+32.
 
 ## Pages outside the worker
 

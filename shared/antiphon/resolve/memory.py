@@ -81,17 +81,18 @@ def weight_bytes(
     quantized: LinearFormat = LinearFormat.PLAIN,
     count: int = 0,
     grouped_bytes: int = 0,
+    wide: int = 0,
 ) -> int:
     """Bytes of the parameters; one per int8 weight, except for an embedding that is not the head.
 
     `count` of them are quantized in the checkpoint: stored as `quantized`, the others as `linear`;
-    `grouped_bytes` is the size of their codes and scales. Experts do not stay in fp8.
+    `grouped_bytes` is the size of their codes and scales. `wide` of them do not stay in fp8.
     """
     item = item_bytes(dtype)
     plain = card.weights.count - count
     stored = count * (1 if quantized in INT8_FORMATS else item)
     if quantized is LinearFormat.FP8:
-        wide = min(count, _expert_parameters(card))
+        wide = min(count, wide)
         stored = wide * item + round((count - wide) * FP8_BYTES)
     if quantized is LinearFormat.GROUPED:
         stored = grouped_bytes
@@ -106,10 +107,14 @@ FP8_BYTES = 1 + 4 / 128
 """Of a weight in fp8 and its part of the scale of an output, or of 128 inputs of an output."""
 
 
-def _expert_parameters(card: ModelCard) -> int:
-    if (experts := card.experts) is None:
-        return 0
-    return experts.layers * experts.count * 3 * experts.width * card.hidden_size
+def _wide_parameters(card: ModelCard, quantization: QuantizationConfig | None) -> int:
+    """Quantized parameters that do not stay in fp8: those of experts, and of the head."""
+    wide = 0
+    if (experts := card.experts) is not None:
+        wide += experts.layers * experts.count * 3 * experts.width * card.hidden_size
+    if quantization is not None and quantization.head and quantization.scheme("lm_head"):
+        wide += 0 if card.tied else card.vocabulary_size * card.hidden_size
+    return wide
 
 
 def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
@@ -229,6 +234,7 @@ def resolve_weight_storage(
         quantized=quantized.value,
         count=count,
         grouped_bytes=grouped or 0,
+        wide=_wide_parameters(card, quantization),
     )
     of = f", {count} of them quantized" if count else ""
     read = gib(token_weight_bytes(card, dtype, taken))

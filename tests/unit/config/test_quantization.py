@@ -347,6 +347,30 @@ def test_fp8_stays_where_a_kernel_multiplies_it() -> None:
     assert plan(fp8, gpu, model__device="cuda", model__linear="plain").quantized.value == "plain"
 
 
+def test_a_head_in_fp8_is_converted_and_the_plan_counts_it() -> None:
+    """Unless the checkpoint leaves it out, compressed-tensors quantizes it."""
+    gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU", lacking_fp8=None)
+    groups = {"g": {"targets": ["Linear"], "weights": {"type": "float", "strategy": "channel"}}}
+    without, whole = (
+        said(
+            quant_method="compressed-tensors",
+            format="float-quantized",
+            config_groups=groups,
+            ignore=ignored,
+        )
+        for ignored in (["lm_head"], [])
+    )
+    weights = Weights(GIB // 2, GIB // 4, Dtype.BFLOAT16, quantized=GIB // 4)
+    card = msgspec.structs.replace(CARD, tied=False, weights=weights)
+    taken = [
+        decide(gpu, msgspec.structs.replace(card, quantization=each), model__device="cuda")
+        for each in (without, whole)
+    ]
+    head = CARD.vocabulary_size * CARD.hidden_size
+    more = taken[1].weight_bytes.value - taken[0].weight_bytes.value
+    assert more == head * 2 - round(head * (1 + 4 / 128))
+
+
 def test_kernels_of_gpus_fall_back_to_what_they_multiply() -> None:
     why = "gptq_marlin is a GPU kernel; the weights are in gptq format"
     found = plan(GPTQ, model__quantization="gptq_marlin")
