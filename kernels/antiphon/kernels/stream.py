@@ -1,6 +1,6 @@
 """The stream of a device: what is launched is computed in this order, while the host goes on.
 
-The host waits for a `Download` and for nothing else.
+For a step the host waits for a `Download` and for nothing else.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class DeviceRunner(ModelRunner):
     """Launches plans in their order; what a plan reads of the one before it stays on the device.
 
     The last token of each slot is a tensor there, which a plan's placeholders are resolved from.
-    Nothing is read by the host but outcomes. Plans have no drafts of a draft model, pool nothing,
-    and there is one rank.
+    The host reads nothing of a plan but its outcome. Plans have no drafts of a draft model, pool
+    nothing, and there is one rank.
     """
 
     def __init__(
