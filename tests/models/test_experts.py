@@ -180,7 +180,7 @@ def test_separate_and_stacked_tensors_are_the_same_experts() -> None:
 @pytest.mark.parametrize("linear", sorted(LinearMethod))
 def test_experts_are_kept_in_every_way(tmp_path: Path, linear: str) -> None:
     saved = save(BY_NAME["deepseek-v3"], tmp_path)
-    if linear in ("plain", "packed", "grouped"):
+    if linear in ("plain", "packed", "grouped", "fp8"):  # none of these weights is stored in fp8
         check_logits(saved, linear)
     else:
         with pytest.raises(AssertionError):

@@ -11,9 +11,8 @@ from tests.simulation import test_guided_choices as guided
 from tests.simulation.batching_world import DRAFTS_MAX, World
 from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, harmless, staged
 from tests.simulation.test_worker_threads import beside
-from tests.support.worker import plain_runs
 
-from antiphon.model_worker.batching.mailbox import ControlCommand, Mail
+from antiphon.model_worker.batching.mailbox import NOTHING, ControlCommand, Mailbox
 from antiphon.wire.command import (
     ContinueWorker,
     FlushCache,
@@ -152,10 +151,15 @@ def with_culprits(seed: int) -> None:
                 for key, reported in stage.reported.items()
                 if reported.finish is None and chance.random() < 0.01
             ]
+            mailbox = Mailbox(capacity=len(runs))
+            for key, request in runs:
+                mailbox.run(key, request)
             for key in drops:
                 stage.reported[key].dropped = True
-            orders = list(_orders(chance))
-            stage.turn(Mail(runs=plain_runs(runs), drops=dict.fromkeys(drops), commands=orders))
+                mailbox.drop(key)
+            for order in _orders(chance):
+                mailbox.submit_command(order)
+            stage.turn(mailbox.take(wait=False) or NOTHING)
         stage.order(ContinueWorker())
         stage.finish()
         assert len(stage.reported) > 80

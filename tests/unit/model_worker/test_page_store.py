@@ -296,9 +296,9 @@ async def test_rank_that_fails_to_copy_or_to_fetch_costs_a_miss() -> None:
         await worker.save(NAMESPACE, ids(2), pages(2))
         await stored_by_two(node, ids(2))
         broken = worker.memories[1][0]
-        tensors, broken._tensors = broken._tensors, []
+        tensors, broken.tensors = broken.tensors, []
         assert await worker.fetch(NAMESPACE, ids(2), pages(2, 32)) == 0
         await worker.save(NAMESPACE, ids(2, 500), pages(2))
-        broken._tensors = tensors
+        broken.tensors = tensors
         assert await worker.fetch(NAMESPACE, ids(2, 500), pages(2, 32)) == 0
         assert await worker.fetch(NAMESPACE, ids(2), pages(2, 32)) == 2
