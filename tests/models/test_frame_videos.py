@@ -231,7 +231,7 @@ def test_settings_of_videos_are_those_of_their_file(tmp_path: Path) -> None:
         file.write_text(json.dumps({"size": size, "initial_shift": shift}))
         assert card_of(tmp_path).sampling == EvenSampling(middle=middle)
     file.write_text(json.dumps({"size": size, "initial_shift": 0.5}))
-    with pytest.raises(ConfigError, match=r"initial_shift = 0\\.5: must be true or false"):
+    with pytest.raises(ConfigError, match=r"initial_shift = 0\.5: must be true or false"):
         opened(tmp_path)
     file.write_text(json.dumps({"size": {"height": 30, "width": 30}}))
     with pytest.raises(ConfigError, match="makes images of 30 x 30 pixels"):

@@ -84,7 +84,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def card_of(folder: Path) -> GridVideos:
     card = videos_of(read_vision(folder))
-    assert card is not None
+    assert isinstance(card, GridVideos)
     return card
 
 

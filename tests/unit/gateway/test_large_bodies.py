@@ -359,7 +359,7 @@ async def test_tenant_with_too_many_large_bodies_is_refused_before_they_are_read
         assert go.wait(20)
         return chat(*args, **options)
 
-    async def noted(self: ProcessPool, job: bytes, **options: Any) -> bytes:
+    async def noted(self: ProcessPool, job: bytes, **options: Any) -> bytearray:
         bodies.append(len(job))
         return await run(self, job, **options)
 
