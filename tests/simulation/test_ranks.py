@@ -12,7 +12,7 @@ from tests.simulation.worker_worlds import live, overlaps
 
 from antiphon.model_worker.batching.plan import DeviceLost
 
-TURNS = 80
+TURNS = 50
 WORLDS = 100
 GROUPED_WORLDS = 40
 MANY = 3_000
