@@ -196,6 +196,9 @@ class _Pass:
         self._copy_pages()
         for tokens in (1, 64, 8192):
             self._blocks(tokens)
+        if self._sizes.fp8_group is not None:
+            for tokens in (1, 32, 64, 8192):  # one of each tile
+                self._fp8(tokens, self._sizes.fp8_group)
         for query_len, kv_len in (
             ([2000], [2000]),
             ([1] * 64, [400] * 64),
@@ -214,8 +217,6 @@ class _Pass:
         ops.rmsnorm_wide(x, weight.float(), 1e-5)
         ops.layernorm(x, weight, weight, 1e-5)
         ops.finite_rows(x)
-        if sizes.fp8_group is not None:
-            self._fp8(tokens, sizes.fp8_group)
         activation, width = sizes.activation, sizes.width
         if sizes.experts is None:
             assert isinstance(activation, str), "of a dense model"
@@ -243,17 +244,19 @@ class _Pass:
         self._ops.scatter_pages(pool, pages, self._ops.gather_pages(pool, pages))
 
     def _fp8(self, tokens: int, group: int) -> None:
-        """Linears of attention, and of a dense block."""
+        """Linears of attention, the first one also with Qwen2's bias, and of a dense block."""
         sizes = self._sizes
         queries, kv_heads, size = sizes.heads
-        hidden, width = sizes.hidden, sizes.width
-        shapes = [((queries + 2 * kv_heads) * size, hidden), (hidden, queries * size)]
+        hidden, width, all_heads = sizes.hidden, sizes.width, (queries + 2 * kv_heads) * size
+        shapes = [(all_heads, hidden, True), (all_heads, hidden, False)]
+        shapes += [(hidden, queries * size, False)]
         if sizes.experts is None:
-            shapes += [(2 * width, hidden), (hidden, width)]
-        for outputs, inputs in shapes:
+            shapes += [(2 * width, hidden, False), (hidden, width, False)]
+        for outputs, inputs, biased in shapes:
             each = group or inputs
             scales = _empty(-(-inputs // each), outputs).float()
-            matrix = Fp8Matrix(_empty(outputs, inputs, dtype=E4M3), scales, each)
+            bias = _empty(outputs) if biased else None
+            matrix = Fp8Matrix(_empty(outputs, inputs, dtype=E4M3), scales, each, bias)
             self._ops.linear_fp8(_empty(tokens, inputs), matrix)
 
     def _attend(

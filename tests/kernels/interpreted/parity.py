@@ -119,7 +119,10 @@ def test_linears_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "sizes", "group"),
-    [(0, (8, 64), 64), (1, (40, 100), 100), (2, (8, 2100), 2100), (70, (130, 96), 32)],
+    [
+        *((0, (8, 64), 64), (1, (40, 100), 100), (2, (8, 2100), 2100)),
+        *((20, (40, 96), 32), (40, (40, 100), 100), (70, (130, 96), 32)),
+    ],
 )
 def test_linears_of_8_bits_have_any_size(tokens: int, sizes: tuple[int, int], group: int) -> None:
     checks.check_linear_fp8(linear_fp8, tokens, sizes, group)
