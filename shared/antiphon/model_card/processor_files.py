@@ -13,7 +13,6 @@ from antiphon.model_card.config_json import parse_json, read_json
 PROCESSOR, NESTING = "preprocessor_config.json", "processor_config.json"
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
 
-
 T = TypeVar("T")
 
 
@@ -43,23 +42,25 @@ class ImageProcessorFile(msgspec.Struct, frozen=True):
 
 def image_processor_file(folder: Path) -> ImageProcessorFile:
     """Find the settings of a model's image processor, where transformers does."""
-    nesting, file = folder / NESTING, folder / PROCESSOR
-    if nesting.is_file():
-        nested = bytes(read_json(nesting, _Nesting).image_processor)
-        if nested != b"null":
-            return ImageProcessorFile(nesting, nested)
-    return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
+    return _nested(folder, "image_processor") or _own(folder / PROCESSOR)
 
 
 def video_processor_file(folder: Path) -> ImageProcessorFile:
     """Find the settings of a model's video processor, where transformers does."""
-    nesting, file = folder / NESTING, folder / VIDEO_PROCESSOR
-    if nesting.is_file():
-        nested = bytes(read_json(nesting, _Nesting).video_processor)
-        if nested != b"null":
-            return ImageProcessorFile(nesting, nested)
+    file = folder / VIDEO_PROCESSOR
+    own = file if file.is_file() else folder / PROCESSOR
+    return _nested(folder, "video_processor") or _own(own)
+
+
+def _nested(folder: Path, processor: str) -> ImageProcessorFile | None:
+    file = folder / NESTING
     if not file.is_file():
-        file = folder / PROCESSOR
+        return None
+    content = bytes(getattr(read_json(file, _Nesting), processor))
+    return None if content == b"null" else ImageProcessorFile(file, content)
+
+
+def _own(file: Path) -> ImageProcessorFile:
     return ImageProcessorFile(file, file.read_bytes() if file.is_file() else b"")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -39,7 +39,52 @@ class SeenVideo(msgspec.Struct, frozen=True):
     step: float = 1.0
 
 
-class FrameSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Which frames of a video are seen.
+
+    Attributes:
+        fps: Frames a second that are seen.
+        most: Of any video.
+    """
+
+    fps: float
+    most: Size
+
+    def within(self, limits: PixelLimits) -> Self:
+        """This sampling within the limits of a request.
+
+        Raises:
+            InvalidRequest: They exceed the model's, or leave no patch.
+        """
+        most = limits.frames or self.most
+        if not PAIR <= most <= self.most:
+            raise InvalidRequest.at(
+                LIMITS, f"max_frames = {most}: must be from {PAIR} to {self.most}, the model's"
+            )
+        return msgspec.structs.replace(self, fps=limits.fps or self.fps, most=most)
+
+    def indices(self, video: VideoHeader) -> list[int]:
+        """The frames that are seen, rising.
+
+        Raises:
+            InvalidRequest: The client has chosen more than the model sees.
+        """
+        if not video.chosen:
+            return self.spread(video)
+        if video.frames > self.most:
+            raise InvalidRequest(f"the video has {video.frames} frames; the limit is {self.most}")
+        return [*range(video.frames)]
+
+    def spread(self, video: VideoHeader) -> list[int]:
+        """Those of a video of which the client has chosen none."""
+        raise NotImplementedError
+
+    def counted(self, indices: Sequence[int]) -> int:
+        """By how many frames the sizes of a video go whose frames are these: whole patches."""
+        return max(PAIR, len(indices))
+
+
+class FrameSampling(_Sampling, frozen=True, kw_only=True, tag=True):
     """How the preprocessors of Qwen-VL choose frames: so many a second, within limits.
 
     Attributes:
@@ -56,23 +101,11 @@ class FrameSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ends: bool = False
 
     def within(self, limits: PixelLimits) -> FrameSampling:
-        """This sampling within the limits of a request.
+        limited = super().within(limits)
+        return msgspec.structs.replace(limited, least=min(self.least, limited.most))
 
-        Raises:
-            InvalidRequest: They exceed the model's, or leave no patch.
-        """
-        most, fps = _most_within(limits, self.most), limits.fps or self.fps
-        return msgspec.structs.replace(self, fps=fps, most=most, least=min(self.least, most))
-
-    def indices(self, video: VideoHeader) -> list[int]:
-        """The frames that are seen, rising.
-
-        Raises:
-            InvalidRequest: The client has chosen more than the model sees.
-        """
+    def spread(self, video: VideoHeader) -> list[int]:
         total = video.frames
-        if video.chosen:
-            return _chosen(video, self.most)
         wanted = min(max(total / video.fps * self.fps, self.least), self.most, total)
         count = int(wanted) if self.ends else max(1, int(wanted) // PAIR * PAIR)
         if count == 1:
@@ -83,12 +116,8 @@ class FrameSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         between = total / count
         return [_truncated(index * between) for index in range(count)]
 
-    def counted(self, indices: Sequence[int]) -> int:
-        """By how many frames the sizes of a video go whose frames are these."""
-        return max(PAIR, len(indices))
 
-
-class SecondSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SecondSampling(_Sampling, frozen=True, kw_only=True, tag=True):
     """How the preprocessor of GLM-4V chooses frames: the next one at each part of a second.
 
     Attributes:
@@ -101,24 +130,8 @@ class SecondSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seconds: Size = 300
     most: Size = 600
 
-    def within(self, limits: PixelLimits) -> SecondSampling:
-        """This sampling within the limits of a request.
-
-        Raises:
-            InvalidRequest: They exceed the model's, or leave no patch.
-        """
-        most, fps = _most_within(limits, self.most), limits.fps or self.fps
-        return msgspec.structs.replace(self, fps=fps, most=most)
-
-    def indices(self, video: VideoHeader) -> list[int]:
-        """The frames that are seen, rising.
-
-        Raises:
-            InvalidRequest: The client has chosen more than the model sees.
-        """
+    def spread(self, video: VideoHeader) -> list[int]:
         total = video.frames
-        if video.chosen:
-            return _chosen(video, self.most)
         seconds = total / video.fps
         count = max(1, math.floor(seconds * self.fps))
         if seconds <= self.seconds and count <= self.most:
@@ -139,7 +152,7 @@ class SecondSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return max(PAIR, len(indices) + len(indices) % PAIR)
 
 
-class EvenSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EvenSampling(_Sampling, frozen=True, kw_only=True, tag=True):
     """How InternVL and LLaVA-OneVision choose frames: a number of them, each of an equal part.
 
     Attributes:
@@ -154,56 +167,16 @@ class EvenSampling(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fps: float = 0.0
     most: Size = 128
 
-    def within(self, limits: PixelLimits) -> EvenSampling:
-        """This sampling within the limits of a request.
-
-        Raises:
-            InvalidRequest: They exceed the model's.
-        """
-        most, fps = _most_within(limits, self.most), limits.fps or self.fps
-        return msgspec.structs.replace(self, fps=fps, most=most)
-
-    def indices(self, video: VideoHeader) -> list[int]:
-        """The frames that are seen, rising.
-
-        Raises:
-            InvalidRequest: The client has chosen more than the model sees.
-        """
+    def spread(self, video: VideoHeader) -> list[int]:
         total = video.frames
-        if video.chosen:
-            return _chosen(video, self.most)
         wanted = int(total / video.fps * self.fps) if self.fps else self.frames
         count = max(1, min(wanted, self.most, total))
         part = total / count
         first = part / 2 if self.middle else 0.0
         return [_truncated(first + index * part) for index in range(count)]
 
-    def counted(self, indices: Sequence[int]) -> int:
-        """By how many frames the sizes of a video go whose frames are these: not by these."""
-        return len(indices)
-
 
 Sampling = FrameSampling | SecondSampling | EvenSampling
-
-
-def _most_within(limits: PixelLimits, most: int) -> int:
-    """How many frames are seen at most, by a request or else the model.
-
-    Raises:
-        InvalidRequest: They are more than the model's, or no patch.
-    """
-    asked = limits.frames or most
-    if not PAIR <= asked <= most:
-        raise InvalidRequest.at(
-            LIMITS, f"max_frames = {asked}: must be from {PAIR} to {most}, the model's"
-        )
-    return asked
-
-
-def _chosen(video: VideoHeader, most: int) -> list[int]:
-    if video.frames > most:
-        raise InvalidRequest(f"the video has {video.frames} frames; the limit is {most}")
-    return [*range(video.frames)]
 
 
 def _truncated(place: float) -> int:

@@ -20,53 +20,43 @@ _PAUSE_S = 0.05
 
 
 class RequestRoom:
-    """The room that one request takes: of media that it waits for, and of those that have come."""
+    """The room that one request takes: of media that it waits for, and of those that have come.
+
+    Attributes:
+        taken: Bytes of both.
+    """
 
     def __init__(self, store: BlobStore, *, videos: bool = False) -> None:
-        self._store = store
+        self.store = store
+        self.taken = 0
         self._leaving = store.bytes_max // VIDEOS_LEAVE if videos else 0
-        self._bytes = 0
 
     def medium(self, bytes_max: int) -> MediumRoom:
         """Room for one more medium, of at most so many bytes. None is taken yet."""
         return MediumRoom(self, bytes_max)
 
     async def take(self, size_bytes: int, wait_s: float) -> None:
-        total, most = self._bytes + size_bytes, self._store.bytes_max - self._leaving
+        total, most = self.taken + size_bytes, self.store.bytes_max - self._leaving
         if total > most:
             raise InvalidRequest(
                 f"the media of the request may have {total} bytes; the limit is {most} bytes"
             )
-        self._bytes += size_bytes  # of others of this request, too, which wait at the same time
+        self.taken += size_bytes  # of others of this request, too, which wait at the same time
         try:
             async with asyncio.timeout(wait_s):
                 # Blobs expire, too.
-                while not self._store.reserve(size_bytes, self._leaving):  # noqa: ASYNC110
+                while not self.store.reserve(size_bytes, self._leaving):  # noqa: ASYNC110
                     await asyncio.sleep(_PAUSE_S)
         except BaseException as error:
-            self._bytes -= size_bytes
+            self.taken -= size_bytes
             if isinstance(error, TimeoutError):
                 text = f"there is no room for {size_bytes} bytes among the media of open requests"
                 raise Overloaded(f"{text}; retry later", retry_after_s=WAIT_S) from error
             raise
 
     def give_back(self, size_bytes: int) -> None:
-        self._store.release(size_bytes)
-        self._bytes -= size_bytes
-
-    def put(
-        self,
-        data: bytes | bytearray,
-        lifetime_s: float,
-        checksum: bytes,
-        part_bytes: int = 0,
-        part_digests: bytes = b"",
-    ) -> Claim:
-        claim = self._store.put(
-            data, lifetime_s, checksum=checksum, part_bytes=part_bytes, part_digests=part_digests
-        )
-        self._bytes += len(data)
-        return claim
+        self.store.release(size_bytes)
+        self.taken -= size_bytes
 
 
 class MediumRoom:
@@ -120,7 +110,11 @@ class MediumRoom:
     ) -> Claim:
         """Store the bytes that have come, for which room was taken: see `BlobStore.put`."""
         self._give_back()
-        return self._request.put(data, lifetime_s, checksum, part_bytes, part_digests)
+        claim = self._request.store.put(
+            data, lifetime_s, checksum=checksum, part_bytes=part_bytes, part_digests=part_digests
+        )
+        self._request.taken += len(data)
+        return claim
 
     def _give_back(self) -> None:
         self._request.give_back(self.taken)
