@@ -8,7 +8,7 @@ PKG ?= gateway
 # The slowest tests of a run; what takes under a second is not listed.
 DURATIONS := --durations=15 --durations-min=1
 CPP := $(wildcard kernels/antiphon/kernels/cpu/csrc/*)
-# Files with tests of whole stacks: collecting all others twice would take most of a minute.
+# Files with tests of whole stacks: to collect all others once more would take half a minute.
 STACKS = $(shell grep -rl --include='test_*.py' 'mark\.system' tests | sort)
 
 # The tests start hundreds of processes: without bytecode on disk each compiles the tree again.

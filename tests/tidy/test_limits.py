@@ -7,7 +7,11 @@ import re
 
 from tests.tidy.test_layout import CODE, ROOT
 
-BOUNDS = {"Queue": "maxsize", "deque": "maxlen", "SimpleQueue": "", "LifoQueue": "maxsize"}
+BOUNDS = {
+    **dict.fromkeys(("Queue", "LifoQueue", "PriorityQueue"), "maxsize"),
+    "deque": "maxlen",
+    "SimpleQueue": "",
+}
 """Kinds of queues, and the argument that bounds each; the second one of `deque`."""
 
 
@@ -27,14 +31,17 @@ def unbounded_queues(tree: ast.AST) -> list[str]:
 
 
 def _is_bounded(call: ast.Call, name: str) -> bool:
-    if any(keyword.arg == BOUNDS[name] for keyword in call.keywords):
-        return True
-    return len(call.args) > (name == "deque")
+    bounds = [each.value for each in call.keywords if each.arg == BOUNDS[name]]
+    bounds += call.args[name == "deque" :]
+    return any(ast.unparse(each) not in ("0", "None") for each in bounds)
 
 
 def test_queues_without_a_bound_are_found() -> None:
-    code = "Queue(); Queue(3); deque(x); deque(x, 3); deque(maxlen=3); asyncio.Queue[int]()"
-    assert unbounded_queues(ast.parse(code)) == ["Queue", "deque", "Queue"]
+    bounded = "Queue(3); Queue(maxsize=most); deque(x, 3); deque(maxlen=3)"
+    assert unbounded_queues(ast.parse(bounded)) == []
+    code = "Queue(); Queue(0); PriorityQueue(); deque(x); deque(maxlen=None); asyncio.Queue[int]()"
+    found = ["Queue", "Queue", "PriorityQueue", "deque", "deque", "Queue"]
+    assert unbounded_queues(ast.parse(code)) == found
 
 
 def test_the_page_of_limits_names_what_bounds_each_queue() -> None:
