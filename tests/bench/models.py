@@ -144,6 +144,7 @@ class ExpertsShape(Shape, frozen=True, kw_only=True):
 
         return Qwen3MoeConfig(
             **self._settings(),
+            head_dim=self.hidden // self.heads,
             moe_intermediate_size=self.intermediate,
             num_experts=self.experts,
             num_experts_per_tok=self.chosen,
@@ -212,6 +213,7 @@ class HybridShape(Shape, frozen=True, kw_only=True):
         head = self.hidden // self.heads
         return FalconH1Config(
             **self._settings(),
+            head_dim=head,
             mamba_d_ssm=self.inner,
             mamba_n_heads=self.inner // head,
             mamba_d_head=head,

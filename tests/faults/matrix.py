@@ -51,7 +51,7 @@ AFTER_S = 5.0
 """After a fault streams that it has not hit may be slow: those that it has hit begin again."""
 TIMEOUT_S = 240.0
 """For each stage: first words, recovery, pages without owner. A loaded machine is slow."""
-AT_ONCE = 16
+AT_ONCE = 64
 """Requests of a run without a fault."""
 
 
