@@ -34,19 +34,18 @@ LATER = "\nCases measured later, at another commit:\n"
 ROUNDS_MIN = 5
 
 
-def peers(processors: Mapping[str, tuple[Summary | None, Summary | None]]) -> Iterable[str]:
-    """Yield a table for each instruction set that was measured, and of cases measured again."""
+def peers(processors: Mapping[str, Sequence[Summary]]) -> Iterable[str]:
+    """Yield the tables of each instruction set: all cases, and some that were measured later."""
     head = HEAD
-    for instructions, (whole, later) in processors.items():
-        if whole is None:
+    for instructions, summaries in processors.items():
+        if not summaries:
             continue
         yield head
         head = ""
         yield f"\n### {TITLES[instructions]}\n"
-        yield from _measured(whole)
-        if later is not None:
-            yield LATER
-            yield from _measured(later)
+        for number, summary in enumerate(summaries):
+            yield LATER if number else ""
+            yield from _measured(summary)
 
 
 def _measured(summary: Summary) -> Iterable[str]:

@@ -62,7 +62,11 @@ def page(results: Path) -> str:
     parts = [HEAD]
     parts += peers(
         {
-            name: (_read(results, f"peers-{name}"), _read(results, f"peers-{name}-later"))
+            name: [
+                read(file)
+                for pattern in (f"peers-{name}.json", f"peers-{name}-*.json")
+                for file in sorted(results.glob(pattern))
+            ]
             for name, _ in INSTRUCTIONS
         }
     )

@@ -191,7 +191,7 @@ def running(peer: Peer, model: Model) -> Iterator[Server]:
         url = f"http://127.0.0.1:{port}"
         if not _healthy_in(process, url, peer.starts_in_s):
             said = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-            raise NotHere(f"it did not start: {said[-500:]}")
+            raise NotHere(f"it did not start: {said[-500:].replace(str(Path.home()), '~')}")
         yield Server(url, peer.served(model), process.pid, time.monotonic() - began_s)
     finally:
         _stop(process)
