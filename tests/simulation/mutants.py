@@ -15,6 +15,8 @@ from tests.simulation.list_worlds import open_lists, running_lists
 from tests.simulation.protocol_world import move_attempts, note_silences
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
+from tests.simulation.settle_orders import ORDERS as SETTLE_ORDERS
+from tests.simulation.settle_orders import live_numbered
 from tests.simulation.stored_rank_world import StoredRankWorld
 from tests.simulation.stored_world import STORED_TURNS, StoredWorld
 from tests.simulation.worker_worlds import (
@@ -47,6 +49,7 @@ from antiphon.model_worker.cache.states import StateChains
 from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.model_worker.protocol.held_request import HeldChoice
 from antiphon.model_worker.ranks import page_shards
+from antiphon.scheduler.core import SchedulerCore
 from antiphon.service.followed_lists import FollowedLists, LineSet, ListChange
 from antiphon.service.peers import PeerTable
 from antiphon.transfer.checksums import page_checksum
@@ -98,6 +101,11 @@ def seal_order(number: int) -> None:
 
 def owner_seal_order(number: int) -> None:
     live_in_order(ORDERS[number * len(ORDERS) // SEEDS], forgets=True)
+
+
+def settle_order(number: int) -> None:
+    """One of the orders in which a new leader learns, spread over all of them."""
+    live_numbered(number * len(SETTLE_ORDERS) // SEEDS)
 
 
 # Faults.
@@ -409,6 +417,16 @@ def sent_from_the_next(right: Callable[..., Any]) -> Callable[..., Any]:
     return rebind
 
 
+def ready_at_once(_: Callable[..., Any]) -> Callable[..., Any]:
+    """A new leader binds and aborts before lists and workers' reports of its term have come."""
+
+    def all_reported(self: SchedulerCore) -> bool:
+        del self
+        return True
+
+    return all_reported
+
+
 MUTANTS = (
     Mutant("late one taken for ended", PeerTable, "take_late", taken_for_ended, note_silences),
     Mutant("late one not probed", PeerTable, "take_late", never_probed, note_silences),
@@ -420,6 +438,7 @@ MUTANTS = (
     Mutant("seal answered with more", Detokenizer, "_seal", answered_with_more, seal_order),
     Mutant("sealed ids one short", ChoiceState, "sealed", one_id_short, seal_order),
     Mutant("owner's ids one short", OwnedChoice, "sealed", one_id_short, owner_seal_order),
+    Mutant("leader ready at once", SchedulerCore, "_all_reported", ready_at_once, settle_order),
     Mutant("change not counted", LineSet, "remove", not_removed, open_lists),
     Mutant("digest not compared", FollowedLists, "compare", taken_for_whole, open_lists),
     Mutant("worker's change not counted", LineSet, "remove", not_removed, running_lists),
