@@ -17,6 +17,8 @@ from antiphon.model_card.files import find_files
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
 from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.startup.engine import kernel_choices
+from antiphon.wire.command import KernelChoice
 
 
 @pytest.fixture
@@ -129,8 +131,13 @@ def test_code_beside_a_model_that_we_know_is_left_alone(
 
 def test_a_backend_that_is_named_runs_or_says_why_not(llama: Path) -> None:
     opened = open_model(llama, pages=4, backends=("attention.paged:torch",))
-    chosen = {choice.op: choice.backend for choice in opened.runner.choices}
-    assert chosen["attention.paged"] == "torch"
+    chosen = {choice.op: choice for choice in kernel_choices(opened)}
+    assert chosen["attention.paged"] == KernelChoice(
+        op="attention.paged",
+        backend="torch",
+        refused={"triton": "torch is forced", "cpu": "torch is forced"},
+    )
+    assert len(chosen) == len(opened.runner.choices)
     with pytest.raises(KernelUnavailable, match="'triton' cannot run here: it runs on CUDA only"):
         open_model(llama, pages=4, backends=("attention.paged:triton",))
 

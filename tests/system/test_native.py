@@ -218,8 +218,11 @@ async def test_a_server_tells_of_itself(http: aiohttp.ClientSession, stack: Stac
         async with http.get(path) as reply:
             assert reply.status == 200, path
     assert (await get(http, "/model_info"))["served_model_name"] == stack.model
-    (load,) = (await get(http, "/server_info"))["internal_states"]
+    info = await get(http, "/server_info")
+    (load,) = info["internal_states"]
     assert load["max_total_num_tokens"] > 0
+    backends = {each["operation"]: each["backend"] for each in info["kernels"][load["worker"]]}
+    assert backends["attention.paged"] in ("cpu", "torch")
     async with http.get("/metrics") as reply:
         assert "antiphon_num_open_reqs 0.0" in await reply.text()
 

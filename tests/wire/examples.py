@@ -499,8 +499,17 @@ EVERY: tuple[Message, ...] = (
     ),
     command.RemoveCorpus(corpus_id="code"),
     command.ListCorpora(),
+    command.ListKernels(),
     command.ControlDone(
-        pages_freed=128, requests=2, file="/var/dumps/plans.antiphon", corpora={"code": 4}
+        pages_freed=128,
+        requests=2,
+        file="/var/dumps/plans.antiphon",
+        corpora={"code": 4},
+        kernels=(
+            command.KernelChoice(
+                op="norm.rmsnorm", backend="torch", refused={"cpu": "no compiler"}, draft=True
+            ),
+        ),
     ),
     kv_events.KvEvents(
         worker=WORKER,

@@ -13,12 +13,14 @@ from antiphon.wire.command import (
     ContinueWorker,
     ControlDone,
     FlushCache,
+    KernelChoice,
     ListCorpora,
+    ListKernels,
     PauseWorker,
     RemoveCorpus,
     SetWeightVersion,
 )
-from antiphon.wire.errors import Unavailable
+from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.routes import ABORT, WORKER_CONTROL
 from antiphon.wire.submit import AbortRequests
 
@@ -45,6 +47,8 @@ SETTLE_S = 10.0
 """Grace period for a gateway that just started, or whose end is in flight."""
 ANSWER_S = 15.0
 """Reply timeout; longer than a worker takes to finish a step."""
+KERNELS_S = 1.0
+"""Likewise, of what no step is waited for."""
 _LOOK_S = 0.05
 _ABORT_S = 5.0
 """Maximum age of an abort: later, the id may belong to another request."""
@@ -100,6 +104,25 @@ class WorkerControl:
             not_after_unix_ms=self.runtime.clock.unix_ms() + round(_ABORT_S * 1000),
         )
         self.runtime.bus.publish(ABORT, message, model=self.model)
+
+    async def kernels(self) -> dict[InstanceId, tuple[KernelChoice, ...]]:
+        """The backend of each operation of the workers that report it within `KERNELS_S`."""
+
+        async def ask(worker: InstanceId) -> tuple[KernelChoice, ...] | None:
+            call = self.runtime.bus.call
+            try:
+                done = await call(WORKER_CONTROL, ListKernels(), timeout_s=KERNELS_S, worker=worker)
+            except EngineError:
+                return None
+            return done.kernels
+
+        workers = [
+            peer.process.instance
+            for peer, _ in self.loads()
+            if ListKernels.__name__ in peer.heartbeat.reads
+        ]
+        reports = zip(workers, await gather([ask(worker) for worker in workers]), strict=True)
+        return {worker: kernels for worker, kernels in reports if kernels is not None}
 
     async def command(
         self, order: WorkerCommand, *, timeout_s: float = ANSWER_S

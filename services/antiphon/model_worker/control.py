@@ -1,4 +1,7 @@
-"""Operator commands to a worker: drain, flush, pause, continue, weight version, dump, corpora."""
+"""Control calls to a worker.
+
+Drain, flush, pause, continue, weight version, dump, corpora, kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from antiphon.wire.command import (
     DrainWorker,
     DumpPlans,
     FlushCache,
+    KernelChoice,
     ListCorpora,
+    ListKernels,
     PauseWorker,
     RemoveCorpus,
     SetWeightVersion,
@@ -40,6 +45,7 @@ ControlMessage = (
     | AddCorpus
     | RemoveCorpus
     | ListCorpora
+    | ListKernels
 )
 
 
@@ -57,6 +63,7 @@ class ControlEndpoint:
     drain: Callable[[bool], None]
     live_count: Callable[[], int]
     send_heartbeat: Callable[[], Awaitable[None]]
+    kernels: tuple[KernelChoice, ...]
     _waiting: deque[asyncio.Future[ControlDone]] = field(
         default_factory=deque["asyncio.Future[ControlDone]"]
     )
@@ -80,6 +87,8 @@ class ControlEndpoint:
                 return ControlDone(file=str(file))
             case AddCorpus() | RemoveCorpus() | ListCorpora():
                 return await self.corpora.answer(message)
+            case ListKernels():
+                return ControlDone(kernels=self.kernels)
             case FlushCache(unless_busy=True) if live := self.live_count():
                 return ControlDone(requests=live)
             case FlushCache():

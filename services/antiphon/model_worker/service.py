@@ -53,7 +53,13 @@ from antiphon.service.startup import HELD_ENTRY_BYTES, check_message_fits, fitti
 from antiphon.wire.base import Role
 from antiphon.wire.claim import PromptClaim
 from antiphon.wire.codec import ID_BYTES
-from antiphon.wire.command import CommandBatch, ControlDone, ResendTokens, StopChoice
+from antiphon.wire.command import (
+    CommandBatch,
+    ControlDone,
+    ListKernels,
+    ResendTokens,
+    StopChoice,
+)
 from antiphon.wire.errors import EngineError, Internal, Overloaded
 from antiphon.wire.heartbeat import FetchRunningList, RunningList, WorkerLoad
 from antiphon.wire.routes import (
@@ -83,7 +89,7 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS, PromptClaim.__name__)
+READS = (*OPEN_LIST_READS, *RUNNING_LIST_READS, PromptClaim.__name__, ListKernels.__name__)
 TICK_S = 0.25
 LINGER_S = 3.0
 """How long a drained worker keeps ids for a replay: five heartbeats."""
@@ -163,6 +169,7 @@ class ModelWorker:
             self._begin_drain,
             lambda: self._output.live_count,
             runtime.health.send_heartbeat,
+            engine.kernels,
         )
         self._size = size = WorkerSize(
             pages_total=engine.step_core.pages_total,

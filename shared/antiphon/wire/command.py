@@ -13,8 +13,10 @@ from antiphon.wire.bounds import (
     CHOICES_MAX,
     ChoiceIndex,
     Count,
+    LongText,
     Milliseconds,
     Number,
+    ShortText,
     Signed,
     TokenOffset,
     UnixMs,
@@ -285,6 +287,29 @@ class ListCorpora(Message):
     """Report the external corpora."""
 
 
+class ListKernels(Message):
+    """Report the backend of each operation. Sent to workers that read it."""
+
+
+KERNELS_MAX = 256
+
+
+class KernelChoice(Value):
+    """The backend that computes an operation of a model.
+
+    Attributes:
+        refused: Why the backends that would be preferred do not compute it, by their names.
+        draft: It is an operation of the draft model.
+    """
+
+    op: ShortText
+    backend: ShortText
+    refused: Annotated[dict[ShortText, LongText], Meta(max_length=16)] = msgspec.field(
+        default_factory=dict[str, str]
+    )
+    draft: bool = False
+
+
 class ControlDone(Message):
     """A control call has taken effect.
 
@@ -295,6 +320,7 @@ class ControlDone(Message):
         file: Path of a dump, on the worker's machine.
         corpora: Tokens of each external corpus that the worker has after the call, by id. Only of
             the calls for corpora.
+        kernels: Of `ListKernels`.
     """
 
     pages_freed: Count = 0
@@ -303,3 +329,4 @@ class ControlDone(Message):
     corpora: Annotated[dict[CorpusId, Count], Meta(max_length=CORPORA_MAX)] = msgspec.field(
         default_factory=dict[str, int]
     )
+    kernels: Annotated[tuple[KernelChoice, ...], Meta(max_length=KERNELS_MAX)] = ()

@@ -251,6 +251,7 @@ WORKER_CONTROL = RequestRoute(
         command.AddCorpus,
         command.RemoveCorpus,
         command.ListCorpora,
+        command.ListKernels,
     ),
     replies=(command.ControlDone,),
     senders=(Role.SCHEDULER, Role.GATEWAY, OPERATOR),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.arguments import PARSER, loaded, refusal
 
-from antiphon.config.fields import fields
+from antiphon.config.fields import fields, value_at
 from antiphon.config.load import Loaded, child_environment, write_yaml
 from antiphon.config.settings import Settings
 from antiphon.config.sglang_arguments import (
@@ -133,6 +133,44 @@ def test_every_verdict_has_a_reason_of_its_own_and_none_is_left_over() -> None:
 )
 def test_value_of_sglang_is_refused_with_its_reason(flag: str, value: str, reason: str) -> None:
     assert refused([flag, value]) == f"{flag} {value}: refused: {reason}"
+
+
+ATTENTION = (
+    "triton torch_native flex_attention dsa nsa dsv4 compressed cutlass_mla fa3 fa4 flashinfer "
+    "flashmla trtllm_mla cutedsl_mla tokenspeed_mla tokenspeed_mha trtllm_mha hpc_ops aiter "
+    "dual_chunk_flash_attn minicpm_flashattn minicpm_flashinfer wave intel_amx ascend intel_xpu mlu"
+)
+ATTENDING = {"triton": "triton", "torch_native": "torch", "intel_amx": "cpu"}
+BACKENDS = {
+    "--attention-backend": (ATTENTION, ATTENDING),
+    "--prefill-attention-backend": (ATTENTION, ATTENDING),
+    "--decode-attention-backend": (ATTENTION, ATTENDING),
+    "--sampling-backend": ("flashinfer pytorch ascend", {"pytorch": "torch"}),
+    "--moe-runner-backend": (
+        "auto deep_gemm triton triton_kernel flashinfer_trtllm experimental_sgl_trtllm "
+        "flashinfer_trtllm_routed flashinfer_cutlass flashinfer_mxfp4 flashinfer_cutedsl cutlass "
+        "aiter ascend marlin humming experimental_sgl_marlin hpc_ops megamoe intel_xpu",
+        {"auto": "auto", "triton": "triton"},
+    ),
+    "--fp8-gemm-runner-backend": (
+        "auto deep_gemm flashinfer_trtllm flashinfer_cutlass flashinfer_deepgemm "
+        "flashinfer_cutedsl cutlass triton aiter",
+        {"auto": "auto", "triton": "triton"},
+    ),
+}
+"""Every name of SGLang's, of this and of earlier versions; and what those mean that are taken."""
+
+
+@pytest.mark.parametrize("flag", BACKENDS)
+def test_every_backend_of_sglang_is_taken_or_refused_by_its_own_reason(flag: str) -> None:
+    names, taken = BACKENDS[flag]
+    (path,) = (row.path for row in TARGETS if row.flags[0] == flag)
+    assert path is not None
+    refusals = values()[flag]
+    assert set(names.split()) == taken.keys() | refusals.keys()
+    assert not taken.keys() & refusals.keys()
+    for name, meant in taken.items():
+        assert value_at(serve([flag, name]).settings, fields()[path]) == meant, name
 
 
 def test_flag_that_is_also_ours_means_the_same() -> None:

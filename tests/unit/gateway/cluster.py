@@ -38,7 +38,9 @@ from antiphon.wire.command import (
     AddCorpus,
     ControlDone,
     FlushCache,
+    KernelChoice,
     ListCorpora,
+    ListKernels,
     RemoveCorpus,
 )
 from antiphon.wire.digests import block_digests
@@ -148,6 +150,7 @@ class Cluster:
     corpora: dict[str, int] = field(default_factory=dict)  # tokens by id
     corpora_errors: dict[type[Message], EngineError] = field(default_factory=dict)  # by the call
     figures: WorkerStats = field(default_factory=WorkerStats)
+    kernels: tuple[KernelChoice, ...] | None = None  # None: it does not reply
     draining: set[Role] = field(default_factory=set)
     reads: tuple[str, ...] = ()  # of all processes
     beats: int = 0
@@ -431,7 +434,10 @@ class Cluster:
     async def _control(self, delivery: Delivery) -> None:
         order = delivery.read(WORKER_CONTROL)
         self.orders.append(order)
-        if isinstance(order, AddCorpus | RemoveCorpus | ListCorpora):
+        if isinstance(order, ListKernels):
+            if self.kernels is not None:
+                delivery.respond(ControlDone(kernels=self.kernels))
+        elif isinstance(order, AddCorpus | RemoveCorpus | ListCorpora):
             self._corpora_control(delivery, order)
         elif isinstance(order, FlushCache) and self.waiting:
             delivery.respond(ControlDone(requests=self.waiting))

@@ -36,12 +36,15 @@ from tests.unit.gateway.calls import (
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 
 from antiphon.config.sglang_arguments import rows
+from antiphon.gateway import peers
 from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.wire.base import Role
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.command import (
     ContinueWorker,
     FlushCache,
+    KernelChoice,
+    ListKernels,
     PauseMode,
     PauseWorker,
     SetWeightVersion,
@@ -606,6 +609,37 @@ async def test_server_info_has_every_argument_of_sglang() -> None:
     for name in ("disable_radix_cache", "disable_priority_preemption", "enable_cache_report"):
         assert info[name] is False, name
     assert (info["torchao_config"], info["return_hidden_states_mode"]) == ("", None)
+
+
+async def test_server_info_has_the_kernels_of_workers_that_report_them(
+    at: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a worker of a version that does not read the call, nor one that is silent, fails."""
+    monkeypatch.setattr(peers, "KERNELS_S", 0.05)
+    at.cluster.kernels = (
+        KernelChoice(op="norm.rmsnorm", backend="torch", refused={"cpu": "no compiler"}),
+        KernelChoice(op="attention.paged", backend="cpu", draft=True),
+    )
+    assert (await got(at, "/server_info"))["kernels"] == {}
+    assert not at.cluster.orders
+    at.cluster.reads = (ListKernels.__name__,)
+    workers = at.service.submission.runtime.peers
+    await until(lambda: workers.read_by_all(ListKernels, Role.WORKER))
+    assert (await got(at, "/server_info"))["kernels"] == {
+        "worker-0": [
+            {
+                "operation": "norm.rmsnorm",
+                "backend": "torch",
+                "refused": {"cpu": "no compiler"},
+                "draft": False,
+            },
+            {"operation": "attention.paged", "backend": "cpu", "refused": {}, "draft": True},
+        ]
+    }
+    at.cluster.kernels = None
+    info = await got(at, "/server_info")
+    assert (info["kernels"], info["internal_states"][0]["worker"]) == ({}, "worker-0")
+    assert at.cluster.orders == [ListKernels(), ListKernels()]
 
 
 async def test_loads_are_listed_by_worker(at: House) -> None:

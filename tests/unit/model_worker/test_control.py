@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +31,8 @@ from antiphon.wire.command import (
     ControlDone,
     DumpPlans,
     FlushCache,
+    KernelChoice,
+    ListKernels,
     PauseMode,
     PauseWorker,
     SetWeightVersion,
@@ -186,6 +189,18 @@ class BrokenProgress(EngineCore):
             msgspec.structs.replace(news, start=-1) if isinstance(news, Progress) else news
             for news in progress
         ]
+
+
+async def test_worker_reports_its_kernels() -> None:
+    kernels = (KernelChoice(op="norm.rmsnorm", backend="torch", refused={"cpu": "no compiler"}),)
+
+    def open_with(settings: Settings) -> Engine:
+        return replace(open_hash_engine(settings), kernels=kernels)
+
+    async with staged(open_with) as stage:
+        await stage.control(PauseWorker())
+        assert await stage.control(ListKernels()) == ControlDone(kernels=kernels)
+        assert ListKernels.__name__ in stage.beats[-1].reads
 
 
 async def test_progress_that_cannot_be_added_ends_its_request_alone(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from antiphon.resolve.draft import DraftCard, check_draft_tokenizer, naming_draf
 from antiphon.resolve.resolved_config import ResolvedConfig, resolve, table
 from antiphon.resolve.resolved_value import ResolvedValue
 from antiphon.service.startup import CannotStart
+from antiphon.wire.command import KernelChoice
 from antiphon.wire.digests import BLOCK_TOKENS
 from antiphon.wire.namespaces import PageOrigin
 
@@ -84,6 +85,8 @@ class Engine:
     """Copies blocks of pages on all ranks, if they are stored outside the worker."""
     groups: AttentionGroups | None = None
     """The engine cores of all attention groups, if there are several."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """The backend of each operation; of several ranks, on the first one."""
 
     @property
     def step_core(self) -> StepCore[Any]:
@@ -234,7 +237,18 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         shards = _open_shards(model.codec(), lead, ranked)
         places = [files] if draft_place is None else [files, draft_place]
         core.batch.prefixes.identify_weights(" ".join(map(content_digest, places)))
-    return Engine(core, lead or model.runner, resolved, compiler, lead, shards, groups)
+    runner, kernels = lead or model.runner, kernel_choices(model)
+    return Engine(core, runner, resolved, compiler, lead, shards, groups, kernels)
+
+
+def kernel_choices(model: OpenModel) -> tuple[KernelChoice, ...]:
+    """The backend of each operation of a model and of its draft model, as the log lists them."""
+    own, draft = model.runner.choices, () if model.draft is None else model.draft.choices
+    return tuple(
+        KernelChoice(op=each.op, backend=each.backend, refused=dict(each.refused), draft=drafts)
+        for choices, drafts in ((own, False), (draft, True))
+        for each in choices
+    )
 
 
 def _capture(settings: Settings, resolved: ResolvedConfig, model: OpenModel) -> ResolvedConfig:

@@ -39,7 +39,7 @@ _ALL, _CORE = "all", "core"
 _JSON, _PROMETHEUS = "json", "prometheus"
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of the Prometheus exposition."""
-_SERVER_INFO = "All settings except secrets, and the load of each worker."
+_SERVER_INFO = "All settings except secrets; the load and the kernels of each worker."
 _VERSION = metadata.version("antiphon")
 _GIB = 1024**3
 _LABELS = ("dp_rank", "worker")
@@ -141,6 +141,17 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_size: int | None
 
 
+class KernelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The backend that computes an operation of the model."""
+
+    operation: str
+    backend: str
+    refused: dict[str, str]
+    """Backends that would be preferred, and why each one does not compute it."""
+    draft: bool
+    """Whether it is an operation of the draft model."""
+
+
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Server information: all settings except secrets, and the load of each worker.
 
@@ -154,6 +165,9 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     metrics_ports: dict[str, int]
     """Metrics port of each process of the model."""
     internal_states: list[Load]
+    kernels: dict[str, list[KernelInfo]]
+    """The backend of each operation, by worker, as chosen at its start. A worker that does not
+    reply within a second is missing."""
 
 
 class OlderLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,6 +303,15 @@ class InfoEndpoints(Endpoints):
     async def _server_info(self, _: web.Request) -> web.Response:
         settings, model = self.runtime.settings, await self._describe()
         loads = self._each()
+        kernels: dict[str, list[KernelInfo]] = {
+            worker: [
+                KernelInfo(
+                    operation=each.op, backend=each.backend, refused=each.refused, draft=each.draft
+                )
+                for each in choices
+            ]
+            for worker, choices in (await self.workers.kernels()).items()
+        }
         nested = msgspec.to_builtins(
             ServerInfo(
                 version=_VERSION,
@@ -303,6 +326,7 @@ class InfoEndpoints(Endpoints):
                 },
                 metrics_ports=dict(self.metrics_ports()),
                 internal_states=loads,
+                kernels=kernels,
             )
         )
         # Nested names take precedence: `model` and the like are ours.
