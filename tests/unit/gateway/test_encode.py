@@ -11,6 +11,7 @@ from tests.support.wait import until
 from tests.unit.gateway.calls import CHAT, COMPLETE, GENERATE, Body, Response, failure, ok, post
 from tests.unit.gateway.cluster import House, house, tokenizer
 
+from antiphon.gateway.requests import tokenizer_calls
 from antiphon.service.peers import Liveness
 from antiphon.wire.base import Role
 
@@ -89,6 +90,18 @@ async def test_calls_are_repeated_while_a_silent_tokenizer_may_take_them() -> No
         at.cluster.mute_tokenizers = 3
         await ok(at, COMPLETE, {"prompt": "x"})
         assert len(at.cluster.encodes) == 4
+
+
+@pytest.mark.parametrize("tokenizers", [1, 2])
+async def test_lost_calls_are_repeated_though_their_tokenizers_live(
+    tokenizers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_calls, "LOST_S", 0.02)
+    async with house(encode_hedge_s=0.001) as at:
+        await _living(at, tokenizers)
+        at.cluster.mute_tokenizers = 2
+        await ok(at, COMPLETE, {"prompt": "x"})
+        assert len(at.cluster.encodes) >= 3
 
 
 async def test_busy_tokenizer_is_called_once_however_long_it_is_silent() -> None:

@@ -38,6 +38,8 @@ R = TypeVar("R", EncodeReply, DecodeReply)
 
 _WAIT_MAX_S = 30.0
 _PAUSE_MAX_S = 2.0
+LOST_S = 4.0
+"""After this time without a reply the call or its reply may be lost, though the tokenizer lives."""
 
 STALE_S = 30.0
 """How long the broker may deliver calls to a dead process: the time to detect its death."""
@@ -75,19 +77,23 @@ class TokenizerCalls:
 
         Calls again after an error; once in parallel to a slow call, if there is another tokenizer;
         and whenever calls may have been lost: a tokenizer that died took its calls along, and a new
-        one is available soon.
+        one is available soon. What a living one has not answered for long is lost or slow: it is
+        asked again after twice that time, and so on.
         """
         now = self._runtime.clock.now
         give_up_at, called_at = now() + patience_s, now()
-        pause_s, hedged = self._hedge_s, False
+        pause_s, hedged, lost_s = self._hedge_s, False, LOST_S
         called: set[InstanceId | None] = set()
         calls = set[asyncio.Task[R | EngineError]]()
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
-                    hedges = bool(calls) and not hedged and self._lost_calls.live_count > 1
-                    if hedges or not calls or self._lost_calls.may_be_lost(called_at):
+                    living = self._lost_calls.live_count
+                    hedges = bool(calls) and not hedged and living > 1
+                    silent = bool(calls) and living > 0 and now() - called_at >= lost_s
+                    if hedges or silent or not calls or self._lost_calls.may_be_lost(called_at):
                         hedged, called_at = hedged or hedges, now()
+                        lost_s *= 2 if silent else 1
                         tokenizer = self._choose(called)
                         called.add(tokenizer)
                         calls.add(group.create_task(self._call_one(routes, request, tokenizer)))
