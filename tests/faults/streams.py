@@ -80,6 +80,7 @@ class Answer:
     error: str | None = None
     """The code of an error, or the kind of a broken connection; None: it is complete."""
     arrivals_s: list[float] = field(default_factory=list[float])
+    """But for that of a chat's role, which is sent when its request is accepted."""
     ended_s: float = 0.0
     request_id: str = ""
     """As its pieces give it."""
@@ -109,7 +110,8 @@ class Answer:
 
     def take(self, chunk: dict[str, Any]) -> None:
         """Add a piece of the stream."""
-        self.arrivals_s.append(time.monotonic())
+        if not any("role" in choice.get("delta", ()) for choice in chunk.get("choices", ())):
+            self.arrivals_s.append(time.monotonic())
         if (error := chunk.get("error")) is not None:
             self.error = str(error.get("code") or error.get("type"))
             return
