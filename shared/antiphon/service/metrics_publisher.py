@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.telemetry import catalog
-from antiphon.wire.base import ProcessState, Role
 from antiphon.wire.codec import encode
 from antiphon.wire.errors import EngineError
 from antiphon.wire.heartbeat import PARTS_MAX, SERIES_MAX, MetricFamily, MetricSeries, MetricsReport
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from antiphon.service.service import Runtime
     from antiphon.telemetry.metrics import Published, Series
+    from antiphon.wire.base import Role
     from antiphon.wire.ids import ModelName
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,10 @@ class MetricsPublisher:
         runtime.metrics.before_collect(self._count_cpu)
 
     async def publish(self) -> None:
-        """Send a report each `PERIOD_S` once the process is ready, until cancelled."""
+        """Send a report now, since the process is ready, and each `PERIOD_S`, until cancelled."""
         while True:
+            self.send()
             await asyncio.sleep(PERIOD_S)
-            if self._runtime.health.state is not ProcessState.STARTING:
-                self.send()
 
     def send(self) -> None:
         role, bus, errors = self._role, self._runtime.bus, self._runtime.metrics.bus_errors

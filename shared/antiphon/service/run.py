@@ -91,9 +91,8 @@ async def _run(
             try:
                 heartbeater.service = service
                 publisher = MetricsPublisher(factory.role, service.model(), runtime)
-                group.create_task(publisher.publish(), name="metrics")
                 context.on_started()
-                await _serve_until_stop(service, runtime, heartbeater, stop)
+                await _serve_until_stop(service, runtime, heartbeater, publisher, stop)
             finally:
                 await listeners.end()
                 await group.cancel(_CANCEL_S)
@@ -102,11 +101,16 @@ async def _run(
 
 
 async def _serve_until_stop(
-    service: Service, runtime: Runtime, heartbeater: Heartbeater, stop: asyncio.Event
+    service: Service,
+    runtime: Runtime,
+    heartbeater: Heartbeater,
+    publisher: MetricsPublisher,
+    stop: asyncio.Event,
 ) -> None:
     for endpoint in service.endpoints():
         await runtime.listen(endpoint)
     runtime.health.ready()
+    runtime.group.create_task(publisher.publish(), name="metrics")
     log.info("ready")
     await stop.wait()
     runtime.health.draining()
