@@ -201,15 +201,18 @@ class RankProcesses:
         self._membership.serve()
 
     def close(self) -> None:
-        """End the other ranks; those of this machine are gone afterwards."""
+        """End the other ranks; those of this machine are gone afterwards.
+
+        Ranks that have not met wait for this one, and have nothing to end.
+        """
         self._membership.stop()
         try:
             if self._lead is not None:
                 self._lead.end()
                 if not self._membership.wait_ended(LEAVE_S):
                     log.warning("ranks do not end", extra={"seconds": LEAVE_S})
-            for child in self._children:
-                child.wait(LEAVE_S)
+                for child in self._children:
+                    child.wait(LEAVE_S)
         except (subprocess.TimeoutExpired, RuntimeError) as error:
             log.warning("ranks are killed", extra={"reason": str(error)})
         self._kill()
