@@ -42,7 +42,7 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from threading import Thread
 
     from antiphon.model_worker.batching.plan import (
@@ -166,6 +166,23 @@ class Reported:
     @property
     def live(self) -> bool:
         return self.finish is None and not self.dropped and not self.returned
+
+
+class Reports(dict[ChoiceKey, Reported]):
+    """What was reported of each choice, in the order in which they were sent."""
+
+    def __init__(self, known: Iterable[tuple[ChoiceKey, Reported]] = ()) -> None:
+        super().__init__(known)
+        self._live = dict(self)
+
+    def __setitem__(self, key: ChoiceKey, reported: Reported) -> None:
+        super().__setitem__(key, reported)
+        self._live[key] = reported
+
+    def live(self) -> Mapping[ChoiceKey, Reported]:
+        """Those that go on. The others, which are many more in the end, are looked at once."""
+        self._live = {key: reported for key, reported in self._live.items() if reported.live}
+        return self._live
 
 
 class Watched:
@@ -292,7 +309,7 @@ class World:
             clock=lambda: self.now,
             ahead=self.ahead,
         )
-        self.reported: dict[ChoiceKey, Reported] = {}
+        self.reported = Reports()
         self.extras = random.Random(f"extras {seed}")
         self.stumbles = said.get("stumbles", 0.01)
         self.runner.draft_stumbles = self.stumbles / 2
@@ -374,7 +391,7 @@ class World:
 
     def act(self) -> None:
         """One turn: some new requests, some dropped ones, sometimes a fault or an order."""
-        live = [key for key, reported in self.reported.items() if reported.live]
+        live = list(self.reported.live())
         runs = [
             pair
             for _ in range(self.random.choice(self.said.get("arrivals", [0, 0, 0, 0, 1, 1])))
@@ -578,8 +595,7 @@ class World:
         running, batch = self.batching.running, self.batching.batch
         assert all(request.running for request in running.values())
         assert len(running) + batch.free_count == self.limits.running_max
-        live = [reported for reported in self.reported.values() if reported.live]
-        assert len(live) == len(running) + len(self.batching.waiting)
+        assert len(self.reported.live()) == len(running) + len(self.batching.waiting)
         for slot, request in running.items():
             assert slot == request.slot
             assert batch.keys[slot] == request.key
@@ -622,11 +638,7 @@ class World:
         """No request is overtaken for longer than was allowed, and by none in plain FCFS."""
         running = set(self.batching.running.values())
         started = [request for request in running - before if request.started_s == self.now]
-        waiting = {
-            key: self.batching._requests[key]
-            for key, reported in self.reported.items()
-            if reported.live
-        }
+        waiting = {key: self.batching._requests[key] for key in self.reported.live()}
         waiting = {key: r for key, r in waiting.items() if not (r.running or r.ended)}
         overdue = [
             key

@@ -28,7 +28,7 @@ from antiphon.model_worker.cache.groups import UNKNOWN_STATE, CacheGroup, GroupK
 from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Sequence
     from threading import Thread
 
 
@@ -37,22 +37,23 @@ both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overla
 
 
 def next_token(
-    context: Sequence[int],
+    context: Sequence[int] | Ints,
     windows: Sequence[int | None],
     seed: int,
     choice: int,
     vocab_size: int,
-    counted: Iterable[int] = (),
+    counted: Sequence[int] = (),
 ) -> int:
     """The token after `context`: what a group with a window sees of it is hashed by itself.
 
     `counted` are the tokens to which penalties apply, in any order.
     """
     digest = blake2b(f"{seed},{choice},{len(context)}".encode(), digest_size=8)
-    digest.update(np.array(sorted(counted), np.int32).tobytes())
+    if counted:
+        digest.update(np.array(sorted(counted), np.int32).tobytes())
+    ids = np.ascontiguousarray(context, np.int32)
     for window in windows:
-        seen = context if window is None else context[-window:]
-        digest.update(np.array(seen, np.int32).tobytes())
+        digest.update((ids if window is None else ids[-window:]).tobytes())
     return int.from_bytes(digest.digest(), "little") % vocab_size
 
 
@@ -72,11 +73,14 @@ def answer_alone(
     With penalties `counted` are those of the context that it has said.
     """
     ids: list[int] = []
-    while len(ids) < longest:
+    known = np.zeros(len(context) + max(0, longest), np.int32)
+    known[: len(context)] = context
+    for length in range(len(context), len(known)):
         said = [] if counted is None else [*counted, *ids]
-        token = next_token([*context, *ids], windows, seed, choice, vocab_size, said)
+        token = next_token(known[:length], windows, seed, choice, vocab_size, said)
         if token in ends:
             return ids, FinishReason.STOP
+        known[length] = token
         ids.append(token)
     return ids, FinishReason.LENGTH
 
@@ -98,6 +102,7 @@ class HashRunner:
     def __init__(self, groups: Sequence[CacheGroup], vocab_size: int) -> None:
         self.groups = groups
         self.vocab_size = vocab_size
+        self.windows = [group.window for group in groups if group.kind is not GroupKind.DRAFT]
         self.poisoned: Callable[[StepPlan, int], bool] = lambda _plan, _row: False
         self.tables = SlotTables(groups)
         self.plans = 0
@@ -123,7 +128,8 @@ class HashRunner:
         ends = np.cumsum(plan.query_len)
         rows = np.searchsorted(ends, plan.logit_tokens, side="right")
         logits = np.bincount(rows, minlength=len(ends))
-        first = np.cumsum(logits) - logits
+        bounds = pairwise([0, *np.cumsum(logits).tolist()])
+        wanted = [range(first, last) for first, last in bounds]
         count, kinds = len(plan.slot), range(len(self.groups))
         written = [[self._context(plan, row, group) for group in kinds] for row in range(count)]
         try:
@@ -139,9 +145,8 @@ class HashRunner:
         status: list[RowStatus] = []
         for row, contexts in enumerate(written):
             status.append(RowStatus.NON_FINITE if self.poisoned(plan, row) else RowStatus.OK)
-            draws = int(logits[row]) if status[-1] is RowStatus.OK else 0
-            wanted = range(int(first[row]), int(first[row]) + draws)
-            accepted.append(self._draw(plan, row, contexts, wanted) if draws else [])
+            draws = bool(wanted[row]) and status[-1] is RowStatus.OK
+            accepted.append(self._draw(plan, row, contexts, wanted[row]) if draws else [])
             if row in penalised:
                 self._counted[int(plan.slot[row])] += accepted[-1]
             self._last[int(plan.slot[row])] = accepted[-1][-1] if accepted[-1] else 0
@@ -177,17 +182,20 @@ class HashRunner:
         """With the places of rows that follow, and the tokens that were not known."""
         if plan.future_start is not None:
             plan = self._placed(plan, plan.future_start)
+        unknown = np.flatnonzero(plan.tokens < 0)
+        if not len(unknown):
+            return plan
         tokens = plan.tokens.copy()
-        for row, slot in enumerate(plan.slot.tolist()):
-            for number in range(int(plan.query_len[row])):
-                index = int(plan.query_start[row]) + number
-                if plan.tokens[index] == draft(slot):
-                    drafts = self._drafts.get(slot, [])
-                    tokens[index] = drafts[number - 1] if number <= len(drafts) else 0
-                elif plan.tokens[index] < 0:
-                    # A slot whose step failed has drawn nothing: this plan will count for nothing.
-                    tokens[index] = self._last.get(-1 - int(plan.tokens[index]), 0)
-                    self.futures += 1
+        rows = np.searchsorted(plan.query_start, unknown, side="right") - 1
+        for index, row in zip(unknown.tolist(), rows.tolist(), strict=True):
+            token, slot = int(tokens[index]), int(plan.slot[row])
+            if token == draft(slot):
+                number, drafts = index - int(plan.query_start[row]), self._drafts.get(slot, [])
+                tokens[index] = drafts[number - 1] if number <= len(drafts) else 0
+            else:
+                # A slot whose step failed has drawn nothing: this plan will count for nothing.
+                tokens[index] = self._last.get(-1 - token, 0)
+                self.futures += 1
         return msgspec.structs.replace(plan, tokens=tokens)
 
     def _note(self, plan: StepPlan, accepted: list[list[int]], computed: Ints) -> None:
@@ -198,8 +206,8 @@ class HashRunner:
             end = int(plan.kv_len[row] - plan.query_len[row] + max(1, computed[row]))
             self._ends[slot] = end
             for group, table in enumerate(plan.page_tables):
-                writes = table[row, 1:][table[row, 1:] >= 0]
                 if self.groups[group].kind is GroupKind.STATE:
+                    writes = table[row, 1:][table[row, 1:] >= 0]
                     several = len(writes) > 1
                     self._current[group, slot] = int(writes[max(0, computed[row] - 1) * several])
 
@@ -240,8 +248,7 @@ class HashRunner:
                 if not count:
                     break
                 seed = (int(plan.sampling.seed[row]), int(plan.sampling.choice[row]))
-                windows = [g.window for g in self.groups if g.kind is not GroupKind.DRAFT]
-                guess = next_token(context, windows, *seed, self.vocab_size)
+                guess = next_token(context, self.windows, *seed, self.vocab_size)
                 wrong = (guess + len(context)) % 3 == 0  # so that one in three is not right
                 drafts[row, number] = (guess + wrong) % self.vocab_size
                 ids.append(int(drafts[row, number]))
@@ -278,18 +285,14 @@ class HashRunner:
             return self._context(plan, row, 0)  # they are written after it
         page_tokens, window = self.groups[group].page_tokens, self.groups[group].window
         table, kv_len = plan.page_tables[group][row], int(plan.kv_len[row])
-        begin = int(plan.query_start[row])
-        fresh = slice(begin, begin + int(plan.query_len[row]))
-        places = np.arange(kv_len - int(plan.query_len[row]), kv_len)
-        pages = table[places // page_tokens]
-        assert (pages >= 0).all(), "a token has no page"
-        self._pages[group][pages, places % page_tokens] = plan.tokens[fresh]
+        begin, length = int(plan.query_start[row]), int(plan.query_len[row])
         # A verify row's first query looks back further than its last.
-        first = kv_len - int(plan.query_len[row]) + 1
-        seen = np.arange(0 if window is None else max(0, first - window), kv_len)
-        pages = table[seen // page_tokens]
-        assert (pages >= 0).all(), "a page that the row sees is gone"
-        return self._pages[group][pages, seen % page_tokens]
+        first = 0 if window is None else max(0, kv_len - length + 1 - window)
+        entries, places = np.divmod(np.arange(first, kv_len), page_tokens)
+        pages = table[entries]
+        assert (pages >= 0).all(), "a token has no page, or one that the row sees is gone"
+        self._pages[group][pages[-length:], places[-length:]] = plan.tokens[begin : begin + length]
+        return self._pages[group][pages, places]
 
     def _advance(self, plan: StepPlan, row: int, group: int) -> Ints:
         """Read a state, write those after the row's tokens, and return what the last is made of."""
@@ -309,14 +312,11 @@ class HashRunner:
 
     def _draw(self, plan: StepPlan, row: int, contexts: list[Ints], logits: range) -> list[int]:
         """What the row draws from each of its `logits`, while its drafts foresaw it."""
-        windows = [group.window for group in self.groups if group.kind is not GroupKind.DRAFT]
-        full = next(
-            context.tolist()
-            for context, window in zip(contexts, windows, strict=False)
-            if window is None
-        )
+        pairs = zip(contexts, self.windows, strict=False)
+        full = next(context for context, window in pairs if window is None)
         for context, group in zip(contexts, self.groups, strict=True):
-            assert context.tolist() == full[-len(context) :], f"{group.kind} pages disagree"
+            seen = full[-len(context) :]
+            assert context is full or np.array_equal(context, seen), f"{group.kind} pages disagree"
         ids: list[int] = []
         for known, logit in enumerate(logits, start=len(full) - len(logits) + 1):
             ids.append(self._next(plan, row, logit, full[:known], logit - logits[0]))
@@ -324,17 +324,15 @@ class HashRunner:
                 break
         return ids
 
-    def _next(
-        self, plan: StepPlan, row: int, logit: int, context: Sequence[int], drafts: int
-    ) -> int:
+    def _next(self, plan: StepPlan, row: int, logit: int, context: Ints, drafts: int) -> int:
         """What follows a context of this row, of which so many are drafts, by these logits."""
-        windows = [group.window for group in self.groups if group.kind is not GroupKind.DRAFT]
         seed, choice = int(plan.sampling.seed[row]), int(plan.sampling.choice[row])
         counted: list[int] = []
         assert plan.part is not None, "a plan samples without its sampling part"
         if plan.part.penalties is not None and row in plan.part.penalties.rows:
-            counted = [*self._counted[int(plan.slot[row])], *context[len(context) - drafts :]]
-        return next_token(context, windows, seed, choice, self.vocab_size, counted)
+            ahead = context[len(context) - drafts :].tolist()
+            counted = [*self._counted[int(plan.slot[row])], *ahead]
+        return next_token(context, self.windows, seed, choice, self.vocab_size, counted)
 
 
 class Eager:

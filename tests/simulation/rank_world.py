@@ -11,14 +11,15 @@ import sys
 import traceback
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
-from dataclasses import dataclass
-from threading import Condition, Thread
+from dataclasses import dataclass, field
+from itertools import chain
+from threading import Event, Lock, Thread
 from threading import enumerate as enumerate_threads
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from tests.simulation.batching_world import VOCAB_SIZE, RunFailed, World, WorldRunner
+from tests.simulation.batching_world import VOCAB_SIZE, Reports, RunFailed, World, WorldRunner
 from tests.simulation.hash_runner import HashRunner, group_of
 
 from antiphon.model_worker.batching.attention_groups import AttentionGroups
@@ -95,6 +96,14 @@ class Collective:
     dtype: str
 
 
+@dataclass(eq=False)
+class Waiter:
+    """A rank in a collective, woken once those that it awaits are there, or one of them ends."""
+
+    awaited: frozenset[int]
+    woken: Event = field(default_factory=Event)
+
+
 class Network:
     """Groups of ranks, in each of which all call the same collectives in the same order.
 
@@ -106,33 +115,41 @@ class Network:
         self.calls: dict[tuple[str, int], list[Collective]] = defaultdict(list)  # group, rank
         self._wait_s = wait_s
         self._values: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
+        self._waiters: dict[tuple[str, int], list[Waiter]] = defaultdict(list)
         self._ended: set[int] = set()
-        self._changed = Condition()
+        self._lock = Lock()
 
     def end(self, rank: int) -> None:
-        with self._changed:
+        with self._lock:
             self._ended.add(rank)
-            self._changed.notify_all()
+            for waiter in chain(*self._waiters.values()):
+                if rank in waiter.awaited:
+                    waiter.woken.set()
 
     def call(
         self, group: str, rank: int, collective: Collective, value: Any, awaited: Sequence[int]
     ) -> dict[int, Any]:
         """Take part in the next collective of a group: the values of the ranks that are awaited."""
-        with self._changed:
+        own = Waiter(frozenset(awaited))
+        with self._lock:
             calls = self.calls[group, rank]
             values = self._values[group, len(calls)]
+            waiters = self._waiters[group, len(calls)]
             calls.append(collective)
             values[rank] = value
-            self._changed.notify_all()
-            arrived = self._changed.wait_for(
-                lambda: values.keys() >= set(awaited) or not self._ended.isdisjoint(awaited),
-                self._wait_s,
-            )
-            if not arrived:
-                raise Hung(f"rank {rank} waits in {group}: {collective}\n{stacks()}")
-            if not values.keys() >= set(awaited):
+            for waiter in waiters:
+                if values.keys() >= waiter.awaited:
+                    waiter.woken.set()
+            if values.keys() >= own.awaited:
+                return values
+            if not self._ended.isdisjoint(own.awaited):
                 raise RankEnded
-            return values
+            waiters.append(own)
+        if not own.woken.wait(self._wait_s):
+            raise Hung(f"rank {rank} waits in {group}: {collective}\n{stacks()}")
+        if not values.keys() >= own.awaited:
+            raise RankEnded
+        return values
 
     def members(self, group: str) -> list[int]:
         layout, (kind, *at) = self.layout, group.split()
@@ -552,7 +569,7 @@ class Part:
         last = runner.last_of.get(self._number)
         planned, tables = runner.planned, watched.page_tables
         vars(world).update(self._kept)
-        world.reported = {key: whole["reported"][key] for key in self.keys}
+        world.reported = Reports((key, whole["reported"][key]) for key in self.keys)
         first = self._number * world.limits.running_max
         runner.last = None if last is None else self._part(last)
         runner.planned = frozenset(

@@ -103,9 +103,7 @@ def steered(drawn: int, words: Ints | None) -> int:
 class MaskedRunner(WorldRunner):
     """Draws what the masks of the plan leave."""
 
-    def _next(
-        self, plan: StepPlan, row: int, logit: int, context: Sequence[int], drafts: int
-    ) -> int:
+    def _next(self, plan: StepPlan, row: int, logit: int, context: Ints, drafts: int) -> int:
         drawn = super()._next(plan, row, logit, context, drafts)
         part = plan.part
         if part is None or part.token_masks is None or part.token_mask_logits is None:
