@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from tests.kernels.rows import ISAS, Row, each_row, threads
+from tests.kernels.rows import ISAS, Row, each_row, rows_of, threads
 from torch import Tensor
 
 from antiphon.kernels.attention import (
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from antiphon.kernels.kv import KvScales
 
 PAGES, PAGE_TOKENS = 300, 4
+BACKENDS = rows_of(paged_attention)
+"""Where hundreds of cases are compared, a test compares one with all of them."""
 every_backend = each_row(paged_attention, "attention")
 every_invariant_backend = each_row(paged_attention, "attention", invariant=True)
 
@@ -231,22 +234,14 @@ def test_heads_may_have_any_even_size(attention: Row, head_size: int, dtype: tor
 LENGTHS = {**ROWS, "many decodes": ([1] * 40, [0, 1, 15, 16, 17, 63, 127, 128, 129, 200] * 4)}
 
 
-@every_backend
 @pytest.mark.parametrize("window", [None, 1, 50, 70])
-@pytest.mark.parametrize("head_size", [32, 40, 64])
-@pytest.mark.parametrize("page_tokens", [16, 32, 48])
 @pytest.mark.parametrize(("query_len", "prefix"), LENGTHS.values(), ids=LENGTHS.keys())
-def test_pages_may_be_longer(
-    attention: Row,
-    query_len: list[int],
-    prefix: list[int],
-    page_tokens: int,
-    head_size: int,
-    window: int | None,
-) -> None:
+def test_pages_may_be_longer(query_len: list[int], prefix: list[int], window: int | None) -> None:
     """Keys of whole pages may be read where they lie, sixteen at a time, and no others."""
-    shape = a_shape(2, 3, head_size, torch.bfloat16, window, page_tokens)
-    assert_equals_the_textbook(attention, shape, query_len, prefix, tolerance=0.02)
+    for page_tokens, head_size in product((16, 32, 48), (32, 40, 64)):
+        shape = a_shape(2, 3, head_size, torch.bfloat16, window, page_tokens)
+        for attention in BACKENDS:
+            assert_equals_the_textbook(attention, shape, query_len, prefix, tolerance=0.02)
 
 
 @every_invariant_backend
@@ -294,22 +289,22 @@ SINKS = {
 every_sink = pytest.mark.parametrize("sinks_of", SINKS.values(), ids=SINKS.keys())
 
 
-def assert_equals_the_shaped_textbook(
-    attention: Row, case: Case, softcap: float | None, sinks: Tensor | None
+def assert_all_equal_the_shaped_textbook(
+    case: Case, softcap: float | None, sinks: Tensor | None
 ) -> None:
     tolerance = 1e-5 if case.q.dtype is torch.float32 else 0.02
-    found = attention(*case.arguments(), UNSCALED, softcap, sinks)
     want = one_by_one(case.q, case.keys, case.values, case.rows, case.scale, softcap, sinks)
-    torch.testing.assert_close(found, want, atol=tolerance, rtol=tolerance)
+    arguments = case.arguments()
+    for attention in BACKENDS:
+        found = attention(*arguments, UNSCALED, softcap, sinks)
+        torch.testing.assert_close(found, want, atol=tolerance, rtol=tolerance)
 
 
-@every_backend
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("query_len", "prefix"), ROWS.values(), ids=ROWS.keys())
 def test_scores_are_capped(
-    attention: Row,
     query_len: list[int],
     prefix: list[int],
     dtype: torch.dtype,
@@ -317,17 +312,15 @@ def test_scores_are_capped(
     softcap: float,
 ) -> None:
     case = Case(3, query_len, prefix, a_shape(dtype=dtype, window=window))
-    assert_equals_the_shaped_textbook(attention, case, softcap, None)
+    assert_all_equal_the_shaped_textbook(case, softcap, None)
 
 
-@every_backend
 @every_sink
 @pytest.mark.parametrize("softcap", [None, CAPS[0]])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("query_len", "prefix"), ROWS.values(), ids=ROWS.keys())
 def test_a_sink_takes_its_part_of_each_head(
-    attention: Row,
     query_len: list[int],
     prefix: list[int],
     dtype: torch.dtype,
@@ -336,17 +329,14 @@ def test_a_sink_takes_its_part_of_each_head(
     sinks_of: Callable[[int], Tensor],
 ) -> None:
     case = Case(3, query_len, prefix, a_shape(dtype=dtype, window=window))
-    assert_equals_the_shaped_textbook(attention, case, softcap, sinks_of(6).to(dtype))
+    assert_all_equal_the_shaped_textbook(case, softcap, sinks_of(6).to(dtype))
 
 
-@every_backend
 @pytest.mark.parametrize("prefix", [511, 512, 1100])
-def test_a_sink_takes_its_part_once_of_a_row_that_is_shared_out(
-    attention: Row, prefix: int
-) -> None:
+def test_a_sink_takes_its_part_once_of_a_row_that_is_shared_out(prefix: int) -> None:
     case = Case(3, [1], [prefix], a_shape(1, 3, page_tokens=16))
     sinks = torch.tensor([2.0, 7.0, -1.0])
-    assert_equals_the_shaped_textbook(attention, case, 3.0, sinks)
+    assert_all_equal_the_shaped_textbook(case, 3.0, sinks)
 
 
 @every_invariant_backend
@@ -442,17 +432,17 @@ def test_a_long_row_has_the_bits_of_one_that_is_not_shared_out(
             assert torch.equal(apart, together[where]), prefix
 
 
-@every_backend
 @pytest.mark.parametrize("window", [None, 1, 17, 33])
 @pytest.mark.parametrize("page_tokens", [1, 2, 3, 5, 16, 24, 32, 64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_may_have_any_number_of_tokens(
-    attention: Row, dtype: torch.dtype, page_tokens: int, window: int | None
+    dtype: torch.dtype, page_tokens: int, window: int | None
 ) -> None:
     shape = a_shape(1, 2, 48, dtype, window, page_tokens)
     tolerance = 1e-5 if dtype is torch.float32 else 0.02
     lengths = [1, 1, 1, 1, 3, 2], [0, 15, 16, 63, 64, 70]
-    assert_equals_the_textbook(attention, shape, *lengths, tolerance=tolerance)
+    for attention in BACKENDS:
+        assert_equals_the_textbook(attention, shape, *lengths, tolerance=tolerance)
 
 
 @every_invariant_backend

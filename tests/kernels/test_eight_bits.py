@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.kernels.rows import ISAS, Row, each_row
 from tests.kernels.test_attention import (
+    BACKENDS,
     ROWS,
     Case,
     a_shape,
@@ -56,13 +57,15 @@ def in_eight_bits(case: Case, format_: torch.dtype, scales: KvScales = SCALES) -
     return case
 
 
-def assert_equals_the_textbook(attention: Row, case: Case, format_: torch.dtype) -> None:
+def assert_all_equal_the_textbook(case: Case, format_: torch.dtype) -> None:
     """Attention over what is kept, as numbers of many bits."""
     case, tolerance = in_eight_bits(case, format_), 1e-5 if case.q.dtype is torch.float32 else 0.03
     keys, values = case.keys.float() * SCALES.key, case.values.float() * SCALES.value
     expected = one_by_one(case.q.float(), keys, values, case.rows, case.scale)
-    found = attention(*case.arguments(), SCALES).float()
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    arguments = case.arguments()
+    for attention in BACKENDS:
+        found = attention(*arguments, SCALES).float()
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @every_attention
@@ -186,13 +189,11 @@ def test_keys_are_rotated_before_they_are_rounded(
     assert torch.equal(as_bytes(values), as_bytes(rounded))
 
 
-@every_attention
 @every_format
 @every_dtype
 @pytest.mark.parametrize("window", [None, 6, 70])
 @pytest.mark.parametrize(("query_len", "prefix"), ROWS.values(), ids=ROWS.keys())
 def test_attention_equals_the_textbook_and_reads_nothing_else(
-    attention: Row,
     format_: torch.dtype,
     dtype: torch.dtype,
     query_len: list[int],
@@ -200,21 +201,19 @@ def test_attention_equals_the_textbook_and_reads_nothing_else(
     window: int | None,
 ) -> None:
     case = Case(3, query_len, prefix, a_shape(dtype=dtype, window=window))
-    assert_equals_the_textbook(attention, case, format_)
+    assert_all_equal_the_textbook(case, format_)
 
 
-@every_attention
 @every_format
 @pytest.mark.parametrize("head_size", [2, 6, 40, 64, 80, 128, 256])
 @every_dtype
 def test_heads_may_have_any_even_size(
-    attention: Row, format_: torch.dtype, head_size: int, dtype: torch.dtype
+    format_: torch.dtype, head_size: int, dtype: torch.dtype
 ) -> None:
     case = Case(3, [1, 12, 1, 4], [40, 3, 100, 9], a_shape(2, 3, head_size, dtype))
-    assert_equals_the_textbook(attention, case, format_)
+    assert_all_equal_the_textbook(case, format_)
 
 
-@every_attention
 @every_format
 @pytest.mark.parametrize("window", [None, 1, 6, 17, 50])
 @pytest.mark.parametrize(
@@ -222,17 +221,12 @@ def test_heads_may_have_any_even_size(
 )
 @pytest.mark.parametrize("page_tokens", [16, 48])
 def test_codes_of_whole_pages_may_be_widened_where_they_lie(
-    attention: Row,
-    format_: torch.dtype,
-    page_tokens: int,
-    group: int,
-    head_size: int,
-    window: int | None,
+    format_: torch.dtype, page_tokens: int, group: int, head_size: int, window: int | None
 ) -> None:
     """By tiles of any height, up to so many queries; what no query sees is a NaN."""
     shape = a_shape(2, group, head_size, torch.bfloat16, window, page_tokens)
     for lengths in ([1] * 9, [0, 1, 15, 16, 17, 63, 64, 65, 200]), ([3, 2, 12], [14, 61, 70]):
-        assert_equals_the_textbook(attention, Case(3, *lengths, shape), format_)
+        assert_all_equal_the_textbook(Case(3, *lengths, shape), format_)
 
 
 @each_row(paged_attention, "attention", invariant=True)

@@ -87,21 +87,17 @@ def packed(
 
 @every_grouping
 @every_dtype
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "group"), [(50, 96, 32), (64, 160, 64), (33, 96, 96)]
-)
-def test_product_is_that_of_the_numbers(
-    grouping: Grouping, dtype: torch.dtype, outputs: int, inputs: int, group: int
-) -> None:
+def test_product_is_that_of_the_numbers(grouping: Grouping, dtype: torch.dtype) -> None:
     """The last group of 160 inputs has 32 of 64."""
-    weight = weight_of(_with_group(grouping, group), outputs, inputs)
-    x, bias = drawn(ROWS, inputs, dtype=dtype, seed=1), drawn(outputs, dtype=dtype, seed=2)
-    exact = x.double() @ weight.dequantize().double().T + bias.double()
-    linear = packed(weight, dtype, bias)
-    # A value counts as often as it is large, and minimums are added apart.
-    slack = 30 * inputs
-    assert_near(linear.multiply_wide(x), exact, slack)
-    assert torch.equal(linear.multiply_wide(x).to(dtype), linear.multiply(x))
+    for outputs, inputs, group in ((50, 96, 32), (64, 160, 64), (33, 96, 96)):
+        weight = weight_of(_with_group(grouping, group), outputs, inputs)
+        x, bias = drawn(ROWS, inputs, dtype=dtype, seed=1), drawn(outputs, dtype=dtype, seed=2)
+        exact = x.double() @ weight.dequantize().double().T + bias.double()
+        linear = packed(weight, dtype, bias)
+        # A value counts as often as it is large, and minimums are added apart.
+        slack = 30 * inputs
+        assert_near(linear.multiply_wide(x), exact, slack)
+        assert torch.equal(linear.multiply_wide(x).to(dtype), linear.multiply(x))
 
 
 def _with_group(grouping: Grouping, group: int) -> Grouping:
@@ -126,28 +122,24 @@ def test_row_has_the_same_bits_among_any_number_of_rows(
 
 @every_grouping
 @every_dtype
-@pytest.mark.parametrize("width", [32, 21])
-def test_gate_in_the_epilogue_is_the_gate_by_itself(
-    grouping: Grouping, dtype: torch.dtype, width: int
-) -> None:
-    weight = weight_of(grouping, 2 * width, 64)
+def test_gate_in_the_epilogue_is_the_gate_by_itself(grouping: Grouping, dtype: torch.dtype) -> None:
     x = drawn(ROWS, 64, dtype=dtype, seed=1)
-    halves = packed(weight, dtype, halves=True)
-    assert torch.equal(halves.multiply(x), packed(weight, dtype).multiply(x))
-    by_itself = silu_mul.select(DeviceCapability("cpu", dtype=dtype)).call(halves.multiply(x))
-    assert torch.equal(halves.multiply_gated(x), by_itself)
+    for width in (32, 21):
+        weight = weight_of(grouping, 2 * width, 64)
+        halves = packed(weight, dtype, halves=True)
+        assert torch.equal(halves.multiply(x), packed(weight, dtype).multiply(x))
+        by_itself = silu_mul.select(DeviceCapability("cpu", dtype=dtype)).call(halves.multiply(x))
+        assert torch.equal(halves.multiply_gated(x), by_itself)
 
 
 @every_grouping
 @every_dtype
-@pytest.mark.parametrize("halves", [False, True])
-def test_table_is_looked_up_from_the_packed_codes(
-    grouping: Grouping, dtype: torch.dtype, halves: bool
-) -> None:
+def test_table_is_looked_up_from_the_packed_codes(grouping: Grouping, dtype: torch.dtype) -> None:
     weight = weight_of(grouping, 86, 64)
     ids = torch.tensor([85, 0, 31, 32, 42, 43, 0] * 10)
-    found = packed(weight, dtype, halves=halves).rows(ids)
-    assert torch.equal(found, weight.dequantize().to(dtype)[ids])
+    for halves in (False, True):
+        found = packed(weight, dtype, halves=halves).rows(ids)
+        assert torch.equal(found, weight.dequantize().to(dtype)[ids])
 
 
 def test_number_that_is_not_finite_reaches_its_own_row_only() -> None:

@@ -25,7 +25,7 @@ from tests.models.parity import (
 )
 from tests.models.specs import BY_NAME, EVERY, ROWS, spec_of
 from tests.support.models import change_config, load
-from tests.support.models_page import STORED, attention, refusal, sample
+from tests.support.models_page import STORED, attention, refusal, sample, source_names
 
 from antiphon.model_card.files import find_files
 from antiphon.model_card.quantization_config import METHODS
@@ -88,13 +88,15 @@ def test_every_method_has_a_column() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_llama_is_read_however_it_is_stored(method: str) -> None:
-    assert refusal(sample("LlamaForCausalLM"), method) is None
+    spec = sample("LlamaForCausalLM")
+    assert refusal(spec, method, source_names(spec)) is None
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_the_page_refuses_is_what_loading_refuses(tmp_path: Path, method: str) -> None:
     """GPT-2 keeps its weights as (inputs, outputs)."""
-    reason = refusal(sample("GPT2LMHeadModel"), method)
+    spec = sample("GPT2LMHeadModel")
+    reason = refusal(spec, method, source_names(spec))
     assert reason == "weights stored as (inputs, outputs) are not quantized"
     row = next(row for row in ROWS if row.architecture is transformers.GPT2LMHeadModel)
     folder = save(row, tmp_path).folder

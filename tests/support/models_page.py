@@ -132,7 +132,8 @@ def page() -> str:
         models.append(
             (f"`{architecture}`", about, attention(spec), listed, _compared(architecture))
         )
-        cells = [_cell(refusal(spec, method), reasons) for method in QUANTIZED]
+        plain = source_names(spec)
+        cells = [_cell(refusal(spec, method, plain), reasons) for method in QUANTIZED]
         cells.append("yes" if architecture in GGUF else "no")
         stored.append((f"`{architecture}`", *cells))
     head = (
@@ -194,20 +195,28 @@ def attention(spec: ModelSpec) -> str:
     return ", ".join(found) + ("" if spec.causal else ", bidirectional")
 
 
-def refusal(spec: ModelSpec, method: str) -> str | None:
-    """Why a checkpoint with this `quant_method` cannot be loaded, or None."""
+_PLAIN = BuildContext(SingleRank(), torch.float32, torch.device("cpu"))
+
+
+def source_names(spec: ModelSpec, build: BuildContext = _PLAIN) -> set[str]:
+    """The tensors that a checkpoint of a model must have; by default in plain numbers."""
+    return {source.name for source in Decoder(spec, build).sources()}
+
+
+def refusal(spec: ModelSpec, method: str, plain: set[str]) -> str | None:
+    """Why a checkpoint with this `quant_method` cannot be loaded, or None.
+
+    `plain` are the names of its tensors in plain numbers.
+    """
     config = {"quantization_config": {"quant_method": method, **STORED[method]}}
     quantization = read_quantization(msgspec.json.encode(config))
     assert quantization is not None
     # No tool quantizes routers: a gate of one output cannot even be packed.
     quantization = msgspec.structs.replace(quantization, plain=(*quantization.plain, ROUTERS))
-    plain = BuildContext(SingleRank(), torch.float32, torch.device("cpu"))
     stored = quantized_linears(quantization, spec, LinearMethod.PLAIN)
-    as_numbers = {source.name for source in Decoder(spec, plain).sources()}
     try:
-        decoder = Decoder(spec, replace(plain, quantization=stored))
-        names = {source.name for source in decoder.sources()}
+        names = source_names(spec, replace(_PLAIN, quantization=stored))
     except ValueError as error:
         return str(error).rpartition(": ")[2]
     # Byte formats may keep the name of the weight and add a tensor for its scales.
-    return None if names - as_numbers else "none of its linears is stored so"
+    return None if names - plain else "none of its linears is stored so"

@@ -238,21 +238,19 @@ def structs() -> dict[str, inspect.StructType]:
     return found
 
 
-FIELDS = [
-    pytest.param(field.type, id=f"{name}.{field.name}")
-    for name, struct in sorted(structs().items())
-    for field in struct.fields
-]
+STRUCTS = [pytest.param(struct, id=name) for name, struct in sorted(structs().items())]
 
 
-@pytest.mark.parametrize("kind", FIELDS)
-def test_wire_number_has_bounds_on_both_sides(kind: inspect.Type) -> None:
-    for leaf in leaves(kind):
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_wire_numbers_have_bounds_on_both_sides(struct: inspect.StructType) -> None:
+    found = [(field.name, leaf) for field in struct.fields for leaf in leaves(field.type)]
+    for name, leaf in found:
         if isinstance(leaf, inspect.IntType):
-            assert leaf.ge is not None or leaf.gt is not None
-            assert leaf.le is not None or leaf.lt is not None
+            assert leaf.ge is not None or leaf.gt is not None, name
+            assert leaf.le is not None or leaf.lt is not None, name
         if isinstance(leaf, inspect.FloatType):  # NaN fails every bound
-            assert any(bound is not None for bound in (leaf.ge, leaf.gt, leaf.le, leaf.lt))
+            bounds = (leaf.ge, leaf.gt, leaf.le, leaf.lt)
+            assert any(bound is not None for bound in bounds), name
 
 
 @pytest.mark.parametrize("kind", ids.LENGTHS_MAX, ids=lambda kind: kind.__name__)

@@ -72,7 +72,7 @@ def joined(pieces: Sequence[GenerateText], choice: int = 0) -> tuple[str, TokenO
 async def started(
     at: House, client: Client, steps: int, **fields: Any
 ) -> AsyncGenerator[tuple[GenerateRequest, RequestId]]:
-    """A request with some steps of its output, which stops there until `go`."""
+    """A request with some steps of its output, which stops there until `go`, or the end."""
     at.cluster.hold_at = steps
     first = request(**{"resume_s": RESUME_S, **fields})
     await client.ask(first)
@@ -80,6 +80,7 @@ async def started(
     if first.stream and steps:
         await client.first(GenerateText, steps * first.n)
     yield first, accepted.request_id
+    at.cluster.go.set()  # else the gateway would wait for its end, as long as a drain may take
 
 
 async def leave(at: House, client: Client, request_id: RequestId, step: int) -> None:

@@ -149,15 +149,16 @@ async def test_node_that_does_not_answer_costs_no_more_than_the_deadline() -> No
     async with cluster() as (worker, (node,)):
         await worker.save(NAMESPACE, ids(4), pages(4))
         await stored(node, ids(4))
-        never = asyncio.Event()
+        over = asyncio.Event()
 
         async def load(_: bytes) -> None:
-            await never.wait()
+            await over.wait()
 
         object.__setattr__(node.service._store, "load", load)
         began = time.monotonic()
         assert await worker.fetch(NAMESPACE, ids(4), pages(4, 32), timeout_s=0.2) == 0
         assert time.monotonic() - began < 3
+        over.set()
 
 
 async def test_frozen_node_holds_neither_pages_nor_more_memory(

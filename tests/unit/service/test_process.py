@@ -320,7 +320,7 @@ def _runs(pid: int) -> bool:
 HANGING = """
 import threading, time
 from contextlib import asynccontextmanager
-from antiphon.service.main import run
+from antiphon.service import main
 from antiphon.service.service import Report
 from antiphon.service.startup import CannotStart
 from antiphon.wire.base import Role
@@ -341,7 +341,8 @@ class Refused:
     async def drain(self):
         pass
 
-run(Refused())
+main._LEAVE_S = 0.2
+main.run(Refused())
 """
 
 
