@@ -18,6 +18,7 @@ from antiphon.kernels.rotary import LongScaling
 from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec, DenseSpec
+from antiphon.layers.cross_attention import CrossAttentionSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import ClampedSwish, ExpertsSpec, MoeSpec
@@ -299,6 +300,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
     LayerSpec: {
         "norms": _norms,
         "feed_forward": _nothing,
+        "cross": _off("cross", "cross attention", None),
         "parallel": _off("parallel", "parallel blocks", plain=False),
         "multiplier": _off("multiplier", "residual multiplier", 1.0),
     },
@@ -315,6 +317,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "softcap": _off("softcap", "capped scores", None),
         "sinks": _off("sinks", "sinks", plain=False),
         "gated": _off("gated", "gated attention", plain=False),
+        "key_bias": _off("key_bias", "keys without bias", plain=True),
         **_biases("qkv_bias", "out_bias"),
     },
     LatentSpec: {
@@ -385,6 +388,7 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         # What has no weight, or another shape of it, could not be loaded otherwise.
         NormSpec: "eps affine bias",
         AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary inputs",
+        CrossAttentionSpec: "heads head_size scale source_tokens query key value out",
         LatentSpec: "sizes query_latent rotary",
         ParallelMixersSpec: "",
         MixerBranch: "",

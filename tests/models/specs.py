@@ -8,7 +8,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.models import families, families_judges, families_moe, families_seeing
+from tests.models import (
+    families,
+    families_judges,
+    families_moe,
+    families_seeing,
+    families_transcribing,
+)
 
 from antiphon.layers.attention import AttentionSpec
 from antiphon.model_worker.model.config_file import read_config
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 
 ROWS = families.ROWS + families_moe.ROWS + families_seeing.ROWS
 """Of the families that generate text."""
-EVERY = ROWS + families_judges.ROWS
+EVERY = ROWS + families_judges.ROWS + families_transcribing.ROWS
 BY_NAME = {row.name: row for row in EVERY}
 
 

@@ -32,6 +32,7 @@ from antiphon.gateway.http.openai.schema import (
 )
 from antiphon.gateway.http.openai.score import RerankBody, ScoreBody
 from antiphon.gateway.http.openai.tokenize import DetokenizeBody, TokenizeBody
+from antiphon.gateway.http.openai.transcriptions import TranscriptionForm, TranslationForm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +58,8 @@ BODIES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("/v1/embeddings", EmbeddingBody),
     ("/v1/classify", ClassifyBody),
     ("/v1/rerank", RerankBody),
+    ("/v1/audio/transcriptions", TranscriptionForm),
+    ("/v1/audio/translations", TranslationForm),
     ("/encode", EncodeBody),
     ("/classify", EncodeBody),
     ("/generate", GenerateBody),

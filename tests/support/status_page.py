@@ -136,8 +136,9 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
         "hicache",
     ),
     (
-        "Audio in requests, and images and videos of other models than [these](models.md#images)",
-        "They are refused; the text part of another multimodal model is served.",
+        "Audio in chats, and images and videos of other models than [these](models.md#images)",
+        "They are refused; the text part of another multimodal model is served. Whisper "
+        "transcribes files.",
         "multimodal",
     ),
     ("Sparse attention", "Attention reads every cached token.", "sparse"),

@@ -63,6 +63,8 @@ PROCESSORS = (
     sampling.AllowTokens(token_ids=(7, 70_000)),
     sampling.AllowRange(first=10, last=20),
     sampling.ThinkingBudget(tokens_max=128, begin_id=30, closing_ids=(31, 32)),
+    sampling.DisallowFirst(token_ids=(7, 50_257)),
+    sampling.TimestampRules(first_id=50_364, end_id=50_257, initial_max=50),
 )
 GRAMMAR = sampling.Grammar(kind=sampling.GrammarKind.REGEX, text="[a-z]+", begins_after=(31, 32))
 DETAIL_PARAMS = sampling.TokenOutputParams(
@@ -129,15 +131,30 @@ CLAIM = claim.Claim(
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
 LIMITS = claim.PixelLimits(least=1000, most=9000, low=True, fps=1.5, frames=6)
 VIDEO = claim.VideoHeader(frames=48, fps=24.0, chosen=True)
+AUDIO = claim.AudioWindow(format="mp3", start_s=30.0, seconds=47.5)
 HEADER = media.MediumHeader(
-    digest=DIGESTS[0], width=640, height=480, limits=LIMITS, rows=4, patches=(4, 4), video=VIDEO
+    digest=DIGESTS[0],
+    width=640,
+    height=480,
+    limits=LIMITS,
+    rows=4,
+    patches=(4, 4),
+    video=VIDEO,
+    audio=AUDIO,
 )
 FORM = media.EmbeddingForm(rows=4, width=8, dtype="float16", patches=(4, 4), size=(56, 57))
 SPAN = media.MediumSpan(
     start=1, tokens=2, key=DIGESTS[1], placeholders=1, columns=4, times=2, step=1.5
 )
 MEDIUM = media.Medium(
-    span=SPAN, width=640, height=480, claim=CLAIM, limits=LIMITS, embedded=True, video=VIDEO
+    span=SPAN,
+    width=640,
+    height=480,
+    claim=CLAIM,
+    limits=LIMITS,
+    embedded=True,
+    video=VIDEO,
+    audio=AUDIO,
 )
 CHAT = (
     tokenize.ChatMessage(
@@ -288,6 +305,7 @@ EVERY: tuple[Message, ...] = (
         special_tokens=False,
         truncate=True,
         media=(HEADER,),
+        transcription=tokenize.TranscriptionPrompt(language="en", translate=True, timestamps=True),
         cache_salt=DIGESTS[0],
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
@@ -351,6 +369,17 @@ EVERY: tuple[Message, ...] = (
         media=(SPAN,),
         sees=True,
         sees_videos=True,
+        transcription=tokenize.TranscriptionCard(
+            window_s=30.0,
+            languages=("en", "de"),
+            language_ids=(50_259, 50_261),
+            end_id=50_257,
+            first_timestamp_id=50_364,
+            timestamp_s=0.02,
+            suppressed=(1, 2),
+            first_suppressed=(220, 50_257),
+            first_timestamp_max=50,
+        ),
         media_width=64,
         pooling=tokenize.PoolingCard(
             scores=True,
@@ -371,6 +400,7 @@ EVERY: tuple[Message, ...] = (
         height=480,
         limits=LIMITS,
         video=VIDEO,
+        audio=AUDIO,
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,

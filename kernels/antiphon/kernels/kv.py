@@ -72,6 +72,21 @@ class KvSpec:
         return 2 * self.heads_of(ranks) * self.head_size * dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossKvSpec:
+    """The cross-attention cache of a layer: keys and values of another sequence than the text."""
+
+    heads: int
+    head_size: int  # elements of a head
+    source_tokens: int  # of the other sequence, the same in all requests
+
+    tensors = 2  # a layer: keys and values
+
+    def heads_of(self, ranks: int) -> int:
+        """Heads on one of `ranks` ranks."""
+        return self.heads // ranks
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKvCache:
     """The KV cache of one layer: pages of keys and of values.

@@ -69,6 +69,7 @@ class AttentionSpec:
     chunked: bool = False
     temperature: Temperature | None = None  # scale of the scores of late queries; None: none
     qkv_bias: bool = False
+    key_bias: bool = True  # whether keys have one where queries and values have
     out_bias: bool = False
     qk_norm: NormSpec | None = None  # of queries and keys, before RoPE
     # What is normalised together: each head, or all heads of a token.
@@ -201,7 +202,8 @@ def _parts(site: LayerBuildContext, spec: AttentionSpec) -> tuple[LinearPart, ..
         )
         outputs = heads[place] * spec.head_size
         cut = shards if place in (1, 2) else ranks
-        parts.append(LinearPart(site.tensor_name(name), outputs, cut, stored))
+        biased = place != 1 or spec.key_bias
+        parts.append(LinearPart(site.tensor_name(name), outputs, cut, stored, biased))
     return tuple(parts)
 
 

@@ -72,6 +72,26 @@ class HiddenStates(NamedTuple):
     aux: Tensor | None = None
 
 
+class CrossAttentionBackend(Protocol):
+    """The other sequences of a pass: see `antiphon.layers.cross_attention`.
+
+    Axes: T tokens of the pass, S tokens of the sequences that come with it, H heads, D head size.
+    """
+
+    @property
+    def sources(self) -> Tensor | None:
+        """(S, hidden) the sequences that come with this pass; None: there are none."""
+        ...
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Cache a layer's keys and values (S, H, D) of the sequences that come with this pass."""
+        ...
+
+    def attend(self, layer: int, queries: Tensor, scale: float) -> Tensor:
+        """Attend to all of the sequence of each token's request: (T, H, D)  ->  (T, H, D)."""
+        ...
+
+
 Mixer = Callable[["ForwardContext", Tensor], Tensor]
 """What mixes the tokens of each sequence: see `antiphon.layers.sublayer.Sublayer`."""
 
@@ -129,6 +149,7 @@ class ForwardContext:
     states_of: StateLookup | None = None  # the recurrent states; unset: no layer has one
     # Attention over the latent cache; unset: no layer has one.
     attend_latent: LatentAttentionBackend | None = None
+    cross: CrossAttentionBackend | None = None  # unset: no layer attends to another sequence
     positions: Tensor | None = None  # (T,) int32, of each token in its sequence
     # (T,) int32, the type of each token; unset: all are of type 0.
     token_types: Tensor | None = None

@@ -95,6 +95,7 @@ class LinearPart:
     # fewer key-value heads than ranks.
     shards: int
     stored: CheckpointLayout = WHOLE_TENSOR  # its layout in the tensor of that name
+    biased: bool = True  # whether it has a bias where the fused one has; else its part is zero
 
     def piece(self) -> int:
         return self.outputs // self.shards
@@ -294,6 +295,12 @@ class ColumnLinear(Module):
         self._weights = build.create_linear([part.name for part in parts], shape, method, inputs)
         if isinstance(self._weights, Fp8Weights):
             self.kernels = _FP8_KERNELS
+        into = 0
+        for part in parts:
+            if bias and not part.biased:
+                cut = RankSlice(slice(None), slice(None), into)
+                self._weights.load("bias", torch.zeros(part.piece()), cut)
+            into += part.piece()
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I)  ->  (T, O / ranks), the parts concatenated."""
@@ -309,7 +316,7 @@ class ColumnLinear(Module):
             start = part.start(tp.rank, tp.ranks)
             cut = RankSlice(slice(start, start + part.piece()), slice(None), into)
             yield from weight_sources(part, self._inputs, cut, self._build, self._weights)
-            if self._bias:
+            if self._bias and part.biased:
                 yield _source("bias", part, self._inputs, cut, self._weights)
             into += part.piece()
 

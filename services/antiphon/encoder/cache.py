@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from antiphon.wire.claim import PixelLimits, VideoHeader
+from antiphon.wire.claim import AudioWindow, PixelLimits, VideoHeader
 
 Pixels = TypeVar("Pixels")
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
     from contextlib import AbstractAsyncContextManager
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from antiphon.wire.claim import Claim
 
 
@@ -32,6 +36,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
     height: int = 0
     limits: PixelLimits | None = None
     video: VideoHeader | None = None
+    audio: AudioWindow | None = None
 
 
 @dataclass(slots=True)
@@ -52,6 +57,12 @@ class CachedEmbedding:
     part_bytes: int = 0
     part_digests: bytes = b""
     claim: Claim | None = None
+
+    @classmethod
+    def of(cls, rows: NDArray[np.float32]) -> CachedEmbedding:
+        """That of rows (tokens, hidden)."""
+        data = rows.astype("<f4", copy=False).tobytes()
+        return cls(data, *rows.shape, checksum=hashlib.sha256(data).digest())
 
 
 class EmbeddingCache:

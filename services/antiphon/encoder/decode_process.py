@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from antiphon.encoder.audio import AudioPreprocessor, DecodedAudio
 from antiphon.encoder.cache import DecodeJob
 from antiphon.encoder.preprocess import DecodedImage, Preprocessor, PreprocessorConfig
 from antiphon.encoder.videos import VideoPreprocessor
+from antiphon.model_card.audio import AudioFeatures
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -32,6 +34,7 @@ from antiphon.wire.errors import (
 
 if TYPE_CHECKING:
     from antiphon.config.settings import EncoderConfig
+    from antiphon.wire.claim import AudioWindow
 
 _MEMORY_BYTES_MAX = 4 * 1024**3
 """Address space beside the medium: an interpreter with numpy and Pillow takes 1 GiB of it, an image
@@ -51,9 +54,10 @@ _IMAGES_BYTES_MAX = 1024**3
 class DecodeSettings(msgspec.Struct, frozen=True):
     """Settings with which a child builds the same preprocessor as its parent."""
 
-    recipe: PreprocessorConfig
+    recipe: PreprocessorConfig | None
     pixels_max: int
     videos: PreprocessorConfig | None = None
+    audio: AudioFeatures | None = None
 
 
 class _Pixels(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +70,13 @@ class _Pixels(msgspec.Struct, frozen=True, tag=True):
     shape: tuple[int, int, int, int]
     width: int
     height: int
+
+
+class _Features(msgspec.Struct, frozen=True, tag=True):
+    """Those of a part of an audio file, float32, row-major."""
+
+    data: memoryview
+    shape: tuple[int, int]
 
 
 class DecodeProcesses:
@@ -107,12 +118,41 @@ class DecodeProcesses:
                 or its time.
             EngineError: It is too large, or was not decoded in time.
         """
-        began, video = time.monotonic(), job.video is not None
+        video = job.video is not None
         pool, kind = (self.videos, "video") if video else (self.images, "image")
+        outcome = await self._outcome(pool, kind, image, job, timeout_s)
+        assert isinstance(outcome, _Pixels), "a job of pixels"
+        pixels = np.frombuffer(outcome.data, np.uint8).reshape(outcome.shape)
+        return DecodedImage(pixels, outcome.width, outcome.height, video=video)
+
+    async def decode_audio(
+        self, file: bytes | bytearray, window: AudioWindow, *, timeout_s: float
+    ) -> DecodedAudio:
+        """Decode a part of an audio file, and make its features.
+
+        Raises:
+            InvalidRequest: It is no such file, or ended its process: by its memory or its time.
+            EngineError: It was not decoded in time.
+        """
+        job = DecodeJob(audio=window)
+        outcome = await self._outcome(self.images, "audio", file, job, timeout_s)
+        assert isinstance(outcome, _Features), "a job of features"
+        features = np.frombuffer(outcome.data, np.float32).reshape(outcome.shape)
+        return DecodedAudio(features.copy())  # torch warns of memory that is read-only
+
+    async def _outcome(
+        self,
+        pool: ProcessPool,
+        kind: str,
+        data: bytes | bytearray,
+        job: DecodeJob,
+        timeout_s: float,
+    ) -> _Pixels | _Features:
+        began = time.monotonic()
         try:
             head = msgspec.msgpack.encode(job)
             length = len(head).to_bytes(_LENGTH_BYTES, "little")
-            result = await pool.run(length, head, image, timeout_s=timeout_s)
+            result = await pool.run(length, head, data, timeout_s=timeout_s)
         except Internal as error:
             raise InvalidRequest(f"the {kind} could not be decoded", param="image") from error
         except DeadlineExceeded as error:
@@ -120,18 +160,20 @@ class DecodeProcesses:
                 raise
             text = f"the {kind} takes too long to decode"
             raise InvalidRequest(text, param="image") from error
-        outcome = msgspec.msgpack.decode(result, type=_Pixels | ErrorReply)
+        outcome = msgspec.msgpack.decode(result, type=_Pixels | _Features | ErrorReply)
         if isinstance(outcome, ErrorReply):
             raise decode_error(outcome)
-        pixels = np.frombuffer(outcome.data, np.uint8).reshape(outcome.shape)
-        return DecodedImage(pixels, outcome.width, outcome.height, video=video)
+        return outcome
 
 
 def main(arguments: list[str]) -> None:
     shown, parent_pid, memory_bytes_max = arguments
     settings = msgspec.json.decode(shown, type=DecodeSettings)
-    images = Preprocessor(settings.recipe, pixels_max=settings.pixels_max)
-    videos = None
+    images, videos, audio = None, None, None
+    if settings.recipe is not None:
+        images = Preprocessor(settings.recipe, pixels_max=settings.pixels_max)
+    if settings.audio is not None:
+        audio = AudioPreprocessor(settings.audio)
     if settings.videos is not None:
         videos = VideoPreprocessor(settings.videos, pixels_max=settings.pixels_max)
 
@@ -140,7 +182,13 @@ def main(arguments: list[str]) -> None:
         job = msgspec.msgpack.decode(memoryview(data)[_LENGTH_BYTES:begin], type=DecodeJob)
         try:
             size = job.width, job.height
+            if job.audio is not None:
+                assert audio is not None, "checked by the parent"
+                features = audio.decoded(data[begin:], job.audio)
+                made = _Features(features.reshape(-1).view(np.uint8).data, features.shape)
+                return msgspec.msgpack.encode(made)
             if job.video is None:
+                assert images is not None, "checked by the parent"
                 image = images.decoded(data[begin:], *size, job.limits)
             else:
                 assert videos is not None, "checked by the parent"

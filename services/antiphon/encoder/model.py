@@ -8,10 +8,9 @@ Zhai et al. 2023, arXiv:2303.15343 (SigLIP); Chen et al. 2023, arXiv:2312.14238 
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from antiphon.encoder.connectors import Connector, PackedTiles, read_connector, 
 from antiphon.encoder.grid_tower import GridTower, GridTowerSpec
 from antiphon.encoder.grid_tower_files import read_grid_spec, read_grid_weights
 from antiphon.encoder.preprocess import (
+    DecodedImage,
     Preprocessor,
     VisionFamily,
     VisionTowerSpec,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from antiphon.config.settings import Settings
-    from antiphon.encoder.preprocess import DecodedImage
+    from antiphon.encoder.audio import DecodedAudio
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +253,7 @@ def _layer(
 class VisionModel:
     """Preprocessor, vision tower and connector. Blocks."""
 
+    audio: ClassVar[None] = None
     preprocess: Preprocessor
     tower: VisionTower | GridTower
     connector: Connector | None = None
@@ -283,13 +284,14 @@ class VisionModel:
             embedding = states.flatten(0, 1)  # (F * T, C)
         else:
             embedding = self.packing(states, image.width, image.height)
-        return _embedding(embedding)
+        return CachedEmbedding.of(embedding.numpy())
 
-    def steps(self, medium: DecodedImage) -> Iterator[CachedEmbedding | None]:
+    def steps(self, medium: DecodedImage | DecodedAudio) -> Iterator[CachedEmbedding | None]:
         """Embed an image, or a video that `videos` has decoded, by what its tower sees at once.
 
         The last step gives the embedding. Other media may be embedded between steps.
         """
+        assert isinstance(medium, DecodedImage), "checked by the service"
         if not medium.video:
             yield self.embed(medium)
             return
@@ -302,7 +304,7 @@ class VisionModel:
             rows.append(states[0] if self.packing is None else self.packing.pooled(states))
         if self.packing is not None:
             rows.append(self.packing.newline[None])
-        yield _embedding(torch.cat(rows))
+        yield CachedEmbedding.of(torch.cat(rows).numpy())
 
     def _states(self, frames: NDArray[np.float32]) -> Tensor:
         """What tower and connector make of frames: (F, T, C)."""
@@ -310,19 +312,18 @@ class VisionModel:
         return states if self.connector is None else self.connector(states)
 
 
-def _embedding(embedding: Tensor) -> CachedEmbedding:
-    data = embedding.numpy().astype("<f4", copy=False).tobytes()
-    tokens, hidden = embedding.shape
-    return CachedEmbedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())
+def set_threads(settings: Settings) -> None:
+    """Set torch's threads as the worker does."""
+    torch.set_num_threads(settings.model.threads or detect_device().cores)
 
 
 def open_model(settings: Settings, folder: Path) -> VisionModel:
-    """Load the vision model of a folder, and set torch's threads as the worker does.
+    """Load the vision model of a folder, and set torch's threads.
 
     Raises:
         ConfigError: The folder has no supported vision tower; the message names the file.
     """
-    torch.set_num_threads(settings.model.threads or detect_device().cores)
+    set_threads(settings)
     pixels_max = settings.encoder.pixels_max
     if isinstance(read_vision(folder), GridImages | RowImages):
         preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)

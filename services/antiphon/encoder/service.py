@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.cache import CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
+from antiphon.model_card.audio import read_audio
 from antiphon.model_card.served_model import model_files, served_name
 from antiphon.model_card.vision import read_vision
 from antiphon.resolve.device import detect_device
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 
     from antiphon.config.settings import EncoderConfig, Settings
+    from antiphon.encoder.audio import DecodedAudio
+    from antiphon.encoder.audio_model import AudioModel
     from antiphon.encoder.decode_process import DecodeProcesses
     from antiphon.encoder.model import VisionModel
     from antiphon.encoder.preprocess import DecodedImage
@@ -105,7 +108,7 @@ class EncoderService:
 
     async def _encode(self, request: EncodeImage, _: object) -> ImageEmbedding:
         if self._images is None:
-            raise Unsupported("this model takes no images, and encoder.model_path is not set")
+            raise Unsupported("this model takes no media, and encoder.model_path is not set")
         self._images.metrics.received.inc()
         left_s = check(request, self._runtime.clock)
         self._in_flight += 1
@@ -124,14 +127,14 @@ class ImageEncoder:
     def __init__(
         self,
         runtime: Runtime,
-        model: VisionModel,
+        model: VisionModel | AudioModel,
         processes: DecodeProcesses,
         thread: Executor,
         shelf: BlobStore,
     ) -> None:
         self._config = runtime.settings.encoder
         self._clock = runtime.clock
-        self._recipe = model.preprocess.recipe
+        self._recipe = None if model.preprocess is None else model.preprocess.recipe
         self._videos = model.videos
         self._width = model.width
         self._processes = processes
@@ -142,7 +145,7 @@ class ImageEncoder:
         self._video_calls, self._video_calls_max = 0, -(-runtime.settings.service.slots // 2)
         self.metrics = EncoderMetrics(runtime.metrics, self._cache)
 
-        def steps(image: DecodedImage) -> Iterator[CachedEmbedding | None]:
+        def steps(image: DecodedImage | DecodedAudio) -> Iterator[CachedEmbedding | None]:
             took_s, began = 0.0, self._clock.now()
             for embedding in model.steps(image):
                 made = None if embedding is None else _parted(embedding)
@@ -157,11 +160,7 @@ class ImageEncoder:
     async def embed(self, request: EncodeImage) -> ImageEmbedding:
         digest = _digest(request)
         # What it is scaled to is a part of what is cached.
-        if request.video is not None:
-            key = digest + repr(self._seen(request, request.video)).encode()
-        else:
-            recipe = self._recipe.within(request.limits)
-            key = digest if recipe == self._recipe else digest + repr(recipe).encode()
+        key = digest + self._processed(request)
         self.metrics.looked_up.inc()
         embedding = self._cache.get(key)
         cached = embedding is not None
@@ -179,6 +178,23 @@ class ImageEncoder:
             claim=self._claim(embedding),
             cached=cached,
         )
+
+    def _processed(self, request: EncodeImage) -> bytes:
+        """What of a medium the model gets, beside its content; empty: what most requests want.
+
+        Raises:
+            Unsupported: The model takes none of this kind.
+            InvalidRequest: See `_seen`.
+        """
+        if (request.audio is not None) != (self._recipe is None):
+            kind = "images" if request.audio is None else "audio"
+            raise Unsupported(f"this model takes no {kind}")
+        if request.video is not None:
+            return repr(self._seen(request, request.video)).encode()
+        if self._recipe is None:
+            return repr(request.audio).encode()
+        recipe = self._recipe.within(request.limits)
+        return b"" if recipe == self._recipe else repr(recipe).encode()
 
     def _seen(self, request: EncodeImage, video: VideoHeader) -> tuple[list[int], tuple[int, int]]:
         """Which frames of a video are seen, and their width and height.
@@ -218,17 +234,19 @@ class ImageEncoder:
             self._video_calls -= 1
 
     @asynccontextmanager
-    async def _pixels(self, request: EncodeImage) -> AsyncGenerator[DecodedImage]:
+    async def _pixels(self, request: EncodeImage) -> AsyncGenerator[DecodedImage | DecodedAudio]:
         # A video is large, as a file and as frames.
         async with self._processes.video_slots if request.video is not None else nullcontext():
             yield await self._decoded(request)
 
-    async def _decoded(self, request: EncodeImage) -> DecodedImage:
+    async def _decoded(self, request: EncodeImage) -> DecodedImage | DecodedAudio:
         """Fetch and decode a medium, for longer than the call that was the first, if need be."""
         with self.metrics.fetch_seconds.time():
             image = await self._image(request)
         job = DecodeJob(request.width, request.height, request.limits, request.video)
         with self.metrics.decode_seconds.time():
+            if request.audio is not None:
+                return await self._processes.decode_audio(image, request.audio, timeout_s=_DECODE_S)
             return await self._processes.decode(image, job, timeout_s=_DECODE_S)
 
     async def _image(self, request: EncodeImage) -> bytes | bytearray:
@@ -285,7 +303,7 @@ def _digest(request: EncodeImage) -> bytes:
 
 
 def _vision_folder(settings: Settings) -> Path | None:
-    """The folder of `encoder.model_path`, or of the served model, if that sees.
+    """The folder of `encoder.model_path`, or of the served model, if that takes media.
 
     Raises:
         CannotStart: There is no such model.
@@ -294,34 +312,40 @@ def _vision_folder(settings: Settings) -> Path | None:
         return Path(settings.encoder.model_path).expanduser()
     try:
         folder = model_files(settings, weights=False).folder
-        if read_vision(folder) is None:
+        if read_vision(folder) is None and read_audio(folder) is None:
             return None
         return model_files(settings).folder
     except ConfigError as error:
         raise CannotStart(str(error)) from error
 
 
-def _decode_processes(model: VisionModel, config: EncoderConfig) -> DecodeProcesses:
+def _decode_processes(model: VisionModel | AudioModel, config: EncoderConfig) -> DecodeProcesses:
     # Pillow is only installed where images are served.
     from antiphon.encoder.decode_process import DecodeProcesses, DecodeSettings  # noqa: PLC0415
 
+    images = None if model.preprocess is None else model.preprocess.recipe
     videos = None if model.videos is None else model.videos.recipe
-    recipe = DecodeSettings(model.preprocess.recipe, config.pixels_max, videos)
-    return DecodeProcesses(recipe, config)
+    audio = None if model.audio is None else model.audio.features
+    return DecodeProcesses(DecodeSettings(images, config.pixels_max, videos, audio), config)
 
 
-def _open(settings: Settings, folder: Path) -> VisionModel:
+def _open(settings: Settings, folder: Path) -> VisionModel | AudioModel:
     """Load the model; its imports take seconds, so they are done here.
 
     Raises:
         CannotStart: The packages are not installed, or the folder has no supported model.
     """
     try:
-        from antiphon.encoder.model import open_model  # noqa: PLC0415
+        from antiphon.encoder.audio_model import open_audio_model  # noqa: PLC0415
+        from antiphon.encoder.model import open_model, set_threads  # noqa: PLC0415
     except ImportError as error:
-        raise CannotStart(f"images require the extra antiphon[encoder]: {error}") from error
+        raise CannotStart(f"media require the extra antiphon[encoder]: {error}") from error
     try:
-        model = open_model(settings, folder)
+        if (card := read_audio(folder)) is None:
+            model = open_model(settings, folder)
+        else:
+            set_threads(settings)
+            model = open_audio_model(folder, card)
     except ConfigError as error:
         named = "encoder.model_path" if settings.encoder.model_path else "model.path"
         raise CannotStart(f"{named}: {error}") from error

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+from antiphon.model_card.audio import AudioCard
 from antiphon.model_card.vision import VisionCard
 from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.tokenizer.encoding import EncodedPrompt, TextEncoder
 from antiphon.tokenizer.model_tokenizer import read_model_tokenizer
+from antiphon.tokenizer.transcription import Transcriber
 from antiphon.wire.errors import ErrorReply, decode_error, encode_error
 from antiphon.wire.namespaces import PageOrigin
 from antiphon.wire.tokenize import EncodeRequest
@@ -35,6 +37,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
     text_bytes_max: int
     context_tokens: int
     vision: VisionCard | None = None
+    audio: AudioCard | None = None
 
     def encoder(self) -> TextEncoder:
         words = read_model_tokenizer(
@@ -44,7 +47,10 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
             self.chat_template_name,
             self.vision,
         )
-        return TextEncoder(words, self.origin, self.text_bytes_max, self.context_tokens)
+        transcriber = None if self.audio is None else Transcriber.of(words.tokenizer, self.audio)
+        return TextEncoder(
+            words, self.origin, self.text_bytes_max, self.context_tokens, transcriber
+        )
 
 
 class EncodeProcesses:

@@ -22,7 +22,13 @@ from antiphon.wire.errors import (
     Unsupported,
 )
 from antiphon.wire.media import MediumSpan
-from antiphon.wire.namespaces import PageOrigin, key_ids, medium_key, prompt_digests
+from antiphon.wire.namespaces import (
+    PageOrigin,
+    key_ids,
+    medium_key,
+    prompt_digests,
+    source_salt,
+)
 from antiphon.wire.tokenize import DecodeRequest, EncodeRequest, characters_max
 
 if TYPE_CHECKING:
@@ -33,8 +39,10 @@ if TYPE_CHECKING:
 
     from antiphon.model_card.vision import VideosCard, VisionCard
     from antiphon.tokenizer.model_tokenizer import ModelTokenizer
+    from antiphon.tokenizer.transcription import Transcriber
     from antiphon.wire.claim import VideoHeader
     from antiphon.wire.media import MediumHeader
+    from antiphon.wire.tokenize import TranscriptionCard, TranscriptionPrompt
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -95,6 +103,12 @@ class TextEncoder:
     origin: PageOrigin
     text_bytes_max: int
     context_tokens: int
+    transcriber: Transcriber | None = None
+
+    @property
+    def transcription(self) -> TranscriptionCard | None:
+        """How the model transcribes audio; None: it does not."""
+        return None if self.transcriber is None else self.transcriber.card
 
     def encode(self, texts: Sequence[EncodeRequest]) -> list[EncodedPrompt | EngineError]:
         """Encode each text; an error in one is its result and does not affect the others."""
@@ -119,6 +133,8 @@ class TextEncoder:
         self.check_length(text, len(rendered) + len(text.pair or ""))
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
+        if text.transcription is not None:
+            return self._transcribing(text, rendered, text.transcription)
         if text.media:
             return self._with_media(text, rendered, plain=plain)
         encoding = self.vocabulary.tokenizer.encode(rendered, text.pair, add_special_tokens=plain)
@@ -130,6 +146,25 @@ class TextEncoder:
         digests = prompt_digests(self.origin, text.cache_salt, token_ids)
         untruncated = None if kept is None else len(encoding.ids)
         return EncodedPrompt(token_ids, digests, text_end, second_from, untruncated)
+
+    def _transcribing(
+        self, text: EncodeRequest, before: str, asked: TranscriptionPrompt
+    ) -> EncodedPrompt:
+        """The prompt of a transcription. No token stands for the audio: its key is in the salt.
+
+        Raises:
+            Unsupported: The model does not transcribe, or not so.
+            InvalidRequest: There is not one part of an audio file.
+        """
+        if self.transcriber is None:
+            raise Unsupported("this model does not transcribe audio", param="media.0")
+        if len(text.media) != 1 or text.media[0].audio is None:
+            raise InvalidRequest("a transcription has one audio file", param="media")
+        token_ids = pack_ids(self.transcriber.prompt(before, asked, self.context_tokens))
+        span = self.transcriber.span(text.media[0])
+        salt = source_salt(text.cache_salt, span.key)
+        digests = prompt_digests(self.origin, salt, token_ids)
+        return EncodedPrompt(token_ids, digests, media=(span,))
 
     def _with_media(self, text: EncodeRequest, rendered: str, *, plain: bool) -> EncodedPrompt:
         ids, media = self._expanded(text, rendered, plain=plain)
@@ -255,6 +290,10 @@ class TextEncoder:
             )
 
     def _render(self, text: EncodeRequest) -> str:
+        if text.transcription is not None:
+            return text.prompt or ""
+        if any(each.audio is not None for each in text.media):
+            raise Unsupported("this model takes no audio in a prompt", param="media.0")
         if text.media and self.vocabulary.vision is None:
             raise Unsupported("this model takes no images", param="media.0")
         video = next((i for i, each in enumerate(text.media) if each.video is not None), None)

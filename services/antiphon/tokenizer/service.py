@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from antiphon.model_card.audio import read_audio
 from antiphon.model_card.card import ModelCard, read_card
 from antiphon.model_card.pooling import Pooling, read_pooling
 from antiphon.model_card.served_model import model_files, served_name, tokenizer_folder
@@ -124,6 +125,7 @@ class TokenizerService:
             text_bytes_max=settings.tokenizer.text_bytes_max,
             context_tokens=settings.model.context_tokens or card.context_tokens,
             vision=_vision(settings, files.folder),
+            audio=read_audio(files.folder),
         )
         encoder = await asyncio.to_thread(shared.encoder)
         processes = EncodeProcesses(shared, threads)
@@ -193,6 +195,7 @@ class TokenizerService:
             media=encoded.media,
             sees=vision is not None,
             sees_videos=videos_of(vision) is not None,
+            transcription=self._encoder.transcription,
             media_width=0 if vision is None else (1 + vision.deepstack) * card.hidden_size,
         )
 

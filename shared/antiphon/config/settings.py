@@ -242,6 +242,8 @@ class EncoderConfig(Config):
     """Maximum size of a video: of all of its frames, in pixels."""
     video_seconds_max: Seconds = 3600.0
     """Maximum duration of a video, in seconds."""
+    audio_seconds_max: Seconds = 3600.0
+    """Maximum duration of an audio file, in seconds."""
     claims_bytes_max: Bytes = 1024**3
     """Maximum size of all results waiting to be fetched, in bytes."""
     claim_s: Seconds = 60.0

@@ -10,6 +10,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype, LoadFormat
 from antiphon.config.quantization import QuantizationConfig
 from antiphon.model_card.config_json import (
+    CROSS_ATTENTION,
     LEARNED_POSITIONS,
     PADDED_POSITIONS,
     REPEATED_KV,
@@ -156,6 +157,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Whether attention is causal. Without causal attention there is no KV cache."""
     target_hidden_size: int | None = None
     """Hidden size of the model that a draft head drafts for."""
+    source_tokens: int = 0
+    """Tokens of the sequence that cross attention attends to; 0: there is none."""
 
     @property
     def attention_share(self) -> float:
@@ -179,6 +182,11 @@ class ModelCard(msgspec.Struct, frozen=True):
         if latent is not None:
             cached = latent.cached_width
         return layers * cached * item_bytes(dtype)
+
+    def cross_bytes(self, dtype: Dtype | CacheDtype, page_tokens: int) -> int:
+        """Bytes of the cross-attention cache of one request, in whole pages; 0: there is none."""
+        tokens = -(-self.source_tokens // page_tokens) * page_tokens
+        return tokens * self.layers * 2 * self.heads * self.head_size * item_bytes(dtype)
 
     def with_full_heads(self) -> ModelCard:
         """The card for transformers' modules, which cache keys and values in place of latents."""
@@ -247,7 +255,12 @@ def read_card(location: ModelLocation) -> ModelCard:
         target_hidden_size=config.target_hidden_size or config.hidden_size
         if task is Task.DRAFT
         else None,
+        source_tokens=config.max_source_positions if _attends_across(config) else 0,
     )
+
+
+def _attends_across(config: _CardFields) -> bool:
+    return config.model_type in CROSS_ATTENTION
 
 
 class _RopeFields(msgspec.Struct):
@@ -316,6 +329,7 @@ class _CardFields(msgspec.Struct):
     qk_rope_head_dim: int = 0
     v_head_dim: int | None = None
     target_hidden_size: int | None = None
+    max_source_positions: int = 1500
     num_nextn_predict_layers: int = 0
     """Multi-token prediction layers after the last layer, which are not loaded."""
 
@@ -386,6 +400,8 @@ def _attention_parameters(config: _CardFields) -> int:
     if (latent := _latent(config)) is not None:
         return latent.layer_parameters(config.hidden_size, heads)
     kv_heads = config.num_key_value_heads or heads
+    if _attends_across(config):
+        return 8 * heads * _head_size(config) * config.hidden_size
     return 2 * (heads + kv_heads) * _head_size(config) * config.hidden_size
 
 

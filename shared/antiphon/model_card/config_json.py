@@ -58,6 +58,8 @@ MULTIMODAL_ARCHITECTURES = (
     "SmolVLMForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
+TRANSCRIBING_ARCHITECTURES = ("WhisperForConditionalGeneration",)
+"""Architectures that transcribe audio: a text model that attends to what an encoder has made."""
 TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
 """Prefixes of its tensor names, first or after the common prefix."""
 VISION_PREFIXES = (
@@ -82,6 +84,11 @@ FIELD_ALIASES: Mapping[str, str] = {
     "num_local_experts": "num_experts",
     "n_routed_experts": "num_experts",
     "kv_channels": "head_dim",
+    "d_model": "hidden_size",
+    "decoder_layers": "num_hidden_layers",
+    "decoder_attention_heads": "num_attention_heads",
+    "decoder_ffn_dim": "intermediate_size",
+    "max_target_positions": "max_position_embeddings",
 }
 """Names of fields in some families, and in most."""
 
@@ -130,6 +137,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "roberta": {**_BERT, "pad_token_id": 1},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
     "xlm-roberta": {**_BERT, "pad_token_id": 1},
+    "whisper": {"tie_word_embeddings": True, "hidden_act": "gelu"},
     "starcoder2": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
 }
 """By `model_type`: defaults of unset fields that differ from those of most families."""
@@ -187,14 +195,19 @@ IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "gpt_neox": ("num_key_value_heads",),
     "modernbert": ("num_key_value_heads",),
     "roberta": _ONE_HEAD_COUNT,
+    "whisper": (*_ONE_HEAD_COUNT, "num_hidden_layers", "num_attention_heads"),  # the encoder's
     "xlm-roberta": _ONE_HEAD_COUNT,
 }
 """By `model_type`: fields that transformers ignores for a family, although tools write them."""
 
-UNGATED_MLP = frozenset({"bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "xlm-roberta"})
+UNGATED_MLP = frozenset(
+    {"bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "whisper", "xlm-roberta"}
+)
 """Families whose feed-forward blocks have two linear layers, not three."""
-LEARNED_POSITIONS = frozenset({"bert", "gpt2", "roberta", "xlm-roberta"})
+LEARNED_POSITIONS = frozenset({"bert", "gpt2", "roberta", "whisper", "xlm-roberta"})
 """Families with learned position embeddings."""
+CROSS_ATTENTION = frozenset({"whisper"})
+"""Families whose layers attend to another sequence, too."""
 PADDED_POSITIONS = frozenset({"roberta", "xlm-roberta"})
 """Families whose positions start after the padding position, which is the padding token's id."""
 REPEATED_KV = frozenset({"jetmoe"})
@@ -381,6 +394,8 @@ def unused_prefixes(architecture: str) -> tuple[str, ...]:
     """Prefixes of tensors in a checkpoint that belong to another task than the architecture's."""
     if architecture in MULTIMODAL_ARCHITECTURES:
         return (*VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
+    if architecture in TRANSCRIBING_ARCHITECTURES:
+        return ("model.encoder.",)
     if architecture in DRAFT_HEADS:
         return ("embed_tokens.", "t2d")
     embeds = is_bidirectional(architecture) and task_of(architecture) is Task.EMBED

@@ -394,7 +394,7 @@ MEDIA_SHARE = 4
 
 
 def media_bytes(settings: Settings, memory: MemoryBudget, *, sees: bool) -> ResolvedValue[int]:
-    """Memory for the embeddings of images, of a model that `sees`, beside all else."""
+    """Memory for the embeddings of media, of a model that takes any, beside all else."""
     most, share = settings.batching.media_bytes_max, max(0, memory.rest) // MEDIA_SHARE
     if not sees:
         return ResolvedValue(0, "the model takes no images")
@@ -431,6 +431,23 @@ def state_count(
     return ResolvedValue(count, f"cache.states_ratio = {cache.states_ratio} of {pool.reason}")
 
 
+def cross_requests(
+    settings: Settings, request_bytes: int, pool: ResolvedValue[int]
+) -> ResolvedValue[int]:
+    """How many requests have a cross-attention cache, each of so many bytes: in half of the pool.
+
+    0 bytes mean that there is no cross attention.
+    """
+    if not request_bytes:
+        return ResolvedValue(0, "no layer has cross attention")
+    if (fit := pool.value // 2 // request_bytes) < 1:
+        needed = f"the cross attention of one request, {gib(request_bytes)}"
+        raise ConfigError(f"not enough memory for {needed}: {pool.reason}")
+    if fit >= settings.batching.running_max:
+        return ResolvedValue(settings.batching.running_max, "batching.running_max")
+    return ResolvedValue(fit, f"{gib(request_bytes)} of cross attention each, in half of the pool")
+
+
 def page_tokens_of(settings: Settings) -> ResolvedValue[int]:
     """Tokens of a page: it is read fast if it is long."""
     chosen = settings.cluster.page_tokens
@@ -447,7 +464,7 @@ def page_bytes(page_tokens: int, token_bytes: int) -> int:
 def cache_pages(
     settings: Settings, memory: MemoryBudget, token_bytes: int, context_tokens: int, held: int
 ) -> ResolvedValue[int]:
-    """The number of pages; `held` bytes of the pool are states."""
+    """The number of pages; `held` bytes of the pool are states, or caches of cross attention."""
     page_tokens = page_tokens_of(settings).value
     each = page_bytes(page_tokens, token_bytes)
     if settings.cache.tokens_max is not None:

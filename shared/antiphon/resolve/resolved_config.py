@@ -27,6 +27,7 @@ from antiphon.resolve.memory import (
     WeightStorage,
     activation_bytes,
     cache_pages,
+    cross_requests,
     media_bytes,
     memory_budget,
     page_bytes,
@@ -167,7 +168,7 @@ def resolve(
 
     `pooling` is None for a generative model; `implementation` None leaves it to the settings;
     `draft` is the draft model of speculative decoding, if the settings name one; a model that
-    `sees` takes images. Numbers of threads, bytes and pages are those of one rank.
+    `sees` takes media. Numbers of threads, bytes and pages are those of one rank.
     """
     if card.task is Task.DRAFT:
         raise ConfigError(
@@ -180,6 +181,8 @@ def resolve(
         card = card.with_full_heads()
     if device.kind != "cpu":
         _check_gpu(settings, pooling, layers.value)
+    if card.source_tokens:
+        _check_cross(settings)
     backends = _backends(settings.model)
     free, device = device.memory_bytes, _within(settings, device)
     dtype = _dtype(settings, card, device)
@@ -209,13 +212,17 @@ def resolve(
         memory = msgspec.structs.replace(memory, media=media.value)
     state_bytes = _staged(card.state_bytes(dtype.value, ranks.value // groups), card, stages)
     states = state_count(of_group, state_bytes, memory, pool_bytes(settings, memory))
+    cross_bytes = card.cross_bytes(cache_dtype.value, page_tokens.value)
+    crossing = cross_requests(settings, cross_bytes, pool_bytes(settings, memory))
     held = states.value * state_bytes
     token_bytes = _staged(card.kv_bytes(cache_dtype.value, ranks.value // groups), card, stages)
     each = f"{token_bytes} bytes per token"
     if beside.value is not None:
         each += f", and {beside.value.token_bytes.value} of the draft model"
         token_bytes += beside.value.token_bytes.value
-    pages = cache_pages(of_group, memory, token_bytes, context.value, held)
+    pages = cache_pages(
+        of_group, memory, token_bytes, context.value, held + crossing.value * cross_bytes
+    )
     cache_bytes = pages.value * page_bytes(page_tokens.value, token_bytes)
     overlap = _overlap(settings, device, pooling)
     running = _over_groups(
@@ -228,6 +235,8 @@ def resolve(
             overlap=overlap.value or stages > 1,
         ),
     )
+    if 0 < crossing.value < running.value:
+        running = crossing
     served = _fit(context, pages.value * page_tokens.value)
     if draft is not None:
         check_draft_context(settings, draft.card, served.value)
@@ -320,6 +329,18 @@ def _check_gpu(settings: Settings, pooling: Pooling | None, implementation: str)
     for what, asked in refused.items():
         if asked:
             raise ConfigError(f"{said}: {what} runs on cpu only")
+
+
+def _check_cross(settings: Settings) -> None:
+    """Refuse what cross attention does not run on, by the name of its setting."""
+    refused = {
+        "model.device": settings.model.device not in ("auto", "cpu"),
+        "parallel.tp_size": settings.parallel.tp_size > 1,
+        "parallel.pp_size": settings.parallel.pp_size > 1,
+    }
+    for name, asked in refused.items():
+        if asked:
+            raise ConfigError(f"{name}: a model with cross attention runs on one rank, on the CPU")
 
 
 def _backends(model: ModelConfig) -> ResolvedValue[tuple[str, ...]]:

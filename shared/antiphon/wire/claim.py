@@ -6,7 +6,7 @@ A miss is always allowed.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -93,14 +93,34 @@ class VideoHeader(Value):
     chosen: bool = False
 
 
+AudioFormat = Literal["wav", "flac", "mp3", "ogg"]
+"""Formats of audio files, by the names of FFmpeg's demuxers."""
+
+
+class AudioWindow(Value):
+    """A part of an audio file, as long as a model takes at once.
+
+    Attributes:
+        start_s: Where it begins.
+        seconds: Duration of the whole file, by its header.
+    """
+
+    format: AudioFormat
+    start_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    seconds: Annotated[float, Meta(gt=0, le=1e9)]
+
+
 class EncodeImage(Message):
     """Encode one image, given inline (below the size limit) or by claim check; or one video.
+
+    Or a part of an audio file.
 
     Attributes:
         width: By its header, in pixels, upright; an image of another size is rejected. 0: unknown.
         height: Likewise.
         limits: Of its scaled size, if the request has any.
         video: Set: it is a video, with this header.
+        audio: Set: it is an audio file, of which this part is encoded.
     """
 
     request_id: RequestId
@@ -111,6 +131,7 @@ class EncodeImage(Message):
     height: Count = 0
     limits: PixelLimits | None = None
     video: VideoHeader | None = None
+    audio: AudioWindow | None = None
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
     traceparent: str | None = None

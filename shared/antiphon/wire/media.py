@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from antiphon.wire.base import Value
 from antiphon.wire.bounds import Count, Sha256, TokenCount
-from antiphon.wire.claim import Claim, PixelLimits, VideoHeader
+from antiphon.wire.claim import AudioWindow, Claim, PixelLimits, VideoHeader
 
 MEDIA_MAX = 256
 """Maximum media of one request."""
@@ -33,6 +33,7 @@ class MediumHeader(Value):
             the size may be 0; 0: it is an image.
         patches: Rows and columns of the patches of the image that the client has embedded.
         video: Set: it is a video, and the size that of its frames.
+        audio: Set: it is this part of an audio file, and the size is 0.
     """
 
     digest: Sha256
@@ -42,6 +43,7 @@ class MediumHeader(Value):
     rows: TokenCount = 0
     patches: tuple[Count, Count] | None = None
     video: VideoHeader | None = None
+    audio: AudioWindow | None = None
 
 
 NumberType = Literal["float32", "float16", "bfloat16"]
@@ -89,7 +91,8 @@ class MediumSpan(Value):
 
     Attributes:
         start: Index of the first one.
-        tokens: Up to the last one, and markers between them.
+        tokens: Up to the last one, and markers between them; 0: the model attends to the medium
+            beside the prompt, and `placeholders` are the rows of its embedding.
         key: What stands in place of these tokens in keys: see `namespaces.key_ids`.
         placeholders: How many of the tokens are placeholders; 0: all.
         columns: Width of the grid of the placeholders, of models whose positions have axes; 0: they
@@ -118,6 +121,7 @@ class Medium(Value):
     Attributes:
         embedded: The claim names an embedding that the client has made, as encoders make theirs.
         video: Set: it is a video, with this header.
+        audio: Set: it is this part of an audio file.
     """
 
     span: MediumSpan
@@ -127,6 +131,7 @@ class Medium(Value):
     limits: PixelLimits | None = None
     embedded: bool = False
     video: VideoHeader | None = None
+    audio: AudioWindow | None = None
 
 
 Sources = Annotated[tuple[MediumInput, ...], Meta(max_length=MEDIA_MAX)]

@@ -98,6 +98,15 @@ def tenant_salt(tenant: str, salt: bytes) -> bytes:
     return _named(b"antiphon.tenant.v1", tenant.encode(), salt)
 
 
+def source_salt(salt: bytes, key: bytes) -> bytes:
+    """Isolate prefixes by what all of their tokens attend to, beside those before them.
+
+    `key` is that of a medium which is not in the prompt. It is a part of the salt, and not of the
+    token ids: no token stands for it.
+    """
+    return _named(b"antiphon.source.v1", salt, key)
+
+
 def announced_root(namespace: bytes) -> bytes:
     """Return the half of a namespace that roots its block digests, for other services to compare.
 

@@ -49,7 +49,28 @@ class ThinkingBudget(Value, tag="thinking_budget"):
     closing_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 
 
-LogitProcessor = DisallowTokens | AllowTokens | AllowRange | ThinkingBudget
+class DisallowFirst(Value, tag="disallow_first"):
+    """Never sample these tokens as the first of an output."""
+
+    token_ids: TokenSet
+
+
+class TimestampRules(Value, tag="timestamp_rules"):
+    """Timestamps are the tokens from `first_id` on; they never decrease, and come in pairs.
+
+    An output begins with one, of which `initial_max` steps is the latest. After the first of a pair
+    comes text, which ends with the first of the next pair; after two of them comes no third. The
+    token before `first_id` is not sampled. `end_id` may follow any timestamp; text ids are below.
+    """
+
+    first_id: TokenId
+    end_id: TokenId
+    initial_max: TokenId | None = None
+
+
+LogitProcessor = (
+    DisallowTokens | AllowTokens | AllowRange | ThinkingBudget | DisallowFirst | TimestampRules
+)
 REGISTERED: Mapping[str, type[LogitProcessor]] = {
     str(kind.__struct_config__.tag): kind for kind in get_args(LogitProcessor)
 }
@@ -60,8 +81,14 @@ LogitProcessors = Annotated[tuple[LogitProcessor, ...], Meta(max_length=8)]
 def named_ids(processor: LogitProcessor) -> tuple[int, ...]:
     """Token ids that must be in the model's vocabulary for the processor to be valid."""
     match processor:
-        case DisallowTokens(token_ids=ids) | AllowTokens(token_ids=ids):
+        case (
+            DisallowTokens(token_ids=ids)
+            | AllowTokens(token_ids=ids)
+            | DisallowFirst(token_ids=ids)
+        ):
             return ids
+        case TimestampRules(first_id=first_id, end_id=end_id):
+            return (first_id, end_id)
         case AllowRange(first=first):
             return (first,)
         case ThinkingBudget(begin_id=begin_id, closing_ids=closing_ids):

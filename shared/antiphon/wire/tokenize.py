@@ -85,6 +85,45 @@ class TemplateParams(Value):
     options: str | None = None
 
 
+class TranscriptionPrompt(Value):
+    """What the prompt of a transcription asks for; `EncodeRequest.prompt` is the text before it.
+
+    Attributes:
+        language: Its code; None: the prompt is that after which a multilingual model predicts it.
+        translate: To English.
+        timestamps: Whether the output has timestamps.
+    """
+
+    language: ShortText | None = None
+    translate: bool = False
+    timestamps: bool = False
+
+
+class TranscriptionCard(Value):
+    """How a model transcribes audio.
+
+    Attributes:
+        window_s: Seconds that it takes at once.
+        languages: Codes of the languages that it knows; empty: it knows English alone.
+        language_ids: Their tokens, in the same order.
+        end_id: End of the text.
+        first_timestamp_id: The timestamp 0; the ids after it are `timestamp_s` apart each.
+        suppressed: Tokens that are never sampled.
+        first_suppressed: Tokens that are not sampled first.
+        first_timestamp_max: The latest timestamp that an output may begin with, in steps.
+    """
+
+    window_s: Annotated[float, Meta(gt=0)]
+    languages: tuple[ShortText, ...] = ()
+    language_ids: tuple[TokenCount, ...] = ()
+    end_id: TokenCount
+    first_timestamp_id: TokenCount
+    timestamp_s: Annotated[float, Meta(gt=0)]
+    suppressed: tuple[TokenCount, ...] = ()
+    first_suppressed: tuple[TokenCount, ...] = ()
+    first_timestamp_max: TokenCount | None = None
+
+
 class EncodeRequest(Message):
     """Render and encode a prompt. Exactly one of `messages` and `prompt` is given.
 
@@ -93,7 +132,8 @@ class EncodeRequest(Message):
     of two texts, which are encoded together as the tokenizer joins them. With a `suffix`, `prompt`
     is the text before a gap to fill, and `suffix` the text after it. `cache_salt` goes into the
     digests of the prompt's blocks. Tenants are served round-robin for long texts. With `truncate`
-    the end of a prompt longer than the context is cut off. `media` are those of all messages.
+    the end of a prompt longer than the context is cut off. `media` are those of all messages. With
+    a `transcription`, `prompt` is the text before the audio, whose end is kept.
     """
 
     request_id: RequestId
@@ -108,6 +148,7 @@ class EncodeRequest(Message):
     special_tokens: bool = True
     truncate: bool = False
     media: Headers = ()
+    transcription: TranscriptionPrompt | None = None
     cache_salt: CacheSalt = b""
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
@@ -156,6 +197,7 @@ class EncodeReply(Message):
         sees: Whether the model takes images.
         media_width: Width of their embeddings.
         sees_videos: Whether the model takes videos.
+        transcription: How it transcribes audio; None: it does not.
     """
 
     request_id: RequestId
@@ -179,6 +221,7 @@ class EncodeReply(Message):
     sees: bool = False
     media_width: Count = 0
     sees_videos: bool = False
+    transcription: TranscriptionCard | None = None
 
 
 class CancelEncode(Message):

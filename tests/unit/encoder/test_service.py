@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.bus.bus import Bus
+    from antiphon.encoder.audio import DecodedAudio
     from antiphon.encoder.cache import CachedEmbedding
     from antiphon.encoder.preprocess import DecodedImage
     from antiphon.service.service import Service
@@ -235,7 +236,7 @@ async def test_calls_for_videos_leave_slots_to_those_for_images(
 ) -> None:
     let, waiting, decoded = asyncio.Event(), list[bytes | None](), ImageEncoder._decoded
 
-    async def slowly(self: ImageEncoder, request: EncodeImage) -> DecodedImage:
+    async def slowly(self: ImageEncoder, request: EncodeImage) -> DecodedImage | DecodedAudio:
         if request.video is None:
             return await decoded(self, request)
         waiting.append(request.image)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.worker import ints
@@ -20,9 +22,11 @@ from antiphon.wire.command import PauseMode
 from antiphon.wire.sampling import (
     AllowRange,
     AllowTokens,
+    DisallowFirst,
     DisallowTokens,
     LogitProcessor,
     ThinkingBudget,
+    TimestampRules,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +67,8 @@ def test_every_processor_does_something() -> None:
         AllowTokens: AllowTokens(token_ids=(5, 69)),
         AllowRange: AllowRange(first=31, last=33),
         ThinkingBudget: ThinkingBudget(tokens_max=0, begin_id=1, closing_ids=(7,)),
+        DisallowFirst: DisallowFirst(token_ids=(4, 6)),
+        TimestampRules: TimestampRules(first_id=60, end_id=50, initial_max=2),
     }
     assert set(examples) == set(get_args(LogitProcessor))
     everything = set(range(VOCABULARY))
@@ -71,6 +77,8 @@ def test_every_processor_does_something() -> None:
         AllowTokens: {5, 69},
         AllowRange: {31, 32, 33},
         ThinkingBudget: {7},  # the prompt has begun to think
+        DisallowFirst: everything - {4, 6},
+        TimestampRules: {60, 61, 62},
     }
 
 
@@ -79,6 +87,27 @@ def test_what_one_forbids_no_other_allows() -> None:
     assert allowed(AllowRange(first=0, last=3), AllowTokens(token_ids=(9,))) == set()
     forced = allowed(BUDGET, DisallowTokens(token_ids=(LINE,)), prompt=(BEGIN,), ids=(1, 2, 3))
     assert forced == set()
+
+
+def test_what_no_output_begins_with_may_follow() -> None:
+    first = DisallowFirst(token_ids=(4,))
+    assert 4 not in allowed(first, prompt=(4, 4))
+    assert 4 in allowed(first, ids=(5,))
+
+
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=12))
+def test_timestamps_are_those_of_transformers(outputs: list[int]) -> None:
+    """Where no sum of probabilities decides: that rule of transformers depends on the logits."""
+    rules = TimestampRules(first_id=60, end_id=50, initial_max=5)
+    config = transformers.GenerationConfig(
+        no_timestamps_token_id=59, eos_token_id=50, bos_token_id=50, max_initial_timestamp_index=5
+    )
+    theirs: Any = transformers.WhisperTimeStampLogitsProcessor(config, begin_index=2)
+    scores = torch.zeros(1, VOCABULARY)
+    scores[0, :59] = 50.0
+    ids = torch.tensor([[1, 2, *outputs]])
+    expected = theirs(ids, scores)[0].isfinite().nonzero().flatten().tolist()
+    assert allowed(rules, prompt=(1, 2), ids=tuple(outputs)) == set(expected)
 
 
 def forced_after(outputs: list[int], prompt: tuple[int, ...] = (1,)) -> int | None:

@@ -27,6 +27,7 @@ from antiphon.gateway.http.openai.responses.endpoints import ResponsesEndpoints
 from antiphon.gateway.http.openai.responses.store import ResponseStore
 from antiphon.gateway.http.openai.score import ScoreEndpoints
 from antiphon.gateway.http.openai.tokenize import TokenizeEndpoints
+from antiphon.gateway.http.openai.transcriptions import TranscriptionEndpoints
 from antiphon.gateway.peers import GatewayLiveness, WorkerControl
 from antiphon.gateway.sessions import Sessions, session_store
 
@@ -79,6 +80,7 @@ def all_operations(
         ModelsEndpoints(*common, access, created=runtime.clock.unix_ms() // 1000),
         TokenizeEndpoints(*common),
         ScoreEndpoints(*common),
+        TranscriptionEndpoints(*common),
         EmbeddingsEndpoints(*common),
         EncodeEndpoints(*common),
         GenerateEndpoints(*common, sessions, in_session, workers.dp_rank),

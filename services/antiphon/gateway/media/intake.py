@@ -80,6 +80,7 @@ class HeldMedia:
                 limits=header.limits,
                 embedded=header.rows > 0,
                 video=header.video,
+                audio=header.audio,
             )
             for span, header, claim in zip(spans, self.headers, self._claims, strict=True)
         )
@@ -176,7 +177,7 @@ class MediaIntake:
             Overloaded: The media of open requests take too much memory.
         """
         videos = [each for each in sources if each.video]
-        images = [each for each in sources if not each.video]
+        images = [each for each in sources if not each.video and each.audio is None]
         _check_count(images, "images", self._config.images_max)
         _check_count(videos, "videos", self._config.videos_max)
         wanted = [self._limits(limits or PixelLimits(), each) for each in sources]
@@ -211,6 +212,8 @@ class MediaIntake:
 
         An image of high detail has the model's maximum, whatever the operator's default.
         """
+        if source.audio is not None:
+            return None
         if source.video:
             return None if limits == PixelLimits() else limits
         detail = source.detail
@@ -239,7 +242,9 @@ class MediaIntake:
                 digest = await asyncio.to_thread(hashlib.sha256, data)
             else:
                 digest = hashlib.sha256(data)
-            if source.video:
+            if source.audio is not None:
+                header = MediumHeader(digest=digest.digest(), width=0, height=0, audio=source.audio)
+            elif source.video:
                 header = await asyncio.to_thread(self._checked_video, data, digest.digest(), fps)
             else:
                 header = self._checked(data, digest.digest())
@@ -338,7 +343,7 @@ def _is_local(host: str) -> bool:
 
 def _identity(source: MediumSource) -> tuple[object, ...]:
     """What sources have in common whose bytes are the same."""
-    return source.source, source.uuid, source.embedding, source.video
+    return source.source, source.uuid, source.embedding, source.video, source.audio
 
 
 @contextmanager

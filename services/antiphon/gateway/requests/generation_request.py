@@ -11,7 +11,7 @@ import msgspec
 
 from antiphon.gateway.parsing.reasoning import ReasoningFormat
 from antiphon.text.stop_patterns import check_patterns
-from antiphon.wire.claim import Claim, PixelLimits
+from antiphon.wire.claim import AudioWindow, Claim, PixelLimits
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, InstanceId, TenantId
@@ -32,7 +32,7 @@ from antiphon.wire.sampling import (
 )
 from antiphon.wire.submit import ResumeWindow
 from antiphon.wire.token_outputs import pack_floats
-from antiphon.wire.tokenize import ChatMessage, TemplateParams
+from antiphon.wire.tokenize import ChatMessage, TemplateParams, TranscriptionPrompt
 
 if TYPE_CHECKING:
     from antiphon.config.settings import Settings
@@ -81,7 +81,7 @@ class MediumSource(msgspec.Struct, frozen=True):
     """A medium of a request: a URL, base64, bytes or a claim; `param` is the API's name of it.
 
     With a `uuid` it may be sent again by that alone, and then has an empty `source`. With a form of
-    an `embedding` the source is that, and not the image.
+    an `embedding` the source is that, and not the image. With `audio` it is that part of a file.
     """
 
     source: str | bytes | Claim
@@ -90,10 +90,13 @@ class MediumSource(msgspec.Struct, frozen=True):
     detail: Detail | None = None
     embedding: EmbeddingForm | None = None
     video: bool = False
+    audio: AudioWindow | None = None
 
     @property
     def kind(self) -> str:
         """What it is, for errors."""
+        if self.audio is not None:
+            return "audio"
         return "embedding" if self.embedding is not None else "video" if self.video else "image"
 
 
@@ -117,6 +120,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: Scope of prefix cache sharing, from `wire.digests.cache_salt`.
         resume: Set if the client may resume its stream, at any gateway.
         media: The images and videos of all messages, whose parts name them by their index.
+        transcription: What to transcribe of the only medium; then `prompt` is the text before it.
         pixel_limits: Between which numbers of pixels to scale media, and which frames to see.
         private: Whether to exclude it from request logs and crash dumps.
         auto_truncate: Whether `gateway.allow_auto_truncate` applies. It does not if the end of the
@@ -151,6 +155,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     resume: ResumeWindow | None = None
     private: bool = False
     media: tuple[MediumSource, ...] = ()
+    transcription: TranscriptionPrompt | None = None
     pixel_limits: PixelLimits | None = None
     auto_truncate: bool = True
 

@@ -379,6 +379,8 @@ class Submission:
                     media=() if media is None else media.headers,
                 )
             _check_model_kind(gen_request, encoded)
+            if encoded.transcription is not None:
+                _check_transcribes(gen_request)
             with request_context(request_id):
                 encoded = self._truncate_to_context(gen_request, encoded)
             check_logprob_start(gen_request, id_count(encoded.token_ids))
@@ -448,7 +450,11 @@ class Submission:
             text = "images cannot be combined with a prompt of token ids"
             raise InvalidRequest(text, param=first)
         card = await self.tokenizers.card(CARD_TIMEOUT_S)
-        if not card.sees:
+        if gen_request.transcription is not None:
+            if card.transcription is None:
+                text = f"the model {self.model} does not transcribe audio"
+                raise Unsupported(text, param="model")
+        elif not card.sees:
             raise Unsupported(f"the model {self.model} takes no images", param=first)
         video = next((each for each in gen_request.media if each.video), None)
         if video is not None and not card.sees_videos:
@@ -591,6 +597,13 @@ def _check_model_kind(gen_request: GenerationRequest, encoded: EncodeReply) -> N
     pools = gen_request.pooling is not None
     if pools != (encoded.pooling is not None):
         raise wrong_model("embed" if pools else "generate text", encoded.pooling)
+
+
+def _check_transcribes(gen_request: GenerationRequest) -> None:
+    """Refuse prompts of a model that only transcribes; health checks are such."""
+    if gen_request.transcription is None and gen_request.api != PROBE_API:
+        text = "this model transcribes audio files: use /v1/audio/transcriptions"
+        raise Unsupported(text, param="model")
 
 
 def _apply_reasoning(

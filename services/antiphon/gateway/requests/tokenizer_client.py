@@ -92,6 +92,7 @@ class TokenizerClient:
             special_tokens=gen_request.special_tokens,
             truncate=truncate,
             media=tuple(media),
+            transcription=gen_request.transcription,
             cache_salt=gen_request.cache_salt,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,

@@ -46,7 +46,15 @@ def check(state: RequestState, limits: EngineLimits) -> None:
     _check_pooling(sampling, limits.pool_width)
     prompt = ids[:prompt_tokens]
     sees, grids = limits.media_width is not None, limits.media_grids
-    check_media(state.media, prompt, sees=sees, grids=grids, span_tokens=limits.span_tokens)
+    source = limits.source_shape
+    check_media(
+        state.media,
+        prompt,
+        sees=sees,
+        grids=grids,
+        span_tokens=limits.span_tokens,
+        source_tokens=None if source is None else source[0],
+    )
 
 
 def outputs_max(state: RequestState, limits: EngineLimits) -> int:

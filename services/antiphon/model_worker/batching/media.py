@@ -159,10 +159,12 @@ def check_media(
     sees: bool,
     grids: bool = False,
     span_tokens: int | None = None,
+    source_tokens: int | None = None,
 ) -> None:
     """Refuse media that this model does not take, or whose places are not in the prompt (P,).
 
-    With `grids` each must have columns.
+    With `grids` each must have columns. A model that attends to `source_tokens` beside the prompt
+    takes one medium of so many rows, without tokens.
 
     Raises:
         Unsupported: The model takes no media.
@@ -170,6 +172,11 @@ def check_media(
     """
     if media and not sees:
         raise Unsupported("this model takes no images", param="media")
+    if source_tokens is not None:
+        if len(media) > 1 or any(m.span.tokens or m.span.rows != source_tokens for m in media):
+            text = f"this model takes one medium of {source_tokens} rows, beside the prompt"
+            raise InvalidRequest(text, param="media")
+        return
     end = 0
     for medium in media:
         if medium.span.start < end or not medium.span.tokens:

@@ -241,6 +241,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             alike: images before them take fewer positions than tokens. See `positions`.
         axis_tokens: Tokens of prompts up to the last image, rising, whose positions
             `axis_positions` has instead.
+        sources: What new requests attend to beside their text, of models with cross attention:
+            embeddings in float32, which the layers make keys and values of for all later plans.
+        source_slots: The slots of these requests.
         ahead: How many tokens after it each token attends to, too: those of its image.
         group_rows: (G + 1,) of several attention groups: which rows are those of each. Each group
             has pages and states of its own, and slots beyond those of the groups before it.
@@ -270,6 +273,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     position_offsets: Ints | None = None  # (R,) see above
     axis_tokens: Ints | None = None  # (A,) indices into `tokens`
     axis_positions: Ints | None = None  # (3, A)
+    sources: Floats | None = None  # (N, S, hidden)
+    source_slots: Ints | None = None  # (N,)
     ahead: Ints | None = None  # (T,) see above
     group_rows: Ints | None = None  # (G + 1,) see above
 

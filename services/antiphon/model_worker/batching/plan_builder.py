@@ -36,7 +36,7 @@ def build_plan(
         query_start, logit_tokens = query_end - query_len, _last_each(query_end, rows.logit_counts)
     pooling, types, next_tokens = None, None, None
     spliced, spliced_rows, axis_tokens, axis_positions = None, None, None, None
-    ahead = None
+    ahead, sources, source_slots = None, None, None
     if rows.draft_counts is not None:
         next_tokens = np.zeros(count, np.int32)
     if rows.verified < count:
@@ -45,6 +45,8 @@ def build_plan(
             next_tokens[rows.verified :] = _next_tokens(chunks, rows.ends[rows.verified :])
         spliced, spliced_rows = _splices(chunks, rows, query_start)
         axis_tokens, axis_positions = _axes(chunks, rows, query_start)
+        if batch.source_shape is not None:
+            sources, source_slots = _sources(chunks, rows, batch.source_shape)
         if spliced is not None and batch.span_tokens is not None:
             ahead = _ahead(chunks, rows, query_start, len(tokens))
         if (pooling := pooling_request(chunks, rows)) is not None:
@@ -70,6 +72,8 @@ def build_plan(
         position_offsets=batch.position_offset[slots] if batch.offsets else None,
         axis_tokens=axis_tokens,
         axis_positions=axis_positions,
+        sources=sources,
+        source_slots=source_slots,
         ahead=ahead,
         changes=batch.changes.read(),
     )
@@ -144,6 +148,25 @@ def _axes(
     if not indices:
         return None, None
     return np.concatenate(indices), np.concatenate(positions, axis=1)
+
+
+def _sources(
+    chunks: Sequence[Request], rows: StepRows, shape: tuple[int, int]
+) -> tuple[Floats | None, Ints | None]:
+    """What those of these requests attend to that begin here, and their slots, or None.
+
+    It has `shape` (S, hidden), and is zero for a request without media.
+    """
+    begun = [
+        request
+        for row, request in enumerate(chunks, start=rows.verified)
+        if rows.starts.item(row) == request.found_tokens
+    ]
+    if not begun:
+        return None, None
+    none = np.zeros(shape, np.float32)
+    found = [none if each.media is None else each.media.source() for each in begun]
+    return np.stack(found), np.array([each.slot for each in begun], np.int32)
 
 
 def _ahead(chunks: Sequence[Request], rows: StepRows, query_start: Ints, tokens_count: int) -> Ints:

@@ -58,7 +58,7 @@ class Prefixes:
 
     def namespace_of(self, state: RequestState) -> bytes:
         """The namespace of the pages that the current weights compute for a request."""
-        return cache_namespace(self.origin, state.cache_salt)
+        return cache_namespace(self.origin, state.page_salt)
 
     def identify_weights(self, digest: str) -> None:
         """Name the files of the weights in all keys from here on: pages will leave the process."""

@@ -71,6 +71,7 @@ class RunningBatch(SlotArrays):
         self.store = TokenStore()
         self.step_tokens_max = limits.step_tokens_max
         self.span_tokens = limits.span_tokens
+        self.source_shape = limits.source_shape
         self._flights = limits.flights
         self.steps = 0
         self.grammars = self.offsets = 0

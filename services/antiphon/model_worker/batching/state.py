@@ -14,7 +14,7 @@ from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
 from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
 from antiphon.wire.media import Medium
-from antiphon.wire.namespaces import key_ids
+from antiphon.wire.namespaces import key_ids, source_salt
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.token_outputs import TokenOutputs
 
@@ -49,6 +49,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         media_grids: Whether positions of media have axes.
         span_tokens: Tokens of an image, if they attend to each other in both directions: a chunk
             has all of an image's tokens that are not cached, or none.
+        source_shape: Tokens and width of what a request attends to beside its text, of a model
+            with cross attention: one medium, which has no tokens in the prompt.
         checkpoint_tokens: Distance of the cached checkpoints of recurrent states; whole pages.
     """
 
@@ -70,6 +72,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     media_width: int | None = None
     media_grids: bool = False
     span_tokens: int | None = None
+    source_shape: tuple[int, int] | None = None
     flights: int = 1
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
@@ -119,6 +122,15 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
         spans = [(each.span.start, each.span.tokens, each.span.key) for each in self.media]
         return key_ids(self.prompt_ids, spans)
 
+    @property
+    def page_salt(self) -> bytes:
+        """The salt of its pages: also by what all of its tokens attend to beside the prompt."""
+        salt = self.cache_salt
+        for each in self.media:
+            if not each.span.tokens:
+                salt = source_salt(salt, each.span.key)
+        return salt
+
 
 class MediumRows(msgspec.Struct, frozen=True):
     """The rows of an embedding from `first` to `last`, which is not among them."""
@@ -137,7 +149,8 @@ class RequestMedia:
     `prompt` are the token ids, (P,): of a medium's tokens those are placeholders that equal the
     first one.
 
-    Of an embedding only a window of rows may be there, which moves on with the prefill.
+    Of an embedding only a window of rows may be there, which moves on with the prefill. A medium
+    without tokens in the prompt is attended to beside it: all of its rows are there, or none.
 
     Attributes:
         number: Of its last load; 0: there was none.
@@ -167,8 +180,13 @@ class RequestMedia:
         self._rows: dict[int, tuple[int, Floats]] = {}  # the index of the first one, and (rows, H)
 
     def lacks(self, tokens: int) -> bool:
-        """Whether the row of the first placeholder behind so many tokens is not there."""
+        """Whether the row of the first placeholder behind so many tokens is not there.
+
+        Or those of a medium that is beside the prompt, which a request needs once, when it starts.
+        """
         for index, places in enumerate(self._places):
+            if not len(places) and index not in self._rows:
+                return True
             if (row := int(np.searchsorted(places, tokens))) < len(places):
                 first, rows = self._rows.get(index, _NO_ROWS)
                 return not first <= row < first + len(rows)
@@ -182,6 +200,10 @@ class RequestMedia:
         window: dict[int, MediumRows] = {}
         left = rows_max
         for index, places in enumerate(self._places):
+            if not len(places):
+                medium = self.media[index]
+                window[index] = MediumRows(medium, 0, medium.span.rows)
+                continue
             first = int(np.searchsorted(places, tokens))
             taken = lacking = len(places) - first
             if not lacking:
@@ -224,6 +246,15 @@ class RequestMedia:
         held = bool(self.loading or self._rows)
         self.loading, self._rows = {}, {}
         return held
+
+    def source(self) -> Floats:
+        """The rows (S, H) of the only medium, which is beside the prompt.
+
+        Raises:
+            AssertionError: They are not there: the first chunk must not be computed.
+        """
+        assert 0 in self._rows, "a request was started without what it attends to"
+        return self._rows[0][1]
 
     def rows(self, start: int, end: int) -> list[tuple[Ints, Floats]]:
         """The spliced tokens from `start` to `end`, rising, and their rows.

@@ -15,9 +15,11 @@ import numpy as np
 from antiphon.wire.sampling import (
     AllowRange,
     AllowTokens,
+    DisallowFirst,
     DisallowTokens,
     LogitProcessor,
     ThinkingBudget,
+    TimestampRules,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class TokenFilter:
     ) -> None:
         allowed = np.ones(vocab_size, np.bool_)
         budgets: list[ThinkingClock] = []
+        rules: list[FirstTokens | TimestampMask] = []
         for processor in processors:
             match processor:
                 case DisallowTokens(token_ids=ids):
@@ -49,6 +52,11 @@ class TokenFilter:
                     allowed[:first] = allowed[last + 1 :] = False
                 case ThinkingBudget():
                     budgets.append(ThinkingClock(processor, prompt_ids))
+                case DisallowFirst(token_ids=ids):
+                    rules.append(FirstTokens(ids, len(prompt_ids), vocab_size))
+                case TimestampRules():
+                    rules.append(TimestampMask(processor, len(prompt_ids), vocab_size))
+        self._rules = tuple(rules)
         self._words = pack(allowed)
         self._budgets = tuple(budgets)
 
@@ -59,6 +67,9 @@ class TokenFilter:
         counts them: see `looks_back`.
         """
         words &= self._words
+        for rule in self._rules:
+            if (allowed := rule.allowed(ids)) is not None:
+                words &= allowed
         for budget in self._budgets:
             if (forced := budget.forced(ids)) is not None:
                 index, bit = divmod(forced, _WORD_BITS)
@@ -97,9 +108,62 @@ class ThinkingClock:
             self._thinking, self._tokens = True, 0
 
 
+class FirstTokens:
+    """Tokens with which no output begins."""
+
+    def __init__(self, token_ids: tuple[int, ...], prompt_tokens: int, vocab_size: int) -> None:
+        allowed = np.ones(vocab_size, np.bool_)
+        allowed[list(token_ids)] = False
+        self._words, self._prompt_tokens = pack(allowed), prompt_tokens
+
+    def allowed(self, ids: Callable[[int], Ints]) -> Ints | None:
+        """The mask of the next token; None: all are allowed."""
+        return None if len(ids(self._prompt_tokens)) else self._words
+
+
+class TimestampMask:
+    """Which text tokens and timestamps may follow: see `TimestampRules`.
+
+    Source: Radford et al. 2022, arXiv:2212.04356, section 2.3.
+    """
+
+    def __init__(self, rules: TimestampRules, prompt_tokens: int, vocab_size: int) -> None:
+        self._rules, self._prompt_tokens, self._vocab_size = rules, prompt_tokens, vocab_size
+        self._read = prompt_tokens
+        self._last = list[bool]()  # whether each of the last two is a timestamp
+        self._latest = -1
+
+    def allowed(self, ids: Callable[[int], Ints]) -> Ints | None:
+        """The mask of the next token. `ids` only ever grow."""
+        first, new = self._rules.first_id, ids(self._read).tolist()
+        for token in new:
+            self._last = [*self._last[-1:], token >= first]
+            self._latest = token if token >= first else self._latest
+        self._read += len(new)
+        allowed = np.ones(self._vocab_size, np.bool_)
+        allowed[first - 1] = False
+        if not self._last:
+            allowed[:first] = False
+            if self._rules.initial_max is not None:
+                allowed[first + self._rules.initial_max + 1 :] = False
+            return pack(allowed)
+        # The very first one counts as the second of a pair.
+        of_pair = len(self._last) < 2 or self._last[0]
+        if self._last[-1] and of_pair:
+            allowed[first:] = False
+        elif self._last[-1]:
+            allowed[: self._rules.end_id] = False
+        if self._latest >= first:
+            # The second of a pair may equal the first; text between two takes time.
+            again = self._last[-1] and not of_pair
+            allowed[first : self._latest + (not again)] = False
+        return pack(allowed)
+
+
 def looks_back(processors: tuple[LogitProcessor, ...]) -> bool:
     """Whether the mask of the next token depends on the last one."""
-    return any(isinstance(processor, ThinkingBudget) for processor in processors)
+    depends = (ThinkingBudget, DisallowFirst, TimestampRules)
+    return any(isinstance(processor, depends) for processor in processors)
 
 
 def pack(allowed: Flags) -> Ints:

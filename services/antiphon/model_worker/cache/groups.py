@@ -36,6 +36,8 @@ class GroupKind(StrEnum):
     """One compressed vector of every token."""
     STATE = "state"
     """A recurrent state, of fixed size: a page is one whole state."""
+    CROSS = "cross"
+    """Keys and values of another sequence: a slot has pages of its own, which nothing shares."""
     PASS = "pass"  # noqa: S105 (no password)
     """Nothing: a whole text is computed at once. Its pages have no bytes, and only count tokens."""
     DRAFT = "draft"

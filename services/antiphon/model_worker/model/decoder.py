@@ -24,6 +24,7 @@ from antiphon.kernels.cpu.fused_decoder import (
 from antiphon.layers.attention import Attention, AttentionSpec
 from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
 from antiphon.layers.context import HiddenStates
+from antiphon.layers.cross_attention import CrossAttention
 from antiphon.layers.embedding import AddedEmbedding, VocabParallelEmbedding
 from antiphon.layers.methods import LinearMethod
 from antiphon.layers.mla import LatentAttention, LatentSpec
@@ -281,6 +282,7 @@ class DecoderLayer(Module):
         self._parallel = spec.parallel
         own = replace(site, build=site.build.of_mixers)
         self._mixer = build_sublayer(own, spec.mixer)
+        self._cross = None if spec.cross is None else CrossAttention(own, spec.cross)
         self._feed_forward = None
         if spec.feed_forward is not None:
             self._feed_forward = build_sublayer(site, spec.feed_forward)
@@ -289,7 +291,7 @@ class DecoderLayer(Module):
             for place, name in msgspec.structs.asdict(spec.norms).items()
             if name is not None
         }
-        self.children = (*self._norms.values(), self._mixer, self._feed_forward)
+        self.children = (*self._norms.values(), self._mixer, self._cross, self._feed_forward)
 
     def __call__(
         self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
@@ -303,6 +305,9 @@ class DecoderLayer(Module):
         entered, residual = _enter(ctx, norm("before_mixer"), pending, residual)
         mixed = self._leave(ctx, norm("after_mixer"), ctx.mix(self._mixer, entered))
         mixed, residual = _join(ctx, norm("with_mixer"), mixed, residual)
+        if self._cross is not None:
+            entered, residual = _enter(ctx, norm("before_cross"), mixed, residual)
+            mixed = ctx.mix(self._cross, entered)
         if self._feed_forward is None:
             return mixed, residual
         if self._parallel:
@@ -319,6 +324,8 @@ class DecoderLayer(Module):
         self, rotaries: dict[PositionSpec, int], states: LayerStates | None
     ) -> FusedDecoderLayer:
         """This layer in the form that the fused decoder takes; its RoPE has an index there."""
+        if self._cross is not None:
+            raise NotStackable("the fused decoder has no cross attention")
         gate_up = down = experts = None
         activation: ActivationKind = "silu"
         scales = 1.0, 1.0

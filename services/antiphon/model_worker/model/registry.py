@@ -23,7 +23,14 @@ from antiphon.model_worker.model.families.deepseek import (
 from antiphon.model_worker.model.families.eagle3 import EAGLE3
 from antiphon.model_worker.model.families.falcon_h1 import FALCON_H1
 from antiphon.model_worker.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from antiphon.model_worker.model.families.gpt import GPT2, GPT_NEOX, GPT_OSS, PHI, STARCODER2
+from antiphon.model_worker.model.families.gpt import (
+    GPT2,
+    GPT_NEOX,
+    GPT_OSS,
+    PHI,
+    STARCODER2,
+    WHISPER,
+)
 from antiphon.model_worker.model.families.llama import (
     GLM4,
     GLM4V,
@@ -99,6 +106,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "WhisperForConditionalGeneration": WHISPER,
     "GemmaForSequenceClassification": classifier(GEMMA),
     "Gemma2ForSequenceClassification": classifier(GEMMA2),
     "Gemma3TextForSequenceClassification": classifier(GEMMA3),

@@ -32,6 +32,7 @@ from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.classification_head import ClassificationHeadSpec
+from antiphon.layers.cross_attention import CrossAttentionSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import MoeSpec
@@ -60,9 +61,11 @@ class Norms(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         after_mixer, after_feed_forward: Of the block's output, before it is added to the stream.
         with_mixer, with_feed_forward: Of the stream, after the block's output was added.
+        before_cross: Before cross attention.
     """
 
     before_mixer: str | None = None
+    before_cross: str | None = None
     after_mixer: str | None = None
     before_feed_forward: str | None = None
     after_feed_forward: str | None = None
@@ -89,6 +92,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One layer.
 
     Attributes:
+        cross: Attention to another sequence, between the mixer and the feed-forward block.
         feed_forward: None: the layer has a mixer only.
         norm: The kind of all its norms.
         norms: Which norms it has.
@@ -99,6 +103,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec | None
+    cross: CrossAttentionSpec | None = None
     norm: NormSpec
     norms: Norms = PRE
     parallel: bool = False
@@ -224,6 +229,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tied(self) -> bool:
         return isinstance(self.head, HeadSpec) and self.head.tied
+
+    @property
+    def cross(self) -> CrossAttentionSpec | None:
+        """The cross attention that all of its layers have; None: they have none."""
+        return self.layers[0].cross
 
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
         """Layers grouped by equal cache, full attention first, then narrow windows, then states.

@@ -134,6 +134,8 @@ def _size_bytes(plan: StepPlan) -> int:
         size += sum(entries.nbytes for entries in plan.changes.entries)
     if plan.spliced_rows is not None:
         size += plan.spliced_rows.nbytes
+    if plan.sources is not None:
+        size += plan.sources.nbytes
     if plan.axis_positions is not None:
         size += plan.axis_positions.nbytes
     if plan.details is not None:

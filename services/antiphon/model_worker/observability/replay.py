@@ -230,6 +230,10 @@ def _replay_file(recording: Recording, model_path: str) -> ReplayResult:
     files = model_files(Settings(model=ModelConfig(path=model_path)))
     # Drafts are tokens of the recorded plans, and are not drafted again.
     model = load_resolved(files, header.resolved)
+    if model.spec.cross is not None:
+        raise CannotStart(
+            f"{files.folder}: a recording has not all that its requests attend to beside their text"
+        )
     if model.groups != tuple(g for g in header.groups if g.kind is not GroupKind.DRAFT):
         raise CannotStart(f"{files.folder}: its cache layout differs from the recorded one")
     return replay(recording.records, header.groups, model.runner)

@@ -208,6 +208,7 @@ class EmbeddingClient:
             height=medium.height,
             limits=medium.limits,
             video=medium.video,
+            audio=medium.audio,
             deadline_unix_ms=clock.unix_ms() + round(timeout_s * 1000),
             left_ms=round(timeout_s * 1000),
         )

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints, StepPlan
     from antiphon.model_worker.model.decoder import PositionSpec
     from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.runner.cross_cache import CrossCache
     from antiphon.model_worker.runner.pools import KvPool, StatePool
 
     Angles = Callable[[RotarySpec | None], TokenCosSin]
@@ -81,7 +82,9 @@ class ForwardContexts:
         fused: bool,
         deterministic: bool = False,
         aux_layers: tuple[int, ...] = (),
+        cross: CrossCache | None = None,
     ) -> None:
+        self._cross = cross
         placement = model.build
         self._decoder = model.decoder
         self._ops = ops
@@ -237,6 +240,7 @@ class ForwardContexts:
             attend=self._attend(plan, batch, angles),
             states_of=partial(_states_of, self._states, batch.states) if batch.states else None,
             attend_latent=self._attend_latent(batch, angles) if self._latent else None,
+            cross=None if self._cross is None else self._cross.of(self._ops, plan, batch.token_row),
             positions=self._upload(batch.positions),
             token_types=None if plan.token_types is None else self._upload(plan.token_types),
             fused=fused,

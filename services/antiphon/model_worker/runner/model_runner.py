@@ -31,6 +31,7 @@ from antiphon.model_worker.batching.plan import (
 from antiphon.model_worker.batching.slot_tables import SlotTables
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.runner.context import ForwardContexts
+from antiphon.model_worker.runner.cross_cache import CrossCache
 from antiphon.model_worker.runner.input_batch import (
     InputBatch,
     PlanRefused,
@@ -81,6 +82,10 @@ BLOCKS = frozenset(
 """Operations of layers and heads, which only some models call."""
 
 
+SLOTS = 64
+"""Default of the slots that requests run in."""
+
+
 class SampleExchange(Protocol):
     """Gives all ranks of a worker the tokens that one of them samples."""
 
@@ -100,7 +105,7 @@ class ModelRunner:
     With a `pooler`, plans produce embedding vectors and sample nothing. A `deterministic` runner
     computes the same bits for a sequence whatever else is in the batch, and however its prefill was
     chunked. With a `draft` model, the last of the groups is that model's. One of several ranks gets
-    its tokens by an `exchange`.
+    its tokens by an `exchange`. A model with cross attention has a cache of it for so many `slots`.
 
     Raises:
         KernelUnavailable: This build does not support the device or a forced backend, or a chosen
@@ -118,6 +123,7 @@ class ModelRunner:
         deterministic: bool = False,
         draft: DraftModel | None = None,
         exchange: SampleExchange | None = None,
+        slots: int = SLOTS,
     ) -> None:
         spec, placement = model.spec, model.build
         self.ops = select(capability_of(placement), forced)
@@ -140,11 +146,16 @@ class ModelRunner:
         self._shapes = tuple(kv_shape(model, *attends) for attends in attending)
         if deterministic:
             require_invariant(model, self.ops.choices)
+        cross = None
+        if spec.cross is not None:
+            page_tokens = groups[0].page_tokens
+            cross = CrossCache(model, spec.cross, page_tokens=page_tokens, slots=slots)
         self._contexts = ForwardContexts(
             model,
             self.ops,
             self.pools,
             states,
+            cross=cross,
             fused=fused,
             deterministic=deterministic,
             aux_layers=() if draft is None else draft.aux_layers,

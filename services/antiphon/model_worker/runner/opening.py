@@ -121,6 +121,7 @@ def open_model(
             deterministic=deterministic,
             draft=drafting,
             exchange=exchange,
+            slots=plan.running_max.value,
         )
     else:
         assert exchange is not None, "an earlier stage samples nothing"

@@ -16,6 +16,7 @@ import torch
 from antiphon.kernels.attention import KvShape, NoCache
 from antiphon.kernels.cpu.extension import pool_zeros
 from antiphon.kernels.kv import (
+    CrossKvSpec,
     KvSpec,
     beside,
     key_pages_shape,
@@ -88,6 +89,20 @@ def draft_group(
     return msgspec.structs.replace(groups[0], kind=GroupKind.DRAFT)
 
 
+def cross_group(
+    cache: CrossKvSpec, spec: ModelSpec, build: BuildContext, *, page_tokens: int, slots: int
+) -> CacheGroup:
+    """The cache group of cross attention, with as many pages as the sequences of all slots need."""
+    heads = cache.heads_of(build.of_mixers.tp.ranks)
+    return CacheGroup(
+        kind=GroupKind.CROSS,
+        layers=tuple(range(len(spec.layers))),
+        tensors=_keys_and_values(build, heads, cache.head_size),
+        page_tokens=page_tokens,
+        pages_total=slots * -(-cache.source_tokens // page_tokens),
+    )
+
+
 def attention_of(
     spec: ModelSpec, index: int
 ) -> tuple[AttentionSpec | LatentSpec, KvSpec | LatentSizes]:
@@ -135,12 +150,10 @@ def _group(
         _refuse_cut_pages(cache, page_tokens)
         kind = GroupKind.FULL if cache.window is None else GroupKind.WINDOW
         heads, size = cache.heads_of(ranks), cache.head_size
-        declared = {"keys": (heads, size), "values": (heads, size)}
+        tensors = _keys_and_values(build, heads, size)
         if isinstance(cache, LatentSizes):
-            kind, declared = GroupKind.LATENT, {"latents": (heads, size)}
-        elif build.page_layout == "words":
-            declared = {"keys and values": (heads, 2, size)}
-        tensors = tuple(_declared(name, build.kv_dtype, each) for name, each in declared.items())
+            kind = GroupKind.LATENT
+            tensors = (_declared("latents", build.kv_dtype, (heads, size)),)
     return CacheGroup(
         kind=kind,
         layers=layers,
@@ -149,6 +162,13 @@ def _group(
         pages_total=total,
         window=cache.window if isinstance(cache, KvSpec) else None,
     )
+
+
+def _keys_and_values(build: BuildContext, heads: int, size: int) -> tuple[CacheTensor, ...]:
+    """What `KvPool` lays out of keys and values."""
+    if build.page_layout == "words":
+        return (_declared("keys and values", build.kv_dtype, (heads, 2, size)),)
+    return tuple(_declared(name, build.kv_dtype, (heads, size)) for name in ("keys", "values"))
 
 
 def _declared(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> CacheTensor:
@@ -216,7 +236,9 @@ class GroupMemory:
 class KvPool:
     """The KV cache of one cache group, pages as `antiphon.kernels.kv` lays them out."""
 
-    def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
+    def __init__(
+        self, group: CacheGroup, spec: KvSpec | LatentSizes | CrossKvSpec, build: BuildContext
+    ) -> None:
         self.group = group
         heads, size = spec.heads_of(build.of_mixers.tp.ranks), spec.head_size
         # Rows that pad a step write somewhere, too.

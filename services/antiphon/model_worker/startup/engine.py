@@ -13,6 +13,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.worker import Policy, QueueConfig
+from antiphon.model_card.audio import read_audio
 from antiphon.model_card.card import read_card
 from antiphon.model_card.pooling import read_pooling
 from antiphon.model_card.served_model import draft_files, model_files, tokenizer_path
@@ -188,9 +189,9 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         draft = None if draft_place is None else _draft_card(draft_place, settings)
         device = host_device(settings.model.device)
         vision = read_vision(files.folder) if implementation.value != "transformers" else None
-        resolved = resolve(
-            settings, card, device, pooling, implementation, draft, sees=vision is not None
-        )
+        audio = read_audio(files.folder)
+        sees_any = vision is not None or audio is not None
+        resolved = resolve(settings, card, device, pooling, implementation, draft, sees=sees_any)
         if settings.cache.hierarchical:
             _check_stored(resolved)
         span_tokens = None if vision is None else vision.span_tokens
@@ -212,6 +213,8 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     resolved = _capture(settings, resolved, model)
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     sees = None
+    if audio is not None:
+        sees = Sees(card.hidden_size, grids=False, span_tokens=None, source=audio.source_tokens)
     if vision is not None:
         width = (1 + vision.deepstack) * card.hidden_size
         sees = Sees(width, grids=model.spec.position_axes, span_tokens=span_tokens)
@@ -414,6 +417,8 @@ class Sees(NamedTuple):
     width: int
     grids: bool
     span_tokens: int | None
+    source: int | None = None
+    """Tokens of a medium that is attended to beside the prompt."""
 
 
 def _check_span(span_tokens: int | None, resolved: ResolvedConfig) -> None:
@@ -528,6 +533,7 @@ def _limits(
         media_width=None if sees is None else sees.width,
         media_grids=sees is not None and sees.grids,
         span_tokens=None if sees is None else sees.span_tokens,
+        source_shape=None if sees is None or sees.source is None else (sees.source, sees.width),
         flights=resolved.stages.value,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,

@@ -46,7 +46,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 WARNINGS = web.RequestKey("warnings", list[str])
 """Set on a request of which something was ignored; each entry becomes a header."""
 
-_BODY_S = 60.0
+BODY_S = 60.0
+"""Maximum time to receive a body, in seconds."""
 _LEAVE_S = 5.0
 IDLE_S = 75.0
 """Maximum time a connection may be idle, and take to send its headers."""
@@ -110,10 +111,10 @@ async def read_json(request: web.Request, bytes_max: int, count: Callable[[int],
     if (request.content_length or 0) > bytes_max:
         raise RequestTooLarge.of(size_bytes=request.content_length or 0, bytes_max=bytes_max)
     try:
-        async with asyncio.timeout(_BODY_S):
+        async with asyncio.timeout(BODY_S):
             return await _read(request, bytes_max, count)
     except TimeoutError:
-        raise InvalidRequest(f"the body was not received within {_BODY_S:g} s") from None
+        raise InvalidRequest(f"the body was not received within {BODY_S:g} s") from None
     except web.RequestPayloadError as error:
         raise InvalidRequest("the body is incomplete or cannot be decoded") from error
 

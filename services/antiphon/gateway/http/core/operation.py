@@ -32,7 +32,8 @@ class Operation:
 
     `path` is a template in aiohttp's notation. `reply` is any type with a schema. `streamed_as` is
     the content type of streams, if the body may request one; `alternative_types` are others, each
-    text. `query` describes the query parameters. `admin` operations need the operator's key.
+    text. `query` describes the query parameters. `admin` operations need the operator's key. The
+    body of a `form` is multipart, with a `file` beside its fields.
     """
 
     method: str
@@ -48,6 +49,7 @@ class Operation:
     examples: tuple[Mapping[str, object], ...] = ()
     deprecated: bool = False
     admin: bool = False
+    form: bool = False
 
 
 def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
@@ -178,6 +180,10 @@ def _content(one: Operation, body: type[msgspec.Struct]) -> Object:
             f"example_{number}": {"value": example}
             for number, example in enumerate(one.examples, start=1)
         }
+    if one.form:
+        file = {"type": "string", "contentMediaType": "application/octet-stream"}
+        with_file = {"type": "object", "properties": {"file": file}, "required": ["file"]}
+        return {"multipart/form-data": {"schema": {"allOf": [content["schema"], with_file]}}}
     return {"application/json": content}
 
 

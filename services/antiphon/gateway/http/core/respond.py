@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import msgspec
 from aiohttp import web
 
+from antiphon.gateway.http.core import fields
 from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, read_json, warn
 from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.form import read_form
 from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES, SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.core.resume import Resumption, note_fingerprint
 from antiphon.gateway.http.core.writer import CONTENT_TYPE, ResponseWriter
-from antiphon.gateway.owner.actions import TextDelta
+from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.stream.stream import (
     ChoiceEvent,
     CollectedResponse,
@@ -29,7 +31,8 @@ from antiphon.gateway.stream.stream import (
     StreamGroup,
 )
 from antiphon.service.tasks import gather, isolated
-from antiphon.wire.errors import EngineError
+from antiphon.wire.base import FinishReason
+from antiphon.wire.errors import Cancelled, EngineError, InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
@@ -210,6 +213,41 @@ class ResponseHandler:
         """Return the collected output of each prompt, for responses that are not generations."""
         async with self._open(request, gen_requests) as stream_group:
             return await self._collect(stream_group)
+
+    @asynccontextmanager
+    async def form(
+        self, request: web.Request, kind: type[B], *, file_bytes_max: int
+    ) -> AsyncGenerator[tuple[B, bytes]]:
+        """Read a form with a file. Its bytes count as the tenant's until the exit.
+
+        Raises:
+            InvalidRequest: It cannot be read, has no file, or a field is wrong.
+            RequestTooLarge: The file is too large.
+        """
+        with self._bodies.count_arriving(tenant_of(request)) as count:
+            with self._submission.metrics.count_rejections():
+                form = await read_form(request, file_bytes_max, count)
+                if form.file is None:
+                    raise InvalidRequest("the form has no file", param="file")
+                made, unknown = fields.read(form.json(kind), kind)
+                self._submission.metrics.unknown_fields.inc(len(unknown))
+            yield made, bytes(form.file)
+
+    async def texts(
+        self, request: web.Request, gen_request: GenerationRequest
+    ) -> AsyncGenerator[str]:
+        """Yield the text of a prompt's only choice as it comes."""
+        async with self._open(request, [gen_request]) as stream_group:
+            while not stream_group.done:
+                for _, events in await stream_group.get():
+                    self._count(stream_group.streams[0], events)
+                    for event in events:
+                        if isinstance(event, TextDelta) and event.text:
+                            yield event.text
+                        if isinstance(event, Finished) and event.reason is FinishReason.ABORT:
+                            raise Cancelled("the request was aborted")
+            if stream_group.error is not None:
+                raise stream_group.error
 
     async def collect_each(
         self,

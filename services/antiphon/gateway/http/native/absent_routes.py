@@ -28,7 +28,6 @@ class ByDesign(InvalidRequest):
 
 _TRAINER = "weights are not received from a trainer; restart the workers with a new checkpoint"
 _HICACHE = "the KV cache has one level, without a storage backend"
-_AUDIO = "models read and write text only"
 
 ABSENT: tuple[tuple[type[InvalidRequest], str, str, str], ...] = (
     (
@@ -97,8 +96,12 @@ ABSENT: tuple[tuple[type[InvalidRequest], str, str, str], ...] = (
         "/vertex_generate",
         "Vertex AI's request format is not supported; use POST /generate",
     ),
-    (NotBuilt, "POST", "/v1/audio/transcriptions", _AUDIO),
-    (NotBuilt, "GET", "/v1/realtime", _AUDIO),
+    (
+        NotBuilt,
+        "GET",
+        "/v1/realtime",
+        "audio is transcribed in files; use /v1/audio/transcriptions",
+    ),
     (NotBuilt, "POST", "/v1/decisions", "use POST /v1/score for the probabilities of labels"),
     (NotBuilt, "POST", "/v1/systemone", "use POST /v1/chat/completions for conversations"),
 )

@@ -1,4 +1,4 @@
-"""GPT-2, GPT-NeoX, Phi and StarCoder2: layer norms and plain feed-forward blocks; and gpt-oss."""
+"""GPT-2, GPT-NeoX, Phi, StarCoder2 and Whisper: layer norms and plain blocks; and gpt-oss."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.layers.attention import AttentionNames
+from antiphon.layers.cross_attention import CrossAttentionSpec
 from antiphon.layers.moe import ClampedSwish, ExpertsSpec, MoeSpec, StackedExperts
 from antiphon.model_worker.model.errors import UnsupportedVariant
 from antiphon.model_worker.model.llama_parts import (
@@ -41,6 +42,13 @@ NEOX_NAMES = AttentionNames(
 )
 PHI_NAMES = AttentionNames(
     out="self_attn.dense", query_norm="self_attn.q_layernorm", key_norm="self_attn.k_layernorm"
+)
+
+
+WHISPER_NORMS = Norms(
+    before_mixer="self_attn_layer_norm",
+    before_cross="encoder_attn_layer_norm",
+    before_feed_forward="final_layer_norm",
 )
 
 
@@ -158,8 +166,47 @@ def declare_gpt_oss(config: ConfigFile) -> ModelSpec:
     return model(config, layers(config.windows(), layer))
 
 
+class _WhisperFields(msgspec.Struct, frozen=True):
+    max_source_positions: Count = 1500
+    scale_embedding: bool = False
+
+
+def declare_whisper(config: ConfigFile) -> ModelSpec:
+    """The text model; what it attends to comes from outside.
+
+    Source: Radford et al. 2022, arXiv:2212.04356, section 2.2.
+    """
+    fields = config.family_fields(_WhisperFields)
+    if fields.scale_embedding:
+        raise UnsupportedVariant("config.json: scale_embedding of Whisper is not supported")
+    names = AttentionNames(out="self_attn.out_proj")
+    layer = LayerSpec(
+        mixer=attention(config, bias=True, key_bias=False, rotary=None, names=names),
+        cross=CrossAttentionSpec(
+            heads=config.num_attention_heads,
+            head_size=config.head_size,
+            scale=config.head_size**-0.5,
+            source_tokens=fields.max_source_positions,
+        ),
+        feed_forward=plain(config, up="fc1", down="fc2"),
+        norm=layer_norm(config),
+        norms=WHISPER_NORMS,
+    )
+    return model(
+        config,
+        layer,
+        norm_name="model.decoder.layer_norm",
+        embedding=EmbeddingSpec(
+            name="model.decoder.embed_tokens", positions="model.decoder.embed_positions"
+        ),
+        head=HeadSpec(name="proj_out", tied=config.tie_word_embeddings),
+        layer_name="model.decoder.layers.{}",
+    )
+
+
 GPT2 = ModelFamily("gpt2", declare_gpt2)
 GPT_NEOX = ModelFamily("gpt_neox", declare_gpt_neox)
 PHI = ModelFamily("phi", declare_phi)
 STARCODER2 = ModelFamily("starcoder2", declare_starcoder2)
 GPT_OSS = ModelFamily("gpt-oss", declare_gpt_oss)
+WHISPER = ModelFamily("whisper", declare_whisper)

@@ -1,0 +1,177 @@
+"""Whisper's encoder, in torch.
+
+Axes: M bands of the mel scale, F frames, T tokens (half as many), C hidden, N heads, D of each.
+
+Source: Radford et al. 2022, arXiv:2212.04356, section 2.2.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import msgspec
+import torch
+import torch.nn.functional as F  # noqa: N812  # the usual name
+from msgspec import Meta, field
+
+from antiphon.encoder.activations import ACTIVATIONS
+from antiphon.encoder.audio import DecodedAudio
+from antiphon.encoder.cache import CachedEmbedding
+from antiphon.encoder.preprocess import VisionActivation
+from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
+from antiphon.model_card.audio import DOWNSAMPLED
+from antiphon.model_card.config_json import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from antiphon.encoder.preprocess import DecodedImage
+    from antiphon.model_card.audio import AudioCard
+
+_Size = Annotated[int, Meta(ge=1, le=2**20)]
+_EPS = 1e-5
+
+
+class AudioTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of an encoder, as in config.json."""
+
+    hidden: _Size = field(name="d_model", default=384)
+    intermediate: _Size = field(name="encoder_ffn_dim", default=1536)
+    layers: _Size = field(name="encoder_layers", default=4)
+    heads: _Size = field(name="encoder_attention_heads", default=6)
+    bands: _Size = field(name="num_mel_bins", default=80)
+    tokens: _Size = field(name="max_source_positions", default=1500)
+    activation: VisionActivation = field(name="activation_function", default=VisionActivation.GELU)
+
+
+@dataclass(frozen=True, slots=True)
+class AudioLayerWeights:
+    norm1: Affine
+    query: Affine
+    key: Affine
+    value: Affine
+    out: Affine
+    norm2: Affine
+    up: Affine
+    down: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class AudioTowerWeights:
+    """All weights. The convolutions are (C, M, 3) and (C, C, 3), `positions` (T, C)."""
+
+    first: Affine
+    second: Affine
+    positions: Tensor
+    layers: tuple[AudioLayerWeights, ...]
+    norm: Affine
+
+
+class AudioTower:
+    """Computes one embedding per token of audio."""
+
+    def __init__(self, spec: AudioTowerSpec, weights: AudioTowerWeights) -> None:
+        self.spec = spec
+        self._weights = weights
+        self._activation = ACTIVATIONS[spec.activation]
+
+    @torch.inference_mode()
+    def __call__(self, features: Tensor) -> Tensor:
+        """Embed: features (M, F)  ->  (T, C)."""
+        weights = self._weights
+        x = F.gelu(F.conv1d(features[None], weights.first.weight, weights.first.bias, padding=1))
+        second = weights.second
+        x = F.gelu(F.conv1d(x, second.weight, second.bias, stride=DOWNSAMPLED, padding=1))
+        x = x[0].T + weights.positions  # (T, C)
+        for layer in weights.layers:
+            x = x + self._attend(self._norm(x, layer.norm1), layer)
+            x = x + self._mlp(self._norm(x, layer.norm2), layer)
+        return self._norm(x, weights.norm)
+
+    def _norm(self, x: Tensor, norm: Affine) -> Tensor:
+        return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, _EPS)
+
+    def _attend(self, x: Tensor, layer: AudioLayerWeights) -> Tensor:
+        """Bidirectional attention: (T, C)  ->  (T, C)."""
+        q, k, v = (
+            F.linear(x, part.weight, part.bias).view(len(x), self.spec.heads, -1).transpose(0, 1)
+            for part in (layer.query, layer.key, layer.value)
+        )  # each (N, T, D)
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        return F.linear(out.transpose(0, 1).flatten(1), layer.out.weight, layer.out.bias)
+
+    def _mlp(self, x: Tensor, layer: AudioLayerWeights) -> Tensor:
+        wide = self._activation(F.linear(x, layer.up.weight, layer.up.bias))
+        return F.linear(wide, layer.down.weight, layer.down.bias)
+
+
+def read_audio_weights(folder: Path, spec: AudioTowerSpec) -> AudioTowerWeights:
+    """Read an encoder as float32; the text model's tensors are ignored.
+
+    Raises:
+        ConfigError: There are no files, one is broken, or a tensor is missing or has another shape.
+    """
+    with ExitStack() as open_files:
+        checkpoint = TensorFiles(weight_files(folder), open_files, last="conv1.weight")
+        affine, hidden = checkpoint.affine, spec.hidden
+        return AudioTowerWeights(
+            first=affine("conv1", hidden, spec.bands, 3),
+            second=affine("conv2", hidden, hidden, 3),
+            positions=checkpoint.read("embed_positions.weight", spec.tokens, hidden),
+            layers=tuple(_layer(checkpoint, f"layers.{i}", spec) for i in range(spec.layers)),
+            norm=affine("layer_norm", hidden),
+        )
+
+
+def _layer(checkpoint: TensorFiles, name: str, spec: AudioTowerSpec) -> AudioLayerWeights:
+    affine, hidden, wide = checkpoint.affine, spec.hidden, spec.intermediate
+    attention = f"{name}.self_attn"
+    return AudioLayerWeights(
+        norm1=affine(f"{name}.self_attn_layer_norm", hidden),
+        query=affine(f"{attention}.q_proj", hidden, hidden),
+        key=affine(f"{attention}.k_proj", hidden, hidden, bias=False),
+        value=affine(f"{attention}.v_proj", hidden, hidden),
+        out=affine(f"{attention}.out_proj", hidden, hidden),
+        norm2=affine(f"{name}.final_layer_norm", hidden),
+        up=affine(f"{name}.fc1", wide, hidden),
+        down=affine(f"{name}.fc2", hidden, wide),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class AudioModel:
+    """What samples become, and the encoder. Blocks."""
+
+    preprocess: ClassVar[None] = None
+    videos: ClassVar[None] = None
+    audio: AudioCard
+    tower: AudioTower
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of an embedding."""
+        return self.tower.spec.hidden
+
+    @property
+    def embedding_bytes(self) -> int:
+        return self.tower.spec.tokens * self.width * 4
+
+    def steps(self, medium: DecodedImage | DecodedAudio) -> Iterator[CachedEmbedding | None]:
+        """Embed a part of a file, in one step."""
+        assert isinstance(medium, DecodedAudio), "checked by the service"
+        yield CachedEmbedding.of(self.tower(torch.as_tensor(medium.features)).numpy())
+
+
+def open_audio_model(folder: Path, card: AudioCard) -> AudioModel:
+    """Load the encoder of a folder.
+
+    Raises:
+        ConfigError: It is malformed, or its weights are.
+    """
+    spec = read_json(folder / "config.json", AudioTowerSpec)
+    return AudioModel(card, AudioTower(spec, read_audio_weights(folder, spec)))

@@ -1,0 +1,129 @@
+"""Reads multipart forms with one file (RFC 7578): limits hold while the body is received."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from aiohttp import BodyPartReader, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
+from msgspec.inspect import BoolType, FloatType, IntType, ListType, Type, type_info
+
+from antiphon.gateway.http.core.app import BODY_S
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+FIELDS_MAX = 64
+"""Maximum number of fields of a form."""
+FIELD_BYTES_MAX = 64 * 1024
+"""Maximum size of a field that is not the file."""
+_CHUNK_BYTES = 64 * 1024
+_LISTED = "[]"
+"""Ending of the names of fields that may be there several times."""
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+_BROKEN = (ValueError, RuntimeError, AssertionError, LookupError, HttpProcessingError)
+"""What aiohttp raises on a body that is no such form."""
+
+
+class Form(NamedTuple):
+    """A form: the texts of its fields by name, and the bytes of its file; None: it has none."""
+
+    fields: Mapping[str, list[str]]
+    file: bytearray | None
+
+    def json(self, kind: type[msgspec.Struct]) -> bytes:
+        """The fields as a JSON object of this kind: texts are numbers, or true, where it has such.
+
+        Of fields that are no lists the last text counts. What is no such text stays one.
+        """
+        types = {each.encode_name: type_info(each.type) for each in msgspec.structs.fields(kind)}
+        return msgspec.json.encode(
+            {name: _value(texts, types.get(name)) for name, texts in self.fields.items()}
+        )
+
+
+async def read_form(
+    request: web.Request, file_bytes_max: int, count: Callable[[int], None]
+) -> Form:
+    """Read the form in a request's body, whose file is the field `file`.
+
+    `count` may reject it; it gets the size of each piece before that is kept.
+
+    Raises:
+        InvalidRequest: It is no such form, or was not received in time.
+        RequestTooLarge: The file or a field is too large, or there are too many fields.
+    """
+    if request.content_type != "multipart/form-data":
+        raise InvalidRequest(
+            f"Unsupported Media Type: send multipart/form-data, not {request.content_type}"
+        )
+    most = file_bytes_max + FIELDS_MAX * FIELD_BYTES_MAX
+    if (request.content_length or 0) > most:
+        raise RequestTooLarge.of(size_bytes=request.content_length or 0, bytes_max=file_bytes_max)
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _read(request, file_bytes_max, count)
+    except TimeoutError:
+        raise InvalidRequest(f"the body was not received within {BODY_S:g} s") from None
+    except (web.RequestPayloadError, *_BROKEN) as error:
+        raise InvalidRequest("the body is incomplete, or no multipart form") from error
+
+
+async def _read(request: web.Request, file_bytes_max: int, count: Callable[[int], None]) -> Form:
+    reader = await request.multipart()
+    fields, file = dict[str, list[str]](), None
+    for _ in range(FIELDS_MAX + 1):
+        if (part := await reader.next()) is None:
+            return Form(fields, file)
+        if not isinstance(part, BodyPartReader) or not part.name:
+            raise InvalidRequest("a part of the form has no name")
+        if hdrs.CONTENT_TRANSFER_ENCODING in part.headers or hdrs.CONTENT_ENCODING in part.headers:
+            raise InvalidRequest("parts of the form must not be encoded", param=part.name)
+        is_file = part.name == "file"
+        content = await _content(part, file_bytes_max if is_file else FIELD_BYTES_MAX, count)
+        if is_file:
+            if file is not None:
+                raise InvalidRequest("the form has several files", param="file")
+            file = content
+        else:
+            name = part.name.removesuffix(_LISTED)
+            fields.setdefault(name, []).append(_text(content, name))
+    raise RequestTooLarge(f"the form has more than {FIELDS_MAX} fields")
+
+
+async def _content(part: BodyPartReader, bytes_max: int, count: Callable[[int], None]) -> bytearray:
+    content = bytearray()
+    while chunk := await part.read_chunk(_CHUNK_BYTES):
+        count(len(chunk))
+        if len(content) + len(chunk) > bytes_max:
+            error = RequestTooLarge.of(size_bytes=len(content) + len(chunk), bytes_max=bytes_max)
+            error.param = part.name
+            raise error
+        content += chunk
+    return content
+
+
+def _text(content: bytearray, name: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not UTF-8", param=name) from error
+
+
+def _value(texts: list[str], kind: Type | None) -> object:
+    text = texts[-1]
+    match kind:
+        case ListType():
+            return texts
+        case BoolType():
+            return _TRUTHS.get(text.lower(), text)
+        case FloatType() | IntType():
+            try:
+                return msgspec.json.decode(text, type=float | int)
+            except msgspec.DecodeError:
+                return text
+        case _:
+            return text

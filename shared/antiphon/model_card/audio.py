@@ -1,0 +1,171 @@
+"""Reads how a model transcribes audio: what its encoder sees, and the tokens of its prompts.
+
+Read by the tokenizer, which writes the prompts, the worker, and the encoder; without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.config.errors import ConfigError
+from antiphon.model_card.config_json import TRANSCRIBING_ARCHITECTURES, parse_json, read_json
+from antiphon.model_card.processor_files import NESTING, PROCESSOR
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_Size = Annotated[int, Meta(ge=1, le=2**20)]
+_Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+DOWNSAMPLED: Final = 2
+"""Frames of features for each token of the encoder: its second convolution has this stride."""
+
+_LANGUAGES: Final = (
+    "en:english zh:chinese de:german es:spanish ru:russian ko:korean fr:french ja:japanese "
+    "pt:portuguese tr:turkish pl:polish ca:catalan nl:dutch ar:arabic sv:swedish it:italian "
+    "id:indonesian hi:hindi fi:finnish vi:vietnamese he:hebrew uk:ukrainian el:greek "
+    "ms:malay cs:czech ro:romanian da:danish hu:hungarian ta:tamil no:norwegian th:thai "
+    "ur:urdu hr:croatian bg:bulgarian lt:lithuanian la:latin mi:maori ml:malayalam cy:welsh "
+    "sk:slovak te:telugu fa:persian lv:latvian bn:bengali sr:serbian az:azerbaijani "
+    "sl:slovenian kn:kannada et:estonian mk:macedonian br:breton eu:basque is:icelandic "
+    "hy:armenian ne:nepali mn:mongolian bs:bosnian kk:kazakh sq:albanian sw:swahili "
+    "gl:galician mr:marathi pa:punjabi si:sinhala km:khmer sn:shona yo:yoruba so:somali "
+    "af:afrikaans oc:occitan ka:georgian be:belarusian tg:tajik sd:sindhi gu:gujarati "
+    "am:amharic yi:yiddish lo:lao uz:uzbek fo:faroese ht:haitian_creole ps:pashto tk:turkmen "
+    "nn:nynorsk mt:maltese sa:sanskrit lb:luxembourgish my:myanmar bo:tibetan tl:tagalog "
+    "mg:malagasy as:assamese tt:tatar haw:hawaiian ln:lingala ha:hausa ba:bashkir "
+    "jw:javanese su:sundanese yue:cantonese"
+)
+LANGUAGES: Final[Mapping[str, str]] = {
+    code: name for code, _, name in (pair.partition(":") for pair in _LANGUAGES.split())
+}
+"""Whisper's languages: their names, by the codes that its tokens have."""
+
+
+class AudioFeatures(msgspec.Struct, frozen=True):
+    """What becomes of samples, by preprocessor_config.json, with Whisper's defaults.
+
+    Attributes:
+        feature_size: Bands of the mel scale.
+        chunk_length: Seconds that the encoder takes at once; shorter audio is padded.
+    """
+
+    feature_size: _Size = 80
+    sampling_rate: _Size = 16000
+    hop_length: _Size = 160
+    chunk_length: _Size = 30
+    n_fft: _Size = 400
+
+    @property
+    def samples(self) -> int:
+        """Samples that the encoder takes at once."""
+        return self.chunk_length * self.sampling_rate
+
+    @property
+    def frames(self) -> int:
+        return self.samples // self.hop_length
+
+
+class AudioCard(msgspec.Struct, frozen=True):
+    """How a model transcribes audio.
+
+    Attributes:
+        source_tokens: What the encoder makes of `features.samples` samples.
+        suppressed: Tokens that are never sampled.
+        first_suppressed: Tokens that are not sampled first.
+        first_timestamp_max: The latest timestamp that an output may begin with, in steps.
+        multilingual: Whether prompts name a language and a task.
+    """
+
+    source_tokens: int
+    features: AudioFeatures
+    suppressed: tuple[int, ...] = ()
+    first_suppressed: tuple[int, ...] = ()
+    first_timestamp_max: int | None = None
+    multilingual: bool = True
+
+    @property
+    def processing(self) -> bytes:
+        """A digest of how samples become embeddings."""
+        return hashlib.sha256(msgspec.msgpack.encode(self.features)).digest()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from one timestamp to the next: there is one for each token of the encoder."""
+        return self.features.chunk_length / self.source_tokens
+
+
+class _TranscribingConfig(msgspec.Struct, frozen=True):
+    architectures: tuple[str, ...] = ()
+    max_source_positions: _Size = 1500
+    num_mel_bins: _Size = 80
+    suppress_tokens: tuple[_Id, ...] | None = None
+    begin_suppress_tokens: tuple[_Id, ...] | None = None
+
+
+class _TranscribingGeneration(msgspec.Struct, frozen=True):
+    suppress_tokens: tuple[_Id, ...] | None = None
+    begin_suppress_tokens: tuple[_Id, ...] | None = None
+    max_initial_timestamp_index: _Id | None = None
+    is_multilingual: bool | None = None
+
+
+class _FeatureNesting(msgspec.Struct, frozen=True):
+    feature_extractor: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def read_audio(folder: Path) -> AudioCard | None:
+    """How the model of a folder transcribes audio; None if it does not.
+
+    Raises:
+        ConfigError: A file is malformed, or the encoder takes other features than these.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    config = read_json(file, _Architectures)
+    if not set(config.architectures or ()) & set(TRANSCRIBING_ARCHITECTURES):
+        return None
+    config, features, generation = (
+        read_json(file, _TranscribingConfig),
+        _features(folder),
+        _TranscribingGeneration(),
+    )
+    if (own := folder / "generation_config.json").is_file():
+        generation = read_json(own, _TranscribingGeneration)
+    if features.feature_size != config.num_mel_bins:
+        raise ConfigError(
+            f"{file}: num_mel_bins = {config.num_mel_bins}, and feature_size ="
+            f" {features.feature_size} in {PROCESSOR}"
+        )
+    if features.frames != DOWNSAMPLED * config.max_source_positions:
+        raise ConfigError(
+            f"{file}: max_source_positions = {config.max_source_positions}: {features.frames}"
+            f" frames of features become {features.frames / DOWNSAMPLED:g}"
+        )
+    return AudioCard(
+        source_tokens=config.max_source_positions,
+        features=features,
+        suppressed=generation.suppress_tokens or config.suppress_tokens or (),
+        first_suppressed=generation.begin_suppress_tokens or config.begin_suppress_tokens or (),
+        first_timestamp_max=generation.max_initial_timestamp_index,
+        multilingual=generation.is_multilingual is not False,
+    )
+
+
+class _Architectures(msgspec.Struct, frozen=True):
+    architectures: tuple[str, ...] | None = None
+
+
+def _features(folder: Path) -> AudioFeatures:
+    if (file := folder / NESTING).is_file():
+        nested = bytes(read_json(file, _FeatureNesting).feature_extractor)
+        if nested != b"null":
+            return parse_json(nested, AudioFeatures, file)
+    if (file := folder / PROCESSOR).is_file():
+        return read_json(file, AudioFeatures)
+    return AudioFeatures()

@@ -1,0 +1,110 @@
+"""Audio as the encoder sees it, against transformers: features, the tower, and decoded files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.models.parity import draw
+from tests.support.whisper import RATE, SIZES, WINDOW_S, as_read, encoded, tones, wav
+
+from antiphon.encoder.audio import AudioPreprocessor, DecodedAudio, file_samples
+from antiphon.encoder.audio_model import open_audio_model
+from antiphon.model_card.audio import AudioFeatures, read_audio
+from antiphon.wire.claim import AudioWindow
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TINY = AudioFeatures(feature_size=16, chunk_length=WINDOW_S)
+
+
+@pytest.mark.parametrize(("bands", "seconds"), [(80, 3.3), (128, 30.0), (16, 0.01)])
+def test_features_are_those_of_transformers(bands: int, seconds: float) -> None:
+    samples = tones(seconds)
+    recipe = AudioFeatures(feature_size=bands)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=bands)
+    theirs = extractor(samples, sampling_rate=RATE, return_tensors="np").input_features[0]
+    ours = AudioPreprocessor(recipe).features(samples)
+    assert ours.shape == theirs.shape == (bands, 3000)
+    np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+
+def test_the_tower_is_that_of_transformers(tmp_path: Path) -> None:
+    model = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(vocab_size=60, pad_token_id=0, **SIZES)
+    ).eval()
+    draw(model)
+    model.save_pretrained(tmp_path)
+    transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S).save_pretrained(
+        tmp_path
+    )
+    card = read_audio(tmp_path)
+    assert card is not None
+    opened = open_audio_model(tmp_path, card)
+    features = AudioPreprocessor(card.features).features(tones(1.5))
+    (made,) = opened.steps(DecodedAudio(features))
+    assert made is not None
+    ours = np.frombuffer(made.data, np.float32).reshape(made.tokens, made.hidden)
+    with torch.inference_mode():
+        theirs = model.model.encoder(torch.as_tensor(features)[None]).last_hidden_state[0]
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4 * float(theirs.std()))
+
+
+def window(kind: str, start_s: float, seconds: float) -> AudioWindow:
+    return AudioWindow(format=kind, start_s=start_s, seconds=seconds)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_part_of_a_wav_has_its_samples() -> None:
+    samples = tones(5.0)
+    ours = AudioPreprocessor(TINY).decoded(wav(samples), window("wav", 2.0, 5.0))
+    part = as_read(samples)[2 * RATE : 4 * RATE]
+    np.testing.assert_array_equal(ours, AudioPreprocessor(TINY).features(part))
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [("flac", "flac"), ("mp3", "libmp3lame"), ("ogg", "vorbis"), ("ogg", "libopus")],
+)
+@pytest.mark.parametrize("start_s", [0.0, 2.0])
+def test_other_formats_have_the_same_sound(kind: str, codec: str, start_s: float) -> None:
+    rate = 48_000 if codec == "libopus" else RATE
+    samples = tones(5.0, rate=rate)
+    data = encoded(samples, kind, codec, rate)
+    pieces = list(file_samples(data, kind, start_s, RATE))  # pyright: ignore[reportArgumentType]
+    ours = np.concatenate(pieces)[: 2 * RATE]
+    expected = np.concatenate(list(file_samples(wav(samples, rate), "wav", start_s, RATE)))
+    expected = expected[: 2 * RATE]
+    if kind == "flac":
+        np.testing.assert_array_equal(ours, expected)
+    assert np.corrcoef(ours, expected)[0, 1] > 0.97, "it is shifted, or other sound"
+
+
+def test_channels_are_averaged_and_rates_changed() -> None:
+    samples = tones(1.0, rate=44_100)
+    one, two = (
+        np.concatenate(list(file_samples(wav(samples, 44_100, channels), "wav", 0.0, RATE)))
+        for channels in (1, 2)
+    )
+    np.testing.assert_allclose(one, two, atol=1e-6)
+    assert abs(len(one) - RATE) <= 2
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "message"),
+    [
+        (b"RIFF", window("wav", 0.0, 1.0), "cannot be decoded"),
+        (wav(tones(1.0)), window("mp3", 0.0, 1.0), "audio"),
+        (wav(tones(1.0)), window("wav", 2.0, 3.0), "ends before its header says"),
+        (wav(tones(3.0)), window("wav", 0.0, 1.0), "longer than its header says"),
+        (wav(tones(0.1), channels=9), window("wav", 0.0, 0.1), "9 channels; the limit is 8"),
+        (encoded(tones(0.5), "wav", "adpcm_ms"), window("wav", 0.0, 0.5), "the codec adpcm_ms"),
+    ],
+)
+def test_what_is_no_such_audio_is_refused(data: bytes, where: AudioWindow, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        AudioPreprocessor(TINY).decoded(data, where)
