@@ -393,7 +393,7 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         ParallelMixersSpec: "",
         MixerBranch: "",
         Mamba2Spec: "heads head_size groups state_size taps",
-        GatedDeltaSpec: "key_heads value_heads key_size value_size taps",
+        GatedDeltaSpec: "key_heads value_heads key_size value_size taps separate",
         GatedMlpSpec: "width gate up down",
         PlainMlpSpec: "width up down transposed",
         MoeSpec: "router",

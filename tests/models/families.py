@@ -151,9 +151,8 @@ FALCON_BIASES = {
 }
 
 
-QWEN_NEXT = {
+QWEN_HYBRID = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "mlp_only_layers": [0, 1, 2],
     "head_dim": 32,
     "attention_bias": True,
     "linear_num_key_heads": 2,
@@ -161,9 +160,13 @@ QWEN_NEXT = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
+    **stretched("default", partial_rotary_factor=0.25),
+}
+QWEN_NEXT = {
+    **QWEN_HYBRID,
+    "mlp_only_layers": [0, 1, 2],
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    **stretched("default", partial_rotary_factor=0.25),
 }
 
 ROWS = (
@@ -295,4 +298,5 @@ ROWS = (
         limit=STATE_LIMIT,
     ),
     Row("qwen3-next", transformers.Qwen3NextForCausalLM, QWEN_NEXT, limit=STATE_LIMIT),
+    Row("qwen3.5", transformers.Qwen3_5ForCausalLM, QWEN_HYBRID, limit=STATE_LIMIT),
 )

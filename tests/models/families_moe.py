@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import transformers
 from tests.models.families import (
     LLAMA3_ROPE,
+    QWEN_HYBRID,
     QWEN_NEXT,
+    SIZES,
     STATE_LIMIT,
     WINDOWS_IN_TURN,
     Row,
@@ -96,6 +98,14 @@ ROWS = (
         "qwen3-next with experts",
         transformers.Qwen3NextForCausalLM,
         {**QWEN_NEXT, **SHARED_EXPERT, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        limit=STATE_LIMIT,
+    ),
+    Row(
+        "qwen3.5 with experts",
+        transformers.Qwen3_5MoeForCausalLM,
+        # With an eps of 1e-6 transformers itself is 4e-4 from float64 where a head is near zero.
+        {**QWEN_HYBRID, **SHARED_EXPERT, "num_experts": 4, "rms_norm_eps": 1e-3},
+        sizes={name: SIZES[name] for name in SIZES if name != "intermediate_size"},
         limit=STATE_LIMIT,
     ),
     Row(

@@ -66,9 +66,10 @@ def with_axes(
         "partial_rotary_factor": part,
     }
     fields = {k: v for k, v in {**row.sizes, **row.fields}.items() if k not in without}
-    return Row(
-        name,
-        architecture,
+    return replace(
+        row,
+        name=name,
+        architecture=architecture,
         sizes={},
         fields={
             "text_config": {**fields, "rope_parameters": rope},
@@ -115,6 +116,20 @@ ROWS = (
         turned=("experts.gate_up_proj", "experts.down_proj"),
         out_hidden_size=64,
         deepstack_visual_indexes=[0],
+    ),
+    *(
+        with_axes(
+            f"{text} that sees",
+            architecture,
+            text,
+            (2, 1, 1),
+            part=0.25,
+            out_hidden_size=64,
+        )
+        for text, architecture in (
+            ("qwen3.5", transformers.Qwen3_5ForConditionalGeneration),
+            ("qwen3.5 with experts", transformers.Qwen3_5MoeForConditionalGeneration),
+        )
     ),
     seeing("llama", transformers.LlavaForConditionalGeneration, model_type="clip_vision_model"),
     with_axes(

@@ -14,7 +14,13 @@ from tests.support.internvl import write_internvl
 from tests.support.llava import TEXT, picture, write_llava
 from tests.support.llava_next import write_llava_next, write_llava_onevision
 from tests.support.pixtral import write_mistral3, write_pixtral
-from tests.support.qwen_vl import write_glm4v, write_qwen2_vl, write_qwen3_vl, write_qwen25_vl
+from tests.support.qwen_vl import (
+    write_glm4v,
+    write_qwen2_vl,
+    write_qwen3_vl,
+    write_qwen25_vl,
+    write_qwen35,
+)
 from tests.support.smolvlm import write_smolvlm
 from tests.support.towers import embedding, opened
 
@@ -45,9 +51,10 @@ FAMILIES = {
     "qwen2-vl": write_qwen2_vl,
     "qwen2.5-vl": write_qwen25_vl,
     "qwen3-vl": write_qwen3_vl,
+    "qwen3.5": write_qwen35,
     "glm4v": write_glm4v,
 }
-GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v")
+GRIDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
 MARKED = ("smolvlm", "pixtral", "mistral3")
 """Those with tokens of text among the placeholders of an image."""
 WIDTH, HEIGHT = 200, 60

@@ -1,4 +1,4 @@
-"""Images of Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers: sizes, pixels and rows."""
+"""Images of Qwen2-VL to Qwen3-VL and of Qwen3.5 against transformers: sizes, pixels and rows."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.support.qwen_vl import (
     write_qwen2_vl,
     write_qwen3_vl,
     write_qwen25_vl,
+    write_qwen35,
 )
 from tests.support.towers import check_every_tensor, check_rows, embedding, opened
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -51,6 +52,7 @@ WRITERS = {
     "qwen2.5-vl": write_qwen25_vl,
     "qwen2-vl": write_qwen2_vl,
     "qwen3-vl": write_qwen3_vl,
+    "qwen3.5": write_qwen35,
 }
 
 

@@ -28,6 +28,7 @@ from tests.support.qwen_vl import (
     write_qwen2_vl,
     write_qwen3_vl,
     write_qwen25_vl,
+    write_qwen35,
 )
 from tests.support.smolvlm import write_smolvlm
 from tests.support.towers import check_rows, opened
@@ -71,6 +72,7 @@ WRITERS = {
     "qwen2.5-vl": write_qwen25_vl,
     "qwen2-vl": write_qwen2_vl,
     "qwen3-vl": write_qwen3_vl,
+    "qwen3.5": write_qwen35,
     "glm4v": write_glm4v,
 }
 CLAIM = Claim(address="a:1", token="00", size_bytes=1, digest=bytes(32), expires_unix_ms=0)

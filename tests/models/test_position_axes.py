@@ -122,9 +122,14 @@ def request(parts: Sequence[Part], name: str, **sampling: Any) -> RequestState:
     return state(ids, request_id=RequestId(name), media=media, **said)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    config = transformers.Qwen2_5_VLConfig(
+def made(folder: Path, architecture: Any, sections: Sequence[int], **text: Any) -> Pair:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "mrope_section": sections,
+        "partial_rotary_factor": 1.0,
+    }
+    config = architecture.config_class(
         vision_config={
             "depth": 1,
             "hidden_size": 32,
@@ -140,20 +145,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 512,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 100.0,
-                "mrope_section": [2, 3, 3],
-            },
+            "rope_parameters": rope,
+            **text,
         },
         image_token_id=IMAGE,
         tie_word_embeddings=False,
     )
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    model = architecture(config).eval()
     draw(model)
-    folder = tmp_path_factory.mktemp("axes")
     model.save_pretrained(folder)
     return Pair(model, folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("axes")
+    return made(folder, transformers.Qwen2_5_VLForConditionalGeneration, [2, 3, 3])
 
 
 def check_each(pair: Pair, outputs: Sequence[Sequence[int]]) -> None:
@@ -213,6 +220,29 @@ def test_retracted_requests_find_their_positions_again(pair: Pair) -> None:
     loop, outputs = run(pair, {}, retract_at=(6, 11))
     check_each(pair, outputs)
     assert loop.loads > 7
+
+
+def test_states_behind_images_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of a Qwen3.5, retracted and overlapped; the same image and question again is cached."""
+    pair = made(
+        tmp_path,
+        transformers.Qwen3_5ForConditionalGeneration,
+        [4, 2, 2],
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=8,
+    )
+    for way in WAYS.values():
+        _, outputs = run(pair, way, retract_at=(6, 11))
+        check_each(pair, outputs)
+    loop = SeeingLoop(pair.opened(), tree=True, step_tokens_max=16, chunk_tokens=8)
+    outputs = [loop.run([request(PROMPTS[2], name)])[0] for name in ("first", "again")]
+    for output in outputs:
+        pair.check(PROMPTS[2], output.ids)
+    assert [output.cached_tokens > 0 for output in outputs] == [False, True]
 
 
 def test_a_cached_prefix_may_end_within_an_image(pair: Pair) -> None:

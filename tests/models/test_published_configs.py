@@ -250,6 +250,34 @@ def test_phi3_with_a_rotation_of_its_old_name(tmp_path: Path) -> None:
     assert load(tmp_path).spec == spec
 
 
+def stacked(tensors: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """With one tensor for the same linears of all experts, gate and up together."""
+    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for block in {name.partition(".experts.")[0] for name in tensors.keys() - made.keys()}:
+        gate, up, down = (
+            torch.stack(
+                [tensors[f"{block}.experts.{number}.{part}.weight"] for number in range(count)]
+            )
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        made[f"{block}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        made[f"{block}.experts.down_proj"] = down
+    return made
+
+
+def test_qwen3_5_as_it_was_published(tmp_path: Path) -> None:
+    """Experts are stacked, and there is a layer that predicts tokens beyond the next."""
+    saved = save(BY_NAME["qwen3.5 with experts"], tmp_path)
+    beyond = {"mtp.fc.weight": torch.ones(64, 128), "mtp.layers.0.mlp.gate.weight": torch.ones(6)}
+    change_tensors(tmp_path, lambda whole: stacked(whole, 4) | beyond)
+    names = Checkpoint.open(tmp_path).tensors
+    assert names["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 64, 64)
+    check_logits(saved, "plain")
+    change_config(tmp_path, num_experts=3)
+    with pytest.raises(ModelLoadError, match=r"unexpected: .*experts\.down_proj"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama", "phi"])
 def test_names_without_the_base_are_those_of_the_base(tmp_path: Path, name: str) -> None:
     saved = save(BY_NAME[name], tmp_path)

@@ -1,4 +1,4 @@
-"""Tiny Qwen-VL and GLM-4V models with random weights: images keep their shape."""
+"""Tiny Qwen-VL, Qwen3.5 and GLM-4V models with random weights: images keep their shape."""
 
 from __future__ import annotations
 
@@ -129,6 +129,23 @@ def write_qwen3_vl(folder: Path) -> Path:
     kind = transformers.Qwen3VLForConditionalGeneration
     text = {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}
     return _write(folder, kind, transformers.Qwen3VLConfig, tower, text)
+
+
+def write_qwen35(folder: Path) -> Path:
+    """Write a Qwen3.5, whose first layer has a state."""
+    tower = {**TOWER_3, "out_hidden_size": TEXT["hidden_size"]}
+    del tower["deepstack_visual_indexes"]
+    kind = transformers.Qwen3_5ForConditionalGeneration
+    text = {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+        "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+    }
+    return _write(folder, kind, transformers.Qwen3_5Config, tower, text)
 
 
 def write_glm4v(folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -206,7 +207,7 @@ def _scales(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaSpec:
-    """A gated delta net, as in Qwen3-Next (arXiv:2412.06464)."""
+    """A gated delta net, as in Qwen3-Next and Qwen3.5 (arXiv:2412.06464)."""
 
     key_heads: int  # each serves the same number of adjacent value heads
     value_heads: int
@@ -214,6 +215,9 @@ class GatedDeltaSpec:
     value_size: int
     taps: int  # of the convolution
     norm_eps: float  # of the norm of each value head
+    # Whether gates, beta and decay have tensors of their own beside queries, keys and values, as in
+    # Qwen3.5; else two tensors have all of them, key head by key head.
+    separate: bool = False
 
     @property
     def cache(self) -> StateSpec:
@@ -266,23 +270,34 @@ class GatedDelta(RecurrentMixer):
 
 
 def _gated_delta_parts(site: LayerBuildContext, spec: GatedDeltaSpec) -> tuple[LinearPart, ...]:
-    """Query, key, values and gates of each key head in turn, and beta and decay of its value heads.
+    """Queries, keys, values, gates, beta and decay; value heads are in the order of key heads.
 
     The convolution is over all queries, then all keys, then all values.
     """
-    ranks, shared = site.build.tp.ranks, spec.value_heads // spec.key_heads
-    values = shared * spec.value_size
-    tensors = (
-        ("linear_attn.in_proj_qkvz", (spec.key_size, spec.key_size, values, values)),
-        ("linear_attn.in_proj_ba", (shared, shared)),
-    )
+    ranks, heads, shared = site.build.tp.ranks, spec.key_heads, spec.value_heads // spec.key_heads
+    keys, values = spec.key_size, shared * spec.value_size  # of each key head
+    runs, tensors = heads, _BY_KEY_HEAD
+    if spec.separate:
+        runs, tensors = 1, _SEPARATE
+    sizes = iter(heads * size // runs for size in (keys, keys, values, values, shared, shared))
     return tuple(
         LinearPart(
             site.tensor_name(name),
-            spec.key_heads * size,
+            runs * size,
             ranks,
-            CheckpointLayout(run=sum(sizes), first=sum(sizes[:place]), runs=spec.key_heads),
+            CheckpointLayout(run=sum(parts), first=sum(parts[:place]), runs=runs),
         )
-        for name, sizes in tensors
-        for place, size in enumerate(sizes)
+        for name, count in tensors
+        for parts in [tuple(islice(sizes, count))]
+        for place, size in enumerate(parts)
     )
+
+
+_BY_KEY_HEAD = (("linear_attn.in_proj_qkvz", 4), ("linear_attn.in_proj_ba", 2))
+_SEPARATE = (
+    ("linear_attn.in_proj_qkv", 3),
+    ("linear_attn.in_proj_z", 1),
+    ("linear_attn.in_proj_b", 1),
+    ("linear_attn.in_proj_a", 1),
+)
+"""Tensors of a checkpoint, and how many of the parts each has."""

@@ -1,4 +1,4 @@
-"""The vision transformers of Qwen2-VL to Qwen3-VL, GLM-4V and Pixtral, for media of any shape.
+"""The vision transformers of Qwen2-VL to Qwen3.5, GLM-4V and Pixtral, for media of any shape.
 
 An image is a grid of patches, and each square of `merge` x `merge` of them becomes one token. Its
 patches lie next to each other from the start: token by token, in rows of each.

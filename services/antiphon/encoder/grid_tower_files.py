@@ -22,7 +22,7 @@ from antiphon.encoder.grid_tower import (
 from antiphon.encoder.preprocess import VisionActivation
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
 from antiphon.model_card.config_json import parse_json, read_json
-from antiphon.model_card.grid_files import DEEPSTACKS, GLMS
+from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, QWEN35S
 from antiphon.model_card.vision import MISTRAL3
 
 if TYPE_CHECKING:
@@ -134,6 +134,13 @@ class _Qwen3Tower(_TowerFields):
                 second="linear_fc2",
             ),
         )
+
+
+class _Qwen35Tower(_Qwen3Tower):
+    """Qwen3-VL's without rows of inner layers, whatever the file says of them."""
+
+    def spec(self) -> GridTowerSpec:
+        return msgspec.structs.replace(super().spec(), taps=())
 
 
 class _GlmTower(_TowerFields):
@@ -259,6 +266,7 @@ _TOWERS: dict[str, type[_Qwen2Tower | _Qwen25Tower | _Qwen3Tower | _GlmTower]] =
     "qwen2_vl": _Qwen2Tower,
     "qwen2_5_vl": _Qwen25Tower,
     **dict.fromkeys(DEEPSTACKS, _Qwen3Tower),
+    **dict.fromkeys(QWEN35S, _Qwen35Tower),
 }
 
 
@@ -268,7 +276,7 @@ class _Config(msgspec.Struct):
 
 
 def read_grid_spec(folder: Path) -> GridTowerSpec:
-    """Read the config.json of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Pixtral or Mistral 3 model.
+    """Read the config.json of a Qwen-VL, Qwen3.5, GLM-4V, Pixtral or Mistral 3 model.
 
     Raises:
         ConfigError: It is missing or malformed, or the tower is not supported.

@@ -566,4 +566,8 @@ class _Qwen3Next(msgspec.Struct):
 _RECURRENT: dict[str, type[_FalconH1 | _Qwen3Next]] = {
     "FalconH1ForCausalLM": _FalconH1,
     "Qwen3NextForCausalLM": _Qwen3Next,
+    "Qwen3_5ForCausalLM": _Qwen3Next,
+    "Qwen3_5MoeForCausalLM": _Qwen3Next,
+    "Qwen3_5ForConditionalGeneration": _Qwen3Next,
+    "Qwen3_5MoeForConditionalGeneration": _Qwen3Next,
 }

@@ -55,6 +55,8 @@ MULTIMODAL_ARCHITECTURES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
@@ -94,6 +96,15 @@ FIELD_ALIASES: Mapping[str, str] = {
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
 _QWEN_VL = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+_QWEN3_5 = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "bert": {**_BERT, "pad_token_id": 0},
@@ -134,6 +145,15 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "qwen3": {"head_dim": 128},
     "qwen3_vl_text": {"head_dim": 128, "rope_theta": 5e5},
     "qwen3_vl_moe_text": {"rope_theta": 5e5, "num_experts": 60, "num_experts_per_tok": 4},
+    "qwen3_5_text": {**_QWEN3_5, "num_key_value_heads": 4},
+    "qwen3_5_moe_text": {
+        **_QWEN3_5,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
     "roberta": {**_BERT, "pad_token_id": 1},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
     "xlm-roberta": {**_BERT, "pad_token_id": 1},
@@ -390,16 +410,24 @@ _OTHER_HEADS = (
 )
 
 
+DRAFTED = (
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
+"""Architectures whose checkpoints have layers that predict tokens beyond the next one."""
+
+
 def unused_prefixes(architecture: str) -> tuple[str, ...]:
     """Prefixes of tensors in a checkpoint that belong to another task than the architecture's."""
+    beyond = ("mtp.",) if architecture in DRAFTED else ()
     if architecture in MULTIMODAL_ARCHITECTURES:
-        return (*VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
+        return (*beyond, *VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
     if architecture in TRANSCRIBING_ARCHITECTURES:
         return ("model.encoder.",)
     if architecture in DRAFT_HEADS:
         return ("embed_tokens.", "t2d")
     embeds = is_bidirectional(architecture) and task_of(architecture) is Task.EMBED
-    return _OTHER_HEADS if embeds else ()
+    return _OTHER_HEADS if embeds else beyond
 
 
 def head_parameters(architecture: str, hidden: int, labels: int) -> int:

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEEPSTACKS = ("qwen3_vl", "qwen3_vl_moe")
+QWEN35S = ("qwen3_5", "qwen3_5_moe")
+QWEN3S = (*DEEPSTACKS, *QWEN35S)
+"""Those with patches of 16 pixels, and seconds between the grids of a video."""
 GLMS = ("glm4v", "glm4v_moe")
-GRIDS = ("qwen2_5_vl", "qwen2_vl", *DEEPSTACKS, *GLMS)
+GRIDS = ("qwen2_5_vl", "qwen2_vl", *QWEN3S, *GLMS)
 """All of them take videos, too."""
 
 
@@ -55,8 +58,8 @@ def read_grid(folder: Path) -> GridImages:
 
 def _read_videos(folder: Path, config: _Grid) -> GridVideos:
     file = read_video_file(folder)
-    placeholder, markers, stamp = config.video_token_id, ("<|video_pad|>",), None
-    if config.model_type in DEEPSTACKS:
+    placeholder, markers, stamp = config.video_placeholder, ("<|video_pad|>",), None
+    if config.model_type in QWEN3S:
         # Each grid has ends of its own, in place of those that templates write.
         markers = ("<|vision_start|><|video_pad|><|vision_end|>", *markers)
         stamp = Stamp(
@@ -89,14 +92,20 @@ class _GridTower(msgspec.Struct, frozen=True):
 class _Grid(msgspec.Struct, frozen=True):
     model_type: str
     image_token_id: int | None = None
-    video_token_id: int = 151656
+    video_token_id: int | None = None
     vision_config: _GridTower = field(default_factory=_GridTower)
 
     @property
     def placeholder(self) -> int:
         if self.image_token_id is not None:
             return self.image_token_id
-        return {"glm4v": 151343, "glm4v_moe": 151363}.get(self.model_type, 151655)
+        return _PLACEHOLDERS.get(self.model_type, 151655)
+
+    @property
+    def video_placeholder(self) -> int:
+        if self.video_token_id is not None:
+            return self.video_token_id
+        return 248057 if self.model_type in QWEN35S else 151656
 
     @property
     def deepstack(self) -> int:
@@ -105,7 +114,10 @@ class _Grid(msgspec.Struct, frozen=True):
 
     @property
     def patch(self) -> int:
-        return self.vision_config.patch_size or (16 if self.model_type in DEEPSTACKS else 14)
+        return self.vision_config.patch_size or (16 if self.model_type in QWEN3S else 14)
+
+
+_PLACEHOLDERS = {"glm4v": 151343, "glm4v_moe": 151363, **dict.fromkeys(QWEN35S, 248056)}
 
 
 class _GlmEdges(msgspec.Struct, frozen=True):
@@ -217,7 +229,7 @@ class _SharedVideoFile(VideoFile, frozen=True):
 
 
 class _StampedVideoFile(VideoFile, frozen=True):
-    """Likewise of Qwen3-VL's, whose numbers of pixels are those of all frames."""
+    """Likewise of Qwen3-VL's and Qwen3.5's, whose numbers of pixels are those of all frames."""
 
     patch_size: Size = 16
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -272,7 +284,7 @@ def read_video_file(folder: Path) -> VideoFile:
     if config.model_type in GLMS:
         # Its processor takes no number of frames, though it has one.
         read = msgspec.structs.replace(found.read(_GlmVideoFile), num_frames=None)
-    elif config.model_type in DEEPSTACKS:
+    elif config.model_type in QWEN3S:
         read = found.read(_StampedVideoFile)
     else:
         read = found.read(_SharedVideoFile if found.file.name == PROCESSOR else VideoFile)

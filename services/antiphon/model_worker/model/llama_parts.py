@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import wraps
+from operator import gt
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
@@ -60,10 +61,11 @@ def rotary_with_axes(config: ConfigFile, *, interleaved: bool = False) -> Rotary
             f"config.json: mrope_section = {list(sections)}: must be {AXES} numbers of pairs,"
             f" together {pairs}"
         )
-    if interleaved and AXES * max(sections[1:]) > pairs:
+    most = [(pairs - axis + AXES - 1) // AXES for axis in range(AXES)]
+    if interleaved and any(map(gt, sections[1:], most[1:])):
         raise ModelLoadError(
             f"config.json: mrope_section = {list(sections)}: pairs alternate between the axes, so"
-            f" that rows and columns have at most {pairs // AXES} each"
+            f" that rows have at most {most[1]}, and columns {most[2]}"
         )
     return replace(rotary, sections=sections, interleaved=interleaved)
 

@@ -212,6 +212,7 @@ def load_weights(
         checkpoint.rename_endings(quantization.spelled)
         ignored += quantization.ignored
         blank = quantization.blank
+    checkpoint.unstack_experts(source.name for source in sources)
     count = len(spec.layers)
     further = range(count, count + spec.further_layers)
     passed_over = spec.passed_over

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 import torch
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EXPERT = re.compile(
+    r"(?P<experts>.*\.experts\.)(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight"
+)
 NAMED_MAX = 5
 """Tensors that an error names; the rest are counted."""
 READERS = 2
@@ -89,6 +94,28 @@ class Checkpoint:
         for old, new in endings.items():
             for name in [name for name in self.tensors if name.endswith(old)]:
                 self.tensors[name.removesuffix(old) + new] = self.tensors.pop(name)
+
+    def unstack_experts(self, names: Iterable[str]) -> None:
+        """Split stacks of experts into the tensors of each, where those are wanted by name.
+
+        Such a checkpoint has `experts.gate_up_proj` (E, 2 W, D), the gate's outputs first, and
+        `experts.down_proj` (E, D, W).
+        """
+        taken = Counter[str]()
+        for name in names:
+            match = None if name in self.tensors else _EXPERT.fullmatch(name)
+            if match is None:
+                continue
+            part, number = match["part"], int(match["number"])
+            stack = match["experts"] + ("down_proj" if part == "down" else "gate_up_proj")
+            whole = self.tensors.get(stack)
+            if whole is not None and len(whole.shape) == 3 and number < whole.shape[0]:
+                self.tensors[name] = _unstacked(whole, number, part)
+                taken[stack] += 1
+        for stack, parts in taken.items():
+            # Experts that the model has not would be unexpected.
+            if parts == self.tensors[stack].shape[0] * (1 if stack.endswith("down_proj") else 2):
+                del self.tensors[stack]
 
     def compare(
         self,
@@ -161,6 +188,23 @@ class Checkpoint:
             progress.add(data.size_bytes)
         trim()
         progress.end()
+
+
+def _unstacked(stack: StoredTensor, number: int, part: str) -> StoredTensor:
+    """The weight of an expert (outputs, inputs), of which only its own bytes are read."""
+    count, outputs, inputs = stack.shape
+    half = outputs // 2
+    own = {"gate": slice(0, half), "up": slice(half, outputs), "down": slice(0, outputs)}[part]
+    data, row_bytes = stack.data, stack.data.size_bytes // max(1, count * outputs)
+    if data.cut is not None:
+        first = number * outputs
+        data = data.cut((first + own.start) * row_bytes, (first + own.stop) * row_bytes)
+
+    def decode(content: Tensor) -> Tensor:
+        return stack.decode(content)[number, own]
+
+    shape = (own.stop - own.start, inputs)
+    return replace(stack, shape=shape, data=replace(data, cut=None), decode=decode)
 
 
 def _wanted(tensor: StoredTensor, sources: Sequence[WeightSource]) -> TensorData:

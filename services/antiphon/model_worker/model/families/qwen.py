@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense and with experts, and Qwen3-Next."""
+"""Qwen2, Qwen3 and Qwen3.5, dense and with experts, and Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -140,47 +140,94 @@ class _Qwen3NextFields(msgspec.Struct, frozen=True, kw_only=True):
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
-    full_attention_interval: int = 4
+    full_attention_interval: Count = 4
     num_experts: int = 0
+
+    def delta(self, config: ConfigFile, *, separate: bool) -> GatedDeltaSpec:
+        return GatedDeltaSpec(
+            key_heads=self.linear_num_key_heads,
+            value_heads=self.linear_num_value_heads,
+            key_size=self.linear_key_head_dim,
+            value_size=self.linear_value_head_dim,
+            taps=self.linear_conv_kernel_dim,
+            norm_eps=config.rms_norm_eps,
+            separate=separate,
+        )
 
 
 def declare_qwen3_next(config: ConfigFile) -> ModelSpec:
     """Qwen3-Next: three gated delta net layers to one of gated attention."""
-    fields, norm = config.family_fields(_Qwen3NextFields), one_plus_norm(config)
-    every, count = fields.full_attention_interval, config.num_hidden_layers
-    mixers = config.layer_types or tuple(
-        "linear_attention" if (index + 1) % every else "full_attention" for index in range(count)
-    )
-    blocks: tuple[FeedForwardSpec, ...] = (gated(config),) * count
-    if fields.num_experts:
+    blocks: tuple[FeedForwardSpec, ...] = (gated(config),) * config.num_hidden_layers
+    if config.family_fields(_Qwen3NextFields).num_experts:
         sparse = config.family_fields(_SharedFields)
         blocks = _feed_forwards(config, sparse, _with_shared_expert(config, sparse))
+    return _hybrid(config, blocks)
+
+
+def declare_qwen3_5(config: ConfigFile) -> ModelSpec:
+    """Qwen3.5: Qwen3-Next with dense blocks, and tensors of its own for each projection."""
+    return _qwen3_5(config, gated(config))
+
+
+def declare_qwen3_5_vl(config: ConfigFile) -> ModelSpec:
+    """Qwen3.5 whose positions have axes; its images come from outside."""
+    return _qwen3_5(config, gated(config), rotary=rotary_with_axes(config, interleaved=True))
+
+
+def declare_qwen3_5_moe(config: ConfigFile) -> ModelSpec:
+    """Qwen3.5 with experts and a gated shared expert in every layer."""
+    return _qwen3_5(config, _qwen3_5_experts(config))
+
+
+def declare_qwen3_5_vl_moe(config: ConfigFile) -> ModelSpec:
+    """Qwen3.5 with experts whose positions have axes; its images come from outside."""
+    rotary = rotary_with_axes(config, interleaved=True)
+    return _qwen3_5(config, _qwen3_5_experts(config), rotary=rotary)
+
+
+def _qwen3_5(config: ConfigFile, block: FeedForwardSpec, **changes: object) -> ModelSpec:
+    return _hybrid(config, (block,) * config.num_hidden_layers, separate=True, **changes)
+
+
+def _qwen3_5_experts(config: ConfigFile) -> MoeSpec:
+    fields = config.family_fields(_SharedFields)
+    sparse = _with_shared_expert(config, fields)
+    return replace(sparse, routing=fields.routing(renormalised=True))
+
+
+def _hybrid(
+    config: ConfigFile,
+    blocks: tuple[FeedForwardSpec, ...],
+    *,
+    separate: bool = False,
+    **changes: object,
+) -> ModelSpec:
+    """Gated delta net layers beside those of gated attention, to which the changes are made."""
+    fields, norm = config.family_fields(_Qwen3NextFields), one_plus_norm(config)
+    every = fields.full_attention_interval
+    mixers = config.layer_types or tuple(
+        "linear_attention" if (index + 1) % every else "full_attention"
+        for index in range(config.num_hidden_layers)
+    )
 
     def layer(kind: tuple[str, FeedForwardSpec]) -> LayerSpec:
         mixer, feed_forward = kind
-        return LayerSpec(
-            mixer=_next_mixer(mixer, config, fields), feed_forward=feed_forward, norm=norm
-        )
+        specs: dict[str, MixerSpec] = {
+            "linear_attention": fields.delta(config, separate=separate),
+            "full_attention": attention(
+                config,
+                window=None,
+                bias=config.attention_bias,
+                gated=True,
+                qk_norm=norm,
+                **changes,
+            ),
+        }
+        if mixer not in specs:
+            raise ModelLoadError(f"config.json: layer_types: {mixer!r} is not supported")
+        return LayerSpec(mixer=specs[mixer], feed_forward=feed_forward, norm=norm)
 
     return model(config, layers(list(zip(mixers, blocks, strict=True)), layer))
-
-
-def _next_mixer(kind: str, config: ConfigFile, fields: _Qwen3NextFields) -> MixerSpec:
-    match kind:
-        case "linear_attention":
-            return GatedDeltaSpec(
-                key_heads=fields.linear_num_key_heads,
-                value_heads=fields.linear_num_value_heads,
-                key_size=fields.linear_key_head_dim,
-                value_size=fields.linear_value_head_dim,
-                taps=fields.linear_conv_kernel_dim,
-                norm_eps=config.rms_norm_eps,
-            )
-        case "full_attention":
-            norm = one_plus_norm(config)
-            return attention(config, bias=config.attention_bias, gated=True, qk_norm=norm)
-        case _:
-            raise ModelLoadError(f"config.json: layer_types: {kind!r} is not supported")
 
 
 def _upper_windows(config: ConfigFile) -> tuple[int | None, ...]:
@@ -246,3 +293,7 @@ QWEN3_VL_MOE = ModelFamily("qwen3-vl-moe", declare_qwen3_vl_moe)
 QWEN2_MOE = ModelFamily("qwen2-moe", declare_qwen2_moe)
 QWEN3_MOE = ModelFamily("qwen3-moe", declare_qwen3_moe)
 QWEN3_NEXT = ModelFamily("qwen3-next", declare_qwen3_next)
+QWEN3_5 = ModelFamily("qwen3.5", declare_qwen3_5)
+QWEN3_5_MOE = ModelFamily("qwen3.5-moe", declare_qwen3_5_moe)
+QWEN3_5_VL = ModelFamily("qwen3.5-vl", declare_qwen3_5_vl)
+QWEN3_5_VL_MOE = ModelFamily("qwen3.5-vl-moe", declare_qwen3_5_vl_moe)
