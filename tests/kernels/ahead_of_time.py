@@ -38,9 +38,14 @@ MATRIX_OF = {90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA"}
 MATRIX_OF_FP8 = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 103: "UTCQMMA", 120: "QMMA"}
 """Of 8 bits. Smaller tiles are widened by ptxas on sm_90 to sm_103, which have nothing else."""
 MULTIPLYING = frozenset(
-    {"attention.paged_attention", "experts.gate_up", "experts.down", "linear_fp8.multiply"}
+    {
+        *("attention.paged_attention", "experts.gate_up", "experts.down"),
+        *("linear_fp8.multiply", "linear_tiled.linear"),
+    }
 )
 """Kernels whose innermost loop multiplies matrices, and loads the next ones meanwhile."""
+WIDE = "*fp32"
+"""What matrix units do not multiply as it is."""
 FEW_ELEMENTS = frozenset(
     {
         *("decode_rows.decode_rows", "experts.sort", "futures.record", "futures.resolve"),
@@ -72,7 +77,7 @@ def lacks(code: Code, launch: Launch, sm: int) -> str | None:
     """What the machine code of a launch must have there, and has not; None: nothing."""
     if code.load_bits < 128 and name_of(launch) not in FEW_ELEMENTS:
         return f"its widest load is of {code.load_bits} bits"
-    if name_of(launch) not in MULTIPLYING:
+    if name_of(launch) not in MULTIPLYING or launch.arguments[0].startswith(WIDE):
         return None
     large = int(dict(launch.constants)["BLOCK_M"] or 0) >= MATRIX_ROWS_MIN
     if name_of(launch) == "linear_fp8.multiply":

@@ -194,6 +194,7 @@ class _Pass:
 
     def run(self) -> None:
         self._copy_pages()
+        self._tiled(64)
         for tokens in (1, 64, 8192):
             self._blocks(tokens)
         if self._sizes.fp8_group is not None:
@@ -235,6 +236,21 @@ class _Pass:
             biases = _empty(count, 2 * width), _empty(count, sizes.hidden)
             weights = weights._replace(gate_up_bias=biases[0], down_bias=biases[1])
         ops.experts(x, *ops.route(logits, None, routing), weights, activation)
+
+    def _tiled(self, tokens: int) -> None:
+        """Linears of deterministic inference; those of routers are in float32."""
+        sizes = self._sizes
+        queries, kv_heads, size = sizes.heads
+        hidden, width, all_heads = sizes.hidden, sizes.width, (queries + 2 * kv_heads) * size
+        shapes = [(all_heads, hidden), (hidden, queries * size), (sizes.vocabulary, hidden)]
+        if sizes.experts is None:
+            shapes += [(2 * width, hidden), (hidden, width)]
+        else:
+            router = _empty(sizes.experts[0], hidden).float()
+            self._ops.linear_tiled(_empty(tokens, hidden).float(), router, None)
+        self._ops.linear_tiled(_empty(tokens, hidden), _empty(all_heads, hidden), _empty(all_heads))
+        for outputs, inputs in shapes:
+            self._ops.linear_tiled(_empty(tokens, inputs), _empty(outputs, inputs), None)
 
     def _copy_pages(self) -> None:
         """Keys of four pages in all of 32 layers, to a buffer and back."""

@@ -48,6 +48,19 @@ def test_a_forced_backend_is_never_silently_replaced() -> None:
         double.select(GPU, "faster")
 
 
+@kernel("test.half", Backend("fast", "operator:index", needs_gpu, fixed="operator:neg"))
+def half(x: int) -> int:
+    return x // 2
+
+
+def test_a_way_that_is_invariant_is_taken_where_it_is_asked_for() -> None:
+    plain, fixed = half.select(GPU), half.select(GPU, invariant=True)
+    assert (plain.backend, plain.call(4), plain.invariant) == ("fast", 4, False)
+    assert (fixed.backend, fixed.call(4), fixed.invariant) == ("fast", -4, True)
+    assert not double.select(GPU, invariant=True).invariant
+    assert half.select(CPU, invariant=True).backend == "torch"
+
+
 def test_a_forced_op_that_does_not_exist_is_refused() -> None:
     with pytest.raises(KernelUnavailable, match=r"norm\.rms"):
         select(CPU, {"norm.rms": "torch"})
@@ -55,7 +68,7 @@ def test_a_forced_op_that_does_not_exist_is_refused() -> None:
 
 def test_every_registered_op_is_chosen_and_printed() -> None:
     choices = select(CPU).choices
-    assert {choice.op for choice in choices} == set(op.REGISTRY) - {"test.double"}
+    assert {choice.op for choice in choices} == set(op.REGISTRY) - {"test.double", "test.half"}
     assert table(choices).count("\n") == len(choices) - 1
 
 

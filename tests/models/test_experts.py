@@ -177,7 +177,7 @@ def test_separate_and_stacked_tensors_are_the_same_experts() -> None:
     assert torch.equal(one, other(CONTEXT, x, chosen, torch.ones(9, 1)))
 
 
-@pytest.mark.parametrize("linear", sorted(LinearMethod))
+@pytest.mark.parametrize("linear", sorted({*LinearMethod} - {LinearMethod.TILED}))
 def test_experts_are_kept_in_every_way(tmp_path: Path, linear: str) -> None:
     saved = save(BY_NAME["deepseek-v3"], tmp_path)
     if linear in ("plain", "packed", "grouped", "fp8"):  # none of these weights is stored in fp8

@@ -268,7 +268,11 @@ class ImageRows:
         )
 
 
-@kernel("attention.paged", cpu("paged_attention"), triton("attention:paged_attention", caches=True))
+@kernel(
+    "attention.paged",
+    cpu("paged_attention"),
+    triton("attention:paged_attention", caches=True, fixed="paged_attention_fixed"),
+)
 def paged_attention(
     q: Tensor,
     keys: Tensor,

@@ -26,7 +26,7 @@ class ResolvedRows(NamedTuple):
     places: Tensor  # (R,) int64 slots of the pool, where keys and values are written
 
 
-@kernel("rows.decode", triton("decode_rows:decode_rows", invariant=True), invariant=True)
+@kernel("rows.decode", triton("decode_rows:decode_rows"), invariant=True)
 def decode_rows(inputs: Tensor, last: Tensor, table: Tensor, page_tokens: int) -> ResolvedRows:
     """Resolve the rows of a decode step for a cache group with this page table.
 

@@ -31,7 +31,7 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None = None  # (E, D)
 
 
-@kernel("moe.experts", triton("experts:experts"))
+@kernel("moe.experts", triton("experts:experts", fixed="experts_fixed"))
 def experts(
     x: Tensor,
     chosen: Tensor,

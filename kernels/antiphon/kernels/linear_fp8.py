@@ -39,7 +39,7 @@ def is_multiplied(group: int, inputs: int) -> bool:
     return group >= inputs or group % GROUP_UNIT == 0
 
 
-@kernel("linear.fp8", triton("linear_fp8:linear_fp8", e4m3=True))
+@kernel("linear.fp8", triton("linear_fp8:linear_fp8", e4m3=True, fixed=None))
 def linear_fp8(x: Tensor, weights: Fp8Matrix) -> Tensor:
     """Multiply rounded activations: x (T, I)  ->  (T, O) in its dtype, bias added.
 

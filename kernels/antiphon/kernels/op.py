@@ -44,6 +44,7 @@ class Backend:
     # Returns the requirement that a device lacks, or None.
     needs: Callable[[DeviceCapability], str | None]
     invariant: bool = False  # whether it is batch-invariant: a row's bits depend on that row alone
+    fixed: str = ""  # as `target`, one that is batch-invariant where `target` is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,12 @@ class Op(Generic[P, R_co]):
     backends: tuple[Backend, ...]
     invariant: bool  # whether the reference is batch-invariant
 
-    def select(self, device: DeviceCapability, forced: str | None = None) -> BackendChoice[P, R_co]:
+    def select(
+        self, device: DeviceCapability, forced: str | None = None, *, invariant: bool = False
+    ) -> BackendChoice[P, R_co]:
         """The first backend, in order, that this device can run; the reference is the last.
+
+        `invariant`: of a backend with a way that is batch-invariant, that one.
 
         Raises:
             KernelUnavailable: `forced` cannot run here; names the failed condition.
@@ -79,10 +84,11 @@ class Op(Generic[P, R_co]):
             elif (lacks := backend.needs(device)) is not None:
                 refused.append((backend.name, lacks))
             else:
-                module, _, name = backend.target.partition(":")
+                fixed = backend.fixed if invariant else ""
+                module, _, name = (fixed or backend.target).partition(":")
                 call = cast("Callable[P, R_co]", getattr(importlib.import_module(module), name))
                 return BackendChoice(
-                    self.name, call, backend.name, tuple(refused), backend.invariant
+                    self.name, call, backend.name, tuple(refused), backend.invariant or bool(fixed)
                 )
         if forced not in (None, REFERENCE):
             reason = dict(refused).get(forced, f"{self.name} has no such backend")

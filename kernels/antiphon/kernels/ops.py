@@ -16,6 +16,7 @@ from antiphon.kernels.attention import bidirectional_attention, paged_attention
 from antiphon.kernels.decode_rows import decode_rows
 from antiphon.kernels.experts import experts
 from antiphon.kernels.linear_fp8 import linear_fp8
+from antiphon.kernels.linear_tiled import linear_tiled
 from antiphon.kernels.norm import (
     add_rmsnorm,
     finite_rows,
@@ -50,11 +51,13 @@ R = TypeVar("R")
 class Ops:
     """The operations that layers and sampling call; `choices` lists their backends with reasons."""
 
-    def __init__(self, device: DeviceCapability, forced: Mapping[str, str]) -> None:
+    def __init__(
+        self, device: DeviceCapability, forced: Mapping[str, str], *, invariant: bool
+    ) -> None:
         choices: list[BackendChoice[..., object]] = []
 
         def choose(op: Op[P, R]) -> Callable[P, R]:
-            choice = op.select(device, forced.get(op.name))
+            choice = op.select(device, forced.get(op.name), invariant=invariant)
             choices.append(choice)
             return choice.call
 
@@ -70,6 +73,7 @@ class Ops:
         self.sigmoid_mul = choose(sigmoid_mul)
         self.soft_capped = choose(soft_capped)
         self.linear_fp8 = choose(linear_fp8)
+        self.linear_tiled = choose(linear_tiled)
         self.route = choose(route)
         self.combine = choose(combine)
         self.experts = choose(experts)
@@ -92,8 +96,12 @@ class Ops:
         self.choices = tuple(choices)
 
 
-def select(device: DeviceCapability, forced: Mapping[str, str] | None = None) -> Ops:
+def select(
+    device: DeviceCapability, forced: Mapping[str, str] | None = None, *, invariant: bool = False
+) -> Ops:
     """Choose a backend for each op; `forced` names one by op name.
+
+    `invariant`: the ways of backends that are batch-invariant, where they have some.
 
     Raises:
         KernelUnavailable: A forced backend cannot run here, or there is no op of that name.
@@ -101,4 +109,4 @@ def select(device: DeviceCapability, forced: Mapping[str, str] | None = None) ->
     wanted = dict(forced or {})
     if unknown := sorted(wanted.keys() - REGISTRY.keys()):
         raise KernelUnavailable(f"no op is called {unknown[0]!r}; there are {sorted(REGISTRY)}")
-    return Ops(device, wanted)
+    return Ops(device, wanted, invariant=invariant)

@@ -135,7 +135,7 @@ def sample(
     return _invert(weights.masked_fill_(weights < floor[:, None], 0.0), uniform)
 
 
-@kernel("futures.resolve", triton("futures:resolve", invariant=True), invariant=True)
+@kernel("futures.resolve", triton("futures:resolve"), invariant=True)
 def resolve_futures(tokens: Tensor, last: Tensor) -> Tensor:
     """The ids of tokens that the host may not have read yet: -1 - s is the last one of slot s.
 
@@ -145,7 +145,7 @@ def resolve_futures(tokens: Tensor, last: Tensor) -> Tensor:
     return torch.where(wide < 0, last[(-1 - wide).clamp(min=0)].long(), wide)
 
 
-@kernel("futures.record", triton("futures:record", invariant=True), invariant=True)
+@kernel("futures.record", triton("futures:record"), invariant=True)
 def record_futures(
     last: Tensor, slots: Tensor, sampled: Tensor, finite: Tensor, vocabulary: int
 ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.layers.linear import LinearPart, weight_sources
-from antiphon.layers.methods import LinearMethod, LinearShape, RankSlice
+from antiphon.layers.linear import LinearPart, kernels_of, multiply, weight_sources
+from antiphon.layers.methods import LinearMethod, LinearShape, RankSlice, TiledWeights
 from antiphon.layers.weights import BuildContext, Module, WeightSource, replicated_source
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class VocabParallelEmbedding(Module):
         self._build = build
         shape = LinearShape(hidden, self._share, bias)
         self._weights = build.create((name,), shape, method, hidden, table=True)
+        self.kernels = kernels_of(self._weights)
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
         """Look up tokens (T,) int64  ->  (T, hidden)."""
@@ -54,7 +55,10 @@ class VocabParallelEmbedding(Module):
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Logits of hidden states (L, hidden)  ->  (L, V) float32, on every rank."""
-        local = self._weights.apply_wide(hidden)
+        if isinstance(self._weights, TiledWeights):
+            local = multiply(ctx, self._weights, hidden).float()
+        else:
+            local = self._weights.apply_wide(hidden)
         if ctx.tp.ranks == 1:
             return local
         return ctx.tp.all_gather(local)[:, : self._vocabulary]

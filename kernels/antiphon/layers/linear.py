@@ -16,6 +16,7 @@ from antiphon.layers.methods import (
     LinearShape,
     LinearWeights,
     RankSlice,
+    TiledWeights,
 )
 from antiphon.layers.quantization.storage import (
     Fp8Weight,
@@ -258,12 +259,19 @@ class _WeightAssembler:
         return slice_weight(whole, *piece.within(wider))
 
 
-_FP8_KERNELS = frozenset({"linear.fp8"})
+def kernels_of(weights: LinearWeights | Fp8Weights) -> frozenset[str]:
+    """The ops that multiply by these weights."""
+    if isinstance(weights, Fp8Weights):
+        return frozenset({"linear.fp8"})
+    return frozenset({"linear.tiled"}) if isinstance(weights, TiledWeights) else frozenset[str]()
 
 
-def _multiply(ctx: ForwardContext, weights: LinearWeights | Fp8Weights, x: Tensor) -> Tensor:
+def multiply(ctx: ForwardContext, weights: LinearWeights | Fp8Weights, x: Tensor) -> Tensor:
+    """Multiply: x (T, I)  ->  (T, O), bias added."""
     if isinstance(weights, Fp8Weights):
         return ctx.ops.linear_fp8(x, weights.matrix)
+    if isinstance(weights, TiledWeights):
+        return ctx.ops.linear_tiled(x, weights.table, weights.bias)
     return weights.apply(x)
 
 
@@ -293,8 +301,7 @@ class ColumnLinear(Module):
         self._inputs, self._parts, self._bias, self._build = inputs, parts, bias, build
         shape = LinearShape(inputs, sum(part.piece() for part in parts), bias, halves)
         self._weights = build.create_linear([part.name for part in parts], shape, method, inputs)
-        if isinstance(self._weights, Fp8Weights):
-            self.kernels = _FP8_KERNELS
+        self.kernels = kernels_of(self._weights)
         into = 0
         for part in parts:
             if bias and not part.biased:
@@ -304,7 +311,7 @@ class ColumnLinear(Module):
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I)  ->  (T, O / ranks), the parts concatenated."""
-        return _multiply(ctx, self._weights, x)
+        return multiply(ctx, self._weights, x)
 
     @property
     def packed(self) -> CompiledLinear | None:
@@ -346,13 +353,12 @@ class RowLinear(Module):
         self._bias_within = bias and build.tp.ranks == 1
         shape = LinearShape(share, outputs, self._bias_within)
         self._weights = build.create_linear((name,), shape, method, inputs)
-        if isinstance(self._weights, Fp8Weights):
-            self.kernels = _FP8_KERNELS
+        self.kernels = kernels_of(self._weights)
         self._bias = build.empty(outputs) if bias and not self._bias_within else None
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I / ranks)  ->  (T, O), the same on every rank."""
-        total = ctx.tp.all_reduce(_multiply(ctx, self._weights, x))
+        total = ctx.tp.all_reduce(multiply(ctx, self._weights, x))
         return total if self._bias is None else total + self._bias
 
     @property

@@ -98,6 +98,17 @@ class PlainWeights:
         return F.embedding(outputs, self.table)
 
 
+class TiledWeights(PlainWeights):
+    """As `PlainWeights`, for layers that call the op `linear.tiled`."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def apply(self, x: Tensor) -> Tensor:
+        raise AssertionError("a layer calls the op")
+
+
 class PackedWeights:
     """Weights packed for the CPU kernels while they are loaded, so that there is no second copy.
 
@@ -191,7 +202,8 @@ class LinearMethod(StrEnum):
 
     `plain` is torch's matmul, all others are packed for the CPU kernels; `grouped` keeps the codes
     and scales of weights that are stored in groups, and packs others. `fp8` keeps weights that are
-    stored in fp8 for a GPU, where a layer calls the op for them, and dequantizes others.
+    stored in fp8 for a GPU, where a layer calls the op for them, and dequantizes others. `tiled`
+    is `plain` with an op of a GPU that is batch-invariant.
     """
 
     PLAIN = "plain"
@@ -200,6 +212,7 @@ class LinearMethod(StrEnum):
     INT8_DYNAMIC = "int8_dynamic"
     GROUPED = "grouped"
     FP8 = "fp8"
+    TILED = "tiled"
 
     @property
     def invariant(self) -> bool:
@@ -218,6 +231,8 @@ class LinearMethod(StrEnum):
         """Make the memory of a linear; `grouping` is that of its weights, if they have one."""
         if self in (LinearMethod.PLAIN, LinearMethod.FP8):
             return PlainWeights.empty(shape, dtype, device)
+        if self is LinearMethod.TILED:
+            return TiledWeights.empty(shape, dtype, device)
         if self is not LinearMethod.GROUPED:
             return PackedWeights(shape, dtype, self.value)
         if grouping is None or not grouping.fits(shape.inputs):
@@ -231,14 +246,16 @@ class LinearMethod(StrEnum):
 
     def exact(self) -> LinearMethod:
         """The unquantized method that multiplies like this one."""
+        if self is LinearMethod.TILED:
+            return self
         return LinearMethod.PACKED if self.invariant else LinearMethod.PLAIN
 
 
 def unsupported_reason(
     method: LinearMethod, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    if method in (LinearMethod.PLAIN, LinearMethod.FP8):
-        return None  # of fp8 the op says what it needs
+    if method in (LinearMethod.PLAIN, LinearMethod.FP8, LinearMethod.TILED):
+        return None  # of fp8, and of tiles, the op says what it needs
     if device.type != "cpu":
         return "it runs on the CPU only"
     if dtype not in DTYPE_NAMES:

@@ -12,7 +12,7 @@ from antiphon.kernels.activation import ActivationKind, sigmoid
 from antiphon.kernels.cpu.experts import CompiledExperts, PackedExperts
 from antiphon.kernels.experts import ExpertWeights
 from antiphon.kernels.routing import RoutingSpec, sort_by_expert
-from antiphon.layers.linear import LinearPart, weight_sources
+from antiphon.layers.linear import LinearPart, kernels_of, multiply, weight_sources
 from antiphon.layers.methods import (
     WHOLE_SLICE,
     LinearShape,
@@ -72,6 +72,7 @@ class Router(Module):
         device = site.build.device
         shape = LinearShape(site.hidden, spec.experts.count, spec.router_bias)
         self._weights = site.method.exact().create(shape, torch.float32, device)
+        self.kernels = Router.kernels | kernels_of(self._weights)
         self._correction = self._correction_name = None
         if spec.correction is not None:
             self._correction = torch.empty(spec.experts.count, dtype=torch.float32, device=device)
@@ -79,7 +80,7 @@ class Router(Module):
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> tuple[Tensor, Tensor]:
         """Route: x (T, D)  ->  experts (T, K) int64 and their weights (T, K) float32."""
-        logits = self._weights.apply(x.float())
+        logits = multiply(ctx, self._weights, x.float())
         return ctx.ops.route(logits, self._correction, self._spec.routing)
 
     @property

@@ -45,7 +45,8 @@ class LinearFormat(StrEnum):
     kernels. `int8` quantizes each output's weights to 255 values, `int8_dynamic` also quantizes
     each token's activations. `grouped` packs, too, and keeps the codes and scales of weights that
     the checkpoint stores in groups. `fp8` keeps weights that the checkpoint stores in fp8 for the
-    kernel of a GPU, which rounds activations to fp8; others are plain.
+    kernel of a GPU, which rounds activations to fp8; others are plain. `tiled` leaves the
+    multiplication to a kernel of a GPU that is batch-invariant.
     """
 
     AUTO = "auto"
@@ -55,6 +56,7 @@ class LinearFormat(StrEnum):
     INT8_DYNAMIC = "int8_dynamic"
     GROUPED = "grouped"
     FP8 = "fp8"
+    TILED = "tiled"
 
 
 class KernelBackend(StrEnum):
@@ -92,8 +94,9 @@ class ModelConfig(Config):
     """Storage format of the linear layers: as loaded, multiplied by torch (plain), packed for the
     CPU kernels (packed), packed with the codes and scales of weights that the checkpoint stores in
     groups (grouped), or rounded to 8 bits while loading (int8); int8_dynamic also rounds
-    activations. On a GPU fp8 keeps weights in fp8 and rounds activations to it. auto is grouped if
-    the CPU kernels are built, fp8 on a GPU that multiplies it, else plain."""
+    activations. On a GPU fp8 keeps weights in fp8 and rounds activations to it, and tiled
+    multiplies so that results do not depend on the batch. auto is grouped if the CPU kernels are
+    built, fp8 on a GPU that multiplies it, tiled there for deterministic inference, else plain."""
     quantization: QuantizationMethod | None = None
     """Quantization method of the checkpoint, which must match its config; for unquantized
     checkpoints, fp8 and the torchao methods quantize while loading. Unset: from the checkpoint."""

@@ -307,6 +307,8 @@ def _fp8(
     count: int,
 ) -> ResolvedValue[LinearFormat]:
     said = settings.model.linear
+    if linear.value is LinearFormat.TILED:
+        return linear
     if said in KEEPING_FP8 and lacking_fp8 is None:
         reason = f"fp8 as stored, {gib(count)}; activations are rounded to fp8"
         return ResolvedValue(LinearFormat.FP8, reason)
@@ -328,7 +330,7 @@ def _quantized(
     if quantization is None and grouped_bytes is None:
         return ResolvedValue(linear.value, "model.linear")
     said = settings.model.linear
-    if said not in KEEPING or linear.value is LinearFormat.PLAIN:
+    if said not in KEEPING or linear.value in (LinearFormat.PLAIN, LinearFormat.TILED):
         return ResolvedValue(linear.value, linear.reason)
     if grouped_bytes is not None:
         wide = gib(count * item_bytes(dtype))

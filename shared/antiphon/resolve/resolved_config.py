@@ -324,7 +324,6 @@ def _check_gpu(settings: Settings, pooling: Pooling | None, implementation: str)
         "speculation.draft_model": bool(settings.speculation.draft_model),
         "parallel.tp_size": settings.parallel.tp_size > 1,
         "parallel.pp_size": settings.parallel.pp_size > 1,
-        "model.deterministic": settings.model.deterministic,
     }
     for what, asked in refused.items():
         if asked:
@@ -489,6 +488,14 @@ def _dtype(settings: Settings, card: ModelCard, device: HostDevice) -> ResolvedV
 
 def _linear(settings: Settings, device: HostDevice, dtype: Dtype) -> ResolvedValue[LinearFormat]:
     said, lacking = settings.model.linear, _lacking(device, dtype)
+    if said is LinearFormat.TILED and device.kind == "cpu":
+        raise ConfigError("model.linear = tiled: runs on a GPU only; packed is the same on the CPU")
+    if device.kind != "cpu" and settings.model.deterministic and said is LinearFormat.AUTO:
+        return ResolvedValue(
+            LinearFormat.TILED, "model.deterministic; weights in fp8 are converted"
+        )
+    if said is LinearFormat.TILED:
+        return ResolvedValue(said, "model.linear")
     if said is LinearFormat.AUTO and lacking is None:
         return ResolvedValue(LinearFormat.PACKED, "read at memory bandwidth, stored once")
     if said is LinearFormat.AUTO:
@@ -550,7 +557,7 @@ def _deterministic(
             "model.deterministic: results of torch's matmul depend on batch composition, and "
             f"model.linear is plain ({linear.reason})"
         )
-    reason = "results of the CPU kernels do not depend on batch composition"
+    reason = "results of the kernels do not depend on batch composition"
     return ResolvedValue(value=True, reason=reason)
 
 

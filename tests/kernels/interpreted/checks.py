@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from antiphon.kernels import activation, decode_rows, linear_fp8, norm, rotary, sampling
+from antiphon.kernels import (
+    activation,
+    decode_rows,
+    linear_fp8,
+    linear_tiled,
+    norm,
+    rotary,
+    sampling,
+)
 from antiphon.kernels import pages as copies
 from antiphon.kernels import routing as routing_ops
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
@@ -138,6 +146,7 @@ def check_experts(
     *,
     bias: bool = False,
     weighted_inputs: bool = False,
+    fixed: bool = False,
 ) -> None:
     """Tokens choose among all experts but the second, so that one has no token."""
     count, hidden, width = sizes
@@ -149,7 +158,8 @@ def check_experts(
     chosen = torch.rand(tokens, count - 1, generator=generator).argsort(dim=-1)[:, :2]
     chosen += (chosen > 0).long()
     arguments = x, chosen, shares, weights, activation
-    got = module.experts(*arguments, weighted_inputs=weighted_inputs)
+    call = module.experts_fixed if fixed else module.experts
+    got = call(*arguments, weighted_inputs=weighted_inputs)
     expected = experts.reference(*arguments, weighted_inputs=weighted_inputs)
     scale = expected.abs().max()
     close(got / scale, expected / scale)
@@ -188,6 +198,24 @@ def check_linear_fp8(
     assert expected[~finite].isnan().all()
     scale = expected[finite].abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
     close(got[finite] / scale, expected[finite] / scale)
+
+
+def check_linear_tiled(
+    module: Module,
+    tokens: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = False,
+) -> None:
+    outputs, inputs = sizes
+    x, weight = randn(tokens, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype, seed=1)
+    x /= inputs**0.5
+    added = randn(outputs, dtype=dtype, seed=2) if bias else None
+    expected = linear_tiled.linear_tiled.reference(
+        x.float(), weight.float(), None if added is None else added.float()
+    )
+    close(module.linear_tiled(x, weight, added), expected.to(dtype))
 
 
 def qk_norms(
@@ -310,14 +338,15 @@ def check_attention(
     sinks: bool = False,
     programs: int = rows.PROGRAMS,
     cache: torch.dtype | None = None,
+    fixed: bool = False,
 ) -> None:
-    """With so few `programs`, rows are decoded in fewer parts."""
+    """With so few `programs`, rows are decoded in fewer parts; `fixed`, in one."""
     case = Rows(*lengths, shape, cache=cache)
     sink = None if not sinks else randn(case.q.shape[1], dtype=shape.dtype)
     arguments = case.q, case.keys, case.values, case.rows, case.scale, case.scales, softcap, sink
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "PROGRAMS", programs)
-        got = module.paged_attention(*arguments)
+        got = (module.paged_attention_fixed if fixed else module.paged_attention)(*arguments)
     close(got, paged_attention.reference(*arguments))
 
 

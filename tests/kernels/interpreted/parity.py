@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -21,12 +22,14 @@ from antiphon.kernels.triton import (
     futures,
     heads,
     linear_fp8,
+    linear_tiled,
     logits,
     norm,
     pages,
     routing,
     sampling,
 )
+from antiphon.kernels.triton.interpreter import interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _checked() -> Iterator[None]:
-    with sanitized():
+    with sanitized() if interpreted() else nullcontext():
         yield
 
 
@@ -112,6 +115,10 @@ def test_experts_have_biases_and_activations(
     )
 
 
+def test_experts_in_tiles_of_one_size_equal_their_reference() -> None:
+    checks.check_experts(experts, 90, (3, 64, 64), bias=True, fixed=True)
+
+
 @dtypes
 def test_linears_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
     checks.check_linear_fp8(linear_fp8, 9, (72, 300), 128, dtype, bias=True)
@@ -126,6 +133,17 @@ def test_linears_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
 )
 def test_linears_of_8_bits_have_any_size(tokens: int, sizes: tuple[int, int], group: int) -> None:
     checks.check_linear_fp8(linear_fp8, tokens, sizes, group)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "bias"),
+    [(0, (8, 64), False), (1, (40, 100), True), (3, (8200, 24), False), (65, (33, 200), True)],
+)
+def test_linears_in_tiles_equal_their_reference(
+    tokens: int, sizes: tuple[int, int], dtype: torch.dtype, *, bias: bool
+) -> None:
+    checks.check_linear_tiled(linear_tiled, tokens, sizes, dtype, bias=bias)
 
 
 @pytest.mark.parametrize("over", ["head", "token"])
@@ -187,6 +205,14 @@ def test_attention_has_soft_caps_and_sinks(
 @pytest.mark.parametrize("window", [600, 40])
 def test_splits_before_the_window_are_left_out(window: int) -> None:
     checks.check_attention(attention, a_shape(window=window), LONG)
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, LONG], ids=["ragged", "long"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention_in_one_part_equals_its_reference(
+    lengths: tuple[list[int], list[int]], window: int | None
+) -> None:
+    checks.check_attention(attention, a_shape(window=window), lengths, sinks=True, fixed=True)
 
 
 def test_parts_of_a_row_are_as_long_as_few_splits_need() -> None:
@@ -256,6 +282,7 @@ routes = partial(checks.check_route, tokens=5, count=12, routing=checks.ROUTINGS
 few_experts = partial(checks.check_experts, tokens=9, sizes=(5, 40, 72), bias=True)
 many_pairs = partial(checks.check_experts, tokens=90, sizes=(3, 16, 16))
 fp8_rows = partial(checks.check_linear_fp8, tokens=9, sizes=(40, 100), group=100, bias=True)
+tiled = partial(checks.check_linear_tiled, tokens=70, sizes=(40, 100), bias=True)
 fp8_groups = partial(checks.check_linear_fp8, tokens=9, sizes=(72, 300), group=64)
 few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
 many_heads = partial(checks.check_heads, tokens=30, shape=(6, 2, 24, 24))
@@ -345,6 +372,11 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("linear_fp8", "+= made *", "= made *", fp8_groups),
     ("linear_fp8", "ceil_div(outputs, block_n))", "outputs // block_n)", fp8_rows),
     ("linear_fp8", "asked[:, None] & used[None, :]", "used[None, :]", fp8_rows),
+    ("linear_tiled", "(depth < INPUTS)", "(depth < INPUTS + 1)", tiled),
+    ("linear_tiled", "tl.trans(part), total,", "tl.trans(part),", tiled),
+    ("linear_tiled", "ceil_div(outputs, block_n)", "outputs // block_n", tiled),
+    ("linear_tiled", "asked[:, None] & used[None, :]", "used[None, :]", tiled),
+    ("linear_tiled", "bias + column", "bias", tiled),
     ("heads", "column + half, column - half", "column - half, column + half", few_heads),
     ("heads", "slot % SLOTS", "slot % (SLOTS - 1)", many_heads),
     ("heads", "head - QUERIES, column", "head, column", normed_heads),

@@ -257,7 +257,7 @@ def test_pool_of_a_gpu_is_most_of_what_weights_and_a_step_leave() -> None:
     ("said", "what"),
     [
         ({"parallel__tp_size": "2"}, "parallel.tp_size"),
-        ({"model__deterministic": "1"}, "model.deterministic"),
+        ({"parallel__pp_size": "2"}, "parallel.pp_size"),
     ],
 )
 def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(
@@ -267,6 +267,21 @@ def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(
     with pytest.raises(ConfigError) as caught:
         decide(device, model__device="interpreter", **said)
     assert str(caught.value) == f"model.device = interpreter: {what} runs on cpu only"
+
+
+def test_deterministic_inference_on_a_gpu_multiplies_in_tiles() -> None:
+    gpu = replace(DEVICE, kind="interpreter", lacking="model.device is interpreter")
+    gpu = replace(gpu, lacking_fp8=None)
+    asked = {"model__device": "interpreter", "model__deterministic": "1"}
+    plan = decide(gpu, **asked)
+    assert (plan.linear.value, plan.quantized.value) == (LinearFormat.TILED, LinearFormat.TILED)
+    assert plan.deterministic.value
+    assert decide(gpu, model__device="interpreter", model__linear="tiled").linear.value == "tiled"
+    for linear in ("plain", "fp8"):
+        with pytest.raises(ConfigError, match=r"model\.linear is plain"):
+            decide(gpu, **asked, model__linear=linear)
+    with pytest.raises(ConfigError, match="tiled: runs on a GPU only; packed is the same"):
+        decide(model__linear="tiled")
 
 
 def test_phases_of_attention_have_one_backend() -> None:

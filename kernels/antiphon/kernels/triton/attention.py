@@ -24,13 +24,12 @@ import triton.language as tl
 from antiphon.kernels.kv import UNSCALED, KvScales
 from antiphon.kernels.triton.activation import tanh
 from antiphon.kernels.triton.launch import launch, power_of_2
-from antiphon.kernels.triton.rows import SPLIT_TOKENS
+from antiphon.kernels.triton.rows import SPLIT_TOKENS, Tiles, queries_of_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.attention import AttentionMetadata
-    from antiphon.kernels.triton.rows import Tiles
 
 KEYS = 64
 """Keys of a block, whatever the page size; the smallest that fills the matrix units."""
@@ -198,6 +197,32 @@ def paged_attention(
     for tiles in (made.decoding, made.extending):
         if tiles is not None:
             _attend(q, keys, values, out, rows, tiles, scale, scales, softcap, sinks)
+    return out
+
+
+def paged_attention_fixed(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionMetadata,
+    scale: float,
+    scales: KvScales = UNSCALED,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `paged_attention`; the bits of a query do not depend on what else is in the pass.
+
+    All rows are in tiles of one size, and their keys in one part: what a query adds up, and in
+    which order, follows from its position, whether it is decoded or part of a prefill.
+    """
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    made = rows.on_device
+    queries = queries_of_tile(rows.shape.queries_per_head)
+    for tiles in (made.decoding, made.extending):
+        if tiles is not None:
+            one_part = Tiles(tiles.tiles, queries, 1)
+            _attend(q, keys, values, out, rows, one_part, scale, scales, softcap, sinks)
     return out
 
 

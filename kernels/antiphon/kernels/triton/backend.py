@@ -31,17 +31,21 @@ def version() -> str:
 
 
 def triton(
-    target: str, *, caches: bool = False, e4m3: bool = False, invariant: bool = False
+    target: str, *, caches: bool = False, e4m3: bool = False, fixed: str | None = ""
 ) -> Backend:
     """The backend `triton` of an op: a function `module:name` of `antiphon.kernels.triton`.
 
-    `caches`: it reads or writes the KV cache; `e4m3`: it computes with float8_e4m3fn.
+    `caches`: it reads or writes the KV cache; `e4m3`: it computes with float8_e4m3fn. A kernel is
+    batch-invariant, unless its tiles follow the batch: then another function of the module, that is
+    `fixed`, is, or None.
     """
+    module, _, _ = target.partition(":")
     return Backend(
         "triton",
         f"antiphon.kernels.triton.{target}",
         partial(_unsupported_reason, caches=caches, e4m3=e4m3),
-        invariant=invariant,
+        invariant=fixed == "",
+        fixed=f"antiphon.kernels.triton.{module}:{fixed}" if fixed else "",
     )
 
 

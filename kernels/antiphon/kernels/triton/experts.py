@@ -204,6 +204,41 @@ def experts(
     weighted_inputs: bool = False,
 ) -> Tensor:
     """As `antiphon.kernels.experts.experts`."""
+    few = chosen.numel() <= FEW * len(weights.down)
+    return _experts(
+        x,
+        chosen,
+        shares,
+        weights,
+        activation,
+        FEW if few else MANY,
+        weighted_inputs=weighted_inputs,
+    )
+
+
+def experts_fixed(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    weights: ExpertWeights,
+    activation: ActivationKind | tuple[float, float],
+    *,
+    weighted_inputs: bool = False,
+) -> Tensor:
+    """As `experts`, in tiles of one size: a token's bits do not depend on those beside it."""
+    return _experts(x, chosen, shares, weights, activation, FEW, weighted_inputs=weighted_inputs)
+
+
+def _experts(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    weights: ExpertWeights,
+    activation: ActivationKind | tuple[float, float],
+    block_m: int,
+    *,
+    weighted_inputs: bool,
+) -> Tensor:
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
     count, _, width = weights.down.shape
     (tokens, hidden), pairs, top_k = x.shape, chosen.numel(), chosen.shape[1]
@@ -213,7 +248,6 @@ def experts(
     opened = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     made = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    block_m = FEW if pairs <= FEW * count else MANY
     # Each expert that has pairs may have one tile that is not full.
     tiles = pairs // block_m + min(pairs, count)
     block_k = DEPTH_BYTES // x.element_size()

@@ -49,6 +49,11 @@ def splits_of(keys: int, rows: int, heads: int) -> int:
     return min(-(-keys // SPLIT_TOKENS), most)
 
 
+def queries_of_tile(queries_per_head: int) -> int:
+    """Queries of a tile of rows of several queries."""
+    return max(1, EXTEND_ROWS // queries_per_head)
+
+
 def device_rows(
     page_table: Ints,
     query_len: Ints,
@@ -61,7 +66,7 @@ def device_rows(
     starts = np.cumsum(query_len, dtype=np.int32) - query_len
     alone = np.flatnonzero(query_len == 1).astype(np.int32)
     several = np.flatnonzero(query_len > 1).astype(np.int32)
-    queries = max(1, EXTEND_ROWS // queries_per_head)
+    queries = queries_of_tile(queries_per_head)
     counts = -(-query_len[several] // queries)
     row = np.repeat(several, counts)
     index = np.arange(len(row), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)

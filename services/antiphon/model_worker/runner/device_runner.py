@@ -60,8 +60,9 @@ class DeviceRunner(ModelRunner):
         forced: dict[str, str] | None = None,
         slots: int = SLOTS,
         positions: int = POSITIONS,
+        deterministic: bool = False,
     ) -> None:
-        super().__init__(model, groups, forced=forced, fused=False)
+        super().__init__(model, groups, forced=forced, fused=False, deterministic=deterministic)
         self._stream = stream
         self._last = torch.zeros(slots, dtype=torch.int32, device=model.build.device)  # (S,)
         self._launched = deque[LaunchedPlan]()  # that are not concluded

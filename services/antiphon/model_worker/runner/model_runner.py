@@ -76,7 +76,7 @@ BLOCKS = frozenset(
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("activation.sigmoid_mul", "recurrent.layer"),
         *("attention.heads", "attention.paged", "attention.whole"),
-        *("logits.softcap", "moe.experts", "linear.fp8"),
+        *("logits.softcap", "moe.experts", "linear.fp8", "linear.tiled"),
     }
 )
 """Operations of layers and heads, which only some models call."""
@@ -126,7 +126,7 @@ class ModelRunner:
         slots: int = SLOTS,
     ) -> None:
         spec, placement = model.spec, model.build
-        self.ops = select(capability_of(placement), forced)
+        self.ops = select(capability_of(placement), forced, invariant=deterministic)
         if placement.device_kind != "cpu":
             require_kernels(model, self.ops.choices)
         self._upload = upload_to(placement.device_kind, placement.device)
@@ -464,7 +464,7 @@ def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., o
     if not model.decoder.invariant:
         raise KernelUnavailable(
             "deterministic inference: results of torch's matmul depend on batch composition; "
-            "set model.linear to packed"
+            "set model.linear to packed, or to tiled on a GPU"
         )
     if not model.build.tp.invariant:
         raise KernelUnavailable(

@@ -110,7 +110,13 @@ def open_model(
         slots, positions = plan.running_max.value, plan.context_tokens.value
         stream = open_stream(model.build.device_kind, model.build.device)
         runner = DeviceRunner(
-            model, groups, stream, forced=plan.forced, slots=slots, positions=positions
+            model,
+            groups,
+            stream,
+            forced=plan.forced,
+            slots=slots,
+            positions=positions,
+            deterministic=deterministic,
         )
     elif model.build.is_last_stage:
         runner = ModelRunner(
