@@ -15,8 +15,8 @@ STACKS = $(shell grep -rl --include='test_*.py' 'mark\.system' tests | sort)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test-tools run chat fmt lint lint-cpp types arch tidy check test test-unit test-kernels test-faults test-long eval train \
-  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose bench-embeddings bench-images docs site wheel up down image
+.PHONY: help setup test-tools run chat fmt lint lint-cpp types arch tidy check test test-unit test-kernels test-gpu test-faults test-long eval train \
+  bench bench-gpu bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose bench-embeddings bench-images docs site wheel up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ test-unit: setup  ## The fast tests of one package: PKG=gateway; ARGS are pytest
 test-kernels: setup  ## Operations against their references
 	$(BIN)/pytest -q tests/kernels tests/models
 
+test-gpu: setup  ## Kernels, graphs, a model and rates on a GPU, stage by stage; ARGS='--stages parity'
+	@$(BIN)/python -m tests.gpu $(ARGS)
+
 test-faults: test-tools  ## Simulated worlds, killed services, and all faults under load: writes docs/reliability.md
 	$(BIN)/pytest -q tests/simulation tests/system/test_lives.py tests/system/test_migration.py tests/system/test_clocks.py -m "not gpu and not long"
 	$(BIN)/pytest -q tests/system/test_upgrade.py -m long
@@ -96,6 +99,9 @@ bench-kernels: setup  ## CPU kernels against memory, arithmetic and torch; what 
 	$(BIN)/python -m tests.bench.kernels.attention
 	$(BIN)/python -m tests.bench.kernels.experts
 	$(BIN)/python -m tests.bench.perplexity
+
+bench-gpu: setup  ## The stages of test-gpu that time kernels and steps; ARGS='--stages decode'
+	@$(BIN)/python -m tests.gpu --bench $(ARGS)
 
 bench-loading: setup  ## Rate and memory of loading a model, against the disk and its weights
 	$(BIN)/python -m tests.bench.loading $(ARGS)

@@ -191,6 +191,26 @@ class ModelLoop:
             self.outputs[news.key].progress.append(news)
 
 
+def compare_outputs(ours: Sequence[Output], theirs: Sequence[Output], near_tie: float) -> int:
+    """Compare greedy tokens and their logprobs  ->  the number of tokens that are equal.
+
+    Each output is compared up to the first token that differs: there the two likeliest of theirs,
+    which have logprobs of two, must be closer than a near tie.
+    """
+    compared = 0
+    for one, other in zip(ours, theirs, strict=True):
+        for mine, reference in zip(one.tokens, other.tokens, strict=True):
+            if mine.token_id != reference.token_id:
+                (_, best), (_, second) = reference.top
+                assert abs(best - second) < near_tie, (one.ids, other.ids)
+                break
+            if reference.logprob is not None:
+                assert mine.logprob is not None
+                assert abs(mine.logprob - reference.logprob) <= near_tie, (one.ids, other.ids)
+            compared += 1
+    return compared
+
+
 def _whole(cores: Sequence[EngineCore]) -> StepCore[Any]:
     return AttentionGroups(cores) if len(cores) > 1 else cores[0]
 

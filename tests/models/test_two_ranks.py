@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.draft_models import by_ngrams
-from tests.models.model_loop import LINEAR, ModelLoop, Output
+from tests.models.model_loop import LINEAR, ModelLoop, Output, compare_outputs
 from tests.models.parity import save
 from tests.models.rank import LoneRank, Ranks
 from tests.models.specs import BY_NAME
@@ -161,17 +161,7 @@ def outputs(
 
 def check_equal(ours: list[Output], theirs: list[Output]) -> None:
     """The tokens are equal up to the first near tie, and so are their logprobs."""
-    compared = 0
-    for one, other in zip(ours, theirs, strict=True):
-        for mine, reference in zip(one.tokens, other.tokens, strict=True):
-            if mine.token_id != reference.token_id:
-                (_, best), (_, second) = reference.top
-                assert abs(best - second) < NEAR_TIE, (one.ids, other.ids)
-                break
-            if reference.logprob is not None:
-                assert mine.logprob == pytest.approx(reference.logprob, abs=NEAR_TIE)
-            compared += 1
-    assert compared > 60, "near ties everywhere"
+    assert compare_outputs(ours, theirs, NEAR_TIE) > 60, "near ties everywhere"
 
 
 @pytest.mark.timeout(120)

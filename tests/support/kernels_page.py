@@ -82,6 +82,15 @@ instructions that multiply:
 
 {_compiled()}
 
+## On a GPU
+
+`make test-gpu` checks and times all of this on an H100 or H200, in stages that are processes of
+their own: each kernel under compute-sanitizer, the cases of the interpreter against the CPU,
+bits of steps with graphs and without, and of deterministic inference, and 64 prompts against the
+CPU. `make bench-gpu` compares kernels with copies and products of torch that are
+measured beside them, and decode steps of Llama-3.1-8B's shape with the roofline. **No figure is
+known yet.**
+
 ## Choosing
 
 `--attention-backend`, `--prefill-attention-backend`, `--decode-attention-backend`,
@@ -94,8 +103,15 @@ refused, each with a reason.
 ## On a GPU these are refused
 
 Models that only pool, tensor and pipeline parallelism, draft models, the modules of
-transformers, deterministic inference, and latent attention.
-FlashInfer is not used.
+transformers, and latent attention. FlashInfer is not used.
+
+## Deterministic inference
+
+With `--enable-deterministic-inference` linears are multiplied in tiles whose size follows from the
+weights, experts in tiles of one size, and attention has the same tiles for prefills and decodes,
+without parts: a token has the same bits whatever is beside it ([decision
+75](decisions/0075-on-a-gpu-tiles-follow-from-weights.md)). Weights in fp8 are converted while
+loading then. Such steps are slower; how much was not measured.
 
 ## fp8 weights
 

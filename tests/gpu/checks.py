@@ -1,0 +1,177 @@
+"""The stages that check a worker on a GPU: `python -m tests.gpu.checks NAME`.
+
+Each prints what it has found as JSON, and fails by an exception.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from tests.gpu.models import LOGPROBS, greedy_requests, runner_of
+from tests.models.model_loop import LINEAR, ModelLoop, compare_outputs
+from tests.support.models import open_model
+from tests.support.worker import state
+from tokenizers import Tokenizer
+
+from antiphon import embedded
+from antiphon.kernels.triton.backend import SMS
+from antiphon.model_card.card import read_card
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+DEVICE = "cuda"
+NEAR_TIES = {"float32": 1e-3, "bfloat16": 0.25}
+"""By the dtype of the GPU: how far its logprobs may be from those of the CPU in float32."""
+PROMPTS = 64
+Facts = dict[str, Any]
+
+
+def versions() -> Facts:
+    """Fails where the kernels are not compiled for the GPU, or it cannot add."""
+    properties = torch.cuda.get_device_properties(DEVICE)
+    sm = 10 * properties.major + properties.minor
+    one = torch.ones(1024, device=DEVICE)
+    assert (one + one).sum().item() == 2048, "a sum on the GPU"
+    assert sm in SMS, f"the kernels are not compiled for sm_{sm}"
+    return {
+        "gpu": properties.name,
+        "sm": sm,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": version("triton"),
+        "python": sys.version.partition(" ")[0],
+    }
+
+
+def graphs(
+    folder: Path | None = None,
+    device: str = DEVICE,
+    *,
+    dtype: str = "bfloat16",
+    rows: int = 8,
+    new_tokens: int = 24,
+) -> Facts:
+    """Tokens and logprobs of steps of so many rows have the same bits with graphs and without."""
+    folder = folder or embedded.path()
+    found: list[list[tuple[list[int], list[float | None]]]] = []
+    for sizes in ((), (rows,)):
+        model = open_model(folder, device=device, dtype=dtype, pages=rows * 20)
+        assert runner_of(model).capture(sizes).sizes == sizes
+        loop = ModelLoop(
+            model,
+            overlap=True,
+            step_tokens_max=16 * rows,
+            chunk_tokens=16 * rows,
+            running_max=rows,
+        )
+        asked = greedy_requests(model.spec.vocabulary, rows, 10, new_tokens, logprobs=True)
+        ran = loop.run(asked)
+        found.append([(each.ids, [token.logprob for token in each.tokens]) for each in ran])
+        plans = [record.plan for record in loop.loop.recorder.records()]
+        steps = sum(len(plan.slot) == len(plan.tokens) == rows for plan in plans)
+        assert steps >= new_tokens - 2, "all rows are decoded together"
+    assert found[0] == found[1]
+    return {"rows": rows, "tokens": rows * new_tokens}
+
+
+def determinism(
+    folder: Path | None = None, device: str = DEVICE, *, dtype: str = "bfloat16", rows: int = 16
+) -> Facts:
+    """Tokens and logprobs of deterministic inference have the same bits alone and together."""
+    folder = folder or embedded.path()
+    found: list[list[tuple[list[int], list[float | None]]]] = []
+    for running, chunk_tokens in ((rows, 64), (1, 24)):
+        model = open_model(
+            folder,
+            device=device,
+            dtype=dtype,
+            linear="tiled",
+            deterministic=True,
+            pages=rows * 20,
+        )
+        runner_of(model).capture((running,))
+        loop = ModelLoop(
+            model,
+            overlap=True,
+            step_tokens_max=chunk_tokens,
+            chunk_tokens=chunk_tokens,
+            running_max=running,
+        )
+        ran = loop.run(greedy_requests(model.spec.vocabulary, rows, 30, 16, logprobs=True))
+        found.append([(each.ids, [token.logprob for token in each.tokens]) for each in ran])
+    assert found[0] == found[1]
+    return {"rows": rows, "tokens": rows * 16}
+
+
+def prompts(
+    folder: Path | None = None,
+    device: str = DEVICE,
+    asked: Sequence[Sequence[int]] | None = None,
+    new_tokens: int = 32,
+) -> Facts:
+    """Greedy tokens of the GPU, in float32 and bfloat16, are those of the CPU in float32."""
+    folder = folder or embedded.path()
+    asked = asked or _sums(folder)
+    ends = frozenset(read_card(folder).eos_ids)
+
+    def outputs(device: str, dtype: str, linear: str) -> Any:
+        model = open_model(
+            folder,
+            device=device,
+            dtype=dtype,
+            linear=linear,
+            pages=1024,
+            page_tokens=16,
+            running_max=16,
+        )
+        loop = ModelLoop(
+            model,
+            overlap=device != "cpu",
+            step_tokens_max=256,
+            chunk_tokens=64,
+            running_max=16,
+            end_ids=ends,
+        )
+        requests = [
+            state(list(ids), temperature=0.0, max_new_tokens=new_tokens, details=LOGPROBS)
+            for ids in asked
+        ]
+        return loop.run(requests)
+
+    expected = outputs("cpu", "float32", LINEAR)
+    tokens = sum(len(each.ids) for each in expected)
+    facts: Facts = {"prompts": len(expected), "tokens": tokens}
+    for dtype, near_tie in NEAR_TIES.items():
+        equal = compare_outputs(outputs(device, dtype, "plain"), expected, near_tie)
+        facts[f"equal_{dtype}"] = equal
+        assert equal > tokens / 2, f"near ties everywhere: {facts}"
+    return facts
+
+
+def _sums(folder: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [f"What is {3 * n + 7} + {5 * n % 83}?" for n in range(PROMPTS)]
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+STAGES: Mapping[str, Callable[[], Facts]] = {
+    "versions": versions,
+    "graphs": graphs,
+    "determinism": determinism,
+    "prompts": prompts,
+}
+
+
+def main() -> None:
+    print(msgspec.json.encode(STAGES[sys.argv[1]]()).decode())
+
+
+if __name__ == "__main__":
+    main()
