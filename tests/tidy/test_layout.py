@@ -149,7 +149,8 @@ def test_one_small_file_uses_the_private_members_of_nats_py():
     assert len(private[0].read_text().splitlines()) <= 150
 
 
-ONE_IMPORTER_MAX = 114
+ONE_IMPORTER_SHARE_MAX = 0.225
+"""Of all modules: a file that one other imports may be a part of that."""
 BATCHING_LEVELS_MAX = 9
 SAMPLING_FILES_MAX = 6
 
@@ -188,7 +189,8 @@ def test_no_modules_import_each_other() -> None:
 
 def test_few_files_have_one_importer() -> None:
     importers = Counter(name for names in graph().values() for name in names)
-    assert sum(count == 1 for count in importers.values()) < ONE_IMPORTER_MAX
+    once = sum(count == 1 for count in importers.values())
+    assert once <= ONE_IMPORTER_SHARE_MAX * len(graph())
 
 
 def test_batching_has_few_levels() -> None:
