@@ -52,7 +52,8 @@ arch: setup  ## Who may import whom
 tidy: setup  ## Registries, generated pages, folders
 	$(BIN)/pytest -q tests/tidy
 
-check: lint types arch  ## Lint, types, architecture, tidiness and the fast tests, two at a time
+check: setup  ## Lint, types, architecture, tidiness and the fast tests, two at a time
+	@$(MAKE) -j 2 --output-sync --no-print-directory lint types arch
 	$(BIN)/pytest -q -n 2 --dist worksteal $(DURATIONS) -m "not system and not gpu and not long"
 
 test-tools: setup  ## Find prometheus and promtool, or unpack them in .venv
