@@ -115,6 +115,10 @@ class Shape(msgspec.Struct, frozen=True):
             "pad_token_id": END_ID,
         }
 
+    def _with_heads(self) -> dict[str, Any]:
+        """The settings of a family whose files give the size of heads: exporters read it."""
+        return self._settings() | {"head_dim": self.hidden // self.heads}
+
 
 class ExpertsShape(Shape, frozen=True, kw_only=True):
     """A mixture of experts as Qwen3's: each `intermediate` wide, `chosen` of them for a token."""
@@ -143,8 +147,7 @@ class ExpertsShape(Shape, frozen=True, kw_only=True):
         from transformers import Qwen3MoeConfig  # noqa: PLC0415
 
         return Qwen3MoeConfig(
-            **self._settings(),
-            head_dim=self.hidden // self.heads,
+            **self._with_heads(),
             moe_intermediate_size=self.intermediate,
             num_experts=self.experts,
             num_experts_per_tok=self.chosen,
@@ -212,8 +215,7 @@ class HybridShape(Shape, frozen=True, kw_only=True):
 
         head = self.hidden // self.heads
         return FalconH1Config(
-            **self._settings(),
-            head_dim=head,
+            **self._with_heads(),
             mamba_d_ssm=self.inner,
             mamba_n_heads=self.inner // head,
             mamba_d_head=head,
