@@ -37,9 +37,11 @@ class Timeline:
         self.at(self.clock.now() + seconds, act)
 
     def run_until(self, end: float) -> None:
-        while self._events and self._events[0][0] <= end:
-            when, _, act = heapq.heappop(self._events)
-            self.clock.advance(max(0.0, when - self.clock.now()))
+        events, clock = self._events, self.clock
+        while events and events[0][0] <= end:
+            when, _, act = heapq.heappop(events)
+            if when > clock.now():
+                clock.advance(when - clock.now())
             act()
         self.clock.advance(max(0.0, end - self.clock.now()))
 
@@ -86,16 +88,38 @@ class Weather:
 
 @dataclass(eq=False)
 class Interest:
-    """One subscription. `receive` returns the reply where there is one to give."""
+    """One subscription. `handle` returns the reply where there is one to give."""
 
     party: Party
     subject: list[str]
-    receive: Callable[[bytes], Message | None]
+    carries: tuple[type[Message], ...]
+    handle: Callable[[Any], Message | None]
+
+    def receive(self, parcel: Parcel) -> Message | None:
+        return self.handle(parcel.read(self))
 
     def matches(self, subject: list[str]) -> bool:
         return len(subject) == len(self.subject) and all(
             mine in ("*", theirs) for mine, theirs in zip(self.subject, subject, strict=True)
         )
+
+
+class Parcel:
+    """An encoded message. What is immutable need not be decoded by each of its receivers.
+
+    One that is repeated is another message to its receiver.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self._data = encode(message)
+        self._decoded: Message | None = None
+        self._readers: list[Interest] = []
+
+    def read(self, reader: Interest) -> Message:
+        if self._decoded is None or reader in self._readers:
+            self._decoded = decode(self._data, reader.carries)
+        self._readers.append(reader)
+        return self._decoded
 
 
 class Network:
@@ -125,7 +149,7 @@ class Network:
         self, party: Party, route: Route[Any], receive: Callable[[Any], Message | None], **part: str
     ) -> Interest:
         subject = route.subject_filter(**part).split(".")
-        interest = Interest(party, subject, lambda data: receive(decode(data, route.carries)))
+        interest = Interest(party, subject, route.carries, receive)
         self._interests.append(interest)
         self._matching.clear()
         return interest
@@ -152,10 +176,9 @@ class Network:
     def publish(self, party: Party, route: Route[Any], message: Message, **part: str) -> None:
         if not (self.up and party.connected):
             raise BusDown("the broker is away")
-        subject = route.subject_for(**part)
-        data = encode(message)
+        subject, parcel = route.subject_for(**part), Parcel(message)
         for interest in self._listeners(subject):
-            self._carry(party, interest.party, subject, partial(interest.receive, data))
+            self._carry(party, interest.party, subject, partial(interest.receive, parcel))
 
     def call(
         self,
@@ -175,8 +198,7 @@ class Network:
         if not (self.up and party.connected):
             self._timeline.after(0.0, lambda: settle(BusDown("the broker is away")))
             return
-        subject = route.subject_for(**part)
-        data = encode(message)
+        subject, parcel = route.subject_for(**part), Parcel(message)
         listeners = self._listeners(subject)
         if not listeners:
             absent = NoResponders("absent", retry_after_s=1.0)
@@ -191,7 +213,7 @@ class Network:
 
         def serve(interest: Interest) -> None:
             try:
-                reply = interest.receive(data)
+                reply = interest.receive(parcel)
                 assert reply is not None
             except EngineError as error:
                 reply = encode_error(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from contextlib import ExitStack
 from functools import partial
@@ -63,6 +64,7 @@ from antiphon.wire.routes import (
     DETOKENIZER_CONTROL,
     EXIT,
     HEARTBEAT,
+    HEARTBEAT_SOURCES,
     NAME,
     NOTICE,
     OPEN,
@@ -102,7 +104,8 @@ if TYPE_CHECKING:
 
 MODEL = ModelName("model")
 BEAT_S = 0.5
-JUDGEMENTS_A_BEAT = 5
+TICKS_A_BEAT = 5
+TIMER_MIN_S = 0.001
 STEP_S = 0.025
 REPORT_S = 0.001
 """Until the thread of the events goes on with what that of the loop has reported."""
@@ -161,27 +164,31 @@ class Node:
         patience = LivenessConfig(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = PeerTable(self.process, "digest", self.clock, patience)
         network.parties.append(self)
-        network.listen(self, HEARTBEAT, self._receive)
+        for role in HEARTBEAT_SOURCES[self.role]:
+            network.listen(self, HEARTBEAT, self._receive, role=role)
+        if self.role not in HEARTBEAT_SOURCES[self.role]:
+            network.listen(self, HEARTBEAT, self._receive, role=self.role, instance=instance)
         network.listen(self, EXIT, lambda message: self.peers.on_exit(message.process))
         network.listen(self, NAME, lambda _: NameTaken(process=self.process), instance=instance)
 
     def start(self) -> None:
         self.every(BEAT_S, self.beat)
-        self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._judge)
+        self.timeline.after(0.0, partial(self.run, self._judge))
 
     def run(self, act: Callable[[], object]) -> None:
-        if self.alive and self.clock.now() < self.frozen_until:
+        if not self.alive:
+            return
+        if self.frozen_until and self.clock.now() < self.frozen_until:
             self.timeline.at(self.frozen_until, lambda: self.run(act))
-        elif self.alive:
+        else:
             act()
 
     def every(self, seconds: float, act: Callable[[], None]) -> None:
         def again() -> None:
-            if self.alive:
-                act()
-                self.timeline.after(seconds, lambda: self.run(again))
+            act()
+            self.timeline.after(seconds, partial(self.run, again))
 
-        self.timeline.after(0.0, lambda: self.run(again))
+        self.timeline.after(0.0, partial(self.run, again))
 
     def freeze(self, seconds: float) -> None:
         self.frozen_until = max(self.frozen_until, self.clock.now() + seconds)
@@ -263,9 +270,10 @@ class Node:
                 break
 
     def _judge(self) -> None:
-        self.peers.update_liveness(link_up=self.link_up, connect_count=self.joins)
+        due_s = self.peers.update_liveness(link_up=self.link_up, connect_count=self.joins)
         for peer in self.peers.take_late():
             self._probe(peer)
+        self.timeline.after(due_s, partial(self.run, self._judge))
 
     def _probe(self, late: Peer) -> None:
         def answer(reply: NameTaken | EngineError) -> None:
@@ -299,6 +307,7 @@ class GatewayNode(Node):
             states_read=lambda: self.peers.read_by_all(OpenListState, *OPEN.listeners),
         )
         self._deliver = deliver
+        self._wakes_at = -math.inf  # it sets no timer before it starts
         self.prompts: dict[str, bytes] = {}
         self.peers.watch(self._watch)
         network.listen(self, TEXT, self._on_text, gateway=instance)
@@ -307,7 +316,8 @@ class GatewayNode(Node):
 
     def start(self) -> None:
         super().start()
-        self._wake()
+        self._wakes_at = math.inf
+        self._act(self.owner.tick())
 
     def open(self, submit: SubmitRequest) -> None:
         self.run(lambda: self._act(self.owner.open(submit)))
@@ -405,6 +415,7 @@ class GatewayNode(Node):
                     self._cancel(action)
                 case ResumeText():
                     self._ask(action)
+        self._set_timer()
 
     def _submit(self, message: SubmitRequest) -> None:
         def answer(reply: SubmitAccepted | EngineError) -> None:
@@ -442,11 +453,17 @@ class GatewayNode(Node):
         to = message.detokenizer.instance
         self.network.call(self, DETOKENIZER_CONTROL, message, answer, detokenizer=to)
 
-    def _wake(self) -> None:
-        if self.alive:
+    def _set_timer(self) -> None:
+        """Wake up when the owner has something to do, as `OwnerDriver` does."""
+        at = max(self.owner.wake_at(), self.clock.now() + TIMER_MIN_S)
+        if at < self._wakes_at:
+            self._wakes_at = at
+            self.timeline.at(at, partial(self.run, partial(self._wake, at)))
+
+    def _wake(self, at: float) -> None:
+        if at == self._wakes_at:  # else an earlier timer has taken its place
+            self._wakes_at = math.inf
             self._act(self.owner.tick())
-            pause_s = min(max(self.owner.wake_at() - self.clock.now(), 0.001), 0.05)
-            self.timeline.after(pause_s, lambda: self.run(self._wake))
 
 
 class SchedulerNode(Node):
@@ -483,7 +500,7 @@ class SchedulerNode(Node):
 
     def start(self) -> None:
         super().start()
-        self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._tick)
+        self.every(BEAT_S / TICKS_A_BEAT, self._tick)
 
     def report(self) -> Report:
         return Report(
@@ -572,6 +589,7 @@ class WorkerNode(Node):
     Attributes:
         fickle: How likely it gives back what waits, at each of its ticks.
         begun: Called with each choice of a request that it begins to run.
+        awake: Whether the loop has mail or work, or outputs are unsent.
         left: Called when it has drained.
     """
 
@@ -607,6 +625,7 @@ class WorkerNode(Node):
         self.hands_back = False
         self._pauses = 0
         self._paused = False
+        self.awake = False
         self._states: dict[ChoiceKey, RequestState] = {}
         self.fetching: set[tuple[RequestId, Attempt]] = set()
         self._gateway = gateway
@@ -620,7 +639,6 @@ class WorkerNode(Node):
 
     def start(self) -> None:
         super().start()
-        self.every(STEP_S, self._step)
         self.every(0.25, self._tick)
 
     def report(self) -> Report:
@@ -659,11 +677,13 @@ class WorkerNode(Node):
         self._pauses += 1
         mode = self._random.choice((PauseMode.IN_PLACE, PauseMode.RETRACT))
         self.engine.mailbox.submit_command(PauseWorker(mode=mode))
+        self._wake()
 
         def resume() -> None:
             self._pauses -= 1
             if not self._pauses:
                 self.engine.mailbox.submit_command(ContinueWorker())
+                self._wake()
 
         self.timeline.after(seconds, lambda: self.run(resume))
 
@@ -709,6 +729,7 @@ class WorkerNode(Node):
                 answer = self._answer(state.prompt_ids, state.choice, before)
                 self._states[action.key] = state
                 self.engine.run(action.key, state, answer)
+                self._wake()
             elif isinstance(action, FetchOpenList):
                 self.say(OPEN_FETCH, action, gateway=action.gateway.instance)
             elif isinstance(action, FetchPrompt):
@@ -718,6 +739,7 @@ class WorkerNode(Node):
                 self.fetching.remove((action.request_id, action.attempt))
             else:
                 self.engine.mailbox.drop(action.key, action.kept)
+                self._wake()
         self._publish()
 
     def _fetch(self, wanted: FetchPrompt, until: float) -> None:
@@ -742,10 +764,20 @@ class WorkerNode(Node):
 
         self.timeline.after(self._random.uniform(0, 0.3), lambda: self.run(connect))
 
+    def _wake(self) -> None:
+        """Let the loop go on, which sleeps while it has neither mail nor work."""
+        if not self.awake:
+            self.awake = True
+            pause_s = self._random.uniform(0, STEP_S)
+            self.timeline.after(pause_s, partial(self.run, self._step))
+
     def _step(self) -> None:
         if (report := self.engine.turn()) is not None:
             self._on_report(report)
         self._publish()
+        self.awake = report is not None or self.output.has_unsent
+        if self.awake:
+            self.timeline.after(STEP_S, partial(self.run, self._step))
 
     def _on_report(self, report: StepReport) -> None:
         """Take in a step, as the thread of the loop does; that of the events goes on with it."""
@@ -767,6 +799,7 @@ class WorkerNode(Node):
     def _give_back(self) -> None:
         for keys in self.output.unstarted(self.clock.unix_ms()):
             self.engine.mailbox.requeue(keys)
+            self._wake()
 
     def _tick(self) -> None:
         self._act(self.output.tick(self.clock.unix_ms()))

@@ -215,6 +215,7 @@ class World:
         self._answers: dict[tuple[bytes, int], list[bytes]] = {}
         self.begun: Counter[tuple[RequestId, int]] = Counter()
         self._last_deadline = 0.0
+        self._loaded_until = 0.0
         self._lives = itertools.count(1)
         self._numbers = itertools.count(1)
         self.gateways: list[GatewayNode] = []
@@ -266,6 +267,7 @@ class World:
 
     def load(self, count: int, over_s: float, *, deadline_s: tuple[float, float]) -> None:
         """Let clients come at random within `over_s`; some leave before the end."""
+        self._loaded_until = self.now + over_s
         for _ in range(count):
             left = self.random.random() < 0.15
             when = self.random.uniform(0, over_s)
@@ -349,10 +351,13 @@ class World:
         self.timeline.after(6.0, impatient)
 
     def finish(self) -> None:
-        """Wait until every deadline is long past, then check everything."""
+        """Wait until nothing is left, or every deadline is long past, then check everything."""
         self.network.weather = Weather()
-        self.timeline.run_until(max(self.now, self._last_deadline))
-        self.run(FORGET_S + (WINDOW_MS / 1000 if self.resuming else 0))
+        forget_s = FORGET_S + (WINDOW_MS / 1000 if self.resuming else 0)
+        latest = max(self.now, self._last_deadline) + forget_s
+        while self.now < latest - SETTLE_S and not self._is_over:
+            self.run(BEAT_S)
+        self.run(min(SETTLE_S, latest - self.now))  # what is under way may bring something back
         for story in self.stories.values():
             check_story(story)
         for node in self.nodes:
@@ -361,6 +366,20 @@ class World:
         assert len(names) == len(set(names)), f"two live under one name: {names}"
         terms = [node.leader.term for node in self.schedulers if node.leader.term]
         assert len(terms) == 1, f"these lead: {terms}"
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all clients have come and gone, all processes answer, and none has a request."""
+        if self.resuming or self.now < self._loaded_until or not self.network.up:
+            return False
+        answer = all(node.answers and node.connected for node in self.nodes)
+        if not answer or any(worker.awake for worker in self.workers):
+            return False
+        try:
+            self.check_recovered()
+        except AssertionError:
+            return False
+        return True
 
     def check_ended(self) -> None:
         """All requests have ended whose gateways live."""

@@ -433,7 +433,7 @@ HOSTS = (
 
 
 @pytest.mark.parametrize("fault", RESUMED)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_streams_that_are_lost_and_resumed_are_complete(fault: str, seed: int) -> None:
     """Each client loses its connection up to four times, and resumes at any gateway.
 
@@ -447,7 +447,7 @@ def test_streams_that_are_lost_and_resumed_are_complete(fault: str, seed: int) -
     assert error_codes(world).keys() <= lost
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(9))
 def test_streams_are_resumed_although_messages_are_lost(seed: int) -> None:
     """The answer to a gateway that adopts a request among them: it asks again."""
     assert_all_succeeded(resumed(seed, lambda _: None, BAD))
