@@ -48,9 +48,9 @@ def test_stage_that_hangs_ends_with_all_that_it_has_started() -> None:
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    result = run_stage(stage(code, timeout_s=1.0))
+    result = run_stage(stage(code, timeout_s=3.0))
     assert result.outcome == "timed out"
-    assert result.seconds < 10
+    assert result.seconds < 30
     assert has_ended(int(result.output))
 
 
