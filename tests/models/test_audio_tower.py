@@ -20,6 +20,8 @@ from antiphon.wire.errors import InvalidRequest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from antiphon.wire.claim import AudioFormat
+
 TINY = AudioFeatures(feature_size=16, chunk_length=WINDOW_S)
 
 
@@ -55,8 +57,8 @@ def test_the_tower_is_that_of_transformers(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4 * float(theirs.std()))
 
 
-def window(kind: str, start_s: float, seconds: float) -> AudioWindow:
-    return AudioWindow(format=kind, start_s=start_s, seconds=seconds)  # pyright: ignore[reportArgumentType]
+def window(kind: AudioFormat, start_s: float, seconds: float) -> AudioWindow:
+    return AudioWindow(format=kind, start_s=start_s, seconds=seconds)
 
 
 def test_a_part_of_a_wav_has_its_samples() -> None:
@@ -71,11 +73,11 @@ def test_a_part_of_a_wav_has_its_samples() -> None:
     [("flac", "flac"), ("mp3", "libmp3lame"), ("ogg", "vorbis"), ("ogg", "libopus")],
 )
 @pytest.mark.parametrize("start_s", [0.0, 2.0])
-def test_other_formats_have_the_same_sound(kind: str, codec: str, start_s: float) -> None:
+def test_other_formats_have_the_same_sound(kind: AudioFormat, codec: str, start_s: float) -> None:
     rate = 48_000 if codec == "libopus" else RATE
     samples = tones(5.0, rate=rate)
     data = encoded(samples, kind, codec, rate)
-    pieces = list(file_samples(data, kind, start_s, RATE))  # pyright: ignore[reportArgumentType]
+    pieces = list(file_samples(data, kind, start_s, RATE))
     ours = np.concatenate(pieces)[: 2 * RATE]
     expected = np.concatenate(list(file_samples(wav(samples, rate), "wav", start_s, RATE)))
     expected = expected[: 2 * RATE]

@@ -100,7 +100,6 @@ class AudioCard(msgspec.Struct, frozen=True):
 
 
 class _TranscribingConfig(msgspec.Struct, frozen=True):
-    architectures: tuple[str, ...] = ()
     max_source_positions: _Size = 1500
     num_mel_bins: _Size = 80
     suppress_tokens: tuple[_Id, ...] | None = None
@@ -127,14 +126,11 @@ def read_audio(folder: Path) -> AudioCard | None:
     file = folder / "config.json"
     if not file.is_file():
         return None
-    config = read_json(file, _Architectures)
-    if not set(config.architectures or ()) & set(TRANSCRIBING_ARCHITECTURES):
+    named = read_json(file, _Architectures).architectures
+    if not set(named or ()) & set(TRANSCRIBING_ARCHITECTURES):
         return None
-    config, features, generation = (
-        read_json(file, _TranscribingConfig),
-        _features(folder),
-        _TranscribingGeneration(),
-    )
+    config, features = read_json(file, _TranscribingConfig), _features(folder)
+    generation = _TranscribingGeneration()
     if (own := folder / "generation_config.json").is_file():
         generation = read_json(own, _TranscribingGeneration)
     if features.feature_size != config.num_mel_bins:

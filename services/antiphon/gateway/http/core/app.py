@@ -25,7 +25,7 @@ from antiphon.wire.errors import (
 from antiphon.wire.ids import new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
+    from collections.abc import AsyncGenerator, Iterable
 
     from aiohttp.http_parser import RawRequestMessage
     from aiohttp.typedefs import Handler, Middleware
@@ -46,8 +46,6 @@ REQUEST_ID = web.RequestKey("request_id", str)
 WARNINGS = web.RequestKey("warnings", list[str])
 """Set on a request of which something was ignored; each entry becomes a header."""
 
-BODY_S = 60.0
-"""Maximum time to receive a body, in seconds."""
 _LEAVE_S = 5.0
 IDLE_S = 75.0
 """Maximum time a connection may be idle, and take to send its headers."""
@@ -79,7 +77,7 @@ async def http_server(
     A `prefix` is removed from paths that start with it, before anything else reads them.
     """
     tls = server_context(config)
-    # Bytes are counted by `read_json`.
+    # Bytes are counted by `receive.read_json`.
     app = web.Application(middlewares=[counting, _errors], client_max_size=0)
     app.on_response_prepare.append(_set_request_id)
     if origins:
@@ -100,41 +98,6 @@ async def http_server(
     )
     async with web_server(runner, config.host, config.port, tls) as bound:
         yield bound
-
-
-async def read_json(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
-    """Read a body. `count` may reject it; it gets the size of each piece before that is kept."""
-    if request.content_type != "application/json" and not _accepts_untyped(request):
-        raise InvalidRequest(
-            f"Unsupported Media Type: send application/json, not {request.content_type}"
-        )
-    if (request.content_length or 0) > bytes_max:
-        raise RequestTooLarge.of(size_bytes=request.content_length or 0, bytes_max=bytes_max)
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await _read(request, bytes_max, count)
-    except TimeoutError:
-        raise InvalidRequest(f"the body was not received within {BODY_S:g} s") from None
-    except web.RequestPayloadError as error:
-        raise InvalidRequest("the body is incomplete or cannot be decoded") from error
-
-
-def _accepts_untyped(request: web.Request) -> bool:
-    """Whether the content type is optional: Ollama's users send `curl -d`, which declares a form.
-
-    A request from a web page, which has an origin, must not bypass the preflight that way.
-    """
-    return request.path.startswith("/api/") and "Origin" not in request.headers
-
-
-async def _read(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
-    body = bytearray()
-    async for chunk in request.content.iter_any():
-        count(len(chunk))
-        body += chunk
-        if len(body) > bytes_max:
-            raise RequestTooLarge.of(size_bytes=len(body), bytes_max=bytes_max)
-    return bytes(body)
 
 
 def failure(error: EngineError, request: web.BaseRequest) -> web.Response:

@@ -17,10 +17,10 @@ import msgspec
 from aiohttp import web
 
 from antiphon.gateway.http.core import fields
-from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, read_json, warn
+from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, warn
 from antiphon.gateway.http.core.auth import tenant_of
-from antiphon.gateway.http.core.form import read_form
 from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES, SMALL_BODY_BYTES_MAX
+from antiphon.gateway.http.core.receive import read_form, read_json
 from antiphon.gateway.http.core.resume import Resumption, note_fingerprint
 from antiphon.gateway.http.core.writer import CONTENT_TYPE, ResponseWriter
 from antiphon.gateway.owner.actions import Finished, TextDelta

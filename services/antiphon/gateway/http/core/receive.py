@@ -1,8 +1,12 @@
-"""Reads multipart forms with one file (RFC 7578): limits hold while the body is received."""
+"""Receives request bodies: JSON, and multipart forms with one file (RFC 7578).
+
+Limits of size and time hold while a body arrives.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -10,12 +14,13 @@ from aiohttp import BodyPartReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec.inspect import BoolType, FloatType, IntType, ListType, Type, type_info
 
-from antiphon.gateway.http.core.app import BODY_S
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
+BODY_S = 60.0
+"""Maximum time to receive a body, in seconds."""
 FIELDS_MAX = 64
 """Maximum number of fields of a form."""
 FIELD_BYTES_MAX = 64 * 1024
@@ -24,8 +29,37 @@ _CHUNK_BYTES = 64 * 1024
 _LISTED = "[]"
 """Ending of the names of fields that may be there several times."""
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
-_BROKEN = (ValueError, RuntimeError, AssertionError, LookupError, HttpProcessingError)
+_BROKEN_FORM = (ValueError, RuntimeError, AssertionError, LookupError, HttpProcessingError)
 """What aiohttp raises on a body that is no such form."""
+
+
+async def read_json(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
+    """Read a body. `count` may reject it; it gets the size of each piece before that is kept."""
+    if request.content_type != "application/json" and not _accepts_untyped(request):
+        raise InvalidRequest(
+            f"Unsupported Media Type: send application/json, not {request.content_type}"
+        )
+    _check_size(request, bytes_max)
+    async with _receiving("the body is incomplete or cannot be decoded"):
+        return await _read(request, bytes_max, count)
+
+
+def _accepts_untyped(request: web.Request) -> bool:
+    """Whether the content type is optional: Ollama's users send `curl -d`, which declares a form.
+
+    A request from a web page, which has an origin, must not bypass the preflight that way.
+    """
+    return request.path.startswith("/api/") and "Origin" not in request.headers
+
+
+async def _read(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        count(len(chunk))
+        body += chunk
+        if len(body) > bytes_max:
+            raise RequestTooLarge.of(size_bytes=len(body), bytes_max=bytes_max)
+    return bytes(body)
 
 
 class Form(NamedTuple):
@@ -60,19 +94,33 @@ async def read_form(
         raise InvalidRequest(
             f"Unsupported Media Type: send multipart/form-data, not {request.content_type}"
         )
-    most = file_bytes_max + FIELDS_MAX * FIELD_BYTES_MAX
-    if (request.content_length or 0) > most:
-        raise RequestTooLarge.of(size_bytes=request.content_length or 0, bytes_max=file_bytes_max)
+    _check_size(request, file_bytes_max, file_bytes_max + FIELDS_MAX * FIELD_BYTES_MAX)
+    async with _receiving("the body is incomplete, or no multipart form", *_BROKEN_FORM):
+        return await _read_parts(request, file_bytes_max, count)
+
+
+def _check_size(request: web.Request, bytes_max: int, whole_max: int | None = None) -> None:
+    """Reject by its header a body larger than `whole_max`; the limit that it names is the other."""
+    size_bytes = request.content_length or 0
+    if size_bytes > (whole_max or bytes_max):
+        raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=bytes_max)
+
+
+@asynccontextmanager
+async def _receiving(broken: str, *errors: type[Exception]) -> AsyncGenerator[None]:
+    """While this is entered a body arrives in time; what these errors say of it is `broken`."""
     try:
         async with asyncio.timeout(BODY_S):
-            return await _read(request, file_bytes_max, count)
+            yield
     except TimeoutError:
         raise InvalidRequest(f"the body was not received within {BODY_S:g} s") from None
-    except (web.RequestPayloadError, *_BROKEN) as error:
-        raise InvalidRequest("the body is incomplete, or no multipart form") from error
+    except (web.RequestPayloadError, *errors) as error:
+        raise InvalidRequest(broken) from error
 
 
-async def _read(request: web.Request, file_bytes_max: int, count: Callable[[int], None]) -> Form:
+async def _read_parts(
+    request: web.Request, file_bytes_max: int, count: Callable[[int], None]
+) -> Form:
     reader = await request.multipart()
     fields, file = dict[str, list[str]](), None
     for _ in range(FIELDS_MAX + 1):
