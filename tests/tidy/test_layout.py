@@ -8,9 +8,11 @@ import tomllib
 from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("services", "shared", "kernels")
@@ -44,6 +46,17 @@ def imported(node: ast.AST) -> list[str]:
 def test_the_top_level_holds_what_the_architecture_names():
     visible = {p.name for p in ROOT.iterdir() if not p.name.startswith(".")}
     assert visible - {"build", "dist", "site", "compile_commands.json"} == TOP
+
+
+def test_what_is_pinned_installs_on_the_python_that_debian_has():
+    pinned = (ROOT / "constraints.txt").read_text()
+    needs = {
+        f"{each.name}=={each.version}": SpecifierSet(each.metadata.get("Requires-Python") or "")
+        for each in distributions()
+    }
+    needs = {pin: need for pin, need in needs.items() if f"\n{pin}\n" in pinned}
+    assert len(needs) > 100, "names of installed packages are those of constraints.txt"
+    assert [pin for pin, need in needs.items() if not need.contains("3.11.2")] == []
 
 
 @pytest.mark.parametrize("source", SOURCES)
