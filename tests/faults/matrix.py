@@ -63,6 +63,7 @@ class Outcome:
         times: How many processes or messages it has hit.
         open: Streams that were open when it happened.
         complete: All answers that were read, and what they should say.
+        refused: Requests that were refused before they were taken, and asked again.
         lost: Numbers and errors of requests without an answer.
         wrong: Numbers of answers that differ.
         ended: Of a fault of their gateway, streams that ended as a right beginning.
@@ -78,6 +79,7 @@ class Outcome:
     times: int
     open: int
     complete: int
+    refused: int
     lost: Sequence[tuple[int, str]]
     wrong: Sequence[int]
     ended: int
@@ -93,7 +95,7 @@ class Outcome:
     def __str__(self) -> str:
         return (
             f"{self.fault.name}: {self.times} times, {self.open} open, {self.complete} complete, "
-            f"lost {self.lost}, wrong {self.wrong}, {self.ended} ended, "
+            f"{self.refused} refused, lost {self.lost}, wrong {self.wrong}, {self.ended} ended, "
             f"{len(self.pauses_s)} hit: pause {_p99(self.pauses_s)} s; "
             f"others {_p99(self.others_s)} s, before {_p99(self.quiet_s)} s; "
             f"first words {max(self.first_s, default=0.0):.1f} s"
@@ -157,6 +159,7 @@ class FaultBed:
             times=times,
             open=len(opened),
             complete=len(complete),
+            refused=load.refused,
             lost=lost,
             wrong=[a.number for a in complete if a.content != self.wanted[a.number].content],
             ended=len(ended),
@@ -230,7 +233,9 @@ def page(
         "workers of the embedded model in deterministic mode, one broker, all on one machine.",
         "Every answer is compared with that of the same request without a fault.",
         "",
-        "*times*: processes or messages that were hit. *lost*: requests without an answer.",
+        "*times*: processes or messages that were hit. *refused*: requests that got a 503 with",
+        "`Retry-After` before they were taken, and were asked again. *lost*: others without an",
+        "answer.",
         "*wrong*: answers that differ in any byte, finish reason or token count. *ended*: streams",
         "of a gateway that was hit itself, each a beginning of the right answer. *hit*: open",
         "streams whose worker, detokenizer or gateway was hit; all, if messages or the broker",
@@ -239,18 +244,18 @@ def page(
         f"{AFTER_S:g} s after the fault; *before*: of all open streams before it. *first words*:",
         "the longest time that a request waited for these, from the fault on.",
         "",
-        "| fault | times | open | complete | lost | wrong | ended "
+        "| fault | times | open | complete | refused | lost | wrong | ended "
         "| hit | pause | others | before | first words |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
         pause = f"{median(one.pauses_s):.1f} / {_p99(one.pauses_s)}" if one.pauses_s else ""
         lines.append(
-            f"| {one.fault.name} | {one.times} | {one.open} | {one.complete} | {len(one.lost)} | "
-            f"{len(one.wrong)} | {one.ended} | {len(one.pauses_s)} | {pause} | "
+            f"| {one.fault.name} | {one.times} | {one.open} | {one.complete} | {one.refused} | "
+            f"{len(one.lost)} | {len(one.wrong)} | {one.ended} | {len(one.pauses_s)} | {pause} | "
             f"{_p99(one.others_s)} | {_p99(one.quiet_s)} | {max(one.first_s, default=0.0):.1f} |"
         )
-    lines += [f"| {name} | | | no recovery | | | | | | | | |" for name in failed]
+    lines += [f"| {name} | | | no recovery | | | | | | | | | |" for name in failed]
     if left:
         lines += ["", f"The time was over before these: {', '.join(left)}."]
     return "\n".join([*lines, ""])

@@ -27,6 +27,8 @@ PROMPT_WORDS = (8, 60)
 """Repetitions of these, for prompts of about 128 and 1,500 tokens."""
 AGAIN_S = 0.05
 """Between a request that failed and the next one."""
+AGAIN_MAX_S = 1.0
+"""The same at most after a refusal that says when to ask again."""
 NOT_TAKEN = aiohttp.ClientConnectorError.__name__
 """No gateway listens: it has taken no request that it could lose, and is asked again."""
 WEATHER = {
@@ -82,6 +84,8 @@ class Answer:
     arrivals_s: list[float] = field(default_factory=list[float])
     """But for that of a chat's role, which is sent when its request is accepted."""
     ended_s: float = 0.0
+    again_s: float | None = None
+    """Of one that was refused before it was taken, when it may be asked again, as it says."""
     request_id: str = ""
     """As its pieces give it."""
 
@@ -140,6 +144,8 @@ async def read(session: aiohttp.ClientSession, stack: Stack, answer: Answer) -> 
             if response.status != 200:
                 refusal = msgspec.json.decode(await response.read())
                 answer.error = str(refusal["error"].get("code") or response.status)
+                if response.status == 503 and (after := response.headers.get("Retry-After")):
+                    answer.again_s = min(float(after), AGAIN_MAX_S)
                 return
             done = False
             async for line in response.content:
@@ -159,10 +165,12 @@ class Load:
 
     Attributes:
         answers: By client, in order; the last one may still be read.
+        refused: Requests that were refused before they were taken, and asked again.
     """
 
     def __init__(self, stack: Stack, clients: int) -> None:
         self.answers: list[list[Answer]] = [[] for _ in range(clients)]
+        self.refused = 0
         self._stack = stack
         self._ending = False
         self._group = asyncio.TaskGroup()
@@ -185,9 +193,11 @@ class Load:
             while not self._ending:
                 answers.append(Answer(number, time.monotonic()))
                 await read(session, self._stack, answers[-1])
+                again_s = answers[-1].again_s
                 if answers[-1].error is not None:
-                    await asyncio.sleep(AGAIN_S)
-                if answers[-1].error == NOT_TAKEN:
+                    await asyncio.sleep(again_s or AGAIN_S)
+                if again_s is not None or answers[-1].error == NOT_TAKEN:
+                    self.refused += again_s is not None
                     answers.pop()
                 else:
                     number += len(self.answers)

@@ -136,6 +136,21 @@ def test_resubmitting_names_the_attempt_that_was_shown() -> None:
     assert [s.attempt_floor for s in submits] == [attempt(world, 1)]
 
 
+def test_a_leader_that_answers_before_its_first_heartbeat_gets_all_requests() -> None:
+    """One that the leader before had queued would wait for a minute otherwise."""
+    world = waiting(loss=0.0)
+    world.do(world.owner.leader_changed(world.term))
+    world.do(world.owner.leader_changed(None))
+    later, fresh = RequestId("later"), numbered(world, 2)
+    world.do(world.owner.open(submission(later, world.clock)))
+    accepted = SubmitAccepted(request_id=later, term=fresh, position=0)
+    world.owner.submit_answered(later, accepted)
+    world.owner.leader_changed(fresh)
+    world.clock.advance(SECOND_S)
+    submits = [a.request_id for a in world.owner.tick() if isinstance(a, SubmitRequest)]
+    assert submits == [RequestId("r")]
+
+
 def test_deadline_ends_a_request_while_the_bus_is_down() -> None:
     world = waiting()
     world.run(until=TIMEOUT_S - 0.01)

@@ -355,10 +355,7 @@ class Owner:
         only while it is claimed.
         """
         if leading != self._term:
-            self._term = leading
-            if leading is not None:
-                others = [each for each in self._requests.values() if each.term != leading]
-                self._submit_soon(others)
+            self._follow(leading)
         return self._take_actions()
 
     def tick(self) -> list[Action]:
@@ -390,6 +387,11 @@ class Owner:
         if message.gateway == self._process:
             self._actions += self._open_list.parts()
         return self._take_actions()
+
+    def _follow(self, leading: Term | None) -> None:
+        self._term = leading
+        if leading is not None:
+            self._submit_soon([each for each in self._requests.values() if each.term != leading])
 
     # Submission.
 
@@ -433,8 +435,8 @@ class Owner:
         self._mark_accepted(request)
         request.tries = 0
         request.term = term
-        if self._term is None:
-            self._term = term  # until a heartbeat names the leader
+        if self._term is None:  # a leader is known by its answer before a heartbeat names it
+            self._follow(term)
         pause_s = request.silence_s if term == self._term else _STALE_LEADER_S
         self._timers.set(("submit", request.id), self._clock.now() + pause_s)
 
