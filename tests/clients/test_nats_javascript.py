@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -138,24 +139,35 @@ def request(stack: Stack, kind: str, tokens: int = TOKENS, **fields: Any) -> dic
     }
 
 
-def over_http(stack: Stack, kind: str, tokens: int = TOKENS) -> tuple[object, ...]:
-    """The content of the same request over HTTP."""
-    body = {"messages": messages(), "max_tokens": tokens, "ignore_eos": True} | SAMPLED[kind]
-    if kind == "logprobs":
-        body |= {"logprobs": True, "top_logprobs": 2}
-    answer = stack.post("/v1/chat/completions", body)
-    texts = {choice["index"]: choice["message"]["content"] for choice in answer["choices"]}
-    logprobs = [
-        token["logprob"]
-        for choice in answer["choices"]
-        for token in (choice["logprobs"] or {"content": []})["content"]
-    ]
-    return texts, pytest.approx(logprobs, abs=1e-6)
+def over_http(stack: Stack, tokens: int = TOKENS) -> dict[str, tuple[object, ...]]:
+    """The content of the same requests over HTTP, by kind."""
+
+    def content(kind: str) -> tuple[object, ...]:
+        body = {"messages": messages(), "max_tokens": tokens, "ignore_eos": True} | SAMPLED[kind]
+        if kind == "logprobs":
+            body |= {"logprobs": True, "top_logprobs": 2}
+        answer = stack.post("/v1/chat/completions", body)
+        texts = {choice["index"]: choice["message"]["content"] for choice in answer["choices"]}
+        logprobs = [
+            token["logprob"]
+            for choice in answer["choices"]
+            for token in (choice["logprobs"] or {"content": []})["content"]
+        ]
+        return texts, pytest.approx(logprobs, abs=1e-6)
+
+    with ThreadPoolExecutor(len(SAMPLED)) as asking:
+        return dict(zip(SAMPLED, asking.map(content, SAMPLED), strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(stack: Stack) -> dict[str, tuple[object, ...]]:
+    return over_http(stack)
 
 
 @pytest.mark.parametrize("form", ["msgpack", "json"])
-def test_output_is_that_of_http(stack: Stack, other: str, tmp_path: Path, form: str) -> None:
-    expected = {kind: over_http(stack, kind) for kind in SAMPLED}
+def test_output_is_that_of_http(
+    stack: Stack, other: str, expected: dict[str, tuple[object, ...]], tmp_path: Path, form: str
+) -> None:
     requests = [
         {"name": f"{kind}{'!' * complete}", "request": request(stack, kind), "complete": complete}
         for kind in SAMPLED
@@ -215,10 +227,9 @@ def test_leaving_the_loop_cancels_the_request(stack: Stack, other: str, tmp_path
 
 @pytest.mark.parametrize("form", ["msgpack", "json"])
 async def test_lost_messages_are_healed(
-    stack: Stack, other: str, tmp_path: Path, form: str
+    stack: Stack, other: str, expected: dict[str, tuple[object, ...]], tmp_path: Path, form: str
 ) -> None:
     """Each third message of the output, and the first ends and acceptances, are lost."""
-    expected = await asyncio.to_thread(lambda: {kind: over_http(stack, kind) for kind in SAMPLED})
     seen: defaultdict[bytes, int] = defaultdict(int)
 
     def loses(message: LinkMessage) -> Action:
@@ -247,9 +258,7 @@ async def test_responses_survive_a_lost_connection(
         logs = [stack.log("gateway-0"), stack.log("gateway-1")]
         return sum(log.count("client is gone") for log in logs)
 
-    expected = await asyncio.to_thread(
-        lambda: {kind: over_http(stack, kind, TOKENS_MAX) for kind in SAMPLED}
-    )
+    expected = await asyncio.to_thread(over_http, stack, TOKENS_MAX)
     requests = [
         {"name": f"{kind}{'!' * n}", "request": request(stack, kind, TOKENS_MAX)}
         for kind in SAMPLED
@@ -270,9 +279,8 @@ async def test_responses_survive_a_lost_connection(
 
 
 async def test_responses_survive_the_death_of_their_gateway(
-    stack: Stack, other: str, tmp_path: Path
+    stack: Stack, other: str, expected: dict[str, tuple[object, ...]], tmp_path: Path
 ) -> None:
-    expected = await asyncio.to_thread(lambda: {kind: over_http(stack, kind) for kind in SAMPLED})
     requests = [
         {"name": f"{kind}{'!' * n}", "request": request(stack, kind)}
         for kind in SAMPLED

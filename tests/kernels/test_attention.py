@@ -55,7 +55,7 @@ def a_shape(
     return KvShape(page_tokens, heads, group, head_size, dtype, window)
 
 
-def one_by_one(
+def row_by_row(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -64,31 +64,29 @@ def one_by_one(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention as the textbook has it: one query and its softmax at a time."""
+    """Attention as the textbook has it: one row at a time, and of each query one softmax."""
+    shape, out = rows.shape, list[Tensor]()
+    kv_heads = np.arange(q.shape[1]) // shape.queries_per_head
     sink = torch.full(q.shape[1:2], -torch.inf) if sinks is None else sinks
-    out = torch.empty_like(q)
-    kv_heads = np.arange(q.shape[1]) // rows.shape.queries_per_head
-    token = 0
-    for row in range(len(rows.query_len)):
-        for i in range(rows.query_len[row]):
-            position = int(rows.kv_len[row] - rows.query_len[row] + i)
-            first = 0 if rows.shape.window is None else max(0, position + 1 - rows.shape.window)
-            if rows.shape.chunk is not None:
-                first = position // rows.shape.chunk * rows.shape.chunk
-            last = position + 1
-            if rows.shape.bidirectional:
-                last = min(int(rows.kv_len[row]), position + (rows.shape.window or 10**6))
-            seen = np.arange(first, last)
-            page_tokens = rows.shape.page_tokens
-            pages, offsets = rows.page_table[row, seen // page_tokens], seen % page_tokens
-            k, v = (cached[pages, offsets][:, kv_heads].double() for cached in (keys, values))
-            scores = torch.einsum("shd,hd->sh", k, q[token].double()) * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            shares = torch.cat((scores, sink[None].double())).softmax(dim=0)[:-1]
-            out[token] = torch.einsum("sh,shd->hd", shares, v).to(q.dtype)
-            token += 1
-    return out
+    for row, queries in enumerate(q.double().split(rows.query_len.tolist())):
+        end = int(rows.kv_len[row])
+        query, key = np.arange(end - len(queries), end)[:, None], np.arange(end)
+        window = shape.window or end
+        seen = (key > query - window) & (key < query + (window if shape.bidirectional else 1))
+        if shape.chunk is not None:
+            seen &= key >= query // shape.chunk * shape.chunk
+        key = key[seen.any(axis=0)]  # no other is there
+        unseen = torch.as_tensor(~seen[:, key])
+        pages, offsets = rows.page_table[row, key // shape.page_tokens], key % shape.page_tokens
+        k, v = (cached[pages, offsets][:, kv_heads].double() for cached in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        of_sink = sink.double()[:, None, None].expand(-1, len(queries), 1)
+        shares = torch.cat((scores, of_sink), dim=-1).softmax(dim=-1)[..., :-1]
+        out.append(torch.einsum("hqk,khd->qhd", shares, v))
+    return torch.cat(out).to(q.dtype)
 
 
 def pages_of(keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -183,7 +181,7 @@ def textbook(shape: KvShape, lengths: tuple[tuple[int, ...], ...], scale: float 
     """What is right of the case of these lengths, query and prefix, and this scale."""
     query_len, prefix = lengths
     case = Case(3, list(query_len), list(prefix), shape)
-    return one_by_one(case.q, case.keys, case.values, case.rows, scale or case.scale)
+    return row_by_row(case.q, case.keys, case.values, case.rows, scale or case.scale)
 
 
 def assert_equals_the_textbook(
@@ -293,7 +291,7 @@ def assert_all_equal_the_shaped_textbook(
     case: Case, softcap: float | None, sinks: Tensor | None
 ) -> None:
     tolerance = 1e-5 if case.q.dtype is torch.float32 else 0.02
-    want = one_by_one(case.q, case.keys, case.values, case.rows, case.scale, softcap, sinks)
+    want = row_by_row(case.q, case.keys, case.values, case.rows, case.scale, softcap, sinks)
     arguments = case.arguments()
     for attention in BACKENDS:
         found = attention(*arguments, UNSCALED, softcap, sinks)
@@ -479,7 +477,7 @@ def test_a_query_sees_no_other_run_than_its_own(attention: Row, chunk: int) -> N
     whole = replace(case.rows, shape=replace(case.rows.shape, chunk=chunk))
     rows = AttentionMetadata.of(whole.shape, whole.page_table, whole.query_len, whole.kv_len)
     assert torch.equal(rows.slot_mapping, case.rows.slot_mapping)
-    expected = one_by_one(case.q, case.keys, case.values, whole, case.scale)
+    expected = row_by_row(case.q, case.keys, case.values, whole, case.scale)
     found = attention(case.q, *case.pages, rows, case.scale)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -509,7 +507,7 @@ def test_rows_that_see_both_ways_see_what_is_cached_before_them(window: int | No
     """As images do: rows of a pass whose tokens before them are cached."""
     shape = replace(a_shape(window=window), bidirectional=True)
     case = Case(7, [5, 1, 16, QUERIES_MAX + 5], [50, 3, 0, 90], shape)
-    expected = one_by_one(case.q, case.keys, case.values, case.rows, case.scale)
+    expected = row_by_row(case.q, case.keys, case.values, case.rows, case.scale)
     found = paged_attention.reference(*case.arguments())
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

@@ -13,8 +13,8 @@ from tests.kernels.test_attention import (
     a_shape,
     assert_same_bits_in_any_chunk,
     ints,
-    one_by_one,
     pages_of,
+    row_by_row,
 )
 from tests.kernels.test_stack import PASSES, a_world, assert_has_the_bits_of_its_operations
 from torch import Tensor
@@ -61,7 +61,7 @@ def assert_all_equal_the_textbook(case: Case, format_: torch.dtype) -> None:
     """Attention over what is kept, as numbers of many bits."""
     case, tolerance = in_eight_bits(case, format_), 1e-5 if case.q.dtype is torch.float32 else 0.03
     keys, values = case.keys.float() * SCALES.key, case.values.float() * SCALES.value
-    expected = one_by_one(case.q.float(), keys, values, case.rows, case.scale)
+    expected = row_by_row(case.q.float(), keys, values, case.rows, case.scale)
     arguments = case.arguments()
     for attention in BACKENDS:
         found = attention(*arguments, SCALES).float()
@@ -257,7 +257,7 @@ def test_caps_and_sinks_work_on_it(attention: Row, format_: torch.dtype) -> None
     )
     sinks = torch.linspace(-1, 1, 6)
     found = attention(*case.arguments(), SCALES, 0.5, sinks)
-    expected = one_by_one(case.q, keys, values, case.rows, case.scale, 0.5, sinks)
+    expected = row_by_row(case.q, keys, values, case.rows, case.scale, 0.5, sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -78,10 +78,17 @@ class Reader:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_output_that_is_larger_than_a_message_survives_its_worker(stack: Stack) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack) -> Reader:
+    read = Reader(stack).read()
+    assert (read.error, len(read.tokens)) == (None, TOKENS)
+    return read
+
+
+def test_output_that_is_larger_than_a_message_survives_its_worker(
+    stack: Stack, undisturbed: Reader
+) -> None:
     """Its detokenizer keeps the logprobs: the next attempt has the same one."""
-    undisturbed = Reader(stack).read()
-    assert (undisturbed.error, len(undisturbed.tokens)) == (None, TOKENS)
     found = Reader(stack).read(("worker-0",))
     assert found.error is None
     assert (found.text, found.tokens) == (undisturbed.text, undisturbed.tokens)
@@ -89,10 +96,9 @@ def test_output_that_is_larger_than_a_message_survives_its_worker(stack: Stack) 
 
 
 def test_output_that_is_larger_than_a_message_and_lost_with_its_host_ends_with_both_sizes(
-    stack: Stack,
+    stack: Stack, undisturbed: Reader
 ) -> None:
     wait_until(stack.healthy, 30, "healthy before the kill")
-    undisturbed = Reader(stack).read()
     found = Reader(stack).read(("worker-0", "detokenizer-0"))
     assert found.error is not None
     assert found.error.code == "worker_lost"

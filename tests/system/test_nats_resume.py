@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,12 @@ async def whole(stack: Stack, tokens: int = TOKENS) -> dict[str, Output]:
     return outputs
 
 
+@pytest.fixture(scope="module")
+def expected(stack: Stack) -> dict[str, Output]:
+    """What clients receive whose connections and gateways live."""
+    return asyncio.run(whole(stack))
+
+
 def gone(stack: Stack) -> int:
     """How many clients the gateways have given up."""
     logs = [stack.log("gateway-0"), stack.log("gateway-1")]
@@ -95,12 +102,12 @@ def body(kind: str) -> dict[str, Any]:
     return options | {"messages": [{"role": "user", "content": QUESTION}]}
 
 
-async def test_output_is_that_of_http(stack: Stack, other: str) -> None:
-    outputs = await whole(stack)
-    for kind, output in outputs.items():
-        answer = stack.post("/v1/chat/completions", body(kind))
-        texts = {choice["index"]: choice["message"]["content"] for choice in answer["choices"]}
-        assert dict(output.texts) == texts, kind
+def test_output_is_that_of_http(stack: Stack, expected: dict[str, Output]) -> None:
+    with ThreadPoolExecutor(len(KINDS)) as asking:
+        answers = asking.map(lambda kind: stack.post("/v1/chat/completions", body(kind)), expected)
+        for (kind, output), answer in zip(expected.items(), answers, strict=True):
+            texts = {choice["index"]: choice["message"]["content"] for choice in answer["choices"]}
+            assert dict(output.texts) == texts, kind
 
 
 async def test_responses_survive_a_lost_connection(stack: Stack, other: str) -> None:
@@ -123,8 +130,9 @@ async def test_responses_survive_a_lost_connection(stack: Stack, other: str) -> 
     await asyncio.to_thread(wait_until, lambda: pages_in_use(stack) == 0, 30, "no pages in use")
 
 
-async def test_responses_survive_the_death_of_their_gateway(stack: Stack, other: str) -> None:
-    expected = await whole(stack)
+async def test_responses_survive_the_death_of_their_gateway(
+    stack: Stack, other: str, expected: dict[str, Output]
+) -> None:
     outputs = [(kind, Output()) for kind in KINDS for _ in range(2)]
     adopted = stack.log("scheduler-0").count("request adopted")
     async with Client(stack.nats_url) as client, asyncio.TaskGroup() as group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -157,10 +158,11 @@ def test_bug_with_one_text_is_raised_to_its_caller_only(
 
 
 @pytest.mark.parametrize("field", ["tools", "chat_template_kwargs", "messages"])
-@pytest.mark.parametrize(("indent", "step"), [("", 1), ("indent=2", 37)])
+@pytest.mark.parametrize(("indent", "every"), [("", True), ("indent=2", False)])
 def test_what_is_nested_too_deep_is_the_callers_error_at_every_depth(
-    folder: Path, field: str, indent: str, step: int
+    folder: Path, field: str, indent: str, every: bool
 ):
+    """Every depth between two of which one fails, or fails otherwise, is tried, too."""
     given = {"tools": "tools", "chat_template_kwargs": "x", "messages": "messages[0].tool_calls"}
     (folder / "chat_template.jinja").write_text(f"{{{{ {given[field]} | tojson({indent}) }}}}")
     nested_encoder = encoder(folder, 100_000_000)
@@ -168,8 +170,8 @@ def test_what_is_nested_too_deep_is_the_callers_error_at_every_depth(
         "tools": lambda deep: TemplateParams(tools=f'[{{"x": {deep}}}]'),
         "chat_template_kwargs": lambda deep: TemplateParams(options=f'{{"x": {deep}}}'),
     }
-    errors: list[Exception] = []
-    for depth in range(1, 1100, step):
+
+    def error_at(depth: int) -> Exception | None:
         deep = "[" * depth + "]" * depth
         call = MessageToolCall(id="c", name="f", arguments=f'{{"x": {deep}}}')
         turn = ChatMessage(
@@ -177,9 +179,15 @@ def test_what_is_nested_too_deep_is_the_callers_error_at_every_depth(
         )
         template = params[field](deep) if field in params else TemplateParams()
         (done,) = nested_encoder.encode([asks((turn,), None, template=template)])
-        errors += [done] if isinstance(done, Exception) else []
-    assert {type(error) for error in errors} == {InvalidRequest}
-    assert {getattr(error, "param", None) for error in errors} == {field}
+        return done if isinstance(done, Exception) else None
+
+    errors = {depth: error_at(depth) for depth in range(1, 1100, 37)}
+    for near, far in pairwise([*errors]):
+        if every and str(errors[near]) != str(errors[far]):
+            errors |= {depth: error_at(depth) for depth in range(near + 1, far)}
+    found = [error for error in errors.values() if error is not None]
+    assert {type(error) for error in found} == {InvalidRequest}
+    assert {getattr(error, "param", None) for error in found} == {field}
 
 
 def test_a_broken_card_names_its_file(folder: Path):
