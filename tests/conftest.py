@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -37,6 +38,22 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_MAX)
+
+
+def one_thread() -> None:
+    """Opening a model sets torch's threads to the cores that all tests share."""
+    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    one_thread()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    one_thread()
 
 
 @pytest.hookimpl(trylast=True)
