@@ -31,17 +31,11 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from antiphon.config.errors import ConfigError
+from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.model import VisionTower, read_weights
-from antiphon.encoder.preprocess import (
-    Preprocessor,
-    PreprocessorConfig,
-    SiglipSpec,
-    VisionActivation,
-    VisionFamily,
-    VisionTowerSpec,
-    read_preprocessor_config,
-    read_spec,
-)
+from antiphon.encoder.preprocess import Preprocessor, PreprocessorConfig
+from antiphon.encoder.preprocessor_files import read_preprocessor_config
+from antiphon.encoder.tower_spec import SiglipSpec, VisionFamily, VisionTowerSpec, read_spec
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 
-from antiphon.encoder.preprocess import VisionActivation
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+
+class VisionActivation(StrEnum):
+    """Activation of the feed-forward layers, by its name in config.json."""
+
+    QUICK_GELU = "quick_gelu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"
+    SILU = "silu"
 
 
 def quick_gelu(x: Tensor) -> Tensor:

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from msgspec import Meta, field
 
-from antiphon.encoder.activations import ACTIVATIONS
+from antiphon.encoder.activations import ACTIVATIONS, VisionActivation
 from antiphon.encoder.audio import DecodedAudio
 from antiphon.encoder.cache import CachedEmbedding
-from antiphon.encoder.preprocess import VisionActivation
 from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
 from antiphon.model_card.audio import DOWNSAMPLED
 from antiphon.model_card.config_json import read_json

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.preprocess import read_features
 from antiphon.encoder.tensor_files import TensorFiles, weight_files
+from antiphon.encoder.tower_spec import read_features
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.image_tiles import AnyresTiling
 from antiphon.model_card.vision import GEMMA3, IDEFICS, INTERN, read_anyres, shuffle_factor
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.encoder.preprocess import PreprocessorConfig, VisionTowerSpec
+    from antiphon.encoder.preprocess import PreprocessorConfig
     from antiphon.encoder.tensor_files import Affine
+    from antiphon.encoder.tower_spec import VisionTowerSpec
     from antiphon.model_card.image_tiles import Packing
     from antiphon.model_card.vision import FeatureFields
 

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 
-from antiphon.encoder.activations import ACTIVATIONS
-from antiphon.encoder.preprocess import VisionActivation
+from antiphon.encoder.activations import ACTIVATIONS, VisionActivation
 
 if TYPE_CHECKING:
     from antiphon.encoder.tensor_files import Affine

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
+from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.grid_tower import (
     GridLayerWeights,
     GridNames,
@@ -19,7 +20,6 @@ from antiphon.encoder.grid_tower import (
     MergerWeights,
     ProjectorSpec,
 )
-from antiphon.encoder.preprocess import VisionActivation
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, QWEN35S

@@ -22,18 +22,15 @@ from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.connectors import Connector, PackedTiles, read_connector, read_packed
 from antiphon.encoder.grid_tower import GridTower, GridTowerSpec
 from antiphon.encoder.grid_tower_files import read_grid_spec, read_grid_weights
-from antiphon.encoder.preprocess import (
-    DecodedImage,
-    Preprocessor,
-    VisionFamily,
-    VisionTowerSpec,
+from antiphon.encoder.preprocess import DecodedImage, Preprocessor
+from antiphon.encoder.preprocessor_files import (
     read_frame_config,
     read_grid_config,
     read_preprocessor_config,
-    read_spec,
     read_video_config,
 )
 from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
+from antiphon.encoder.tower_spec import VisionFamily, VisionTowerSpec, read_spec
 from antiphon.encoder.videos import VideoPreprocessor
 from antiphon.model_card.frame_videos import FrameVideos
 from antiphon.model_card.image_grids import GridImages, RowImages

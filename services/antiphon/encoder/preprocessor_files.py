@@ -1,0 +1,169 @@
+"""Reads how images and frames are preprocessed, by the files of a model's processors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.config.errors import ConfigError
+from antiphon.encoder.preprocess import Channels, PreprocessorConfig
+from antiphon.encoder.tower_spec import Size
+from antiphon.model_card.config_json import read_json
+from antiphon.model_card.grid_files import GRIDS, read_grid_file, read_video_file
+from antiphon.model_card.image_tiles import AnyresTiling, AspectTiling, Tiling
+from antiphon.model_card.processor_files import (
+    ModelKind,
+    PixelFields,
+    image_processor_file,
+    video_processor_file,
+)
+from antiphon.model_card.vision import (
+    FRAME_SAMPLINGS,
+    has_rows,
+    read_frame_sampling,
+    read_rows,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from antiphon.encoder.tower_spec import VisionTowerSpec
+    from antiphon.model_card.image_grids import GridSizes, RowSizes
+
+
+def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig:
+    """Read a folder's preprocessor config; unset fields get the family's defaults.
+
+    Raises:
+        ConfigError: It is malformed, or its image size does not match the tower.
+    """
+    found = image_processor_file(folder)
+    file, card = found.file, found.read(_PreprocessorFile)
+    if not card.do_resize:
+        raise ConfigError(f"{file}: do_resize = false: the tower takes images of one size only")
+    tiling = spec.read_tiling(folder)
+    if tiling is not None and tiling.tile != spec.image_size:
+        raise ConfigError(
+            f"{file}: makes tiles of {tiling.tile} pixels; the tower takes {spec.image_size}"
+        )
+    short = None if isinstance(tiling, Tiling | AspectTiling) else _short_edge(file, card, spec)
+    if isinstance(tiling, AnyresTiling) and short not in (None, spec.image_size):
+        raise ConfigError(f"{file}: size.shortest_edge must be {spec.image_size}")
+    return _of_squares(card, spec, short_edge=short, tiling=tiling)
+
+
+def read_frame_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig | None:
+    """Read how the frames of videos are preprocessed where they are squares; None: it takes none.
+
+    Raises:
+        ConfigError: The file is malformed, or its image size does not match the tower.
+    """
+    if read_json(folder / "config.json", ModelKind).model_type not in FRAME_SAMPLINGS:
+        return None
+    found = video_processor_file(folder)
+    card = found.read(_PreprocessorFile)
+    if not card.do_resize or _short_edge(found.file, card, spec) is not None:
+        raise ConfigError(f"{found.file}: frames of videos must be scaled to a square")
+    return replace(_of_squares(card, spec), sampling=read_frame_sampling(folder))
+
+
+def _of_squares(
+    card: _PreprocessorFile,
+    spec: VisionTowerSpec,
+    *,
+    short_edge: int | None = None,
+    tiling: Tiling | AspectTiling | AnyresTiling | None = None,
+) -> PreprocessorConfig:
+    return PreprocessorConfig(
+        size=spec.image_size,
+        short_edge=short_edge,
+        tiling=tiling,
+        resample=spec.filter if card.resample is None else card.resample,
+        scale=card.rescale_factor if card.do_rescale else 1.0,
+        mean=(card.image_mean or spec.mean) if card.do_normalize else (0.0, 0.0, 0.0),
+        std=(card.image_std or spec.std) if card.do_normalize else (1.0, 1.0, 1.0),
+    )
+
+
+def read_grid_config(folder: Path) -> PreprocessorConfig:
+    """Read the preprocessor config of a Qwen2-VL or Pixtral model.
+
+    Raises:
+        ConfigError: It is malformed, or does not fit the tower.
+    """
+    if has_rows(folder):
+        file, sizes = read_rows(folder)
+    else:
+        file = read_grid_file(folder)
+        sizes = file.sizes
+    return _keeping_shape(file, sizes)
+
+
+def read_video_config(folder: Path) -> PreprocessorConfig | None:
+    """Read how a Qwen-VL or GLM-4V model's videos are preprocessed; None: it takes none.
+
+    Raises:
+        ConfigError: The file is malformed, or does not fit the tower.
+    """
+    if read_json(folder / "config.json", ModelKind).model_type not in GRIDS:
+        return None
+    file = read_video_file(folder)
+    return replace(_keeping_shape(file, file.sizes), sampling=file.sampling)
+
+
+def _keeping_shape(file: PixelFields, sizes: GridSizes | RowSizes) -> PreprocessorConfig:
+    return PreprocessorConfig(
+        size=sizes.edge,
+        short_edge=None,
+        resample=file.resample,
+        scale=file.rescale_factor if file.do_rescale else 1.0,
+        mean=file.image_mean if file.do_normalize else (0.0, 0.0, 0.0),
+        std=file.image_std if file.do_normalize else (1.0, 1.0, 1.0),
+        grid=sizes,
+    )
+
+
+class _Edges(msgspec.Struct):
+    """A size in newer files: both edges, or the shorter one."""
+
+    height: Size | None = None
+    width: Size | None = None
+    shortest_edge: Size | None = None
+
+
+class _PreprocessorFile(msgspec.Struct):
+    do_resize: bool = True
+    size: Size | _Edges | None = None
+    resample: Annotated[int, Meta(ge=0, le=5)] | None = None
+    do_center_crop: bool | None = None
+    crop_size: Size | _Edges | None = None
+    do_rescale: bool = True
+    rescale_factor: float = 1 / 255
+    do_normalize: bool = True
+    image_mean: Channels | None = None
+    image_std: Channels | None = None
+
+
+def _short_edge(file: Path, card: _PreprocessorFile, spec: VisionTowerSpec) -> int | None:
+    """The shorter edge to resize to, or None to resize to a square; checked against the tower."""
+    crops = spec.crops if card.do_center_crop is None else card.do_center_crop
+    size, crop = card.size or spec.image_size, card.crop_size or spec.image_size
+    if isinstance(size, int):
+        # Older files have a plain number: CLIP's shorter edge, or the edge of SigLIP's square.
+        size = _Edges(shortest_edge=size) if crops else _Edges(height=size, width=size)
+    if isinstance(crop, int):
+        crop = _Edges(height=crop, width=crop)
+    made = crop if crops else size
+    if (made.height, made.width) != (spec.image_size, spec.image_size):
+        raise ConfigError(
+            f"{file}: makes images of {made.height} x {made.width} pixels; the tower takes "
+            f"{spec.image_size} x {spec.image_size}"
+        )
+    if not crops:
+        return None
+    if size.shortest_edge is None or size.shortest_edge < spec.image_size:
+        raise ConfigError(f"{file}: size.shortest_edge must be {spec.image_size} or more")
+    return size.shortest_edge
