@@ -182,6 +182,23 @@ def test_pages_are_shared_by_requests_of_the_same_audio_alone(pair: Pair) -> Non
     assert loop.loads == 3, "what a request attends to is not cached"
 
 
+@pytest.mark.parametrize(("tokens", "most"), [(3 * SOURCE, 3), (SOURCE // 2, 1)])
+def test_few_requests_start_in_a_step(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tokens: int, most: int
+) -> None:
+    """What they attend to counts as tokens of the step, and one may start in any case."""
+    started, right = list[int](), CrossCache.of
+
+    def watched(cache: CrossCache, ops: Any, plan: Any, token_row: Any) -> Any:
+        started.append(0 if plan.source_slots is None else len(plan.source_slots))
+        return right(cache, ops, plan, token_row)
+
+    monkeypatch.setattr(CrossCache, "of", watched)
+    _, outputs = run(pair, {"step_tokens_max": tokens, "chunk_tokens": tokens})
+    check_each(pair, outputs)
+    assert (sum(started), max(started)) == (len(PARTS), most)
+
+
 def test_the_bits_of_a_request_do_not_depend_on_others(pair: Pair) -> None:
     details = TokenOutputParams(logprobs=True)
     requests = [request(part, str(number), details=details) for number, part in enumerate(PARTS)]

@@ -252,6 +252,7 @@ class StepPlanner:
                 table.release()
                 return None
             budget.spend_prefill(end - table.committed)
+            budget.spend_source()
             self._start(request, table, now)
         except Exception:
             if request.table is not table:  # else it is released with the request
@@ -401,6 +402,16 @@ class TokenBudget:
         self.tokens -= tokens
         self._prefills += 1
         self._prefill_tokens += tokens
+
+    def spend_source(self) -> None:
+        """Count what a request that starts attends to beside its text, of a model with such.
+
+        Its rows are tokens of this plan for the time and the memory that they take, though of few
+        matrices: a step of many would hold up all decodes. Where they are more than there is left,
+        the request is the last to start.
+        """
+        if self._limits.source_shape is not None:
+            self.tokens = max(0, self.tokens - self._limits.source_shape[0])
 
 
 def choose_victim(running: Iterable[Request]) -> Request:
