@@ -36,7 +36,7 @@ SIZES: Mapping[str, Any] = {
 }
 MARKS = (
     *("endoftext", "startoftranscript", "en", "de", "translate", "transcribe", "startofprev"),
-    "notimestamps",
+    *("nospeech", "notimestamps"),
 )
 
 
@@ -67,6 +67,7 @@ def write_whisper(folder: Path, **generation: Any) -> Path:
                 parameter.sub_(1)
             if name.endswith(("decoder.embed_positions.weight", "encoder_attn.out_proj.weight")):
                 parameter.mul_(3)
+        model.proj_out.weight.mul_(8)  # else its texts are guesses, and are sampled again
     model.save_pretrained(folder)
     transformers.WhisperFeatureExtractor(
         feature_size=SIZES["num_mel_bins"], chunk_length=WINDOW_S
@@ -115,16 +116,27 @@ def as_read(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     return (np.round(samples * 32767) / 32768).astype(np.float32)
 
 
-def encoded(samples: NDArray[np.float32], kind: str, codec: str, rate: int = RATE) -> bytes:
-    """A file of another format, in one channel; FFmpeg's own encoder of Vorbis knows only two."""
+def encoded(
+    samples: NDArray[np.float32],
+    kind: str,
+    codec: str,
+    rate: int = RATE,
+    *,
+    container: Mapping[str, str] | None = None,
+    **options: str,
+) -> bytes:
+    """A file of another format, in one channel; FFmpeg's own encoder of Vorbis knows only two.
+
+    The options are those of the encoder, and of the `container`.
+    """
     import av  # noqa: PLC0415
 
     library: Any = av
     file = io.BytesIO()
-    with library.open(file, "w", format=kind) as container:
+    with library.open(file, "w", format=kind, options=dict(container or {})) as out:
         layout = "stereo" if codec == "vorbis" else "mono"
-        stream = container.add_stream(codec, rate=rate, layout=layout)
-        stream.codec_context.options = {"strict": "experimental"}
+        stream = out.add_stream(codec, rate=rate, layout=layout)
+        stream.codec_context.options = {"strict": "experimental", **options}
         resampler = library.AudioResampler(
             format=stream.codec_context.format or "s16", layout=layout, rate=rate
         )
@@ -138,7 +150,8 @@ def encoded(samples: NDArray[np.float32], kind: str, codec: str, rate: int = RAT
         size = stream.codec_context.frame_size or 1024
         while (piece := fifo.read(size, True)) is not None:
             for packet in stream.encode(piece):
-                container.mux(packet)
+                out.mux(packet)
         for packet in stream.encode(None):
-            container.mux(packet)
+            if packet.size or kind != "ogg":  # FLAC's last one has no samples, and no time
+                out.mux(packet)
     return file.getvalue()

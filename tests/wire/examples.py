@@ -379,6 +379,7 @@ EVERY: tuple[Message, ...] = (
             suppressed=(1, 2),
             first_suppressed=(220, 50_257),
             first_timestamp_max=50,
+            no_speech_id=50_362,
         ),
         media_width=64,
         pooling=tokenize.PoolingCard(

@@ -9,6 +9,7 @@ import importlib
 import io
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
@@ -37,13 +38,20 @@ CODECS = {
     "flac": frozenset({"flac"}),
     "mp3": frozenset({"mp3"}),
     "ogg": frozenset({"vorbis", "opus", "flac"}),
+    "webm": frozenset({"vorbis", "opus"}),
+    "mp4": frozenset({"aac", "alac", "mp3", "opus", "flac"}),
 }
 """FFmpeg's names of the usual ones, by demuxer. Its others are not exposed to untrusted data."""
+_DECODERS = ("mp3float",)
+"""FFmpeg's names of decoders that differ from their codec's."""
 CHANNELS_MAX = 8
+RATE_MIN, RATE_MAX = 1000, 1_048_575
+"""Sampling rates of files, in Hz: FLAC's maximum; the filter of a resampler grows with its ratio.
+"""
 LEAD_S = 1.0
 """How long before its part a file is decoded: what a frame is may depend on those before it."""
 TOLERANCE_S = 0.5
-"""How much longer a file may be than its header says: encoders pad with silence."""
+"""How much longer or shorter a file may be than its header says: encoders pad with silence."""
 _BROKEN = (OSError, ValueError, EOFError, LookupError, RuntimeError, ArithmeticError, MemoryError)
 """Exceptions beside FFmpeg's own that PyAV raises on bytes that are not audio."""
 
@@ -65,7 +73,8 @@ class AudioPreprocessor:
         """The features of a part of a file, (M, F); beyond its end there is silence.
 
         Raises:
-            InvalidRequest: It is not audio of the format and duration that its header says.
+            InvalidRequest: It is not audio of the format and duration that its header says, or has
+                samples that are no numbers.
             Unsupported: The package that decodes audio is not installed.
         """
         return self.features(self._samples(data, window))
@@ -102,19 +111,21 @@ class AudioPreprocessor:
     def _samples(self, data: bytes | bytearray, window: AudioWindow) -> Samples:
         """The samples of a part of a file, in one channel: (N,), at most as many as fit."""
         rate, wanted = self._recipe.sampling_rate, self._recipe.samples
-        end_s = window.start_s + self._recipe.chunk_length
-        spare = round(TOLERANCE_S * rate) if end_s >= window.seconds else 0
-        pieces, found = list["Samples"](), 0
+        left, spare = round((window.seconds - window.start_s) * rate), round(TOLERANCE_S * rate)
+        pieces, found = [np.zeros(0, np.float32)], 0
         for samples in file_samples(data, window.format, window.start_s, rate):
             pieces.append(samples)
             found += len(samples)
-            if found > wanted + spare:
+            if found > min(left, wanted) + spare:
                 break
-        if not found:
+        if found < min(left, wanted) - spare:
             raise InvalidRequest("the audio ends before its header says")
-        if spare and found > wanted and found > (window.seconds - window.start_s) * rate + spare:
+        if left <= wanted and found > left + spare:
             raise InvalidRequest("the audio is longer than its header says")
-        return np.concatenate(pieces)[:wanted]
+        samples = np.concatenate(pieces)[:wanted]
+        if not np.isfinite(samples).all():
+            raise InvalidRequest("the audio has samples that are not finite numbers")
+        return samples
 
 
 def _mel(hertz: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -142,7 +153,9 @@ def file_samples(
     except ImportError as error:
         raise Unsupported("audio requires the extra antiphon[encoder]") from error
     try:
-        with library.open(io.BytesIO(data), format=kind) as container:
+        # What is in a file is looked into when it is opened, by decoders, too.
+        allowed = {"codec_whitelist": ",".join((*CODECS[kind], *_DECODERS))}
+        with library.open(io.BytesIO(data), format=kind, options=allowed) as container:
             stream = next(iter(container.streams.audio), None)
             context = None if stream is None else stream.codec_context
             name = "none" if context is None else context.codec.canonical_name
@@ -153,6 +166,9 @@ def file_samples(
             if not 0 < channels <= CHANNELS_MAX:
                 text = f"the audio has {channels} channels; the limit is {CHANNELS_MAX}"
                 raise InvalidRequest(text)
+            if not RATE_MIN <= context.sample_rate <= RATE_MAX:
+                text = f"the audio has {context.sample_rate} samples a second"
+                raise InvalidRequest(f"{text}; the limits are {RATE_MIN} and {RATE_MAX}")
             yield from _resampled(library, container, stream, start_s, rate)
     except (library.error.FFmpegError, *_BROKEN) as error:
         raise InvalidRequest(f"the audio cannot be decoded: {error}") from error
@@ -168,28 +184,27 @@ def _resampled(
     base, origin = float(stream.time_base), stream.start_time or 0
     if start_s > LEAD_S:
         container.seek(origin + int((start_s - LEAD_S) / base), stream=stream)
-    resampler = library.AudioResampler(format="fltp", rate=rate)
+    # Channels by turns: of eight planes, PyAV 18 reads a ninth, which ends the process.
+    resampler = library.AudioResampler(format="flt", rate=rate)
     skipped: int | None = None
-    for frame in container.decode(stream):
+    for frame in chain(container.decode(stream), (None,)):  # the last gives what is left
         if skipped is None:
+            if frame is None:
+                return
             began_s = ((frame.pts or 0) - origin) * base
             skipped = round((start_s - began_s) * rate)
         for made in resampler.resample(frame):
-            samples = made.to_ndarray().mean(axis=0, dtype=np.float32)  # (C, N)
+            channels = made.to_ndarray().reshape(made.samples, -1)  # (N, C)
+            samples = channels.mean(axis=1, dtype=np.float64).astype(np.float32)
             behind = samples[min(max(skipped, 0), len(samples)) :]
             skipped -= len(samples) - len(behind)
             if len(behind):
                 yield behind
-    for made in resampler.resample(None) if skipped is not None else ():
-        samples = made.to_ndarray().mean(axis=0, dtype=np.float32)
-        behind = samples[min(max(skipped or 0, 0), len(samples)) :]
-        skipped = (skipped or 0) - (len(samples) - len(behind))
-        if len(behind):
-            yield behind
 
 
 class _AudioFrame(Protocol):
     pts: int | None
+    samples: int
 
     def to_ndarray(self) -> NDArray[np.float32]: ...
 
@@ -201,6 +216,7 @@ class _AudioCodec(Protocol):
 class _AudioCodecContext(Protocol):
     codec: _AudioCodec
     channels: int
+    sample_rate: int
 
 
 class _AudioStream(Protocol):
@@ -239,6 +255,7 @@ class _AudioLibrary(Protocol):
         file: io.BytesIO,
         *,
         format: str,  # noqa: A002  # PyAV's name
+        options: dict[str, str],
     ) -> AbstractContextManager[_AudioContainer]: ...
 
     def AudioResampler(self, *, format: str, rate: int) -> _Resampler: ...  # noqa: A002, N802

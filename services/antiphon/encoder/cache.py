@@ -1,4 +1,7 @@
-"""LRU cache of embeddings by the content of their image, and the jobs that fill it."""
+"""LRU cache of embeddings by the content of their image, and the jobs that fill it.
+
+And of audio files, of which an encoder is asked for one part after the other.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ Pixels = TypeVar("Pixels")
 LINGER_S = 3.0
 """How long a medium goes on its way that no call waits for: a call that has taken too long is made
 again, and what it waited for would be begun again each time."""
+IDLE_S = 120.0
+"""How long a file is kept that no part is wanted of: the model writes the text of one meanwhile."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,6 +97,35 @@ class EmbeddingCache:
             _, oldest = self._embeddings.popitem(last=False)
             self.bytes_held -= len(oldest.data)
             self.evictions += 1
+
+
+class AudioFiles:
+    """Files by their SHA-256, up to a number of bytes; those that were kept last stay.
+
+    Who takes a file keeps it again if there is more to come of it.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._files: dict[bytes, tuple[bytes | bytearray, asyncio.TimerHandle]] = {}
+        self.bytes_held = 0
+
+    def take(self, digest: bytes) -> bytes | bytearray | None:
+        if (found := self._files.pop(digest, None)) is None:
+            return None
+        file, leaving = found
+        leaving.cancel()
+        self.bytes_held -= len(file)
+        return file
+
+    def keep(self, digest: bytes, file: bytes | bytearray) -> None:
+        """Keep a file until it is taken, or was not for `IDLE_S`."""
+        self.take(digest)
+        leaving = asyncio.get_running_loop().call_later(IDLE_S, self.take, digest)
+        self._files[digest] = file, leaving
+        self.bytes_held += len(file)
+        while self.bytes_held > self._bytes_max:
+            self.take(next(iter(self._files)))
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.cache import CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
+from antiphon.encoder.cache import AudioFiles, CachedEmbedding, DecodeJob, Embedder, EmbeddingCache
 from antiphon.model_card.audio import read_audio
 from antiphon.model_card.served_model import model_files, served_name
 from antiphon.model_card.vision import read_vision
@@ -59,6 +59,8 @@ _CACHED_MIN = 4
 """How many of a model's largest embeddings are cached, if memory allows for it."""
 _MEMORY_PARTS = 8
 _CACHE_BYTES_MIN = 256 * 1024**2
+_AUDIO_FILES = 4
+"""How many of the largest audio files are kept between their parts."""
 
 
 class EncoderService:
@@ -136,6 +138,8 @@ class ImageEncoder:
         self._clock = runtime.clock
         self._recipe = None if model.preprocess is None else model.preprocess.recipe
         self._videos = model.videos
+        self._window_s = 0 if model.audio is None else model.audio.features.chunk_length
+        self._files = AudioFiles(_AUDIO_FILES * self._config.image_bytes_max)
         self._width = model.width
         self._processes = processes
         self._shelf = shelf
@@ -241,23 +245,30 @@ class ImageEncoder:
 
     async def _decoded(self, request: EncodeImage) -> DecodedImage | DecodedAudio:
         """Fetch and decode a medium, for longer than the call that was the first, if need be."""
-        with self.metrics.fetch_seconds.time():
-            image = await self._image(request)
+        image = await self._medium(request)
         job = DecodeJob(request.width, request.height, request.limits, request.video)
         with self.metrics.decode_seconds.time():
-            if request.audio is not None:
-                return await self._processes.decode_audio(image, request.audio, timeout_s=_DECODE_S)
-            return await self._processes.decode(image, job, timeout_s=_DECODE_S)
+            if request.audio is None:
+                return await self._processes.decode(image, job, timeout_s=_DECODE_S)
+            audio = await self._processes.decode_audio(image, request.audio, timeout_s=_DECODE_S)
+        end_s = request.audio.start_s + self._window_s
+        if request.claim is not None and end_s < request.audio.seconds:
+            self._files.keep(request.claim.digest, image)
+        return audio
 
-    async def _image(self, request: EncodeImage) -> bytes | bytearray:
+    async def _medium(self, request: EncodeImage) -> bytes | bytearray:
+        """The bytes of a medium; those of an audio file may be here from its part before."""
         most = self._config
         bytes_max = most.image_bytes_max if request.video is None else most.video_bytes_max
-        if request.claim is not None:
-            return await fetch(request.claim, timeout_s=_FETCH_S, bytes_max=bytes_max)
-        assert request.image is not None, "checked by _digest"
-        if len(request.image) > bytes_max:
-            raise RequestTooLarge.of(size_bytes=len(request.image), bytes_max=bytes_max)
-        return request.image
+        if (claim := request.claim) is None:
+            assert request.image is not None, "checked by _digest"
+            if len(request.image) > bytes_max:
+                raise RequestTooLarge.of(size_bytes=len(request.image), bytes_max=bytes_max)
+            return request.image
+        if (kept := self._files.take(claim.digest)) is not None:
+            return kept
+        with self.metrics.fetch_seconds.time():
+            return await fetch(claim, timeout_s=_FETCH_S, bytes_max=bytes_max)
 
     def _claim(self, embedding: CachedEmbedding) -> Claim:
         """Store an embedding for fetching; calls within half of `claim_s` share the claim."""

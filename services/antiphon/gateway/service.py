@@ -148,10 +148,11 @@ class GatewayService:
         return Report(load=self.submission.driver.open_count, reads=RUNNING_LIST_READS)
 
     async def drain(self) -> None:
-        """Return when every open request has ended and was sent over NATS or stored.
+        """Return when every job and open request has ended and was sent over NATS or stored.
 
         HTTP clients are waited for when the server closes.
         """
+        await self.submission.jobs_ended()
         await self.submission.driver.idle()
         await self.generations.idle()
         await self.detached.idle()

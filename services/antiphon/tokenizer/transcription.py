@@ -77,6 +77,7 @@ class Transcriber:
             suppressed=audio.suppressed,
             first_suppressed=audio.first_suppressed,
             first_timestamp_max=audio.first_timestamp_max,
+            no_speech_id=token("nospeech") or token("nocaptions"),
         )
         return cls(
             tokenizer,

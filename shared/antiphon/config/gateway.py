@@ -124,6 +124,8 @@ class MediaConfig(Config):
     """Maximum number of images of a request."""
     videos_max: Annotated[int, Meta(ge=0, le=256)] = 4
     """Maximum number of videos of a request."""
+    audios_max: Annotated[int, Meta(ge=0, le=256)] = 1
+    """Maximum number of audio files of a request; a transcription has one."""
     allowed_domains: str = ""
     """Source hosts of images, separated by commas or spaces: images are fetched from these and no
     others, whatever their addresses are; empty: any host with a public address."""
@@ -133,7 +135,7 @@ class MediaConfig(Config):
     allowed_local_path: str = ""
     """Folder below which file URLs may name images; empty: file URLs are rejected."""
     file_bytes_max: Bytes = 32 * 1024**2
-    """Maximum size of an image, in bytes."""
+    """Maximum size of an image or an audio file, in bytes."""
     video_bytes_max: Bytes = 256 * 1024**2
     """Maximum size of a video, in bytes."""
     pixels_min: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0

@@ -231,7 +231,7 @@ class EncoderConfig(Config):
     """Maximum size of the embedding cache, in bytes; entries are keyed by content hash. Unset: four
     of the model's largest embeddings, at most 1/8 of the free memory, and 256 MiB at least."""
     image_bytes_max: Bytes = 32 * 1024**2
-    """Maximum size of an encoded image, in bytes."""
+    """Maximum size of an encoded image, or an audio file, in bytes."""
     video_bytes_max: Bytes = 256 * 1024**2
     """Maximum size of an encoded video, in bytes."""
     pixels_max: Pixels = 64 * 1000 * 1000

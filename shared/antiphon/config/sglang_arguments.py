@@ -211,7 +211,7 @@ class _MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _images_limit(text: str) -> TranslatedValue:
-    """The limits of images and videos; of other media no request can have one."""
+    """The limits of images, videos and audio files."""
     try:
         limits = msgspec.json.decode(text, type=_MediaLimits)
     except msgspec.DecodeError as error:
@@ -219,8 +219,9 @@ def _images_limit(text: str) -> TranslatedValue:
             f"--limit-mm-data-per-request {text}: refused: {error}; must be a JSON object such as "
             '{"image": 4}'
         ) from error
-    videos = {} if limits.video is None else {"media.videos_max": str(limits.video)}
-    return TranslatedValue(None if limits.image is None else str(limits.image), videos)
+    others = {"media.videos_max": limits.video, "media.audios_max": limits.audio}
+    given = {name: str(limit) for name, limit in others.items() if limit is not None}
+    return TranslatedValue(None if limits.image is None else str(limits.image), given)
 
 
 class _ImageProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

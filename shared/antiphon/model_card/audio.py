@@ -146,11 +146,16 @@ def read_audio(folder: Path) -> AudioCard | None:
     return AudioCard(
         source_tokens=config.max_source_positions,
         features=features,
-        suppressed=generation.suppress_tokens or config.suppress_tokens or (),
-        first_suppressed=generation.begin_suppress_tokens or config.begin_suppress_tokens or (),
+        suppressed=_first(generation.suppress_tokens, config.suppress_tokens),
+        first_suppressed=_first(generation.begin_suppress_tokens, config.begin_suppress_tokens),
         first_timestamp_max=generation.max_initial_timestamp_index,
         multilingual=generation.is_multilingual is not False,
     )
+
+
+def _first(*lists: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The first of these lists that a file has, which may be empty."""
+    return next((each for each in lists if each is not None), ())
 
 
 class _Architectures(msgspec.Struct, frozen=True):

@@ -93,7 +93,7 @@ class VideoHeader(Value):
     chosen: bool = False
 
 
-AudioFormat = Literal["wav", "flac", "mp3", "ogg"]
+AudioFormat = Literal["wav", "flac", "mp3", "ogg", "webm", "mp4"]
 """Formats of audio files, by the names of FFmpeg's demuxers."""
 
 

@@ -59,8 +59,9 @@ class TimestampRules(Value, tag="timestamp_rules"):
     """Timestamps are the tokens from `first_id` on; they never decrease, and come in pairs.
 
     An output begins with one, of which `initial_max` steps is the latest. After the first of a pair
-    comes text, which ends with the first of the next pair; after two of them comes no third. The
-    token before `first_id` is not sampled. `end_id` may follow any timestamp; text ids are below.
+    comes text, which ends with the first of the next pair; after two of them comes no third. One is
+    sampled where all that may follow are together more likely than each text token. The token
+    before `first_id` is not sampled. `end_id` may follow any timestamp; text ids are below.
     """
 
     first_id: TokenId

@@ -111,6 +111,8 @@ class TranscriptionCard(Value):
         suppressed: Tokens that are never sampled.
         first_suppressed: Tokens that are not sampled first.
         first_timestamp_max: The latest timestamp that an output may begin with, in steps.
+        no_speech_id: What follows the beginning of a prompt if the audio is silent; None: the model
+            has no such token.
     """
 
     window_s: Annotated[float, Meta(gt=0)]
@@ -122,6 +124,7 @@ class TranscriptionCard(Value):
     suppressed: tuple[TokenCount, ...] = ()
     first_suppressed: tuple[TokenCount, ...] = ()
     first_timestamp_max: TokenCount | None = None
+    no_speech_id: TokenCount | None = None
 
 
 class EncodeRequest(Message):

@@ -950,7 +950,7 @@ def test_argument_decides_which_images_are_taken(
 def test_limits_of_media_are_named_by_kind() -> None:
     assert settings_of("--limit-mm-data-per-request", '{"image": 0}').media.images_max == 0
     assert settings_of("--limit-mm-data-per-request", '{"video": 3}').media.videos_max == 3
-    assert settings_of("--limit-mm-data-per-request", '{"audio": 3}') == settings_of()
+    assert settings_of("--limit-mm-data-per-request", '{"audio": 0}').media.audios_max == 0
     for value in ('{"pictures": 1}', '{"image": "1"}', "4", "{"):
         assert "must be a JSON object such as" in refusal("--limit-mm-data-per-request", value)
     settings = settings_of("--media-url-max-file-size-mb", "48")

@@ -439,6 +439,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "encoder.video_frames_max": st.integers(1, 2**31 - 1),
     "media.images_max": st.integers(1, 256),
     "media.videos_max": st.integers(0, 256),
+    "media.audios_max": st.integers(0, 256),
     "media.pixels_min": st.integers(0, 1000),
     "media.pixels_max": st.integers(1000, 2**31 - 1),
     "responses.replicas": st.integers(1, 5),

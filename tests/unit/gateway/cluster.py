@@ -53,6 +53,7 @@ from antiphon.wire.errors import (
 )
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad, WorkerStats
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
+from antiphon.wire.media import MediumSpan
 from antiphon.wire.routes import (
     ADOPT,
     CANCEL,
@@ -87,6 +88,7 @@ from antiphon.wire.tokenize import (
     EncodeRequest,
     PoolingCard,
     SamplingDefaults,
+    TranscriptionCard,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +133,9 @@ class Cluster:
     directed: tuple[Subscription, ...] = ()  # of calls that name a tokenizer
     unanswered: list[str] = field(default_factory=list[str])  # subjects of calls to these
     pooling: PoolingCard | None = None  # of a model that generates nothing
+    transcription: TranscriptionCard | None = None  # of a model that transcribes audio
+    first_id: int = 10  # of the first token of the script
+    logprob: float = -0.5  # likewise
     reranks: bool = False  # the chat template asks for yes or no
     words: dict[str, int] = field(default_factory=dict)  # texts that are one token
     origins: tuple[Origin, ...] = ()
@@ -245,6 +250,8 @@ class Cluster:
         first = len(text.encode())
         text += request.pair or request.suffix or ""
         ids = [self.words[text]] if text in self.words else list(text.encode())
+        if request.transcription is not None:
+            ids.insert(0, 1)  # where the transcript begins
         truncates = request.truncate and len(ids) > CONTEXT_TOKENS
         if truncates and request.pair:
             truncates = first < CONTEXT_TOKENS
@@ -267,6 +274,11 @@ class Cluster:
                 reranks=self.reranks,
                 second_from=first if request.pair else None,
                 pooling=self.pooling,
+                transcription=self.transcription,
+                media=tuple(
+                    MediumSpan(start=0, tokens=0, key=bytes(32), placeholders=1)
+                    for _ in request.media
+                ),
             )
         )
 
@@ -348,19 +360,20 @@ class Cluster:
         )
 
     def _details(self, request: SubmitRequest, step: int) -> TokenOutputsChunk | None:
-        """Token n of the script has the id 10 + n and n to the power of two; the prompt id 5."""
+        """Token n of the script has the id `first_id` + n; the prompt id 5."""
         params = request.sampling.details
         first = request.sampling.details_from(id_count(request.prompt_ids))
         if params is None or first is None:
             return None
         offsets = range(first if step == 0 else step, step + 1)
-        tops = [10 + offset + other for offset in offsets for other in range(params.top)]
-        ids = [10 + offset if offset >= 0 else 5 for offset in offsets]
-        texts = dict(enumerate(self.script, 10)) | {5: "p"}
+        first_id = self.first_id
+        tops = [first_id + offset + other for offset in offsets for other in range(params.top)]
+        ids = [first_id + offset if offset >= 0 else 5 for offset in offsets]
+        texts = dict(enumerate(self.script, first_id)) | {5: "p"}
         details = TokenOutputs(
             count=len(offsets),
             token_ids=pack_ids(ids),
-            logprobs=pack_floats(-0.5 * (offset + 1) for offset in offsets),
+            logprobs=pack_floats(self.logprob * (offset + 1) for offset in offsets),
             top_ids=pack_ids(tops),
             top_logprobs=pack_floats(-float(token) for token in tops),
             named_logprobs=pack_floats(

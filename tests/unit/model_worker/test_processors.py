@@ -8,9 +8,12 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.worker import ints
+from tests.support.worker import ints, step_plan
 from tests.unit.model_worker.steps import Steps
 
+from antiphon.kernels.op import DeviceCapability
+from antiphon.kernels.ops import select
+from antiphon.model_worker.batching.plan import Timestamps
 from antiphon.model_worker.batching.token_masks import (
     ThinkingClock,
     TokenFilter,
@@ -18,6 +21,7 @@ from antiphon.model_worker.batching.token_masks import (
     pack,
     words_count,
 )
+from antiphon.model_worker.runner.sampling import Sampler
 from antiphon.wire.command import PauseMode
 from antiphon.wire.sampling import (
     AllowRange,
@@ -108,6 +112,43 @@ def test_timestamps_are_those_of_transformers(outputs: list[int]) -> None:
     ids = torch.tensor([[1, 2, *outputs]])
     expected = theirs(ids, scores)[0].isfinite().nonzero().flatten().tolist()
     assert allowed(rules, prompt=(1, 2), ids=tuple(outputs)) == set(expected)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_text_gives_way_to_timestamps_as_in_transformers(seed: int) -> None:
+    """Random logits behind the masks of these rules, and a row that has no such rule."""
+    random = np.random.default_rng(seed)
+    outputs = [[], [61], [61, 3], [61, 3, 64], [61, 3, 64, 64], [2, 2]]
+    rows, others = np.arange(len(outputs), dtype=np.int32), len(outputs) + 1
+    logits = torch.as_tensor(random.normal(size=(others, VOCABULARY)).astype(np.float32))
+    logits[:, 60:] -= 2 * random.random()
+    config = transformers.GenerationConfig(
+        no_timestamps_token_id=59, eos_token_id=50, bos_token_id=50, max_initial_timestamp_index=5
+    )
+    theirs: Any = transformers.WhisperTimeStampLogitsProcessor(config, begin_index=2)
+    pairs = zip(outputs, logits, strict=False)
+    expected = [theirs(torch.tensor([[1, 2, *ids]]), row[None].clone())[0] for ids, row in pairs]
+    rules = TimestampRules(first_id=60, end_id=50, initial_max=5)
+    words = np.full((len(outputs), words_count(VOCABULARY)), -1, np.int32)
+    for ids, mask in zip(outputs, words, strict=True):
+        TokenFilter((rules,), ints(1, 2), VOCABULARY).restrict(mask, known(1, 2, *ids))
+    timestamps = Timestamps(logits=rows, first_ids=np.full(len(rows), 60, np.int32))
+    plan = step_plan([1] * others, token_masks=words, token_mask_logits=rows, timestamps=timestamps)
+    plain = logits[-1].clone()
+    sampler = Sampler(select(DeviceCapability("cpu")))
+    sampler.process_logits(plan, np.arange(others), plan.tokens, logits)
+    assert torch.equal(logits[:-1], torch.stack(expected))
+    assert torch.equal(logits[-1], plain)
+
+
+def test_rows_of_a_rule_of_timestamps_are_named_in_a_plan() -> None:
+    steps = Steps()
+    steps.add(1, processors=(DisallowFirst(token_ids=(4,)),))
+    steps.add(2, processors=(TimestampRules(first_id=9, end_id=7),))
+    steps.add(3)
+    part = steps.batching.part(steps.next())
+    assert part.timestamps is not None
+    assert (part.timestamps.logits.tolist(), part.timestamps.first_ids.tolist()) == ([1], [9])
 
 
 def forced_after(outputs: list[int], prompt: tuple[int, ...] = (1,)) -> int | None:

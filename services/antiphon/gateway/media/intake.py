@@ -177,9 +177,11 @@ class MediaIntake:
             Overloaded: The media of open requests take too much memory.
         """
         videos = [each for each in sources if each.video]
+        audios = [each for each in sources if each.audio is not None]
         images = [each for each in sources if not each.video and each.audio is None]
         _check_count(images, "images", self._config.images_max)
         _check_count(videos, "videos", self._config.videos_max)
+        _check_count(audios, "audio files", self._config.audios_max)
         wanted = [self._limits(limits or PixelLimits(), each) for each in sources]
         sources = _resolved(sources)
         first = {_identity(each): each for each in reversed(sources)}
@@ -238,16 +240,13 @@ class MediaIntake:
         with _naming(source), request.medium(most) as room:
             sent = self._sent(source, tenant)
             data = await self._fetcher.fetch(sent, room, video=source.video)
-            if len(data) > _INLINE_BYTES:
-                digest = await asyncio.to_thread(hashlib.sha256, data)
-            else:
-                digest = hashlib.sha256(data)
+            digest = source.digest or await _sha256(data)
             if source.audio is not None:
-                header = MediumHeader(digest=digest.digest(), width=0, height=0, audio=source.audio)
+                header = MediumHeader(digest=digest, width=0, height=0, audio=source.audio)
             elif source.video:
-                header = await asyncio.to_thread(self._checked_video, data, digest.digest(), fps)
+                header = await asyncio.to_thread(self._checked_video, data, digest, fps)
             else:
-                header = self._checked(data, digest.digest())
+                header = self._checked(data, digest)
             claim = room.put(data, lifetime_s, checksum=header.digest)
             if source.uuid is not None:
                 self._named.put(tenant, source.uuid, data)
@@ -343,7 +342,14 @@ def _is_local(host: str) -> bool:
 
 def _identity(source: MediumSource) -> tuple[object, ...]:
     """What sources have in common whose bytes are the same."""
-    return source.source, source.uuid, source.embedding, source.video, source.audio
+    content = source.digest or source.source
+    return content, source.uuid, source.embedding, source.video, source.audio
+
+
+async def _sha256(data: bytes | bytearray) -> bytes:
+    if len(data) > _INLINE_BYTES:
+        return (await asyncio.to_thread(hashlib.sha256, data)).digest()
+    return hashlib.sha256(data).digest()
 
 
 @contextmanager

@@ -1,26 +1,20 @@
 """Size, number of frames and duration of a video by its header, without a decoder.
 
-Of MP4 and QuickTime files (ISO/IEC 14496-12): boxes of a length, a type and content, nested. What
-is looked for is the first track of pictures. A file whose index is in fragments has no number of
-frames in its header.
+Of MP4 and QuickTime files, whose first track of pictures is looked for. A file whose index is in
+fragments has no number of frames in its header.
 """
 
 from __future__ import annotations
 
 import struct
-from itertools import repeat
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from antiphon.gateway.media.header import PIECES_MAX, read_header
+from antiphon.gateway.media.boxes import boxes, find, movie
+from antiphon.gateway.media.header import read_header
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.frames import is_frame_list, unpack_frames
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 FORMATS: Final = ("MP4", "QuickTime")
-_LONG: Final = 16
-"""Length of the header of a box whose size has 64 bits."""
 
 
 class VideoFileHeader(NamedTuple):
@@ -69,13 +63,10 @@ def _of_list(frames: list[bytes], frames_max: int) -> VideoFileHeader:
 
 
 def _of_file(data: memoryview, frames_max: int) -> VideoFileHeader | None:
-    kind = bytes(data[4:8])
-    if kind not in (b"ftyp", b"moov", b"wide", b"mdat", b"free"):
+    index = movie(data)
+    if index is None or find(index, b"mvex") is not None:  # in fragments
         return None
-    movie = _find(data, b"moov")
-    if movie is None or _find(movie, b"mvex") is not None:  # in fragments
-        return None
-    for name, track in _boxes(movie):
+    for name, track in boxes(index):
         if name == b"trak" and (header := _of_track(track, frames_max)) is not None:
             return header
     return None
@@ -83,14 +74,14 @@ def _of_file(data: memoryview, frames_max: int) -> VideoFileHeader | None:
 
 def _of_track(track: memoryview, frames_max: int) -> VideoFileHeader | None:
     """The header of a track; None if it has no pictures."""
-    shown, media = _find(track, b"tkhd"), _find(track, b"mdia")
+    shown, media = find(track, b"tkhd"), find(track, b"mdia")
     if shown is None or media is None:
         return None
-    handler, times = _find(media, b"hdlr"), _find(media, b"mdhd")
-    table = _find(media, b"minf", b"stbl")
+    handler, times = find(media, b"hdlr"), find(media, b"mdhd")
+    table = find(media, b"minf", b"stbl")
     if handler is None or times is None or table is None or bytes(handler[8:12]) != b"vide":
         return None
-    sizes, counts = _find(table, b"stsd"), _find(table, b"stts")
+    sizes, counts = find(table, b"stsd"), find(table, b"stts")
     if sizes is None or counts is None:
         return None
     width, height = struct.unpack_from(">HH", sizes, 8 + 8 + 24)  # of the first entry
@@ -106,29 +97,3 @@ def _of_track(track: memoryview, frames_max: int) -> VideoFileHeader | None:
     if a == 0 and b != 0:  # it is shown turned by a quarter
         width, height = height, width
     return VideoFileHeader(width, height, frames, ticks / scale)
-
-
-def _find(data: memoryview, *path: bytes) -> memoryview | None:
-    """The content of the first box at a path."""
-    for name in path:
-        data = next((content for kind, content in _boxes(data) if kind == name), memoryview(b""))
-    return data or None
-
-
-def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Type and content of boxes, which lie behind each other."""
-    at = 0
-    for _ in repeat(None, PIECES_MAX):
-        if at + 8 > len(data):
-            return
-        size, kind = struct.unpack_from(">I4s", data, at)
-        begin = 8
-        if size == 1:
-            (size,) = struct.unpack_from(">Q", data, at + 8)
-            begin = _LONG
-        elif size == 0:  # it goes on to the end
-            size = len(data) - at
-        if size < begin:
-            return
-        yield kind, data[at + begin : at + size]
-        at += size

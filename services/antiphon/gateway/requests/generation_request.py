@@ -82,6 +82,7 @@ class MediumSource(msgspec.Struct, frozen=True):
 
     With a `uuid` it may be sent again by that alone, and then has an empty `source`. With a form of
     an `embedding` the source is that, and not the image. With `audio` it is that part of a file.
+    `digest` is the SHA-256 of bytes, if it is known; else it is computed.
     """
 
     source: str | bytes | Claim
@@ -91,6 +92,7 @@ class MediumSource(msgspec.Struct, frozen=True):
     embedding: EmbeddingForm | None = None
     video: bool = False
     audio: AudioWindow | None = None
+    digest: bytes = b""
 
     @property
     def kind(self) -> str:
@@ -122,6 +124,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         media: The images and videos of all messages, whose parts name them by their index.
         transcription: What to transcribe of the only medium; then `prompt` is the text before it.
         pixel_limits: Between which numbers of pixels to scale media, and which frames to see.
+        continues: Whether others of its job have run: then it is taken while the gateway drains.
         private: Whether to exclude it from request logs and crash dumps.
         auto_truncate: Whether `gateway.allow_auto_truncate` applies. It does not if the end of the
             prompt matters (scoring), or if the request sets its own truncation.
@@ -153,6 +156,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     traceparent: str | None = None
     resume: ResumeWindow | None = None
+    continues: bool = False
     private: bool = False
     media: tuple[MediumSource, ...] = ()
     transcription: TranscriptionPrompt | None = None

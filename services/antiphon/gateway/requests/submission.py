@@ -89,6 +89,10 @@ class Submission:
         default_factory=set["tuple[TenantId, ClientKey]"], init=False
     )
 
+    _jobs: set[asyncio.Future[None]] = field(
+        default_factory=set["asyncio.Future[None]"], init=False
+    )
+
     def __post_init__(self) -> None:
         gateway = self.runtime.settings.gateway
         self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
@@ -260,6 +264,22 @@ class Submission:
 
         return await gather([one(gen_request) for gen_request in gen_requests])
 
+    @contextmanager
+    def job(self) -> Generator[None]:
+        """While this is entered, requests follow each other that were accepted together."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._jobs.add(done)
+        try:
+            yield
+        finally:
+            self._jobs.discard(done)
+            done.set_result(None)
+
+    async def jobs_ended(self) -> None:
+        """Return when there is no job. The caller sets the deadline."""
+        while self._jobs:
+            await asyncio.wait(self._jobs)
+
     @property
     def idle(self) -> bool:
         return not (self._submitting or self._names)
@@ -312,8 +332,10 @@ class Submission:
             self._submitting -= 1
 
     def _check_capacity(self, gen_request: GenerationRequest) -> None:
-        if self.runtime.health.state is not ProcessState.READY:
-            text = f"this gateway is {self.runtime.health.state}"
+        state = self.runtime.health.state
+        continues = gen_request.continues and state is ProcessState.DRAINING
+        if state is not ProcessState.READY and not continues:
+            text = f"this gateway is {state}"
             raise Unavailable(text, retry_after_s=1.0)
         most = self.runtime.settings.gateway.requests_max
         if gen_request.api == PROBE_API:

@@ -123,6 +123,7 @@ def join_parts(parts: Sequence[SamplingPart], before: Sequence[GroupOffset]) -> 
         penalties=_join([part.penalties for part in parts], before),
         token_masks=_array_if_any(both, "token_masks"),
         token_mask_logits=_array_if_any(both, "token_mask_logits"),
+        timestamps=_join([part.timestamps for part in parts], before),
         biases=_join([part.biases for part in parts], before),
     )
 

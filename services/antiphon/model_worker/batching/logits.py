@@ -15,6 +15,7 @@ from antiphon.model_worker.batching.plan import (
     Ints,
     Penalties,
     SamplingPart,
+    Timestamps,
 )
 from antiphon.model_worker.batching.state import WIRE_IDS
 from antiphon.model_worker.batching.token_masks import TokenFilter, words_count
@@ -41,6 +42,7 @@ class LogitsProcessors:
         self._presence = np.zeros(slots_max, np.float32)
         self._repetition = np.ones(slots_max, np.float32)
         self._restricted = np.zeros(slots_max, np.bool_)  # by a grammar or a filter
+        self._timed = np.zeros(slots_max, np.bool_)  # of these, by a rule of timestamps
         self._biased = np.zeros(slots_max, np.bool_)
         self._biases: dict[int, tuple[Ints, Floats]] = {}
         self._processed: set[int] = set()  # slots with any of these
@@ -54,6 +56,8 @@ class LogitsProcessors:
         if sampling.processors and request.filter is None:
             request.filter = TokenFilter(sampling.processors, request.prompt, self._vocab_size)
         self._restricted[slot] = request.filter is not None or request.matcher is not None
+        timed = request.filter is not None and request.filter.first_timestamp is not None
+        self._timed[slot] = timed
         self._biased[slot] = sampling.logit_bias is not None or sampling.min_new_tokens > 0
         if self._biased[slot]:
             self._biases[slot] = unpack_bias(sampling.logit_bias)
@@ -61,7 +65,8 @@ class LogitsProcessors:
             self._processed.add(slot)
 
     def clear(self, slot: int) -> None:
-        self._penalised[slot] = self._restricted[slot] = self._biased[slot] = False
+        self._penalised[slot] = self._restricted[slot] = False
+        self._timed[slot] = self._biased[slot] = False
         self._biases.pop(slot, None)
         self._processed.discard(slot)
 
@@ -79,6 +84,7 @@ class LogitsProcessors:
             penalties=self._penalties(rows, current, base_len),
             token_masks=masks,
             token_mask_logits=masked,
+            timestamps=self._timestamps(rows, current),
             biases=self._all_biases(rows, current),
         )
 
@@ -120,6 +126,19 @@ class LogitsProcessors:
                     masks.append(mask)
                     masked.append(at)
         return (np.stack(masks), np.array(masked, np.int32)) if masks else (None, None)
+
+    def _timestamps(self, rows: StepRows, current: Flags) -> Timestamps | None:
+        logits, first_ids = list[int](), list[int]()
+        for row, each in self._logits_of(rows, self._timed[rows.slots.at] & current):
+            found = self._request(rows, row).filter
+            assert found is not None, "what a rule of timestamps is in"
+            logits += each
+            first_ids += [found.first_timestamp or 0] * len(each)
+        if not logits:
+            return None
+        return Timestamps(
+            logits=np.array(logits, np.int32), first_ids=np.array(first_ids, np.int32)
+        )
 
     def _mask(self, request: Request, draft: int) -> Ints | None:
         """What may follow the known tokens and so many drafts, (W,); None: anything."""

@@ -145,6 +145,14 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timestamps:
+    """Where a timestamp is sampled if all together are likelier than each text token."""
+
+    logits: Ints  # (B,) rows of logits, rising
+    first_ids: Ints  # (B,) the first timestamp; ids of texts are below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsRequest:
     """Rows with logprobs or hidden states, and the prompt tokens to score.
 
@@ -182,11 +190,12 @@ class SamplingPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     penalties: Penalties | None = None
     token_masks: Ints | None = None  # (G, ceil(V / 32)) bit i % 32 of word i // 32: i is allowed
     token_mask_logits: Ints | None = None  # (G,) the row of logits of each mask, rising
+    timestamps: Timestamps | None = None  # of what the masks leave
     biases: Biases | None = None  # added after the masks
 
     @property
     def changes_logits(self) -> bool:
-        return not (self.penalties is None and self.token_masks is None and self.biases is None)
+        return any(getattr(self, name) is not None for name in self.__struct_fields__)
 
 
 PLAIN = SamplingPart()

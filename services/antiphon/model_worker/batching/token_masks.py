@@ -32,7 +32,13 @@ _WORD_BITS = 32
 
 
 class TokenFilter:
-    """All token masks of one request, from its first slot to its end."""
+    """All token masks of one request, from its first slot to its end.
+
+    Attributes:
+        first_timestamp: Set: see `plan.Timestamps`.
+    """
+
+    first_timestamp: int | None = None
 
     def __init__(
         self, processors: tuple[LogitProcessor, ...], prompt_ids: Ints, vocab_size: int
@@ -56,6 +62,8 @@ class TokenFilter:
                     rules.append(FirstTokens(ids, len(prompt_ids), vocab_size))
                 case TimestampRules():
                     rules.append(TimestampMask(processor, len(prompt_ids), vocab_size))
+            if isinstance(processor, TimestampRules):
+                self.first_timestamp = processor.first_id
         self._rules = tuple(rules)
         self._words = pack(allowed)
         self._budgets = tuple(budgets)

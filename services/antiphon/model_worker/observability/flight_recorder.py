@@ -17,6 +17,7 @@ from antiphon.model_worker.batching.plan import (
     SamplingPart,
     StepOutcome,
     StepPlan,
+    Timestamps,
 )
 from antiphon.model_worker.batching.slot_tables import SlotTables
 
@@ -147,9 +148,11 @@ def _part_bytes(part: SamplingPart | None) -> int:
     if part is None or part is PLAIN:
         return 0
     size = 0 if part.token_masks is None else part.token_masks.nbytes
-    return size + sum(_array_bytes(each) for each in (part.penalties, part.biases) if each)
+    return size + sum(
+        _array_bytes(each) for each in (part.penalties, part.timestamps, part.biases) if each
+    )
 
 
-def _array_bytes(part: Penalties | Biases | LogprobsRequest) -> int:
+def _array_bytes(part: Penalties | Timestamps | Biases | LogprobsRequest) -> int:
     """Counted exactly, since the sizes are chosen by clients."""
     return sum(getattr(part, name).nbytes for name in part.__slots__)

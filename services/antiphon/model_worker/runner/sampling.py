@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Penalties,
         SamplingColumns,
         StepPlan,
+        Timestamps,
     )
 
 
@@ -62,11 +63,29 @@ class Sampler:
             assert part.token_mask_logits is not None, "masks of no logits"
             masked = self._upload(part.token_mask_logits.astype(np.int64))
             self._ops.mask(logits, masked, self._upload(part.token_masks))
+        if part.timestamps is not None:
+            self._prefer_timestamps(logits, part.timestamps)
         if part.biases is not None:
             biased = self._upload(part.biases.logits.astype(np.int64))
             ids = self._upload(part.biases.token_ids.astype(np.int64))
             self._ops.bias(logits, biased, ids, self._upload(part.biases.values))
         return part.token_masks is not None or part.biases is not None
+
+    def _prefer_timestamps(self, logits: Tensor, timestamps: Timestamps) -> None:
+        """Leave no text where all timestamps together are likelier than each token of it, in place.
+
+        Source: Radford et al. 2022, `ApplyTimestampRules` of https://github.com/openai/whisper.
+        """
+        rows = self._upload(timestamps.logits.astype(np.int64))
+        first = self._upload(timestamps.first_ids.astype(np.int64))[:, None]
+        some = logits[rows]  # (B, V)
+        timed = torch.arange(some.shape[-1], device=some.device) >= first  # (B, V)
+        ones = torch.ones(len(some), device=some.device)
+        # Not a number where the masks leave no timestamp: which is not more than anything.
+        together = self._ops.logsumexp(some.masked_fill(~timed, -torch.inf), ones)
+        likeliest = some.masked_fill(timed, -torch.inf).amax(dim=-1)
+        wins = (together > likeliest)[:, None]
+        logits[rows] = some.masked_fill(wins & ~timed, -torch.inf)
 
     def sample(
         self,

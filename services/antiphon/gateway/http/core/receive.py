@@ -26,8 +26,8 @@ FIELDS_MAX = 64
 FIELD_BYTES_MAX = 64 * 1024
 """Maximum size of a field that is not the file."""
 _CHUNK_BYTES = 64 * 1024
-_LISTED = "[]"
-"""Ending of the names of fields that may be there several times."""
+_INSIDE = "["
+"""Begins what a name says of its place in a field: `include[]`, `chunking_strategy[type]`."""
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 _BROKEN_FORM = (ValueError, RuntimeError, AssertionError, LookupError, HttpProcessingError)
 """What aiohttp raises on a body that is no such form."""
@@ -126,29 +126,41 @@ async def _read_parts(
     for _ in range(FIELDS_MAX + 1):
         if (part := await reader.next()) is None:
             return Form(fields, file)
-        if not isinstance(part, BodyPartReader) or not part.name:
+        if not isinstance(part, BodyPartReader) or not (name := _name(part)):
             raise InvalidRequest("a part of the form has no name")
         if hdrs.CONTENT_TRANSFER_ENCODING in part.headers or hdrs.CONTENT_ENCODING in part.headers:
-            raise InvalidRequest("parts of the form must not be encoded", param=part.name)
-        is_file = part.name == "file"
-        content = await _content(part, file_bytes_max if is_file else FIELD_BYTES_MAX, count)
+            raise InvalidRequest("parts of the form must not be encoded", param=name)
+        is_file = name == "file"
+        bytes_max = file_bytes_max if is_file else FIELD_BYTES_MAX
+        content = await _content(part, name, bytes_max, count)
         if is_file:
             if file is not None:
                 raise InvalidRequest("the form has several files", param="file")
             file = content
         else:
-            name = part.name.removesuffix(_LISTED)
             fields.setdefault(name, []).append(_text(content, name))
     raise RequestTooLarge(f"the form has more than {FIELDS_MAX} fields")
 
 
-async def _content(part: BodyPartReader, bytes_max: int, count: Callable[[int], None]) -> bytearray:
+def _name(part: BodyPartReader) -> str:
+    """The field that a part belongs to."""
+    name = (part.name or "").partition(_INSIDE)[0]
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("a name in the form is not UTF-8") from error
+    return name
+
+
+async def _content(
+    part: BodyPartReader, name: str, bytes_max: int, count: Callable[[int], None]
+) -> bytearray:
     content = bytearray()
     while chunk := await part.read_chunk(_CHUNK_BYTES):
         count(len(chunk))
         if len(content) + len(chunk) > bytes_max:
             error = RequestTooLarge.of(size_bytes=len(content) + len(chunk), bytes_max=bytes_max)
-            error.param = part.name
+            error.param = name
             raise error
         content += chunk
     return content
@@ -171,7 +183,7 @@ def _value(texts: list[str], kind: Type | None) -> object:
         case FloatType() | IntType():
             try:
                 return msgspec.json.decode(text, type=float | int)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, ValueError):  # the second of thousands of digits
                 return text
         case _:
             return text

@@ -218,7 +218,9 @@ class ResponseHandler:
     async def form(
         self, request: web.Request, kind: type[B], *, file_bytes_max: int
     ) -> AsyncGenerator[tuple[B, bytes]]:
-        """Read a form with a file. Its bytes count as the tenant's until the exit.
+        """Read a form with a file, of which requests are made one after the other.
+
+        Its bytes count as the tenant's until the exit.
 
         Raises:
             InvalidRequest: It cannot be read, has no file, or a field is wrong.
@@ -231,7 +233,10 @@ class ResponseHandler:
                     raise InvalidRequest("the form has no file", param="file")
                 made, unknown = fields.read(form.json(kind), kind)
                 self._submission.metrics.unknown_fields.inc(len(unknown))
-            yield made, bytes(form.file)
+            file = bytes(form.file)
+            del form  # it would hold the file a second time
+            with self._submission.job():
+                yield made, file
 
     async def texts(
         self, request: web.Request, gen_request: GenerationRequest
