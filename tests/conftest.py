@@ -12,6 +12,8 @@ from tests.support import worlds
 from tests.support.skips import kernels_expected, unexpected
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads of services and encoders that wait for each other leave the cores to their neighbours.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Operations of bitsandbytes would compile themselves, for longer than a test may take.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
