@@ -8,6 +8,7 @@ PKG ?= gateway
 # The slowest tests of a run; what takes under a second is not listed.
 DURATIONS := --durations=15 --durations-min=1
 CPP := $(wildcard kernels/antiphon/kernels/cpu/csrc/*)
+FAST = $(BIN)/pytest -q -n 2 --dist worksteal $(DURATIONS) -m "not system and not gpu and not long"
 # Files with tests of whole stacks: to collect all others once more would take half a minute.
 STACKS = $(shell grep -rl --include='test_*.py' 'mark\.system' tests | sort)
 
@@ -15,7 +16,7 @@ STACKS = $(shell grep -rl --include='test_*.py' 'mark\.system' tests | sort)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test-tools run chat fmt lint lint-cpp types arch tidy check test test-unit test-kernels test-gpu test-faults test-long eval train \
+.PHONY: help setup test-tools run chat fmt lint lint-cpp types arch static tidy check test test-stacks test-unit test-kernels test-gpu test-faults test-long eval train \
   bench bench-gpu bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose bench-embeddings bench-images docs site wheel up down image
 
 help:  ## Print this list
@@ -49,17 +50,25 @@ types: setup  ## Types, strict
 arch: setup  ## Who may import whom
 	$(BIN)/lint-imports --no-logo --no-cache
 
+static: setup  ## Types, clang-tidy and the site, at the lowest priority: beside tests of stacks
+	@nice -n 19 $(MAKE) --no-print-directory types lint-cpp site
+
 tidy: setup  ## Registries, generated pages, folders
 	$(BIN)/pytest -q tests/tidy
 
 check: setup  ## Lint, types, architecture, tidiness and the fast tests, two at a time
 	@$(MAKE) -j 2 --output-sync --no-print-directory lint types arch
-	$(BIN)/pytest -q -n 2 --dist worksteal $(DURATIONS) -m "not system and not gpu and not long"
+	$(FAST)
 
 test-tools: setup  ## Find prometheus and promtool, or unpack them in .venv
 	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) tests/support/bootstrap.py --test-tools
 
-test: check test-tools  ## Everything that CI runs
+test: test-tools  ## Everything that CI runs
+	@$(MAKE) -j 2 --output-sync --no-print-directory lint arch
+	$(FAST)
+	@$(MAKE) -j 2 --no-print-directory test-stacks static
+
+test-stacks: test-tools  ## Tests that start processes, which wait now and then
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(DURATIONS) \
 	  -m "system and not gpu and not long" tests/clients tests/tutorials $(STACKS)
 

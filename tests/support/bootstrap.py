@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,8 @@ STAMP = VENV / "ready"
 KERNELS_STAMP = VENV / "kernels"
 PIP = VENV / "bin" / "pip"
 KERNELS = "kernels/antiphon/kernels/cpu"
+# Tests of packages, and hundreds of models of which a run imports few: a third of all bytecode.
+RARELY_IMPORTED = "site-packages/(.*/)?(tests|transformers/models)/"
 PYTHON_MIN = (3, 11)
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -39,7 +42,12 @@ def main() -> int:
         check_platform()
         if not is_ready():
             make_venv()
-            install_packages()
+            install_torch()
+            with ThreadPoolExecutor(1) as beside:  # compiling them needs nothing else
+                kernels = beside.submit(build_kernels)
+                install_packages()
+                kernels.result()
+            compile_packages()
             STAMP.write_text(wanted(), encoding="utf-8")
         build_kernels()
         find_nats()
@@ -88,13 +96,23 @@ def make_venv() -> None:
         )
 
 
+def constraints() -> "list[str]":
+    return ["-c", str(ROOT / "constraints.txt")]
+
+
+def install_torch() -> None:
+    """Install a CPU build of torch; its index lacks our versions of torch's dependencies."""
+    pip_install([*torch_source(), *constraints(), "--no-deps", TORCH])
+    pip_install([*constraints(), "--no-deps", "numpy", "typing_extensions"])  # what it imports
+
+
 def install_packages() -> None:
-    """Install a CPU build of torch first; its index lacks our versions of torch's dependencies."""
-    constraints = ["-c", str(ROOT / "constraints.txt")]
-    pip_install([*torch_source(), *constraints, "--no-deps", TORCH])
-    pip_install([*constraints, "-e", f"{ROOT}[dev]"])
-    # Compiled by all cores; pip would use one.
-    compiling = ["-m", "compileall", "-qq", "-j0", str(VENV / "lib")]
+    pip_install([*constraints(), "-e", f"{ROOT}[dev]"])
+
+
+def compile_packages() -> None:
+    """Compile what has been installed, by all cores; pip would use one."""
+    compiling = ["-m", "compileall", "-qq", "-j0", "-x", RARELY_IMPORTED, str(VENV / "lib")]
     succeeds([str(VENV / "bin" / "python"), *compiling])
 
 
@@ -131,7 +149,8 @@ def build_kernels() -> None:
     if KERNELS_STAMP.exists() and KERNELS_STAMP.read_text(encoding="utf-8") == kernels_wanted():
         return
     print("antiphon setup: compiling the CPU kernels, about a minute", flush=True)
-    succeeds([str(VENV / "bin" / "python"), "-m", "antiphon.kernels.cpu.build"], quiet=True)
+    building = [str(VENV / "bin" / "python"), "-m", "antiphon.kernels.cpu.build"]
+    succeeds(building, quiet=True, folder=ROOT / "kernels")  # found there before it is installed
     KERNELS_STAMP.write_text(kernels_wanted(), encoding="utf-8")
 
 

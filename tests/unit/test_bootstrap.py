@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ def test_old_python_can_read_the_script_and_has_what_it_imports() -> None:
         )
     }
     assert "__future__" not in names  # its annotations came with 3.7
-    assert names <= set(sys.stdlib_module_names)
+    assert {str(name).partition(".")[0] for name in names} <= set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
@@ -113,11 +114,15 @@ def test_checkout_that_was_set_up_is_ready(checkout: Path, programs: FakeProgram
     programs.output = report_of()
     assert bootstrap.main() == 0
     assert bootstrap.is_ready()
-    *_, torch, everything, bytecode, kernels = programs.commands
+    _, torch, needed, *both, bytecode = programs.commands
     assert torch[-2:] == ["--no-deps", bootstrap.TORCH]
-    assert everything[-2:] == ["-e", f"{checkout}[dev]"]
+    assert needed[-1] == "typing_extensions"
+    # Beside each other.
+    assert sorted(command[-1] for command in both) == [
+        f"{checkout}[dev]",
+        "antiphon.kernels.cpu.build",
+    ]
     assert bytecode[-1] == str(bootstrap.VENV / "lib")
-    assert kernels[-2:] == ["-m", "antiphon.kernels.cpu.build"]
 
 
 def test_kernels_are_compiled_again_when_a_source_or_the_compiler_changed(
@@ -181,6 +186,26 @@ def test_pip_args_give_torch_source(
     bootstrap.pip_install(["-e", "."])
     (command,) = programs.commands
     assert command[-5:] == ["--find-links", "/my wheels", "--no-index", "-e", "."]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_compiled"),
+    [
+        ("torch/nn/functional.py", True),
+        ("transformers/modeling_utils.py", True),
+        ("transformers/models/bart/modeling_bart.py", False),
+        ("sympy/core/tests/test_args.py", False),
+        ("torch/testing/_internal/common_utils.py", True),
+    ],
+)
+def test_bytecode_is_made_of_what_is_imported(
+    file: str, is_compiled: bool, programs: FakePrograms
+) -> None:
+    bootstrap.compile_packages()
+    (command,) = programs.commands
+    excluded = command[command.index("-x") + 1]
+    path = f"/home/tests/antiphon/.venv/lib/python3.11/site-packages/{file}"
+    assert (re.search(excluded, path) is None) == is_compiled
 
 
 def test_failing_pip_is_reported(programs: FakePrograms) -> None:
