@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import warnings
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from tests.support.whisper import tones, wav
 from tests.unit.gateway.cluster import SCRIPT, house
 
 from antiphon.config.gateway import MediaConfig
+from antiphon.gateway.http.core import receive
 from antiphon.gateway.http.openai import transcription_job
 from antiphon.gateway.http.openai.segments import (
     Segment,
@@ -184,6 +186,22 @@ async def test_a_body_that_is_no_form_is_refused(at: House) -> None:
             session.post(at.url + PATH, data=body, headers=headers) as reply,
         ):
             assert reply.status == 400, (kind, body, await reply.text())
+
+
+async def test_headers_of_parts_are_not_remembered(at: House) -> None:
+    """Each text of a warning is, and a client could send as many as it likes."""
+    body = b'--a\r\nContent-Disposition: form-data; na"%d\r\n\r\nx\r\n--a--\r\n'
+    headers = {"Content-Type": "multipart/form-data; boundary=a"}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        receive.ignore_warnings()
+        for number in range(3):
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(at.url + PATH, data=body % number, headers=headers) as reply,
+            ):
+                assert reply.status == 400
+    assert [str(each.message) for each in warned] == []
 
 
 async def test_a_file_beyond_the_limit_is_refused_before_it_has_come(at: House) -> None:

@@ -6,11 +6,18 @@ Limits of size and time hold while a body arrives.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-from aiohttp import BodyPartReader, hdrs, web
+from aiohttp import (
+    BadContentDispositionHeader,
+    BadContentDispositionParam,
+    BodyPartReader,
+    hdrs,
+    web,
+)
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec.inspect import BoolType, FloatType, IntType, ListType, Type, type_info
 
@@ -31,6 +38,15 @@ _INSIDE = "["
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 _BROKEN_FORM = (ValueError, RuntimeError, AssertionError, LookupError, HttpProcessingError)
 """What aiohttp raises on a body that is no such form."""
+
+
+def ignore_warnings() -> None:
+    """Ignore aiohttp's warnings of headers: Python keeps each text of one for ever, and logs it."""
+    for kind in (BadContentDispositionHeader, BadContentDispositionParam):
+        warnings.simplefilter("ignore", kind)
+
+
+ignore_warnings()
 
 
 async def read_json(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
