@@ -1,6 +1,6 @@
 """Checks and times the kernels and the worker on a GPU, in stages, the cheapest first.
 
-python -m tests.gpu --stages parity graphs
+python -m tests.gpu --stages parity launches
 python -m tests.gpu --bench
 """
 
@@ -54,6 +54,7 @@ CHECKS = (
         promise="each kernel against its reference on the CPU",
         command=ON_DEVICE,
     ),
+    _check("launches", "a worker launches nothing but what was compiled ahead of time", 300),
     _check("graphs", "decode steps of one size have the same bits with graphs and without", 300),
     _check("determinism", "deterministic inference has the same bits alone and together", 300),
     _check("prompts", "64 prompts have the tokens of the CPU in float32, but for near ties", 600),

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
-from tests.gpu.models import PAGE_TOKENS, greedy_requests, open_llama, runner_of
+from tests.gpu.models import greedy_requests, open_sized, runner_of
 from tests.gpu.timing import COPY_BYTES, PRODUCT_SIDE, Stopwatch, idle_share
-from tests.kernels.dry_run import MODELS
+from tests.kernels.dry_run import MODELS, PAGE_TOKENS
 from tests.models.model_loop import ModelLoop
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
@@ -268,7 +268,7 @@ def decode(
     weights += sizes.hidden * sizes.vocabulary
     context = prompt_tokens + new_tokens
     for rows in batches:
-        model = open_llama(sizes, layers, device, rows=rows, tokens=context)
+        model = open_sized(sizes, layers, device, rows=rows, tokens=context)
         runner_of(model).capture((rows,))
         step_tokens = min(8192, rows * prompt_tokens)
         loop = TimedLoop(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from tests.gpu.models import LOGPROBS, greedy_requests, runner_of
+from tests.gpu.models import LOGPROBS, greedy_requests, open_sized, runner_of, watching
+from tests.kernels.dry_run import MODELS, SAMPLED, Launch, every_launch, loop_of, request
 from tests.models.model_loop import LINEAR, ModelLoop, compare_outputs
 from tests.support.models import open_model
 from tests.support.worker import state
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from tests.kernels.dry_run import Sizes
+
 DEVICE = "cuda"
 NEAR_TIES = {"float32": 1e-3, "bfloat16": 0.25}
 """By the dtype of the GPU: how far its logprobs may be from those of the CPU in float32."""
 PROMPTS = 64
+NEW_TOKENS = 3
+"""Of each request whose launches are seen."""
 Facts = dict[str, Any]
 
 
@@ -48,6 +53,34 @@ def versions() -> Facts:
         "triton": version("triton"),
         "python": sys.version.partition(" ")[0],
     }
+
+
+def launches(
+    sizes: Sizes = MODELS["Llama-3.1-8B"],
+    device: str = DEVICE,
+    table: Sequence[Launch] | None = None,
+    *,
+    dtype: str = "bfloat16",
+    prompts: Sequence[int] = (3, 500, 1300, 40, 900),
+) -> Facts:
+    """A worker with two layers of a model launches nothing that is not in the compile table.
+
+    Its requests sample in different ways and have logprobs; it has some graphs, and copies pages.
+    """
+    seen, rows, tokens = set[Launch](), len(prompts), max(prompts) + NEW_TOKENS
+    with watching(seen.add):
+        model = open_sized(sizes, 2, device, rows=rows, tokens=tokens, dtype=dtype)
+    captured = runner_of(model).capture((1, 2)).sizes
+    runner_of(model).page_memories()
+    asked = [
+        request(length, {**SAMPLED[place % len(SAMPLED)], "details": LOGPROBS}, NEW_TOKENS)
+        for place, length in enumerate(prompts)
+    ]
+    loop = loop_of(model, running_max=rows, context_tokens=tokens)
+    assert all(len(ran.ids) == NEW_TOKENS for ran in loop.run(asked, one_a_turn=True))
+    unknown = seen - set(every_launch() if table is None else table)
+    assert not unknown, f"{len(unknown)} launches are not in the compile table: {unknown}"
+    return {"launches": len(seen), "graphs": captured}
 
 
 def graphs(
@@ -163,6 +196,7 @@ def _sums(folder: Path) -> list[list[int]]:
 
 STAGES: Mapping[str, Callable[[], Facts]] = {
     "versions": versions,
+    "launches": launches,
     "graphs": graphs,
     "determinism": determinism,
     "prompts": prompts,

@@ -3,63 +3,47 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
+from tests.kernels.dry_run import PAGE_TOKENS, seeing
 from tests.support.models import open_model
 from tests.support.worker import state
 
 from antiphon.config.model import LoadFormat
+from antiphon.kernels.stream import open_stream
 from antiphon.model_card.files import find_files
+from antiphon.model_worker.runner import opening
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import TokenOutputParams
 
 if TYPE_CHECKING:
-    from tests.kernels.dry_run import Sizes
+    from collections.abc import Callable, Generator, Sequence
 
+    import torch
+    from numpy.typing import NDArray
+    from tests.kernels.dry_run import Launch, Sizes
+    from torch import Tensor
+
+    from antiphon.kernels.stream import Download, Graph, Stream
     from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.runner.opening import OpenModel
 
-PAGE_TOKENS = 64
-"""Those of a worker whose settings leave them open."""
 LOGPROBS = TokenOutputParams(logprobs=True, top=2)
 
 
-def llama_config(sizes: Sizes, layers: int) -> dict[str, Any]:
-    """The config.json of a Llama model of these sizes."""
-    queries, kv_heads, size = sizes.heads
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": queries,
-        "num_key_value_heads": kv_heads,
-        "head_dim": size,
-        "hidden_act": "silu",
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-
-
-def open_llama(
+def open_sized(
     sizes: Sizes, layers: int, device: str, *, rows: int, tokens: int, dtype: str = "bfloat16"
 ) -> OpenModel:
-    """A Llama model of these sizes, with pages for so many rows of so many tokens."""
+    """A model of these sizes, with pages for so many rows of so many tokens."""
     with TemporaryDirectory() as place:
         folder = Path(place)
-        (folder / "config.json").write_text(json.dumps(llama_config(sizes, layers)))
+        (folder / "config.json").write_text(json.dumps(sizes.config(layers)))
         return open_model(
             find_files(folder, LoadFormat.DUMMY),
             device=device,
@@ -69,6 +53,52 @@ def open_llama(
             running_max=rows,
             context_tokens=tokens,
         )
+
+
+class WatchedStream:
+    """A stream whose launches are seen before they run, or are recorded to be replayed."""
+
+    def __init__(self, stream: Stream, see: Callable[[Launch], object]) -> None:
+        self._stream = stream
+        self._see = see
+
+    @contextmanager
+    def launching(self) -> Generator[None]:
+        with self._stream.launching(), seeing(self._see):
+            yield
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        with self._stream.reading(), seeing(self._see):
+            yield
+
+    def beside(self) -> WatchedStream:
+        return WatchedStream(self._stream.beside(), self._see)
+
+    def fill(self, target: Tensor, values: NDArray[Any]) -> None:
+        self._stream.fill(target, values)
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        return self._stream.download(tensors)
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        def seen() -> None:
+            with seeing(self._see):
+                run()
+
+        return self._stream.capture(seen)
+
+
+@contextmanager
+def watching(see: Callable[[Launch], object]) -> Generator[None]:
+    """The launches of models that are opened meanwhile are seen."""
+
+    def open_watched(kind: str, device: torch.device) -> WatchedStream:
+        return WatchedStream(open_stream(kind, device), see)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "open_stream", open_watched)
+        yield
 
 
 def runner_of(model: OpenModel) -> DeviceRunner:

@@ -1,18 +1,24 @@
 """Compiles recorded launches for GPUs that need not be here, and reads what they use.
 
 `python -m tests.kernels.ahead_of_time` compiles those of all models for all compute capabilities,
-and writes compiled.tsv: the page about kernels is made from it. It takes minutes.
+and writes compiled.tsv: the page about kernels is made from it. It takes minutes. Names of kernels
+behind the command compile these alone; the other rows stay as they are.
 """
 
 # pyright: basic
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,12 +50,14 @@ MULTIPLYING = frozenset(
     }
 )
 """Kernels whose innermost loop multiplies matrices, and loads the next ones meanwhile."""
-WIDE = "*fp32"
-"""What matrix units do not multiply as it is."""
+WIDE, NARROW = "*fp32", "*fp8"
+"""What matrix units do not multiply as it is, and what others than those of 16 bits do."""
 FEW_ELEMENTS = frozenset(
     {
         *("decode_rows.decode_rows", "experts.sort", "futures.record", "futures.resolve"),
         *("logits.bias", "logits.mask", "logits.penalize", "routing.route"),
+        # A number or two of each block of 256 logits, of which there may be an odd number.
+        *("sampling.bound", "sampling.invert", "sampling.log_mass"),
     }
 )
 """Kernels that read some numbers a row, or one by one at random: they need not load 128 bits."""
@@ -80,7 +88,7 @@ def lacks(code: Code, launch: Launch, sm: int) -> str | None:
     if name_of(launch) not in MULTIPLYING or launch.arguments[0].startswith(WIDE):
         return None
     large = int(dict(launch.constants)["BLOCK_M"] or 0) >= MATRIX_ROWS_MIN
-    if name_of(launch) == "linear_fp8.multiply":
+    if launch.arguments[0].startswith(NARROW):
         expected = MATRIX_OF_FP8[sm] if large or sm not in MATRIX_OF else "HMMA"
     else:
         expected = MATRIX_OF.get(sm, "HMMA") if large else "HMMA"
@@ -127,6 +135,8 @@ class Row(NamedTuple):
     """The launches of a kernel on a compute capability.
 
     Attributes:
+        launches: Their number.
+        digest: Of these: another one is of other launches.
         usage: The most that one of them uses.
         matrix: Instructions that multiply matrices in their innermost loops; empty: none.
         load_bits: Of the widest load in this loop, or anywhere without one: the least of them.
@@ -135,6 +145,7 @@ class Row(NamedTuple):
     kernel: str
     sm: int
     launches: int
+    digest: str
     usage: Usage
     matrix: str
     load_bits: int
@@ -145,43 +156,69 @@ def name_of(launch: Launch) -> str:
     return f"{launch.module.rpartition('.')[2]}.{launch.kernel.removesuffix('_kernel')}"
 
 
+def by_kernel(every: Iterable[Launch], sms: Iterable[int]) -> dict[tuple[str, int], list[Launch]]:
+    """All that a row of the selection table lets run on each of these, by kernel."""
+    found: dict[tuple[str, int], list[Launch]] = {}
+    for sm in sms:
+        for launch in every:
+            if launch.runs_on(sm):
+                found.setdefault((name_of(launch), sm), []).append(launch)
+    return dict(sorted(found.items()))
+
+
+def digest_of(launches: Iterable[Launch]) -> str:
+    """A digest of launches in any order."""
+    return hashlib.sha256("\n".join(sorted(map(repr, launches))).encode()).hexdigest()[:8]
+
+
 def compiled(every: Iterable[Launch], sms: Iterable[int]) -> list[Row]:
     """Compile all that a row of the selection table lets run there.
 
     Raises:
         RuntimeError: One does not fit there, keeps registers in memory, or lacks an instruction.
     """
-    found: dict[tuple[str, int], list[tuple[Usage, Code]]] = {}
-    for sm in sms:
-        for launch in every:
-            if not launch.runs_on(sm):
-                continue
+    rows: list[Row] = []
+    for (name, sm), launches in by_kernel(every, sms).items():
+        usages: list[Usage] = []
+        codes: list[Code] = []
+        for launch in launches:
             usage, code = compile_for(launch, sm)
             if (reason := usage.refusal(sm) or lacks(code, launch, sm)) is not None:
                 raise RuntimeError(f"sm_{sm}: {reason}: {launch}")
-            found.setdefault((name_of(launch), sm), []).append((usage, code))
-    rows: list[Row] = []
-    for (name, sm), each in sorted(found.items()):
-        usages, codes = zip(*each, strict=True)
+            usages.append(usage)
+            codes.append(code)
         most = Usage(*map(max, zip(*usages, strict=True)))
         matrix = "/".join(sorted({code.matrix for code in codes} - {""}))
-        rows.append(Row(name, sm, len(each), most, matrix, min(code.load_bits for code in codes)))
+        bits = min(code.load_bits for code in codes)
+        rows.append(Row(name, sm, len(launches), digest_of(launches), most, matrix, bits))
     return rows
+
+
+def compiled_at_once(every: Iterable[Launch]) -> list[Row]:
+    """As `compiled`, for all compute capabilities, on all processors."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        return sorted(chain(*pool.map(partial(compiled, every), [(sm,) for sm in SMS])))
 
 
 def read_table() -> list[Row]:
     """The rows of compiled.tsv."""
     rows: list[Row] = []
     for line in TABLE.read_text().splitlines()[1:]:
-        name, sm, count, *usage, matrix, bits = line.split("\t")
-        rows.append(Row(name, int(sm), int(count), Usage(*map(int, usage)), matrix, int(bits)))
+        name, sm, count, digest, *usage, matrix, bits = line.split("\t")
+        most = Usage(*map(int, usage))
+        rows.append(Row(name, int(sm), int(count), digest, most, matrix, int(bits)))
     return rows
 
 
 def main() -> int:
-    rows = compiled(every_launch(), SMS)
-    lines = ["kernel\tsm\tlaunches\tregisters\tstack\tlocal\tshared\tmatrix\tload_bits"]
-    lines += ["\t".join(map(str, (*row[:3], *row.usage, *row[4:]))) for row in rows]
+    every, named = every_launch(), set(sys.argv[1:])
+    kept: list[Row] = []
+    if named:
+        every = [launch for launch in every if name_of(launch) in named]
+        kept = [row for row in read_table() if row.kernel not in named]
+    rows = sorted(compiled_at_once(every) + kept)
+    lines = ["kernel\tsm\tlaunches\tdigest\tregisters\tstack\tlocal\tshared\tmatrix\tload_bits"]
+    lines += ["\t".join(map(str, (*row[:4], *row.usage, *row[5:]))) for row in rows]
     TABLE.write_text("\n".join(lines) + "\n")
     return 0
 

@@ -1,44 +1,65 @@
-"""The launches of Triton kernels in passes of published models, recorded without a device.
+"""The launches of Triton kernels of workers with published models, recorded without a device.
 
-Tensors have shapes and no data, and nothing runs: what is recorded is what a GPU would have to
-compile. The kernels are in bfloat16, as these models are served; some with a KV cache of 8 bits.
+A worker's own code runs requests on tensors that have shapes and no data: what is recorded is what
+a GPU would have to compile. Models are in bfloat16, as they are served, with the settings of a
+worker at their defaults; and once more with weights and a KV cache of 8 bits, and with
+deterministic inference.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
+import msgspec
 import torch
+from tests.kernels.no_data import empty, open_without_data
+from tests.models.model_loop import ModelLoop
+from tests.support.worker import state
 
-from antiphon.kernels.attention import AttentionMetadata, KvShape
-from antiphon.kernels.experts import ExpertWeights
-from antiphon.kernels.kv import UNSCALED, row_pages_shape
-from antiphon.kernels.linear_fp8 import E4M3, Fp8Matrix
-from antiphon.kernels.norm import NormWeights
+from antiphon.config.quantization import QuantizationMethod, online_quantization
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.kernels.rotary import QkNormWeights
-from antiphon.kernels.routing import RoutingSpec
 from antiphon.kernels.triton.backend import E4M3_SM
-from antiphon.kernels.triton.launch import RECORDING
+from antiphon.kernels.triton.launch import RECORDING, Constant
+from antiphon.model_card.quantization_config import read_quantization
+from antiphon.model_worker.runner.device_runner import DeviceRunner
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.sampling import AllowTokens, LogitBias, SamplingParams
+from antiphon.wire.token_outputs import pack_floats
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Mapping
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    from antiphon.kernels.activation import ActivationKind
-    from antiphon.kernels.triton.launch import Constant
+    from antiphon.config.quantization import QuantizationConfig
+    from antiphon.kernels.triton.launch import Recorder
+    from antiphon.model_worker.batching.state import RequestState
+    from antiphon.model_worker.runner.opening import OpenModel
 
 ALIGNMENT = 16
 ALIGNED = ":16"
 """Behind the type of a pointer to so many whole bytes: only there are 128 bits loaded at once."""
-PAGE_TOKENS = 16
+PAGE_TOKENS = 64
+"""Those of a worker whose settings leave them open."""
+GRAPH_SIZES = (1, 2, 4, 8, 12, *range(16, 257, 8))
+"""Batch sizes that a worker captures for up to 256 running requests."""
+POSITIONS = 32768
+PAGES = 1000
+STEP_TOKENS = 8192
+LENGTHS = (1, 30, 400, 900, 1800, 3500, 7000, 17000)
+"""Tokens of prompts; keys of such decode rows are in 1, 1, 1, 2, 4, 7, 14 and 32 parts."""
+SAMPLED: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.2},
+    {"logit_bias": LogitBias(token_ids=pack_ids([7]), values=pack_floats([2.5]))},
+    {"processors": (AllowTokens(token_ids=(0, 5)),)},
+)
+"""Parameters of requests, by which a step differs from another."""
 _TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -52,8 +73,7 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """What of a launch determines its binary."""
 
     module: str
@@ -72,82 +92,208 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the kernels see of a model."""
+    """A published model, as far as kernels depend on it.
+
+    Attributes:
+        width: Of the feed-forward block, or of an expert.
+        heads: Query heads, kv heads, and elements of a head.
+        window: Of every second layer.
+        experts: Their number, and how many a token has.
+        fp8: How weights in fp8 are made, for a worker that has some: with a scale for an output
+            while loading, or with one for a block of 128 x 128, as stored.
+        fields: Those of its config.json that are not here.
+    """
 
     hidden: int
     width: int
-    heads: tuple[int, int, int]  # query heads, kv heads, head size
+    heads: tuple[int, int, int]
     vocabulary: int
-    activation: ActivationKind | tuple[float, float] = "silu"
-    window: int | None = None  # of some layers
-    softcap: float | None = None
-    sinks: bool = False
-    head_norms: bool = False
-    experts: tuple[int, int] | None = None  # their number, and how many a token has
-    caches: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    # Inputs that share a scale where linears are in fp8, too: 0: all of an output; None: they never
-    # are.
-    fp8_group: int | None = None
+    layers: int
+    window: int | None = None
+    experts: tuple[int, int] | None = None
+    fp8: Literal["online", "block"] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def config(self, layers: int) -> dict[str, Any]:
+        """Its config.json, with so many layers."""
+        queries, kv_heads, size = self.heads
+        said: dict[str, Any] = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": queries,
+            "num_key_value_heads": kv_heads,
+            "head_dim": size,
+            "max_position_embeddings": 131072,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        if self.window is not None:
+            kinds = ["sliding_attention", "full_attention"] * layers
+            said |= {"sliding_window": self.window, "layer_types": kinds[:layers]}
+        if self.experts is not None:
+            count, chosen = self.experts
+            said |= {"num_experts": count, "num_experts_per_tok": chosen}
+        return {**said, **self.fields}
 
 
-BOTH_CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 MODELS = {
     "Llama-3.1-8B": Sizes(
         hidden=4096,
         width=14336,
         heads=(32, 8, 128),
         vocabulary=128256,
-        caches=BOTH_CACHES,
-        fp8_group=0,
+        layers=32,
+        fp8="online",
+        fields={
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+        },
     ),
     "gemma-2-9b": Sizes(
         hidden=3584,
         width=14336,
         heads=(16, 8, 256),
         vocabulary=256000,
-        activation="gelu_tanh",
+        layers=42,
         window=4096,
-        softcap=50.0,
+        fields={
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+        },
     ),
     "Qwen3-30B-A3B": Sizes(
         hidden=2048,
         width=768,
         heads=(32, 4, 128),
         vocabulary=151936,
-        head_norms=True,
+        layers=48,
         experts=(128, 8),
-        fp8_group=128,
+        fp8="block",
+        fields={
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "rope_theta": 1000000.0,
+        },
     ),
     "gpt-oss-20b": Sizes(
         hidden=2880,
         width=2880,
         heads=(64, 8, 64),
         vocabulary=201088,
-        activation=(1.702, 7.0),
+        layers=24,
         window=128,
-        sinks=True,
         experts=(32, 4),
-        caches=BOTH_CACHES,
+        fp8="online",
+        fields={
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "swiglu_limit": 7.0,
+            "rope_theta": 150000.0,
+        },
     ),
 }
 
 
-def every_launch() -> list[Launch]:
-    """Those of a prefill, and of decode steps with short, long and longest rows, of all models.
+@cache
+def every_launch() -> tuple[Launch, ...]:
+    """Those of workers with these models, and of operations that only other models call."""
+    with recording() as found:
+        _call_others()
+    for sizes in MODELS.values():
+        ways: list[dict[str, Any]] = [{}, {"deterministic": True}]
+        if sizes.fp8 is not None:
+            quantization = _quantization(sizes.fp8)
+            ways.append({"cache_dtype": torch.float8_e4m3fn, "quantization": quantization})
+        for way in ways:
+            found.update(dict.fromkeys(worker_launches(sizes.config(2), **way)))
+    return tuple(found)
 
-    Of sampling, those of the largest vocabulary.
-    """
-    passes = [_Pass(sizes) for sizes in MODELS.values()]
-    largest = max(MODELS.values(), key=lambda sizes: sizes.vocabulary)
-    with _recording() as found:
-        for each in passes:
-            each.run()
-        _Pass(largest).sample(64)
-    return list(found)
+
+def worker_launches(config: Mapping[str, Any], **changes: Any) -> tuple[Launch, ...]:
+    """Those of the steps of one worker: see `open_worker`, `run_steps`."""
+    with recording() as found:
+        run_steps(open_worker(config, **changes))
+    return tuple(found)
+
+
+def open_worker(config: Mapping[str, Any], **changes: Any) -> OpenModel:
+    """A model as a worker opens it by default; `changes` are parameters of `open_without_data`."""
+    whole: dict[str, Any] = {
+        "page_tokens": PAGE_TOKENS,
+        "pages": PAGES,
+        "rows": GRAPH_SIZES[-1],
+        "positions": POSITIONS,
+    }
+    return open_without_data(config, **whole | changes)
+
+
+def run_steps(model: OpenModel) -> None:
+    """Let a worker run requests alone, all together and by graphs, and copy pages."""
+    runner = model.runner
+    assert isinstance(runner, DeviceRunner), "the runner of a device"
+    loop = loop_of(model)
+    for length in LENGTHS:
+        loop.run([request(length, SAMPLED[0])])
+    ways = [SAMPLED[number % len(SAMPLED)] for number in range(len(LENGTHS))]
+    together = list(map(request, LENGTHS, ways))
+    loop.run(together)
+    assert runner.capture(GRAPH_SIZES).sizes == GRAPH_SIZES
+    loop.run(together)
+    runner.page_memories()
+    # What follows the outcome of a step with logprobs reads numbers, of which there are none here.
+    logits, temperature = (empty(3, n, dtype=torch.float32) for n in (model.spec.vocabulary, 1))
+    runner.ops.logsumexp(logits, temperature[:, 0])
+
+
+def loop_of(model: OpenModel, **changes: Any) -> ModelLoop:
+    """The batching loop of a worker; `changes` are limits."""
+    whole: dict[str, Any] = {
+        "step_tokens_max": STEP_TOKENS,
+        "chunk_tokens": STEP_TOKENS,
+        "running_max": GRAPH_SIZES[-1],
+        "context_tokens": POSITIONS,
+    }
+    return ModelLoop(model, overlap=True, **whole | changes)
+
+
+def request(length: int, sampled: Mapping[str, Any], new_tokens: int = 3) -> RequestState:
+    """A request with a prompt of so many tokens."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, **sampled)
+    return state([0] * length, sampling=sampling)
+
+
+def _quantization(kind: Literal["online", "block"]) -> QuantizationConfig:
+    if kind == "online":
+        return online_quantization(QuantizationMethod.FP8)
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    found = read_quantization(msgspec.json.encode({"quantization_config": stored}))
+    assert found is not None, "it is there"
+    return found
+
+
+def _call_others() -> None:
+    ops = select(DeviceCapability("cuda", torch.bfloat16))
+    x, weight, heads = empty(64, 4096), empty(4096), empty(64, 48, 128)
+    ops.layernorm(x, weight, weight, 1e-5)
+    ops.activate(x, "gelu_tanh")
+    ops.sigmoid_mul(empty(64, 16, 128), heads[:, 32:])
 
 
 @contextmanager
-def _recording() -> Generator[dict[Launch, None]]:
+def recording() -> Generator[dict[Launch, None]]:
     """The launches of what is called meanwhile, which run nothing."""
     found: dict[Launch, None] = {}  # in order
 
@@ -158,16 +304,51 @@ def _recording() -> Generator[dict[Launch, None]]:
         constants: dict[str, Constant],
     ) -> None:
         assert len(grid) <= 3, "a grid of Triton"
-        types = tuple(map(_type_of, arguments))
-        module, name = kernel.fn.__module__, kernel.fn.__name__
-        warps, stages = (int(constants.pop(name) or 0) for name in ("num_warps", "num_stages"))
-        found[Launch(module, name, types, tuple(constants.items()), warps, stages)] = None
+        found[launch_of(kernel, arguments, constants)] = None
 
-    RECORDING.recorder = record
-    try:
+    with _taken_by(record):
         yield found
+
+
+@contextmanager
+def seeing(see: Callable[[Launch], object]) -> Generator[None]:
+    """See the launches of what is called meanwhile, which run, or are taken as before."""
+    before = RECORDING.recorder
+
+    def record(
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[Tensor | float, ...],
+        constants: dict[str, Constant],
+    ) -> None:
+        see(launch_of(kernel, arguments, constants))
+        if before is None:
+            kernel[grid](*arguments, **constants)
+        else:
+            before(kernel, grid, arguments, constants)
+
+    with _taken_by(record):
+        yield
+
+
+@contextmanager
+def _taken_by(recorder: Recorder) -> Generator[None]:
+    before, RECORDING.recorder = RECORDING.recorder, recorder
+    try:
+        yield
     finally:
-        RECORDING.recorder = None
+        RECORDING.recorder = before
+
+
+def launch_of(
+    kernel: Any, arguments: tuple[Tensor | float, ...], constants: Mapping[str, Constant]
+) -> Launch:
+    """What of a launch determines its binary."""
+    types = tuple(map(_type_of, arguments))
+    module, name = kernel.fn.__module__, kernel.fn.__name__
+    rest = dict(constants)
+    warps, stages = (int(rest.pop(name) or 0) for name in ("num_warps", "num_stages"))
+    return Launch(module, name, types, tuple(rest.items()), warps, stages)
 
 
 def _type_of(argument: Tensor | float) -> str:
@@ -176,142 +357,3 @@ def _type_of(argument: Tensor | float) -> str:
         aligned = argument.storage_offset() * argument.itemsize % ALIGNMENT == 0
         return _TYPES[argument.dtype] + (ALIGNED if aligned else "")
     return "fp32" if isinstance(argument, float) else "i32"
-
-
-def _empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(size, dtype=dtype, device="meta")
-
-
-def _upload(values: NDArray[Any]) -> Tensor:
-    return torch.empty_like(torch.as_tensor(values), device="meta")
-
-
-class _Pass:
-    def __init__(self, sizes: Sizes) -> None:
-        self._sizes = sizes
-        # The compute capability decides what is refused, and nothing of a launch.
-        self._ops = select(DeviceCapability("cuda", torch.bfloat16, 90))
-
-    def run(self) -> None:
-        self._copy_pages()
-        self._tiled(64)
-        for tokens in (1, 64, 8192):
-            self._blocks(tokens)
-        if self._sizes.fp8_group is not None:
-            for tokens in (1, 32, 64, 8192):  # one of each tile
-                self._fp8(tokens, self._sizes.fp8_group)
-        for query_len, kv_len in (
-            ([2000], [2000]),
-            ([1] * 64, [400] * 64),
-            ([1] * 64, [4000] * 64),
-            ([1], [20000]),
-        ):
-            rows = np.array(query_len, np.int32), np.array(kv_len, np.int32)
-            for window, cache in product({None, self._sizes.window}, self._sizes.caches):
-                self._attend(*rows, window, cache)
-
-    def _blocks(self, tokens: int) -> None:
-        ops, sizes = self._ops, self._sizes
-        x, weight = _empty(tokens, sizes.hidden), _empty(sizes.hidden)
-        ops.rmsnorm(x, weight, 1e-5)
-        ops.add_rmsnorm(x, x, weight, 1e-5)
-        ops.rmsnorm_wide(x, weight.float(), 1e-5)
-        ops.layernorm(x, weight, weight, 1e-5)
-        ops.finite_rows(x)
-        activation, width = sizes.activation, sizes.width
-        if sizes.experts is None:
-            assert isinstance(activation, str), "of a dense model"
-            both = _empty(tokens, 2 * width)
-            if activation == "silu":
-                ops.silu_mul(both)
-            else:
-                ops.gate(both, activation)
-            return
-        count, chosen = sizes.experts
-        routing = RoutingSpec(top_k=chosen, renormalised=True)
-        logits = _empty(tokens, count, dtype=torch.float32)
-        shape = (2 * width, sizes.hidden)
-        weights = ExpertWeights(_empty(count, *shape), _empty(count, sizes.hidden, width))
-        if isinstance(activation, tuple):
-            biases = _empty(count, 2 * width), _empty(count, sizes.hidden)
-            weights = weights._replace(gate_up_bias=biases[0], down_bias=biases[1])
-        ops.experts(x, *ops.route(logits, None, routing), weights, activation)
-
-    def _tiled(self, tokens: int) -> None:
-        """Linears of deterministic inference; those of routers are in float32."""
-        sizes = self._sizes
-        queries, kv_heads, size = sizes.heads
-        hidden, width, all_heads = sizes.hidden, sizes.width, (queries + 2 * kv_heads) * size
-        shapes = [(all_heads, hidden), (hidden, queries * size), (sizes.vocabulary, hidden)]
-        if sizes.experts is None:
-            shapes += [(2 * width, hidden), (hidden, width)]
-        else:
-            router = _empty(sizes.experts[0], hidden).float()
-            self._ops.linear_tiled(_empty(tokens, hidden).float(), router, None)
-        self._ops.linear_tiled(_empty(tokens, hidden), _empty(all_heads, hidden), _empty(all_heads))
-        for outputs, inputs in shapes:
-            self._ops.linear_tiled(_empty(tokens, inputs), _empty(outputs, inputs), None)
-
-    def _copy_pages(self) -> None:
-        """Keys of four pages in all of 32 layers, to a buffer and back."""
-        _, kv_heads, size = self._sizes.heads
-        pool = _empty(32, 9000, PAGE_TOKENS * kv_heads * size * 2, dtype=torch.uint8)
-        pages = _empty(4, dtype=torch.int32)
-        self._ops.scatter_pages(pool, pages, self._ops.gather_pages(pool, pages))
-
-    def _fp8(self, tokens: int, group: int) -> None:
-        """Linears of attention, the first one also with Qwen2's bias, and of a dense block."""
-        sizes = self._sizes
-        queries, kv_heads, size = sizes.heads
-        hidden, width, all_heads = sizes.hidden, sizes.width, (queries + 2 * kv_heads) * size
-        shapes = [(all_heads, hidden, True), (all_heads, hidden, False)]
-        shapes += [(hidden, queries * size, False)]
-        if sizes.experts is None:
-            shapes += [(2 * width, hidden, False), (hidden, width, False)]
-        for outputs, inputs, biased in shapes:
-            each = group or inputs
-            scales = _empty(-(-inputs // each), outputs).float()
-            bias = _empty(outputs) if biased else None
-            matrix = Fp8Matrix(_empty(outputs, inputs, dtype=E4M3), scales, each, bias)
-            self._ops.linear_fp8(_empty(tokens, inputs), matrix)
-
-    def _attend(
-        self,
-        query_len: NDArray[np.int32],
-        kv_len: NDArray[np.int32],
-        window: int | None,
-        cache: torch.dtype,
-    ) -> None:
-        sizes = self._sizes
-        queries, kv_heads, size = sizes.heads
-        shape = KvShape(PAGE_TOKENS, kv_heads, queries // kv_heads, size, torch.bfloat16, window)
-        table = np.zeros((len(kv_len), -(-int(kv_len.max()) // PAGE_TOKENS)), np.int32)
-        rows = AttentionMetadata(shape, table, query_len, kv_len, _upload)
-        pages = _empty(*row_pages_shape(1000, PAGE_TOKENS, kv_heads, size), dtype=cache)
-        tokens = int(query_len.sum())
-        turns = _empty(tokens, 1, size)
-        norm = NormWeights(_empty(size))
-        norms = QkNormWeights(norm, norm, 1e-6) if sizes.head_norms else None
-        heads = _empty(tokens, queries + 2 * kv_heads, size)
-        slots = rows.slot_mapping
-        q = self._ops.qk_norm_rope_store(heads, turns, turns, pages, pages, slots, norms)
-        sinks = _empty(queries) if sizes.sinks else None
-        self._ops.paged_attention(q, pages, pages, rows, size**-0.5, UNSCALED, sizes.softcap, sinks)
-
-    def sample(self, rows: int) -> None:
-        ops, vocabulary = self._ops, self._sizes.vocabulary
-        logits, column = _empty(rows, vocabulary, dtype=torch.float32), _empty(rows).float()
-        index = _empty(rows, dtype=torch.int64)
-        if self._sizes.softcap is not None:
-            ops.soft_capped(logits, self._sizes.softcap)
-        ops.penalize(logits, index, index, column, column, column, column)
-        ops.bias(logits, index, index, column)
-        ops.mask(logits, index, _empty(rows, -(-vocabulary // 32), dtype=torch.int32))
-        ops.argmax(logits)
-        ops.finite_rows(logits)
-        ops.logsumexp(logits, column)
-        ops.sample(logits, column.double(), column, index, column, column)
-        slots = index.int()
-        ops.record_futures(slots, slots, index, _empty(rows, dtype=torch.bool), vocabulary)
-        ops.resolve_futures(slots, slots)
-        ops.decode_rows(_empty(4, rows, dtype=torch.int32), slots, slots[:, None], PAGE_TOKENS)

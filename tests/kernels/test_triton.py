@@ -44,7 +44,7 @@ def test_stages_of_a_gpu_run_on_the_interpreter() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_what_takes_longer_runs_on_the_interpreter() -> None:
-    run_interpreted("-m", "long", "invariance.py", "stages.py")
+    run_interpreted("-m", "long", "invariance.py", "models.py", "stages.py")
 
 
 def test_every_triton_row_has_a_case() -> None:

@@ -28,6 +28,7 @@ from antiphon.layers.moe import (
     SeparateExperts,
     StackedExperts,
 )
+from antiphon.layers.quantization.eight_bit import rounded_to_fp8
 from antiphon.layers.sublayer import LayerBuildContext
 from antiphon.layers.weights import BuildContext, SingleRank
 from antiphon.model_card.card import read_card
@@ -243,6 +244,36 @@ def test_stacked_experts_in_mxfp4(tmp_path: Path) -> None:
     ]
     rewrite(tmp_path, stored, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
     assert torch.equal(says(tmp_path), want)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_experts_are_rounded_to_fp8_while_loading(tmp_path: Path, name: str) -> None:
+    """Separate or stacked, an expert's outputs have a scale each; where they stay so, too."""
+    save(BY_NAME[name], tmp_path)
+    stored = tensors_of(tmp_path)
+    converted = open_model(tmp_path, dtype="float32", quantization="fp8")
+    kept = open_model(tmp_path, dtype="float32", quantization="fp8", quantized="fp8")
+    got, narrow = (logits_of(model, texts()[-1], chunk=23) for model in (converted, kept))
+    plain = dict(stored)
+    exact = ("embed_tokens.weight", "lm_head.weight", "gate.weight", "router.weight", "bias")
+    for tensor, weight in stored.items():
+        if weight.dim() < 2 or tensor.endswith(exact):
+            continue
+        outputs = weight if weight.dim() == 2 else weight.mT
+        codes, scales = rounded_to_fp8(outputs.flatten(0, -2))
+        rounded = (codes.float() * scales).view(outputs.shape)
+        plain[tensor] = rounded if weight.dim() == 2 else rounded.mT
+    rewrite(tmp_path, plain, None)
+    want = says(tmp_path)
+    assert error(got, want) < 1e-6
+    for layer in kept.runner._model.own_decoder.layers:
+        block = layer._feed_forward
+        assert isinstance(block, MixtureOfExperts)
+        stack = block._experts._stack
+        assert stack is not None
+        assert stack.gate_up.dtype == stack.down.dtype == torch.float8_e4m3fn
+    # Some tokens are routed elsewhere.
+    assert 0 < float(((narrow - want).std(dim=-1) / want.std()).median()) < 0.2
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "mixtral"])

@@ -67,11 +67,13 @@ the kernels, some of which only these checks find, must fail ([decision
 
 ## Compiled ahead of time
 
-No GPU is needed to compile for one. Every launch of a prefill and of decode steps in bfloat16 of
-{", ".join(MODELS)}, and of all of sampling, is
-recorded and compiled for each of these compute capabilities (`python -m
-tests.kernels.ahead_of_time`); some with a KV cache of float8_e4m3fn, and linears of fp8 weights
-with one scale for an output and for 128 inputs of it, which need 8.9. None keeps
+No GPU is needed to compile for one. A worker's own code serves requests with two layers of each of
+{", ".join(MODELS)}, on tensors that have shapes
+and no data: with pages of 64 tokens and graphs of up to 256 rows, in bfloat16, in deterministic
+mode, and with fp8 weights and a KV cache of float8_e4m3fn, which need 8.9. Each launch is recorded
+and compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`).
+Other requests of any length launch nothing else, as a test shows; DeepSeek-V3 is refused, as its
+latent attention has no kernel. None keeps
 registers in memory, and each fits in the shared memory of a block there. In the loop that
 multiplies matrices, or without one anywhere, each loads 128 bits a thread at once, except kernels,
 by name, that read some numbers a row. Tiles of 64 rows are multiplied by the matrix
@@ -86,10 +88,10 @@ instructions that multiply:
 
 `make test-gpu` checks and times all of this on an H100 or H200, in stages that are processes of
 their own: each kernel under compute-sanitizer, the cases of the interpreter against the CPU,
-bits of steps with graphs and without, and of deterministic inference, and 64 prompts against the
-CPU. `make bench-gpu` compares kernels with copies and products of torch that are
-measured beside them, and decode steps of Llama-3.1-8B's shape with the roofline. **No figure is
-known yet.**
+launches that are not in the table above, bits of steps with graphs and without, and of
+deterministic inference, and 64 prompts against the CPU. `make bench-gpu` compares kernels with
+copies and products of torch that are measured beside them, and decode steps of Llama-3.1-8B's shape
+with the roofline. **No figure is known yet.**
 
 ## Choosing
 
@@ -115,13 +117,13 @@ loading then. Such steps are slower; how much was not measured.
 
 ## fp8 weights
 
-Linears of checkpoints in fp8, with a scale for the tensor, an output or a block, and of
-`--quantization fp8` stay in fp8, and each token's activations are rounded to it, with a scale for
-the token, or for as many of its inputs as share a scale of the weights ([decision
+Linears and experts of checkpoints in fp8, with a scale for the tensor, an output or a block, and
+of `--quantization fp8` stay in fp8, and each token's activations are rounded to it, with a scale
+for the token, or for as many of its inputs as share a scale of the weights; those of an expert are
+rounded again before its second product ([decision
 73](decisions/0073-fp8-weights-meet-fp8-activations.md)). Compute capabilities before 8.9 do not
 multiply fp8: there, and with `--model-linear plain`, weights are converted while loading.
-So are those of routed experts and of the output head, and blocks whose inputs are no multiple of
-32.
+So is an output head, and blocks whose inputs are no multiple of 32.
 
 ## Pages outside the worker
 

@@ -173,14 +173,18 @@ class Fp8Weights:
 
     packed: CompiledLinear | None = None
 
-    def __init__(
-        self, shape: LinearShape, dtype: torch.dtype, device: torch.device, group: int
-    ) -> None:
+    def __init__(self, matrix: Fp8Matrix) -> None:
+        self.matrix = matrix
+
+    @classmethod
+    def empty(
+        cls, shape: LinearShape, dtype: torch.dtype, device: torch.device, group: int
+    ) -> Fp8Weights:
         codes = torch.empty((shape.outputs, shape.inputs), dtype=E4M3, device=device)
         groups = -(-shape.inputs // group)
         scales = torch.empty((groups, shape.outputs), dtype=torch.float32, device=device)
         bias = torch.empty(shape.outputs, dtype=dtype, device=device) if shape.bias else None
-        self.matrix = Fp8Matrix(codes, scales, group, bias)
+        return cls(Fp8Matrix(codes, scales, group, bias))
 
     def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
         part, matrix = cut.of(field, tensor), self.matrix

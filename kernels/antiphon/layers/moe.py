@@ -10,11 +10,13 @@ import torch
 
 from antiphon.kernels.activation import ActivationKind, sigmoid
 from antiphon.kernels.cpu.experts import CompiledExperts, PackedExperts
-from antiphon.kernels.experts import ExpertWeights
+from antiphon.kernels.experts import ExpertScales, ExpertWeights, MatrixScales
+from antiphon.kernels.linear_fp8 import E4M3, Fp8Matrix
 from antiphon.kernels.routing import RoutingSpec, sort_by_expert
 from antiphon.layers.linear import LinearPart, kernels_of, multiply, weight_sources
 from antiphon.layers.methods import (
     WHOLE_SLICE,
+    Fp8Weights,
     LinearShape,
     LinearWeights,
     PlainWeights,
@@ -22,6 +24,7 @@ from antiphon.layers.methods import (
 )
 from antiphon.layers.mlp import GatedMlp, GatedMlpSpec
 from antiphon.layers.quantization.storage import (
+    FLOATS,
     LoadedWeight,
     StorageLayout,
     WeightField,
@@ -248,12 +251,15 @@ class ExpertsShare:
 
 @dataclass(frozen=True, slots=True)
 class _Expert:
-    gate_up: LinearWeights
-    down: LinearWeights
+    gate_up: LinearWeights | Fp8Weights
+    down: LinearWeights | Fp8Weights
 
 
 class Experts(Module):
-    """This rank's share of all experts; each is two linears of its own."""
+    """This rank's share of all experts; each is two linears of its own.
+
+    A GPU multiplies by all of them at once, and so does what computes with weights in fp8.
+    """
 
     def __init__(self, site: LayerBuildContext, spec: ExpertsSpec) -> None:
         self._site, self._spec = site, spec
@@ -262,8 +268,9 @@ class Experts(Module):
         self._width = own.stop - own.start
         # The outputs of an expert's parts are summed, so only one rank adds the bias.
         self._down_bias = spec.bias and own.start == 0
-        # A GPU multiplies by all experts at once.
-        self._stack = None if site.build.device_kind == "cpu" else self._stacked_weights()
+        wide_shape = LinearShape(site.hidden, 2 * self._width, spec.bias, halves=True)
+        self._shapes = wide_shape, LinearShape(self._width, site.hidden, self._down_bias)
+        self._stack = self._stacked_weights()
         self._experts = [self._expert(number) for number in self.share.numbers]
         gate = "activation.silu_mul" if spec.activation == "silu" else "activation.gate"
         if isinstance(spec.activation, ClampedSwish):
@@ -290,7 +297,9 @@ class Experts(Module):
             rows = (rows * shares.flatten()[pair, None]).to(x.dtype)
             shares = torch.ones_like(shares)
         made = [
-            expert.down.apply(self._gated(ctx, expert.gate_up.apply(rows[begin:end])))
+            multiply(
+                ctx, expert.down, self._gated(ctx, multiply(ctx, expert.gate_up, rows[begin:end]))
+            )
             for expert, begin, end in zip(self._experts, bounds, bounds[1:], strict=False)
             if begin < end
         ]
@@ -319,41 +328,79 @@ class Experts(Module):
             return activation.alpha, activation.limit
         return activation
 
-    def _stacked_weights(self) -> ExpertWeights:
-        build, hidden, width = self._site.build, self._site.hidden, self._width
-        count = len(self.share.numbers)
-        return ExpertWeights(
-            build.empty(count, 2 * width, hidden),
-            build.empty(count, hidden, width),
-            build.empty(count, 2 * width) if self._spec.bias else None,
-            build.empty(count, hidden) if self._down_bias else None,
+    def _stacked_weights(self) -> ExpertWeights | None:
+        """The weights of all experts in one tensor; None: each has its own."""
+        build, groups = self._site.build, self._fp8_groups()
+        if groups is None and build.device_kind == "cpu":
+            return None
+        count, device = len(self.share.numbers), build.device
+        kind, scales = build.dtype, None
+        if groups is not None:
+            kind, made = E4M3, list[MatrixScales]()
+            for shape, group in zip(self._shapes, groups, strict=True):
+                size = (count, -(-shape.inputs // group), shape.outputs)
+                made.append(
+                    MatrixScales(torch.empty(size, dtype=torch.float32, device=device), group)
+                )
+            scales = ExpertScales(*made)
+        gate_up, down = (
+            torch.empty((count, shape.outputs, shape.inputs), dtype=kind, device=device)
+            for shape in self._shapes
         )
+        gate_up_bias, down_bias = (
+            build.empty(count, shape.outputs) if shape.bias else None for shape in self._shapes
+        )
+        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, scales)
+
+    def _fp8_groups(self) -> tuple[int, int] | None:
+        """Inputs that share a scale, of both linears; None: not all experts stay in fp8."""
+        build, method = self._site.build, self._site.method
+        wide_shape, down_shape = self._shapes
+        found: set[tuple[int, int]] = set()
+        for number in self.share.numbers:
+            wide_names, down_names = self._names(number)
+            wide = build.fp8_group(wide_names, wide_shape, method, self._site.hidden)
+            down = build.fp8_group(down_names, down_shape, method, self._spec.width)
+            if wide is None or down is None:
+                return None
+            found.add((wide, down))
+        return found.pop() if len(found) == 1 else None
+
+    def _names(self, number: int) -> tuple[list[str], list[str]]:
+        """Of an expert's linears: those of gate and up, and that of down."""
+
+        def named(*templates: str) -> list[str]:
+            return [self._site.tensor_name(template.format(number)) for template in templates]
+
+        names = self._spec.names
+        if isinstance(names, SeparateExperts):
+            return named(names.gate, names.up), named(names.down)
+        return named(names.gate_up), named(names.down)
 
     def _expert(self, number: int) -> _Expert:
-        if self._stack is not None:
-            place = number - self.share.numbers.start
-            tables = (
-                (self._stack.gate_up, self._stack.gate_up_bias),
-                (self._stack.down, self._stack.down_bias),
-            )
+        stack = self._stack
+        if stack is None:
+            build, method = self._site.build, self._site.method
+            (wide, down), (wide_shape, down_shape) = self._names(number), self._shapes
             return _Expert(
-                *(
-                    PlainWeights(weights[place], None if biases is None else biases[place])
-                    for weights, biases in tables
-                )
+                build.create(wide, wide_shape, method, self._site.hidden),
+                build.create(down, down_shape, method, self._spec.width),
             )
-        build, method, names = self._site.build, self._site.method, self._spec.names
-        wide = (names.gate, names.up) if isinstance(names, SeparateExperts) else (names.gate_up,)
-        wide, down = (
-            [self._site.tensor_name(name.format(number)) for name in fused]
-            for fused in (wide, (names.down,))
-        )
-        hidden, width, bias = self._site.hidden, self._width, self._spec.bias
-        wide_shape = LinearShape(hidden, 2 * width, bias, halves=True)
-        down_shape = LinearShape(width, hidden, self._down_bias)
+        place = number - self.share.numbers.start
+        linears = [
+            (weights[place], None if biases is None else biases[place])
+            for weights, biases in (
+                (stack.gate_up, stack.gate_up_bias),
+                (stack.down, stack.down_bias),
+            )
+        ]
+        if stack.scales is None:
+            return _Expert(*(PlainWeights(*linear) for linear in linears))
         return _Expert(
-            build.create(wide, wide_shape, method, hidden),
-            build.create(down, down_shape, method, self._spec.width),
+            *(
+                Fp8Weights(Fp8Matrix(codes, each.scales[place], each.group, bias))
+                for (codes, bias), each in zip(linears, stack.scales, strict=True)
+            )
         )
 
     def _gated(self, ctx: ForwardContext, gate_up: Tensor) -> Tensor:
@@ -399,10 +446,12 @@ class Experts(Module):
             (gate_up, 2 * width, hidden, self._take_gate_up),
             (down, hidden, width, self._take_down),
         ):
-            if (storage := self._site.build.storage(name)) is not None:
+            storage = self._site.build.storage(name)
+            if storage is None or _is_plain(storage, outputs, inputs):
+                load = self._each(take, storage)
+                yield WeightSource(name, (count, inputs, outputs), load, rows=here)
+            else:
                 yield from self._stored(name, storage, (outputs, inputs), take)
-                continue
-            yield WeightSource(name, (count, inputs, outputs), self._each(take), rows=here)
         if self._spec.bias:
             wide = self._each(self._take_gate_up)
             yield WeightSource(gate_up + names.bias, (count, 2 * width), wide)
@@ -433,10 +482,16 @@ class Experts(Module):
                 rows=slice(self.share.numbers.start, self.share.numbers.stop),
             )
 
-    def _each(self, take: Take) -> Callable[[Tensor], None]:
+    def _each(self, take: Take, storage: StorageLayout | None = None) -> Callable[[Tensor], None]:
+        """Takes the tensor of all experts; a storage quantizes each weight of it."""
+
         def load(tensor: Tensor) -> None:
             for number, expert in zip(self.share.numbers, self._experts, strict=True):
-                take(expert, tensor[number].t())
+                weight = tensor[number].t()
+                if storage is None:
+                    take(expert, weight)
+                else:
+                    take(expert, storage.dequantize({".weight": weight}, *weight.shape))
 
         return load
 
@@ -463,3 +518,9 @@ class Experts(Module):
             expert.down.load("weight", one.contiguous(), self._down_cut)
         elif self._down_bias:
             expert.down.load("bias", one, self._down_cut)
+
+
+def _is_plain(storage: StorageLayout, outputs: int, inputs: int) -> bool:
+    """Whether weights are in plain numbers, which are quantized as they are loaded."""
+    fields = storage.fields(outputs, inputs)
+    return [(field.suffix, field.dtypes) for field in fields] == [(".weight", FLOATS)]

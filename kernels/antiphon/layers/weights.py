@@ -231,14 +231,21 @@ class BuildContext:
         self, names: Sequence[str], shape: LinearShape, plain: LinearMethod, inputs: int
     ) -> LinearWeights | Fp8Weights:
         """As `create`, for a layer that calls the op of weights that stay in fp8."""
-        if self.method(names, plain) is LinearMethod.FP8:
-            group = self._fp8_group(names, shape, inputs)
-            if group is not None:
-                return Fp8Weights(shape, self.dtype, self.device, group)
+        group = self.fp8_group(names, shape, plain, inputs)
+        if group is not None:
+            return Fp8Weights.empty(shape, self.dtype, self.device, group)
         return self.create(names, shape, plain, inputs)
 
-    def _fp8_group(self, names: Iterable[str], shape: LinearShape, inputs: int) -> int | None:
-        """Inputs that share a scale; None: not the same in all parts, or no kernel reads that."""
+    def fp8_group(
+        self, names: Sequence[str], shape: LinearShape, plain: LinearMethod, inputs: int
+    ) -> int | None:
+        """Inputs that share a scale of weights that stay in fp8.
+
+        None: they do not stay so, differ in that between linears that are fused, or no kernel reads
+        such groups.
+        """
+        if self.method(names, plain) is not LinearMethod.FP8:
+            return None
         groups: set[int | None] = set()
         for name in names:
             storage = self.storage(name)

@@ -108,13 +108,10 @@ FP8_BYTES = 1 + 4 / 128
 
 
 def _wide_parameters(card: ModelCard, quantization: QuantizationConfig | None) -> int:
-    """Quantized parameters that do not stay in fp8: those of experts, and of the head."""
-    wide = 0
-    if (experts := card.experts) is not None:
-        wide += experts.layers * experts.count * 3 * experts.width * card.hidden_size
-    if quantization is not None and quantization.head and quantization.scheme("lm_head"):
-        wide += 0 if card.tied else card.vocabulary_size * card.hidden_size
-    return wide
+    """Quantized parameters that do not stay in fp8: those of the head."""
+    if quantization is None or not quantization.head or not quantization.scheme("lm_head"):
+        return 0
+    return 0 if card.tied else card.vocabulary_size * card.hidden_size
 
 
 def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
@@ -224,7 +221,7 @@ def resolve_weight_storage(
     count = _count(card, quantization)
     grouped = _grouped_bytes(card, quantization, dtype, count)
     if quantization is not None and quantization.fp8:
-        quantized = _fp8(settings, linear, lacking_fp8, dtype, count)
+        quantized = _fp8(settings, card, linear, lacking_fp8, dtype, count)
     else:
         quantized = _quantized(settings, quantization, linear, dtype, count, grouped)
     taken = weight_bytes(
@@ -301,6 +298,7 @@ def _count(card: ModelCard, quantization: QuantizationConfig | None) -> int:
 
 def _fp8(
     settings: Settings,
+    card: ModelCard,
     linear: ResolvedValue[LinearFormat],
     lacking_fp8: str | None,
     dtype: Dtype,
@@ -310,7 +308,8 @@ def _fp8(
     if linear.value is LinearFormat.TILED:
         return linear
     if said in KEEPING_FP8 and lacking_fp8 is None:
-        reason = f"fp8 as stored, {gib(count)}; activations are rounded to fp8"
+        of_what = "" if card.experts is None else " with those of experts"
+        reason = f"fp8 as stored, {gib(count)}{of_what}; activations are rounded to fp8"
         return ResolvedValue(LinearFormat.FP8, reason)
     if said not in KEEPING:
         return linear

@@ -21,7 +21,7 @@ from antiphon.kernels import (
 from antiphon.kernels import pages as copies
 from antiphon.kernels import routing as routing_ops
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
-from antiphon.kernels.experts import ExpertWeights, experts
+from antiphon.kernels.experts import ExpertScales, ExpertWeights, MatrixScales, experts
 from antiphon.kernels.kv import (
     UNSCALED,
     KvScales,
@@ -147,12 +147,28 @@ def check_experts(
     bias: bool = False,
     weighted_inputs: bool = False,
     fixed: bool = False,
+    groups: tuple[int, int] | None = None,
 ) -> None:
-    """Tokens choose among all experts but the second, so that one has no token."""
+    """Tokens choose among all experts but the second, so that one has no token.
+
+    Weights are in e4m3 if they have `groups`: those of inputs of gate and up, and of down.
+    """
     count, hidden, width = sizes
-    made = [(count, 2 * width, hidden), (count, hidden, width)]
-    made += [(count, 2 * width), (count, hidden)] if bias else []
-    weights = ExpertWeights(*(randn(*size, dtype=dtype, seed=s) for s, size in enumerate(made)))
+    weights = ExpertWeights(
+        randn(count, 2 * width, hidden, dtype=dtype, seed=0),
+        randn(count, hidden, width, dtype=dtype, seed=1),
+        randn(count, 2 * width, dtype=dtype, seed=2) if bias else None,
+        randn(count, hidden, dtype=dtype, seed=3) if bias else None,
+    )
+    if groups is not None:
+        codes = [each.to(torch.float8_e4m3fn) for each in (weights.gate_up, weights.down)]
+        scales = [
+            MatrixScales(
+                randn(count, -(-each.shape[2] // group), each.shape[1], seed=5).abs(), group
+            )
+            for each, group in zip(codes, groups, strict=True)
+        ]
+        weights = weights._replace(gate_up=codes[0], down=codes[1], scales=ExpertScales(*scales))
     x, shares = randn(tokens, hidden, dtype=dtype) / hidden**0.5, randn(tokens, 2, seed=7).abs()
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.rand(tokens, count - 1, generator=generator).argsort(dim=-1)[:, :2]
@@ -165,6 +181,26 @@ def check_experts(
     close(got / scale, expected / scale)
 
 
+def check_quantize(
+    module: Module, tokens: int, inputs: int, group: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """Codes of activations are the same; some tokens are zero or tiny, and some are not finite."""
+    x = uneven(tokens, inputs, dtype)
+    with np.errstate(invalid="ignore"):
+        made = module.quantize(x, group)
+    finite, rounded = x.isfinite().all(dim=1), linear_fp8.quantize(x, group)
+    assert torch.equal(made[0].float()[finite], rounded[0].float()[finite])
+    assert torch.equal(made[1][:, finite], rounded[1][:, finite])
+
+
+def uneven(tokens: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    x = randn(tokens, inputs, dtype=dtype)
+    x *= torch.linspace(0.1, 30, inputs).to(dtype)  # groups have scales of their own
+    if tokens > 5:
+        x[1], x[2], x[3, inputs - 1], x[4, 0] = 0.0, 8.8e-43, torch.inf, torch.nan
+    return x
+
+
 def check_linear_fp8(
     module: Module,
     tokens: int,
@@ -174,7 +210,6 @@ def check_linear_fp8(
     *,
     bias: bool = False,
 ) -> None:
-    """Codes of activations are the same; some tokens are zero or tiny, and some are not finite."""
     outputs, inputs = sizes
     groups = -(-inputs // group)
     matrix = linear_fp8.Fp8Matrix(
@@ -183,16 +218,10 @@ def check_linear_fp8(
         group,
         randn(outputs, dtype=dtype, seed=3) if bias else None,
     )
-    x = randn(tokens, inputs, dtype=dtype)
-    x *= torch.linspace(0.1, 30, inputs).to(dtype)  # groups have scales of their own
-    if tokens > 5:
-        x[1], x[2], x[3, inputs - 1], x[4, 0] = 0.0, 8.8e-43, torch.inf, torch.nan
+    x = uneven(tokens, inputs, dtype)
     with np.errstate(invalid="ignore"):
-        made = module.quantize(x, group)
         got = module.linear_fp8(x, matrix)
-    finite, rounded = x.isfinite().all(dim=1), linear_fp8.quantize(x, group)
-    assert torch.equal(made[0].float()[finite], rounded[0].float()[finite])
-    assert torch.equal(made[1][:, finite], rounded[1][:, finite])
+    finite = x.isfinite().all(dim=1)
     expected = linear_fp8.linear_fp8.reference(x, matrix)
     assert got[~finite].isnan().all()
     assert expected[~finite].isnan().all()

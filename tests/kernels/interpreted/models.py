@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -267,21 +268,32 @@ NARROW = {
 """A block of 128 inputs, and a part of one."""
 
 
-@pytest.mark.parametrize("name", ["fp8 block", "fp8 online"])
-def test_weights_stay_in_fp8(name: str, tmp_path: Path) -> None:
-    """On the CPU torch multiplies what the kernel does here, as the settings decide."""
-    row = QUANTIZED[name]
-    folder, _ = write(tmp_path, row, NARROW)
-    on_cpu = open_model(folder, pages=100, dtype="float32", quantization=row.said, quantized="fp8")
+def check_fp8(folder: Path, said: str | None) -> None:
+    """On the CPU torch multiplies what the kernels do here, as the settings decide."""
+    on_cpu = open_model(folder, pages=100, dtype="float32", quantization=said, quantized="fp8")
     files, environ = find_files(folder), {"ANTIPHON_MODEL__DEVICE": "interpreter"}
-    if row.said is not None:
-        environ["ANTIPHON_MODEL__QUANTIZATION"] = row.said
+    if said is not None:
+        environ["ANTIPHON_MODEL__QUANTIZATION"] = said
     settings = settings_of(environ=environ | {"ANTIPHON_CACHE__BYTES_MAX": "1000000"}).settings
     model = load_resolved(files, resolve(settings, read_card(files), host_device("interpreter")))
     assert {c.backend for c in model.runner.choices if c.op == "linear.fp8"} == {"triton"}
     (expected,), (got,) = (outputs_of(each, overlap=False, count=1) for each in (on_cpu, model))
     assert got[0] == expected[0]
     assert got[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8 block", pytest.param("fp8 online", marks=pytest.mark.long)])
+def test_weights_stay_in_fp8(name: str, tmp_path: Path) -> None:
+    row = QUANTIZED[name]
+    folder, _ = write(tmp_path, row, NARROW)
+    check_fp8(folder, row.said)
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt-oss", marks=pytest.mark.long)])
+def test_experts_stay_in_fp8(family: str, tmp_path: Path) -> None:
+    row = BY_NAME[family]
+    saved = save(replace(row, fields={**row.fields, "num_hidden_layers": 1}), tmp_path)
+    check_fp8(saved.folder, "fp8")
 
 
 def test_kernels_that_copy_pages_are_compiled_before_the_first_request(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from antiphon.kernels.triton import (
     logits,
     norm,
     pages,
+    rounding,
     routing,
     sampling,
 )
@@ -115,6 +116,24 @@ def test_experts_have_biases_and_activations(
     )
 
 
+@dtypes
+def test_experts_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
+    checks.check_experts(experts, 9, (5, 300, 72), dtype=dtype, bias=True, groups=(128, 32))
+
+
+@pytest.mark.parametrize("weighted_inputs", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "groups"),
+    [(1, (4, 80, 24), (80, 24)), (9, (5, 100, 72), (32, 72)), (33, (3, 64, 64), (64, 32))],
+)
+def test_experts_of_8_bits_have_any_size(
+    tokens: int, sizes: tuple[int, int, int], groups: tuple[int, int], *, weighted_inputs: bool
+) -> None:
+    checks.check_experts(
+        experts, tokens, sizes, (1.7, 0.5), weighted_inputs=weighted_inputs, groups=groups
+    )
+
+
 def test_experts_in_tiles_of_one_size_equal_their_reference() -> None:
     checks.check_experts(experts, 90, (3, 64, 64), bias=True, fixed=True)
 
@@ -122,6 +141,7 @@ def test_experts_in_tiles_of_one_size_equal_their_reference() -> None:
 @dtypes
 def test_linears_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
     checks.check_linear_fp8(linear_fp8, 9, (72, 300), 128, dtype, bias=True)
+    checks.check_quantize(rounding, 9, 300, 128, dtype)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +153,7 @@ def test_linears_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
 )
 def test_linears_of_8_bits_have_any_size(tokens: int, sizes: tuple[int, int], group: int) -> None:
     checks.check_linear_fp8(linear_fp8, tokens, sizes, group)
+    checks.check_quantize(rounding, tokens, sizes[1], group)
 
 
 @dtypes
@@ -280,8 +301,12 @@ layer_norms = partial(checks.check_layernorm, rows=2, size=100, dtype=F32)
 groups = partial(checks.check_route, tokens=5, count=12, routing=checks.ROUTINGS[3])
 routes = partial(checks.check_route, tokens=5, count=12, routing=checks.ROUTINGS[0])
 few_experts = partial(checks.check_experts, tokens=9, sizes=(5, 40, 72), bias=True)
+fp8_experts = partial(few_experts, sizes=(5, 160, 72), groups=(64, 32))
+fp8_outputs = partial(few_experts, groups=(40, 72))
 many_pairs = partial(checks.check_experts, tokens=90, sizes=(3, 16, 16))
 fp8_rows = partial(checks.check_linear_fp8, tokens=9, sizes=(40, 100), group=100, bias=True)
+rounded_rows = partial(checks.check_quantize, tokens=9, inputs=100, group=100)
+rounded_groups = partial(checks.check_quantize, tokens=9, inputs=300, group=64)
 tiled = partial(checks.check_linear_tiled, tokens=70, sizes=(40, 100), bias=True)
 fp8_groups = partial(checks.check_linear_fp8, tokens=9, sizes=(72, 300), group=64)
 few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
@@ -352,9 +377,23 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
         few_experts,
     ),
     ("experts", "pair = token * TOP_K + choice", "pair = token * TOP_K", few_experts),
-    ("linear_fp8", "scale > 0, scale, 1.0", "scale >= 0, scale, 1.0", fp8_rows),
-    ("linear_fp8", "(first + member < INPUTS)", "(first + member < INPUTS - 1)", fp8_groups),
-    ("linear_fp8", "mask=group < GROUPS", "mask=group <= GROUPS", fp8_groups),
+    ("experts", "factors + group * tokens", "factors", fp8_experts),
+    ("experts", "own + group * (2 * WIDTH)", "own", fp8_experts),
+    ("experts", "scale += WIDTH", "scale += 0", fp8_experts),
+    ("experts", "factors + group * pairs", "factors", fp8_experts),
+    ("experts", "(GROUPS * HIDDEN)", "HIDDEN", fp8_experts),
+    ("experts", "min(DEPTH_BYTES, group & -group)", "DEPTH_BYTES", fp8_experts),
+    ("experts", "own + WIDTH, asked", "own, asked", fp8_outputs),
+    ("experts", "(GROUPS * 2 * WIDTH)", "WIDTH", fp8_outputs),
+    (
+        "experts",
+        "weighted, rows_each = False, 1",
+        "weighted, rows_each = False, top_k",
+        partial(fp8_outputs, weighted_inputs=True),
+    ),
+    ("rounding", "scale > 0, scale, 1.0", "scale >= 0, scale, 1.0", rounded_rows),
+    ("rounding", "(first + member < INPUTS)", "(first + member < INPUTS - 1)", rounded_groups),
+    ("rounding", "mask=group < GROUPS", "mask=group <= GROUPS", rounded_groups),
     ("linear_fp8", "group = begin // GROUP", "group = 0", fp8_groups),
     (
         "linear_fp8",

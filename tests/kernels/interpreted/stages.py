@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from tests.gpu import bench, checks
-from tests.kernels.dry_run import MODELS
+from tests.kernels.dry_run import MODELS, worker_launches
 from tests.kernels.interpreted.checks import RAGGED, a_shape, check_attention, check_heads
 from tests.kernels.on_device import OnDevice
 from tests.models.tiny import VOCABULARY, write_llama
@@ -34,6 +34,14 @@ def test_an_argument_that_is_not_copied_back_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tests.kernels.on_device._Copies.bring_back", lambda _: None)
     with pytest.raises(AssertionError):
         check_heads(OnDevice(heads, torch.device("cpu")), 9, (6, 2, 32, 32))
+
+
+def test_a_launch_outside_the_compile_table_is_found() -> None:
+    """The launches of this worker are those of its dry run; of these, one is left out."""
+    every = worker_launches(TINY.config(2), dtype=torch.float32)
+    table = [launch for launch in every if launch.kernel != "log_mass_kernel"]
+    with pytest.raises(AssertionError, match=r"^1 launches are not .*'log_mass_kernel'"):
+        checks.launches(TINY, "interpreter", table, dtype="float32", prompts=(3, 70, 9))
 
 
 def test_steps_with_graphs_and_without_are_compared(

@@ -20,7 +20,7 @@ from antiphon.config.quantization import (
     QuantizationMethod,
     choose_quantization,
 )
-from antiphon.model_card.card import ModelCard, read_card
+from antiphon.model_card.card import ExpertsCard, ModelCard, read_card
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_card.weight_headers import Weights
 from antiphon.resolve.resolved_value import ResolvedValue
@@ -345,6 +345,20 @@ def test_fp8_stays_where_a_kernel_multiplies_it() -> None:
     with pytest.raises(ConfigError, match=r"model\.linear = fp8: only kernels of a GPU"):
         plan(fp8, model__linear="fp8")
     assert plan(fp8, gpu, model__device="cuda", model__linear="plain").quantized.value == "plain"
+
+
+def test_experts_in_fp8_stay_so_and_the_plan_says_it() -> None:
+    gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU", lacking_fp8=None)
+    experts = ExpertsCard(layers=2, count=8, chosen=2, width=64, shared_width=0, shared_gated=False)
+    fp8 = said(quant_method="fp8")
+    dense, sparse = (
+        decide(gpu, msgspec.structs.replace(CARD, quantization=fp8, **fields), model__device="cuda")
+        for fields in ({}, {"experts": experts})
+    )
+    assert "with those of experts; activations are rounded" in sparse.quantized.reason
+    assert "experts" not in dense.quantized.reason
+    routers = 2 * 8 * CARD.hidden_size * 2
+    assert sparse.weight_bytes.value - dense.weight_bytes.value == routers
 
 
 def test_a_head_in_fp8_is_converted_and_the_plan_counts_it() -> None:

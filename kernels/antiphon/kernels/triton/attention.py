@@ -37,6 +37,8 @@ WIDE = 128
 """Above this head size a block has half the keys: two of them must fit in 99 KiB."""
 TILE = 4096
 DOT_ROWS_MIN = 16
+WARP_NUMBERS = 128
+"""Of float32, that the threads of a warp load at once with 128 bits each."""
 
 
 @triton.jit(do_not_specialize=["row_count", "table_width", "splits"])
@@ -249,7 +251,7 @@ def _attend(
         ).view(-1)
         masses, parts = space[: len(space) // (size + 1)], space[len(space) // (size + 1) :]
     block_d = max(16, power_of_2(size))
-    large = block_m * block_d > TILE
+    large, narrow = block_m * block_d > TILE, keys.element_size() == 1
     launch(
         paged_attention_kernel,
         (count, heads, splits),
@@ -268,8 +270,9 @@ def _attend(
         float(scale * scales.key),
         1.0 if softcap is None else float(softcap),
         float(scales.value),
-        # With fewer warps or stages, registers of a large tile are kept in memory.
-        warps=8 if large else 4,
+        # With fewer warps or stages, registers of a large tile are kept in memory, and on sm_120
+        # those of keys of 8 bits.
+        warps=8 if large or narrow else 4,
         stages=3 if large and block_d <= WIDE else 2,
         PAGE_TOKENS=shape.page_tokens,
         SLOTS=keys.shape[2],
@@ -286,6 +289,7 @@ def _attend(
         SPLIT=SPLIT_TOKENS if splits > 1 else 0,
     )
     if splits > 1:
+        block_s = power_of_2(splits)
         launch(
             merge_kernel,
             (count, heads * group),
@@ -297,11 +301,13 @@ def _attend(
             made.rows,
             splits,
             float(scales.value),
+            # More would have less than 128 bits of the parts to load, each.
+            warps=max(1, min(4, block_s * block_d // WARP_NUMBERS)),
             KV_HEADS=heads,
             GROUP=group,
             SIZE=size,
             BLOCK_M=block_m,
             BLOCK_D=block_d,
-            BLOCK_S=power_of_2(splits),
+            BLOCK_S=block_s,
             SINKS=sinks is not None,
         )

@@ -1,4 +1,4 @@
-"""Linears of e4m3 weights: activations are rounded by one kernel and multiplied by another.
+"""Linears of e4m3 weights, whose activations are rounded by a kernel before.
 
 A tile of outputs reads its weights once for up to 128 tokens; sums run in one order.
 
@@ -15,56 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from antiphon.kernels.kv import FP8_MAX
 from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2
+from antiphon.kernels.triton.rounding import quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.linear_fp8 import Fp8Matrix
 
-E4M3 = torch.float8_e4m3fn
-PASS = 2048
-"""Inputs that a program rounds at a time."""
 FEW, MANY = 16, 128
 """Tokens of a tile: the fewest that fill the matrix units, and the most."""
 DEPTH = 128
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def quantize_kernel(
-    x,
-    codes,
-    scales,
-    tokens,
-    INPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MAX: tl.constexpr,
-    EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Round some groups of a token."""
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * EACH + tl.arange(0, EACH)
-    first = group[:, None] * GROUP
-    peak = tl.zeros([EACH], tl.float32)
-    for start in range(0, GROUP, BLOCK):
-        member = (start + tl.arange(0, BLOCK))[None, :]
-        inside = (member < GROUP) & (first + member < INPUTS)
-        value = tl.load(x + token * INPUTS + first + member, mask=inside, other=0.0)
-        peak = tl.maximum(peak, tl.max(tl.abs(value.to(tl.float32)), axis=1))
-    scale = tl.div_rn(peak, tl.full([EACH], MAX, tl.float32))
-    scale = tl.where(scale > 0, scale, 1.0)
-    tl.store(scales + group * tokens + token, scale, mask=group < GROUPS)
-    for start in range(0, GROUP, BLOCK):
-        member = (start + tl.arange(0, BLOCK))[None, :]
-        inside = (member < GROUP) & (first + member < INPUTS)
-        place = token * INPUTS + first + member
-        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        value = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
-        # What a scale of few bits leaves larger becomes the largest number.
-        tl.store(codes + place, value.to(codes.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -113,32 +74,6 @@ def multiply_kernel(
         total += tl.load(bias + column, mask=used, other=0.0).to(tl.float32)[None, :]
     place = out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=asked[:, None] & used[None, :])
-
-
-def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """As `antiphon.kernels.linear_fp8.quantize`."""
-    x = x.contiguous()
-    tokens, inputs = x.shape
-    group = min(group, inputs)
-    groups, block = ceil_div(inputs, group), min(PASS, power_of_2(group))
-    codes = torch.empty((tokens, inputs), dtype=E4M3, device=x.device)
-    scales = torch.empty((groups, tokens), dtype=torch.float32, device=x.device)
-    each = min(PASS // block, power_of_2(groups))
-    launch(
-        quantize_kernel,
-        (tokens, ceil_div(groups, each)),
-        x,
-        codes,
-        scales,
-        tokens,
-        INPUTS=inputs,
-        GROUP=group,
-        GROUPS=groups,
-        MAX=FP8_MAX[E4M3],
-        EACH=each,
-        BLOCK=block,
-    )
-    return codes, scales
 
 
 def linear_fp8(x: Tensor, weights: Fp8Matrix) -> Tensor:

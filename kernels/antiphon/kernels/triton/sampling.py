@@ -84,6 +84,7 @@ def bound_kernel(
     top_p,
     peaks,
     sums,
+    highests,
     bounds,
     listed,
     vocabulary: tl.constexpr,
@@ -91,7 +92,7 @@ def bound_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A weight that the floor of a row is not below, and the blocks that reach it, in order.
+    """The peak of a row, a weight that its floor is not below, and the blocks that reach it.
 
     A block whose peak is above a weight has one weight above it, at least, and these have its mass
     but for what its other weights, none of which is above, may have.
@@ -119,6 +120,7 @@ def bound_kernel(
     bound = tl.sum(bits.to(tl.float32, bitcast=True), axis=0)
     reaches = (best >= bound) & (block < blocks)
     place = tl.cumsum(reaches.to(tl.int32), axis=0) - 1
+    tl.store(highests + row, highest)
     tl.store(bounds + row, bound)
     tl.store(listed + row * (blocks + 1), tl.sum(reaches.to(tl.int32), axis=0))
     tl.store(listed + row * (blocks + 1) + 1 + place, block, mask=reaches)
@@ -250,21 +252,21 @@ def floored_kernel(
     logits,
     temperatures,
     floors,
+    highests,
     peaks,
     sums,
     out,
     vocabulary: tl.constexpr,
     blocks: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
     """The mass of what each block keeps, relative to the peak of the row."""
     row, block = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures + row)
-    highest, mass = _row_sums(peaks, sums, row, blocks, temperature, BLOCKS)
+    temperature, highest = tl.load(temperatures + row), tl.load(highests + row)
     floor = tl.load(floors + row)
-    kept = tl.sum(tl.where(tl.arange(0, BLOCKS) == block, mass, 0.0), axis=0)
-    best = tl.exp((tl.load(peaks + row * blocks + block) - highest) / temperature)
+    at = row * blocks + block
+    best = tl.exp((tl.load(peaks + at) - highest) / temperature)
+    kept = tl.load(sums + at) * best.to(tl.float64)
     if best < floor:
         kept = kept * 0.0  # nothing of it is kept, and nothing is read
     elif floor > 0.0:
@@ -272,7 +274,7 @@ def floored_kernel(
         value = _logits_at(logits, row, place, vocabulary)
         weight = tl.exp((value - highest) / temperature)
         kept = tl.sum(tl.where(weight < floor, 0.0, weight).to(tl.float64), axis=0)
-    tl.store(out + row * blocks + block, kept)
+    tl.store(out + at, kept)
 
 
 @triton.jit
@@ -364,7 +366,8 @@ def sample(
     floors, kept = torch.empty_like(temperature), torch.empty_like(sums)
     made = partial(torch.empty, device=logits.device)
     listed, counts = made((rows, blocks + 1), dtype=torch.int32), made(rows, dtype=torch.int32)
-    weights, bounds = made((rows, CANDIDATES)), torch.empty_like(temperature)
+    weights = made((rows, CANDIDATES))
+    bounds, highests = torch.empty_like(temperature), torch.empty_like(temperature)
     launch(
         bound_kernel,
         (rows,),
@@ -373,8 +376,11 @@ def sample(
         top_p,
         peaks,
         sums,
+        highests,
         bounds,
         listed,
+        # With fewer, registers are kept in memory on sm_120.
+        warps=8,
         vocabulary=vocabulary,
         blocks=blocks,
         BLOCK=BLOCK,
@@ -427,13 +433,14 @@ def sample(
         logits,
         temperature,
         floors,
+        highests,
         peaks,
         sums,
         kept,
+        warps=1,
         vocabulary=vocabulary,
         blocks=blocks,
         BLOCK=BLOCK,
-        BLOCKS=width,
     )
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     launch(

@@ -1,0 +1,113 @@
+"""Whatever is asked of a worker on a GPU, what it launches was compiled ahead of time."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.kernels.dry_run import (
+    GRAPH_SIZES,
+    MODELS,
+    PAGE_TOKENS,
+    SAMPLED,
+    Launch,
+    every_launch,
+    loop_of,
+    open_worker,
+    recording,
+    request,
+)
+
+from antiphon.config.load import load
+from antiphon.config.model import Dtype, LinearFormat, LoadFormat
+from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_card.card import read_card
+from antiphon.model_card.files import find_files
+from antiphon.model_worker.runner.device_runner import DeviceRunner
+from antiphon.resolve.device import HostDevice
+from antiphon.resolve.resolved_config import resolve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LLAMA = "Llama-3.1-8B"
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 163840,
+}
+"""DeepSeek-V3."""
+
+
+def test_the_dry_run_has_the_defaults_of_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[LLAMA].config(32)))
+    card = read_card(find_files(tmp_path, LoadFormat.DUMMY))
+    environ = {"ANTIPHON_MODEL__DEVICE": "cuda", "ANTIPHON_BATCHING__RUNNING_MAX": "256"}
+    gpu = HostDevice(kind="cuda", cores=8, memory_bytes=80 << 30, lacking="it is a GPU")
+    plan = resolve(load(environ=environ).settings, card, gpu)
+    assert (plan.dtype.value, plan.linear.value) == (Dtype.BFLOAT16, LinearFormat.PLAIN)
+    assert (plan.page_tokens.value, plan.graph_sizes.value) == (PAGE_TOKENS, GRAPH_SIZES)
+
+
+def launched(name: str, seed: int = 0, requests: int = 24, **changes: int) -> set[Launch]:
+    """What a worker launches for requests of any length that come one after the other."""
+    random = np.random.default_rng(seed)
+    lengths = np.exp(random.uniform(0, np.log(20_000), requests)).astype(int).tolist()
+    ways = random.integers(len(SAMPLED), size=requests).tolist()
+    counts = random.integers(1, 9, requests).tolist()
+    with recording() as found:
+        model = open_worker(MODELS[name].config(3), rows=48, **changes)
+        assert isinstance(model.runner, DeviceRunner)
+        model.runner.capture((1, 3, 20))
+        loop = loop_of(model, running_max=48, step_tokens_max=2048, chunk_tokens=512)
+        asked = [
+            request(length, SAMPLED[way], new_tokens)
+            for length, way, new_tokens in zip(lengths, ways, counts, strict=True)
+        ]
+        ran = loop.run(asked, one_a_turn=True)
+    assert [len(output.ids) for output in ran] == [each.sampling.max_new_tokens for each in asked]
+    return set(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_worker_launches_what_was_compiled(name: str) -> None:
+    found = launched(name)
+    assert {each.kernel for each in found} >= {
+        *("rmsnorm_kernel", "heads_kernel", "paged_attention_kernel", "merge_kernel"),
+        *("finite_kernel", "decode_rows_kernel", "resolve_kernel", "record_kernel"),
+        *("argmax_kernel", "candidates_kernel", "penalize_kernel", "bias_kernel", "mask_kernel"),
+    }
+    assert not found - set(every_launch())
+
+
+def test_pages_of_another_size_were_not_compiled() -> None:
+    unknown = launched(LLAMA, requests=3, page_tokens=16, pages=4000) - set(every_launch())
+    kernels = {each.kernel for each in unknown}
+    assert kernels == {"heads_kernel", "paged_attention_kernel", "decode_rows_kernel"}
+
+
+def test_a_model_whose_attention_has_no_kernel_is_refused() -> None:
+    with pytest.raises(KernelUnavailable, match=r"latent attention \(MLA\)"):
+        open_worker(DEEPSEEK)
