@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
+from tests.gpu.costs import DECODE_AIMS, GpuRates, decode_cost
 from tests.gpu.models import greedy_requests, open_sized, runner_of
 from tests.gpu.timing import COPY_BYTES, PRODUCT_SIDE, Stopwatch, idle_share
 from tests.kernels.dry_run import MODELS, PAGE_TOKENS
@@ -39,7 +40,12 @@ if TYPE_CHECKING:
 DEVICE = "cuda"
 KIND = torch.bfloat16
 LLAMA, QWEN = MODELS["Llama-3.1-8B"], MODELS["Qwen3-30B-A3B"]
-AIMS = {"memory": 0.85, "matmul": 0.70, "reads": 1.5, "batch 1": 0.85, "batch 256": 0.65}
+AIMS = {
+    "memory": 0.85,
+    "matmul": 0.70,
+    "reads": 1.5,
+    **{f"batch {rows}": share for rows, share in DECODE_AIMS.items()},
+}
 IDLE_MAX = 0.03
 PROFILED = range(20, 50)
 """Which decode steps in a row are profiled."""
@@ -255,17 +261,12 @@ def decode(
 ) -> Facts:
     """Steps of a whole model with random weights, by graphs, from the batching loop.
 
-    The roofline is the slower of the bytes of all weights but embeddings, and of keys and values,
-    at the rate of a copy, and of the products at torch's rate. Idle is the share of some steps in
-    which the GPU computes nothing.
+    The roofline is that of `decode_cost`, at the rates of a copy and of a product of torch. Idle is
+    the share of some steps in which the GPU computes nothing.
     """
     bench = bench or GpuBench()
     device = "cuda" if bench.device.type == "cuda" else "interpreter"
-    product_rate, found = bench.product_rate(), dict[str, Any]()
-    queries, kv_heads, size = sizes.heads
-    attention = sizes.hidden * size * (2 * queries + 2 * kv_heads)
-    weights = layers * (attention + 3 * sizes.hidden * sizes.width)
-    weights += sizes.hidden * sizes.vocabulary
+    rates, found = GpuRates(bench.copy_rate, bench.product_rate()), dict[str, Any]()
     context = prompt_tokens + new_tokens
     for rows in batches:
         model = open_sized(sizes, layers, device, rows=rows, tokens=context)
@@ -282,11 +283,7 @@ def decode(
         run()
         step_s = float(np.median(loop.steps_s))
         keys = context - new_tokens // 4
-        kv_bytes = rows * keys * layers * 2 * kv_heads * size * KIND.itemsize
-        floor_s = max(
-            (weights * KIND.itemsize + kv_bytes) / bench.copy_rate,
-            2 * rows * weights / product_rate,
-        )
+        floor_s = decode_cost(sizes, layers, rows, keys).seconds(rates)
         found[f"batch {rows}"] = _rounded(
             step_ms=step_s * 1e3,
             tokens_s=rows / step_s,

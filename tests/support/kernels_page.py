@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.gpu.costs import DECODE_AIMS, GPUS, decode_cost, launches_of
 from tests.kernels.ahead_of_time import read_table
 from tests.kernels.dry_run import MODELS
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.op import Backend
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+KEYS = 512
 STATUS = {
     "cpu": "runs",
     "triton": "equals its reference in Triton's interpreter; not yet run on a GPU",
@@ -54,6 +56,7 @@ only.
         if not name.startswith("test."):
             columns = (_status(op.backends, backend) for backend in STATUS)
             yield f"| `{name}` | {' | '.join(columns)} |"
+    aims = ", ".join(f"{share:.0%} with {rows}" for rows, share in DECODE_AIMS.items())
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     yield f"""
 Triton kernels are written for {", ".join(names)}, and accept compute capabilities
@@ -92,6 +95,15 @@ launches that are not in the table above, bits of steps with graphs and without,
 deterministic inference, and 64 prompts against the CPU. `make bench-gpu` compares kernels with
 copies and products of torch that are measured beside them, and decode steps of Llama-3.1-8B's shape
 with the roofline. **No figure is known yet.**
+
+What a decode step in bfloat16 costs at least, whose rows have {KEYS} keys each: it reads all
+weights but embeddings, of evenly chosen experts those that some row has, and keys and values. The
+time is that of the bytes or, where they take longer, of the products, by the data sheets of GPUs
+with SXM. The aim is a share of this rate: {aims}.
+Launches are those of a graph, without sampling. A test compares the formulae with what a worker
+launches.
+
+{_costs()}
 
 ## Choosing
 
@@ -145,6 +157,21 @@ Decode steps are captured as CUDA graphs before a worker is ready, for SGLang's 
 log says how long it took and how much memory. On the interpreter a tape of all calls stands for a
 graph and is replayed from itself alone. **No graph has yet been captured on a GPU.** Prefills and
 steps that verify drafts are not captured, and neither are models with chunked attention."""
+
+
+def _costs() -> str:
+    titles = " | ".join(f"{name} | tokens/s, aim" for name in GPUS)
+    lines = [f"| model | rows | weights | keys and values | products | launches | {titles} |"]
+    lines.append("|---" * (6 + 2 * len(GPUS)) + "|")
+    for name, sizes in MODELS.items():
+        for rows, share in DECODE_AIMS.items():
+            cost = decode_cost(sizes, sizes.layers, rows, KEYS)
+            read = f"{cost.weight_bytes / 1e9:.2f} GB | {cost.cache_bytes / 1e9:.2f} GB"
+            counts = f"{cost.operations / 1e12:.3f} TFLOP | {launches_of(name, sizes.layers)}"
+            times = [cost.seconds(rates) for rates in GPUS.values()]
+            reached = (f"{time * 1e3:.2f} ms | {share * rows / time:,.0f}" for time in times)
+            lines.append(f"| {name} | {rows} | {read} | {counts} | {' | '.join(reached)} |")
+    return "\n".join(lines)
 
 
 def _compiled() -> str:
