@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 from tests.simulation.list_worlds import open_lists, running_lists
-from tests.simulation.protocol_world import move_attempts, note_silences
+from tests.simulation.protocol_world import freeze_leaders, move_attempts, note_silences
 from tests.simulation.seal_orders import ORDERS
 from tests.simulation.seal_orders import live as live_in_order
 from tests.simulation.settle_orders import ORDERS as SETTLE_ORDERS
@@ -31,7 +31,8 @@ from tests.simulation.worker_worlds import (
 
 from antiphon.detokenizer.choice import ChoiceState
 from antiphon.detokenizer.machine import Detokenizer
-from antiphon.gateway.owner.request import OwnedChoice
+from antiphon.gateway.owner.machine import Owner
+from antiphon.gateway.owner.request import OwnedChoice, OwnedRequest
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.logits import LogitsProcessors
 from antiphon.model_worker.batching.logprobs import LogprobsParams
@@ -58,6 +59,8 @@ from antiphon.wire.codec import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+
+    from antiphon.wire.base import Term
 
 SEEDS = 50
 
@@ -427,7 +430,19 @@ def ready_at_once(_: Callable[..., Any]) -> Callable[..., Any]:
     return all_reported
 
 
+def taken_from_an_answer(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A leader is known by its answer, and what the one before had queued is not submitted."""
+
+    def accept(self: Owner, request: OwnedRequest, term: Term) -> None:
+        if self._term is None:
+            self._term = term
+        right(self, request, term)
+
+    return accept
+
+
 MUTANTS = (
+    Mutant("leader taken from an answer", Owner, "_accept", taken_from_an_answer, freeze_leaders),
     Mutant("late one taken for ended", PeerTable, "take_late", taken_for_ended, note_silences),
     Mutant("late one not probed", PeerTable, "take_late", never_probed, note_silences),
     Mutant("choice not dropped", EngineCore, "drop", never_dropped, move_attempts),

@@ -466,6 +466,10 @@ class GatewayNode(Node):
             self._act(self.owner.tick())
 
 
+NAMED_MAX_S = 0.1
+"""How much later a term is named than calls are taken."""
+
+
 class SchedulerNode(Node):
     """Leads, or stands by."""
 
@@ -492,6 +496,7 @@ class SchedulerNode(Node):
         self.leader = SchedulerCore(self.process, MODEL, rules, self.clock, self.peers)
         self._doors: list[Interest] = []
         self._said = self.leader.term
+        self._chance = random.Random(self.name)
         # Some are of an earlier version, which reads no changes of running lists.
         self.follows = random.Random(self.name).random() < 0.8
         network.listen(self, OPEN, self._on_open, model=MODEL)
@@ -505,7 +510,7 @@ class SchedulerNode(Node):
     def report(self) -> Report:
         return Report(
             load=self.leader.open_requests,
-            leads=self.leader.term,
+            leads=self.leader.term if self.leader.term == self._said else None,
             reads=LEADER_READS if self.follows else OPEN_LIST_READS,
         )
 
@@ -542,9 +547,7 @@ class SchedulerNode(Node):
         self._flush()
 
     def _mind_doors(self) -> None:
-        if self.leader.term != self._said:
-            self._said = self.leader.term
-            self.beat()
+        """Take calls while it leads, and name the term only after that, as the service does."""
         if self.leader.term is None:
             for door in self._doors:
                 self.network.ignore(door)
@@ -554,6 +557,10 @@ class SchedulerNode(Node):
                 self.network.listen(self, route, self._on_call, model=MODEL)
                 for route in (SUBMIT, CANCEL, ADOPT)
             ]
+        if self.leader.term != self._said:
+            self._said = self.leader.term
+            pause_s = self._chance.uniform(0, NAMED_MAX_S)
+            self.timeline.after(pause_s, partial(self.run, self.beat))
 
     def _flush(self) -> None:
         for action in self.leader.take_actions():

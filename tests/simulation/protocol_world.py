@@ -696,6 +696,21 @@ def move_attempts(seed: int) -> None:
     assert not any(errors), errors
 
 
+def freeze_leaders(seed: int) -> None:
+    """The leader stands still, while others lead: no request notices, those that wait included."""
+    world = World(seed, Weather(delay_s=0.005))
+    world.run(SETTLE_S)
+    world.load(60, 6, deadline_s=(100, 110))
+    world.run(2 + seed % 5 / 2)
+    for node in world.schedulers:
+        if node.leader.term is not None:
+            node.freeze(8)
+    world.run(24)
+    world.check_ended()
+    errors = [one.error for one in world.stories.values() if not one.left]
+    assert not any(errors), errors
+
+
 def _whole_letters(before: bytes, answers: list[bytes]) -> str:
     """The bytes that were said, up to the end of their last letter in the answer they are of."""
     answer = next((one for one in answers if one.startswith(before)), None)
