@@ -45,8 +45,8 @@ MATRIX_OF_FP8 = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 103: "UTCQMMA", 120: "
 """Of 8 bits. Smaller tiles are widened by ptxas on sm_90 to sm_103, which have nothing else."""
 MULTIPLYING = frozenset(
     {
-        *("attention.paged_attention", "experts.gate_up", "experts.down"),
-        *("linear_fp8.multiply", "linear_tiled.linear"),
+        *("attention.paged_attention", "experts.gate_up", "experts.down", "latent.latent"),
+        *("linear_fp8.multiply", "linear_grouped.multiply", "linear_tiled.linear"),
     }
 )
 """Kernels whose innermost loop multiplies matrices, and loads the next ones meanwhile."""
@@ -87,7 +87,8 @@ def lacks(code: Code, launch: Launch, sm: int) -> str | None:
         return f"its widest load is of {code.load_bits} bits"
     if name_of(launch) not in MULTIPLYING or launch.arguments[0].startswith(WIDE):
         return None
-    large = int(dict(launch.constants)["BLOCK_M"] or 0) >= MATRIX_ROWS_MIN
+    rows = "BLOCK_N" if name_of(launch) == "linear_grouped.multiply" else "BLOCK_M"
+    large = int(dict(launch.constants)[rows] or 0) >= MATRIX_ROWS_MIN
     if launch.arguments[0].startswith(NARROW):
         expected = MATRIX_OF_FP8[sm] if large or sm not in MATRIX_OF else "HMMA"
     else:

@@ -14,14 +14,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
 import torch
-from tests.kernels.no_data import empty, open_without_data
+from tests.kernels.no_data import empty, open_without_data, uploaded
 from tests.models.model_loop import ModelLoop
 from tests.support.worker import state
 
 from antiphon.config.quantization import QuantizationMethod, online_quantization
+from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.linear_grouped import GroupedMatrix
 from antiphon.kernels.op import DeviceCapability
-from antiphon.kernels.ops import select
+from antiphon.kernels.ops import Ops, select
+from antiphon.kernels.recurrent import LayerStates, Recurrence, StateMetadata
 from antiphon.kernels.triton.backend import E4M3_SM
 from antiphon.kernels.triton.launch import RECORDING, Constant
 from antiphon.model_card.quantization_config import read_quantization
@@ -70,6 +74,7 @@ _TYPES = {
     torch.int32: "*i32",
     torch.bool: "*i1",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
 }
 
 
@@ -290,6 +295,62 @@ def _call_others() -> None:
     ops.layernorm(x, weight, weight, 1e-5)
     ops.activate(x, "gelu_tanh")
     ops.sigmoid_mul(empty(64, 16, 128), heads[:, 32:])
+    _call_grouped(ops)
+    _call_latent(ops)
+    _call_recurrent(ops, DELTA_NET)
+    _call_recurrent(ops, MAMBA)
+
+
+def _call_grouped(ops: Ops) -> None:
+    """Square linears of AWQ, MXFP4 and int8, in each tile."""
+    half, whole = empty(4096, 2048, dtype=torch.uint8), empty(4096, 4096, dtype=torch.int8)
+    halves, scales = empty(32, 4096, dtype=torch.float16), empty(128, 4096)
+    outputs = empty(1, 4096, dtype=torch.float32)
+    for tokens in (1, 32, 8192):
+        x = empty(tokens, 4096)
+        ops.linear_grouped(x, GroupedMatrix(half, halves, halves, 128, -8))
+        ops.linear_grouped(x, GroupedMatrix(half, scales, None, 32))
+        ops.linear_grouped(x, GroupedMatrix(whole, outputs, None, 4096))
+
+
+def _call_latent(ops: Ops) -> None:
+    """DeepSeek-V3's attention over short and long rows that are decoded, and in a prefill."""
+    shape, pages = KvShape(PAGE_TOKENS, 1, 128, 576, torch.bfloat16), empty(PAGES, 1, 64, 576)
+    for tokens, keys in ((1, 300), (1, 4000), (1, 17000), (500, 2000)):
+        table = np.zeros((1, -(-keys // PAGE_TOKENS)), np.int32)
+        lengths = np.array([tokens], np.int32), np.array([keys], np.int32)
+        rows = AttentionMetadata(shape, table, *lengths, uploaded)
+        ops.paged_attention(empty(tokens, 128, 576), pages, pages, rows, 0.1)
+
+
+DELTA_NET = {"kind": "gated_delta", "key_heads": 16, "heads": 32, "rows": 128, "columns": 128}
+"""A layer of Qwen3-Next-80B-A3B."""
+MAMBA = {"kind": "ssd", "key_heads": 1, "heads": 48, "rows": 256, "columns": 64}
+"""A layer of Falcon-H1's shape."""
+
+
+def _call_recurrent(ops: Ops, sizes: Mapping[str, Any]) -> None:
+    heads, columns, mamba = sizes["heads"], sizes["columns"], sizes["kind"] == "ssd"
+    each, width = empty(heads, dtype=torch.float32), heads * columns
+    channels = width + 2 * sizes["key_heads"] * sizes["rows"]
+    layer = Recurrence(
+        **sizes,
+        conv=empty(4, channels),
+        conv_bias=empty(channels) if mamba else None,
+        decay_log=each,
+        step_bias=each,
+        skip=each if mamba else None,
+        norm=empty(width if mamba else columns),
+        norm_part=width if mamba else columns,
+        norm_eps=1e-6,
+        gate_first=mamba,
+    )
+    recurrent = empty(9, heads, sizes["rows"], columns, dtype=torch.float32)
+    one = np.ones(1, np.int32)
+    rows = StateMetadata(one, one[:, None] + 1, one * 5, one * 5, uploaded)
+    states = LayerStates(0, empty(9, 3, channels), recurrent)
+    rates = heads * (1 if mamba else 2)
+    ops.recurrence(empty(5, width + channels + rates), layer, states, rows)
 
 
 @contextmanager

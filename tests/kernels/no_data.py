@@ -69,7 +69,7 @@ def open_without_data(
     decoder.pack()
     groups = cache_groups(spec, build, page_tokens=page_tokens, pages=pages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(upload, "_Pinned", lambda device: _uploaded)
+        patch.setattr(upload, "_Pinned", lambda device: uploaded)
         runner = DeviceRunner(
             LoadedModel(spec, decoder, build),
             groups,
@@ -93,7 +93,7 @@ def _spec_of(config: Mapping[str, Any]) -> ModelSpec:
         return read_spec(family_of(read.architectures, files), read)
 
 
-def _uploaded(values: NDArray[Any]) -> Tensor:
+def uploaded(values: NDArray[Any]) -> Tensor:
     return torch.empty_like(torch.as_tensor(values), device=META)
 
 

@@ -22,7 +22,6 @@ from tests.kernels.dry_run import (
 
 from antiphon.config.load import load
 from antiphon.config.model import Dtype, LinearFormat, LoadFormat
-from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.runner.device_runner import DeviceRunner
@@ -33,32 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LLAMA = "Llama-3.1-8B"
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 163840,
-}
-"""DeepSeek-V3."""
 
 
 def test_the_dry_run_has_the_defaults_of_a_worker(tmp_path: Path) -> None:
@@ -106,8 +79,3 @@ def test_pages_of_another_size_were_not_compiled() -> None:
     unknown = launched(LLAMA, requests=3, page_tokens=16, pages=4000) - set(every_launch())
     kernels = {each.kernel for each in unknown}
     assert kernels == {"heads_kernel", "paged_attention_kernel", "decode_rows_kernel"}
-
-
-def test_a_model_whose_attention_has_no_kernel_is_refused() -> None:
-    with pytest.raises(KernelUnavailable, match=r"latent attention \(MLA\)"):
-        open_worker(DEEPSEEK)

@@ -74,12 +74,12 @@ No GPU is needed to compile for one. A worker's own code serves requests with tw
 {", ".join(MODELS)}, on tensors that have shapes
 and no data: with pages of 64 tokens and graphs of up to 256 rows, in bfloat16, in deterministic
 mode, and with fp8 weights and a KV cache of float8_e4m3fn, which need 8.9. Each launch is recorded
-and compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`).
-Other requests of any length launch nothing else, as a test shows; DeepSeek-V3 is refused, as its
-latent attention has no kernel. None keeps
-registers in memory, and each fits in the shared memory of a block there. In the loop that
-multiplies matrices, or without one anywhere, each loads 128 bits a thread at once, except kernels,
-by name, that read some numbers a row. Tiles of 64 rows are multiplied by the matrix
+and compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other
+requests of any length launch nothing else, as a test shows. Of weights in groups, latents and
+recurrent layers, the kernels are compiled for some shapes, and the rest of what such models launch
+is not. None keeps registers in memory, and each fits in the shared memory of a block there. In the
+loop that multiplies matrices, or without one anywhere, each loads 128 bits a thread at once, except
+kernels, by name, that read some numbers a row. Tiles of 64 rows are multiplied by the matrix
 units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones are loaded meanwhile; of
 fp8, by the units of 8.9 and 12.0, and tiles of 64 rows by those of 9.0 and 10.x. Bits of
 a load, and of the launch that uses most registers of a thread, KiB of shared memory, and
@@ -117,7 +117,8 @@ refused, each with a reason.
 ## On a GPU these are refused
 
 Models that only pool, tensor and pipeline parallelism, draft models, the modules of
-transformers, and latent attention. FlashInfer is not used.
+transformers; with latent attention also a KV cache of 8 bits and deterministic inference.
+FlashInfer is not used.
 
 ## Deterministic inference
 
@@ -126,6 +127,18 @@ weights, experts in tiles of one size, and attention has the same tiles for pref
 without parts: a token has the same bits whatever is beside it ([decision
 75](decisions/0075-on-a-gpu-tiles-follow-from-weights.md)). Weights in fp8 are converted while
 loading then. Such steps are slower; how much was not measured.
+
+## Latent attention
+
+Every row of DeepSeek V2 and V3 and models of their shape attends to latents as they are cached: a
+program has one latent in registers for 16 heads of a token, or a few heads of some tokens
+([decision 69](decisions/0069-latents-are-absorbed-on-a-gpu.md)).
+
+## Recurrent layers
+
+A program keeps some columns of a head's state in registers and takes the tokens of a row one by one
+([decision 79](decisions/0079-states-are-walked-through-on-a-gpu.md)). Decode steps of models with
+such layers are not captured.
 
 ## fp8 weights
 
@@ -136,6 +149,15 @@ rounded again before its second product ([decision
 73](decisions/0073-fp8-weights-meet-fp8-activations.md)). Compute capabilities before 8.9 do not
 multiply fp8: there, and with `--model-linear plain`, weights are converted while loading.
 So is an output head, and blocks whose inputs are no multiple of 32.
+
+## Weights in groups
+
+Linears of AWQ, GPTQ, compressed-tensors, torchao and MXFP4 whose weights have 4 or 8 bits and a
+scale for a group of inputs stay as they are stored, and become numbers of the model's dtype in
+registers as they are multiplied ([decision
+76](decisions/0076-codes-become-weights-in-registers.md)). Converted while loading are those of
+routed experts, of the output head, of GGUF files, with inputs or groups that are no multiple of 32,
+and all of them with `--model-linear plain`.
 
 ## Pages outside the worker
 

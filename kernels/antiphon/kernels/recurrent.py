@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,11 +27,13 @@ from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import cpu
 from antiphon.kernels.norm import gated_rmsnorm
 from antiphon.kernels.op import kernel
+from antiphon.kernels.triton.backend import triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from antiphon.kernels.cpu.extension import CompiledRecurrence
+    from antiphon.kernels.upload import Upload
 
 NORM_EPS = 1e-6
 """Added to the squared norm of queries and keys, as checkpoints were trained."""
@@ -99,7 +101,7 @@ class Recurrence:
         )
 
 
-@kernel("recurrent.layer", cpu("recurrence"))
+@kernel("recurrent.layer", cpu("recurrence"), triton("recurrent:recurrence"))
 def recurrence(
     projected: Tensor, layer: Recurrence, states: LayerStates, rows: StateMetadata
 ) -> Tensor:
@@ -107,7 +109,7 @@ def recurrence(
 
     projected (T, inputs); the layer's states, mutated  ->  (T, H * columns), dtype of projected
 
-    The CPU kernel takes every token by itself, so that its bits do not depend on chunks.
+    Kernels take every token by itself, so that its bits do not depend on chunks.
     """
     if layer.scales is not None:
         projected = projected * layer.scales
@@ -515,6 +517,13 @@ class ScanSpan:
         return flat if len(flat) == length else flat[self.offset : self.offset + length]
 
 
+class StateRows(NamedTuple):
+    """The rows of a pass as Triton kernels read them, int32."""
+
+    rows: Tensor  # (3 + W, R): first token, tokens, the state read, and those written
+    token_row: Tensor  # (T,) the row of each token
+
+
 @dataclass(frozen=True)
 class StateMetadata:
     """The rows of one forward pass. Made once a pass, used by each layer.
@@ -528,6 +537,29 @@ class StateMetadata:
     writes: Ints
     query_len: Ints  # (R,) tokens of a row in this pass
     kv_len: Ints  # (R,) tokens of its sequence up to the end of the row
+    upload: Upload = torch.as_tensor
+
+    @cached_property
+    def on_device(self) -> StateRows:
+        """What Triton kernels read of the rows.
+
+        Raises:
+            RuntimeError: A row leaves neither one state nor one for each of its tokens.
+        """
+        left = np.count_nonzero(self.writes >= 0, axis=1)
+        if len(wrong := np.flatnonzero((left != 1) & (left != self.query_len))):
+            row = wrong.item(0)
+            tokens, states = self.query_len.item(row), left.item(row)
+            raise RuntimeError(f"row {row} of {tokens} tokens leaves {states} states")
+        count = len(self.query_len)
+        starts = np.cumsum(self.query_len, dtype=np.int32) - self.query_len
+        rows = np.concatenate([[starts, self.query_len, self.reads], self.writes.T])
+        size = rows.size + -rows.size % 4  # parts of 16 bytes
+        token_row = np.repeat(np.arange(count, dtype=np.int32), self.query_len)
+        packed = np.zeros(size + len(token_row), np.int32)
+        packed[: rows.size], packed[size:] = rows.ravel(), token_row
+        flat = self.upload(packed)
+        return StateRows(flat[: rows.size].view(rows.shape), flat[size:])
 
     @cached_property
     def compiled(self) -> extension.CompiledStates:

@@ -12,9 +12,11 @@ import torch
 
 from antiphon.layers.methods import (
     Fp8Weights,
+    GroupedCodeWeights,
     LinearMethod,
     LinearShape,
     LinearWeights,
+    OpWeights,
     RankSlice,
     TiledWeights,
 )
@@ -110,7 +112,7 @@ def weight_sources(
     inputs: int,
     cut: RankSlice,
     build: BuildContext,
-    weights: LinearWeights | Fp8Weights,
+    weights: LinearWeights | OpWeights,
 ) -> Iterator[WeightSource]:
     """The checkpoint tensors of a linear's weight, in whatever layout it is stored.
 
@@ -128,7 +130,7 @@ def _source(
     part: LinearPart,
     inputs: int,
     cut: RankSlice,
-    weights: LinearWeights | Fp8Weights,
+    weights: LinearWeights | OpWeights,
 ) -> WeightSource:
     def load(tensor: Tensor) -> None:
         weights.load(field, part.stored.extract(field, part.outputs, tensor), cut)
@@ -143,7 +145,7 @@ def _quantized_sources(
     inputs: int,
     cut: RankSlice,
     storage: StorageLayout,
-    weights: LinearWeights | Fp8Weights,
+    weights: LinearWeights | OpWeights,
 ) -> Iterator[WeightSource]:
     stored = part.stored
     if stored.transposed:
@@ -259,17 +261,21 @@ class _WeightAssembler:
         return slice_weight(whole, *piece.within(wider))
 
 
-def kernels_of(weights: LinearWeights | Fp8Weights) -> frozenset[str]:
+def kernels_of(weights: LinearWeights | OpWeights) -> frozenset[str]:
     """The ops that multiply by these weights."""
     if isinstance(weights, Fp8Weights):
         return frozenset({"linear.fp8"})
+    if isinstance(weights, GroupedCodeWeights):
+        return frozenset({"linear.grouped"})
     return frozenset({"linear.tiled"}) if isinstance(weights, TiledWeights) else frozenset[str]()
 
 
-def multiply(ctx: ForwardContext, weights: LinearWeights | Fp8Weights, x: Tensor) -> Tensor:
+def multiply(ctx: ForwardContext, weights: LinearWeights | OpWeights, x: Tensor) -> Tensor:
     """Multiply: x (T, I)  ->  (T, O), bias added."""
     if isinstance(weights, Fp8Weights):
         return ctx.ops.linear_fp8(x, weights.matrix)
+    if isinstance(weights, GroupedCodeWeights):
+        return ctx.ops.linear_grouped(x, weights.matrix)
     if isinstance(weights, TiledWeights):
         return ctx.ops.linear_tiled(x, weights.table, weights.bias)
     return weights.apply(x)

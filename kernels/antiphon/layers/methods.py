@@ -23,6 +23,7 @@ from antiphon.kernels.cpu.linear import (
     PackedWeight,
 )
 from antiphon.kernels.linear_fp8 import E4M3, Fp8Matrix
+from antiphon.kernels.linear_grouped import GroupedCodes, GroupedMatrix, packed
 from antiphon.layers.quantization.storage import (
     Fp8Weight,
     GroupedWeight,
@@ -198,14 +199,67 @@ class Fp8Weights:
         matrix.scales[:, rows].copy_(part.scales.T)
 
 
+class GroupedCodeWeights:
+    """Weights that are stored in groups, and stay so: the op `linear.grouped` has `matrix`."""
+
+    packed: CompiledLinear | None = None
+
+    def __init__(
+        self,
+        shape: LinearShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        grouping: Grouping,
+        codes: GroupedCodes,
+    ) -> None:
+        self._grouping = grouping
+        outputs, groups = shape.outputs, -(-shape.inputs // grouping.group)
+        # One scale an output is little to read.
+        kept = torch.float32 if groups == 1 else grouping.multiplied_in(dtype).scales
+        scales = torch.empty((groups, outputs), dtype=kept, device=device)
+        self.matrix = GroupedMatrix(
+            codes.empty(outputs, shape.inputs, device),
+            scales,
+            torch.empty_like(scales) if grouping.minimums else None,
+            grouping.group,
+            codes.first,
+            torch.empty(outputs, dtype=dtype, device=device) if shape.bias else None,
+        )
+
+    def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
+        part, matrix = cut.of(field, tensor), self.matrix
+        rows = slice(cut.into, cut.into + len(part))
+        if field != "weight":
+            assert matrix.bias is not None, "a linear without bias"
+            matrix.bias[rows].copy_(dequantized(part))
+            return
+        if isinstance(part, Int8Weight):
+            matrix.codes[rows].copy_(part.steps)
+            matrix.scales[0, rows].copy_(part.scales)
+            return
+        assert isinstance(part, GroupedWeight), "a layout that has groups"
+        part = part.regrouped(self._grouping)
+        if matrix.codes.dtype is torch.int8:
+            matrix.codes[rows].copy_(part.values())
+        else:
+            matrix.codes[rows].copy_(packed(part.codes))
+        matrix.scales[:, rows].copy_(part.scales.T)
+        if matrix.minimums is not None:
+            assert part.lowest is not None, "a grouping with minimums"
+            matrix.minimums[:, rows].copy_(part.lowest.T)
+
+
 LinearWeights = PlainWeights | PackedWeights | GroupedWeights
+OpWeights = Fp8Weights | GroupedCodeWeights
+"""Weights that an op multiplies, which a layer calls for them."""
 
 
 class LinearMethod(StrEnum):
     """How the weights of a linear are stored in memory and multiplied; the names of `model.linear`.
 
     `plain` is torch's matmul, all others are packed for the CPU kernels; `grouped` keeps the codes
-    and scales of weights that are stored in groups, and packs others. `fp8` keeps weights that are
+    and scales of weights that are stored in groups, and packs others; on a GPU, where a layer calls
+    the op for them and for `int8`, others are dequantized. `fp8` keeps weights that are
     stored in fp8 for a GPU, where a layer calls the op for them, and dequantizes others. `tiled`
     is `plain` with an op of a GPU that is batch-invariant.
     """
@@ -255,11 +309,17 @@ class LinearMethod(StrEnum):
         return LinearMethod.PACKED if self.invariant else LinearMethod.PLAIN
 
 
+ON_DEVICE = (LinearMethod.GROUPED, LinearMethod.INT8)
+"""Methods of a CPU by which a GPU keeps quantized weights, too, for the op `linear.grouped`."""
+
+
 def unsupported_reason(
     method: LinearMethod, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     if method in (LinearMethod.PLAIN, LinearMethod.FP8, LinearMethod.TILED):
         return None  # of fp8, and of tiles, the op says what it needs
+    if device.type != "cpu" and method in ON_DEVICE:
+        return None  # likewise
     if device.type != "cpu":
         return "it runs on the CPU only"
     if dtype not in DTYPE_NAMES:

@@ -16,7 +16,14 @@ from antiphon.kernels.cpu.fused_decoder import FusedLatent
 from antiphon.kernels.cpu.linear import head_linears
 from antiphon.layers.context import ForwardContext, LatentAttentionParams
 from antiphon.layers.linear import ColumnLinear, LinearPart, weight_sources
-from antiphon.layers.methods import WHOLE_SLICE, LinearShape, LinearWeights, RankSlice
+from antiphon.layers.methods import (
+    WHOLE_SLICE,
+    LinearMethod,
+    LinearShape,
+    LinearWeights,
+    PlainWeights,
+    RankSlice,
+)
 from antiphon.layers.sublayer import LayerBuildContext, Sublayer
 from antiphon.layers.weights import Module, WeightSource
 
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.norm import NormKind
     from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.norm import Norm, NormSpec
+    from antiphon.layers.weights import BuildContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +113,7 @@ class LatentUpProjection(Module):
         absorb = LinearShape(sizes.content, sizes.latent, bias=False)
         restore = LinearShape(sizes.latent, sizes.value, bias=False)
         self._absorb, self._restore = (
-            HeadLinears(
-                [exact.create(shape, build.dtype, build.device) for _ in range(self._heads)]
-            )
-            for shape in (absorb, restore)
+            HeadLinears(self._heads, shape, exact, build) for shape in (absorb, restore)
         )
 
     def expand(self, latents: Tensor) -> Tensor:
@@ -143,19 +148,26 @@ class LatentUpProjection(Module):
 
 
 class HeadLinears:
-    """A linear of its own for each head: one call of the CPU kernels where they are packed."""
+    """A linear of its own for each head, in one call: packed for the CPU, or of torch."""
 
-    def __init__(self, heads: list[LinearWeights]) -> None:
-        self.heads = heads
-        packed = [linear.packed for linear in heads if linear.packed is not None]
-        self.compiled = head_linears(packed) if len(packed) == len(heads) else None
+    def __init__(
+        self, count: int, shape: LinearShape, method: LinearMethod, build: BuildContext
+    ) -> None:
+        self.compiled: CompiledHeadLinears | None = None
+        if method in (LinearMethod.PLAIN, LinearMethod.TILED):
+            self._tables = build.empty(count, shape.outputs, shape.inputs)
+            self.heads: list[LinearWeights] = [PlainWeights(table, None) for table in self._tables]
+            return
+        self.heads = [method.create(shape, build.dtype, build.device) for _ in range(count)]
+        packed = [linear.packed for linear in self.heads if linear.packed is not None]
+        assert len(packed) == count, "weights of heads are packed, or tensors"
+        self.compiled = head_linears(packed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply: x (T, Q, I)  ->  (T, Q, O)."""
         if self.compiled is not None:
             return self.compiled.multiply(x)
-        made = [linear.apply(x[:, head].contiguous()) for head, linear in enumerate(self.heads)]
-        return torch.stack(made, dim=1)
+        return torch.bmm(x.transpose(0, 1), self._tables.transpose(1, 2)).transpose(0, 1)
 
 
 class LatentAttention(Sublayer):

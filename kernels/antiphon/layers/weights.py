@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from antiphon.kernels.cpu.linear import Grouping
 from antiphon.kernels.linear_fp8 import is_multiplied
+from antiphon.kernels.linear_grouped import codes_of
 from antiphon.kernels.triton.backend import INTERPRETER
-from antiphon.layers.methods import Fp8Weights, LinearMethod
+from antiphon.layers.methods import ON_DEVICE, Fp8Weights, GroupedCodeWeights, LinearMethod
 from antiphon.layers.quantization.eight_bit import Fp8Storage, OnlineFp8Storage
 from antiphon.layers.quantization.storage import (
     ANY,
@@ -23,9 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.cpu.linear import Grouping
     from antiphon.kernels.kv import PageLayout
-    from antiphon.layers.methods import LinearShape, LinearWeights
+    from antiphon.layers.methods import LinearShape, LinearWeights, OpWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +226,25 @@ class BuildContext:
         method = self.method(names, plain)
         if table:
             method = method.for_table()
+        if method in ON_DEVICE and self.device_kind != "cpu":
+            method = LinearMethod.PLAIN
         return method.create(shape, self.dtype, self.device, self._grouping(names, shape, inputs))
 
     def create_linear(
         self, names: Sequence[str], shape: LinearShape, plain: LinearMethod, inputs: int
-    ) -> LinearWeights | Fp8Weights:
-        """As `create`, for a layer that calls the op of weights that stay in fp8."""
+    ) -> LinearWeights | OpWeights:
+        """As `create`, for a layer that calls the op of weights that stay as they are stored."""
         group = self.fp8_group(names, shape, plain, inputs)
         if group is not None:
             return Fp8Weights.empty(shape, self.dtype, self.device, group)
+        method = self.method(names, plain)
+        if method in ON_DEVICE and self.device_kind != "cpu":
+            grouping = Grouping(8, shape.inputs, torch.float32, minimums=False)
+            if method is LinearMethod.GROUPED:
+                grouping = self._grouping(names, shape, inputs)
+            codes = None if grouping is None else codes_of(grouping, shape.inputs)
+            if grouping is not None and codes is not None:
+                return GroupedCodeWeights(shape, self.dtype, self.device, grouping, codes)
         return self.create(names, shape, plain, inputs)
 
     def fp8_group(

@@ -44,9 +44,9 @@ class LinearFormat(StrEnum):
     `plain` leaves the multiplication to torch, `packed` reorders the same weights for the CPU
     kernels. `int8` quantizes each output's weights to 255 values, `int8_dynamic` also quantizes
     each token's activations. `grouped` packs, too, and keeps the codes and scales of weights that
-    the checkpoint stores in groups. `fp8` keeps weights that the checkpoint stores in fp8 for the
-    kernel of a GPU, which rounds activations to fp8; others are plain. `tiled` leaves the
-    multiplication to a kernel of a GPU that is batch-invariant.
+    the checkpoint stores in groups; on a GPU others are plain. `fp8` keeps weights that the
+    checkpoint stores in fp8 for the kernel of a GPU, which rounds activations to fp8; others are
+    plain. `tiled` leaves the multiplication to a kernel of a GPU that is batch-invariant.
     """
 
     AUTO = "auto"
@@ -94,9 +94,10 @@ class ModelConfig(Config):
     """Storage format of the linear layers: as loaded, multiplied by torch (plain), packed for the
     CPU kernels (packed), packed with the codes and scales of weights that the checkpoint stores in
     groups (grouped), or rounded to 8 bits while loading (int8); int8_dynamic also rounds
-    activations. On a GPU fp8 keeps weights in fp8 and rounds activations to it, and tiled
-    multiplies so that results do not depend on the batch. auto is grouped if the CPU kernels are
-    built, fp8 on a GPU that multiplies it, tiled there for deterministic inference, else plain."""
+    activations. On a GPU grouped keeps codes and scales, fp8 keeps weights in fp8 and rounds
+    activations to it, and tiled multiplies so that results do not depend on the batch. auto is
+    grouped if the CPU kernels are built, and on a GPU for weights in groups, fp8 on a GPU that
+    multiplies it, tiled there for deterministic inference, else plain."""
     quantization: QuantizationMethod | None = None
     """Quantization method of the checkpoint, which must match its config; for unquantized
     checkpoints, fp8 and the torchao methods quantize while loading. Unset: from the checkpoint."""

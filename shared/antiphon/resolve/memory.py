@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.config.settings import Settings
+    from antiphon.resolve.device import HostDevice
     from antiphon.resolve.draft import ResolvedDraft
 
 
@@ -86,16 +87,18 @@ def weight_bytes(
     """Bytes of the parameters; one per int8 weight, except for an embedding that is not the head.
 
     `count` of them are quantized in the checkpoint: stored as `quantized`, the others as `linear`;
-    `grouped_bytes` is the size of their codes and scales. `wide` of them do not stay in fp8.
+    `grouped_bytes` is the size of their codes and scales. `wide` of them do not stay as they are
+    stored.
     """
     item = item_bytes(dtype)
     plain = card.weights.count - count
-    stored = count * (1 if quantized in INT8_FORMATS else item)
+    each = 1 if quantized in INT8_FORMATS else item
     if quantized is LinearFormat.FP8:
-        wide = min(count, wide)
-        stored = wide * item + round((count - wide) * FP8_BYTES)
+        each = FP8_BYTES
     if quantized is LinearFormat.GROUPED:
-        stored = grouped_bytes
+        each = grouped_bytes / max(count, 1)
+    wide = min(count, wide)
+    stored = wide * item + round((count - wide) * each)
     stored += _beside_bytes(card, dtype)
     if linear not in INT8_FORMATS:
         return stored + plain * item
@@ -108,10 +111,18 @@ FP8_BYTES = 1 + 4 / 128
 
 
 def _wide_parameters(card: ModelCard, quantization: QuantizationConfig | None) -> int:
-    """Quantized parameters that do not stay in fp8: those of the head."""
-    if quantization is None or not quantization.head or not quantization.scheme("lm_head"):
+    """Quantized parameters that do not stay as they are stored on a GPU.
+
+    Those of a head; and of experts, unless they are in fp8.
+    """
+    if quantization is None:
         return 0
-    return 0 if card.tied else card.vocabulary_size * card.hidden_size
+    wide = 0
+    if (experts := card.experts) is not None and not quantization.fp8:
+        wide += experts.layers * experts.count * 3 * experts.width * card.hidden_size
+    if quantization.head and quantization.scheme("lm_head"):
+        wide += 0 if card.tied else card.vocabulary_size * card.hidden_size
+    return wide
 
 
 def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
@@ -210,20 +221,20 @@ def resolve_weight_storage(
     card: ModelCard,
     dtype: Dtype,
     linear: ResolvedValue[LinearFormat],
-    lacking_fp8: str | None,
+    device: HostDevice,
 ) -> WeightStorage:
-    """Resolve the format of quantized linear layers: int8 where that is exact, on a GPU fp8.
-
-    `lacking_fp8` is why weights cannot stay in fp8; None if they can.
-    """
-    requested = settings.model.quantization
+    """Resolve the format of quantized linear layers: int8 where that is exact, on a GPU fp8."""
+    requested, gpu = settings.model.quantization, device.kind != "cpu"
     quantization = choose_quantization(card.quantization, requested, gguf=card.gguf)
     count = _count(card, quantization)
     grouped = _grouped_bytes(card, quantization, dtype, count)
     if quantization is not None and quantization.fp8:
-        quantized = _fp8(settings, card, linear, lacking_fp8, dtype, count)
+        quantized = _fp8(settings, card, linear, device.lacking_fp8, dtype, count)
+    elif gpu and card.gguf:
+        reason = f"{linear.reason}; tensors of a GGUF file are converted while loading"
+        quantized = ResolvedValue(linear.value, reason)
     else:
-        quantized = _quantized(settings, quantization, linear, dtype, count, grouped)
+        quantized = _quantized(settings, quantization, linear, dtype, count, grouped, gpu=gpu)
     taken = weight_bytes(
         card,
         dtype,
@@ -231,7 +242,7 @@ def resolve_weight_storage(
         quantized=quantized.value,
         count=count,
         grouped_bytes=grouped or 0,
-        wide=_wide_parameters(card, quantization),
+        wide=_wide_parameters(card, quantization) if gpu else 0,
     )
     of = f", {count} of them quantized" if count else ""
     read = gib(token_weight_bytes(card, dtype, taken))
@@ -325,22 +336,27 @@ def _quantized(
     dtype: Dtype,
     count: int,
     grouped_bytes: int | None,
+    *,
+    gpu: bool,
 ) -> ResolvedValue[LinearFormat]:
     if quantization is None and grouped_bytes is None:
         return ResolvedValue(linear.value, "model.linear")
     said = settings.model.linear
-    if said not in KEEPING or linear.value in (LinearFormat.PLAIN, LinearFormat.TILED):
+    packs = linear.value not in (LinearFormat.PLAIN, LinearFormat.TILED)
+    if said not in KEEPING or not (packs or gpu):
         return ResolvedValue(linear.value, linear.reason)
     if grouped_bytes is not None:
         wide = gib(count * item_bytes(dtype))
         reason = f"codes and scales as stored, {gib(grouped_bytes)}; in {dtype}, {wide}"
         return ResolvedValue(LinearFormat.GROUPED, reason)
     assert quantization is not None
-    if quantization.int8_exact and quantization.dynamic_activations:
+    if quantization.int8_exact and quantization.dynamic_activations and not gpu:
         reason = "int8 as stored; activations are quantized to int8, as the checkpoint specifies"
         return ResolvedValue(LinearFormat.INT8_DYNAMIC, reason)
     if quantization.int8_exact:
         return ResolvedValue(LinearFormat.INT8, "int8 as stored; activations are not quantized")
+    if not packs:
+        return ResolvedValue(linear.value, linear.reason)
     return _converted(linear, dtype, count)
 
 

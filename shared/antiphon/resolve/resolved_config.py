@@ -188,7 +188,7 @@ def resolve(
     dtype = _dtype(settings, card, device)
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
-    kept = resolve_weight_storage(settings, card, dtype.value, linear, device.lacking_fp8)
+    kept = resolve_weight_storage(settings, card, dtype.value, linear, device)
     groups, of_group = settings.parallel.attn_dp_size, _of_group(settings)
     kept = kept.over(settings.parallel.ranks, groups, card.attention_share)
     context = _context(settings, card)
@@ -435,7 +435,7 @@ def _draft(
         dtype = _dtype(own, draft.card, device)
         linear = _linear(own, device, dtype.value)
         cache_dtype = _cache_dtype(own, draft.card, device, dtype.value)
-        kept = resolve_weight_storage(own, draft.card, dtype.value, linear, device.lacking_fp8)
+        kept = resolve_weight_storage(own, draft.card, dtype.value, linear, device)
         kept = kept.over(settings.parallel.ranks)
     active = activation_bytes(draft.card, dtype.value, step_tokens)
     token_bytes = draft.card.kv_bytes(cache_dtype.value, settings.parallel.ranks)
@@ -504,6 +504,8 @@ def _linear(settings: Settings, device: HostDevice, dtype: Dtype) -> ResolvedVal
         if device.lacking_fp8 is not None:
             raise ConfigError(f"model.linear = {said}: {device.lacking_fp8}")
         return ResolvedValue(LinearFormat.PLAIN, "model.linear = fp8; not stored in fp8")
+    if said is LinearFormat.GROUPED and device.kind != "cpu":
+        return ResolvedValue(LinearFormat.PLAIN, "model.linear = grouped; not stored in groups")
     if said is not LinearFormat.PLAIN and lacking is not None:
         raise ConfigError(f"model.linear = {said}: {lacking}")
     if said is LinearFormat.GROUPED:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import pytest
 import torch
+from tests.kernels.test_recurrent_layer import LAYERS, projected, rows_of, states_of
 
 from antiphon.kernels import (
     activation,
     decode_rows,
     linear_fp8,
+    linear_grouped,
     linear_tiled,
     norm,
     rotary,
@@ -31,6 +33,7 @@ from antiphon.kernels.kv import (
     store_kv,
 )
 from antiphon.kernels.norm import NormWeights
+from antiphon.kernels.recurrent import LayerStates, recurrence
 from antiphon.kernels.rotary import QkNormWeights, RotarySpec, cos_sin
 from antiphon.kernels.routing import RoutingSpec
 from antiphon.kernels.triton import rows
@@ -229,6 +232,43 @@ def check_linear_fp8(
     close(got[finite] / scale, expected[finite] / scale)
 
 
+def check_linear_grouped(
+    module: Module,
+    tokens: int,
+    sizes: tuple[int, int],
+    group: int,
+    kind: Literal["unsigned", "signed", "e2m1", "bytes"] = "unsigned",
+    dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = False,
+    fixed: bool = False,
+) -> None:
+    """All codes of a kind; unsigned ones, and bytes, have minimums."""
+    outputs, inputs = sizes
+    groups = -(-inputs // group)
+    four = kind != "bytes"
+    codes = torch.randint(256, (outputs, inputs), generator=torch.Generator().manual_seed(1)).byte()
+    codes = linear_grouped.packed(codes & 15) if four else codes.view(torch.int8)
+    scales = (randn(groups, outputs, seed=2).abs() / (8 * inputs**0.5)).to(
+        torch.bfloat16 if kind == "e2m1" else torch.float16
+    )
+    matrix = linear_grouped.GroupedMatrix(
+        codes,
+        scales,
+        randn(groups, outputs, seed=3).to(scales.dtype) / 8
+        if kind in ("unsigned", "bytes")
+        else None,
+        group,
+        {"unsigned": 0, "signed": -8}.get(kind),
+        randn(outputs, dtype=dtype, seed=4) if bias else None,
+    )
+    x = randn(tokens, inputs, dtype=dtype) / inputs**0.5
+    call = module.linear_grouped_fixed if fixed else module.linear_grouped
+    weight, added = matrix.dequantize().to(dtype).float(), matrix.bias
+    expected = x.float() @ weight.T + (0.0 if added is None else added.float())
+    close(call(x, matrix), expected.to(dtype))
+
+
 def check_linear_tiled(
     module: Module,
     tokens: int,
@@ -377,6 +417,50 @@ def check_attention(
         patch.setattr(rows, "PROGRAMS", programs)
         got = (module.paged_attention_fixed if fixed else module.paged_attention)(*arguments)
     close(got, paged_attention.reference(*arguments))
+
+
+def check_latents(
+    module: Module,
+    queries_per_head: int,
+    size: int,
+    lengths: tuple[Sequence[int], Sequence[int]] = RAGGED,
+    dtype: torch.dtype = torch.float32,
+    *,
+    programs: int = rows.PROGRAMS,
+) -> None:
+    """Pages that are keys and values, of one head."""
+    case = Rows(*lengths, a_shape(1, queries_per_head, size, dtype=dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "PROGRAMS", programs)
+        got, made = torch.empty_like(case.q), case.rows.on_device
+        for tiles in (made.decoding, made.extending):
+            if tiles is not None:
+                module.attend(case.q, case.keys, got, case.rows, tiles, case.scale, 1.5)
+    expected = paged_attention.reference(
+        case.q, case.keys, case.keys, case.rows, case.scale, KvScales(1.0, 1.5)
+    )
+    close(got, expected)
+
+
+def check_recurrence(module: Module, kind: str, dtype: torch.dtype = torch.float32) -> None:
+    """A prompt, a decode, the rest of a prompt, and drafts of which each leaves a state."""
+    layer = LAYERS[kind](dtype)
+    lengths, reads = [7, 1, 5, 2], [-1, 5, 5, 5]
+    x, known = projected(layer, sum(lengths)), states_of(layer)
+    known.conv_states[5] = randn(*known.conv_states[5].shape, dtype=dtype, seed=1)
+    known.recurrent_states[5] = randn(*known.recurrent_states[5].shape, seed=2)
+    rows = rows_of(reads, [[0, -1], [1, -1], [2, -1], [3, 4]], lengths, [7, 40, 30, 12])
+    results: list[tuple[Tensor, LayerStates]] = []
+    for compute in (module.recurrence, recurrence.reference):
+        states = LayerStates(0, known.conv_states.clone(), known.recurrent_states.clone())
+        results.append((compute(x, layer, states, rows), states))
+        assert states.recurrent_states[6:].isnan().all(), "no other state is written"
+    (got, got_states), (expected, expected_states) = results
+    assert torch.equal(got_states.conv_states[:6], expected_states.conv_states[:6])
+    scale = expected_states.recurrent_states[:6].abs().max()
+    close(got_states.recurrent_states[:6] / scale, expected_states.recurrent_states[:6] / scale)
+    scale = expected.abs().max()
+    close(got / scale, expected / scale)
 
 
 def check_far_pages(attention: Module, heads: Module) -> None:

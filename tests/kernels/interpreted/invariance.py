@@ -18,6 +18,7 @@ from tests.support.worker import state
 from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.experts import ExpertWeights
 from antiphon.kernels.kv import UNSCALED, row_pages_shape
+from antiphon.kernels.linear_grouped import GroupedMatrix
 from antiphon.kernels.op import REGISTRY, DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.model_worker.runner.device_runner import DeviceRunner
@@ -45,7 +46,7 @@ def test_every_kernel_has_a_way_that_is_invariant_but_those_that_are_not_needed(
     assert [choice.op for choice in choices if not choice.invariant] == ["linear.fp8"]
     followed = {choice.op for choice in PLAIN.choices if choice.backend == "triton"}
     followed -= {choice.op for choice in PLAIN.choices if choice.invariant}
-    assert followed == {"attention.paged", "moe.experts", "linear.fp8"}
+    assert followed == {"attention.paged", "moe.experts", "linear.fp8", "linear.grouped"}
     assert followed <= REGISTRY.keys()
 
 
@@ -56,6 +57,16 @@ def test_linears_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     for first, last in ((0, 1), (63, 66), (7, 130), (149, 150)):
         part = OPS.linear_tiled(x[first:last], weight, weight[:, 0].contiguous())
         assert torch.equal(part, whole[first:last]), (first, last)
+
+
+@dtypes
+def test_linears_in_groups_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    """With more tokens than a tile of few has room for."""
+    codes, scales = torch.arange(40 * 48).byte().view(40, 48), randn(3, 40, seed=1).abs()
+    x, matrix = randn(70, 96, dtype=dtype), GroupedMatrix(codes, scales, None, 32, -8)
+    whole = OPS.linear_grouped(x, matrix)
+    for first, last in ((0, 1), (63, 66), (7, 50)):
+        assert torch.equal(OPS.linear_grouped(x[first:last], matrix), whole[first:last])
 
 
 @dtypes

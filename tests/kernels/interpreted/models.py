@@ -107,7 +107,7 @@ def outputs_of(
     return [(output.ids, [token.logprob for token in output.tokens]) for output in ran]
 
 
-def replaying(folder: Path, model: OpenModel) -> DeviceRunner:
+def replaying(folder: Path, model: OpenModel, captured: tuple[int, ...] = CAPTURED) -> DeviceRunner:
     """A runner that replays decode steps, on a device that computes as late as it may."""
     loaded = load(folder, dtype="float32", device="interpreter")
     runner = DeviceRunner(loaded, model.groups, HeldStream(), slots=SLOTS)
@@ -115,11 +115,16 @@ def replaying(folder: Path, model: OpenModel) -> DeviceRunner:
         for layer in range(len(pool.group.layers)):
             for pages in pool.layer(layer):
                 pages[-1] = torch.nan  # which only rows of padding read
-    assert runner.capture((*CAPTURED, 999)).sizes == CAPTURED
+    assert runner.capture((*CAPTURED, 999)).sizes == captured
     return runner
 
 
-def check_device(folder: Path, overlaps: Sequence[bool] = (True,), count: int = 2) -> None:
+def check_device(
+    folder: Path,
+    overlaps: Sequence[bool] = (True,),
+    count: int = 2,
+    captured: tuple[int, ...] = CAPTURED,
+) -> None:
     expected = outputs_of(opened(folder, "cpu"), overlap=False, count=count)
     model = opened(folder, "interpreter")
     backends = {choice.op: choice.backend for choice in model.runner.choices}
@@ -127,7 +132,7 @@ def check_device(folder: Path, overlaps: Sequence[bool] = (True,), count: int = 
     for overlap in overlaps:
         model, runner = opened(folder, "interpreter"), None
         if overlap:
-            runner = replaying(folder, model)
+            runner = replaying(folder, model, captured)
         got = outputs_of(model, runner, overlap=overlap, count=count)
         for (ids, logprobs), (expected_ids, expected_logprobs) in zip(got, expected, strict=True):
             assert ids == expected_ids
@@ -138,9 +143,15 @@ def test_llama_generates_what_it_does_on_the_cpu(tmp_path: Path) -> None:
     check_device(write_llama(tmp_path, {"num_hidden_layers": 2}), (False, True), count=4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_other_families_generate_what_they_do_on_the_cpu(family: str, tmp_path: Path) -> None:
     check_device(save(BY_NAME[family], tmp_path).folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
+def test_models_with_states_generate_what_they_do_on_the_cpu(family: str, tmp_path: Path) -> None:
+    """Step by step: none is captured."""
+    check_device(save(BY_NAME[family], tmp_path).folder, captured=())
 
 
 def test_drafts_are_verified_on_a_device(tmp_path: Path) -> None:
@@ -213,17 +224,33 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
     assert not any(pages[:-1].isnan().any() for pages in runner.pools[0].layer(0))
 
 
-@pytest.mark.parametrize(
-    ("family", "op"),
-    [("qwen3-next", r"recurrent\.layer"), ("deepseek-v3", r"latent attention \(MLA\)")],
-)
-def test_models_are_refused_by_the_op_that_has_no_kernel(
-    family: str, op: str, tmp_path: Path
-) -> None:
-    folder = save(BY_NAME[family], tmp_path).folder
-    reason = f"device interpreter: {op}, which this model needs, has no kernel there"
+def test_models_are_refused_by_the_op_that_has_no_kernel(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path, {"num_hidden_layers": 1})
+    reason = r"interpreter: norm\.rmsnorm, which this model needs, has no kernel there"
     with pytest.raises(KernelUnavailable, match=reason):
-        opened(folder, "interpreter")
+        open_model(
+            folder,
+            pages=10,
+            dtype="float32",
+            device="interpreter",
+            backends=("norm.rmsnorm:torch",),
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"cache_dtype": "fp8_e5m2"}, "with a KV cache of 8 bits"),
+        ({"linear": "tiled"}, "with batch-invariant linears of heads"),
+    ],
+)
+def test_latents_are_refused_where_they_have_no_kernel(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = save(BY_NAME["deepseek-v3"], tmp_path).folder
+    named = r"device interpreter: latent attention \(MLA\) " + reason
+    with pytest.raises(KernelUnavailable, match=named):
+        open_model(folder, pages=10, dtype="float32", device="interpreter", **changes)
 
 
 class LostStream(InterpretedStream):
@@ -294,6 +321,28 @@ def test_experts_stay_in_fp8(family: str, tmp_path: Path) -> None:
     row = BY_NAME[family]
     saved = save(replace(row, fields={**row.fields, "num_hidden_layers": 1}), tmp_path)
     check_fp8(saved.folder, "fp8")
+
+
+GROUPED = {**SHAPE, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("name", ["awq", "mxfp4"])
+def test_weights_stay_in_groups(name: str, tmp_path: Path) -> None:
+    """They make the tokens of a checkpoint of the same numbers on the CPU."""
+    folder, plain = write(tmp_path, QUANTIZED[name], GROUPED)
+    on_cpu = open_model(plain, pages=100, dtype="float32")
+    (expected,) = outputs_of(on_cpu, overlap=False, count=1)
+    for deterministic in ("false", "true"):
+        files, environ = find_files(folder), {"ANTIPHON_MODEL__DEVICE": "interpreter"}
+        environ["ANTIPHON_MODEL__DETERMINISTIC"] = deterministic
+        settings = settings_of(environ=environ | {"ANTIPHON_CACHE__BYTES_MAX": "1000000"}).settings
+        plan = resolve(settings, read_card(files), host_device("interpreter"))
+        assert plan.quantized.value == "grouped"
+        model = load_resolved(files, plan)
+        assert {c.backend for c in model.runner.choices if c.op == "linear.grouped"} == {"triton"}
+        (got,) = outputs_of(model, overlap=False, count=1)
+        assert got[0] == expected[0]
+        assert got[1] == pytest.approx(expected[1], abs=1e-4)
 
 
 def test_kernels_that_copy_pages_are_compiled_before_the_first_request(tmp_path: Path) -> None:

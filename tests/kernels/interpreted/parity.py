@@ -21,11 +21,14 @@ from antiphon.kernels.triton import (
     experts,
     futures,
     heads,
+    latent,
     linear_fp8,
+    linear_grouped,
     linear_tiled,
     logits,
     norm,
     pages,
+    recurrent,
     rounding,
     routing,
     sampling,
@@ -44,6 +47,8 @@ def _checked() -> Iterator[None]:
     with sanitized() if interpreted() else nullcontext():
         yield
 
+
+FAST = ([1, 5], [70, 3])
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 
@@ -154,6 +159,27 @@ def test_linears_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
 def test_linears_of_8_bits_have_any_size(tokens: int, sizes: tuple[int, int], group: int) -> None:
     checks.check_linear_fp8(linear_fp8, tokens, sizes, group)
     checks.check_quantize(rounding, tokens, sizes[1], group)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["unsigned", "signed", "e2m1", "bytes"])
+def test_linears_in_groups_equal_their_reference(
+    kind: Literal["unsigned", "signed", "e2m1", "bytes"], dtype: torch.dtype
+) -> None:
+    checks.check_linear_grouped(linear_grouped, 9, (72, 160), 64, kind, dtype, bias=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "group", "fixed"),
+    [
+        *((0, (8, 64), 64, False), (1, (40, 96), 96, False), (20, (40, 288), 96, False)),
+        *((70, (130, 64), 32, False), (3, (70, 256), 128, True)),
+    ],
+)
+def test_linears_in_groups_have_any_size(
+    tokens: int, sizes: tuple[int, int], group: int, *, fixed: bool
+) -> None:
+    checks.check_linear_grouped(linear_grouped, tokens, sizes, group, fixed=fixed)
 
 
 @dtypes
@@ -288,11 +314,39 @@ def test_futures_are_resolved_and_recorded() -> None:
     checks.check_futures(futures)
 
 
+@dtypes
+def test_attention_over_latents_equals_its_reference(dtype: torch.dtype) -> None:
+    checks.check_latents(latent, 16, 20, FAST, dtype)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(20, 72), (3, 16)])
+def test_attention_over_latents_takes_any_number_of_heads(heads: int, size: int) -> None:
+    checks.check_latents(latent, heads, size)
+
+
+@pytest.mark.parametrize("programs", [4096, 12])
+def test_rows_of_many_latents_are_split(programs: int) -> None:
+    checks.check_latents(latent, 20, 40, LONG, programs=programs)
+
+
+RECURRENCES = ("ssd, a vector and a number", "ssd, without a norm", "gated delta, three vectors")
+
+
+@dtypes
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_recurrences_equal_their_reference(kind: str, dtype: torch.dtype) -> None:
+    checks.check_recurrence(recurrent, kind, dtype)
+
+
+@pytest.mark.parametrize("kind", ["ssd, gated behind the norm", "gated delta, odd"])
+def test_other_recurrences_equal_their_reference(kind: str) -> None:
+    checks.check_recurrence(recurrent, kind)
+
+
 def test_decode_rows_are_made_by_slot() -> None:
     checks.check_decode_rows(decode_rows)
 
 
-FAST = ([1, 5], [70, 3])
 F32 = torch.float32
 norms = partial(checks.check_rmsnorm, rows=2, size=100, dtype=F32)
 gated = partial(checks.check_silu_mul, rows=3, width=500, dtype=F32)
@@ -308,6 +362,8 @@ fp8_rows = partial(checks.check_linear_fp8, tokens=9, sizes=(40, 100), group=100
 rounded_rows = partial(checks.check_quantize, tokens=9, inputs=100, group=100)
 rounded_groups = partial(checks.check_quantize, tokens=9, inputs=300, group=64)
 tiled = partial(checks.check_linear_tiled, tokens=70, sizes=(40, 100), bias=True)
+in_groups = partial(checks.check_linear_grouped, tokens=9, sizes=(72, 160), group=64, bias=True)
+in_large_groups = partial(in_groups, sizes=(40, 256), group=128)
 fp8_groups = partial(checks.check_linear_fp8, tokens=9, sizes=(72, 300), group=64)
 few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
 many_heads = partial(checks.check_heads, tokens=30, shape=(6, 2, 24, 24))
@@ -318,6 +374,10 @@ eight_bits = partial(short, cache=checks.FP8[0])
 windowed = partial(short, shape=a_shape(window=3))
 long = partial(short, lengths=LONG)
 few_splits = partial(long, programs=12)
+ssd = partial(checks.check_recurrence, kind="ssd, odd")
+delta = partial(checks.check_recurrence, kind="gated delta, odd")
+latents = partial(checks.check_latents, queries_per_head=20, size=40, lengths=FAST)
+many_latents = partial(latents, lengths=LONG)
 copied = partial(checks.check_pages, size=40)
 draws = partial(checks.check_draw, vocabulary=300)
 changes = partial(checks.check_logits, vocabulary=300)
@@ -394,6 +454,38 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("rounding", "scale > 0, scale, 1.0", "scale >= 0, scale, 1.0", rounded_rows),
     ("rounding", "(first + member < INPUTS)", "(first + member < INPUTS - 1)", rounded_groups),
     ("rounding", "mask=group < GROUPS", "mask=group <= GROUPS", rounded_groups),
+    ("latent", "<= position[:, None]", "< position[:, None]", latents),
+    ("latent", "part * PART + packed % PART", "packed % PART", latents),
+    ("latent", "tl.trans(turned), scores", "tl.trans(turned), 0 * scores", latents),
+    ("latent", "beside * shrink[:, None]", "beside", latents),
+    ("latent", "mixed * shrink[:, None]", "mixed", latents),
+    ("latent", "rest < SIZE", "rest <= SIZE", latents),
+    ("latent", "found / value_scale", "found", latents),
+    ("latent", "low = split * part_keys", "low = 0", many_latents),
+    ("latent", "made * tl.exp2(one - peak)", "made", many_latents),
+    ("latent", "head // PART) * splits", "0) * splits", many_latents),
+    ("recurrent", "+ at >= 0", "+ at > 0", delta),
+    ("recurrent", "TAPS - 1 + at)", "TAPS - 2 + at)", delta),
+    ("recurrent", "number + 1, length", "length, length", delta),
+    ("recurrent", "end - (TAPS - 1) + back", "end - TAPS + back", delta),
+    ("recurrent", "kept = inside & (i * 0 + read >= 0)[:, None]", "kept = inside", delta),
+    ("recurrent", "tl.exp(-rate * forgetting)", "tl.exp(-forgetting)", delta),
+    ("recurrent", "(value - tl.sum(key", "(value - 0 * tl.sum(key", delta),
+    ("recurrent", "* query_scale", "", delta),
+    ("recurrent", "own + HEADS", "own", delta),
+    (
+        "recurrent",
+        "(3 + number) * row_count + row)\n            target",
+        "3 * row_count + row)\n            target",
+        delta,
+    ),
+    ("recurrent", "if second < 0:", "if second < -1:", delta),
+    ("recurrent", "tl.minimum(tl.maximum(step, least_step), most_step)", "step", ssd),
+    ("recurrent", "+ value * tl.load(skip + head)", "", ssd),
+    ("recurrent", "HEADS * COLUMNS + key_head * ROWS", "HEADS * COLUMNS", ssd),
+    ("recurrent", "place = column if WHOLE", "place = within if WHOLE", ssd),
+    ("recurrent", "if GATE_FIRST:\n            value", "if BLOCK < 0:\n            value", ssd),
+    ("recurrent", "bias + channel", "bias", ssd),
     ("linear_fp8", "group = begin // GROUP", "group = 0", fp8_groups),
     (
         "linear_fp8",
@@ -411,6 +503,26 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("linear_fp8", "+= made *", "= made *", fp8_groups),
     ("linear_fp8", "ceil_div(outputs, block_n))", "outputs // block_n)", fp8_rows),
     ("linear_fp8", "asked[:, None] & used[None, :]", "used[None, :]", fp8_rows),
+    ("linear_grouped", "code & 15, FIRST", "code & 7, FIRST", in_groups),
+    ("linear_grouped", "code >> 4, FIRST", "code & 15, FIRST", in_groups),
+    ("linear_grouped", "depth[None, :] + 16,", "depth[None, :] + 15,", in_groups),
+    ("linear_grouped", "begin // GROUP * OUTPUTS", "0 * OUTPUTS", in_large_groups),
+    ("linear_grouped", "group = begin // GROUP +", "group =", in_groups),
+    ("linear_grouped", "(group * GROUP < INPUTS)", "(group >= 0)", in_groups),
+    ("linear_grouped", "minimums, begin, column", "scales, begin, column", in_groups),
+    ("linear_grouped", "(byte < INPUTS // 2)", "(byte < INPUTS // 2 + 1)", in_groups),
+    ("linear_grouped", "bias + column", "bias", in_groups),
+    ("linear_grouped", "ceil_div(outputs, block_n)", "outputs // block_n", in_groups),
+    ("linear_grouped", "asked[:, None] & used[None, :]", "used[None, :]", in_groups),
+    ("linear_grouped", "+ FIRST", "", partial(in_groups, kind="signed")),
+    ("linear_grouped", "code > 7, -0.5", "code > 7, 0.5", partial(in_groups, kind="e2m1")),
+    ("linear_grouped", "((size & 1) | 2)", "2", partial(in_groups, kind="e2m1")),
+    (
+        "linear_grouped",
+        "(depth < INPUTS)",
+        "(depth < INPUTS + 1)",
+        partial(in_groups, kind="bytes"),
+    ),
     ("linear_tiled", "(depth < INPUTS)", "(depth < INPUTS + 1)", tiled),
     ("linear_tiled", "tl.trans(part), total,", "tl.trans(part),", tiled),
     ("linear_tiled", "ceil_div(outputs, block_n)", "outputs // block_n", tiled),

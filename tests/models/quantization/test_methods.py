@@ -28,7 +28,7 @@ from antiphon.config.quantization import (
 )
 from antiphon.kernels.cpu import extension
 from antiphon.layers.linear import CheckpointLayout, RowLinear, quantized_sources
-from antiphon.layers.methods import Fp8Weights, LinearMethod
+from antiphon.layers.methods import ON_DEVICE, Fp8Weights, GroupedCodeWeights, LinearMethod
 from antiphon.layers.quantization import storage as parts
 from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank
 from antiphon.model_card.card import read_card
@@ -257,6 +257,8 @@ def test_weights_that_stay_in_fp8_have_rounded_activations(row: Row, written, re
 def weight_of(linear: Any) -> Tensor:
     """What a linear multiplies by, (O, I)."""
     weights = linear._weights
+    if isinstance(weights, GroupedCodeWeights):
+        return weights.matrix.dequantize()
     if not isinstance(weights, Fp8Weights):
         return weights.table
     matrix = weights.matrix
@@ -269,8 +271,12 @@ def kept_on(
     """All weights of linears on one rank, in the order of the layers."""
     quantization = None if row is None else row.said
     files, tp = find_files(folder, mapped=False), LoneRank(rank, ranks)
-    model = load(files, dtype="float32", quantization=quantization, quantized=quantized, tp=tp)
+    chosen: dict[str, Any] = {"quantization": quantization, "quantized": quantized}
+    if quantized in ON_DEVICE:
+        chosen["device"] = "interpreter"
+    model = load(files, dtype="float32", tp=tp, **chosen)
     assert ("linear.fp8" in model.decoder.operations) == (quantized == "fp8")
+    assert ("linear.grouped" in model.decoder.operations) == (quantized in ON_DEVICE)
     weights: list[Tensor] = []
     for layer in model.own_decoder.layers:
         for block in vars(layer).values():
@@ -304,6 +310,10 @@ def test_each_rank_has_its_part_of_every_weight(
         for quantized in ("plain", "fp8") if row in IN_FP8 else ("plain",):
             found = kept_on(stored, row, rank, ranks, quantized)
             assert all(map(torch.equal, found, expected))
+        kept = row.kept.removesuffix("_dynamic")
+        if kept in ON_DEVICE:  # zero points become minimums, which are rounded once more
+            found = kept_on(stored, row, rank, ranks, kept)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 DEVICE = HostDevice(kind="cpu", cores=2, memory_bytes=1 << 30)
@@ -343,9 +353,10 @@ def test_the_plan_is_what_is_loaded(row: Row, written) -> None:
 def everywhere(
     storage: parts.StorageLayout, method: LinearMethod = LinearMethod.PLAIN
 ) -> BuildContext:
-    """Every linear is stored so."""
+    """Every linear is stored so; on the interpreter."""
     quantization = CheckpointQuantization(method, lambda _: storage)
-    return BuildContext(SingleRank(), torch.float32, torch.device("cpu"), quantization)
+    device = torch.device("cpu")
+    return BuildContext(SingleRank(), torch.float32, device, quantization, interpreted=True)
 
 
 def plain_linear(
@@ -370,7 +381,9 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
     weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
     made = row.make(weight)
     suffixes = {".weight_scale": ".weight_scale_inv"}
-    for method in (LinearMethod.PLAIN, LinearMethod.FP8):
+    kept = row.kept.removesuffix("_dynamic")
+    ways = [LinearMethod.PLAIN, LinearMethod.FP8, *(one for one in ON_DEVICE if one == kept)]
+    for method in ways:
         build = everywhere(storage_of(row_scheme(row)), method)
         linear = plain_linear(256, outputs, build, stored)
         for source in linear.sources():
@@ -378,7 +391,11 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
             tensor = made.stored.get(suffix)
             assert source.load is not None
             source.load(made.stored[suffixes[suffix]] if tensor is None else tensor)
-        assert torch.equal(weight_of(linear), stored.extract("weight", outputs, made.whole))
+        whole, found = stored.extract("weight", outputs, made.whole), weight_of(linear)
+        if isinstance(linear._weights, GroupedCodeWeights):
+            torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(found, whole)
 
 
 def test_transposed_tensors_are_not_quantized() -> None:

@@ -324,6 +324,38 @@ def test_operator_may_keep_it_otherwise() -> None:
     assert (float16.value, "float16" in float16.reason) == (LinearFormat.PLAIN, True)
 
 
+def test_groups_stay_on_a_gpu_but_for_those_of_files_in_gguf() -> None:
+    gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU")
+    found = plan(AWQ, gpu, model__device="cuda")
+    kept = (found.linear.value, found.quantized.value)
+    assert kept == (LinearFormat.PLAIN, LinearFormat.GROUPED)
+    assert found.weight_bytes.value == plan(AWQ).weight_bytes.value
+    asked = {"model__device": "cuda", "model__linear": "grouped"}
+    assert plan(AWQ, gpu, **asked).quantized.value is LinearFormat.GROUPED
+    assert plan(None, gpu, **asked).quantized.value is LinearFormat.PLAIN
+    fixed = plan(AWQ, gpu, model__device="cuda", model__deterministic="true")
+    kept = (fixed.linear.value, fixed.quantized.value)
+    assert kept == (LinearFormat.TILED, LinearFormat.GROUPED)
+    assert plan(W8A8, gpu, model__device="cuda").quantized.value is LinearFormat.INT8
+    for other in ("plain", "tiled"):
+        said = plan(AWQ, gpu, model__device="cuda", model__linear=other)
+        assert said.quantized.value == other
+    weights = Weights(GIB // 2, GIB // 4, None, grouped=GIB // 4, grouped_bytes=GIB // 8)
+    card = msgspec.structs.replace(CARD, gguf=True, weights=weights)
+    assert decide(gpu, card, model__device="cuda").quantized.value is LinearFormat.PLAIN
+
+
+def test_experts_in_groups_are_converted_on_a_gpu_and_the_plan_counts_them() -> None:
+    gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU")
+    experts = ExpertsCard(layers=2, count=8, chosen=2, width=64, shared_width=0, shared_gated=False)
+    weights = Weights(GIB // 2, GIB // 4, Dtype.BFLOAT16, quantized=GIB // 4)
+    card = msgspec.structs.replace(CARD, weights=weights, experts=experts, quantization=AWQ)
+    on_cpu = decide(DEVICE, card, model__dtype="bfloat16").weight_bytes.value
+    taken = decide(gpu, card, model__dtype="bfloat16", model__device="cuda").weight_bytes.value
+    wide = 2 * 8 * 3 * 64 * card.hidden_size
+    assert taken - on_cpu == wide * 2 - round(wide * (0.5 + 4 / 64))
+
+
 def test_fp8_stays_where_a_kernel_multiplies_it() -> None:
     gpu = msgspec.structs.replace(DEVICE, kind="cuda", lacking="it is a GPU", lacking_fp8=None)
     fp8 = said(quant_method="fp8")

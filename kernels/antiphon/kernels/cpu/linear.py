@@ -62,10 +62,10 @@ class Grouping:
     def multiplied_in(self, dtype: torch.dtype) -> Grouping:
         """The grouping in which weights meet activations of a dtype.
 
-        Scales in float32 are rounded to float16 for activations in bfloat16, which have three bits
-        less: of four bits in groups of 32, they would be a third of what is read.
+        Scales in float32 are rounded to float16 for activations of 16 bits, which have no more bits
+        than that: of four bits in groups of 32, they would be a third of what is read.
         """
-        if dtype is torch.bfloat16 and self.scales is torch.float32:
+        if dtype.itemsize == torch.float16.itemsize and self.scales is torch.float32:
             return replace(self, scales=torch.float16)
         return self
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from antiphon.kernels.kv import UNSCALED, KvScales
+from antiphon.kernels.triton import latent
 from antiphon.kernels.triton.activation import tanh
 from antiphon.kernels.triton.launch import launch, power_of_2
 from antiphon.kernels.triton.rows import SPLIT_TOKENS, Tiles, queries_of_tile
@@ -197,7 +198,9 @@ def paged_attention(
     out = torch.empty_like(q)
     made = rows.on_device
     for tiles in (made.decoding, made.extending):
-        if tiles is not None:
+        if tiles is not None and keys is values:
+            latent.attend(q, keys, out, rows, tiles, float(scale * scales.key), float(scales.value))
+        elif tiles is not None:
             _attend(q, keys, values, out, rows, tiles, scale, scales, softcap, sinks)
     return out
 

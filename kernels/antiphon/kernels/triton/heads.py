@@ -38,14 +38,17 @@ def _normed(values, mean, scale, weight, bias, index, mask, KIND: tl.constexpr, 
     """Elements (heads, D) of a group, by its mean and scale (heads,), with weights at `index`."""
     factor = tl.load(weight + index, mask=mask, other=0.0)
     wide = values.to(tl.float32)
+    # One return: a compiler that sees several wants them to have one dtype.
     if KIND == 3:
         unit = (wide - mean[:, None]) * scale[:, None] * factor.to(tl.float32)
         if BIAS:
             unit += tl.load(bias + index, mask=mask, other=0.0).to(tl.float32)
-        return unit.to(values.dtype)
-    if KIND == 2:
-        return (wide * scale[:, None] * factor).to(values.dtype)
-    return (wide * scale[:, None]).to(values.dtype) * factor
+        normed = unit.to(values.dtype)
+    elif KIND == 2:
+        normed = (wide * scale[:, None] * factor).to(values.dtype)
+    else:
+        normed = (wide * scale[:, None]).to(values.dtype) * factor
+    return normed
 
 
 @triton.jit

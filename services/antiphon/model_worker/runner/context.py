@@ -29,12 +29,13 @@ from antiphon.layers.context import (
     LocalExperts,
     SummedExperts,
 )
+from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.model.decoder import NotStackable
 from antiphon.model_worker.model.draft_head import DraftHead
 from antiphon.model_worker.runner.input_batch import InputBatch, PlanRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -105,7 +106,7 @@ class ForwardContexts:
         self._latent = {i: kind for i, kind in enumerate(kinds) if isinstance(kind, LatentSizes)}
         self._causal = model.spec.causal
         self._texts, self._uncached = _whole_texts(model)
-        self._deterministic = deterministic
+        self._absorbs = deterministic or placement.device_kind != "cpu"
         self._aux_layers = aux_layers
         self._upload = upload_to(placement.device_kind, placement.device)
         self._angles = cache(
@@ -114,7 +115,7 @@ class ForwardContexts:
             )
         )
         mixers = (mixer for layer in model.spec.layers for mixer in layer.mixers)
-        self._rotaries = {m.rotary for m in mixers if isinstance(m, AttentionSpec)}
+        self._rotaries = {m.rotary for m in mixers if isinstance(m, AttentionSpec | LatentSpec)}
         self._stack: FusedDecoder | None = None
         self._stack_positions: tuple[PositionSpec, ...] = ()
         # With chunked attention, the rows of a sequence may differ from step to step.
@@ -171,7 +172,7 @@ class ForwardContexts:
 
     def _absorbed(self, batch: InputBatch) -> bool:
         """Whether latents are nowhere expanded, which only single operations do."""
-        if batch.decodes or self._deterministic:
+        if batch.decodes or self._absorbs:
             return True
         parts = (
             part
@@ -239,7 +240,7 @@ class ForwardContexts:
             experts=self._experts,
             attend=self._attend(plan, batch, angles),
             states_of=partial(_states_of, self._states, batch.states) if batch.states else None,
-            attend_latent=self._attend_latent(batch, angles) if self._latent else None,
+            attend_latent=self._attend_latent(batch.groups, angles) if self._latent else None,
             cross=None if self._cross is None else self._cross.of(self._ops, plan, batch.token_row),
             positions=self._upload(batch.positions),
             token_types=None if plan.token_types is None else self._upload(plan.token_types),
@@ -261,6 +262,7 @@ class ForwardContexts:
             tp=self._tp,
             experts=self._experts,
             attend=partial(_paged_attention, self._ops, self._caches, groups, angles),
+            attend_latent=self._attend_latent(groups, angles) if self._latent else None,
             positions=positions,
         )
 
@@ -287,9 +289,11 @@ class ForwardContexts:
             )
         return partial(_bidirectional_attention, self._ops, plan.query_len.tolist(), angles)
 
-    def _attend_latent(self, batch: InputBatch, angles: Angles) -> LatentAttentionBackend:
+    def _attend_latent(
+        self, groups: Sequence[AttentionMetadata], angles: Angles
+    ) -> LatentAttentionBackend:
         rows = {
-            index: LatentMetadata(batch.groups[index], sizes, absorbed=self._deterministic)
+            index: LatentMetadata(groups[index], sizes, absorbed=self._absorbs)
             for index, sizes in self._latent.items()
         }
         return partial(_paged_latent_attention, self._ops, self._caches, rows, angles)

@@ -66,6 +66,7 @@ class DecodeGraphs:
         contexts: ForwardContexts,
         groups: Sequence[tuple[CacheGroup, KvShape]],
         *,
+        stateful: bool,
         last: Tensor,
         positions: int,
         stream: Stream,
@@ -91,8 +92,10 @@ class DecodeGraphs:
             model.spec.hidden,
             model.build.dtype,
         )
-        self._supported = all(
-            group.kind in (GroupKind.FULL, GroupKind.WINDOW) and shape.chunk is None
+        # Where a row reads and writes its states changes from step to step.
+        self._supported = not stateful and all(
+            group.kind in (GroupKind.FULL, GroupKind.WINDOW, GroupKind.LATENT)
+            and shape.chunk is None
             for group, shape in groups
         )
         self._graphs: dict[int, Graph] = {}  # by size, rising

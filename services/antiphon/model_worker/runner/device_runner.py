@@ -72,6 +72,7 @@ class DeviceRunner(ModelRunner):
             self.ops,
             self._contexts,
             list(zip((pool.group for pool in self.pools), self._shapes, strict=True)),
+            stateful=bool(self.states),
             last=self._last,
             positions=positions,
             stream=self._stream,
@@ -90,7 +91,7 @@ class DeviceRunner(ModelRunner):
 
     def page_memories(self) -> list[PageMemory]:
         copies = PageStream(self._stream.beside(), self.ops, self._upload)
-        memories = [DevicePages(pool.memory, copies) for pool in self.pools]
+        memories = [DevicePages(pool.memory, copies) for pool in (*self.pools, *self.states)]
         for each in memories:
             each.compile()
         return [*memories]

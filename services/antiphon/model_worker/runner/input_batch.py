@@ -100,7 +100,7 @@ class InputBatch:
         """The rows as each group of recurrent states sees them."""
         plan, first = self._plan, len(self._shapes)
         return tuple(
-            StateMetadata(table[:, 0], table[:, 1:], plan.query_len, plan.kv_len)
+            StateMetadata(table[:, 0], table[:, 1:], plan.query_len, plan.kv_len, self._upload)
             for table in plan.page_tables[first : first + self._states_count]
         )
 

@@ -76,7 +76,7 @@ BLOCKS = frozenset(
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("activation.sigmoid_mul", "recurrent.layer"),
         *("attention.heads", "attention.paged", "attention.whole"),
-        *("logits.softcap", "moe.experts", "linear.fp8", "linear.tiled"),
+        *("logits.softcap", "moe.experts", "linear.fp8", "linear.grouped", "linear.tiled"),
     }
 )
 """Operations of layers and heads, which only some models call."""
@@ -447,9 +447,7 @@ def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., obj
     """Check that no operation of the model runs on torch, on a device that is not the CPU."""
     kind, called = model.build.device_kind, SAMPLING | model.decoder.operations
     if any(isinstance(cache, LatentSizes) for cache, _ in model.spec.cache_groups()):
-        raise KernelUnavailable(
-            f"device {kind}: latent attention (MLA), which this model needs, has no kernel there"
-        )
+        _require_latent_kernels(model)
     for choice in choices:
         if choice.op in called and choice.backend == REFERENCE:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refused)
@@ -457,6 +455,19 @@ def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., obj
                 f"device {kind}: {choice.op}, which this model needs, has no kernel there"
                 + (f" ({reasons})" if reasons else "")
             )
+
+
+def _require_latent_kernels(model: LoadedModel) -> None:
+    lacking = ""
+    if model.build.cache_dtype is not None:
+        lacking = "with a KV cache of 8 bits"
+    elif model.decoder.invariant:
+        lacking = "with batch-invariant linears of heads, as deterministic inference needs"
+    if lacking:
+        kind = model.build.device_kind
+        raise KernelUnavailable(
+            f"device {kind}: latent attention (MLA) {lacking} has no kernel there"
+        )
 
 
 def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:

@@ -1,0 +1,181 @@
+"""Linears of 4 or 8 bits: codes become weights in registers, as the matrix units take them.
+
+A tile of outputs is the left side of a product, which matrix units may read from registers: it
+reads its weights once for up to 64 tokens, of which there may be as few as 16. Sums run in one
+order.
+
+Axes: T tokens, I inputs, O outputs, G groups of inputs.
+"""
+
+# pyright: basic, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from antiphon.kernels.linear_grouped import GroupedMatrix
+
+FEW, MANY = 16, 64
+"""Tokens of a tile: the fewest that fill the matrix units, and the most."""
+OUTPUTS = 64
+"""Outputs of a tile of few tokens, and of one that has the most twice as many."""
+DEPTH = 128
+
+
+@triton.jit
+def numbers(code, FIRST: tl.constexpr, E2M1: tl.constexpr):
+    """The value of codes of 4 bits, in float32."""
+    code = code.to(tl.int32)
+    if E2M1:
+        size = code & 7
+        # In halves: 0, 1, 2, 3, 4, 6, 8, 12.
+        halves = tl.where(size < 2, size, ((size & 1) | 2) << tl.maximum((size >> 1) - 1, 0))
+        value = tl.where(code > 7, -0.5, 0.5) * halves.to(tl.float32)
+    else:
+        value = code.to(tl.float32) + FIRST
+    return value
+
+
+@triton.jit
+def shared(
+    numbers,
+    begin,
+    column,
+    used,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The scales, or minimums, of a block of inputs: one of an output, or one for each of WIDTH."""
+    if GROUP >= BLOCK_K or GROUP >= INPUTS:
+        place = numbers + begin // GROUP * OUTPUTS + column
+        found = tl.load(place, mask=used, other=0.0).to(tl.float32)[:, None]
+    else:
+        each: tl.constexpr = BLOCK_K // GROUP
+        group = begin // GROUP + tl.arange(0, each)
+        known = used[:, None] & (group * GROUP < INPUTS)[None, :]
+        place = numbers + group[None, :] * OUTPUTS + column[:, None]
+        apart = tl.load(place, mask=known, other=0.0).to(tl.float32)
+        wide = tl.broadcast_to(apart[:, :, None], [BLOCK_N, each, WIDTH // each])
+        found = tl.reshape(wide, [BLOCK_N, WIDTH])
+    return found
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def multiply_kernel(
+    x,
+    codes,
+    scales,
+    minimums,
+    bias,
+    out,
+    tokens,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    FIRST: tl.constexpr,
+    E2M1: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Some outputs of some tokens. A block of inputs lies in one group, or is some groups."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    asked, used = row < tokens, column < OUTPUTS
+    source = x + row.to(tl.int64)[:, None] * INPUTS
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for begin in range(0, INPUTS, BLOCK_K):
+        width: tl.constexpr = BLOCK_K if BITS == 8 else BLOCK_K // 2
+        scale = shared(scales, begin, column, used, INPUTS, OUTPUTS, GROUP, BLOCK_N, BLOCK_K, width)
+        least = 0.0
+        if MINIMUMS:
+            least = shared(
+                minimums, begin, column, used, INPUTS, OUTPUTS, GROUP, BLOCK_N, BLOCK_K, width
+            )
+        if BITS == 8:
+            depth = begin + tl.arange(0, BLOCK_K)
+            known = (depth < INPUTS)[None, :]
+            place = codes + column.to(tl.int64)[:, None] * INPUTS + depth[None, :]
+            code = tl.load(place, mask=used[:, None] & known, other=0)
+            inputs = tl.load(source + depth[None, :], mask=asked[:, None] & known, other=0.0)
+            weight = (code.to(tl.float32) * scale + least).to(inputs.dtype)
+            total = tl.dot(weight, tl.trans(inputs), total, input_precision="ieee")
+        else:
+            byte = begin // 2 + tl.arange(0, BLOCK_K // 2)
+            known = (byte < INPUTS // 2)[None, :]
+            place = codes + column.to(tl.int64)[:, None] * (INPUTS // 2) + byte[None, :]
+            code = tl.load(place, mask=used[:, None] & known, other=0)
+            depth = byte // 16 * 32 + byte % 16
+            low = tl.load(source + depth[None, :], mask=asked[:, None] & known, other=0.0)
+            high = tl.load(source + depth[None, :] + 16, mask=asked[:, None] & known, other=0.0)
+            weight = (numbers(code & 15, FIRST, E2M1) * scale + least).to(low.dtype)
+            total = tl.dot(weight, tl.trans(low), total, input_precision="ieee")
+            weight = (numbers(code >> 4, FIRST, E2M1) * scale + least).to(low.dtype)
+            total = tl.dot(weight, tl.trans(high), total, input_precision="ieee")
+    made = tl.trans(total)
+    if BIAS:
+        made += tl.load(bias + column, mask=used, other=0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+    tl.store(place, made.to(out.dtype.element_ty), mask=asked[:, None] & used[None, :])
+
+
+def linear_grouped(x: Tensor, weights: GroupedMatrix) -> Tensor:
+    """As `antiphon.kernels.linear_grouped.linear_grouped`."""
+    return _multiply(x, weights, min(MANY, max(FEW, power_of_2(max(1, len(x))))))
+
+
+def linear_grouped_fixed(x: Tensor, weights: GroupedMatrix) -> Tensor:
+    """As `linear_grouped`, in tiles of one size: the bits of a token follow from it alone."""
+    return _multiply(x, weights, MANY)
+
+
+def _multiply(x: Tensor, weights: GroupedMatrix, block_m: int) -> Tensor:
+    x = x.contiguous()
+    outputs, inputs = len(weights.codes), weights.inputs
+    out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    block_n = OUTPUTS if block_m < MANY else 2 * OUTPUTS
+    group = min(weights.group, inputs)
+    # A block is whole groups, or a part of one.
+    whole = group == inputs or group % DEPTH == 0 or DEPTH % group == 0
+    minimums, bias = weights.minimums, weights.bias
+    launch(
+        multiply_kernel,
+        (ceil_div(len(x), block_m), ceil_div(outputs, block_n)),
+        x,
+        weights.codes,
+        weights.scales,
+        weights.scales if minimums is None else minimums,
+        weights.scales if bias is None else bias,
+        out,
+        len(x),
+        warps=4 if block_m < MANY else 8,
+        stages=4 if block_m == FEW else 3,
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        GROUP=group,
+        BITS=8 if weights.codes.dtype is torch.int8 else 4,
+        FIRST=weights.first or 0,
+        E2M1=weights.first is None,
+        MINIMUMS=minimums is not None,
+        BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=DEPTH if whole else group & -group,
+    )
+    return out
