@@ -170,7 +170,9 @@ class FaultBed:
                 if answer not in hit
                 for gap_s in answer.gaps_s(began_s, ended_s + AFTER_S)
             ],
-            quiet_s=[gap_s for answer in opened for gap_s in answer.gaps_s(quiet_s, began_s)],
+            quiet_s=[
+                gap_s for answer in opened for gap_s in answer.gaps_within_s(quiet_s, began_s)
+            ],
             first_s=[a.first_s for a in answers if a.began_s + a.first_s >= began_s],
         )
 

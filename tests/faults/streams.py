@@ -112,6 +112,10 @@ class Answer:
         """The times without a piece, after the first one, that touch this span."""
         return [b - a for a, b in pairwise(self.arrivals_s) if b >= first_s and a <= last_s]
 
+    def gaps_within_s(self, first_s: float, last_s: float) -> list[float]:
+        """The times without a piece that lie in this span."""
+        return [b - a for a, b in pairwise(self.arrivals_s) if a >= first_s and b <= last_s]
+
     def take(self, chunk: dict[str, Any]) -> None:
         """Add a piece of the stream."""
         if not any("role" in choice.get("delta", ()) for choice in chunk.get("choices", ())):
