@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from tests.faults.points import LONGER_POINTS, POINTS
-from tests.faults.site import DETOKENIZER, GATEWAY, HEARD_S, LEADER, WORKER, go_on
+from tests.faults.site import (
+    DETOKENIZER,
+    GATEWAY,
+    HEARD_S,
+    ITS_DETOKENIZER,
+    LEADER,
+    WORKER,
+    go_on,
+)
 from tests.faults.streams import path_and_body
 from tests.support.nats_link import Action, Apart, Share, passes
 from tests.system.stack import heartbeats
@@ -33,7 +41,7 @@ RESTARTED_S = 60.0
 """Until a service that was stopped has finished what it may finish, and its successor is ready."""
 SLOW_TOKENS = 1000
 How = Literal["kill", "freeze"]
-HOST = (WORKER, DETOKENIZER, "encoder-0", "kv_storage-0")
+HOST = (WORKER, ITS_DETOKENIZER, "encoder-0", "kv_storage-0")
 """What dies with the machine that a worker is on."""
 
 
@@ -197,8 +205,8 @@ class SlowClients:
         return f"{self.count} clients read nothing {self.down_s:g} s"
 
     async def happen(self, site: Site) -> int:
-        path, body = path_and_body(site.stack.model, 0)
-        body |= {"max_tokens": SLOW_TOKENS, "logprobs": 5}
+        path, body = path_and_body(site.stack.model, 0, SLOW_TOKENS)
+        body |= {"logprobs": 5}
         site.struck = set()
         opened = [await _ask_slowly(site.stack, path, body) for _ in range(self.count)]
         await asyncio.sleep(self.down_s)
@@ -228,7 +236,7 @@ async def _ask_slowly(
 
 SERVICES = (WORKER, DETOKENIZER, LEADER, "tokenizer-0", "kv_storage-0", GATEWAY)
 PAIRS = (
-    (WORKER, DETOKENIZER),
+    (WORKER, ITS_DETOKENIZER),
     (LEADER, WORKER),
     (LEADER, DETOKENIZER),
     (LEADER, GATEWAY),
@@ -259,7 +267,7 @@ EACH_KIND: Sequence[Fault] = (
     *(OfMessages(action=action, share=0.03, down_s=3.0) for action in ACTIONS),
     OneWay(member=WORKER, sent=True, down_s=3.0),
     OneWay(member=WORKER, sent=False, down_s=3.0),
-    BetweenTwo(members=(WORKER, DETOKENIZER), down_s=3.0),
+    BetweenTwo(members=(WORKER, ITS_DETOKENIZER), down_s=3.0),
     Restart(name="restart the busy worker", members=(WORKER,)),
     SlowClients(count=4, down_s=3.0),
     *POINTS,

@@ -45,6 +45,8 @@ ARGUMENTS = (
 )
 PAGE = Path("docs/reliability.md")
 CLIENTS = 64
+TOKENS = 256
+"""Of each answer at most."""
 QUIET_S = 2.0
 """Between the first words of all streams and the fault."""
 AFTER_S = 5.0
@@ -110,7 +112,8 @@ def _p99(times_s: Sequence[float]) -> str:
 class FaultBed:
     site: Site
     clients: int
-    quiet_s: float
+    tokens: int = TOKENS
+    quiet_s: float = QUIET_S
     wanted: dict[int, Answer] = field(default_factory=dict[int, Answer])
     """What requests say without a fault, by number."""
 
@@ -122,7 +125,7 @@ class FaultBed:
         """
         stack = self.site.stack
         await until(stack.healthy, TIMEOUT_S)
-        async with Load(stack, self.clients) as load:
+        async with Load(stack, self.clients, self.tokens) as load:
             await until(lambda: all(_has_begun(a) for a in load.answers), TIMEOUT_S)
             quiet_s = time.monotonic()
             await asyncio.sleep(self.quiet_s)
@@ -179,7 +182,7 @@ class FaultBed:
     async def _learn(self, answers: Iterable[Answer]) -> None:
         """Ask again, without a fault, what has not been asked so before."""
         numbers = sorted({answer.number for answer in answers} - self.wanted.keys())
-        wanted = await ask_all(self.site.stack, numbers, AT_ONCE)
+        wanted = await ask_all(self.site.stack, numbers, AT_ONCE, self.tokens)
         failed = {number: a.error for number, a in wanted.items() if a.error is not None}
         assert not failed, f"requests fail without a fault: {failed}"
         self.wanted |= wanted
@@ -206,13 +209,15 @@ def _open(load: Load) -> list[Answer]:
 
 
 @asynccontextmanager
-async def fault_bed(clients: int, quiet_s: float = QUIET_S) -> AsyncIterator[FaultBed]:
+async def fault_bed(
+    clients: int, tokens: int = TOKENS, quiet_s: float = QUIET_S
+) -> AsyncIterator[FaultBed]:
     """A stack with a broker of its own."""
     async with NatsServer(durable=True) as broker, linked(broker.url) as link:
         running = serving("--bus-url", link.url, *ARGUMENTS)
         stack = await asyncio.to_thread(running.__enter__)
         try:
-            yield FaultBed(Site(stack, broker, link), clients, quiet_s)
+            yield FaultBed(Site(stack, broker, link), clients, tokens, quiet_s)
         finally:
             await asyncio.to_thread(running.__exit__, None, None, None)
 

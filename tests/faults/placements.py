@@ -30,6 +30,10 @@ class Placements:
         """The worker and the detokenizer of a request; empty before it is bound."""
         return self._of.get(request_id, ())
 
+    def detokenizer_of(self, worker: str) -> str | None:
+        """The detokenizer of the request that a worker was sent last, if it was sent any."""
+        return next((each for at, each in reversed(self._of.values()) if at == worker), None)
+
     def __call__(self, message: LinkMessage) -> None:
         if message.sent:
             return

@@ -24,6 +24,8 @@ MEMBERS = 2
 GATEWAY = "gateway-0"
 LEADER = "the leading scheduler"
 WORKER, DETOKENIZER = "the busy worker", "the busy detokenizer"
+ITS_DETOKENIZER = "its detokenizer"
+"""That of a worker that the fault hits, too."""
 HEARD_S = 30.0
 """Until all have sent a heartbeat: one that has died often starts after a pause."""
 
@@ -75,6 +77,9 @@ class Site:
 
     async def instance_of(self, member: str) -> str:
         """The instance that a member is now: the one that leads, or has most requests."""
+        if member == ITS_DETOKENIZER:
+            found = map(self.placements.detokenizer_of, self.struck or ())
+            return next(each for each in found if each is not None)
         roles = {LEADER: Role.SCHEDULER, WORKER: Role.WORKER, DETOKENIZER: Role.DETOKENIZER}
         if (role := roles.get(member)) is None:
             return member

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tests.system.stack import Stack
 
 TIMEOUT = aiohttp.ClientTimeout(total=120.0)
-TOKENS = 256
 PROMPTS = ("short ", "A sentence that makes the prompt of this request a long one. ")
 PROMPT_WORDS = (8, 60)
 """Repetitions of these, for prompts of about 128 and 1,500 tokens."""
@@ -51,14 +50,14 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def path_and_body(model: str, number: int) -> tuple[str, dict[str, Any]]:
-    """The request of this number; odd ones have long prompts."""
+def path_and_body(model: str, number: int, tokens: int) -> tuple[str, dict[str, Any]]:
+    """The request of this number, for so many tokens; odd ones have long prompts."""
     kind = tuple(KINDS)[number // 2 % len(KINDS)]
     long = number % 2
     prompt = f"Request {number}. " + PROMPTS[long] * PROMPT_WORDS[long]
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "seed": number,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -140,9 +139,9 @@ class Answer:
                 self.finishes[index] = finish
 
 
-async def read(session: aiohttp.ClientSession, stack: Stack, answer: Answer) -> None:
-    """Stream one request to its end, or to what ends it."""
-    path, body = path_and_body(stack.model, answer.number)
+async def read(session: aiohttp.ClientSession, stack: Stack, answer: Answer, tokens: int) -> None:
+    """Stream one request for so many tokens to its end, or to what ends it."""
+    path, body = path_and_body(stack.model, answer.number, tokens)
     try:
         async with session.post(stack.url + path, json=body) as response:
             if response.status != 200:
@@ -165,17 +164,19 @@ async def read(session: aiohttp.ClientSession, stack: Stack, answer: Answer) -> 
 
 
 class Load:
-    """So many clients, each of which streams one request after the other while this is entered.
+    """So many clients, each of which streams one request after the other while this is entered,
+    for so many tokens each.
 
     Attributes:
         answers: By client, in order; the last one may still be read.
         refused: Requests that were refused before they were taken, and asked again.
     """
 
-    def __init__(self, stack: Stack, clients: int) -> None:
+    def __init__(self, stack: Stack, clients: int, tokens: int) -> None:
         self.answers: list[list[Answer]] = [[] for _ in range(clients)]
         self.refused = 0
         self._stack = stack
+        self._tokens = tokens
         self._ending = False
         self._group = asyncio.TaskGroup()
 
@@ -196,7 +197,7 @@ class Load:
         async with aiohttp.ClientSession(timeout=TIMEOUT, connector=connector) as session:
             while not self._ending:
                 answers.append(Answer(number, time.monotonic()))
-                await read(session, self._stack, answers[-1])
+                await read(session, self._stack, answers[-1], self._tokens)
                 again_s = answers[-1].again_s
                 if answers[-1].error is not None:
                     await asyncio.sleep(again_s or AGAIN_S)
@@ -207,14 +208,14 @@ class Load:
                     number += len(self.answers)
 
 
-async def ask_all(stack: Stack, numbers: list[int], at_once: int) -> dict[int, Answer]:
+async def ask_all(stack: Stack, numbers: list[int], at_once: int, tokens: int) -> dict[int, Answer]:
     """The answers to these requests, so many at once."""
     waiting, answers = list(reversed(numbers)), dict[int, Answer]()
 
     async def client(session: aiohttp.ClientSession) -> None:
         while waiting:
             answer = Answer(waiting.pop(), time.monotonic())
-            await read(session, stack, answer)
+            await read(session, stack, answer, tokens)
             answers[answer.number] = answer
 
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session, asyncio.TaskGroup() as group:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.faults.streams import TOKENS, Answer, Load
+from tests.faults.matrix import TOKENS
+from tests.faults.streams import Answer, Load
 from tests.support.nats import NatsServer
 from tests.support.wait import until
 from tests.system.stack import START_TIMEOUT_S, STOP_TIMEOUT_S, Stack, heartbeats
@@ -167,7 +168,7 @@ async def test_services_of_two_versions_serve_together(
     new = Path(sys.executable), old[1] | path
     first, second = (old, new) if forward else (new, old)
     async with cluster(tmp_path, *first) as running:
-        async with Load(running.stack, CLIENTS) as load:
+        async with Load(running.stack, CLIENTS, TOKENS) as load:
             gateway_s = 0.0
             for instance in MODULES:
                 gateway_s = time.monotonic()  # the last one
