@@ -403,8 +403,8 @@ def test_in_a_storm_of_faults_the_promises_hold(seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("hundred", range(1, 6))
-def test_five_hundred_seeds_of_each_kind(hundred: int) -> None:
+@pytest.mark.parametrize("hundred", range(1, 8))
+def test_seven_hundred_seeds_of_each_kind(hundred: int) -> None:
     faults, unnoticed = list(FAULTS.values()), list(UNNOTICED.values())
     for seed in range(100 * hundred, 100 * hundred + 100):
         print("seed", seed)
