@@ -33,7 +33,13 @@ def test_the_instruments_find_what_they_must() -> None:
 
 @pytest.mark.timeout(300)
 def test_models_generate_the_same_on_triton_kernels() -> None:
-    run_interpreted("models.py", "tapes.py", "invariance.py")
+    run_interpreted("models.py", "tapes.py", "streams.py", "invariance.py")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_workers_run_with_many_seeds_of_streams() -> None:
+    run_interpreted("-m", "long", "streams.py")
 
 
 @pytest.mark.timeout(300)

@@ -170,8 +170,11 @@ stream of their own beside steps ([decision
 
 The host launches a step, and the next one before the first is read: tokens in flight stay on the
 device, and the host waits for nothing but the copy of a step's tokens and flags. The interpreter
-refuses a step that reads anything else, and computes it in a thread of its own ([decision
-64](decisions/0064-a-device-is-launched-and-read-later.md)).
+refuses a step that reads anything else, and computes each stream in a thread of its own ([decision
+64](decisions/0064-a-device-is-launched-and-read-later.md)). In tests a seed decides how much each
+stream has computed whenever the host looks, beside a page store that saves and fetches pages, and
+edits of the source that lose a wait or reuse staging must be found ([decision
+83](decisions/0083-streams-are-played-by-seed.md)).
 
 Decode steps are captured as CUDA graphs before a worker is ready, for SGLang's batch sizes up to
 `--max-running-requests` and 256, and padded to the next size; `--cuda-graph-bs`,

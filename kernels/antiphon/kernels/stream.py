@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from antiphon.kernels.triton.backend import INTERPRETER
-from antiphon.kernels.triton.tape import Tape
+from antiphon.kernels.triton.tape import Tape, play
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
-    from concurrent.futures import Executor, Future
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -151,20 +151,63 @@ class _CudaDownload(NamedTuple):
         return [copy.numpy() for copy in self.copies]
 
 
+class TapeQueue(Protocol):
+    """One stream of the interpreter: plays tapes in their order, and not before they are put in."""
+
+    def put(self, tape: Tape) -> Future[None]:
+        """Play a tape after those before it  ->  when it was played, or what that has raised."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside no queue of the device plays: what the host calls runs in its own thread."""
+        ...
+
+    def beside(self) -> TapeQueue:
+        """Another queue of the device, in no order with this one."""
+        ...
+
+
+class TapeThread:
+    """Plays tapes in a thread. Those of a device take turns, call by call.
+
+    Triton interprets one kernel at a time.
+    """
+
+    def __init__(self, turn: Lock | None = None) -> None:
+        threads = partial(torch.set_num_threads, torch.get_num_threads())
+        self._executor = ThreadPoolExecutor(1, "stream", threads)
+        self._turn = turn or Lock()
+
+    def put(self, tape: Tape) -> Future[None]:
+        return self._executor.submit(self._play, tape)
+
+    def _play(self, tape: Tape) -> None:
+        for call in tape.calls:
+            with self._turn:
+                play(call)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        with self._turn:
+            yield
+
+    def beside(self) -> TapeThread:
+        return TapeThread(self._turn)
+
+
 class InterpretedStream:
-    """Plays what is launched in a thread of its own, once it was recorded: see `Tape`.
+    """Has its queue play what is launched, once it was recorded: see `Tape`.
 
     Raises:
         HostWaits: Inside `launching`, by what a GPU would make the host wait for.
     """
 
-    def __init__(self, executor: Executor | None = None, playing: Lock | None = None) -> None:
-        threads = partial(torch.set_num_threads, torch.get_num_threads())
-        self._executor = executor or ThreadPoolExecutor(1, "stream", threads)
-        self._playing = playing or Lock()
+    def __init__(self, queue: TapeQueue | None = None) -> None:
+        self._queue = queue or TapeThread()
         self._launched: _Launched | None = None
         self._undownloaded: list[_Launched] = []
         self._last: Future[None] | None = None
+        self._graphs: list[Tape] = []
 
     @contextmanager
     def launching(self) -> Generator[None]:
@@ -175,24 +218,18 @@ class InterpretedStream:
                 yield
         finally:
             # A GPU has what was launched before a failure, too.
-            play = partial(self._play, launched.tape)
-            self._last = launched.played = self._executor.submit(play)
+            self._last = launched.played = self._queue.put(launched.tape)
             self._launched = None
-
-    def _play(self, tape: Tape) -> None:
-        with self._playing:
-            tape.play()
 
     @contextmanager
     def reading(self) -> Generator[None]:
         if self._last is not None:
             self._last.exception()  # which its own download raises
-        with self._playing:  # kernels that are called inside run in this thread
+        with self._queue.paused():
             yield
 
     def beside(self) -> InterpretedStream:
-        """Played by the same thread: Triton interprets in one at a time."""
-        return InterpretedStream(self._executor, self._playing)
+        return InterpretedStream(self._queue.beside())
 
     def fill(self, target: Tensor, values: NDArray[Any]) -> None:
         target.copy_(torch.as_tensor(values.copy()))
@@ -201,11 +238,14 @@ class InterpretedStream:
         tape = Tape()
         with tape.recording(fixed=True):
             run()
+        self._graphs.append(tape)
         return Graph(partial(self._replay, tape), tape.allocated_bytes)
 
     def _replay(self, tape: Tape) -> None:
         assert self._launched is not None, "nothing is being launched"
-        self._launched.tape.append(tape.play)
+        # They share their memory, which this one may write over.
+        calls = [graph.poison for graph in self._graphs]
+        self._launched.tape.calls += calls + tape.calls
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         assert self._launched is not None, "nothing is being launched"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from tests.kernels.interpreted.held import Held
+from tests.kernels.interpreted.drawn import DrawnDevice
 
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.kernels.stream import CudaStream, InterpretedStream
+from antiphon.kernels.stream import CudaStream, InterpretedStream, TapeThread
 from antiphon.kernels.triton.futures import record
 from antiphon.kernels.triton.sampling import argmax
 from antiphon.kernels.triton.tape import HostWaits, Tape
@@ -81,19 +82,20 @@ def test_what_a_graph_cannot_have_is_refused(call: Callable[[Tensor], object]) -
 
 
 def test_uploads_are_copied_and_results_are_poison_until_they_are_waited_for() -> None:
-    stream, values = InterpretedStream(held := Held()), np.array([3.0, 5.0], np.float32)
+    device, values = DrawnDevice(), np.array([3.0, 5.0], np.float32)
+    stream = InterpretedStream(device.queue())
     with torch.inference_mode(), stream.launching():
         doubled = UPLOAD(values) * 2
         download = stream.download([doubled])
     values[:] = 0  # the host goes on
     assert doubled.isnan().all()
-    assert not held.made
+    assert not device.played
     assert download.wait()[0].tolist() == [6.0, 10.0]
 
 
 def test_a_graph_reads_its_inputs_when_it_is_replayed() -> None:
     """And one of a host that reads, or copies in what is fixed, is not captured."""
-    stream, x = InterpretedStream(Held()), torch.zeros(2)
+    stream, x = InterpretedStream(DrawnDevice().queue()), torch.zeros(2)
     out = torch.zeros(2)
 
     def run() -> None:
@@ -113,8 +115,29 @@ def test_a_graph_reads_its_inputs_when_it_is_replayed() -> None:
     assert graph.size_bytes == 8
 
 
+def test_a_replay_writes_over_what_other_graphs_have_computed() -> None:
+    """They share their memory: only what a graph has copied elsewhere is there afterwards."""
+    stream, x = InterpretedStream(DrawnDevice().queue()), torch.ones(2)
+    kept: list[Tensor] = []
+    outs = [torch.zeros(2), torch.zeros(2)]
+
+    def run(place: int) -> None:
+        kept.append(x * (place + 2))
+        outs[place].copy_(kept[place])
+
+    with torch.inference_mode():
+        graphs = [stream.capture(partial(run, place)) for place in range(2)]
+        with stream.launching():
+            for graph in graphs:
+                graph.replay()
+            download = stream.download([*outs, *kept])
+    first, second, lost, own = (values.tolist() for values in download.wait())
+    assert (first, second, own) == ([2, 2], [3, 3], [3, 3])
+    assert np.isnan(lost).all()
+
+
 def test_what_the_device_raises_is_raised_by_the_wait() -> None:
-    stream = InterpretedStream(Held())
+    stream = InterpretedStream(DrawnDevice().queue())
     with torch.inference_mode(), stream.launching():
         tokens = torch.zeros(2, dtype=torch.int64).index_select(0, UPLOAD(np.array([7])))
     with torch.inference_mode(), stream.launching():
@@ -127,14 +150,16 @@ def test_what_the_device_raises_is_raised_by_the_wait() -> None:
 
 def test_while_the_host_reads_no_stream_is_played() -> None:
     """Kernels that it calls then run in its own thread, and Triton interprets in one at a time."""
-    with ThreadPoolExecutor(1) as executor:
-        stream, x = InterpretedStream(executor), torch.zeros(2)
-        copies = stream.beside()
-        with stream.reading():
-            with torch.inference_mode(), copies.launching():
-                download = copies.download([x + 1])
-            assert not wait([executor.submit(int)], timeout=0.1).done
-        assert download.wait()[0].tolist() == [1.0, 1.0]
+    played: list[int] = []
+    beside = (queue := TapeThread()).beside()
+    tape = Tape()
+    tape.calls.append(lambda: played.append(1))
+    with queue.paused():
+        waited = beside.put(tape)
+        assert not wait([waited], timeout=0.1).done
+        assert not played
+    waited.result()
+    assert played
 
 
 def test_what_a_gpu_computes_while_the_host_reads_is_waited_for(
@@ -166,7 +191,7 @@ def test_a_copy_that_fails_half_way_writes_nothing_afterwards() -> None:
             raise torch.OutOfMemoryError("out of memory")
         return UPLOAD(values)
 
-    pages = DevicePages(memory, PageStream(InterpretedStream(Held()), ops, upload))
+    pages = DevicePages(memory, PageStream(InterpretedStream(DrawnDevice().queue()), ops, upload))
     page = memoryview(bytearray(b"\x01" * group.page_bytes))
     with pytest.raises(torch.OutOfMemoryError):
         pages.write([2], page)

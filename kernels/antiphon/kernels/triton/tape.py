@@ -43,9 +43,14 @@ class Tape:
     """Calls of torch and launches of Triton kernels, as they were recorded."""
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[], object]] = []
-        self.allocated_bytes = 0
-        """Of the outputs."""
+        self.calls: list[Callable[[], object]] = []
+        """Those of which each must be `play`ed, in their order."""
+        self._outputs: list[Tensor] = []
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of all outputs."""
+        return sum(out.nbytes for out in self._outputs)
 
     @contextmanager
     def recording(self, *, fixed: bool = False) -> Generator[None]:
@@ -67,15 +72,15 @@ class Tape:
         finally:
             RECORDING.recorder = None
 
-    def append(self, call: Callable[[], object]) -> None:
-        """Record any call."""
-        self._calls.append(call)
-
     def play(self) -> None:
         """Make all calls, in the thread of the caller."""
-        with torch.inference_mode():
-            for call in self._calls:
-                call()
+        for call in self.calls:
+            play(call)
+
+    def poison(self) -> None:
+        """Fill all outputs with what no computation survives."""
+        for out in self._outputs:
+            poison(out)
 
     def _launched(
         self,
@@ -84,14 +89,14 @@ class Tape:
         arguments: tuple[Tensor | float, ...],
         constants: dict[str, Constant],
     ) -> None:
-        self.append(lambda: kernel[grid](*arguments, **constants))
+        self.calls.append(lambda: kernel[grid](*arguments, **constants))
 
     def allocate(self, shape: Any) -> Tensor:
         """Memory for an output, which has no data yet."""
         if not isinstance(shape, Tensor):
             raise HostWaits("a step makes a number of the host of what the device computes")
         out = torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype)
-        self.allocated_bytes += out.nbytes
+        self._outputs.append(out)
         return poison(out)
 
 
@@ -120,11 +125,11 @@ class _Calls(TorchDispatchMode):
             return func(*args, **kwargs)  # a view: no element is read
         made = _shapes_of(func, args, kwargs)
         if schema.is_mutable:
-            self._tape.append(lambda: func(*args, **kwargs))
+            self._tape.calls.append(lambda: func(*args, **kwargs))
             return _written(schema, args, kwargs)
         outputs = tree_map(self._tape.allocate, made)
         if func.overloadpacket.__name__ not in _UNFILLED:
-            self._tape.append(lambda: _fill(outputs, func(*args, **kwargs)))
+            self._tape.calls.append(lambda: _fill(outputs, func(*args, **kwargs)))
         return outputs
 
 
@@ -146,6 +151,12 @@ class _Guard(TorchFunctionMode):
         if name in self._refused:
             raise HostWaits(f"a step calls {name}, for which the host would wait")
         return func(*args, **(kwargs or {}))
+
+
+def play(call: Callable[[], object]) -> None:
+    """Make a call of a tape, in the thread of the caller."""
+    with torch.inference_mode():
+        call()
 
 
 def poison(tensor: Tensor) -> Tensor:
