@@ -367,7 +367,7 @@ def recording() -> Generator[dict[Launch, None]]:
         assert len(grid) <= 3, "a grid of Triton"
         found[launch_of(kernel, arguments, constants)] = None
 
-    with _taken_by(record):
+    with taken_by(record):
         yield found
 
 
@@ -388,12 +388,13 @@ def seeing(see: Callable[[Launch], object]) -> Generator[None]:
         else:
             before(kernel, grid, arguments, constants)
 
-    with _taken_by(record):
+    with taken_by(record):
         yield
 
 
 @contextmanager
-def _taken_by(recorder: Recorder) -> Generator[None]:
+def taken_by(recorder: Recorder) -> Generator[None]:
+    """A recorder takes the launches of what is called meanwhile."""
     before, RECORDING.recorder = RECORDING.recorder, recorder
     try:
         yield

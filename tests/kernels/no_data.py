@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,21 +56,24 @@ def open_without_data(
     cache_dtype: torch.dtype | None = None,
     quantization: QuantizationConfig | None = None,
     deterministic: bool = False,
+    device: torch.device = META,
 ) -> OpenModel:
     """The model of a config.json as a worker opens it on a GPU; quantized weights are in fp8.
+
+    Tensors are made on a device on which none has data.
 
     Raises:
         KernelUnavailable: It calls an operation that has no kernel there.
     """
     spec = _spec_of(config)
-    build: BuildContext = _CudaBuild(SingleRank(), dtype, META, cache_dtype=cache_dtype)
+    build: BuildContext = _CudaBuild(SingleRank(), dtype, device, cache_dtype=cache_dtype)
     if quantization is not None:
         build = replace(build, quantization=quantized_linears(quantization, spec, LinearMethod.FP8))
     decoder = Decoder(spec, build, LinearMethod.TILED if deterministic else LinearMethod.PLAIN)
     decoder.pack()
     groups = cache_groups(spec, build, page_tokens=page_tokens, pages=pages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(upload, "_Pinned", lambda device: uploaded)
+        patch.setattr(upload, "_Pinned", lambda device: partial(uploaded, device=device))
         runner = DeviceRunner(
             LoadedModel(spec, decoder, build),
             groups,
@@ -93,8 +97,8 @@ def _spec_of(config: Mapping[str, Any]) -> ModelSpec:
         return read_spec(family_of(read.architectures, files), read)
 
 
-def uploaded(values: NDArray[Any]) -> Tensor:
-    return torch.empty_like(torch.as_tensor(values), device=META)
+def uploaded(values: NDArray[Any], device: torch.device = META) -> Tensor:
+    return torch.empty(values.shape, dtype=getattr(torch, values.dtype.name), device=device)
 
 
 class _CudaBuild(BuildContext):

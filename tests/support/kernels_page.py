@@ -172,9 +172,10 @@ The host launches a step, and the next one before the first is read: tokens in f
 device, and the host waits for nothing but the copy of a step's tokens and flags. The interpreter
 refuses a step that reads anything else, and computes each stream in a thread of its own ([decision
 64](decisions/0064-a-device-is-launched-and-read-later.md)). In tests a seed decides how much each
-stream has computed whenever the host looks, beside a page store that saves and fetches pages, and
-edits of the source that lose a wait or reuse staging must be found ([decision
-83](decisions/0083-streams-are-played-by-seed.md)).
+stream has computed whenever the host looks, beside a page store that saves and fetches pages; and
+whole steps, prefills and verified drafts included, run on fake CUDA tensors, which refuse operands
+of the host and reads by it ([decision 83](decisions/0083-streams-are-played-by-seed.md)). Edits of
+the source that lose a wait, reuse staging, or leave a tensor on the host must be found.
 
 Decode steps are captured as CUDA graphs before a worker is ready, for SGLang's batch sizes up to
 `--max-running-requests` and 256, and padded to the next size; `--cuda-graph-bs`,

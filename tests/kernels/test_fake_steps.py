@@ -1,0 +1,133 @@
+"""Whole steps on a GPU of fake tensors: no operand is the host's, and the host reads none."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.kernels.dry_run import MODELS, SAMPLED, loop_of, request
+from tests.kernels.edits import Edit
+from tests.kernels.fake_gpu import GPU, fake_gpu
+from tests.kernels.no_data import open_without_data
+
+from antiphon.model_worker.runner import context, decode_graphs, device_runner
+from antiphon.model_worker.runner.device_runner import DeviceRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.models.model_loop import ModelLoop
+
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.request import Request
+
+EMBEDDED: Mapping[str, Any] = json.loads(
+    files("antiphon.embedded").joinpath("model", "config.json").read_text()
+)
+CONFIGS = [
+    pytest.param(EMBEDDED, id="embedded"),
+    pytest.param(MODELS["Qwen3-30B-A3B"].config(2), id="experts"),
+]
+GRAPH_SIZES = (1, 4)
+NEW_TOKENS = 6
+
+
+class SomeDrafts:
+    """Drafts token 0 for every other step: all tokens are 0 where nothing is computed."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def propose(self, request: Request, drafts_max: int) -> Ints:
+        self._turn += 1
+        return np.zeros(self._turn % 2 * min(drafts_max, 2), np.int32)
+
+    def ended(self, request: Request) -> None:
+        pass
+
+
+def run_steps(config: Mapping[str, Any]) -> None:
+    """Prefills, decodes with graphs and without, drafts that are verified, and pages copied.
+
+    Raises:
+        Exception: That of the first step that fails.
+    """
+    failed: list[Exception | None] = []
+    with fake_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceRunner, "_forget", lambda _, launched: failed.append(launched.error))
+        model = open_without_data(
+            config, page_tokens=64, pages=100, rows=8, positions=512, device=GPU
+        )
+        runner = model.runner
+        assert isinstance(runner, DeviceRunner)
+        assert runner.pools[0].memory.data.device == GPU
+        runner.page_memories()
+        limits: dict[str, Any] = {"running_max": 8, "context_tokens": 512, "chunk_tokens": 64}
+        loop = loop_of(model, **limits, drafter=SomeDrafts())
+        check(loop, failed)
+        assert runner.capture(GRAPH_SIZES).sizes == GRAPH_SIZES
+        check(loop, failed)
+
+
+def check(loop: ModelLoop, failed: list[Exception | None]) -> None:
+    lengths = (3, 70, 130, 1, 20)
+    asked = [request(*each, NEW_TOKENS) for each in zip(lengths, SAMPLED, strict=True)]
+    outputs = loop.run(asked)
+    if failed and failed[0] is not None:
+        raise failed[0]
+    assert [len(output.ids) for output in outputs] == [NEW_TOKENS] * len(asked)
+    plans = [record.plan for record in loop.loop.recorder.records()]
+    assert any(len(plan.logit_tokens) > len(plan.slot) for plan in plans)
+    assert any(len(plan.tokens) == len(plan.slot) for plan in plans)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_steps_stay_on_the_device(config: Mapping[str, Any]) -> None:
+    run_steps(config)
+
+
+MUTANTS = {
+    Edit(
+        "the host reads a number",
+        device_runner,
+        "            sampled = self._sampler.draw(",
+        "            logits.amax().item()\n            sampled = self._sampler.draw(",
+    ): "_local_scalar_dense",
+    Edit(
+        "the host copies a tensor",
+        device_runner,
+        "results = [finite, logits_finite, sampled]",
+        'results = [finite.to("cpu"), logits_finite, sampled]',
+    ): "makes a tensor of the host of one of the device",
+    Edit(
+        "a kernel is launched with a tensor of the host",
+        device_runner,
+        "self._upload(_sampling_slots(plan, batch))",
+        "torch.as_tensor(_sampling_slots(plan, batch))",
+    ): "record_kernel is launched with a tensor of the host",
+    Edit(
+        "torch is called with a tensor of the host",
+        context,
+        "index_select(0, self._upload(plan.logit_tokens))",
+        "index_select(0, torch.as_tensor(plan.logit_tokens))",
+    ): "Expected all tensors to be on the same device",
+    Edit(
+        "a shape follows from data",
+        decode_graphs,
+        "        logits = self._decoder.logits(ctx, hidden)",
+        "        rows.tokens.masked_select(rows.tokens >= 0)\n"
+        "        logits = self._decoder.logits(ctx, hidden)",
+    ): "aten.masked_select",
+}
+"""And what finds them."""
+
+
+@pytest.mark.parametrize(
+    ("mutant", "reason"), [pytest.param(*row, id=row[0].name) for row in MUTANTS.items()]
+)
+def test_a_mutant_is_found(mutant: Edit, reason: str) -> None:
+    with mutant.applied(), pytest.raises(Exception, match=reason):
+        run_steps(EMBEDDED)
