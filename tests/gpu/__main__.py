@@ -57,6 +57,7 @@ CHECKS = (
     _check("launches", "a worker launches nothing but what was compiled ahead of time", 300),
     _check("graphs", "decode steps of one size have the same bits with graphs and without", 300),
     _check("determinism", "deterministic inference has the same bits alone and together", 300),
+    _check("ranks", "two ranks, with a GPU each, have the tokens of one, but for near ties", 300),
     _check("prompts", "64 prompts have the tokens of the CPU in float32, but for near ties", 600),
 )
 BENCHES = (

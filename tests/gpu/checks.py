@@ -14,6 +14,7 @@ import torch
 from tests.gpu.models import LOGPROBS, greedy_requests, open_sized, runner_of, watching
 from tests.kernels.dry_run import MODELS, SAMPLED, Launch, every_launch, loop_of, request
 from tests.models.model_loop import LINEAR, ModelLoop, compare_outputs
+from tests.models.rank import Ranks
 from tests.support.models import open_model
 from tests.support.worker import state
 from tokenizers import Tokenizer
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.kernels.dry_run import Sizes
+    from tests.models.model_loop import Output
+
+    from antiphon.model_worker.ranks.protocol import LeadRank
+    from antiphon.model_worker.runner.opening import OpenModel
 
 DEVICE = "cuda"
 NEAR_TIES = {"float32": 1e-3, "bfloat16": 0.25}
@@ -143,6 +148,41 @@ def determinism(
     return {"rows": rows, "tokens": rows * 16}
 
 
+def ranks(
+    folder: Path | None = None,
+    device: str = DEVICE,
+    *,
+    dtype: str = "bfloat16",
+    rows: int = 8,
+    new_tokens: int = 24,
+) -> Facts:
+    """Two ranks, with a GPU each, have the tokens of one, but for near ties."""
+    if device == DEVICE and torch.cuda.device_count() < 2:
+        return {"gpus": torch.cuda.device_count(), "needed": 2}
+    folder = folder or embedded.path()
+    values: dict[str, Any] = {"dtype": dtype, "pages": rows * 20}
+
+    def outputs(model: OpenModel, lead: LeadRank | None = None) -> list[Output]:
+        loop = ModelLoop(
+            model,
+            lead=lead,
+            overlap=True,
+            step_tokens_max=16 * rows,
+            chunk_tokens=16 * rows,
+            running_max=rows,
+        )
+        asked = greedy_requests(model.spec.vocabulary, rows, 10, new_tokens, logprobs=True)
+        return loop.run(asked)
+
+    expected = outputs(open_model(folder, device=device, **values))
+    pair = Ranks(tp=2, device=device)
+    with pair.opened(folder, captured=(rows,), **values) as (model, lead):
+        found = outputs(model, lead)
+    pair.close()
+    equal = compare_outputs(found, expected, NEAR_TIES[dtype])
+    return {"rows": rows, "tokens": rows * new_tokens, "equal": equal}
+
+
 def prompts(
     folder: Path | None = None,
     device: str = DEVICE,
@@ -199,6 +239,7 @@ STAGES: Mapping[str, Callable[[], Facts]] = {
     "launches": launches,
     "graphs": graphs,
     "determinism": determinism,
+    "ranks": ranks,
     "prompts": prompts,
 }
 

@@ -33,7 +33,7 @@ def test_the_instruments_find_what_they_must() -> None:
 
 @pytest.mark.timeout(300)
 def test_models_generate_the_same_on_triton_kernels() -> None:
-    run_interpreted("models.py", "tapes.py", "streams.py", "invariance.py")
+    run_interpreted("models.py", "ranks.py", "tapes.py", "streams.py", "invariance.py")
 
 
 @pytest.mark.long
@@ -50,7 +50,7 @@ def test_stages_of_a_gpu_run_on_the_interpreter() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_what_takes_longer_runs_on_the_interpreter() -> None:
-    run_interpreted("-m", "long", "invariance.py", "models.py", "stages.py")
+    run_interpreted("-m", "long", "invariance.py", "models.py", "ranks.py", "stages.py")
 
 
 def test_every_triton_row_has_a_case() -> None:

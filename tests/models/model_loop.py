@@ -135,8 +135,8 @@ class ModelLoop:
         runner = runner or lead or model.runner
         launcher = InTurn(runner)
         if overlap:
-            on_device = isinstance(runner, StreamRunner)
-            launcher = InStream(runner) if on_device else ForwardThread(runner)
+            own = runner if lead is None else lead.runner
+            launcher = InStream(own) if isinstance(own, StreamRunner) else ForwardThread(runner)
         self._launcher = launcher if lead is None else RankedLauncher(launcher, lead)
         ahead = sizes.flights - 1 if sizes.flights > 1 else ahead if overlap else 0
         looped, mailbox = self._step_core, Mailbox(1)

@@ -18,11 +18,12 @@ import msgspec
 import torch
 from tests.support.models import plan
 
+from antiphon.config.parallel import ParallelConfig
 from antiphon.layers.weights import SingleRank
 from antiphon.model_worker.batching.loop import SWITCH_INTERVAL_S
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.ranks.groups import RankGroups
-from antiphon.model_worker.ranks.layout import RankLayout
+from antiphon.model_worker.ranks.layout import RankLayout, devices_of
 from antiphon.model_worker.ranks.protocol import (
     FollowerRank,
     LeadRank,
@@ -30,7 +31,9 @@ from antiphon.model_worker.ranks.protocol import (
     StepRefused,
     agree,
 )
+from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.model_worker.runner.opening import OpenModel, open_model
+from antiphon.model_worker.startup.engine import interpret
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +46,7 @@ class Case(msgspec.Struct):
 
     folder: str = ""
     values: dict[str, Any] = {}
+    captured: tuple[int, ...] = ()
 
 
 class LoneRank(SingleRank):
@@ -53,7 +57,9 @@ class LoneRank(SingleRank):
 
 
 class Ranks:
-    def __init__(self, tp: int = 1, pp: int = 1, dp: int = 1, *, local: bool = True) -> None:
+    def __init__(
+        self, tp: int = 1, pp: int = 1, dp: int = 1, *, local: bool = True, device: str = "cpu"
+    ) -> None:
         self.layout = layout = RankLayout(tp, pp, dp)
         listening = socket.create_server((HOST, 0))
         port = listening.getsockname()[1]
@@ -61,16 +67,26 @@ class Ranks:
             subprocess.Popen([sys.executable, "-m", __name__, *map(str, (port, rank, *layout))])
             for rank in range(1, layout.ranks)
         ]
-        self.groups = RankGroups.open(0, layout, (HOST, port), listening=listening, local=local)
+        self.groups = RankGroups.open(
+            0,
+            layout,
+            (HOST, port),
+            listening=listening,
+            local=local,
+            devices=devices_of(ParallelConfig(tp_size=tp, pp_size=pp), device),
+        )
 
     @contextmanager
-    def opened(self, folder: Path, **values: Any) -> Iterator[tuple[OpenModel, LeadRank]]:
-        """A model on all ranks, and what computes its plans."""
+    def opened(
+        self, folder: Path, captured: tuple[int, ...] = (), **values: Any
+    ) -> Iterator[tuple[OpenModel, LeadRank]]:
+        """A model on all ranks, and what computes its plans; on a device some are `captured`."""
         channel, lead = self.groups.channel, LeadRank(self.groups.channel)
-        self._send(Case(str(folder), values))
+        self._send(Case(str(folder), values, captured))
         model = _open(self.groups, lead, folder, values)
         lead.use(model.runner)
         agree(channel, StepFacts())
+        _capture(model, captured)
         try:
             yield model, lead
         finally:
@@ -87,7 +103,7 @@ class Ranks:
 def _open(
     groups: RankGroups, exchange: LeadRank | FollowerRank, folder: Path, values: dict[str, Any]
 ) -> OpenModel:
-    chosen = plan(folder, **values)
+    chosen = plan(folder, **values, device=groups.device)
     return open_model(
         folder,
         chosen,
@@ -98,20 +114,29 @@ def _open(
     )
 
 
+def _capture(model: OpenModel, sizes: tuple[int, ...]) -> None:
+    if sizes:
+        assert isinstance(model.runner, DeviceRunner), "the runner of a device"
+        assert model.runner.capture(sizes).sizes == sizes
+
+
 def main(port: int, rank: int, *sizes: int) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     groups = RankGroups.open(rank, RankLayout(*sizes), (HOST, port))
     channel = groups.channel
+    interpret(groups.device)
     while (case := msgspec.msgpack.decode(channel.receive(), type=Case)).folder:
         follower = FollowerRank(channel)
         try:
-            runner = _open(groups, follower, Path(case.folder), case.values).runner
+            model = _open(groups, follower, Path(case.folder), case.values)
         except ModelLoadError:
             with suppress(StepRefused):
                 agree(channel, StepFacts(refused_by=1 + rank))
             continue
         agree(channel, StepFacts())
+        _capture(model, case.captured)
+        runner = model.runner
         receiving = Thread(target=follower.receive, args=(runner,))
         receiving.start()
         follower.compute(runner)

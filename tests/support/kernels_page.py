@@ -92,9 +92,10 @@ instructions that multiply:
 `make test-gpu` checks and times all of this on an H100 or H200, in stages that are processes of
 their own: each kernel under compute-sanitizer, the cases of the interpreter against the CPU,
 launches that are not in the table above, bits of steps with graphs and without, and of
-deterministic inference, and 64 prompts against the CPU. `make bench-gpu` compares kernels with
-copies and products of torch that are measured beside them, and decode steps of Llama-3.1-8B's shape
-with the roofline. **No figure is known yet.**
+deterministic inference, two ranks against one where there are two GPUs, and 64 prompts against the
+CPU. `make bench-gpu` compares kernels with copies and products of torch that are measured beside
+them, and decode steps of Llama-3.1-8B's shape with the roofline; it says what the host works in a
+step, and for which share of it the GPU is idle. **No figure is known yet.**
 
 What a decode step in bfloat16 costs at least, whose rows have {KEYS} keys each: it reads all
 weights but embeddings, of evenly chosen experts those that some row has, and keys and values. The
@@ -116,9 +117,17 @@ refused, each with a reason.
 
 ## On a GPU these are refused
 
-Models that only pool, tensor and pipeline parallelism, draft models, the modules of
-transformers; with latent attention also a KV cache of 8 bits and deterministic inference.
-FlashInfer is not used.
+Models that only pool, expert parallelism, data-parallel attention, draft models, the modules of
+transformers; with latent attention also a KV cache of 8 bits, and deterministic inference with
+latent attention or several ranks. FlashInfer is not used.
+
+## Ranks
+
+With `--tp-size N` a worker has a GPU for each rank, and NCCL between them: `cuda` and those after
+it, or from `--device cuda:N` on. On the interpreter it is gloo, and all else is the same code
+([decision 81](decisions/0081-ranks-on-gpus-launch-in-one-order.md)). Sums are launched like
+kernels, also in captured decode steps. With `--pp-size` each rank of a stage has a GPU, too; steps
+of stages are not captured. Neither NCCL nor a graph with sums in it has **yet been run on a GPU**.
 
 ## Deterministic inference
 

@@ -91,7 +91,7 @@ NOT_BUILT: tuple[tuple[str, str, str], ...] = (
         "GPU kernels and CUDA graphs",
         "Kernels of a GPU, and CUDA graphs of decode steps, have not yet run on one. Other steps "
         "are not captured.",
-        "gpu cuda_graphs",
+        "gpu base_gpu cuda_graphs",
     ),
     (
         "Tensor parallelism by other splits, and other collectives",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.system.stack import run_antiphon, serving, wait_until
+from tests.system.test_ranks import END_S, ranks_of
 
 from antiphon.wire.digests import BLOCK_TOKENS
 
@@ -31,6 +34,10 @@ AFTER_BLOCKS = {
 }
 """A prompt of whole blocks, which are worth fetching, and some tokens."""
 STORING = ("--enable-hierarchical-cache", "--hicache-storage-backend", "kv_storage")
+GRAPHS = ("--cuda-graph-bs", "1", "2", "4", "6")
+IN_TURN = ("--disable-overlap-schedule", "--disable-cuda-graph")
+TWO_RANKS = ("--tp-size", "2")
+TWO_STAGES = ("--pp-size", "2")
 
 
 def answers(stack: Stack) -> list[Any]:
@@ -47,10 +54,10 @@ def answers(stack: Stack) -> list[Any]:
         return list(asking.map(ask, PROMPTS))
 
 
-def continued(stack: Stack) -> Any:
+def continued(stack: Stack, ranks: int) -> Any:
     """The first tokens after whole blocks, once the worker has their pages and once it has not."""
     computed = stack.post("/generate", AFTER_BLOCKS, timeout_s=300)
-    saved = 'antiphon_saved_blocks_total{result="stored"} 5'
+    saved = f'antiphon_saved_blocks_total{{result="stored"}} {5 * ranks}'
     wait_until(lambda: saved in stack.get("/metrics"), 60, "blocks saved")
     stack.get("/flush_cache")
     fetched = stack.post("/generate", AFTER_BLOCKS, timeout_s=300)
@@ -59,23 +66,52 @@ def continued(stack: Stack) -> Any:
     return computed["output_ids"]
 
 
-def test_interpreted_kernels_generate_what_the_cpu_does() -> None:
+@pytest.fixture(scope="module")
+def on_cpu() -> tuple[Any, Any]:
+    """The answers of the CPU, and the first tokens after whole blocks."""
     with serving("--dtype", "float32") as stack:
-        expected = answers(stack)
-        after_blocks = stack.post("/generate", AFTER_BLOCKS, timeout_s=300)["output_ids"]
-    for flags, graphs in (
-        (("--cuda-graph-bs", "1", "2", "4", "6"), "1 2 4 6"),
-        (("--disable-overlap-schedule", "--disable-cuda-graph", *STORING), "none"),
-    ):
-        with serving("--device", "interpreter", *flags) as stack:
-            assert answers(stack) == expected
-            if graphs == "none":
-                assert continued(stack) == after_blocks
-            log = stack.log("worker-0")
-            assert re.search(rf"graph_sizes +{graphs} ", log)
-            assert ("capturing decode steps" in log) == (graphs != "none")
-            assert "attention.paged        triton" in log
-            assert "stalled" not in log
+        after_blocks = stack.post("/generate", AFTER_BLOCKS, timeout_s=300)
+        return answers(stack), after_blocks["output_ids"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(GRAPHS, id="overlapped", marks=pytest.mark.long),
+        pytest.param((*IN_TURN, *STORING), id="in turn"),
+        pytest.param((*TWO_RANKS, *GRAPHS), id="two ranks"),
+        pytest.param((*TWO_RANKS, *IN_TURN, *STORING), id="two in turn", marks=pytest.mark.long),
+        pytest.param((*TWO_STAGES, *STORING), id="two stages", marks=pytest.mark.long),
+    ],
+)
+def test_interpreted_kernels_generate_what_the_cpu_does(
+    flags: tuple[str, ...], on_cpu: tuple[Any, Any]
+) -> None:
+    expected, after_blocks = on_cpu
+    captured = "1 2 4 6" if GRAPHS[0] in flags else "none"
+    with serving("--device", "interpreter", *flags) as stack:
+        assert answers(stack) == expected
+        ranks = 2 if {TWO_RANKS[0], TWO_STAGES[0]} & {*flags} else 1
+        if STORING[0] in flags:
+            assert continued(stack, ranks) == after_blocks
+        log = stack.log("worker-0")
+        assert re.search(rf"graph_sizes +{captured} ", log)
+        assert ("capturing decode steps" in log) == (captured != "none")
+        summed = captured != "none" and ranks > 1
+        assert ("sums over ranks inside: not yet run on a GPU" in log) == summed
+        assert "attention.paged        triton" in log
+        assert "stalled" not in log
+        if ranks > 1:
+            lose_a_rank(stack)
+
+
+def lose_a_rank(stack: Stack) -> None:
+    """The worker ends with its rank."""
+    worker = stack.pid("worker-0")
+    assert worker is not None
+    (rank,) = ranks_of(worker)
+    os.kill(rank, signal.SIGKILL)
+    wait_until(lambda: stack.pid("worker-0") != worker, END_S, "the end of the worker")
 
 
 def test_a_gpu_that_is_not_there_is_named_in_one_line() -> None:

@@ -54,14 +54,14 @@ class VocabParallelEmbedding(Module):
         return ctx.tp.all_reduce(rows.masked_fill(foreign[:, None], 0.0))
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
-        """Logits of hidden states (L, hidden)  ->  (L, V) float32, on every rank."""
+        """Logits of hidden states (L, hidden)  ->  (L, V) float32, contiguous, on every rank."""
         if isinstance(self._weights, TiledWeights):
             local = multiply(ctx, self._weights, hidden).float()
         else:
             local = self._weights.apply_wide(hidden)
         if ctx.tp.ranks == 1:
             return local
-        return ctx.tp.all_gather(local)[:, : self._vocabulary]
+        return ctx.tp.all_gather(local)[:, : self._vocabulary].contiguous()
 
     @property
     def packed(self) -> CompiledLinear | None:

@@ -112,7 +112,8 @@ class ModelConfig(Config):
     or the prefix cache. The worker does not start if an operation cannot guarantee it, or beside a
     worker of the model with another instruction set or other kernels."""
     device: Annotated[str, Meta(max_length=32)] = "auto"
-    """Device that runs the model: cpu, cuda, or cuda:N for one of several GPUs; auto is cpu."""
+    """Device that runs the model: cpu, cuda, or cuda:N for one of several GPUs, from which on each
+    rank of a worker has one; auto is cpu."""
     attention_backend: KernelBackend = KernelBackend.AUTO
     """Backend of attention over the KV cache: the CPU's kernels (cpu), Triton's on a GPU (triton),
     or torch's functions on the CPU (torch); auto takes the first that runs on the device."""
@@ -136,8 +137,9 @@ class ModelConfig(Config):
     """Maximum number of cores a worker computes on; unset: all. With several workers, serve gives
     each an even share of the machine."""
     memory_bytes: Bytes | None = None
-    """Maximum memory of a worker for weights, activations and cache, in bytes; unset: the free
-    memory. With several workers, serve gives each an even share of the machine."""
+    """Maximum memory of a worker for weights, activations and cache, in bytes, of which its ranks
+    on a machine have even shares; unset: the free memory. With several workers, serve gives each an
+    even share of the machine."""
     weight_version: Annotated[str, Meta(min_length=1, max_length=256)] = "default"
     """Version label of the weights, as the API reports it."""
     random_seed: Seed = -1

@@ -22,7 +22,7 @@ class ParallelConfig(Config):
 
     tp_size: Ranks = 1
     """Number of ranks over which every layer is split (tensor parallelism). Each is a process with
-    an even share of the worker's cores and memory."""
+    an even share of the worker's cores and memory, or with a GPU of its own."""
     pp_size: Ranks = 1
     """Number of stages into which the layers are divided (pipeline parallelism), each of tp_size
     ranks. Stages compute different requests at the same time."""

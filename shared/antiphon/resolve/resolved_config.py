@@ -73,6 +73,7 @@ ONE_GROUP = ResolvedValue(1, "parallel.attn_dp_size")
 ONE_STAGE = ResolvedValue(1, "parallel.pp_size")
 UNLOADED = ResolvedValue("", "known once the model is loaded")
 NO_GRAPHS = ResolvedValue[tuple[int, ...]]((), "batching.graphs")
+NOT_YET_RUN = "not yet run on a GPU"
 GRAPH_ROWS = 256
 """Default of `batching.graph_rows_max`; SGLang's on GPUs of up to 80 GB."""
 ANY_BACKENDS = ResolvedValue[tuple[str, ...]]((), "the first of each operation that runs here")
@@ -175,7 +176,7 @@ def resolve(
             f"model.path: {card.architecture} is a draft head, which only drafts for another "
             "model: set it as speculation.draft_model (--speculative-draft-model-path)"
         )
-    ranks, stages = _ranks(settings, pooling), settings.parallel.pp_size
+    ranks, stages = _ranks(settings, pooling, device), settings.parallel.pp_size
     layers = implementation or ResolvedValue(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":
         card = card.with_full_heads()
@@ -288,10 +289,10 @@ def resolve(
         grammar=_grammar(settings, card, pooling),
         ranks=ranks,
         ep_ranks=ResolvedValue(settings.parallel.ep_size, "parallel.ep_size"),
-        stages=ResolvedValue(stages, "parallel.pp_size"),
+        stages=_stages(settings, device),
         attention_groups=ResolvedValue(groups, "parallel.attn_dp_size"),
         draft=beside,
-        graph_sizes=_graph_sizes(settings, device, running.value),
+        graph_sizes=_graphs(settings, device, running.value),
         backends=backends,
     )
 
@@ -322,8 +323,8 @@ def _check_gpu(settings: Settings, pooling: Pooling | None, implementation: str)
         "a model that pools": pooling is not None,
         "model.implementation = transformers": implementation == "transformers",
         "speculation.draft_model": bool(settings.speculation.draft_model),
-        "parallel.tp_size": settings.parallel.tp_size > 1,
-        "parallel.pp_size": settings.parallel.pp_size > 1,
+        "parallel.ep_size": settings.parallel.ep_size > 1,
+        "parallel.attn_dp_size": settings.parallel.attn_dp_size > 1,
     }
     for what, asked in refused.items():
         if asked:
@@ -371,13 +372,15 @@ def _within(settings: Settings, device: HostDevice) -> HostDevice:
     """What one rank may use of this machine."""
     model, local = settings.model, len(settings.parallel.local_ranks)
     cores = min(model.cores or device.cores, device.cores)
-    memory_bytes = min(model.memory_bytes or device.memory_bytes, device.memory_bytes)
+    # Ranks share the memory of the machine, and have a GPU each.
+    free = device.memory_bytes * (local if device.kind == "cuda" else 1)
+    memory_bytes = min(model.memory_bytes or free, free)
     return msgspec.structs.replace(
         device, cores=max(1, cores // local), memory_bytes=memory_bytes // local
     )
 
 
-def _ranks(settings: Settings, pooling: Pooling | None) -> ResolvedValue[int]:
+def _ranks(settings: Settings, pooling: Pooling | None, device: HostDevice) -> ResolvedValue[int]:
     parallel, ranks = settings.parallel, settings.parallel.tp_size
     parallel.check()
     said = f"parallel.tp_size = {ranks}"
@@ -412,8 +415,19 @@ def _ranks(settings: Settings, pooling: Pooling | None) -> ResolvedValue[int]:
             f"model.deterministic: parallel.nodes = {parallel.nodes}: sums over machines depend on "
             "the size of a batch"
         )
-    reason = "parallel.tp_size; layers run one by one, since the fused decoder sums over no ranks"
-    return ResolvedValue(ranks, reason)
+    reason = "layers run one by one, since the fused decoder sums over no ranks"
+    if device.kind == "cuda":
+        reason = f"each on a GPU of its own, which sum by NCCL: {NOT_YET_RUN}"
+    if device.kind == INTERPRETER:
+        reason = "each with an interpreter of its own, which sum by gloo"
+    return ResolvedValue(ranks, f"parallel.tp_size; {reason}")
+
+
+def _stages(settings: Settings, device: HostDevice) -> ResolvedValue[int]:
+    stages, reason = settings.parallel.pp_size, "parallel.pp_size"
+    if stages > 1 and device.kind == "cuda":
+        reason += f"; each on GPUs of its own, linked by NCCL: {NOT_YET_RUN}"
+    return ResolvedValue(stages, reason)
 
 
 def _draft(
@@ -753,6 +767,18 @@ def _overlap(
         reason = "batching.overlap; the device computes while the host plans"
         return ResolvedValue(value=True, reason=reason)
     return ResolvedValue(value=True, reason="batching.overlap, if the warm-up finds it faster")
+
+
+def _graphs(
+    settings: Settings, device: HostDevice, running_max: int
+) -> ResolvedValue[tuple[int, ...]]:
+    """Batch sizes of the decode steps that are captured, with their sums over ranks."""
+    sizes = _graph_sizes(settings, device, running_max)
+    if not sizes.value or settings.parallel.ranks == 1:
+        return sizes
+    if settings.parallel.pp_size > 1:
+        return ResolvedValue((), "stages are launched layer by layer")
+    return ResolvedValue(sizes.value, f"{sizes.reason}; sums over ranks inside: {NOT_YET_RUN}")
 
 
 def _graph_sizes(

@@ -403,7 +403,7 @@ def process_share(
     """Return the environment variables of a process's share, if its service has several processes.
 
     Memory is that of `device`, measured before any process was started: a restarted process finds
-    less free memory but may use as much as before. A worker on a GPU has one of its own.
+    less free memory but may use as much as before. A worker on GPUs has one of its own a rank.
     """
     count = _count(settings, role)
     if count == 1:
@@ -416,7 +416,7 @@ def process_share(
             "batching.running_max": settings.batching.running_max // count,
         }
         if model.device == "cuda":
-            values["model.device"] = f"cuda:{number}"
+            values["model.device"] = f"cuda:{number * len(settings.parallel.local_ranks)}"
         else:
             values["model.memory_bytes"] = model.memory_bytes or device.memory_bytes // count
             pool = pool or HOST_POOL_BYTES_MAX

@@ -256,8 +256,8 @@ def test_pool_of_a_gpu_is_most_of_what_weights_and_a_step_leave() -> None:
 @pytest.mark.parametrize(
     ("said", "what"),
     [
-        ({"parallel__tp_size": "2"}, "parallel.tp_size"),
-        ({"parallel__pp_size": "2"}, "parallel.pp_size"),
+        ({"parallel__tp_size": "2", "parallel__ep_size": "2"}, "parallel.ep_size"),
+        ({"parallel__tp_size": "2", "parallel__attn_dp_size": "2"}, "parallel.attn_dp_size"),
     ],
 )
 def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(
@@ -267,6 +267,28 @@ def test_what_runs_on_the_cpu_only_is_refused_by_its_setting(
     with pytest.raises(ConfigError) as caught:
         decide(device, model__device="interpreter", **said)
     assert str(caught.value) == f"model.device = interpreter: {what} runs on cpu only"
+
+
+def test_ranks_on_gpus_have_the_memory_of_one_each() -> None:
+    device = HostDevice(kind="cuda", cores=8, memory_bytes=80 * GIB, lacking="it is a GPU")
+    said = {"model__device": "cuda:2", "parallel__tp_size": "2", "batching__running_max": "2"}
+    plan = decide(device, **said)
+    assert plan.memory_bytes == ResolvedValue(80 * GIB, "free memory of cuda:2")
+    assert plan.threads.value == 4
+    assert plan.ranks.value == 2
+    assert plan.ranks.reason.endswith("which sum by NCCL: not yet run on a GPU")
+    inside = "up to 2 running requests; sums over ranks inside: not yet run on a GPU"
+    assert plan.graph_sizes == ResolvedValue((1, 2), inside)
+    assert decide(device, **said, batching__graphs="0").graph_sizes.reason == "batching.graphs"
+    staged = decide(device, **said | {"parallel__pp_size": "2"})
+    assert staged.stages.reason.endswith("linked by NCCL: not yet run on a GPU")
+    assert staged.graph_sizes == ResolvedValue((), "stages are launched layer by layer")
+    limited = decide(device, **said, model__memory_bytes=str(20 * GIB))
+    assert limited.memory_bytes.value == 10 * GIB
+    shared = replace(device, kind="interpreter")
+    plan = decide(shared, **said | {"model__device": "interpreter"})
+    assert plan.memory_bytes.value == 40 * GIB
+    assert plan.ranks.reason.endswith("which sum by gloo")
 
 
 def test_deterministic_inference_on_a_gpu_multiplies_in_tiles() -> None:

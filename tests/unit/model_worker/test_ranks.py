@@ -12,6 +12,7 @@ import pytest
 
 from antiphon.config.parallel import ParallelConfig
 from antiphon.model_worker.ranks import membership
+from antiphon.model_worker.ranks.layout import devices_of
 from antiphon.model_worker.ranks.membership import (
     BEAT_S,
     JOIN_S,
@@ -69,6 +70,13 @@ def test_a_rank_joins_once(rank: int, reason: str) -> None:
     attendance = Attendance(3)
     assert attendance.join(1) is None
     assert reason in (attendance.join(rank) or "")
+
+
+def test_ranks_of_a_machine_have_neighbouring_gpus() -> None:
+    assert devices_of(ParallelConfig(tp_size=3), "cuda") == ["cuda:0", "cuda:1", "cuda:2"]
+    on_two = ParallelConfig(tp_size=4, nodes=2, node_rank=1, init_address="h:1")
+    assert devices_of(on_two, "cuda:2") == ["cuda:2", "cuda:3"] * 2
+    assert devices_of(on_two, "interpreter") == ["interpreter"] * 4
 
 
 class Meeting:

@@ -24,6 +24,7 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.bus.server import name_at
 from antiphon.cli.serve import fetch_models, pip_download, stop_signals
 from antiphon.config.errors import ConfigError
+from antiphon.config.parallel import ParallelConfig
 from antiphon.config.settings import BusConfig, Settings
 from antiphon.model_card.hub import fetch
 from antiphon.model_card.packaged import Wheel
@@ -200,6 +201,9 @@ def test_workers_share_a_machine_and_have_a_gpu_each():
     settings = settings_of("--dp-size", "2", "--max-running-requests", "8", "--device", "cuda")
     share = process_share(settings, Role.WORKER, 1, machine)
     assert share == running | {"ANTIPHON_MODEL__DEVICE": "cuda:1"}
+    ranked = replace(settings, parallel=ParallelConfig(tp_size=4))
+    share = process_share(ranked, Role.WORKER, 1, machine)
+    assert share == running | {"ANTIPHON_MODEL__DEVICE": "cuda:4"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels."""
+"""Launches on the stream of a device: of Triton kernels, and of calls between devices."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Recorder(Protocol):
 
 class _Recording(local):
     recorder: Recorder | None = None
+    calls: Callable[[Callable[[], object]], None] | None = None
 
 
 RECORDING = _Recording()
-"""What takes the launches of this thread; None: they run."""
+"""What takes the launches of kernels and the other calls of this thread; None: they run."""
 
 
 def launch(
@@ -56,6 +57,17 @@ def launch(
         kernel[grid](*arguments, **constants)
     else:
         RECORDING.recorder(kernel, grid, arguments, constants)
+
+
+def enqueue(call: Callable[[], object]) -> None:
+    """Make a call in the order of the stream that is neither a kernel's nor torch's.
+
+    On a GPU it launches what it does, and does not wait for it.
+    """
+    if RECORDING.calls is None:
+        call()
+    else:
+        RECORDING.calls(call)
 
 
 def ceil_div(number: int, divisor: int) -> int:

@@ -82,6 +82,7 @@ def penalize(
     repetition: Tensor,
 ) -> None:
     """As `antiphon.kernels.sampling.penalize`."""
+    assert logits.is_contiguous(), "they are changed in place"
     entries = len(rows)
     launch(
         penalize_kernel,
@@ -101,6 +102,7 @@ def penalize(
 
 def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
     """As `antiphon.kernels.sampling.bias`."""
+    assert logits.is_contiguous(), "they are changed in place"
     entries = len(rows)
     grid = (ceil_div(entries, PASS),)
     launch(
@@ -118,6 +120,7 @@ def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> Non
 
 def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """As `antiphon.kernels.sampling.mask`."""
+    assert logits.is_contiguous(), "they are changed in place"
     vocabulary, width = logits.shape[1], words.shape[1]
     grid = (len(rows), ceil_div(vocabulary, PASS))
     launch(

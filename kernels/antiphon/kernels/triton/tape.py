@@ -63,14 +63,14 @@ class Tape:
         """
         assert RECORDING.recorder is None, "another tape records in this thread"
         refused = _READS | _CONSTANTS | (_UPLOADS if fixed else frozenset())
-        RECORDING.recorder = self._launched
+        RECORDING.recorder, RECORDING.calls = self._launched, self.calls.append
         try:
             with ExitStack() as modes:
                 modes.enter_context(_Guard(refused))
                 modes.enter_context(_Calls(self))
                 yield
         finally:
-            RECORDING.recorder = None
+            RECORDING.recorder = RECORDING.calls = None
 
     def play(self) -> None:
         """Make all calls, in the thread of the caller."""

@@ -187,7 +187,8 @@ class Decoder(Module):
         if self.embedding is not None and self._entry is not None:
             return self._entry(ctx, self.embedding.embed(ctx, tokens))
         assert self._pp is not None, "a later stage"
-        stream = torch.empty(len(tokens), self._spec.hidden, dtype=self._dtype)
+        size = len(tokens), self._spec.hidden
+        stream = torch.empty(size, dtype=self._dtype, device=tokens.device)
         self._pp.receive(stream)
         return stream
 

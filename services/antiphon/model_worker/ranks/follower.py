@@ -21,7 +21,12 @@ from antiphon.model_worker.ranks.page_shards import FollowerShards, PageShard
 from antiphon.model_worker.ranks.processes import RankStart, start_local
 from antiphon.model_worker.ranks.protocol import FollowerRank, StepFacts, StepRefused, agree
 from antiphon.model_worker.startup.checksums import verify_digest
-from antiphon.model_worker.startup.engine import host_device, load_resolved
+from antiphon.model_worker.startup.engine import (
+    capture,
+    host_device,
+    interpret,
+    load_resolved,
+)
 from antiphon.service.main import CANNOT_START, FAILED, tune_gc
 from antiphon.service.startup import CannotStart, die_with
 from antiphon.telemetry import log as logs
@@ -110,16 +115,18 @@ def _load(
     settings, telemetry = start.settings, start.settings.telemetry
     logs.set_up(level=telemetry.log_level, form=telemetry.log_format, instance=instance)
     try:
+        interpret(groups.device)
         files = model_files(settings)
         if channel.rank not in settings.parallel.local_ranks:  # of the machine of rank 0
             verify_digest(files, settings.cluster.model_digest)
-        _check_arithmetic(host_device().arithmetic, start.arithmetic)
+        _check_arithmetic(host_device(groups.device).arithmetic, start.arithmetic)
         draft = draft_files(settings)
         model = load_resolved(files, start.resolved, draft, ranks=groups, exchange=follower)
     except (CannotStart, ConfigError):
         _report(channel, refused_by=1 + channel.rank)
         raise
     _report(channel, refused_by=0)
+    capture(settings, start.resolved, model)
     if not settings.cache.hierarchical:
         return model.runner, None
     (link,) = groups.open_pages()

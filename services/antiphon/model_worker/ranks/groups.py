@@ -1,4 +1,9 @@
-"""The process groups of the ranks of a worker: gloo over TCP, and shared memory on one machine."""
+"""The process groups of the ranks of a worker.
+
+What ranks say to each other goes over gloo, and on one machine through shared memory. So do tensors
+on the CPU; those on GPUs go over NCCL, and those of the interpreter, which stands for one, over
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,8 @@ import numpy as np
 import torch
 import torch.distributed
 
+from antiphon.kernels.triton.backend import INTERPRETER
+from antiphon.kernels.triton.launch import enqueue
 from antiphon.layers.weights import SingleRank, Tp
 from antiphon.model_worker.ranks.pipeline import Pipeline
 from antiphon.model_worker.ranks.shared_memory import (
@@ -40,6 +47,7 @@ _MESSAGE_BYTES = 16 * 1024
 """Size of the first broadcast of a message; a longer one takes a second. A plan of 256 decodes has
 8 KB."""
 _LENGTH_BYTES = 8
+CPU = "cpu"
 
 
 class Work(Protocol):
@@ -54,8 +62,8 @@ class KeyStore(Protocol):
     def get(self, key: str) -> bytes: ...
 
 
-class GlooGroup(Protocol):
-    """What is used of torch's `ProcessGroupGloo`."""
+class RankGroup(Protocol):
+    """What is used of torch's `ProcessGroupGloo` and `ProcessGroupNCCL`."""
 
     def rank(self) -> int: ...
 
@@ -73,44 +81,48 @@ class GlooGroup(Protocol):
 
 
 class TensorGroup:
-    """The ranks that share every layer: `antiphon.layers.weights.Tp` over gloo."""
+    """The ranks that share every layer: `antiphon.layers.weights.Tp` over gloo or NCCL.
 
-    invariant = False  # gloo sums each part of a tensor in an order of its own
+    On a device a collective is launched like a kernel, and has computed when the stream has. No
+    host waits for it: NCCL's `wait` lets the stream wait.
+    """
 
-    def __init__(self, group: GlooGroup) -> None:
+    invariant = False  # both sum each part of a tensor in an order of its own
+
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
         self.rank = group.rank()
         self.ranks = group.size()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        self._group.allreduce([x]).wait()
+        enqueue(lambda: self._group.allreduce([x]).wait())
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        self._group.allgather([parts], [x]).wait()
+        enqueue(lambda: self._group.allgather([parts], [x]).wait())
         return torch.cat(parts, dim=-1)
 
 
-class GlooLink:
-    """To or from one other rank of a group: a `Link`."""
+class TensorLink:
+    """To or from one other rank of a group: a `Link`. It is launched as a `TensorGroup` is."""
 
-    def __init__(self, group: GlooGroup, rank: int) -> None:
+    def __init__(self, group: RankGroup, rank: int) -> None:
         self._group, self._rank = group, rank
 
     def send(self, x: torch.Tensor) -> None:
-        self._group.send([x], self._rank, 0).wait()
+        enqueue(lambda: self._group.send([x], self._rank, 0).wait())
 
     def receive(self, out: torch.Tensor) -> None:
-        self._group.recv([out], self._rank, 0).wait()
+        enqueue(lambda: self._group.recv([out], self._rank, 0).wait())
 
 
 class GlooPages:
     """Between rank 0 and another one: a `PageLink`. A wait for the other side has no limit."""
 
-    def __init__(self, group: GlooGroup, rank: int) -> None:
+    def __init__(self, group: RankGroup, rank: int) -> None:
         self._group, self._rank = group, rank
 
     def send(self, data: bytearray | memoryview) -> None:
@@ -125,7 +137,7 @@ class GlooPages:
 class GlooChannel:
     """Messages of rank 0 in one order, and maxima over all ranks: a `RankChannel`."""
 
-    def __init__(self, plans: GlooGroup, control: TensorGroup | SharedMemoryGroup) -> None:
+    def __init__(self, plans: RankGroup, control: TensorGroup | SharedMemoryGroup) -> None:
         self._plans, self._control = plans, control
         self.rank = plans.rank()
         # What rank 0 sends is on its way while it goes on, until it sends again.
@@ -171,7 +183,7 @@ class GlooChannel:
 
 
 class RankGroups:
-    """All groups of one rank."""
+    """All groups of one rank, and the name of its `device`."""
 
     def __init__(
         self,
@@ -182,11 +194,12 @@ class RankGroups:
         in_memory: Sequence[SharedMemoryGroup | SharedMemoryLink] = (),
         *,
         layout: RankLayout,
-        gloo: Callable[[str], GlooGroup],
+        gloo: Callable[[str], RankGroup],
+        device: str = CPU,
     ) -> None:
         self.tensor, self.attention = tensor, attention
         self.pipeline, self.channel = pipeline, channel
-        self.layout = layout
+        self.layout, self.device = layout, device
         self._in_memory = in_memory
         self._gloo = gloo
 
@@ -210,10 +223,12 @@ class RankGroups:
         *,
         listening: socket.socket | None = None,
         local: bool = False,
+        devices: Sequence[str] | None = None,
     ) -> RankGroups:
         """Meet the other ranks at the `store`, an address at which rank 0 is `listening`.
 
-        Rank 0 says whether all ranks are `local`, on one machine.
+        Rank 0 says whether all ranks are `local`, on one machine, and which `devices` they have, by
+        rank; None: the CPU.
 
         Raises:
             OSError: The store, or another rank, is not reached.
@@ -229,21 +244,29 @@ class RankGroups:
                 master_listen_fd=None if listening is None else listening.detach(),
             )
             own = _own_address(host, port)
+            if listening is not None:
+                _assign(meeting, devices or [CPU] * ranks.ranks)
+            device = meeting.get(_device_key(rank)).decode()
             parts = MemoryParts(ranks)
             memory = _share_memory(meeting, parts, first=rank == 0, local=local)
 
-            def gloo(name: str, member: int = rank, members: int = ranks.ranks) -> GlooGroup:
+            def gloo(name: str, member: int = rank, members: int = ranks.ranks) -> RankGroup:
                 return _gloo(dist.PrefixStore(name, meeting), member, members, own)
 
-            if memory is not None:
+            def nccl(name: str, member: int = rank, members: int = ranks.ranks) -> RankGroup:
+                return _nccl(dist.PrefixStore(name, meeting), member, members, device)
+
+            if memory is not None and device == CPU:
                 return _in_memory(rank, ranks, memory, parts, gloo)
-            return _over_network(rank, ranks, gloo)
+            control = None if memory is None else SharedMemoryGroup(rank, memory, parts.control)
+            tensors = gloo if device in (CPU, INTERPRETER) else nccl
+            return _over_network(rank, ranks, gloo, tensors, control, device)
         except RuntimeError as error:
             raise OSError(f"ranks do not meet at {host}:{port}: {error}") from error
 
 
 def _in_memory(
-    rank: int, ranks: RankLayout, memory: mmap, parts: MemoryParts, gloo: Callable[..., GlooGroup]
+    rank: int, ranks: RankLayout, memory: mmap, parts: MemoryParts, gloo: Callable[..., RankGroup]
 ) -> RankGroups:
     stage, member = ranks.stage(rank), ranks.member(rank)
     control = SharedMemoryGroup(rank, memory, parts.control)
@@ -269,28 +292,53 @@ def _in_memory(
     )
 
 
-def _over_network(rank: int, ranks: RankLayout, gloo: Callable[..., GlooGroup]) -> RankGroups:
+def _over_network(
+    rank: int,
+    ranks: RankLayout,
+    gloo: Callable[..., RankGroup],
+    tensors: Callable[..., RankGroup],
+    control: SharedMemoryGroup | None,
+    device: str,
+) -> RankGroups:
+    """Those that share no tensors in memory: these go over groups of their own kind."""
     plans = gloo("plans")
     stage, member, pipeline = ranks.stage(rank), ranks.member(rank), None
     tensor = SingleRank()
     if ranks.tp > 1:
-        tensor = TensorGroup(gloo(f"tensor {stage}", member, ranks.tp))
+        tensor = TensorGroup(tensors(f"tensor {stage}", member, ranks.tp))
     attention = None
     if ranks.dp > 1:
         group, place = divmod(member, ranks.attention_ranks)
         attention = SingleRank()
         if ranks.attention_ranks > 1:
             named = f"attention {group}"
-            attention = TensorGroup(gloo(named, place, ranks.attention_ranks))
+            attention = TensorGroup(tensors(named, place, ranks.attention_ranks))
     if ranks.pp > 1:
-        group = gloo("stages")
+        group = tensors("stages")
         before, after = (
-            GlooLink(group, ranks.rank(other, member)) if 0 <= other < ranks.pp else None
+            TensorLink(group, ranks.rank(other, member)) if 0 <= other < ranks.pp else None
             for other in (stage - 1, stage + 1)
         )
         pipeline = Pipeline(stage, ranks.pp, before, after)
-    channel = GlooChannel(plans, TensorGroup(gloo("control")))
-    return RankGroups(tensor, attention, pipeline, channel, layout=ranks, gloo=gloo)
+    return RankGroups(
+        tensor,
+        attention,
+        pipeline,
+        GlooChannel(plans, control or TensorGroup(gloo("control"))),
+        [] if control is None else [control],
+        layout=ranks,
+        gloo=gloo,
+        device=device,
+    )
+
+
+def _assign(store: KeyStore, devices: Sequence[str]) -> None:
+    for rank, name in enumerate(devices):
+        store.set(_device_key(rank), name)
+
+
+def _device_key(rank: int) -> str:
+    return f"device {rank}"
 
 
 def _share_memory(store: KeyStore, parts: MemoryParts, *, first: bool, local: bool) -> mmap | None:
@@ -305,14 +353,25 @@ def _share_memory(store: KeyStore, parts: MemoryParts, *, first: bool, local: bo
     return memory
 
 
-def _gloo(store: object, rank: int, ranks: int, address: str) -> GlooGroup:
+def _nccl(store: object, rank: int, ranks: int, device: str) -> RankGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _START_TIMEOUT  # noqa: SLF001
+    return _connect(dist.ProcessGroupNCCL(store, rank, ranks, options), device)
+
+
+def _gloo(store: object, rank: int, ranks: int, address: str) -> RankGroup:
     options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  # torch's tests make it so, too
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
     options._threads = 1  # noqa: SLF001  # collectives of a group come one after the other
     options._timeout = _START_TIMEOUT  # noqa: SLF001
-    group = dist.ProcessGroupGloo(store, rank, ranks, options)
-    # Connections are made by the first collective: here, where a wait for them is bounded.
-    group.allreduce([torch.zeros(1)]).wait()
+    return _connect(dist.ProcessGroupGloo(store, rank, ranks, options), CPU)
+
+
+def _connect(made: object, device: str) -> RankGroup:
+    """Make connections, as the first collective does: here, where a wait for them is bounded."""
+    group, one = cast("Any", made), torch.ones(1, device=device)
+    group.allreduce([one]).wait()
+    one.item()  # waits for a GPU
     group._set_default_timeout(_IDLE_TIMEOUT)  # noqa: SLF001
     return group
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.config.parallel import ParallelConfig
 
 
@@ -51,3 +53,12 @@ class RankLayout(NamedTuple):
 
     def rank(self, stage: int, member: int) -> int:
         return (self.pp - 1 - stage) * self.tp + member
+
+
+def devices_of(parallel: ParallelConfig, first: str) -> Sequence[str]:
+    """The device of each rank: the ranks of a machine have GPUs of their own, from the first on."""
+    kind, _, index = first.partition(":")
+    if kind != "cuda":
+        return [first] * parallel.ranks
+    each = parallel.ranks // parallel.nodes
+    return [f"cuda:{int(index or 0) + rank % each}" for rank in range(parallel.ranks)]

@@ -15,7 +15,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
-from antiphon.model_worker.ranks.layout import RankLayout
+from antiphon.model_worker.ranks.layout import RankLayout, devices_of
 from antiphon.model_worker.ranks.membership import Membership, RankLost, address_of
 from antiphon.model_worker.ranks.protocol import LeadRank, StepFacts, StepRefused, agree
 from antiphon.resolve.resolved_config import ResolvedConfig
@@ -55,6 +55,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
             model=settings.model,
             load=settings.load,
             parallel=settings.parallel,
+            batching=settings.batching,
             cache=settings.cache,
             speculation=settings.speculation,
             telemetry=settings.telemetry,
@@ -143,7 +144,7 @@ class RankProcesses:
         listening = bind(host, port)
         self._store = bind(host, 0)
         self._store_address: tuple[str, int] = (host, self._store.getsockname()[1])
-        self._ranks = RankLayout.of(parallel)
+        self._parallel, self._ranks = parallel, RankLayout.of(parallel)
         self._local = parallel.nodes == 1
         self._lost = lost
         self._children: list[subprocess.Popen[bytes]] = []
@@ -158,8 +159,8 @@ class RankProcesses:
             listening, parallel.ranks, self._store_address[1], self._on_lost, self._ended
         )
 
-    def meet(self) -> tuple[RankGroups, LeadRank]:
-        """Connect the groups of all ranks. Blocks; imports torch.
+    def meet(self, device: str) -> tuple[RankGroups, LeadRank]:
+        """Connect the groups of all ranks, of which this one has a device. Blocks; imports torch.
 
         Raises:
             CannotStart: The ranks do not meet.
@@ -173,6 +174,7 @@ class RankProcesses:
                 self._store_address,
                 listening=self._store,
                 local=self._local,
+                devices=devices_of(self._parallel, device),
             )
         except OSError as error:
             raise CannotStart(str(error)) from error

@@ -5,11 +5,15 @@ checks a plan when it arrives, which may be while the plan before is computed, a
 before any of them computes it. So a plan that one rank refuses is computed by none, and the loop of
 rank 0 runs its rows again in halves. From then on the ranks are in collectives: what fails there
 cannot be undone on the others, and ends all of them.
+
+Ranks on devices launch plans, and read the outcome of the oldest one when rank 0 does: it sends
+what it has sampled then. So all of them launch their collectives in one order.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from enum import IntEnum
 from itertools import chain
 from queue import SimpleQueue
@@ -19,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
+from antiphon.model_worker.batching.flights import StreamRunner
 from antiphon.model_worker.batching.plan import (
     PLAIN,
     DeviceLost,
@@ -201,6 +206,12 @@ class LeadRank:
         """Compute by this runner, which samples through `share`."""
         self._runner = runner
 
+    @property
+    def runner(self) -> RankRunner:
+        """The runner of this rank."""
+        assert self._runner is not None, "the model is loaded"
+        return self._runner
+
     def announce(self, plan: StepPlan) -> StepPlan:
         """Send a plan to all ranks, and check it with them  ->  the plan to run.
 
@@ -214,7 +225,7 @@ class LeadRank:
             # The sampling part stays here: what it changes are logits.
             self._send(RankMessage(plan=msgspec.structs.replace(plan, part=PLAIN)))
             try:
-                plan = self._own.check(plan)
+                plan = self.runner.check(plan)
                 facts = StepFacts.of(plan)
             except Exception as raised:  # noqa: BLE001  # the cause of what is raised
                 error, facts = raised, StepFacts.refused(plan, 0)
@@ -235,7 +246,7 @@ class LeadRank:
         self._raise_lost()
         self._step = plan.step
         try:
-            return self._own.run(plan, part)
+            return self.runner.run(plan, part)
         except Exception as error:
             self._lost = DeviceLost(f"step {plan.step} failed on rank 0")
             raise self._lost from error
@@ -249,7 +260,7 @@ class LeadRank:
         self._raise_lost()
         try:
             self._send(RankMessage(drafts_after=self._step))
-            return self._own.make_drafts()
+            return self.runner.make_drafts()
         except Exception as error:
             self._lost = DeviceLost(f"drafts after step {self._step} failed on rank 0")
             raise self._lost from error
@@ -293,19 +304,16 @@ class LeadRank:
         if self._lost is not None:
             raise DeviceLost(str(self._lost)) from self._lost
 
-    @property
-    def _own(self) -> RankRunner:
-        assert self._runner is not None, "the model is loaded"
-        return self._runner
-
 
 class FollowerRank:
     """Any other rank: computes what rank 0 announces, until it ends."""
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
-        # With the steps whose drafts rank 0 makes now.
-        self._plans = SimpleQueue[StepPlan | PagesRequest | int | BaseException | None]()
+        # With the steps whose drafts rank 0 makes now, and on a device those that it has read.
+        self._plans = SimpleQueue[
+            StepPlan | PagesRequest | RankMessage | int | BaseException | None
+        ]()
         self._sampled = SimpleQueue[RankMessage | BaseException]()
 
     def receive(self, runner: RankRunner) -> None:
@@ -330,9 +338,13 @@ class FollowerRank:
         made before the next plan, or sooner if rank 0 does so; until then it may have other work.
         """
         undrafted: int | None = None  # the step of the last plan
+        flights = deque["Flight"]()  # on a device
         while (plan := self._plans.get()) is not None:
             if isinstance(plan, BaseException):
                 raise plan
+            if isinstance(plan, RankMessage):
+                flights.popleft().outcome()
+                continue
             if isinstance(plan, PagesRequest):
                 assert begin is not None, "pages are stored"
                 runner.settle()
@@ -342,9 +354,13 @@ class FollowerRank:
             if undrafted is not None and step in (None, undrafted):
                 runner.make_drafts()
                 undrafted = None
-            if not isinstance(plan, int):
-                runner.run(plan)
-                undrafted = None if plan.draft_counts is None else plan.step
+            if isinstance(plan, int):
+                continue
+            if isinstance(runner, StreamRunner):
+                flights.append(runner.launch(plan))
+                continue
+            runner.run(plan)
+            undrafted = None if plan.draft_counts is None else plan.step
 
     @property
     def shared(self) -> bool:
@@ -371,6 +387,8 @@ class FollowerRank:
         if message.plan is None:
             if message.sampled is not None:
                 self._sampled.put(message)
+                if isinstance(runner, StreamRunner):
+                    self._plans.put(message)
             return message.sampled is not None
         plan = message.plan
         try:

@@ -92,8 +92,9 @@ class DecodeGraphs:
             model.spec.hidden,
             model.build.dtype,
         )
-        # Where a row reads and writes its states changes from step to step.
-        self._supported = not stateful and all(
+        # Where a row reads and writes its states changes from step to step; stages share no step.
+        alone = not stateful and model.build.pp is None
+        self._supported = alone and all(
             group.kind in (GroupKind.FULL, GroupKind.WINDOW, GroupKind.LATENT)
             and shape.chunk is None
             for group, shape in groups

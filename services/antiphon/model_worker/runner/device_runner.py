@@ -6,6 +6,7 @@ Axes: R rows, T tokens, L rows of logits, S slots.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.decode_graphs import Captured
     from antiphon.model_worker.runner.input_batch import InputBatch
+    from antiphon.model_worker.runner.model_runner import SampleExchange
 
 SLOTS, POSITIONS = 256, 1024
 """Of a runner that is not given their numbers."""
@@ -47,8 +49,12 @@ class DeviceRunner(ModelRunner):
     """Launches plans in their order; what a plan reads of the one before it stays on the device.
 
     The last token of each slot is a tensor there, which a plan's placeholders are resolved from.
-    The host reads nothing of a plan but its outcome. Plans have no drafts of a draft model, pool
-    nothing, and there is one rank.
+    The host reads nothing of a plan but its outcome. Plans have no drafts of a draft model and pool
+    nothing.
+
+    Of several ranks, which launch and conclude the same plans in one order, each samples; what rank
+    0 has sampled counts. Its last tokens reach the others at the beginning of the next pass, and
+    the outcomes by the `exchange`. Ranks of earlier stages have a `DeviceStageRunner`.
     """
 
     def __init__(
@@ -61,9 +67,19 @@ class DeviceRunner(ModelRunner):
         slots: int = SLOTS,
         positions: int = POSITIONS,
         deterministic: bool = False,
+        exchange: SampleExchange | None = None,
     ) -> None:
-        super().__init__(model, groups, forced=forced, fused=False, deterministic=deterministic)
+        super().__init__(
+            model,
+            groups,
+            forced=forced,
+            fused=False,
+            deterministic=deterministic,
+            exchange=exchange,
+        )
         self._stream = stream
+        self._tp = model.build.tp
+        self._by_slot = dict[int, bool]()  # of checked steps, whether their page tables are
         self._last = torch.zeros(slots, dtype=torch.int32, device=model.build.device)  # (S,)
         self._launched = deque[LaunchedPlan]()  # that are not concluded
         self._contexts.prepare(positions)
@@ -96,11 +112,22 @@ class DeviceRunner(ModelRunner):
             each.compile()
         return [*memories]
 
+    def check(self, plan: StepPlan) -> StepPlan:
+        """The plan to launch; what a pass needs is built then. See `ModelRunner.check`."""
+        self._by_slot[plan.step] = not plan.page_tables
+        plan = self._tables.fill(plan)  # later plans rely on its changes, even if it is refused
+        if plan.draft_counts is not None or plan.pooling is not None:
+            raise PlanRefused(f"step {plan.step}: a device neither drafts nor pools")
+        if (most := int(plan.slot.max(initial=0))) >= len(self._last):
+            raise PlanRefused(f"step {plan.step}: slot {most}, of {len(self._last)}")
+        return plan
+
     def launch(self, plan: StepPlan) -> LaunchedPlan:
         """Launch a plan, or as much of it as needs no sampling part. Returns at once."""
-        # Its pass overwrites what an earlier one is yet to be sampled from.
-        assert all(each.sampled for each in self._launched), "a plan without its sampling part"
-        launched = LaunchedPlan(self, plan)
+        # A captured pass overwrites what an earlier one is yet to be sampled from.
+        staged = self._model.build.pp is not None
+        assert staged or all(each.sampled for each in self._launched), "a plan without its part"
+        launched = LaunchedPlan(self, plan, shared=self._exchange is not None)
         self._launched.append(launched)
         launched.attempt(self._launch)
         if plan.part is not None:
@@ -133,21 +160,24 @@ class DeviceRunner(ModelRunner):
         if self._step is not None and plan.step != self._step + 1:
             raise PlanRefused(f"step {plan.step} does not follow step {self._step}")
         self._step = plan.step
-        # Later plans rely on its changes, even if it fails or is refused.
-        changes, by_slot = plan.changes, not plan.page_tables
-        plan = launched.plan = self._tables.fill(plan)
-        if plan.draft_counts is not None or plan.pooling is not None:
-            raise PlanRefused(f"step {plan.step}: a device neither drafts nor pools")
-        if (most := int(plan.slot.max(initial=0))) >= len(self._last):
-            raise PlanRefused(f"step {plan.step}: slot {most}, of {len(self._last)}")
+        if plan.step not in self._by_slot:
+            plan = launched.plan = self.check(plan)
+        by_slot = self._by_slot.pop(plan.step)
         launched.batch = batch = self._batch(plan)
         with torch.inference_mode(), self._stream.launching():
-            if by_slot and changes is not None:
-                self._decode.apply(changes)
+            if by_slot and plan.changes is not None:
+                self._decode.apply(plan.changes)
+            self._share_last(plan)
             if by_slot and self._decode.takes(plan):
                 launched.scored = self._decode.score(plan)
             else:
                 launched.scored = self._score_launched(plan, batch)
+
+    def _share_last(self, plan: StepPlan) -> None:
+        """Give all ranks the last tokens of rank 0, if the plan is to be resolved from them."""
+        if self._tp.ranks > 1 and (plan.tokens < 0).any():
+            mine = self._last.clone() if self._tp.rank == 0 else torch.zeros_like(self._last)
+            self._last.copy_(self._tp.all_reduce(mine))
 
     def _score_launched(self, plan: StepPlan, batch: InputBatch) -> FusedDecoderOutput:
         ids = self.ops.resolve_futures(self._upload(plan.tokens), self._last)
@@ -197,7 +227,10 @@ class DeviceRunner(ModelRunner):
         blocked = results.blocked
         tokens = results.sampled.astype(np.int32)
         sampled = Sampled(tokens, None if blocked is None or not blocked.any() else blocked, failed)
-        if plan.details is None and failed is None:
+        if self._exchange is not None:
+            # Before what follows, in which there may be collectives.
+            sampled = self._exchange.share(plan.step, partial(Sampled, *sampled))
+        if plan.details is None and sampled.failed is None:
             launched.result = self._conclude(plan, batch, plan.tokens, scored, sampled)
         else:
             with torch.inference_mode(), self._stream.reading():
@@ -225,10 +258,14 @@ class DeviceRunner(ModelRunner):
 
 
 class LaunchedPlan:
-    """A plan that was launched; its `outcome` waits for the device."""
+    """A plan that was launched; its `outcome` waits for the device.
 
-    def __init__(self, runner: DeviceRunner, plan: StepPlan) -> None:
+    Once it is `shared` with other ranks, none of them can go on if one of them fails.
+    """
+
+    def __init__(self, runner: DeviceRunner, plan: StepPlan, *, shared: bool = False) -> None:
         self._runner = runner
+        self._shared = shared
         self.plan = plan
         self.batch: InputBatch | None = None
         self.scored: FusedDecoderOutput | None = None
@@ -245,18 +282,18 @@ class LaunchedPlan:
     def attempt(self, work: Callable[[LaunchedPlan], None]) -> None:
         """Work on the plan, unless it has failed; if that raises, it has.
 
-        An error of the device, which may be one of an earlier launch, is `DeviceLost`: nothing
-        can be computed after it.
+        An error of the device, which may be one of an earlier launch, is `DeviceLost`, and so is
+        any of a plan that other ranks run: nothing can be computed after it.
         """
         if self.error is not None:
             return
         try:
             work(self)
-        except torch.AcceleratorError as error:
-            self.error = DeviceLost(str(error))
-            self.error.__cause__ = error
         except Exception as error:  # noqa: BLE001  # raised where the outcome is read
             self.error = error
+            if self._shared or isinstance(error, torch.AcceleratorError):
+                self.error = DeviceLost(str(error))
+                self.error.__cause__ = error
 
     def sample(self, part: SamplingPart) -> None:
         self._runner.sample(self, part)

@@ -15,6 +15,7 @@ from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import LoadedModel, load, scales_digest
 from antiphon.model_worker.runner.context import BY_LAYER, STACK
 from antiphon.model_worker.runner.device_runner import DeviceRunner
+from antiphon.model_worker.runner.device_stage_runner import DeviceStageRunner
 from antiphon.model_worker.runner.draft_model import DraftHeadModel, DraftModel
 from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.pooling import Pooler
@@ -109,7 +110,8 @@ def open_model(
     if model.build.device_kind != "cpu":
         slots, positions = plan.running_max.value, plan.context_tokens.value
         stream = open_stream(model.build.device_kind, model.build.device)
-        runner = DeviceRunner(
+        kind = DeviceRunner if model.build.is_last_stage else DeviceStageRunner
+        runner = kind(
             model,
             groups,
             stream,
@@ -117,6 +119,7 @@ def open_model(
             slots=slots,
             positions=positions,
             deterministic=deterministic,
+            exchange=exchange,
         )
     elif model.build.is_last_stage:
         runner = ModelRunner(

@@ -51,7 +51,7 @@ class StageRunner(ModelRunner):
 
     def settle(self) -> None:
         while self._unsampled and self._last_stage.shared:
-            sampled = self._last_stage.share(self._unsampled[0][0].step, _not_here)
+            sampled = self._last_stage.share(self._unsampled[0][0].step, not_here)
             self._record(*self._unsampled.popleft(), sampled)
 
     def _compute(
@@ -65,14 +65,7 @@ class StageRunner(ModelRunner):
         else:
             failed = batch.failed_rows(states.finite, None)
             self._record(plan, batch, Sampled(NO_TOKENS, failed=failed))
-        rows = len(plan.slot)
-        return StepOutcome(
-            step=plan.step,
-            starts=np.zeros(rows + 1, np.int32),
-            token_ids=NO_TOKENS,
-            status=np.zeros(rows, np.int32),
-            computed=plan.query_len,
-        )
+        return passed_on(plan)
 
     def _record(self, plan: StepPlan, batch: InputBatch, sampled: Sampled) -> None:
         starts, token_ids, ended = self._accept(plan, batch, plan.tokens, sampled)
@@ -82,5 +75,17 @@ class StageRunner(ModelRunner):
                 self._wipe(batch, sampled.failed)
 
 
-def _not_here() -> Sampled:
+def passed_on(plan: StepPlan) -> StepOutcome:
+    """What an earlier stage knows of a plan."""
+    rows = len(plan.slot)
+    return StepOutcome(
+        step=plan.step,
+        starts=np.zeros(rows + 1, np.int32),
+        token_ids=NO_TOKENS,
+        status=np.zeros(rows, np.int32),
+        computed=plan.query_len,
+    )
+
+
+def not_here() -> Sampled:
     raise AssertionError("an earlier stage has no logits")

@@ -141,8 +141,9 @@ class Engine:
             return self.in_thread()
         from antiphon.model_worker.runner.device_runner import DeviceRunner  # noqa: PLC0415 (see `host_device`)
 
-        assert isinstance(self.runner, DeviceRunner), "the runner of a device"
-        return InStream(self.runner)
+        runner = self.runner if self.lead is None else self.lead.runner
+        assert isinstance(runner, DeviceRunner), "the runner of a device"
+        return self._ranked(InStream(runner))
 
     def _ranked(self, launcher: Launcher) -> Launcher:
         return launcher if self.lead is None else RankedLauncher(launcher, self.lead)
@@ -171,11 +172,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
             "cache.hierarchical and cache.storage must be set together: "
             "--enable-hierarchical-cache --hicache-storage-backend kv_storage"
         )
-    if settings.model.device == INTERPRETER:
-        # Before anything that imports Triton, as transformers does.
-        from antiphon.kernels.triton.interpreter import enable  # noqa: PLC0415
-
-        enable()
+    interpret(settings.model.device)
     try:
         files = model_files(settings)
         verify(files, settings.load, settings.model.path)
@@ -187,7 +184,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         implementation = _implementation(files, settings.model.implementation)
         draft_place = draft_files(settings)
         draft = None if draft_place is None else _draft_card(draft_place, settings)
-        device = host_device(settings.model.device)
+        device = host_device(settings.model.device, len(settings.parallel.local_ranks))
         vision = read_vision(files.folder) if implementation.value != "transformers" else None
         audio = read_audio(files.folder)
         sees_any = vision is not None or audio is not None
@@ -210,7 +207,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
         decoder = msgspec.structs.replace(decoder, reason=reason)
     resolved = msgspec.structs.replace(resolved, decoder=decoder)
     log.info("decoder", extra={"value": resolved.decoder.value, "reason": resolved.decoder.reason})
-    resolved = _capture(settings, resolved, model)
+    resolved = capture(settings, resolved, model)
     pools, vocab_size = CachePools(model.groups), model.spec.vocabulary
     sees = None
     if audio is not None:
@@ -254,8 +251,11 @@ def kernel_choices(model: OpenModel) -> tuple[KernelChoice, ...]:
     )
 
 
-def _capture(settings: Settings, resolved: ResolvedConfig, model: OpenModel) -> ResolvedConfig:
-    """Capture decode steps on a device, as resolved; says what that has cost."""
+def capture(settings: Settings, resolved: ResolvedConfig, model: OpenModel) -> ResolvedConfig:
+    """Capture decode steps on a device, as resolved; says what that has cost.
+
+    All ranks do so at once, since a step sums over them.
+    """
     sizes, runner = resolved.graph_sizes, model.runner
     if not sizes.value:
         return resolved
@@ -309,7 +309,7 @@ def _load_with(
     ranks: RankProcesses, files: ModelLocation, start: RankStart, draft: ModelLocation | None
 ) -> tuple[OpenModel, LeadRank, RankGroups]:
     """Load the first rank's shard while the others load theirs."""
-    groups, lead = ranks.meet()
+    groups, lead = ranks.meet(start.resolved.device.value)
     ranks.load(start)
     model = load_resolved(files, start.resolved, draft, ranks=groups, exchange=lead)
     lead.use(model.runner)
@@ -326,11 +326,19 @@ def _compiler(
     return partial(open_compiler, tokenizer, limits.vocab_size, limits.end_ids, settings.grammar)
 
 
-def host_device(name: str = "cpu") -> HostDevice:
-    """The device of that name in this machine, and its numerics.
+def interpret(device: str) -> None:
+    """Prepare this process for its device. Before anything imports Triton, as transformers does."""
+    if device == INTERPRETER:
+        from antiphon.kernels.triton.interpreter import enable  # noqa: PLC0415 (it imports Triton)
+
+        enable()
+
+
+def host_device(name: str = "cpu", ranks: int = 1) -> HostDevice:
+    """The device of that name in this machine, or the first of several `ranks`, and its numerics.
 
     Raises:
-        CannotStart: There is none.
+        CannotStart: There is none, or there are fewer GPUs than ranks.
     """
     # torch takes seconds to import; meanwhile the process reports that it is starting.
     from antiphon.kernels.cpu.extension import numerics_info, unavailable_reason  # noqa: PLC0415
@@ -348,7 +356,7 @@ def host_device(name: str = "cpu") -> HostDevice:
         lacking_fp8,
     )
 
-    memory_bytes = host.memory_bytes if name == INTERPRETER else find_gpu(name)
+    memory_bytes = host.memory_bytes if name == INTERPRETER else find_gpu(name, ranks)
     return msgspec.structs.replace(
         host,
         kind=name.partition(":")[0],
@@ -386,7 +394,7 @@ def load_resolved(
 ) -> OpenModel:
     """Load a model and its draft model by the resolved configuration. Blocks for seconds.
 
-    One of several `ranks` gets its tokens by an `exchange`.
+    One of several `ranks` gets its tokens by an `exchange`, and has a device of its own.
     """
     import torch  # noqa: PLC0415 (it takes seconds, see `host_device`)
 
@@ -398,9 +406,10 @@ def load_resolved(
     try:
         if ranks is None:
             return open_model(place, resolved, draft=draft)
+        own = msgspec.structs.replace(resolved.device, value=ranks.device)
         return open_model(
             place,
-            resolved,
+            msgspec.structs.replace(resolved, device=own),
             draft=draft,
             tp=ranks.tensor,
             pp=ranks.pipeline,

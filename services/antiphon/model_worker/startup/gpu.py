@@ -13,23 +13,30 @@ from antiphon.resolve.device import INTERPRETER
 from antiphon.service.startup import CannotStart
 
 
-def find_gpu(name: str) -> int:
+def find_gpu(name: str, ranks: int = 1) -> int:
     """Look for the GPU `cuda` or `cuda:N`  ->  its free memory in bytes.
 
+    Each of several ranks has one of its own, from this one on. Only this one's memory is read: that
+    takes a part of it, and each rank has its own process.
+
     Raises:
-        CannotStart: There is none; says what was looked for.
+        CannotStart: There is none, or there are too few; says what was looked for.
     """
+    index = int(name.partition(":")[2] or 0)
     if torch.version.cuda is None:
         lacks = f"torch {torch.__version__} is built without CUDA"
     elif not torch.cuda.is_available():
         lacks = f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no driver or no GPU"
     else:
-        index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
-        if index < count:
+        count = torch.cuda.device_count()
+        if index + ranks <= count:
             free, _ = torch.cuda.mem_get_info(index)
             return free
         lacks = f"torch finds {count} GPUs, the last of them is cuda:{count - 1}"
-    raise CannotStart(f"model.device = {name}: no such device: {lacks}")
+    asked = "no such device"
+    if ranks > 1:
+        asked = f"each of {ranks} ranks needs a GPU, from cuda:{index} on"
+    raise CannotStart(f"model.device = {name}: {asked}: {lacks}")
 
 
 def gpu_numerics(name: str) -> dict[str, str]:
@@ -38,7 +45,7 @@ def gpu_numerics(name: str) -> dict[str, str]:
     return {
         "isa": INTERPRETER if sm is None else f"sm_{sm}",
         "kernels": f"{kernels_version()} by triton {version('triton')}",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 

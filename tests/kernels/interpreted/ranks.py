@@ -1,0 +1,133 @@
+"""Two ranks on the device `interpreter`, by their batching loop, against one on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.kernels.interpreted.models import BAD, opened, requests
+from tests.models.model_loop import ModelLoop
+from tests.models.parity import save
+from tests.models.rank import Ranks
+from tests.models.specs import BY_NAME
+from tests.models.test_draft_model import with_nan
+from tests.models.test_speculation import compare, often_wrong, texts_of
+from tests.models.tiny import VOCABULARY, write_llama
+from tests.support.worker import state
+
+from antiphon.model_worker.runner.device_runner import DeviceRunner
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.models.model_loop import Output
+
+# Numpy's, of what is not finite: rows of padding read a page that nothing has written.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+CAPTURED = (2, 4)
+OPEN: dict[str, Any] = {"dtype": "float32", "pages": 100}
+LIMITS: dict[str, Any] = {"chunk_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    ranks = Ranks(tp=2, device="interpreter")
+    yield ranks
+    ranks.close()
+
+
+def expected_of(folder: Path, count: int = 4) -> list[Output]:
+    model = opened(folder, "cpu")
+    return ModelLoop(model, **LIMITS).run(requests(model.spec.vocabulary, count))
+
+
+def check(pair: Ranks, folder: Path, expected: list[Output], **ways: Any) -> None:
+    """What is asked of two ranks has the tokens and logprobs of one on the CPU."""
+    captured = CAPTURED if ways.get("overlap") else ()
+    with pair.opened(folder, captured=ways.pop("captured", captured), **OPEN) as (model, lead):
+        asked = requests(model.spec.vocabulary, len(expected))
+        loop = ModelLoop(model, lead=lead, **LIMITS, **ways)
+        for got, wanted in zip(loop.run(asked), expected, strict=True):
+            compare(got, wanted, rounding=1e-4)
+        # Neither stages nor steps that verify drafts start from a token in flight.
+        waits = "flights" in ways or "drafter" in ways
+        assert bool(loop.futures) == (ways.get("overlap", False) and not waits)
+
+
+def test_two_ranks_generate_what_one_does_on_the_cpu(pair: Ranks, tmp_path: Path) -> None:
+    """In turn and overlapped; what is masked, penalised or verified is known to rank 0 alone."""
+    folder = write_llama(tmp_path, {"num_hidden_layers": 2})
+    expected = expected_of(folder)
+    check(pair, folder, expected)
+    check(pair, folder, expected, overlap=True)
+    texts = texts_of(requests(VOCABULARY, len(expected)), expected)
+    check(pair, folder, expected, overlap=True, drafter=often_wrong(texts))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 3), (2, 2)], ids=str)
+def test_stages_generate_what_one_rank_does(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """In turn and overlapped; none of their steps is captured."""
+    folder = write_llama(tmp_path, {"num_hidden_layers": 4})
+    expected, ranks = expected_of(folder), Ranks(*sizes, device="interpreter")
+    for overlap in (False, True):
+        check(ranks, folder, expected, overlap=overlap, captured=(), flights=sizes[1])
+    ranks.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt-oss", "deepseek-v3"])
+def test_other_families_generate_what_one_rank_does(
+    pair: Ranks, family: str, tmp_path: Path
+) -> None:
+    folder = save(BY_NAME[family], tmp_path).folder
+    check(pair, folder, expected_of(folder, 2), overlap=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
+def test_models_with_states_generate_what_one_rank_does(
+    pair: Ranks, family: str, tmp_path: Path
+) -> None:
+    folder = save(BY_NAME[family], tmp_path).folder
+    check(pair, folder, expected_of(folder, 2), overlap=True, captured=())
+
+
+def test_last_tokens_that_are_not_shared_are_missed(
+    pair: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_llama(tmp_path, {"num_hidden_layers": 1})
+    expected = expected_of(folder, 1)
+
+    def share_nothing(runner: DeviceRunner, plan: Any) -> None:
+        if (plan.tokens < 0).any():
+            runner._tp.all_reduce(torch.zeros_like(runner._last))
+
+    monkeypatch.setattr(DeviceRunner, "_share_last", share_nothing)
+    with pytest.raises(AssertionError):
+        check(pair, folder, expected, overlap=True)
+
+
+def test_a_row_that_is_not_finite_fails_alone_on_both_ranks(pair: Ranks, tmp_path: Path) -> None:
+    """What it has left in its pages on either rank would get through the mask of attention."""
+    source, folder = tmp_path / "source", tmp_path / "model"
+    source.mkdir()
+    folder.mkdir()
+    write_llama(source, {"num_hidden_layers": 1, "tie_word_embeddings": False})
+    with_nan(source, folder, BAD)
+    bad = state([3, BAD, 4], sampling=SamplingParams(max_new_tokens=3))
+    with pair.opened(folder, captured=CAPTURED, dtype="float32", pages=12) as (model, lead):
+        good = requests(model.spec.vocabulary, 2)
+        loop = ModelLoop(model, lead=lead, overlap=True, **LIMITS)
+        alone = loop.run(good)
+        failed, *beside = loop.run([bad, *good])
+        assert failed.finish.error is not None
+        again = loop.run(good)
+        assert isinstance(model.runner, DeviceRunner)
+        assert not any(pages[:-1].isnan().any() for pages in model.runner.pools[0].layer(0))
+    for outputs in (beside, again):
+        assert [output.ids for output in outputs] == [output.ids for output in alone]

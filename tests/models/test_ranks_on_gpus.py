@@ -1,0 +1,99 @@
+"""Ranks on GPUs, as far as they need none: see also `tests/kernels/interpreted/ranks.py`."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.models.rank import HOST
+
+from antiphon.config.parallel import ParallelConfig
+from antiphon.model_worker.ranks import groups
+from antiphon.model_worker.ranks.groups import RankGroups
+from antiphon.model_worker.ranks.layout import RankLayout, devices_of
+from antiphon.model_worker.startup.gpu import find_gpu
+from antiphon.service.startup import CannotStart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYOUT = RankLayout(tp=2)
+
+
+class Options:
+    """Of torch's `ProcessGroupNCCL`."""
+
+    _timeout = timedelta()
+
+
+class NcclGroups:
+    """Stands for torch's class of NCCL groups; each is one of gloo."""
+
+    Options = Options
+
+    def __init__(self) -> None:
+        self.opened = list[tuple[int, int, timedelta]]()
+
+    def __call__(self, store: object, rank: int, ranks: int, options: Options) -> Any:
+        self.opened.append((rank, ranks, options._timeout))
+        return groups._gloo(store, rank, ranks, HOST)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclGroups:
+    """NCCL, on GPUs whose tensors are those of the CPU."""
+    fake = NcclGroups()
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", fake, raising=False)
+    connect: Callable[[Any, str], Any] = groups._connect
+    monkeypatch.setattr(groups, "_connect", lambda group, _: connect(group, "cpu"))
+    return fake
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_ranks_on_gpus_sum_by_nccl_and_agree_by_the_cpu(nccl: NcclGroups, local: bool) -> None:
+    listening = socket.create_server((HOST, 0))
+    store = HOST, listening.getsockname()[1]
+    devices = devices_of(ParallelConfig(tp_size=2), "cuda:1")
+    with ThreadPoolExecutor(1) as executor:
+        joined = executor.submit(RankGroups.open, 1, LAYOUT, store)
+        first = RankGroups.open(0, LAYOUT, store, listening=listening, local=local, devices=devices)
+        other = joined.result()
+        assert sorted(nccl.opened) == [(rank, 2, timedelta(seconds=120)) for rank in range(2)]
+        assert (first.device, other.device) == ("cuda:1", "cuda:2")
+        x = torch.arange(6.0).view(2, 3)
+        summed = executor.submit(other.tensor.all_reduce, 10 * x)
+        assert torch.equal(first.tensor.all_reduce(x.clone()), 11 * x)
+        assert torch.equal(summed.result(), 11 * x)
+        gathered = executor.submit(other.tensor.all_gather, -x)
+        assert torch.equal(first.tensor.all_gather(x), torch.cat([x, -x], dim=-1))
+        gathered.result()
+        assert not first.tensor.invariant
+        most = executor.submit(other.channel.max, torch.tensor([1, 7]).numpy())
+        assert first.channel.max(torch.tensor([5, 2]).numpy()).tolist() == [5, 7]
+        assert most.result().tolist() == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "reason"),
+    [
+        ("cuda:2", 1, "no such device: torch finds 2 GPUs, the last of them is cuda:1"),
+        ("cuda", 3, "each of 3 ranks needs a GPU, from cuda:0 on: torch finds 2 GPUs"),
+        ("cuda:1", 2, "each of 2 ranks needs a GPU, from cuda:1 on: torch finds 2 GPUs"),
+    ],
+)
+def test_too_few_gpus_are_counted(
+    name: str, ranks: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 + index, 9))
+    with pytest.raises(CannotStart) as refused:
+        find_gpu(name, ranks)
+    assert str(refused.value).startswith(f"model.device = {name}: {reason}")
+    assert find_gpu("cuda", 2) == 7
+    assert find_gpu("cuda:1") == 8
