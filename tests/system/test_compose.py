@@ -213,6 +213,12 @@ async def broker(service: Mapping, folder: Path) -> AsyncIterator[str]:
 
 SERVICES = sorted(path.parent.name for path in (ROOT / "services/antiphon").glob("*/__main__.py"))
 OVERLAYS = ("compose.gpu.yaml", "compose.nats-cluster.yaml", "compose.observability.yaml")
+MORE_WORKERS = {
+    "model_worker-1": ["workers-2", "workers-4"],
+    "model_worker-2": ["workers-4"],
+    "model_worker-3": ["workers-4"],
+}
+"""Of the GPU overlay, with their profiles."""
 SAVED_BLOCK = re.compile(r'^antiphon_saved_blocks_total\{.*result="stored".*\} [1-9]', re.MULTILINE)
 LEAVE_S = 4.0
 """What a process may take after its drain, before it ends itself."""
@@ -369,11 +375,49 @@ def test_the_gpu_overlay_changes_what_computes_and_nothing_else(
     services: dict[str, dict], secrets: dict[str, str]
 ):
     overlay = read_compose("compose.gpu.yaml", secrets)["services"]
-    assert set(overlay) == {"model_worker", "encoder"}
+    assert set(overlay) == {"model_worker", *MORE_WORKERS, "encoder"}
     for name, service in overlay.items():
-        assert service["image"] != services[name]["image"]
+        assert service["image"] != services[name.partition("-")[0]]["image"]
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]
+
+
+def test_each_worker_of_the_gpu_overlay_has_a_gpu_or_a_group_of_its_own(
+    services: dict[str, dict], secrets: dict[str, str]
+):
+    overlay = read_compose("compose.gpu.yaml", secrets)["services"]
+    first = over(services["model_worker"], overlay["model_worker"])
+    settings = load(environ=without_gpus(first)).settings
+    assert (settings.model.device, settings.parallel.tp_size) == ("cuda", 1)
+    gpus = [first["environment"]["CUDA_VISIBLE_DEVICES"]]
+    for name, profiles in MORE_WORKERS.items():
+        worker = overlay[name]
+        assert worker.pop("profiles") == profiles
+        gpus.append(worker["environment"]["CUDA_VISIBLE_DEVICES"])
+        assert without_gpus(worker) == without_gpus(first)
+        assert {**worker, "environment": {}} == {**first, "environment": {}}
+    assert gpus == ["0", "1", "2", "3"]
+    groups = {"RANKS": "2", "WORKER_0_GPUS": "0,1", "WORKER_1_GPUS": "2,3"}
+    overlay = read_compose("compose.gpu.yaml", secrets | groups)["services"]
+    for name, own in (("model_worker", "0,1"), ("model_worker-1", "2,3")):
+        environment = overlay[name]["environment"]
+        assert environment["CUDA_VISIBLE_DEVICES"] == own
+        assert environment["ANTIPHON_PARALLEL__TP_SIZE"] == "2"
+
+
+def over(service: Mapping, overlay: Mapping) -> dict:
+    """A service with that of an overlay, as compose merges them."""
+    merged = {**service, **overlay}
+    for name in ("build", "environment"):
+        merged[name] = {**service[name], **overlay[name]}
+    merged["tmpfs"] = service["tmpfs"] + overlay["tmpfs"]
+    return merged
+
+
+def without_gpus(service: Mapping) -> dict[str, str]:
+    environment = dict(service["environment"])
+    del environment["CUDA_VISIBLE_DEVICES"]
+    return environment
 
 
 async def test_servers_of_the_cluster_overlay_connect_to_each_other_only_with_the_password(
