@@ -86,7 +86,7 @@ def test_layernorm_gives_rows_zero_mean_and_unit_variance(
 
 
 ACTIVATIONS: tuple[ActivationKind, ...] = (
-    *("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"),
+    *("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "tanh"),
 )
 
 
@@ -334,7 +334,7 @@ def test_wide_norms_round_once(row: Row, dtype: torch.dtype, size: int) -> None:
 
 
 @each_row(gate)
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_of_every_activation_agree_with_their_reference(
     row: Row, dtype: torch.dtype, kind: ActivationKind

@@ -129,6 +129,7 @@ def _off(name: str, feature: str, plain: object) -> Rule:
 _ACTIVATIONS = {
     "gelu": ("exact GELU", "gelu_tanh"),
     "gelu_tanh": ("tanh GELU", "gelu"),
+    "quick_gelu": ("quick GELU", "gelu"),
     "relu": ("ReLU", "gelu"),
     "relu_squared": ("squared ReLU", "relu"),
     "tanh": ("tanh", "relu"),

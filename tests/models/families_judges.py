@@ -142,3 +142,30 @@ ROWS = (
         sizes=ENCODER_SIZES,
     ),
 )
+
+TOWER: Mapping[str, object] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+}
+
+
+def two_towers(
+    architecture: type[transformers.PreTrainedModel], vision: int, **fields: object
+) -> Row:
+    """A tower for texts beside one for images, of this width, whose vectors are compared."""
+    text = {**ENCODER_SIZES, "eos_token_id": VOCABULARY - 1}
+    images = {**TOWER, "hidden_size": vision, "image_size": 32, "patch_size": 8}
+    return replace(
+        base(architecture, text_config=text, vision_config=images, **fields),
+        sizes={},
+        idle=("k_proj.bias",),
+    )
+
+
+TWO_TOWERS = (
+    two_towers(transformers.CLIPModel, 48, projection_dim=40),
+    two_towers(transformers.SiglipModel, 64),
+)
+"""`test_two_towers` compares them: their vectors are not those of their last layer."""

@@ -45,9 +45,10 @@ class SeeingLoop(ModelLoop):
         self, model: OpenModel, *, deepstack: int = 0, rows_max: int | None = None, **values: Any
     ) -> None:
         width = (1 + deepstack) * model.spec.hidden
-        super().__init__(model, media_width=width, media_grids=True, **values)
+        values = {"media_width": width, "media_grids": True, **values}
+        super().__init__(model, **values)
         self.loads = 0
-        self._width = width
+        self._width: int = values["media_width"]
         self._landed: list[MediaLoaded] = []
         for core in self.cores:
             core.batch.media.use(self, rows_max=rows_max)
@@ -55,12 +56,14 @@ class SeeingLoop(ModelLoop):
     def load(self, load: MediaLoad) -> None:
         self.loads += len(load.media)
         found = {
-            index: embedding(each.medium.width, each.medium.span.rows, self._width)[
-                each.first : each.last
-            ]
+            index: self.embedding(each.medium)[each.first : each.last]
             for index, each in load.media.items()
         }
         self._landed.append(MediaLoaded(load.key, load.number, found))
+
+    def embedding(self, medium: Medium) -> Floats:
+        """What an encoder makes of a medium."""
+        return embedding(medium.width, medium.span.rows, self._width)
 
     def release(self, key: ChoiceKey, number: int) -> None:
         pass

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
+PARTS = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline"),
+    "visual_projection.",
+)
 """Names of what encoders read, or where they begin."""
 
 

@@ -131,11 +131,16 @@ FAMILIES = {
         mutant=frames,
     ),
 }
+LONG = ("llava-next", "mistral3")
+"""Those whose tiles and rows other tests compare, below the services that are the same for all."""
 CUT = ("smolvlm", "internvl", "llava-next")
 """Those that cut images to tiles: of low detail they are one."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in FAMILIES],
+)
 async def test_answers_are_those_of_transformers_and_are_cached(name: str, tmp_path: Path) -> None:
     """Two pictures, and text before, between and behind them."""
     family = FAMILIES[name]

@@ -390,6 +390,7 @@ EVERY: tuple[Message, ...] = (
             labels=("bad", "good"),
             several=True,
             plain_score=True,
+            images=True,
         ),
     ),
     claim.EncodeImage(

@@ -16,7 +16,13 @@ from antiphon.kernels.triton.backend import triton
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"]
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "tanh"]
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """CLIP's approximation of GELU, rounded once."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
 
 
 def _relu_squared(x: Tensor) -> Tensor:
@@ -27,6 +33,7 @@ _FUNCTIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
     "relu_squared": _relu_squared,
     "tanh": torch.tanh,

@@ -13,11 +13,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.tensor_files import TensorFiles, weight_files
+from antiphon.encoder.activations import ACTIVATIONS
+from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
 from antiphon.encoder.tower_spec import read_features
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.image_tiles import AnyresTiling
-from antiphon.model_card.vision import GEMMA3, IDEFICS, INTERN, read_anyres, shuffle_factor
+from antiphon.model_card.vision import (
+    CLIP,
+    GEMMA3,
+    IDEFICS,
+    INTERN,
+    SIGLIP,
+    read_anyres,
+    shuffle_factor,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.encoder.preprocess import PreprocessorConfig
-    from antiphon.encoder.tensor_files import Affine
     from antiphon.encoder.tower_spec import VisionTowerSpec
     from antiphon.model_card.image_tiles import Packing
     from antiphon.model_card.vision import FeatureFields
@@ -34,6 +42,7 @@ PROJECTOR = "multi_modal_projector."
 _PROJECTION = "mm_input_projection_weight"
 NEWLINE = "image_newline"
 CONNECTOR = "connector.modality_projection.proj.weight"
+VISUAL_PROJECTION = "visual_projection.weight"
 
 
 class Connector(Protocol):
@@ -41,7 +50,7 @@ class Connector(Protocol):
 
     @property
     def hidden(self) -> int:
-        """The width of the text model."""
+        """The width of the text model, or of its vectors."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -60,6 +69,10 @@ def read_connector(folder: Path, spec: VisionTowerSpec) -> Connector | None:
         return _read_pooled(folder, spec)
     if kind in IDEFICS:
         return _read_shuffle(folder, spec)
+    if kind == CLIP:
+        return _read_class_projection(folder, spec)
+    if kind == SIGLIP:
+        return _read_attention_pool(folder, spec)
     if kind == INTERN:
         return _read_shuffled_projector(folder, spec)
     features = read_features(folder)
@@ -68,6 +81,104 @@ def read_connector(folder: Path, spec: VisionTowerSpec) -> Connector | None:
 
 class _ConnectedKind(msgspec.Struct, frozen=True):
     model_type: str = ""
+
+
+class ClassProjection:
+    """CLIP's: the class token alone, a norm and a matrix make the vector of an image.
+
+    weight (hidden, C).
+
+    Source: Radford et al. 2021, arXiv:2103.00020.
+    """
+
+    def __init__(self, norm: Affine, weight: Tensor, eps: float) -> None:
+        self._norm, self._weight, self._eps = norm, weight, eps
+
+    @property
+    def hidden(self) -> int:
+        return len(self._weight)
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Project: (F, T, C)  ->  (F, 1, hidden)."""
+        norm, token = self._norm, x[:, :1]
+        normed = F.layer_norm(token, token.shape[-1:], norm.weight, norm.bias, self._eps)
+        return F.linear(normed, self._weight)
+
+
+def _read_class_projection(folder: Path, spec: VisionTowerSpec) -> ClassProjection:
+    files, norm = weight_files(folder), "post_layernorm"
+    with ExitStack() as open_files:
+        tower = TensorFiles(files, open_files, last=f"{norm}.weight")
+        behind = TensorFiles(files, open_files, last=VISUAL_PROJECTION)
+        width = behind.length(VISUAL_PROJECTION)
+        weight = behind.read(VISUAL_PROJECTION, width, spec.hidden)
+        return ClassProjection(tower.affine(norm, spec.hidden), weight, spec.norm_eps)
+
+
+class AttentionPool:
+    """SigLIP's: a learned query attends to the patches, and a block makes the vector of an image.
+
+    probe (C,); `qkv` has the weights of query, key and value, (3 C, C).
+
+    Source: Zhai et al. 2022, arXiv:2106.04560, section 3.2 (MAP).
+    """
+
+    def __init__(
+        self,
+        spec: VisionTowerSpec,
+        probe: Tensor,
+        *,
+        qkv: Affine,
+        out: Affine,
+        norm: Affine,
+        up: Affine,
+        down: Affine,
+    ) -> None:
+        self._spec, self._probe = spec, probe
+        self._qkv, self._out, self._norm, self._up, self._down = qkv, out, norm, up, down
+        self._activation = ACTIVATIONS[spec.activation]
+
+    @property
+    def hidden(self) -> int:
+        return self._spec.hidden
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Pool: (F, T, C)  ->  (F, 1, C)."""
+        spec, (frames, tokens, width), qkv = self._spec, x.shape, self._qkv
+        assert qkv.bias is not None, "it was read with one"
+        query = F.linear(self._probe, qkv.weight[:width], qkv.bias[:width])
+        query = query.view(1, spec.heads, 1, -1).expand(frames, -1, -1, -1)  # (F, N, 1, D)
+        both = F.linear(x, qkv.weight[width:], qkv.bias[width:])
+        # Each (F, N, T, D).
+        key, value = both.view(frames, tokens, 2, spec.heads, -1).transpose(1, 3).unbind(2)
+        seen = F.scaled_dot_product_attention(query, key, value)
+        pooled = F.linear(seen.reshape(frames, 1, width), self._out.weight, self._out.bias)
+        normed = F.layer_norm(
+            pooled, (width,), self._norm.weight, self._norm.bias, self._spec.norm_eps
+        )
+        wide = self._activation(F.linear(normed, self._up.weight, self._up.bias))
+        return pooled + F.linear(wide, self._down.weight, self._down.bias)
+
+
+def _read_attention_pool(folder: Path, spec: VisionTowerSpec) -> AttentionPool:
+    hidden, wide = spec.hidden, spec.intermediate
+    with ExitStack() as open_files:
+        tower = TensorFiles(weight_files(folder), open_files, last="head.probe")
+        take, affine = tower.read, tower.affine
+        return AttentionPool(
+            spec,
+            take("head.probe", 1, 1, hidden).flatten(),
+            qkv=Affine(
+                take("head.attention.in_proj_weight", 3 * hidden, hidden),
+                take("head.attention.in_proj_bias", 3 * hidden),
+            ),
+            out=affine("head.attention.out_proj", hidden, hidden),
+            norm=affine("head.layernorm", hidden),
+            up=affine("head.mlp.fc1", wide, hidden),
+            down=affine("head.mlp.fc2", hidden, wide),
+        )
 
 
 class PooledPatches:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from antiphon.model_card.images import Pieces
+from antiphon.model_card.images import ComparedImages, Pieces
 from antiphon.tokenizer.template import MediumMarker
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import (
@@ -139,7 +139,8 @@ class TextEncoder:
             return self._with_media(text, rendered, plain=plain)
         encoding = self.vocabulary.tokenizer.encode(rendered, text.pair, add_special_tokens=plain)
         kept = self._tokens_kept(text, encoding)
-        token_ids = pack_ids(encoding.ids[:kept])
+        ids = encoding.ids if kept is None else self._truncated(text, rendered, encoding, kept)
+        token_ids = pack_ids(ids)
         text_end = "" if text.messages is None or kept is not None else rendered[-TEXT_END:]
         paired = text.pair is not None and 1 in encoding.type_ids
         second_from = encoding.type_ids.index(1) if paired else None
@@ -167,12 +168,29 @@ class TextEncoder:
         return EncodedPrompt(token_ids, digests, media=(span,))
 
     def _with_media(self, text: EncodeRequest, rendered: str, *, plain: bool) -> EncodedPrompt:
-        ids, media = self._expanded(text, rendered, plain=plain)
+        if isinstance(self.vocabulary.vision, ComparedImages):
+            ids, media = self._alone(text, rendered)
+        else:
+            ids, media = self._expanded(text, rendered, plain=plain)
         token_ids = pack_ids(ids)
         keys = key_ids(token_ids, [(each.start, each.tokens, each.key) for each in media])
         digests = prompt_digests(self.origin, text.cache_salt, keys)
         text_end = "" if text.messages is None else rendered[-TEXT_END:]
         return EncodedPrompt(token_ids, digests, text_end, media=media)
+
+    def _alone(
+        self, text: EncodeRequest, rendered: str
+    ) -> tuple[list[int], tuple[MediumSpan, ...]]:
+        """The prompt of an image whose vector is compared with those of texts: one placeholder.
+
+        Raises:
+            InvalidRequest: There is something beside it.
+        """
+        if len(text.media) != 1 or rendered:
+            what = "this model makes a vector of a text or of an image, and of no more at once"
+            raise InvalidRequest(what, param="media.0")
+        (shown,) = self._shown(text.media)
+        return [shown.placeholder], (shown.span(0, 1),)
 
     def _expanded(
         self, text: EncodeRequest, rendered: str, *, plain: bool
@@ -270,6 +288,20 @@ class TextEncoder:
         if text.pair is not None and 1 not in encoding.sequence_ids[:most]:
             return None  # nothing would be left of the second text: it fails as too long
         return most
+
+    def _truncated(
+        self, text: EncodeRequest, rendered: str, encoding: Encoding, kept: int
+    ) -> list[int]:
+        """The first ids of a text; a plain one keeps the special tokens that end it.
+
+        A model may pool these: CLIP's vectors are those of the last token.
+        """
+        if text.messages is not None or text.pair is not None or not text.special_tokens:
+            return encoding.ids[:kept]
+        tokenizer = self.vocabulary.tokenizer
+        bare = tokenizer.encode(rendered, add_special_tokens=False)
+        bare.truncate(max(0, kept - tokenizer.num_special_tokens_to_add(is_pair=False)))
+        return tokenizer.post_process(bare).ids[:kept]
 
     def check_length(self, text: EncodeRequest, characters: int) -> None:
         """Reject a text that cannot fit before it is encoded, which may take seconds.

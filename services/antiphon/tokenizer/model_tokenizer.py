@@ -16,6 +16,7 @@ from antiphon.config.model import TEMPLATES, CompletionTemplate, read_template
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.model_card.chat_templates import TOKENIZER_CONFIG, TemplateSources, choose_templates
 from antiphon.model_card.config_json import read_json
+from antiphon.model_card.images import ComparedImages
 from antiphon.model_card.tokenizer_file import open_tokenizer
 from antiphon.model_card.vision import VideosCard, VisionCard, videos_of
 from antiphon.tokenizer.template import ChatTemplate
@@ -92,7 +93,8 @@ def read_model_tokenizer(
         completion_template: Name or file of the fill-in-the-middle template; empty: detect it.
         template_name: The folder's template for all conversations; empty: chosen by whether a
             conversation has tools.
-        vision: How the model takes images; its placeholder must be a special token.
+        vision: How the model takes images; its placeholder must be a special token, unless images
+            are prompts by themselves.
 
     Raises:
         ConfigError: A file is missing or malformed, there is no such template, or a marker is not a
@@ -108,7 +110,9 @@ def read_model_tokenizer(
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    if vision is not None and vision.placeholder not in tokenizer.get_added_tokens_decoder():
+    if isinstance(vision, ComparedImages):
+        _pad(tokenizer, vision.text_tokens, special.get("pad_token"))
+    elif vision is not None and vision.placeholder not in tokenizer.get_added_tokens_decoder():
         raise ConfigError(f"the placeholder of images, {vision.placeholder}, is no added token")
     videos = videos_of(vision)
     if videos is not None and videos.placeholder not in tokenizer.get_added_tokens_decoder():
@@ -117,6 +121,18 @@ def read_model_tokenizer(
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
     formats = _formats(sources)
     return ModelTokenizer(tokenizer, template, size, formats, completion, longest, vision)
+
+
+def _pad(tokenizer: Tokenizer, tokens: int, padding: str | None) -> None:
+    """Pad texts to so many tokens, where the model was trained on such texts; 0: it was not."""
+    if not tokens:
+        return
+    token_id = None if padding is None else tokenizer.token_to_id(padding)
+    if padding is None or token_id is None:
+        raise ConfigError("the tokenizer has no pad_token, to which this model's texts are padded")
+    tokenizer.enable_padding(  # pyright: ignore[reportUnknownMemberType]
+        length=tokens, pad_id=token_id, pad_token=padding
+    )
 
 
 def _formats(sources: TemplateSources | None) -> TemplateFormats:

@@ -196,7 +196,7 @@ class TokenizerService:
             sees=vision is not None,
             sees_videos=videos_of(vision) is not None,
             transcription=self._encoder.transcription,
-            media_width=0 if vision is None else (1 + vision.deepstack) * card.hidden_size,
+            media_width=0 if vision is None else vision.row_width(card.hidden_size),
         )
 
     async def _encoded_once(self, request: EncodeRequest) -> EncodedPrompt:

@@ -60,6 +60,9 @@ MULTIMODAL_ARCHITECTURES = (
     "SmolVLMForConditionalGeneration",
 )
 """Multimodal architectures whose text model is served."""
+TWO_TOWER_ARCHITECTURES = ("CLIPModel", "SiglipModel")
+"""Architectures with a tower for texts, which is served as an embedding model, and one for images,
+whose vectors are compared with those of texts."""
 TRANSCRIBING_ARCHITECTURES = ("WhisperForConditionalGeneration",)
 """Architectures that transcribe audio: a text model that attends to what an encoder has made."""
 TEXT_MODEL_PREFIXES = ("language_model.", "text_model.")
@@ -108,6 +111,7 @@ _QWEN3_5 = {
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
     "bert": {**_BERT, "pad_token_id": 0},
+    "clip_text_model": {"hidden_act": "quick_gelu"},
     "deepseek_v2": {"topk_method": "greedy"},
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
@@ -155,6 +159,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, bool | float | str]] = {
         "shared_expert_intermediate_size": 512,
     },
     "roberta": {**_BERT, "pad_token_id": 1},
+    "siglip_text_model": {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
     "xlm-roberta": {**_BERT, "pad_token_id": 1},
     "whisper": {"tie_word_embeddings": True, "hidden_act": "gelu"},
@@ -186,6 +191,14 @@ _QWEN2 = {
     "vocab_size": 151936,
 }
 TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
+    ("CLIPModel", "clip_text_model"): {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+        "vocab_size": 49408,
+    },
     ("InternVLForConditionalGeneration", "qwen2"): _QWEN2,
     ("LlavaNextForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaNextForConditionalGeneration", "mistral"): _MISTRAL_7B,
@@ -194,15 +207,27 @@ TEXT_DEFAULTS: Mapping[tuple[str, str], Mapping[str, int]] = {
     ("Idefics3ForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaForConditionalGeneration", "llama"): _LLAMA_7B,
     ("LlavaForConditionalGeneration", "mistral"): _MISTRAL_7B,
+    ("SiglipModel", "siglip_text_model"): {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 64,
+        "vocab_size": 32000,
+    },
     ("SmolVLMForConditionalGeneration", "llama"): _LLAMA_7B,
 }
 """By architecture and the type of its text model: sizes that published files leave out."""
 TEXT_TYPES: Mapping[str, str] = {
+    "CLIPModel": "clip_text_model",
     "InternVLForConditionalGeneration": "qwen2",
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "SiglipModel": "siglip_text_model",
 }
 """By architecture: the type of a text model whose config does not say it."""
+OUTER_FIELDS: Mapping[str, tuple[str, ...]] = {"CLIPModel": ("projection_dim",)}
+"""By architecture: fields that text models have, too, and that the config of all decides."""
 TIED = frozenset({"InternVLForConditionalGeneration"})
 """Architectures whose head is the embedding table, if neither config says whether it is."""
 TIED_AS_TEXT = frozenset({"LlavaOnevisionForConditionalGeneration"})
@@ -220,11 +245,12 @@ IGNORED_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """By `model_type`: fields that transformers ignores for a family, although tools write them."""
 
-UNGATED_MLP = frozenset(
-    {"bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "whisper", "xlm-roberta"}
-)
+_TWO_TOWERS = frozenset({"clip_text_model", "siglip_text_model"})
+UNGATED_MLP = _TWO_TOWERS | {
+    *("bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "whisper", "xlm-roberta")
+}
 """Families whose feed-forward blocks have two linear layers, not three."""
-LEARNED_POSITIONS = frozenset({"bert", "gpt2", "roberta", "whisper", "xlm-roberta"})
+LEARNED_POSITIONS = _TWO_TOWERS | {"bert", "gpt2", "roberta", "whisper", "xlm-roberta"}
 """Families with learned position embeddings."""
 CROSS_ATTENTION = frozenset({"whisper"})
 """Families whose layers attend to another sequence, too."""
@@ -275,14 +301,17 @@ def text_model_config(config: Fields) -> Fields:
     if "text_config" not in config:
         return config
     architecture = _architecture(config)
-    if architecture not in MULTIMODAL_ARCHITECTURES:
+    nested = MULTIMODAL_ARCHITECTURES + TWO_TOWER_ARCHITECTURES
+    if architecture not in nested:
         if "hidden_size" in config:  # the config is complete without it
             return config
         raise ConfigError(
             f"config.json: architecture {architecture or 'none'} is not supported:"
-            f" of those with a text_config there are {', '.join(MULTIMODAL_ARCHITECTURES)}"
+            f" of those with a text_config there are {', '.join(nested)}"
         )
     text = parse_json(config["text_config"], Fields, "config.json: text_config")
+    for name in OUTER_FIELDS.get(architecture, ()):
+        text.pop(name, None)
     # transformers ties weights by the outer config; the inner one may have its class's default.
     outer = ("architectures", "tie_word_embeddings")
     if architecture in TIED_AS_TEXT and bytes(text.get("tie_word_embeddings", b"")) == b"true":
@@ -394,7 +423,7 @@ def task_of(architecture: str) -> Task:
     return Task.EMBED if embeds and not architecture.endswith("LMHeadModel") else Task.GENERATE
 
 
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert", "Siglip")
 """Prefixes of architectures with bidirectional attention. Their classifiers have a dense layer of
 the hidden size before the last one."""
 
@@ -422,6 +451,9 @@ def unused_prefixes(architecture: str) -> tuple[str, ...]:
     beyond = ("mtp.",) if architecture in DRAFTED else ()
     if architecture in MULTIMODAL_ARCHITECTURES:
         return (*beyond, *VISION_PREFIXES, *(f"model.{name}" for name in VISION_PREFIXES))
+    if architecture in TWO_TOWER_ARCHITECTURES:
+        # The linears behind both towers are the poolers' and the encoders'.
+        return ("vision_model.", "visual_projection.", "text_projection.", "head.", "logit_")
     if architecture in TRANSCRIBING_ARCHITECTURES:
         return ("model.encoder.",)
     if architecture in DRAFT_HEADS:

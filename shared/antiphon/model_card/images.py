@@ -44,6 +44,10 @@ class VisionBase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     span_tokens: int | None = None
     deepstack: int = 0
 
+    def row_width(self, hidden: int) -> int:
+        """Numbers of a row of an embedding, in a model of this hidden size."""
+        return (1 + self.deepstack) * hidden
+
     def columns(self, width: int, height: int) -> int:
         """Columns of tokens of an image of this size in pixels; 0: it is no grid."""
         del width, height
@@ -96,3 +100,24 @@ class SquareImages(VisionBase, frozen=True, kw_only=True):
         if not self.before:
             return (self.image_tokens,)
         return (self.before, self.image_tokens, self.after)
+
+
+class ComparedImages(VisionBase, frozen=True, kw_only=True):
+    """An image is a prompt by itself, whose row is a vector to compare with texts: CLIP, SigLIP.
+
+    The row has `width` numbers. Texts are padded to `text_tokens`; 0: they are not.
+    """
+
+    SIZED: ClassVar = False
+
+    width: Size
+    text_tokens: Annotated[int, Meta(ge=0)] = 0
+
+    def row_width(self, hidden: int) -> int:
+        del hidden
+        return self.width
+
+    def pieces(self, width: int, height: int) -> Pieces:
+        """What stands for an image of this size in pixels: one token, of which nothing is read."""
+        del width, height
+        return (1,)

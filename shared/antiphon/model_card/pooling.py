@@ -13,7 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from antiphon.config.errors import ConfigError
-from antiphon.model_card.config_json import Task, is_bidirectional, parse_json, read_json
+from antiphon.model_card.config_json import (
+    TWO_TOWER_ARCHITECTURES,
+    Task,
+    is_bidirectional,
+    parse_json,
+    read_json,
+)
 from antiphon.model_card.files import ModelLocation, files_at, find_files
 from antiphon.wire.tokenize import PoolingCard
 
@@ -41,9 +47,10 @@ class PoolingActivation(StrEnum):
 
 
 class Dense(msgspec.Struct, frozen=True, kw_only=True):
-    """A dense layer after the pooling; its weights are in the subfolder `folder`."""
+    """A dense layer after the pooling; its weights `name` are in the subfolder `folder`."""
 
     folder: str
+    name: str = "linear"
     inputs: int
     outputs: int
     bias: bool
@@ -91,6 +98,8 @@ def read_pooling(
         cuts=tuple(sorted(config.matryoshka_dimensions or ())),
     )
     pooling = Pooling(task=task, mode=habit, normalize=True, card=output)
+    if card.architecture in TWO_TOWER_ARCHITECTURES:
+        return _projected(pooling, card.architecture, config)
     listing = files.folder / "modules.json"
     if not listing.exists():
         return pooling
@@ -129,6 +138,8 @@ class _PoolingFields(msgspec.Struct):
     matryoshka_dimensions: tuple[int, ...] | None = None
     sbert_ce_default_activation_function: str | None = None
     sentence_transformers: _Sentence | None = None
+    projection_dim: int = 512
+    projection_size: int | None = None
 
     @property
     def scores_plainly(self) -> bool:
@@ -136,6 +147,22 @@ class _PoolingFields(msgspec.Struct):
         newer = self.sentence_transformers and self.sentence_transformers.activation_fn
         named = newer or self.sbert_ce_default_activation_function
         return named is not None and named.rpartition(".")[2] == "Identity"
+
+
+def _projected(pooling: Pooling, architecture: str, config: _PoolingFields) -> Pooling:
+    """The last token, projected: what a tower for texts compares with images."""
+    width = pooling.card.width
+    clip = architecture == "CLIPModel"
+    dense = Dense(
+        folder="",
+        name="text_projection" if clip else "head",
+        inputs=width,
+        outputs=config.projection_dim if clip else config.projection_size or width,
+        bias=not clip,
+        squash=PoolingActivation.IDENTITY,
+    )
+    card = replace(pooling.card, width=dense.outputs, images=True)
+    return replace(pooling, mode=PoolMode.LAST, dense=(dense,), card=card)
 
 
 class _Module(msgspec.Struct):

@@ -26,7 +26,7 @@ from antiphon.model_card.image_tiles import (
     TiledImages,
     Tiling,
 )
-from antiphon.model_card.images import Size, SquareImages
+from antiphon.model_card.images import ComparedImages, Size, SquareImages
 from antiphon.model_card.processor_files import (
     ModelKind,
     PixelFields,
@@ -44,8 +44,18 @@ INTERN = "internvl"
 PIXTRAL, MISTRAL3 = "pixtral", "mistral3"
 NEXT, ONEVISION = "llava_next", "llava_onevision"
 ANYRES = (NEXT, ONEVISION)
+CLIP, SIGLIP = "clip", "siglip"
+TWO_TOWERS = (CLIP, SIGLIP)
 
-VisionCard = SquareImages | TiledImages | StackedTiles | PaddedTiles | GridImages | RowImages
+VisionCard = (
+    SquareImages
+    | TiledImages
+    | StackedTiles
+    | PaddedTiles
+    | GridImages
+    | RowImages
+    | ComparedImages
+)
 """How a model takes images."""
 
 
@@ -281,7 +291,7 @@ class _PanAndScan(msgspec.Struct, frozen=True):
     do_pan_and_scan: bool | None = None
 
 
-SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS)
+SEEING = ("llava", MISTRAL3, *ANYRES, GEMMA3, INTERN, *IDEFICS, *GRIDS, *TWO_TOWERS)
 """Types of models whose images are served."""
 
 
@@ -304,6 +314,8 @@ def read_vision(folder: Path) -> VisionCard | None:
         return _read_internvl(folder)
     if kind in ANYRES:
         return _read_anyres(folder, kind)
+    if kind in TWO_TOWERS:
+        return _read_clip(folder) if kind == CLIP else _read_siglip(folder)
     return _read_idefics(folder) if kind in IDEFICS else _read_llava(folder)
 
 
@@ -503,6 +515,53 @@ def _read_internvl(folder: Path) -> StackedTiles:
         videos=videos,
         before="<img>",
         after="</img>",
+        processing=_processing(folder, config),
+    )
+
+
+class _Clip(msgspec.Struct, frozen=True):
+    projection_dim: Size = 512
+
+
+def _read_clip(folder: Path) -> ComparedImages:
+    config = read_json(folder / "config.json", _Clip)
+    return ComparedImages(
+        placeholder=0, width=config.projection_dim, processing=_processing(folder, config)
+    )
+
+
+class _SiglipText(msgspec.Struct, frozen=True):
+    hidden_size: Size = 768
+    projection_size: Size | None = None
+    max_position_embeddings: Size = 64
+
+
+class _SiglipVision(msgspec.Struct, frozen=True):
+    hidden_size: Size = 768
+    vision_use_head: bool = True
+
+
+class _Siglip(msgspec.Struct, frozen=True):
+    text_config: _SiglipText = field(default_factory=_SiglipText)
+    vision_config: _SiglipVision = field(default_factory=_SiglipVision)
+
+
+def _read_siglip(folder: Path) -> ComparedImages:
+    file = folder / "config.json"
+    config = read_json(file, _Siglip)
+    text, vision = config.text_config, config.vision_config
+    if not vision.vision_use_head:
+        raise ConfigError(f"{file}: vision_config: vision_use_head = false is not supported")
+    if (width := text.projection_size or text.hidden_size) != vision.hidden_size:
+        raise ConfigError(
+            f"{file}: vectors of texts have {width} numbers, and those of images "
+            f"{vision.hidden_size}: they cannot be compared"
+        )
+    return ComparedImages(
+        placeholder=0,
+        width=width,
+        # It was trained on padded texts, whose padding is attended to.
+        text_tokens=text.max_position_embeddings,
         processing=_processing(folder, config),
     )
 

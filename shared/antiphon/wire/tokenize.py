@@ -168,6 +168,7 @@ class PoolingCard(Value):
         cuts: Allowed lengths of the truncated vector; empty: any.
         several: Whether it is a multi-label classifier.
         plain_score: Whether the score of a single label is returned raw, without a sigmoid.
+        images: Whether images are embedded, too, to be compared with texts.
     """
 
     scores: bool = False
@@ -177,6 +178,7 @@ class PoolingCard(Value):
     labels: tuple[str, ...] = ()
     several: bool = False
     plain_score: bool = False
+    images: bool = False
 
 
 class EncodeReply(Message):

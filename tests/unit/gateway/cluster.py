@@ -252,6 +252,8 @@ class Cluster:
         ids = [self.words[text]] if text in self.words else list(text.encode())
         if request.transcription is not None:
             ids.insert(0, 1)  # where the transcript begins
+        elif request.media:
+            ids = [0]  # an image that is embedded
         truncates = request.truncate and len(ids) > CONTEXT_TOKENS
         if truncates and request.pair:
             truncates = first < CONTEXT_TOKENS
@@ -275,6 +277,7 @@ class Cluster:
                 second_from=first if request.pair else None,
                 pooling=self.pooling,
                 transcription=self.transcription,
+                sees=self.pooling is not None and self.pooling.images,
                 media=tuple(
                     MediumSpan(start=0, tokens=0, key=bytes(32), placeholders=1)
                     for _ in request.media

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ollama
 import pytest
 from tests.support.wait import until
+from tests.unit.encoder.images import BLUE, RED
 from tests.unit.gateway.calls import (
     CHAT,
     COMPLETE,
@@ -42,6 +44,7 @@ EMBED = "/v1/embeddings"
 EMBEDDER = PoolingCard(width=2, matryoshka=True)
 CLASSIFIER = PoolingCard(scores=True, width=2, labels=("bad", "good"))
 CROSS_ENCODER = PoolingCard(scores=True, width=1, labels=("LABEL_0",))
+COMPARING = PoolingCard(width=2, images=True)
 
 
 @pytest.fixture
@@ -94,6 +97,63 @@ async def test_input_may_be_texts_or_ids(at: House, given: object, prompts: set[
     assert len(vectors(reply)) == len(prompts)
     submitted = {bytes(list(unpack_ids(submit.prompt_ids))) for submit in at.cluster.submits}
     assert submitted == prompts
+
+
+async def test_texts_and_images_share_a_batch_and_nothing_is_held_behind_it(at: House) -> None:
+    at.cluster.pooling = COMPARING
+    red, blue = (base64.b64encode(data).decode() for data in (RED, BLUE))
+    given = ["ab", {"image": red}, {"text": "c"}, f"data:image/png;base64,{blue}"]
+    reply = await ok(at, EMBED, {"input": given})
+    assert vectors(reply) == [[2.0, 0.5], [1.0, 0.5], [1.0, 0.5], [1.0, 0.5]]
+    media = {submit.media for submit in at.cluster.submits}
+    sizes = {(each.width, each.height) for (each,) in media - {()}}
+    digests = {each.claim.digest for (each,) in media - {()}}
+    assert (sizes, digests) == ({(20, 30)}, {hashlib.sha256(each).digest() for each in (RED, BLUE)})
+    await until(lambda: not at.service.submission.media._store.bytes_held)
+
+
+async def test_openai_client_sends_images(at: House) -> None:
+    at.cluster.pooling = COMPARING
+    url = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
+    parts: Any = [{"image": url}, {"text": "a text"}]
+    async with openai_client(at) as client:
+        of_parts = await client.embeddings.create(model="toy", input=parts)
+        of_url = await client.embeddings.create(model="toy", input=url)
+    assert [one.embedding for one in of_parts.data] == [[1.0, 0.5], [6.0, 0.5]]
+    assert [one.embedding for one in of_url.data] == [[1.0, 0.5]]
+
+
+BROKEN = base64.b64encode(b"no image").decode()
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "reason"),
+    [
+        ({"image": "http://127.0.0.1/a.png"}, "input[1].image", "not a public address"),
+        ({"image": BROKEN}, "input[1].image", "not an image of a known format"),
+        ({"image": "file:///etc/passwd"}, "input[1].image", "file"),
+        ({"image": ""}, "input[1].image", "empty"),
+        ({"image": "x", "text": "y"}, "input[1]", "a text or of an image"),
+        ({"video": "x"}, "input[1].video", "this model takes no videos"),
+        (f"data:image/png;base64,{BROKEN}", "input[1]", "not an image of a known format"),
+        ({"text": " "}, "input", "text 1 is empty or white space"),
+    ],
+)
+async def test_an_image_that_cannot_be_embedded_is_named(
+    at: House, given: object, param: str, reason: str
+) -> None:
+    at.cluster.pooling = COMPARING
+    status, error = await failure(at, EMBED, {"input": ["a", given]})
+    assert (status, error["param"]) == (400, param)
+    assert reason in error["message"]
+    await until(lambda: not at.cluster.open and at.service.submission.idle)
+
+
+async def test_models_say_what_they_take(at: House) -> None:
+    at.cluster.pooling = COMPARING
+    assert (await get(at, "/v1/models/toy")).body["input_modalities"] == ["text", "image"]
+    info = (await get(at, "/model_info")).body
+    assert (info["has_image_understanding"], info["is_generation"]) == (True, False)
 
 
 async def test_base64_holds_the_same_numbers(at: House) -> None:
@@ -159,11 +219,13 @@ async def test_aborted_text_has_no_vector(at: House) -> None:
         ({"input": [999]}, "input"),
         ({"input": "x" * (CONTEXT_TOKENS + 1)}, "input"),
         ({"input": ["a"] * (INPUTS_MAX + 1)}, "input"),
-        ({"input": [{"image": "http://x"}]}, "input"),
+        ({"input": [{"image": "http://x"}]}, "input[0].image"),
+        ({"input": ["a", {"text": "b", "video": "http://x"}]}, "input[1].video"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": 3}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "lora_path": "x"}, "lora_path"),
+        ({"input": "data:image/png;base64," + 80 * "A"}, "input"),  # a text like others
         ({}, "input"),
     ],
 )

@@ -25,6 +25,7 @@ KINDS: dict[ActivationKind, int] = {
     "relu": 3,
     "relu_squared": 4,
     "tanh": 5,
+    "quick_gelu": 7,
 }
 CLAMPED_SWISH = 6
 
@@ -47,6 +48,8 @@ def activated(x, KIND: tl.constexpr):
         return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     if KIND == 5:
         return tanh(x)
+    if KIND == 7:
+        return x / (1.0 + tl.exp(-1.702 * x))
     positive = tl.where(x < 0.0, 0.0, x)  # a NaN stays
     if KIND == 4:
         return positive * positive

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.errors import Cancelled, InvalidRequest, Unsupported
 from antiphon.wire.sampling import PoolParams
@@ -19,6 +20,8 @@ OPEN_MAX = 64
 """Maximum number of pooling requests of one body in flight; the rest wait in the gateway."""
 
 Prompt = str | tuple[int, ...]
+PooledInput = Prompt | MediumSource
+"""What a vector is made of: a text, its token ids, or an image."""
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,6 +39,7 @@ ACTIVATIONS: dict[str, ActivationKind] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu_squared",
 }

@@ -14,6 +14,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.model_worker.model.errors import UnknownArchitecture
 from antiphon.model_worker.model.families.bert import BERT, MODERNBERT, ROBERTA
+from antiphon.model_worker.model.families.clip import CLIP, SIGLIP
 from antiphon.model_worker.model.families.deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -132,6 +133,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "XLMRobertaForSequenceClassification": ROBERTA,
     "ModernBertModel": MODERNBERT,
     "ModernBertForSequenceClassification": MODERNBERT,
+    "CLIPModel": CLIP,
+    "SiglipModel": SIGLIP,
     "Gemma2Model": embedding_model(GEMMA2),
     "Gemma3TextModel": embedding_model(GEMMA3),
     "LlamaModel": embedding_model(LLAMA),

@@ -389,8 +389,10 @@ class ModelRunner:
         """Pool finished prompts into vectors; a row that is not finite fails, as in decoding."""
         if self._pooler is None:
             raise PlanRefused(f"step {plan.step}: this runner has no pooler")
-        token_ids = self._upload(tokens.astype(np.int64))
-        ctx, (hidden, finite, _) = self._contexts.run_layers(plan, batch, token_ids)
+        token_ids, texts = self._upload(tokens.astype(np.int64)), plan
+        if self._pooler.compares:  # the layers are those of texts
+            texts = msgspec.structs.replace(plan, spliced=None, spliced_rows=None)
+        ctx, (hidden, finite, _) = self._contexts.run_layers(texts, batch, token_ids)
         rows = len(plan.slot)
         failed = batch.failed_rows(finite, None)
         failed = np.zeros(rows, np.bool_) if failed is None else failed

@@ -73,12 +73,16 @@ class Pooler:
         """
         wanted = plan.pooling
         assert wanted is not None, "a plan of rows that draw"
-        values: list[Floats] = []
+        images, values = self._images(plan), list[Floats]()
         widths = np.zeros(len(plan.slot) + 1, np.int32)
         pieces = torch.split(hidden, plan.query_len.tolist())
         ends = zip(wanted.ends.tolist(), wanted.dimensions.tolist(), strict=True)
         for row, (piece, (ended, dimensions)) in enumerate(zip(pieces, ends, strict=True)):
             end = int(plan.kv_len[row])
+            if (image := images.get(row)) is not None:
+                values.append(self._cut(image, dimensions).numpy())
+                widths[row + 1] = len(values[-1])
+                continue
             pooled = self._take(int(plan.slot[row]), piece, end - len(piece))
             if ended:
                 if self._pooling.mode is PoolMode.MEAN:
@@ -90,6 +94,18 @@ class Pooler:
             self._partial.pop(slot, None)
         joined = np.concatenate(values) if values else np.zeros(0, np.float32)
         return PooledVectors(starts=np.cumsum(widths, dtype=np.int32), values=joined)
+
+    @property
+    def compares(self) -> bool:
+        """Whether images are prompts by themselves, whose rows are their vectors."""
+        return self._pooling.card.images
+
+    def _images(self, plan: StepPlan) -> dict[int, Tensor]:
+        """The vectors of prompts that are images, by row: each has one token, and a row for it."""
+        if plan.spliced is None or plan.spliced_rows is None or not self.compares:
+            return {}
+        rows = np.searchsorted(plan.query_start, plan.spliced, side="right") - 1
+        return dict(zip(rows.tolist(), torch.tensor(plan.spliced_rows), strict=True))
 
     def _take(self, slot: int, piece: Tensor, start: int) -> Tensor:
         """The pooled vector of a prompt up to and with a chunk (n, D), which begins at `start`."""
@@ -113,6 +129,10 @@ class Pooler:
         vector = pooled.float()
         for linear in self._linears:
             vector = linear(vector)
+        return self._cut(vector, dimensions)
+
+    def _cut(self, vector: Tensor, dimensions: int) -> Tensor:
+        """The first dimensions, if only these are wanted, normalised."""
         vector = vector[: dimensions or len(vector)]
         return F.normalize(vector, dim=0) if self._pooling.normalize else vector
 
@@ -139,12 +159,13 @@ def _added(piece: Tensor, before: Tensor | None) -> Tensor:
 
 
 def _read(dense: Dense, folder: Path) -> PoolingLinear:
-    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (dense.outputs, dense.inputs)}
+    weight, bias = f"{dense.name}.weight", f"{dense.name}.bias"
+    shapes: dict[str, tuple[int, ...]] = {weight: (dense.outputs, dense.inputs)}
     if dense.bias:
-        shapes["linear.bias"] = (dense.outputs,)
+        shapes[bias] = (dense.outputs,)
     tensors = Checkpoint.open(find_files(folder, LoadFormat.AUTO)).tensors
     for name, shape in shapes.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             raise ModelLoadError(f"{folder}: no tensor {name} of shape {shape}")
     read = {name: tensors[name].decode(tensors[name].data.read()).float() for name in shapes}
-    return PoolingLinear(read["linear.weight"], read.get("linear.bias"), dense.squash)
+    return PoolingLinear(read[weight], read.get(bias), dense.squash)

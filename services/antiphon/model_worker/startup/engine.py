@@ -213,7 +213,7 @@ def open_engine(settings: Settings, ranks: RankProcesses | None = None) -> Engin
     if audio is not None:
         sees = Sees(card.hidden_size, grids=False, span_tokens=None, source=audio.source_tokens)
     if vision is not None:
-        width = (1 + vision.deepstack) * card.hidden_size
+        width = vision.row_width(card.hidden_size)
         sees = Sees(width, grids=model.spec.position_axes, span_tokens=span_tokens)
     core = open_engine_core(settings, resolved, pools, vocab_size, model.kv_scales, sees=sees)
     groups = None

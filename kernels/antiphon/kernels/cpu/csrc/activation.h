@@ -55,6 +55,8 @@ template <Activation A> INLINE F32 activated(F32 x) {
         const F32 cubed = mul(x, mul(x, x));
         const F32 inner = fma(cubed, splat(0.044715f), x);
         return times_sigmoid(x, mul(inner, splat(2.0f * 0.79788456080286536f)));
+    } else if constexpr (A == Activation::quick_gelu) {
+        return times_sigmoid(x, mul(x, splat(1.702f)));
     } else if constexpr (A == Activation::tanh) {
         return hyperbolic_tangent(x);
     } else {
@@ -76,6 +78,8 @@ template <class Body> INLINE auto by_activation(Activation activation, Body &&bo
         case Activation::gelu: return body(std::integral_constant<Activation, Activation::gelu>());
         case Activation::gelu_tanh:
             return body(std::integral_constant<Activation, Activation::gelu_tanh>());
+        case Activation::quick_gelu:
+            return body(std::integral_constant<Activation, Activation::quick_gelu>());
         case Activation::relu: return body(std::integral_constant<Activation, Activation::relu>());
         case Activation::relu_squared:
             return body(std::integral_constant<Activation, Activation::relu_squared>());

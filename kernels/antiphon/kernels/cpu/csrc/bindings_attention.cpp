@@ -313,6 +313,7 @@ void bind_attention(py::module_ &module) {
         .value("silu", Activation::silu)
         .value("gelu", Activation::gelu)
         .value("gelu_tanh", Activation::gelu_tanh)
+        .value("quick_gelu", Activation::quick_gelu)
         .value("relu", Activation::relu)
         .value("relu_squared", Activation::relu_squared)
         .value("tanh", Activation::tanh)

@@ -45,7 +45,16 @@ enum class Epilogue : int {
 
 // Functions of single numbers (activation.h); or, between gate and up of experts alone, the clamped
 // swish of gpt-oss.
-enum class Activation : int { silu, gelu, gelu_tanh, relu, relu_squared, tanh, clamped_swish };
+enum class Activation : int {
+    silu,
+    gelu,
+    gelu_tanh,
+    quick_gelu,
+    relu,
+    relu_squared,
+    tanh,
+    clamped_swish
+};
 
 // y (rows, outputs) = x (rows, inputs) W^T + bias. Plain data; its creator owns the memory.
 struct PackedLinear {

@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.core.endpoints import Endpoints
 from antiphon.gateway.http.core.fields import model_of
-from antiphon.gateway.requests.generation_request import GenerationRequest
-from antiphon.gateway.requests.pooling import Pooled, Prompt, pooled_vector, wrong_model
+from antiphon.gateway.requests.generation_request import (
+    GenerationRequest,
+    MediumSource,
+    media_fields,
+)
+from antiphon.gateway.requests.pooling import (
+    Pooled,
+    PooledInput,
+    pooled_vector,
+    wrong_model,
+)
 from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.ids import ClientKey
@@ -43,7 +52,7 @@ class PoolingEndpoints(Endpoints):
 
 
 def pooling_requests(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PooledInput],
     *,
     api: str,
     field: str,
@@ -55,25 +64,32 @@ def pooling_requests(
 ) -> list[GenerationRequest]:
     """Create one request per prompt. `field` holds the prompts; `rid` is a prefix of their ids."""
     names = [rid] if len(prompts) == 1 else [rid and f"{rid}_{n}" for n in range(len(prompts))]
-    return [
-        GenerationRequest(
-            api=api,
-            fields={"prompt": field, "messages": field},
-            model=model_of(model),
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_ids=None if isinstance(prompt, str) else prompt,
-            tokens_max=0,
-            pooling=pool,
-            key=None if name is None else ClientKey(name),
-            priority=priority,
-            cache_salt=salt,
+    requests: list[GenerationRequest] = []
+    for prompt, name in zip(prompts, names, strict=True):
+        media = (prompt,) if isinstance(prompt, MediumSource) else ()
+        text = prompt if isinstance(prompt, str) else "" if media else None
+        requests.append(
+            GenerationRequest(
+                api=api,
+                fields={"prompt": field, "messages": field, **media_fields(media)},
+                model=model_of(model),
+                prompt=text,
+                prompt_ids=prompt if isinstance(prompt, tuple) else None,
+                media=media,
+                tokens_max=0,
+                pooling=pool,
+                key=None if name is None else ClientKey(name),
+                priority=priority,
+                cache_salt=salt,
+            )
         )
-        for prompt, name in zip(prompts, names, strict=True)
-    ]
+    return requests
 
 
-def check_not_blank(prompts: Sequence[Prompt], field: str) -> None:
+def check_not_blank(prompts: Sequence[PooledInput], field: str) -> None:
     for index, prompt in enumerate(prompts):
+        if isinstance(prompt, MediumSource):
+            continue
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
             raise InvalidRequest.at(field, f"text {index} is empty or white space")
 

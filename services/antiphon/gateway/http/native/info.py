@@ -371,6 +371,7 @@ class InfoEndpoints(Endpoints):
             architectures=[card.architecture] if card is not None and card.architecture else None,
             max_model_len=None if card is None else card.context_tokens,
             vocabulary_size=None if card is None else card.vocabulary_size,
+            has_image_understanding=card is not None and card.sees,
             has_audio_understanding=card is not None and card.transcription is not None,
         )
 

@@ -23,7 +23,8 @@ from antiphon.gateway.http.core.pooling import (
 )
 from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.schema import UsageBody, usage_body
-from antiphon.gateway.requests.pooling import Pooled, Prompt, pool_params
+from antiphon.gateway.requests.generation_request import MediumSource
+from antiphon.gateway.requests.pooling import Pooled, PooledInput, pool_params
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.namespaces import CacheSaltText, cache_salt
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
 
 
 class InputPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A text input in the format of multimodal models."""
+    """A text or an image, in the format of multimodal models."""
 
     text: str | None = None
     image: str | None = None
+    """URL, `data:` URL or base64 of an image, for models that embed images."""
     video: str | None = None
+    """Not supported."""
 
 
 Input = str | Annotated[Ids[str | TokenId | PromptIds | InputPart], Meta(min_length=1)]
@@ -63,7 +66,7 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
 
     def requests(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PooledInput],
         *,
         api: str,
         field: str,
@@ -88,7 +91,8 @@ class EmbeddingBody(PoolingBody, frozen=True, kw_only=True):
     """Create an embedding vector for each input."""
 
     input: Input
-    """Text or token ids to process, or a list of up to 2048 of either."""
+    """Text or token ids to process, or a list of up to 2048 of either. Models that embed images
+    take `{"image": ...}` in such a list, and the `data:` URL of an image in place of a text."""
     encoding_format: Literal["float", "base64"] | None = None
     """Format of the vectors: `float` (default), or `base64` of little-endian float32."""
     dimensions: Dimensions | None = None
@@ -204,29 +208,58 @@ class EmbeddingsEndpoints(PoolingEndpoints):
         )
 
 
-def prompts_of(given: Input, field: str) -> list[Prompt]:
+def prompts_of(given: Input, field: str, *, images: bool = False) -> list[PooledInput]:
+    """Return the inputs in order; `images` are among those of models that embed them.
+
+    Raises:
+        InvalidRequest: There are too many, or one is empty, or two things at once.
+        Unsupported: One is an image or a video, which the model does not take.
+    """
     listed = [given] if isinstance(given, str) else given
     ids = [each for each in listed if isinstance(each, int)]
     if ids and len(ids) < len(listed):
         raise InvalidRequest.at(field, "must be texts or token ids, not both")
-    prompts: list[Prompt] = [tuple(ids)] if ids else [_prompt(each, field) for each in listed]
+    parts = [tuple(ids)] if ids else listed
+    prompts = [_prompt(each, f"{field}[{n}]", images=images) for n, each in enumerate(parts)]
     if len(prompts) > INPUTS_MAX:
-        raise InvalidRequest.at(field, f"more than {INPUTS_MAX} texts")
+        raise InvalidRequest.at(field, f"more than {INPUTS_MAX} inputs")
     check_not_blank(prompts, field)
     return prompts
 
 
-def _prompt(given: str | int | list[int] | InputPart, field: str) -> Prompt:
+_IMAGE_URL = "data:image/"
+
+
+def _prompt(
+    given: str | int | Sequence[int] | InputPart, field: str, *, images: bool
+) -> PooledInput:
     if isinstance(given, InputPart):
-        if given.image is not None or given.video is not None:
-            raise Unsupported.at(field, "this model accepts text only")
+        return _part(given, field, images=images)
+    if not isinstance(given, str | int):
+        return tuple(given)
+    text = str(given)
+    is_image = images and text[: len(_IMAGE_URL)].lower() == _IMAGE_URL
+    return MediumSource(text, field) if is_image else text
+
+
+def _part(given: InputPart, field: str, *, images: bool) -> PooledInput:
+    if given.video is not None:
+        raise Unsupported.at(f"{field}.video", "this model takes no videos")
+    if given.image is None:
         return given.text or ""
-    return tuple(given) if isinstance(given, list) else str(given)
+    if not images:
+        raise Unsupported.at(f"{field}.image", "this model accepts text only")
+    if given.text is not None:
+        text = "this model makes a vector of a text or of an image: send them as two inputs"
+        raise InvalidRequest.at(field, text)
+    if not given.image:
+        raise InvalidRequest.at(f"{field}.image", "empty")
+    return MediumSource(given.image, f"{field}.image")
 
 
 def _embedding_requests(body: EmbeddingBody, card: PoolingCard) -> list[GenerationRequest]:
     return body.requests(
-        prompts_of(body.input, "input"),
+        prompts_of(body.input, "input", images=card.images),
         api="embeddings",
         field="input",
         pool=pool_params(card, body.dimensions),

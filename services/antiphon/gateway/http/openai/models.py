@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.access.access import Access
+    from antiphon.wire.tokenize import EncodeReply
+
+Modality = Literal["text", "image", "video", "audio"]
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A model, with the fields of OpenAI's and of Anthropic's API.
 
-    `max_model_len` and `max_input_tokens` are null until a tokenizer has replied.
+    `max_model_len`, `max_input_tokens` and `input_modalities` are null until a tokenizer has
+    replied.
     """
 
     id: str
@@ -37,6 +41,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str
     lifecycle: str = "active"
     max_input_tokens: int | None
+    input_modalities: tuple[Modality, ...] | None
+    """What the model takes."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +80,10 @@ class ModelsEndpoints(Endpoints):
 
     async def _entry(self, name: str) -> ModelEntry:
         try:
-            context_tokens = (await self.tokenizers.card()).context_tokens
+            card = await self.tokenizers.card()
         except EngineError:
-            context_tokens = None
+            card = None
+        context_tokens = None if card is None else card.context_tokens
         return ModelEntry(
             id=name,
             created=self.created,
@@ -85,4 +92,14 @@ class ModelsEndpoints(Endpoints):
             display_name=name,
             created_at=datetime.fromtimestamp(self.created, UTC).isoformat(),
             max_input_tokens=context_tokens,
+            input_modalities=None if card is None else _modalities(card),
         )
+
+
+def _modalities(card: EncodeReply) -> tuple[Modality, ...]:
+    beside: tuple[tuple[Modality, bool], ...] = (
+        ("image", card.sees),
+        ("video", card.sees_videos),
+        ("audio", card.transcription is not None),
+    )
+    return ("text", *(name for name, taken in beside if taken))
