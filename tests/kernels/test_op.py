@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from antiphon.kernels import op
-from antiphon.kernels.cpu import extension
+from antiphon.kernels.cpu import extension, ops
 from antiphon.kernels.cpu.extension import huge_zeros
 from antiphon.kernels.op import Backend, DeviceCapability, KernelUnavailable, kernel, table
 from antiphon.kernels.ops import select
@@ -126,3 +126,15 @@ def test_the_numerics_of_a_device_name_the_sources_of_its_kernels(
     assert gpu_numerics("interpreter") == before
     (tmp_path / "attention.py").write_text("# another order of sums\n")
     assert gpu_numerics("interpreter") != before
+
+
+def test_what_an_import_asks_a_module_for_needs_no_extension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load() -> None:
+        raise ImportError("not built")
+
+    monkeypatch.setattr(extension, "load", load)
+    assert not hasattr(ops, "__path__")
+    with pytest.raises(ImportError, match="not built"):
+        ops.rmsnorm  # noqa: B018 (what is looked up)

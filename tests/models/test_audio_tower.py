@@ -13,6 +13,7 @@ import transformers
 from tests.models.parity import draw
 from tests.support.whisper import RATE, SIZES, WINDOW_S, as_read, encoded, tones, wav
 
+from antiphon.config.errors import ConfigError
 from antiphon.encoder.audio import AudioPreprocessor, DecodedAudio, file_samples
 from antiphon.encoder.audio_model import open_audio_model
 from antiphon.model_card.audio import AudioFeatures, read_audio
@@ -57,6 +58,15 @@ def test_the_tower_is_that_of_transformers(tmp_path: Path) -> None:
     with torch.inference_mode():
         theirs = model.model.encoder(torch.as_tensor(features)[None]).last_hidden_state[0]
     np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4 * float(theirs.std()))
+
+
+def test_heads_that_do_not_divide_the_tower_are_named(tmp_path: Path) -> None:
+    named = {"architectures": ["WhisperForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps({**named, "encoder_attention_heads": 5}))
+    card = read_audio(tmp_path)
+    assert card is not None
+    with pytest.raises(ConfigError, match="d_model = 384 is not a multiple of twice"):
+        open_audio_model(tmp_path, card)
 
 
 RECORDED = {

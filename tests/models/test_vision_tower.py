@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tests.kernels.rows import ISAS
 from tests.support.models import change_config, change_tensors
 from torch import Tensor
 from transformers import (
@@ -31,6 +32,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.model import Dtype
 from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.model import VisionTower, read_weights
 from antiphon.encoder.preprocess import Preprocessor, PreprocessorConfig
@@ -166,6 +168,23 @@ def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
     assert error(ours(folder), expected(model.float())) < 2e-5
 
 
+@pytest.mark.skipif(not ISAS, reason="without kernels all is float32")
+def test_bfloat16_weights_are_computed_in_bfloat16_unless_the_dtype_is_another(
+    tmp_path: Path,
+) -> None:
+    model = siglip_vision()
+    folder = saved(model, tmp_path)
+    model.bfloat16().save_pretrained(folder)
+    right, spec = expected(model.float()), read_spec(folder)
+
+    def error_in(dtype: Dtype) -> float:
+        return error(VisionTower(spec, read_weights(folder, spec, dtype)), right)
+
+    assert error_in(Dtype.FLOAT32) < 2e-5
+    assert error_in(Dtype.FLOAT16) < 2e-5, "the kernels do not compute in it"
+    assert 1e-3 < error_in(Dtype.AUTO) == error_in(Dtype.BFLOAT16) < 0.1
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -173,6 +192,7 @@ def test_half_precision_weights_are_computed_in_float32(tmp_path: Path) -> None:
         ({"hidden_act": "relu"}, "Invalid enum value 'relu'"),
         ({"num_channels": 4}, "num_channels"),
         ({"num_attention_heads": 5}, "hidden_size = 48 is not a multiple"),
+        ({"num_attention_heads": 16}, "not a multiple of twice num_attention_heads = 16"),
         ({"patch_size": 64}, "patch_size = 64 exceeds image_size = 32"),
         ({"intermediate_size": 81}, r"mlp.fc1.weight is \(80, 48\), not \(81, 48\)"),
         ({"num_hidden_layers": 4}, "lack encoder.layers.3.self_attn.q_proj.weight"),

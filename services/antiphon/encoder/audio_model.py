@@ -1,4 +1,4 @@
-"""Whisper's encoder, in torch.
+"""Whisper's encoder.
 
 Axes: M bands of the mel scale, F frames, T tokens (half as many), C hidden, N heads, D of each.
 
@@ -16,10 +16,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from msgspec import Meta, field
 
+from antiphon.config.errors import ConfigError
+from antiphon.config.model import Dtype
 from antiphon.encoder.activations import ACTIVATIONS, VisionActivation
 from antiphon.encoder.audio import DecodedAudio
 from antiphon.encoder.cache import CachedEmbedding
-from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
+from antiphon.encoder.tensor_files import TensorFiles, weight_files
+from antiphon.encoder.tower_layers import TowerLayer, TowerLayers
 from antiphon.model_card.audio import DOWNSAMPLED
 from antiphon.model_card.config_json import read_json
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.encoder.linear import Affine
     from antiphon.encoder.preprocess import DecodedImage
     from antiphon.model_card.audio import AudioCard
 
@@ -49,25 +53,13 @@ class AudioTowerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class AudioLayerWeights:
-    norm1: Affine
-    query: Affine
-    key: Affine
-    value: Affine
-    out: Affine
-    norm2: Affine
-    up: Affine
-    down: Affine
-
-
-@dataclass(frozen=True, slots=True)
 class AudioTowerWeights:
     """All weights. The convolutions are (C, M, 3) and (C, C, 3), `positions` (T, C)."""
 
     first: Affine
     second: Affine
     positions: Tensor
-    layers: tuple[AudioLayerWeights, ...]
+    layers: tuple[TowerLayer, ...]
     norm: Affine
 
 
@@ -77,7 +69,12 @@ class AudioTower:
     def __init__(self, spec: AudioTowerSpec, weights: AudioTowerWeights) -> None:
         self.spec = spec
         self._weights = weights
-        self._activation = ACTIVATIONS[spec.activation]
+        self._layers = TowerLayers(
+            weights.layers,
+            heads=spec.heads,
+            activation=ACTIVATIONS[spec.activation],
+            eps=_EPS,
+        )
 
     @torch.inference_mode()
     def __call__(self, features: Tensor) -> Tensor:
@@ -87,36 +84,19 @@ class AudioTower:
         second = weights.second
         x = F.gelu(F.conv1d(x, second.weight, second.bias, stride=DOWNSAMPLED, padding=1))
         x = x[0].T + weights.positions  # (T, C)
-        for layer in weights.layers:
-            x = x + self._attend(self._norm(x, layer.norm1), layer)
-            x = x + self._mlp(self._norm(x, layer.norm2), layer)
-        return self._norm(x, weights.norm)
-
-    def _norm(self, x: Tensor, norm: Affine) -> Tensor:
-        return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, _EPS)
-
-    def _attend(self, x: Tensor, layer: AudioLayerWeights) -> Tensor:
-        """Bidirectional attention: (T, C)  ->  (T, C)."""
-        q, k, v = (
-            F.linear(x, part.weight, part.bias).view(len(x), self.spec.heads, -1).transpose(0, 1)
-            for part in (layer.query, layer.key, layer.value)
-        )  # each (N, T, D)
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
-        return F.linear(out.transpose(0, 1).flatten(1), layer.out.weight, layer.out.bias)
-
-    def _mlp(self, x: Tensor, layer: AudioLayerWeights) -> Tensor:
-        wide = self._activation(F.linear(x, layer.up.weight, layer.up.bias))
-        return F.linear(wide, layer.down.weight, layer.down.bias)
+        x = self._layers(x, ([len(x)],)).last
+        return F.layer_norm(x, (self.spec.hidden,), weights.norm.weight, weights.norm.bias, _EPS)
 
 
-def read_audio_weights(folder: Path, spec: AudioTowerSpec) -> AudioTowerWeights:
-    """Read an encoder as float32; the text model's tensors are ignored.
+def read_audio_weights(folder: Path, spec: AudioTowerSpec, dtype: Dtype) -> AudioTowerWeights:
+    """Read an encoder; the text model's tensors are ignored.
 
     Raises:
         ConfigError: There are no files, one is broken, or a tensor is missing or has another shape.
     """
     with ExitStack() as open_files:
-        checkpoint = TensorFiles(weight_files(folder), open_files, last="conv1.weight")
+        files = weight_files(folder)
+        checkpoint = TensorFiles(files, open_files, last="conv1.weight", dtype=dtype)
         affine, hidden = checkpoint.affine, spec.hidden
         return AudioTowerWeights(
             first=affine("conv1", hidden, spec.bands, 3),
@@ -127,18 +107,19 @@ def read_audio_weights(folder: Path, spec: AudioTowerSpec) -> AudioTowerWeights:
         )
 
 
-def _layer(checkpoint: TensorFiles, name: str, spec: AudioTowerSpec) -> AudioLayerWeights:
-    affine, hidden, wide = checkpoint.affine, spec.hidden, spec.intermediate
-    attention = f"{name}.self_attn"
-    return AudioLayerWeights(
+def _layer(checkpoint: TensorFiles, name: str, spec: AudioTowerSpec) -> TowerLayer:
+    affine, linear = checkpoint.affine, checkpoint.linear
+    hidden, wide, attention = spec.hidden, spec.intermediate, f"{name}.self_attn"
+    q, k, v = (
+        affine(f"{attention}.{part}_proj", hidden, hidden, bias=part != "k") for part in "qkv"
+    )
+    return TowerLayer(
         norm1=affine(f"{name}.self_attn_layer_norm", hidden),
-        query=affine(f"{attention}.q_proj", hidden, hidden),
-        key=affine(f"{attention}.k_proj", hidden, hidden, bias=False),
-        value=affine(f"{attention}.v_proj", hidden, hidden),
-        out=affine(f"{attention}.out_proj", hidden, hidden),
+        qkv=linear(q, k, v),
+        out=linear(affine(f"{attention}.out_proj", hidden, hidden)),
         norm2=affine(f"{name}.final_layer_norm", hidden),
-        up=affine(f"{name}.fc1", wide, hidden),
-        down=affine(f"{name}.fc2", hidden, wide),
+        up=linear(affine(f"{name}.fc1", wide, hidden)),
+        down=linear(affine(f"{name}.fc2", hidden, wide)),
     )
 
 
@@ -166,11 +147,16 @@ class AudioModel:
         yield CachedEmbedding.of(self.tower(torch.as_tensor(medium.features)).numpy())
 
 
-def open_audio_model(folder: Path, card: AudioCard) -> AudioModel:
+def open_audio_model(folder: Path, card: AudioCard, dtype: Dtype = Dtype.FLOAT32) -> AudioModel:
     """Load the encoder of a folder.
 
     Raises:
         ConfigError: It is malformed, or its weights are.
     """
-    spec = read_json(folder / "config.json", AudioTowerSpec)
-    return AudioModel(card, AudioTower(spec, read_audio_weights(folder, spec)))
+    spec = read_json(file := folder / "config.json", AudioTowerSpec)
+    if spec.hidden % (2 * spec.heads):
+        raise ConfigError(
+            f"{file}: d_model = {spec.hidden} is not a multiple of twice "
+            f"encoder_attention_heads = {spec.heads}"
+        )
+    return AudioModel(card, AudioTower(spec, read_audio_weights(folder, spec, dtype)))

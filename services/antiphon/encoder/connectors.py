@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.model import Dtype
 from antiphon.encoder.activations import ACTIVATIONS
-from antiphon.encoder.tensor_files import Affine, TensorFiles, weight_files
+from antiphon.encoder.linear import Affine, Linear
+from antiphon.encoder.tensor_files import TensorFiles, weight_files
 from antiphon.encoder.tower_spec import read_features
+from antiphon.kernels.activation import activate
 from antiphon.model_card.config_json import read_json
 from antiphon.model_card.image_tiles import AnyresTiling
 from antiphon.model_card.vision import (
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
     from antiphon.encoder.preprocess import PreprocessorConfig
     from antiphon.encoder.tower_spec import VisionTowerSpec
+    from antiphon.kernels.activation import ActivationKind
     from antiphon.model_card.image_tiles import Packing
     from antiphon.model_card.vision import FeatureFields
 
@@ -58,7 +62,9 @@ class Connector(Protocol):
         ...
 
 
-def read_connector(folder: Path, spec: VisionTowerSpec) -> Connector | None:
+def read_connector(
+    folder: Path, spec: VisionTowerSpec, dtype: Dtype = Dtype.FLOAT32
+) -> Connector | None:
     """Read what a model has behind its tower; None for a tower alone.
 
     Raises:
@@ -66,17 +72,17 @@ def read_connector(folder: Path, spec: VisionTowerSpec) -> Connector | None:
     """
     kind = read_json(folder / "config.json", _ConnectedKind).model_type
     if kind == GEMMA3:
-        return _read_pooled(folder, spec)
+        return _read_pooled(folder, spec, dtype)
     if kind in IDEFICS:
-        return _read_shuffle(folder, spec)
+        return _read_shuffle(folder, spec, dtype)
     if kind == CLIP:
-        return _read_class_projection(folder, spec)
+        return _read_class_projection(folder, spec, dtype)
     if kind == SIGLIP:
-        return _read_attention_pool(folder, spec)
+        return _read_attention_pool(folder, spec, dtype)
     if kind == INTERN:
-        return _read_shuffled_projector(folder, spec)
+        return _read_shuffled_projector(folder, spec, dtype)
     features = read_features(folder)
-    return None if features is None else read_projector(folder, spec, features)
+    return None if features is None else read_projector(folder, spec, features, dtype)
 
 
 class _ConnectedKind(msgspec.Struct, frozen=True):
@@ -86,40 +92,39 @@ class _ConnectedKind(msgspec.Struct, frozen=True):
 class ClassProjection:
     """CLIP's: the class token alone, a norm and a matrix make the vector of an image.
 
-    weight (hidden, C).
-
     Source: Radford et al. 2021, arXiv:2103.00020.
     """
 
-    def __init__(self, norm: Affine, weight: Tensor, eps: float) -> None:
-        self._norm, self._weight, self._eps = norm, weight, eps
+    def __init__(self, norm: Affine, linear: Linear, eps: float) -> None:
+        self._norm, self._linear, self._eps = norm, linear, eps
 
     @property
     def hidden(self) -> int:
-        return len(self._weight)
+        return self._linear.outputs
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
         """Project: (F, T, C)  ->  (F, 1, hidden)."""
         norm, token = self._norm, x[:, :1]
         normed = F.layer_norm(token, token.shape[-1:], norm.weight, norm.bias, self._eps)
-        return F.linear(normed, self._weight)
+        return self._linear(normed)
 
 
-def _read_class_projection(folder: Path, spec: VisionTowerSpec) -> ClassProjection:
+def _read_class_projection(folder: Path, spec: VisionTowerSpec, dtype: Dtype) -> ClassProjection:
     files, norm = weight_files(folder), "post_layernorm"
     with ExitStack() as open_files:
         tower = TensorFiles(files, open_files, last=f"{norm}.weight")
-        behind = TensorFiles(files, open_files, last=VISUAL_PROJECTION)
+        behind = TensorFiles(files, open_files, last=VISUAL_PROJECTION, dtype=dtype)
         width = behind.length(VISUAL_PROJECTION)
         weight = behind.read(VISUAL_PROJECTION, width, spec.hidden)
-        return ClassProjection(tower.affine(norm, spec.hidden), weight, spec.norm_eps)
+        linear = behind.linear(Affine(weight, None))
+        return ClassProjection(tower.affine(norm, spec.hidden), linear, spec.norm_eps)
 
 
 class AttentionPool:
     """SigLIP's: a learned query attends to the patches, and a block makes the vector of an image.
 
-    probe (C,); `qkv` has the weights of query, key and value, (3 C, C).
+    probe (C,); `both` makes keys and values, (2 C, C).
 
     Source: Zhai et al. 2022, arXiv:2106.04560, section 3.2 (MAP).
     """
@@ -129,15 +134,16 @@ class AttentionPool:
         spec: VisionTowerSpec,
         probe: Tensor,
         *,
-        qkv: Affine,
-        out: Affine,
+        query: Linear,
+        both: Linear,
+        out: Linear,
         norm: Affine,
-        up: Affine,
-        down: Affine,
+        up: Linear,
+        down: Linear,
     ) -> None:
-        self._spec, self._probe = spec, probe
-        self._qkv, self._out, self._norm, self._up, self._down = qkv, out, norm, up, down
-        self._activation = ACTIVATIONS[spec.activation]
+        self._spec, self._probe, self._query, self._both = spec, probe, query, both
+        self._out, self._norm, self._up, self._down = out, norm, up, down
+        self._activation: ActivationKind = ACTIVATIONS[spec.activation]
 
     @property
     def hidden(self) -> int:
@@ -146,55 +152,52 @@ class AttentionPool:
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
         """Pool: (F, T, C)  ->  (F, 1, C)."""
-        spec, (frames, tokens, width), qkv = self._spec, x.shape, self._qkv
-        assert qkv.bias is not None, "it was read with one"
-        query = F.linear(self._probe, qkv.weight[:width], qkv.bias[:width])
-        query = query.view(1, spec.heads, 1, -1).expand(frames, -1, -1, -1)  # (F, N, 1, D)
-        both = F.linear(x, qkv.weight[width:], qkv.bias[width:])
+        spec, (frames, tokens, width) = self._spec, x.shape
+        query = self._query(self._probe).view(1, spec.heads, 1, -1)
+        query = query.expand(frames, -1, -1, -1)  # (F, N, 1, D)
         # Each (F, N, T, D).
-        key, value = both.view(frames, tokens, 2, spec.heads, -1).transpose(1, 3).unbind(2)
+        key, value = self._both(x).view(frames, tokens, 2, spec.heads, -1).transpose(1, 3).unbind(2)
         seen = F.scaled_dot_product_attention(query, key, value)
-        pooled = F.linear(seen.reshape(frames, 1, width), self._out.weight, self._out.bias)
+        pooled = self._out(seen.reshape(frames, 1, width))
         normed = F.layer_norm(
             pooled, (width,), self._norm.weight, self._norm.bias, self._spec.norm_eps
         )
-        wide = self._activation(F.linear(normed, self._up.weight, self._up.bias))
-        return pooled + F.linear(wide, self._down.weight, self._down.bias)
+        return pooled + self._down(activate.reference(self._up(normed), self._activation))
 
 
-def _read_attention_pool(folder: Path, spec: VisionTowerSpec) -> AttentionPool:
+def _read_attention_pool(folder: Path, spec: VisionTowerSpec, dtype: Dtype) -> AttentionPool:
     hidden, wide = spec.hidden, spec.intermediate
     with ExitStack() as open_files:
-        tower = TensorFiles(weight_files(folder), open_files, last="head.probe")
-        take, affine = tower.read, tower.affine
+        tower = TensorFiles(weight_files(folder), open_files, last="head.probe", dtype=dtype)
+        take, affine, linear = tower.read, tower.affine, tower.linear
+        weight = take("head.attention.in_proj_weight", 3 * hidden, hidden)
+        bias = take("head.attention.in_proj_bias", 3 * hidden)
         return AttentionPool(
             spec,
             take("head.probe", 1, 1, hidden).flatten(),
-            qkv=Affine(
-                take("head.attention.in_proj_weight", 3 * hidden, hidden),
-                take("head.attention.in_proj_bias", 3 * hidden),
-            ),
-            out=affine("head.attention.out_proj", hidden, hidden),
+            query=linear(Affine(weight[:hidden], bias[:hidden])),
+            both=linear(Affine(weight[hidden:], bias[hidden:])),
+            out=linear(affine("head.attention.out_proj", hidden, hidden)),
             norm=affine("head.layernorm", hidden),
-            up=affine("head.mlp.fc1", wide, hidden),
-            down=affine("head.mlp.fc2", hidden, wide),
+            up=linear(affine("head.mlp.fc1", wide, hidden)),
+            down=linear(affine("head.mlp.fc2", hidden, wide)),
         )
 
 
 class PooledPatches:
     """Gemma 3's connector: squares of patches are averaged to one row, then a norm and a matrix.
 
-    weight (C, hidden), norm (C,): what is added to 1; `side` squares an edge.
+    norm (C,): what is added to 1; `side` squares an edge.
 
     Source: Gemma Team 2025, arXiv:2503.19786.
     """
 
-    def __init__(self, weight: Tensor, norm: Tensor, side: int, eps: float) -> None:
-        self._weight, self._norm, self._side, self._eps = weight, norm, side, eps
+    def __init__(self, linear: Linear, norm: Tensor, side: int, eps: float) -> None:
+        self._linear, self._norm, self._side, self._eps = linear, norm, side, eps
 
     @property
     def hidden(self) -> int:
-        return self._weight.shape[1]
+        return self._linear.outputs
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
@@ -204,14 +207,14 @@ class PooledPatches:
         grid = x.transpose(1, 2).view(frames, width, patches, patches)
         pooled = F.avg_pool2d(grid, patches // self._side).flatten(2).transpose(1, 2)
         normed = pooled * torch.rsqrt(pooled.pow(2).mean(-1, keepdim=True) + self._eps)
-        return (normed * (1 + self._norm)) @ self._weight
+        return self._linear(normed * (1 + self._norm))
 
 
 class _PooledFields(msgspec.Struct, frozen=True):
     mm_tokens_per_image: int = 256
 
 
-def _read_pooled(folder: Path, spec: VisionTowerSpec) -> PooledPatches:
+def _read_pooled(folder: Path, spec: VisionTowerSpec, dtype: Dtype) -> PooledPatches:
     file = folder / "config.json"
     tokens = read_json(file, _PooledFields).mm_tokens_per_image
     side, patches = round(tokens**0.5), spec.image_size // spec.patch_size
@@ -219,12 +222,13 @@ def _read_pooled(folder: Path, spec: VisionTowerSpec) -> PooledPatches:
         raise ConfigError(
             f"{file}: mm_tokens_per_image = {tokens}: must be a square whose edge divides {patches}"
         )
+    last = f"{PROJECTOR}{_PROJECTION}"
     with ExitStack() as open_files:
-        checkpoint = TensorFiles(weight_files(folder), open_files, last=f"{PROJECTOR}{_PROJECTION}")
-        hidden = checkpoint.width(f"{PROJECTOR}{_PROJECTION}")
-        weight = checkpoint.read(f"{PROJECTOR}{_PROJECTION}", spec.hidden, hidden)
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
+        weight = checkpoint.read(last, spec.hidden, checkpoint.width(last))
         norm = checkpoint.read(f"{PROJECTOR}mm_soft_emb_norm.weight", spec.hidden)
-    return PooledPatches(weight, norm, side, spec.norm_eps)
+        linear = checkpoint.linear(Affine(weight.T.contiguous(), None))
+    return PooledPatches(linear, norm, side, spec.norm_eps)
 
 
 class PixelShuffle:
@@ -233,17 +237,17 @@ class PixelShuffle:
     Source: Laurencon et al. 2024, arXiv:2408.12637.
     """
 
-    def __init__(self, weight: Tensor, factor: int) -> None:
-        self._weight, self._factor = weight, factor
+    def __init__(self, linear: Linear, factor: int) -> None:
+        self._linear, self._factor = linear, factor
 
     @property
     def hidden(self) -> int:
-        return len(self._weight)
+        return self._linear.outputs
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
         """Connect: (F, T, C)  ->  (F, T / factor ** 2, hidden)."""
-        return F.linear(shuffled(x, self._factor), self._weight)
+        return self._linear(shuffled(x, self._factor))
 
 
 def shuffled(x: Tensor, by: int) -> Tensor:
@@ -259,15 +263,16 @@ class _IdeficsFields(msgspec.Struct, frozen=True):
     scale_factor: int = 2
 
 
-def _read_shuffle(folder: Path, spec: VisionTowerSpec) -> PixelShuffle:
+def _read_shuffle(folder: Path, spec: VisionTowerSpec, dtype: Dtype) -> PixelShuffle:
     file = folder / "config.json"
     factor = read_json(file, _IdeficsFields).scale_factor
     if (spec.image_size // spec.patch_size) % factor:
         raise ConfigError(f"{file}: scale_factor = {factor}: must divide the patches of an edge")
     with ExitStack() as open_files:
-        checkpoint = TensorFiles(weight_files(folder), open_files, last=CONNECTOR)
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=CONNECTOR, dtype=dtype)
         hidden = checkpoint.length(CONNECTOR)
-        return PixelShuffle(checkpoint.read(CONNECTOR, hidden, spec.hidden * factor**2), factor)
+        weight = checkpoint.read(CONNECTOR, hidden, spec.hidden * factor**2)
+        return PixelShuffle(checkpoint.linear(Affine(weight, None)), factor)
 
 
 class ShuffledProjector:
@@ -277,24 +282,21 @@ class ShuffledProjector:
     """
 
     def __init__(
-        self, norm: Affine, first: Affine, second: Affine, *, factor: int, drops_first: bool
+        self, norm: Affine, first: Linear, second: Linear, *, factor: int, drops_first: bool
     ) -> None:
         self._norm, self._first, self._second = norm, first, second
         self._factor, self._start = factor, int(drops_first)
 
     @property
     def hidden(self) -> int:
-        return len(self._second.weight)
+        return self._second.outputs
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
         """Connect: (F, T, C)  ->  (F, rows of a frame, hidden)."""
-        norm, first, second = self._norm, self._first, self._second
         squares = shuffled(x[:, self._start :], self._factor)
-        normed = F.layer_norm(squares, squares.shape[-1:], norm.weight, norm.bias)
-        return F.linear(
-            F.gelu(F.linear(normed, first.weight, first.bias)), second.weight, second.bias
-        )
+        normed = F.layer_norm(squares, squares.shape[-1:], self._norm.weight, self._norm.bias)
+        return self._second(F.gelu(self._first(normed)))
 
 
 class _ShuffleFields(msgspec.Struct, frozen=True):
@@ -302,7 +304,9 @@ class _ShuffleFields(msgspec.Struct, frozen=True):
     projector_hidden_act: Literal["gelu"] = "gelu"
 
 
-def _read_shuffled_projector(folder: Path, spec: VisionTowerSpec) -> ShuffledProjector:
+def _read_shuffled_projector(
+    folder: Path, spec: VisionTowerSpec, dtype: Dtype
+) -> ShuffledProjector:
     file, features = folder / "config.json", read_features(folder)
     assert features is not None, "of this model"
     factor = shuffle_factor(file, read_json(file, _ShuffleFields).downsample_ratio)
@@ -312,12 +316,12 @@ def _read_shuffled_projector(folder: Path, spec: VisionTowerSpec) -> ShuffledPro
         raise ConfigError(f"{file}: vision_feature_select_strategy: must be default")
     last = f"{PROJECTOR}linear_1.weight"
     with ExitStack() as open_files:
-        checkpoint = TensorFiles(weight_files(folder), open_files, last=last)
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
         hidden, wide = checkpoint.length(last), spec.hidden * factor**2
         return ShuffledProjector(
             checkpoint.affine(f"{PROJECTOR}layer_norm", wide),
-            checkpoint.affine(f"{PROJECTOR}linear_1", hidden, wide),
-            checkpoint.affine(f"{PROJECTOR}linear_2", hidden, hidden),
+            checkpoint.linear(checkpoint.affine(f"{PROJECTOR}linear_1", hidden, wide)),
+            checkpoint.linear(checkpoint.affine(f"{PROJECTOR}linear_2", hidden, hidden)),
             factor=factor,
             drops_first=True,
         )
@@ -389,23 +393,24 @@ class Projector:
     Source: Liu et al. 2023, arXiv:2310.03744.
     """
 
-    def __init__(self, first: Affine, second: Affine, *, drops_first: bool) -> None:
+    def __init__(self, first: Linear, second: Linear, *, drops_first: bool) -> None:
         self._first, self._second = first, second
         self._start = int(drops_first)
 
     @property
     def hidden(self) -> int:
-        return len(self._second.weight)
+        return self._second.outputs
 
     @torch.inference_mode()
     def __call__(self, x: Tensor) -> Tensor:
         """Project what the tower has computed: (B, T, C)  ->  (B, T or T - 1, hidden)."""
-        wide = F.gelu(F.linear(x[:, self._start :], self._first.weight, self._first.bias))
-        return F.linear(wide, self._second.weight, self._second.bias)
+        return self._second(F.gelu(self._first(x[:, self._start :])))
 
 
-def read_projector(folder: Path, spec: VisionTowerSpec, features: FeatureFields) -> Projector:
-    """Read LLaVA's projector as float32.
+def read_projector(
+    folder: Path, spec: VisionTowerSpec, features: FeatureFields, dtype: Dtype
+) -> Projector:
+    """Read LLaVA's projector.
 
     Raises:
         ConfigError: A tensor is missing or has another shape, or the projector is not supported.
@@ -419,10 +424,11 @@ def read_projector(folder: Path, spec: VisionTowerSpec, features: FeatureFields)
     if not config.multimodal_projector_bias:
         raise ConfigError(f"{file}: multimodal_projector_bias = false is not supported")
     with ExitStack() as open_files:
-        checkpoint = TensorFiles(weight_files(folder), open_files, last=f"{PROJECTOR}linear_1.bias")
-        hidden = checkpoint.length(f"{PROJECTOR}linear_1.bias")
-        first = checkpoint.affine(f"{PROJECTOR}linear_1", hidden, spec.hidden)
-        second = checkpoint.affine(f"{PROJECTOR}linear_2", hidden, hidden)
+        last = f"{PROJECTOR}linear_1.bias"
+        checkpoint = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
+        affine, hidden = checkpoint.affine, checkpoint.length(last)
+        first = checkpoint.linear(affine(f"{PROJECTOR}linear_1", hidden, spec.hidden))
+        second = checkpoint.linear(affine(f"{PROJECTOR}linear_2", hidden, hidden))
     return Projector(first, second, drops_first=features.drops_first and spec.has_class)
 
 

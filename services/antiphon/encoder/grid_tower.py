@@ -20,9 +20,10 @@ import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 
 from antiphon.encoder.activations import ACTIVATIONS, VisionActivation
+from antiphon.encoder.tower_layers import TowerLayer, TowerLayers
 
 if TYPE_CHECKING:
-    from antiphon.encoder.tensor_files import Affine
+    from antiphon.encoder.linear import Linear
 
 
 class GridNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,18 +128,6 @@ class GridNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class GridLayerWeights:
-    """The weights of one layer. Query, key and value are fused, (3 C, C); so are gate and up."""
-
-    norm1: GridNorm
-    qkv: Affine
-    out: Affine
-    norm2: GridNorm
-    up: Affine
-    down: Affine
-
-
-@dataclass(frozen=True, slots=True)
 class MergerWeights:
     """What makes a token of its patches; the norm is that of each, or of all as one row.
 
@@ -147,27 +136,27 @@ class MergerWeights:
     """
 
     norm: GridNorm | None
-    first: Affine
-    second: Affine
-    merge: Affine | None = None
+    first: Linear
+    second: Linear
+    merge: Linear | None = None
     inner: GridNorm | None = None
-    gate_up: Affine | None = None
+    gate_up: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GridTowerWeights:
     """All weights. `patch` (C, 3 * patch * patch) is for an image that is in all frames.
 
-    `frame_patches` are those of each frame of a patch, for videos. `positions` are
-    (side * side, C); `tapped` the mergers of layers, in their order.
+    `frames` (C, frames * 3 * patch * patch) is for videos, whose frames lie behind each other in a
+    patch, if the tower takes any. `positions` are (side * side, C); `tapped` the mergers of layers,
+    in their order.
     """
 
-    patch: Tensor
-    frame_patches: tuple[Tensor, ...]
-    patch_bias: Tensor | None
+    patch: Linear
+    frames: Linear | None
     positions: Tensor | None
     norm_before: GridNorm | None
-    layers: tuple[GridLayerWeights, ...]
+    layers: tuple[TowerLayer, ...]
     merger: MergerWeights
     tapped: tuple[MergerWeights, ...]
 
@@ -181,7 +170,14 @@ class GridTower:
     def __init__(self, spec: GridTowerSpec, weights: GridTowerWeights) -> None:
         self.spec = spec
         self._weights = weights
-        self._activation = ACTIVATIONS[spec.activation]
+        self._layers = TowerLayers(
+            weights.layers,
+            heads=spec.heads,
+            activation=ACTIVATIONS[spec.activation],
+            eps=spec.eps,
+            divisions=[int(spec.windows_of(number)) for number in range(spec.layers)],
+            taps=spec.taps,
+        )
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -199,32 +195,20 @@ class GridTower:
         if weights.positions is not None:
             learned = self._cubic if spec.cubic else self._learned
             x = x + learned(weights.positions, rows, columns, order)
-        cos, sin = self._angles(rows, columns, order)
-        lengths = [len(window) * spec.merge**2 for window in windows]
-        made = list[Tensor]()
-        for number, layer in enumerate(weights.layers):
-            parts = lengths if spec.windows_of(number) else [len(x)]
-            x = x + self._attend(layer.norm1(x), layer, cos, sin, parts)
-            x = x + self._feed_forward(layer.norm2(x), layer)
-            if number in spec.taps:
-                merger = weights.tapped[spec.taps.index(number)]
-                made.append(_merged(_normed(x.view(len(order), -1), merger), merger))
-        squares = _normed(x, weights.merger).view(len(order), -1, spec.width)
-        tokens = torch.cat([_merged(squares, weights.merger), *made], dim=-1)
-        return tokens[torch.argsort(order)][None]
+        parts = [len(window) * spec.merge**2 for window in windows]
+        streams = self._layers(x, ([len(x)], parts), self._angles(rows, columns, order))
+        squares = _normed(streams.last, weights.merger).view(len(order), -1, spec.width)
+        made = [_merged(squares, weights.merger)]
+        for stream, merger in zip(streams.tapped, weights.tapped, strict=True):
+            made.append(_merged(_normed(stream.view(len(order), -1), merger), merger))
+        return torch.cat(made, dim=-1)[torch.argsort(order)][None]
 
     def _embedded(self, pixels: Tensor, rows: int, columns: int, order: Tensor) -> Tensor:
         """Embed patches, in that order of their tokens: (F, 3, height, width)  ->  (P, C)."""
-        weights, x = self._weights, None
-        for frame, weight in zip(
-            pixels, [weights.patch] if len(pixels) == 1 else weights.frame_patches, strict=True
-        ):
-            patches = self._patches(frame, rows, columns)[order].flatten(0, 1)
-            bias = weights.patch_bias if x is None else None
-            part = F.linear(patches, weight, bias)
-            x = part if x is None else x + part
-        assert x is not None, "there is a frame"
-        return x
+        cut = [self._patches(frame, rows, columns)[order].flatten(0, 1) for frame in pixels]
+        linear = self._weights.patch if len(cut) == 1 else self._weights.frames
+        assert linear is not None, "a tower that takes videos"
+        return linear(torch.cat(cut, dim=-1))
 
     def _patches(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
         """Cut into patches: (3, height, width)  ->  (T, merge * merge, 3 * patch * patch)."""
@@ -277,33 +261,6 @@ class GridTower:
         )
         return sampled[0, :, :, 0].T
 
-    def _attend(
-        self, x: Tensor, layer: GridLayerWeights, cos: Tensor, sin: Tensor, parts: list[int]
-    ) -> Tensor:
-        """Bidirectional attention within parts of so many patches: (P, C)  ->  (P, C)."""
-        qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
-        q, k, v = qkv.view(len(x), 3, self.spec.heads, -1).unbind(1)  # each (P, N, D)
-        q, k = (each * cos + each.roll(each.shape[-1] // 2, -1) * sin for each in (q, k))
-        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))  # each (1, N, P, D)
-        mixed, first = list[Tensor](), 0
-        for count in parts:
-            part = slice(first, first + count)
-            mixed.append(
-                F.scaled_dot_product_attention(q[:, :, part], k[:, :, part], v[:, :, part])
-            )
-            first += count
-        joined = torch.cat(mixed, dim=2)[0].transpose(0, 1).flatten(1)
-        return F.linear(joined, layer.out.weight, layer.out.bias)
-
-    def _feed_forward(self, x: Tensor, layer: GridLayerWeights) -> Tensor:
-        wide = F.linear(x, layer.up.weight, layer.up.bias)
-        if self.spec.gated:
-            gate, up = wide.chunk(2, dim=-1)
-            wide = self._activation(gate) * up
-        else:
-            wide = self._activation(wide)
-        return F.linear(wide, layer.down.weight, layer.down.bias)
-
 
 def _normed(x: Tensor, merger: MergerWeights) -> Tensor:
     return x if merger.norm is None else merger.norm(x)
@@ -314,14 +271,13 @@ def _merged(squares: Tensor, merger: MergerWeights) -> Tensor:
     if merger.merge is None:
         squares = squares.flatten(1)
     else:
-        channels = squares.transpose(1, 2).flatten(1)
-        squares = F.linear(channels, merger.merge.weight, merger.merge.bias)
-    wide = F.linear(squares, merger.first.weight, merger.first.bias)
+        squares = merger.merge(squares.transpose(1, 2).flatten(1))
+    wide = merger.first(squares)
     wide = F.gelu(wide if merger.inner is None else merger.inner(wide))
     if merger.gate_up is not None:
-        gate, up = F.linear(wide, merger.gate_up.weight, merger.gate_up.bias).chunk(2, dim=-1)
+        gate, up = merger.gate_up(wide).chunk(2, dim=-1)
         wide = F.silu(gate) * up
-    return F.linear(wide, merger.second.weight, merger.second.bias)
+    return merger.second(wide)
 
 
 def _windows(rows: int, columns: int, edge: int) -> list[Tensor]:

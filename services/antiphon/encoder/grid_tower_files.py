@@ -10,9 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.model import Dtype
 from antiphon.encoder.activations import VisionActivation
 from antiphon.encoder.grid_tower import (
-    GridLayerWeights,
     GridNames,
     GridNorm,
     GridTowerSpec,
@@ -20,7 +20,9 @@ from antiphon.encoder.grid_tower import (
     MergerWeights,
     ProjectorSpec,
 )
-from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
+from antiphon.encoder.linear import Affine, Linear
+from antiphon.encoder.tensor_files import TensorFiles, weight_files
+from antiphon.encoder.tower_layers import TowerLayer
 from antiphon.model_card.config_json import parse_json, read_json
 from antiphon.model_card.grid_files import DEEPSTACKS, GLMS, QWEN35S
 from antiphon.model_card.vision import MISTRAL3
@@ -303,20 +305,20 @@ def read_grid_spec(folder: Path) -> GridTowerSpec:
     return spec
 
 
-def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
-    """Read a tower as float32.
+def read_grid_weights(
+    folder: Path, spec: GridTowerSpec, dtype: Dtype = Dtype.FLOAT32
+) -> GridTowerWeights:
+    """Read a tower.
 
     Raises:
         ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
             an unsupported dtype.
     """
-    names, width, edge = spec.names, spec.width, spec.patch
+    names, width = spec.names, spec.width
     wide = width * spec.merge**2
     with ExitStack() as open_files:
-        files = TensorFiles(weight_files(folder), open_files, last=f"{names.patch}.weight")
-        frames = () if spec.projector is not None else (spec.frames,)
-        patch = files.read(f"{names.patch}.weight", width, 3, *frames, edge, edge)
-        by_frame = () if spec.projector is not None else patch.unbind(dim=2)
+        last = f"{names.patch}.weight"
+        files = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
         lists = (f"deepstack_merger_list.{i}" for i in range(len(spec.taps)))
         if spec.gated_merger:
             merger = _gated_merger(files, spec)
@@ -324,12 +326,12 @@ def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
             merger = _merger(files, "merger", spec, width)
         else:
             last = f"{PROJECTOR}linear_1.weight"
-            behind = TensorFiles(weight_files(folder), open_files, last=last)
+            behind = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
             merger = _projector(behind, spec, spec.projector)
+        patch, frames = _patch(files, spec)
         return GridTowerWeights(
-            patch=(patch if spec.projector is not None else patch.sum(dim=2)).flatten(1),
-            frame_patches=tuple(each.flatten(1) for each in by_frame),
-            patch_bias=files.read(f"{names.patch}.bias", width) if spec.patch_bias else None,
+            patch=patch,
+            frames=frames,
             positions=files.read(names.positions, spec.side**2, width) if spec.side else None,
             norm_before=(
                 _norm(files, names.norm_before, spec, width) if names.norm_before else None
@@ -340,12 +342,27 @@ def read_grid_weights(folder: Path, spec: GridTowerSpec) -> GridTowerWeights:
         )
 
 
+def _patch(files: TensorFiles, spec: GridTowerSpec) -> tuple[Linear, Linear | None]:
+    """What embeds the patches of images, and those of videos, if there are any."""
+    name, edge, width = spec.names.patch, spec.patch, spec.width
+    bias = files.read(f"{name}.bias", width) if spec.patch_bias else None
+    if spec.projector is not None:
+        weight = files.read(f"{name}.weight", width, 3, edge, edge)
+        return files.linear(Affine(weight.flatten(1), bias)), None
+    weight = files.read(f"{name}.weight", width, 3, spec.frames, edge, edge)
+    by_frame = weight.transpose(1, 2).flatten(1)
+    return (
+        files.linear(Affine(weight.sum(dim=2).flatten(1), bias)),
+        files.linear(Affine(by_frame, bias)),
+    )
+
+
 def _merger(files: TensorFiles, name: str, spec: GridTowerSpec, normed: int) -> MergerWeights:
     names, wide = spec.names, spec.width * spec.merge**2
     return MergerWeights(
         norm=_norm(files, f"{name}.{names.norm_after}", spec, normed),
-        first=files.affine(f"{name}.{names.first}", wide, wide),
-        second=files.affine(f"{name}.{names.second}", spec.hidden, wide),
+        first=files.linear(files.affine(f"{name}.{names.first}", wide, wide)),
+        second=files.linear(files.affine(f"{name}.{names.second}", spec.hidden, wide)),
     )
 
 
@@ -357,11 +374,11 @@ def _gated_merger(files: TensorFiles, spec: GridTowerSpec) -> MergerWeights:
     inner = files.affine("merger.post_projection_norm", hidden)
     return MergerWeights(
         norm=_norm(files, "post_layernorm", spec, spec.width),
-        merge=Affine(conv.flatten(1), files.read("downsample.bias", hidden)),
-        first=files.affine("merger.proj", hidden, hidden, bias=False),
+        merge=files.linear(Affine(conv.flatten(1), files.read("downsample.bias", hidden))),
+        first=files.linear(files.affine("merger.proj", hidden, hidden, bias=False)),
         inner=GridNorm(inner.weight, inner.bias, 1e-5),
-        gate_up=fused(gate, up),
-        second=files.affine("merger.down_proj", hidden, wide, bias=False),
+        gate_up=files.linear(gate, up),
+        second=files.linear(files.affine("merger.down_proj", hidden, wide, bias=False)),
     )
 
 
@@ -373,29 +390,32 @@ def _projector(files: TensorFiles, spec: GridTowerSpec, own: ProjectorSpec) -> M
     if own.eps is not None:
         norm = GridNorm(files.read(f"{PROJECTOR}norm.weight", width), None, own.eps)
         name = f"{PROJECTOR}patch_merger.merging_layer.weight"
-        merge = Affine(files.read(name, width, width * spec.merge**2), None)
+        merge = files.linear(Affine(files.read(name, width, width * spec.merge**2), None))
     return MergerWeights(
         norm=norm,
-        first=files.affine(f"{PROJECTOR}linear_1", hidden, width, bias=bias),
-        second=files.affine(f"{PROJECTOR}linear_2", hidden, hidden, bias=bias),
+        first=files.linear(files.affine(f"{PROJECTOR}linear_1", hidden, width, bias=bias)),
+        second=files.linear(files.affine(f"{PROJECTOR}linear_2", hidden, hidden, bias=bias)),
         merge=merge,
     )
 
 
-def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> GridLayerWeights:
+def _layer(files: TensorFiles, name: str, spec: GridTowerSpec) -> TowerLayer:
     names, width, wide = spec.names, spec.width, spec.intermediate
 
-    def linear(part: str, outputs: int, inputs: int) -> Affine:
+    def affine(part: str, outputs: int, inputs: int) -> Affine:
         return files.affine(f"{name}.{part}", outputs, inputs, bias=spec.biases)
 
+    def norm(part: str) -> Affine:
+        return files.affine(f"{name}.{part}", width, bias=not spec.gated)
+
     each = 3 * width // len(names.qkv)
-    return GridLayerWeights(
-        norm1=_norm(files, f"{name}.{names.norm1}", spec, width),
-        qkv=fused(*(linear(part, each, width) for part in names.qkv)),
-        out=linear(names.out, width, width),
-        norm2=_norm(files, f"{name}.{names.norm2}", spec, width),
-        up=fused(*(linear(part, wide, width) for part in names.up)),
-        down=linear(names.down, width, wide),
+    return TowerLayer(
+        norm1=norm(names.norm1),
+        qkv=files.linear(*(affine(part, each, width) for part in names.qkv)),
+        out=files.linear(affine(names.out, width, width)),
+        norm2=norm(names.norm2),
+        up=files.linear(*(affine(part, wide, width) for part in names.up), halves=spec.gated),
+        down=files.linear(affine(names.down, width, wide)),
     )
 
 

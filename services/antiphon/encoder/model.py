@@ -1,4 +1,4 @@
-"""The vision transformers of CLIP, SigLIP and InternVL, in torch.
+"""The vision transformers of CLIP, SigLIP and InternVL.
 
 Axes: B images, T tokens (patches, and CLIP's class token), C hidden, N heads, D of each head.
 
@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor
 
+from antiphon.config.model import Dtype
 from antiphon.encoder.activations import ACTIVATIONS
 from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.connectors import Connector, PackedTiles, read_connector, read_packed
 from antiphon.encoder.grid_tower import GridTower, GridTowerSpec
 from antiphon.encoder.grid_tower_files import read_grid_spec, read_grid_weights
+from antiphon.encoder.linear import Affine, Linear
 from antiphon.encoder.preprocess import DecodedImage, Preprocessor
 from antiphon.encoder.preprocessor_files import (
     read_frame_config,
@@ -29,7 +31,8 @@ from antiphon.encoder.preprocessor_files import (
     read_preprocessor_config,
     read_video_config,
 )
-from antiphon.encoder.tensor_files import Affine, TensorFiles, fused, weight_files
+from antiphon.encoder.tensor_files import TensorFiles, weight_files
+from antiphon.encoder.tower_layers import TowerLayer, TowerLayers
 from antiphon.encoder.tower_spec import VisionFamily, VisionTowerSpec, read_spec
 from antiphon.encoder.videos import VideoPreprocessor
 from antiphon.model_card.frame_videos import FrameVideos
@@ -83,45 +86,23 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class VisionLayerWeights:
-    """The weights of one layer. Query, key and value are fused, (3 C, C).
-
-    `q_norm` and `k_norm` (C,) are those of all heads at once, and `scale1` and `scale2` (C,) what
-    the outputs of both blocks are multiplied by, where there are any.
-    """
-
-    norm1: Affine
-    qkv: Affine
-    out: Affine
-    norm2: Affine
-    up: Affine
-    down: Affine
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    scale1: Tensor | None = None
-    scale2: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class VisionTowerWeights:
     """All weights. The optional ones differ between the families.
 
     Attributes:
-        patch: (C, 3, patch, patch).
-        patch_bias: (C,), not of CLIP.
+        patch: (C, 3 * patch * patch), without a bias in CLIP.
         positions: (T, C).
         class_token: (C,), not of SigLIP.
         norm_before: Before the first layer, CLIP only.
-        layers: Those that are computed: the last one may be left out.
+        layers: Those that are computed: the last ones may be left out.
         norm_after: After the last layer, SigLIP only: CLIP applies it only to its pooled output.
     """
 
-    patch: Tensor
-    patch_bias: Tensor | None
+    patch: Linear
     class_token: Tensor | None
     positions: Tensor
     norm_before: Affine | None
-    layers: tuple[VisionLayerWeights, ...]
+    layers: tuple[TowerLayer, ...]
     norm_after: Affine | None
 
 
@@ -131,56 +112,48 @@ class VisionTower:
     def __init__(self, spec: VisionTowerSpec, weights: VisionTowerWeights) -> None:
         self.spec = spec
         self._weights = weights
-        self._activation = ACTIVATIONS[spec.activation]
+        self._layers: TowerLayers | None = None
+        if weights.layers:  # else the result is what enters the first one
+            self._layers = TowerLayers(
+                weights.layers,
+                heads=spec.heads,
+                activation=ACTIVATIONS[spec.activation],
+                eps=spec.norm_eps,
+            )
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
         """Embed: pixels (B, 3, image_size, image_size)  ->  (B, T, C)."""
         weights = self._weights
-        patches = F.conv2d(pixels, weights.patch, weights.patch_bias, stride=self.spec.patch_size)
-        x = patches.flatten(2).transpose(1, 2)  # (B, patches, C)
+        x = weights.patch(self._patches(pixels))  # (B, patches, C)
         if weights.class_token is not None:
             x = torch.cat((weights.class_token.expand(len(x), 1, -1), x), dim=1)  # (B, T, C)
         x = x + weights.positions
         if weights.norm_before is not None:
             x = self._norm(x, weights.norm_before)
-        for layer in weights.layers:
-            x = x + _scaled(self._attend(self._norm(x, layer.norm1), layer), layer.scale1)
-            x = x + _scaled(self._mlp(self._norm(x, layer.norm2), layer), layer.scale2)
+        if self._layers is not None:
+            rows = [self.spec.tokens] * len(x)
+            x = self._layers(x.flatten(0, 1), (rows,)).last.view(x.shape)
         return x if weights.norm_after is None else self._norm(x, weights.norm_after)
+
+    def _patches(self, pixels: Tensor) -> Tensor:
+        """Cut into whole patches: (B, 3, height, width)  ->  (B, patches, 3 * patch * patch)."""
+        edge = self.spec.patch_size
+        side = self.spec.image_size // edge
+        whole = pixels[..., : side * edge, : side * edge]
+        cut = whole.reshape(len(pixels), 3, side, edge, side, edge)
+        return cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), side * side, -1)
 
     def _norm(self, x: Tensor, norm: Affine) -> Tensor:
         if norm.bias is None:
             return F.rms_norm(x, (self.spec.hidden,), norm.weight, self.spec.norm_eps)
         return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, self.spec.norm_eps)
 
-    def _attend(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
-        """Bidirectional attention: (B, T, C)  ->  (B, T, C)."""
-        qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k, v = qkv.chunk(3, dim=-1)
-            q, k = (_normed(each, norm) for each, norm in ((q, layer.q_norm), (k, layer.k_norm)))
-            qkv = torch.cat((q, k, v), dim=-1)
-        split = qkv.view(len(x), self.spec.tokens, 3, self.spec.heads, -1)  # (B, T, 3, N, D)
-        q, k, v = split.transpose(1, 3).unbind(2)  # each (B, N, T, D)
-        out = F.scaled_dot_product_attention(q, k, v)
-        return F.linear(out.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias)
 
-    def _mlp(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
-        wide = self._activation(F.linear(x, layer.up.weight, layer.up.bias))
-        return F.linear(wide, layer.down.weight, layer.down.bias)
-
-
-def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    return x if scale is None else x * scale
-
-
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, 1e-6)
-
-
-def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
-    """Read a tower as float32; other tensors (text tower, projections, heads) are ignored.
+def read_weights(
+    folder: Path, spec: VisionTowerSpec, dtype: Dtype = Dtype.FLOAT32
+) -> VisionTowerWeights:
+    """Read a tower; other tensors (text tower, projections, heads) are ignored.
 
     Raises:
         ConfigError: There are no files, one is broken, or a tensor is missing, has another shape or
@@ -188,7 +161,8 @@ def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
     """
     with ExitStack() as open_files:
         last = f"{NAMES[spec.family].patch}.weight"
-        return _read(TensorFiles(weight_files(folder), open_files, last=last), spec)
+        files = TensorFiles(weight_files(folder), open_files, last=last, dtype=dtype)
+        return _read(files, spec)
 
 
 def _read(checkpoint: TensorFiles, spec: VisionTowerSpec) -> VisionTowerWeights:
@@ -197,8 +171,12 @@ def _read(checkpoint: TensorFiles, spec: VisionTowerSpec) -> VisionTowerWeights:
     leading = (1,) if spec.family is VisionFamily.INTERN else ()
     positions = take(names.positions, *leading, spec.tokens, hidden).view(spec.tokens, hidden)
     return VisionTowerWeights(
-        patch=take(f"{names.patch}.weight", hidden, 3, patch, patch),
-        patch_bias=take(f"{names.patch}.bias", hidden) if spec.patch_bias else None,
+        patch=checkpoint.linear(
+            Affine(
+                take(f"{names.patch}.weight", hidden, 3, patch, patch).flatten(1),
+                take(f"{names.patch}.bias", hidden) if spec.patch_bias else None,
+            )
+        ),
         class_token=(
             take(names.leading, *leading, *leading, hidden).flatten() if spec.has_class else None
         ),
@@ -226,23 +204,30 @@ def _positions(table: Tensor, spec: VisionTowerSpec) -> Tensor:
 
 def _layer(
     checkpoint: TensorFiles, names: TowerNames, index: int, spec: VisionTowerSpec
-) -> VisionLayerWeights:
+) -> TowerLayer:
     name, hidden, wide = names.layer.format(index), spec.hidden, spec.intermediate
-    take, affine, attention = checkpoint.read, checkpoint.affine, f"{name}.{names.attention}"
+    take, affine, linear = checkpoint.read, checkpoint.affine, checkpoint.linear
+    attention = f"{name}.{names.attention}"
+
+    def scaled(outputs: Affine, scale: str) -> Affine:
+        """With what the outputs of a block are multiplied by."""
+        if not spec.scales:
+            return outputs
+        factors, bias = take(f"{name}.{scale}", hidden), outputs.bias
+        return Affine(outputs.weight * factors[:, None], None if bias is None else bias * factors)
+
     q, k, v = (
         affine(f"{attention}.{part}_proj", hidden, hidden, bias=spec.qkv_bias) for part in "qkv"
     )
-    return VisionLayerWeights(
+    return TowerLayer(
         norm1=affine(f"{name}.{names.norm1}", hidden, bias=not spec.rms),
-        qkv=fused(q, k, v),
-        out=affine(f"{attention}.{names.out}", hidden, hidden),
+        qkv=linear(q, k, v),
+        out=linear(scaled(affine(f"{attention}.{names.out}", hidden, hidden), "lambda_1")),
         norm2=affine(f"{name}.{names.norm2}", hidden, bias=not spec.rms),
-        up=affine(f"{name}.mlp.fc1", wide, hidden),
-        down=affine(f"{name}.mlp.fc2", hidden, wide),
+        up=linear(affine(f"{name}.mlp.fc1", wide, hidden)),
+        down=linear(scaled(affine(f"{name}.mlp.fc2", hidden, wide), "lambda_2")),
         q_norm=take(f"{attention}.q_norm.weight", hidden) if spec.qk_norm else None,
         k_norm=take(f"{attention}.k_norm.weight", hidden) if spec.qk_norm else None,
-        scale1=take(f"{name}.lambda_1", hidden) if spec.scales else None,
-        scale2=take(f"{name}.lambda_2", hidden) if spec.scales else None,
     )
 
 
@@ -310,31 +295,31 @@ class VisionModel:
 
 
 def set_threads(settings: Settings) -> None:
-    """Set torch's threads as the worker does."""
-    torch.set_num_threads(settings.model.threads or detect_device().cores)
+    """Set the threads of the kernels and of torch."""
+    torch.set_num_threads(settings.encoder.threads or detect_device().cores)
 
 
 def open_model(settings: Settings, folder: Path) -> VisionModel:
-    """Load the vision model of a folder, and set torch's threads.
+    """Load the vision model of a folder, and set the threads that compute.
 
     Raises:
         ConfigError: The folder has no supported vision tower; the message names the file.
     """
     set_threads(settings)
-    pixels_max = settings.encoder.pixels_max
+    pixels_max, dtype = settings.encoder.pixels_max, settings.model.dtype
     if isinstance(read_vision(folder), GridImages | RowImages):
         preprocessor = Preprocessor(read_grid_config(folder), pixels_max=pixels_max)
         grids = read_grid_spec(folder)
-        tower, videos = GridTower(grids, read_grid_weights(folder, grids)), None
+        tower, videos = GridTower(grids, read_grid_weights(folder, grids, dtype)), None
         if (recipe := read_video_config(folder)) is not None:
             videos = VideoPreprocessor(recipe, pixels_max=pixels_max)
         return VisionModel(preprocessor, tower, videos=videos)
     spec = read_spec(folder)
     recipe = read_preprocessor_config(folder, spec)
-    tower = VisionTower(spec, read_weights(folder, spec))
+    tower = VisionTower(spec, read_weights(folder, spec, dtype))
     preprocessor, videos = Preprocessor(recipe, pixels_max=pixels_max), None
     card = videos_of(read_vision(folder))
     if isinstance(card, FrameVideos) and (frames := read_frame_config(folder, spec)) is not None:
         videos = VideoPreprocessor(frames, pixels_max=pixels_max, card=card)
-    connector, packed = read_connector(folder, spec), read_packed(folder, recipe)
+    connector, packed = read_connector(folder, spec, dtype), read_packed(folder, recipe)
     return VisionModel(preprocessor, tower, connector, packed, videos)

@@ -356,7 +356,7 @@ def _open(settings: Settings, folder: Path) -> VisionModel | AudioModel:
             model = open_model(settings, folder)
         else:
             set_threads(settings)
-            model = open_audio_model(folder, card)
+            model = open_audio_model(folder, card, settings.model.dtype)
     except ConfigError as error:
         named = "encoder.model_path" if settings.encoder.model_path else "model.path"
         raise CannotStart(f"{named}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -10,19 +10,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.model import Dtype
+from antiphon.encoder.linear import Affine, Linear
+from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
     from pathlib import Path
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """Weight and bias, if any: (out, in) and (out,) of a linear, (C,) and (C,) of a norm."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -45,9 +40,20 @@ class _OpenSafetensors(Protocol):
 
 
 class TensorFiles:
-    """Open files. What stands before the name that ends in `last` is before all names."""
+    """Open files. What stands before the name that ends in `last` is before all names.
 
-    def __init__(self, files: list[Path], open_files: ExitStack, *, last: str) -> None:
+    Linears compute in bfloat16 if `dtype` is that, or if it is `auto` and that tensor is stored so;
+    else in float32.
+    """
+
+    def __init__(
+        self,
+        files: list[Path],
+        open_files: ExitStack,
+        *,
+        last: str,
+        dtype: Dtype = Dtype.FLOAT32,
+    ) -> None:
         self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
         for file in files:
             try:
@@ -61,6 +67,7 @@ class TensorFiles:
         # A model of text and images may have the same embeddings in both towers: not this one.
         found = (name for name in self._homes if name == last or name.endswith("." + last))
         self._prefix = next(found, last).removesuffix(last)
+        self._last, self._dtype = last, dtype
 
     def length(self, name: str) -> int:
         """The length of the first dimension of a tensor."""
@@ -71,18 +78,17 @@ class TensorFiles:
         return self._shape(name)[-1]
 
     def _shape(self, name: str) -> Sequence[int]:
-        name = self._prefix + name
-        if name not in self._homes:
-            raise ConfigError(f"{self._folder}: the weights lack {name}")
-        _, opened = self._homes[name]
-        return opened.get_tensor(name).shape
+        return self._stored(self._prefix + name)[1].shape
 
-    def read(self, name: str, *shape: int) -> Tensor:
-        name = self._prefix + name
+    def _stored(self, name: str) -> tuple[Path, Tensor]:
         if name not in self._homes:
             raise ConfigError(f"{self._folder}: the weights lack {name}")
         file, opened = self._homes[name]
-        tensor = opened.get_tensor(name)
+        return file, opened.get_tensor(name)
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        name = self._prefix + name
+        file, tensor = self._stored(name)
         if tensor.shape != shape:
             raise ConfigError(f"{file}: {name} is {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -94,10 +100,14 @@ class TensorFiles:
         weight = self.read(f"{name}.weight", *shape)
         return Affine(weight, self.read(f"{name}.bias", shape[0]) if bias else None)
 
+    def linear(self, *parts: Affine, halves: bool = False) -> Linear:
+        """Linears with the same inputs as one: a gate and what it multiplies in `halves`."""
+        return Linear(*parts, dtype=self._computed, halves=halves)
 
-def fused(*parts: Affine) -> Affine:
-    """Linears with the same inputs as one, whose outputs lie behind each other."""
-    biases = [part.bias for part in parts if part.bias is not None]
-    assert len(biases) in (0, len(parts)), "all have a bias, or none"
-    weight = torch.cat([part.weight for part in parts])
-    return Affine(weight, torch.cat(biases) if biases else None)
+    @cached_property
+    def _computed(self) -> torch.dtype:
+        short = self._dtype is Dtype.BFLOAT16
+        if self._dtype is Dtype.AUTO:
+            short = self._stored(self._prefix + self._last)[1].dtype is torch.bfloat16
+        # On some machines torch is slower in bfloat16 than in float32.
+        return torch.bfloat16 if short and not extension.unavailable_reason() else torch.float32

@@ -238,9 +238,9 @@ def read_spec(folder: Path) -> VisionTowerSpec:
         spec = parse_json(tower, spec_type, file)
     else:
         spec = read_json(file, spec_type)
-    if spec.hidden % spec.heads:
+    if spec.hidden % (2 * spec.heads):
         raise ConfigError(
-            f"{file}: hidden_size = {spec.hidden} is not a multiple of "
+            f"{file}: hidden_size = {spec.hidden} is not a multiple of twice "
             f"num_attention_heads = {spec.heads}"
         )
     if spec.patch_size > spec.image_size:

@@ -145,9 +145,8 @@ class SupervisorConfig(Config):
     """Number of schedulers. One of them leads, and another takes over within some heartbeats when
     that one ends or freezes; with one alone, requests that come while it is frozen are refused."""
     encoders: Annotated[int, Meta(ge=0, extra={"unit": "processes"})] = 1
-    """Number of encoders; with 0, those of other machines embed images. They share cores evenly.
-    The content of an image selects its encoder, or the next one if that one is gone, silent or
-    overloaded."""
+    """Number of encoders; with 0, those of other machines embed images. The content of an image
+    selects its encoder, or the next one if that one is gone, silent or overloaded."""
     start_timeout_s: Seconds = 60.0
     """Maximum time until all services are ready, in seconds."""
     stop_timeout_s: Seconds = 25.0
@@ -225,6 +224,9 @@ class EncoderConfig(Config):
     model_path: str = ""
     """Folder of a CLIP or SigLIP model, or one that takes images; empty: that of the served model;
     if that takes none, every call is rejected as `unsupported`."""
+    threads: Threads | None = None
+    """Number of compute threads of an encoder; unset: an even share of the cores among the encoders
+    and workers that serve starts, or all cores of an encoder that is started alone."""
     decode_processes: Annotated[int, Meta(ge=1, le=256)] = 2
     """Number of child processes that decode images, and of others that decode videos."""
     cache_bytes_max: Bytes | None = None

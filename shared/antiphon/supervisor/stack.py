@@ -400,13 +400,14 @@ def _check_counts(settings: Settings, device: HostDevice) -> None:
 def process_share(
     settings: Settings, role: Role, number: int, device: HostDevice
 ) -> Mapping[str, str]:
-    """Return the environment variables of a process's share, if its service has several processes.
+    """Return the environment variables of a process's share, if others share the machine with it.
 
     Memory is that of `device`, measured before any process was started: a restarted process finds
     less free memory but may use as much as before. A worker on GPUs has one of its own a rank.
+    Encoders share the cores with each other and with workers that compute on the CPU.
     """
     count = _count(settings, role)
-    if count == 1:
+    if count == 1 and role is not Role.ENCODER:
         return {}
     values: dict[str, int | str] = {}
     if role is Role.WORKER:
@@ -425,7 +426,9 @@ def process_share(
     elif role is Role.TOKENIZER:
         values = {"tokenizer.threads": min(settings.tokenizer.threads, device.cores // count)}
     elif role is Role.ENCODER:
-        values = {"model.threads": settings.model.threads or device.cores // count}
+        on_cpu = not settings.model.device.startswith("cuda")
+        computing = count + (_count(settings, Role.WORKER) if on_cpu else 0)
+        values = {"encoder.threads": settings.encoder.threads or max(1, device.cores // computing)}
     return {fields()[path].variable: str(value) for path, value in values.items()}
 
 

@@ -273,11 +273,30 @@ def test_tokenizers_encode_on_all_cores_together(tmp_path: Path) -> None:
 
 def test_single_process_of_a_service_has_the_whole_machine(tmp_path: Path) -> None:
     settings = settings_of("--tokenizer-threads", "5")
-    for role in Role:
+    for role in set(Role) - {Role.ENCODER}:
         (child,) = children(settings, role, tmp_path)
         assert settings_in(child) == msgspec.structs.replace(
             settings, bus=msgspec.structs.replace(settings.bus, url="nats://127.0.0.1:1")
         )
+
+
+@pytest.mark.parametrize(
+    ("line", "threads"),
+    [
+        ("", [3]),
+        ("--supervisor-encoders 3", [1, 1, 1]),
+        ("--supervisor-encoders 2 --dp-size 4", [1, 1]),
+        ("--device cuda", [6]),
+        ("--device cuda --supervisor-encoders 2", [3, 3]),
+        ("--model-threads 1", [3]),
+        ("--encoder-threads 5 --supervisor-encoders 2", [5, 5]),
+    ],
+)
+def test_encoders_share_the_cores_with_workers_on_the_cpu(
+    line: str, threads: list[int], tmp_path: Path
+) -> None:
+    started = children(settings_of(*line.split()), Role.ENCODER, tmp_path)
+    assert [settings_in(child).encoder.threads for child in started] == threads
 
 
 @pytest.fixture(scope="module")

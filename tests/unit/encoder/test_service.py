@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 from tests.support.memory_bus import MemoryBroker, MemoryTransport
 from tests.support.services import QUICK, Running, client_bus, running
@@ -18,8 +19,10 @@ from tests.unit.encoder.images import BLUE, RED
 
 from antiphon.config.settings import EncoderConfig, Settings
 from antiphon.encoder import cache as embeddings
+from antiphon.encoder import model as vision
 from antiphon.encoder.model import VisionModel, open_model
 from antiphon.encoder.service import EncoderService, ImageEncoder, cache_bytes_max
+from antiphon.resolve.device import HostDevice
 from antiphon.service.clock import SystemClock, deadline_in
 from antiphon.service.startup import CannotStart, bind
 from antiphon.transfer.blobs import BlobServer, BlobStore, fetch
@@ -340,3 +343,12 @@ def test_the_cache_has_room_for_the_largest_images(
     """Sizes in MiB."""
     found = cache_bytes_max(replace(EncoderConfig(), **fields), embedding << 20, memory << 20)
     assert found == size << 20
+
+
+@pytest.mark.parametrize(("threads", "computing"), [(None, 5), (2, 2)])
+def test_an_encoder_alone_computes_on_all_cores(
+    threads: int | None, computing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision, "detect_device", lambda: HostDevice("cpu", 5, 0))
+    vision.set_threads(replace(QUICK, encoder=replace(EncoderConfig(), threads=threads)))
+    assert torch.get_num_threads() == computing

@@ -34,6 +34,8 @@ PASS_PAGE_TOKENS = 16
 
 def __getattr__(name: str) -> object:
     """An operation that takes its arguments as they are: the extension's own function."""
+    if name.startswith("__"):  # what an import asks for, also where the extension is not built
+        raise AttributeError(name)
     return getattr(extension.load(), name)
 
 
