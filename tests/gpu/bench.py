@@ -20,7 +20,7 @@ from tests.kernels.dry_run import MODELS, PAGE_TOKENS
 from tests.models.model_loop import ModelLoop
 
 from antiphon.kernels.attention import AttentionMetadata, KvShape
-from antiphon.kernels.experts import ExpertWeights
+from antiphon.kernels.experts import ExpertWeights, PlainMatrix
 from antiphon.kernels.kv import row_pages_shape
 from antiphon.kernels.linear_fp8 import E4M3, Fp8Matrix
 from antiphon.kernels.op import DeviceCapability
@@ -187,10 +187,9 @@ def matmul(
             )
         assert sparse.experts is not None, "a model with experts"
         count, top_k = sparse.experts
-        weights = ExpertWeights(
-            bench.randn(count, 2 * sparse.width, sparse.hidden) / sparse.hidden**0.5,
-            bench.randn(count, sparse.hidden, sparse.width) / sparse.width**0.5,
-        )
+        gate_up = bench.randn(count, 2 * sparse.width, sparse.hidden) / sparse.hidden**0.5
+        down = bench.randn(count, sparse.hidden, sparse.width) / sparse.width**0.5
+        weights = ExpertWeights(PlainMatrix(gate_up), PlainMatrix(down))
         x = bench.randn(tokens, sparse.hidden)
         for name, likely in (
             ("uniform", torch.ones(count)),
@@ -199,7 +198,7 @@ def matmul(
             generator = torch.Generator().manual_seed(0)
             chosen = torch.multinomial(likely.expand(tokens, count), top_k, generator=generator)
             used = len(chosen.unique())
-            expert_bytes = (weights.gate_up[0].nbytes + weights.down[0].nbytes) * used
+            expert_bytes = (gate_up[0].nbytes + down[0].nbytes) * used
             shares = torch.full((tokens, top_k), 1 / top_k, device=bench.device)
             measured(
                 f"moe.experts, {tokens} tokens, {name}",

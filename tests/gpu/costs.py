@@ -39,6 +39,12 @@ LAUNCHES: Mapping[str, tuple[int, int]] = {
     "gpt-oss-20b": (14, 14),
 }
 """Of a step by a graph before its sampling, those of torch included: of a layer, and beside."""
+GROUPED_BYTES: Mapping[str, tuple[float, float]] = {
+    "Llama-3.1-8B": (0.5 + 2 * 2 / 128, ITEM_BYTES),
+    "gpt-oss-20b": (ITEM_BYTES, 0.5 + 2 / 32),
+}
+"""Of a weight of the layers' linears, and of one of an expert, with its part of the scale, and of
+the minimum, of a group, where models are served in AWQ and MXFP4."""
 
 
 class StepCost(NamedTuple):
@@ -54,7 +60,14 @@ class StepCost(NamedTuple):
         return max(read_s, self.operations / rates.operations_s)
 
 
-def decode_cost(sizes: Sizes, layers: int, rows: int, keys: int) -> StepCost:
+def decode_cost(
+    sizes: Sizes,
+    layers: int,
+    rows: int,
+    keys: int,
+    linear_bytes: float = ITEM_BYTES,
+    expert_bytes: float = ITEM_BYTES,
+) -> StepCost:
     """The cost of a step of so many rows, each of which attends to so many keys.
 
     Of experts those are read that some token has: with even routing, the expected number.
@@ -62,16 +75,16 @@ def decode_cost(sizes: Sizes, layers: int, rows: int, keys: int) -> StepCost:
     queries, kv_heads, size = sizes.heads
     attention = sizes.hidden * size * (2 * queries + 2 * kv_heads)
     expert, head = 3 * sizes.hidden * sizes.width, sizes.hidden * sizes.vocabulary
-    routers, read, multiplied = 0, float(expert), expert
+    routers, read, multiplied = 0, expert * linear_bytes, expert
     if sizes.experts is not None:
         count, chosen = sizes.experts
         routers = layers * sizes.hidden * count
-        read, multiplied = expert * used_experts(count, chosen, rows), chosen * expert
-    weights = layers * (attention + read) + head
+        read = expert * used_experts(count, chosen, rows) * expert_bytes
+        multiplied = chosen * expert
     windowed = 0 if sizes.window is None else -(-layers // 2)
     seen = (layers - windowed) * keys + windowed * min(keys, sizes.window or 0)
     return StepCost(
-        weights * ITEM_BYTES + routers * ROUTER_BYTES,
+        layers * (attention * linear_bytes + read) + head * ITEM_BYTES + routers * ROUTER_BYTES,
         rows * seen * 2 * kv_heads * size * ITEM_BYTES,
         2 * rows * (layers * (attention + multiplied) + head + routers)
         + 4 * rows * seen * queries * size,

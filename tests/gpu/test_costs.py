@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import pytest
 import torch
-from tests.gpu.costs import LAUNCHES, decode_cost, launches_of, used_experts
-from tests.kernels.dry_run import MODELS, open_worker
+from tests.gpu.costs import (
+    GROUPED_BYTES,
+    ITEM_BYTES,
+    LAUNCHES,
+    decode_cost,
+    launches_of,
+    used_experts,
+)
+from tests.kernels.dry_run import MODELS, in_groups, open_worker
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,12 +45,17 @@ class StepCounts(TorchDispatchMode):
             self.cache_bytes += 2 * cached * arguments[1].itemsize
             self.operations += 4 * cached * constants["GROUP"]
         if name in EXPERTS:
-            weights = next(
-                each for each in arguments if isinstance(each, Tensor) and each.dim() > 2
-            )
+            # Weights and their scales; what there is not has another one in its place.
+            weights = {id(each): each for each in arguments if dims_of(each) > 2}
             pairs = max(each for each in arguments if isinstance(each, int))
-            self.weight_bytes += weights.nbytes
-            self.operations += 2 * pairs * prod(weights.shape[1:])
+            self.weight_bytes += sum(each.nbytes for each in weights.values())
+            halves = 2 if name == "gate_up_kernel" else 1
+            self.operations += 2 * pairs * halves * constants["HIDDEN"] * constants["WIDTH"]
+        if name == "multiply_kernel":
+            _, codes, scales, minimums, *_, tokens = arguments
+            weights = {id(each): each for each in (codes, scales, minimums)}
+            self.weight_bytes += sum(each.nbytes for each in weights.values())
+            self.operations += 2 * tokens * constants["INPUTS"] * constants["OUTPUTS"]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,9 +75,14 @@ class StepCounts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def counted(name: str, layers: int, rows: int) -> StepCounts:
+def dims_of(argument: Any) -> int:
+    return argument.dim() if isinstance(argument, Tensor) else 0
+
+
+def counted(name: str, layers: int, rows: int, way: dict[str, Any]) -> StepCounts:
     """Of a decode step by a graph."""
-    model, counts = open_worker(MODELS[name].config(layers), positions=KEYS), StepCounts(rows)
+    model = open_worker(MODELS[name].config(layers), positions=KEYS, **way)
+    counts = StepCounts(rows)
     assert isinstance(model.runner, DeviceRunner)
     graphs = model.runner._decode
     RECORDING.recorder = counts.take
@@ -80,17 +96,23 @@ def counted(name: str, layers: int, rows: int) -> StepCounts:
     return counts
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_costs_are_those_of_what_is_launched(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "grouped"),
+    [*((name, False) for name in LAUNCHES), *((name, True) for name in GROUPED_BYTES)],
+)
+def test_costs_are_those_of_what_is_launched(name: str, *, grouped: bool) -> None:
     sizes, rows = MODELS[name], 24
-    found, more = counted(name, 2, rows), counted(name, 4, rows)
+    way = in_groups(sizes.grouped) if grouped and sizes.grouped is not None else {}
+    linear_bytes, expert_bytes = GROUPED_BYTES[name] if grouped else (ITEM_BYTES, ITEM_BYTES)
+    found, more = (counted(name, layers, rows, way) for layers in (2, 4))
     each = (more.launches - found.launches) // 2
     assert LAUNCHES[name] == (each, found.launches - 2 * each)
-    cost = decode_cost(sizes, 2, rows, KEYS)
+    cost = decode_cost(sizes, 2, rows, KEYS, linear_bytes, expert_bytes)
     idle = 0.0
     if sizes.experts is not None:
         count, chosen = sizes.experts
-        idle = 2 * 2 * 3 * sizes.hidden * sizes.width * (count - used_experts(count, chosen, rows))
+        unused = count - used_experts(count, chosen, rows)
+        idle = 2 * expert_bytes * 3 * sizes.hidden * sizes.width * unused
     assert found.weight_bytes == pytest.approx(cost.weight_bytes + idle, rel=1e-9)
     assert found.cache_bytes == cost.cache_bytes
     assert found.operations == cost.operations

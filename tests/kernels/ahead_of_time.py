@@ -43,18 +43,20 @@ MATRIX_OF = {90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA"}
 """Where it is not HMMA."""
 MATRIX_OF_FP8 = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 103: "UTCQMMA", 120: "QMMA"}
 """Of 8 bits. Smaller tiles are widened by ptxas on sm_90 to sm_103, which have nothing else."""
-MULTIPLYING = frozenset(
-    {
-        *("attention.paged_attention", "experts.gate_up", "experts.down", "latent.latent"),
-        *("linear_fp8.multiply", "linear_grouped.multiply", "linear_tiled.linear"),
-    }
+WEIGHTS_FIRST = frozenset(
+    {"experts_grouped.gate_up", "experts_grouped.down", "linear_grouped.multiply"}
 )
+"""Kernels whose tiles have outputs as rows: weights are the left side of their products."""
+MULTIPLYING = WEIGHTS_FIRST | {
+    *("attention.paged_attention", "experts.gate_up", "experts.down", "latent.latent"),
+    *("linear_fp8.multiply", "linear_tiled.linear"),
+}
 """Kernels whose innermost loop multiplies matrices, and loads the next ones meanwhile."""
 WIDE, NARROW = "*fp32", "*fp8"
 """What matrix units do not multiply as it is, and what others than those of 16 bits do."""
 FEW_ELEMENTS = frozenset(
     {
-        *("decode_rows.decode_rows", "experts.sort", "futures.record", "futures.resolve"),
+        *("decode_rows.decode_rows", "expert_tiles.sort", "futures.record", "futures.resolve"),
         *("logits.bias", "logits.mask", "logits.penalize", "routing.route"),
         # A number or two of each block of 256 logits, of which there may be an odd number.
         *("sampling.bound", "sampling.invert", "sampling.log_mass"),
@@ -87,7 +89,7 @@ def lacks(code: Code, launch: Launch, sm: int) -> str | None:
         return f"its widest load is of {code.load_bits} bits"
     if name_of(launch) not in MULTIPLYING or launch.arguments[0].startswith(WIDE):
         return None
-    rows = "BLOCK_N" if name_of(launch) == "linear_grouped.multiply" else "BLOCK_M"
+    rows = "BLOCK_N" if name_of(launch) in WEIGHTS_FIRST else "BLOCK_M"
     large = int(dict(launch.constants)[rows] or 0) >= MATRIX_ROWS_MIN
     if launch.arguments[0].startswith(NARROW):
         expected = MATRIX_OF_FP8[sm] if large or sm not in MATRIX_OF else "HMMA"

@@ -28,6 +28,7 @@ from antiphon.kernels.ops import Ops, select
 from antiphon.kernels.recurrent import LayerStates, Recurrence, StateMetadata
 from antiphon.kernels.triton.backend import E4M3_SM
 from antiphon.kernels.triton.launch import RECORDING, Constant
+from antiphon.layers.methods import LinearMethod
 from antiphon.model_card.quantization_config import read_quantization
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.wire.codec import pack_ids
@@ -106,6 +107,7 @@ class Sizes:
         experts: Their number, and how many a token has.
         fp8: How weights in fp8 are made, for a worker that has some: with a scale for an output
             while loading, or with one for a block of 128 x 128, as stored.
+        grouped: What config.json says of weights in groups, for a worker that has some.
         fields: Those of its config.json that are not here.
     """
 
@@ -117,6 +119,7 @@ class Sizes:
     window: int | None = None
     experts: tuple[int, int] | None = None
     fp8: Literal["online", "block"] | None = None
+    grouped: Mapping[str, Any] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def config(self, layers: int) -> dict[str, Any]:
@@ -152,6 +155,7 @@ MODELS = {
         vocabulary=128256,
         layers=32,
         fp8="online",
+        grouped={"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
         fields={
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -201,6 +205,13 @@ MODELS = {
         window=128,
         experts=(32, 4),
         fp8="online",
+        grouped={
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+                *("model.embed_tokens", "lm_head"),
+            ],
+        },
         fields={
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
@@ -222,6 +233,8 @@ def every_launch() -> tuple[Launch, ...]:
         if sizes.fp8 is not None:
             quantization = _quantization(sizes.fp8)
             ways.append({"cache_dtype": torch.float8_e4m3fn, "quantization": quantization})
+        if sizes.grouped is not None:
+            ways.append(in_groups(sizes.grouped))
         for way in ways:
             found.update(dict.fromkeys(worker_launches(sizes.config(2), **way)))
     return tuple(found)
@@ -232,6 +245,11 @@ def worker_launches(config: Mapping[str, Any], **changes: Any) -> tuple[Launch, 
     with recording() as found:
         run_steps(open_worker(config, **changes))
     return tuple(found)
+
+
+def in_groups(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of `open_without_data` for weights in groups, as config.json describes them."""
+    return {"quantization": _stored(config), "kept": LinearMethod.GROUPED}
 
 
 def open_worker(config: Mapping[str, Any], **changes: Any) -> OpenModel:
@@ -283,8 +301,11 @@ def request(length: int, sampled: Mapping[str, Any], new_tokens: int = 3) -> Req
 def _quantization(kind: Literal["online", "block"]) -> QuantizationConfig:
     if kind == "online":
         return online_quantization(QuantizationMethod.FP8)
-    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    found = read_quantization(msgspec.json.encode({"quantization_config": stored}))
+    return _stored({"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
+def _stored(config: Mapping[str, Any]) -> QuantizationConfig:
+    found = read_quantization(msgspec.json.encode({"quantization_config": config}))
     assert found is not None, "it is there"
     return found
 

@@ -55,10 +55,11 @@ def open_without_data(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
     quantization: QuantizationConfig | None = None,
+    kept: LinearMethod = LinearMethod.FP8,
     deterministic: bool = False,
     device: torch.device = META,
 ) -> OpenModel:
-    """The model of a config.json as a worker opens it on a GPU; quantized weights are in fp8.
+    """The model of a config.json as a worker opens it on a GPU; `kept` are its quantized weights.
 
     Tensors are made on a device on which none has data.
 
@@ -68,7 +69,7 @@ def open_without_data(
     spec = _spec_of(config)
     build: BuildContext = _CudaBuild(SingleRank(), dtype, device, cache_dtype=cache_dtype)
     if quantization is not None:
-        build = replace(build, quantization=quantized_linears(quantization, spec, LinearMethod.FP8))
+        build = replace(build, quantization=quantized_linears(quantization, spec, kept))
     decoder = Decoder(spec, build, LinearMethod.TILED if deterministic else LinearMethod.PLAIN)
     decoder.pack()
     groups = cache_groups(spec, build, page_tokens=page_tokens, pages=pages)

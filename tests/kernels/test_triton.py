@@ -12,7 +12,7 @@ from antiphon.kernels.ops import select  # registers all operations
 
 FOLDER = Path(__file__).parent / "interpreted"
 ATTENTION = "(attention or split or page)"
-COSTLY = "(attention or latent or split or page or sampling or experts)"
+COSTLY = "(attention or latent or split or page or sampling or experts or expert_tiles)"
 PARTS = [
     f"{ATTENTION} and not mutants",
     f"not {ATTENTION} and not mutants",

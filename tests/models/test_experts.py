@@ -217,10 +217,17 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_stacked_experts_in_mxfp4(tmp_path: Path) -> None:
-    """As every published gpt-oss has them."""
-    save(BY_NAME["gpt-oss"], tmp_path)
-    tensors, generator = tensors_of(tmp_path), torch.Generator().manual_seed(0)
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+    ],
+}
+
+
+def in_mxfp4(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of gpt-oss with other experts: as every published one has them, and plain."""
+    tensors, generator = tensors_of(folder), torch.Generator().manual_seed(0)
     stored: dict[str, Tensor] = {}
     plain = dict(tensors)
     for name, dense in tensors.items():
@@ -234,15 +241,15 @@ def test_stacked_experts_in_mxfp4(tmp_path: Path) -> None:
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         assert plain[name].shape == dense.shape
+    return stored, plain
+
+
+def test_stacked_experts_in_mxfp4(tmp_path: Path) -> None:
+    save(BY_NAME["gpt-oss"], tmp_path)
+    stored, plain = in_mxfp4(tmp_path)
     rewrite(tmp_path, plain, None)
     want = says(tmp_path)
-    kept = [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ]
-    rewrite(tmp_path, stored, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    rewrite(tmp_path, stored, MXFP4)
     assert torch.equal(says(tmp_path), want)
 
 
@@ -271,7 +278,7 @@ def test_experts_are_rounded_to_fp8_while_loading(tmp_path: Path, name: str) -> 
         assert isinstance(block, MixtureOfExperts)
         stack = block._experts._stack
         assert stack is not None
-        assert stack.gate_up.dtype == stack.down.dtype == torch.float8_e4m3fn
+        assert [matrix[0].dtype for matrix in stack] == [torch.float8_e4m3fn] * 2
     # Some tokens are routed elsewhere.
     assert 0 < float(((narrow - want).std(dim=-1) / want.std()).median()) < 0.2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.costs import DECODE_AIMS, GPUS, decode_cost, launches_of
+from tests.gpu.costs import DECODE_AIMS, GPUS, GROUPED_BYTES, LAUNCHES, decode_cost, launches_of
 from tests.kernels.ahead_of_time import read_table
 from tests.kernels.dry_run import MODELS
 
@@ -73,13 +73,14 @@ the kernels, some of which only these checks find, must fail ([decision
 No GPU is needed to compile for one. A worker's own code serves requests with two layers of each of
 {", ".join(MODELS)}, on tensors that have shapes
 and no data: with pages of 64 tokens and graphs of up to 256 rows, in bfloat16, in deterministic
-mode, and with fp8 weights and a KV cache of float8_e4m3fn, which need 8.9. Each launch is recorded
-and compiled for each of these compute capabilities (`python -m tests.kernels.ahead_of_time`). Other
-requests of any length launch nothing else, as a test shows. Of weights in groups, latents and
-recurrent layers, the kernels are compiled for some shapes, and the rest of what such models launch
-is not. None keeps registers in memory, and each fits in the shared memory of a block there. In the
-loop that multiplies matrices, or without one anywhere, each loads 128 bits a thread at once, except
-kernels, by name, that read some numbers a row. Tiles of 64 rows are multiplied by the matrix
+mode, with fp8 weights and a KV cache of float8_e4m3fn, which need 8.9, and with weights in AWQ and
+MXFP4. Each launch is recorded and compiled for each of these compute capabilities (`python -m
+tests.kernels.ahead_of_time`). Other requests of any length launch nothing else, as a test shows. Of
+latents and recurrent layers, the kernels are compiled for some shapes, and the rest of what such
+models launch is not. None keeps registers in memory, and each fits in the shared memory of a block
+there. In the loop that multiplies matrices, or without one anywhere, each loads 128 bits a thread
+at once, except kernels, by name, that read some numbers a row. Tiles of 64 rows are multiplied by
+the matrix
 units of 9.0 and 10.x, smaller ones by those of 8.0, and the next ones are loaded meanwhile; of
 fp8, by the units of 8.9 and 12.0, and tiles of 64 rows by those of 9.0 and 10.x. Bits of
 a load, and of the launch that uses most registers of a thread, KiB of shared memory, and
@@ -98,7 +99,8 @@ them, and decode steps of Llama-3.1-8B's shape with the roofline; it says what t
 step, and for which share of it the GPU is idle. **No figure is known yet.**
 
 What a decode step in bfloat16 costs at least, whose rows have {KEYS} keys each: it reads all
-weights but embeddings, of evenly chosen experts those that some row has, and keys and values. The
+weights but embeddings, of evenly chosen experts those that some row has, and keys and values; of
+weights in groups, codes and scales. The
 time is that of the bytes or, where they take longer, of the products, by the data sheets of GPUs
 with SXM. The aim is a share of this rate: {aims}.
 Launches are those of a graph, without sampling. A test compares the formulae with what a worker
@@ -161,12 +163,12 @@ So is an output head, and blocks whose inputs are no multiple of 32.
 
 ## Weights in groups
 
-Linears of AWQ, GPTQ, compressed-tensors, torchao and MXFP4 whose weights have 4 or 8 bits and a
-scale for a group of inputs stay as they are stored, and become numbers of the model's dtype in
-registers as they are multiplied ([decision
-76](decisions/0076-codes-become-weights-in-registers.md)). Converted while loading are those of
-routed experts, of the output head, of GGUF files, with inputs or groups that are no multiple of 32,
-and all of them with `--model-linear plain`.
+Linears and routed experts of AWQ, GPTQ, compressed-tensors, torchao and MXFP4 whose weights have 4
+or 8 bits and a scale for a group of inputs stay as they are stored, and become numbers of the
+model's dtype in registers as they are multiplied ([decision
+76](decisions/0076-codes-become-weights-in-registers.md)). Converted while loading are those of the
+output head, of GGUF files, with inputs or groups that are no multiple of 32, experts of a layer
+that differ in how they are stored, and all of them with `--model-linear plain`.
 
 ## Pages outside the worker
 
@@ -198,14 +200,19 @@ def _costs() -> str:
     titles = " | ".join(f"{name} | tokens/s, aim" for name in GPUS)
     lines = [f"| model | rows | weights | keys and values | products | launches | {titles} |"]
     lines.append("|---" * (6 + 2 * len(GPUS)) + "|")
-    for name, sizes in MODELS.items():
+    served: list[tuple[str, str, tuple[float, ...]]] = [(name, name, ()) for name in LAUNCHES]
+    for name, weight_bytes in GROUPED_BYTES.items():
+        method = (MODELS[name].grouped or {})["quant_method"]
+        served.append((f"{name}, {method}", name, weight_bytes))
+    for title, name, weight_bytes in served:
+        sizes = MODELS[name]
         for rows, share in DECODE_AIMS.items():
-            cost = decode_cost(sizes, sizes.layers, rows, KEYS)
+            cost = decode_cost(sizes, sizes.layers, rows, KEYS, *weight_bytes)
             read = f"{cost.weight_bytes / 1e9:.2f} GB | {cost.cache_bytes / 1e9:.2f} GB"
             counts = f"{cost.operations / 1e12:.3f} TFLOP | {launches_of(name, sizes.layers)}"
             times = [cost.seconds(rates) for rates in GPUS.values()]
             reached = (f"{time * 1e3:.2f} ms | {share * rows / time:,.0f}" for time in times)
-            lines.append(f"| {name} | {rows} | {read} | {counts} | {' | '.join(reached)} |")
+            lines.append(f"| {title} | {rows} | {read} | {counts} | {' | '.join(reached)} |")
     return "\n".join(lines)
 
 

@@ -1,65 +1,59 @@
 """The experts of a layer, with the weights of all of them in one tensor.
 
 Axes: T tokens, K experts selected for a token, E experts, D hidden size, W width of an expert,
-G groups of inputs that share a scale.
+I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
+from torch import Tensor
 
 from antiphon.kernels.activation import clamped_swish_mul, gate
 from antiphon.kernels.linear_fp8 import Fp8Matrix, linear_fp8
+from antiphon.kernels.linear_grouped import GroupedMatrix, linear_grouped
 from antiphon.kernels.op import kernel
 from antiphon.kernels.routing import combine, sort_by_expert
 from antiphon.kernels.triton.backend import triton
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
     from antiphon.kernels.activation import ActivationKind
 
 
-class MatrixScales(NamedTuple):
-    """Scales of weights in e4m3, of each expert as in `antiphon.kernels.linear_fp8.Fp8Matrix`."""
+class PlainMatrix(NamedTuple):
+    """Weights in a dtype of activations."""
 
-    scales: Tensor  # (E, G, outputs) float32
-    group: int  # inputs of a group; the last group may have fewer
+    weights: Tensor  # (O, I)
+    bias: Tensor | None = None  # (O,)
 
 
-class ExpertScales(NamedTuple):
-    """Scales of both matrices of all experts."""
-
-    gate_up: MatrixScales
-    down: MatrixScales
+Matrix = PlainMatrix | Fp8Matrix | GroupedMatrix
 
 
 class ExpertWeights(NamedTuple):
     """Weights of all experts, outputs before inputs; the outputs of the gate come first.
 
-    With `scales`, weights are in e4m3, and activations are rounded before each product.
+    Tensors of a matrix have an axis E before their own.
     """
 
-    gate_up: Tensor  # (E, 2 W, D)
-    down: Tensor  # (E, D, W)
-    gate_up_bias: Tensor | None = None  # (E, 2 W)
-    down_bias: Tensor | None = None  # (E, D)
-    scales: ExpertScales | None = None
+    gate_up: Matrix  # of 2 W outputs and D inputs
+    down: Matrix  # of D outputs and W inputs
 
-    def linears(self, expert: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """The products of an expert: with its gate and up projections, and with its down."""
-        gate_up, down = (None, None) if self.scales is None else self.scales
-        return (
-            partial(_linear, self.gate_up[expert], self.gate_up_bias, gate_up, expert),
-            partial(_linear, self.down[expert], self.down_bias, down, expert),
-        )
+    @property
+    def experts(self) -> int:
+        return len(self.down[0])
+
+
+def matrix_of(stacked: Matrix, expert: int) -> Matrix:
+    """The matrix of one expert, in the same memory."""
+    tensors = {
+        name: part[expert] for name, part in stacked._asdict().items() if isinstance(part, Tensor)
+    }
+    return stacked._replace(**tensors)
 
 
 @kernel("moe.experts", triton("experts:experts", fixed="experts_fixed"))
@@ -80,28 +74,25 @@ def experts(
 
     x (T, D); chosen (T, K) int64, each below E; shares (T, K) float32  ->  (T, D)
     """
-    count = len(weights.down)
-    pair, bounds = sort_by_expert(chosen, count)
+    pair, bounds = sort_by_expert(chosen, weights.experts)
     rows = x.index_select(0, pair // chosen.shape[1])  # (T * K, D)
     if weighted_inputs:
         rows = (rows * shares.flatten()[pair, None]).to(x.dtype)
         shares = torch.ones_like(shares)
     made: list[Tensor] = []
     for expert, (begin, end) in enumerate(pairwise(bounds)):
-        gate_up, down = weights.linears(expert)
-        wide = gate_up(rows[begin:end])
+        wide = _multiplied(matrix_of(weights.gate_up, expert), rows[begin:end])
         if isinstance(activation, tuple):
             opened = clamped_swish_mul.reference(wide, *activation)
         else:
             opened = gate.reference(wide, activation)
-        made.append(down(opened))
+        made.append(_multiplied(matrix_of(weights.down, expert), opened))
     return combine.reference(torch.cat(made), pair, shares)
 
 
-def _linear(
-    weight: Tensor, biases: Tensor | None, scales: MatrixScales | None, expert: int, x: Tensor
-) -> Tensor:
-    bias = None if biases is None else biases[expert]
-    if scales is None:
-        return F.linear(x, weight, bias)
-    return linear_fp8.reference(x, Fp8Matrix(weight, scales.scales[expert], scales.group, bias))
+def _multiplied(matrix: Matrix, x: Tensor) -> Tensor:
+    if isinstance(matrix, Fp8Matrix):
+        return linear_fp8.reference(x, matrix)
+    if isinstance(matrix, GroupedMatrix):
+        return linear_grouped.reference(x, matrix)
+    return F.linear(x, *matrix)

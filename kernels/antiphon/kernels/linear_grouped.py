@@ -46,7 +46,7 @@ class GroupedMatrix(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        return self.codes.shape[1] * (1 if self.codes.dtype is torch.int8 else 2)
+        return self.codes.shape[-1] * (1 if self.codes.dtype is torch.int8 else 2)
 
     def dequantize(self) -> Tensor:
         """The weights in float32, (O, I)."""
@@ -74,10 +74,12 @@ class GroupedCodes(NamedTuple):
     bits: int  # 4 or 8
     first: int | None = None  # as in `GroupedMatrix`
 
-    def empty(self, outputs: int, inputs: int, device: torch.device) -> Tensor:
+    def empty(self, *size: int, device: torch.device) -> Tensor:
+        """Memory for so many weights; inputs are the last axis."""
+        *outputs, inputs = size
         if self.bits == 8:
-            return torch.empty((outputs, inputs), dtype=torch.int8, device=device)
-        return torch.empty((outputs, inputs // 2), dtype=torch.uint8, device=device)
+            return torch.empty((*outputs, inputs), dtype=torch.int8, device=device)
+        return torch.empty((*outputs, inputs // 2), dtype=torch.uint8, device=device)
 
 
 def codes_of(grouping: Grouping, inputs: int) -> GroupedCodes | None:

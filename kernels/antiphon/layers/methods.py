@@ -177,16 +177,6 @@ class Fp8Weights:
     def __init__(self, matrix: Fp8Matrix) -> None:
         self.matrix = matrix
 
-    @classmethod
-    def empty(
-        cls, shape: LinearShape, dtype: torch.dtype, device: torch.device, group: int
-    ) -> Fp8Weights:
-        codes = torch.empty((shape.outputs, shape.inputs), dtype=E4M3, device=device)
-        groups = -(-shape.inputs // group)
-        scales = torch.empty((groups, shape.outputs), dtype=torch.float32, device=device)
-        bias = torch.empty(shape.outputs, dtype=dtype, device=device) if shape.bias else None
-        return cls(Fp8Matrix(codes, scales, group, bias))
-
     def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
         part, matrix = cut.of(field, tensor), self.matrix
         rows = slice(cut.into, cut.into + len(part))
@@ -204,27 +194,9 @@ class GroupedCodeWeights:
 
     packed: CompiledLinear | None = None
 
-    def __init__(
-        self,
-        shape: LinearShape,
-        dtype: torch.dtype,
-        device: torch.device,
-        grouping: Grouping,
-        codes: GroupedCodes,
-    ) -> None:
+    def __init__(self, matrix: GroupedMatrix, grouping: Grouping) -> None:
+        self.matrix = matrix
         self._grouping = grouping
-        outputs, groups = shape.outputs, -(-shape.inputs // grouping.group)
-        # One scale an output is little to read.
-        kept = torch.float32 if groups == 1 else grouping.multiplied_in(dtype).scales
-        scales = torch.empty((groups, outputs), dtype=kept, device=device)
-        self.matrix = GroupedMatrix(
-            codes.empty(outputs, shape.inputs, device),
-            scales,
-            torch.empty_like(scales) if grouping.minimums else None,
-            grouping.group,
-            codes.first,
-            torch.empty(outputs, dtype=dtype, device=device) if shape.bias else None,
-        )
 
     def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
         part, matrix = cut.of(field, tensor), self.matrix
@@ -249,9 +221,65 @@ class GroupedCodeWeights:
             matrix.minimums[:, rows].copy_(part.lowest.T)
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Codes:
+    """Weights stay in fp8; `group` inputs share a scale."""
+
+    group: int
+
+    def empty(
+        self, shape: LinearShape, dtype: torch.dtype, device: torch.device, *experts: int
+    ) -> Fp8Matrix:
+        """Memory of a matrix, or of as many as there are experts."""
+        groups = -(-shape.inputs // self.group)
+        bias = (*experts, shape.outputs)
+        return Fp8Matrix(
+            torch.empty((*experts, shape.outputs, shape.inputs), dtype=E4M3, device=device),
+            torch.empty((*experts, groups, shape.outputs), dtype=torch.float32, device=device),
+            self.group,
+            torch.empty(bias, dtype=dtype, device=device) if shape.bias else None,
+        )
+
+    def weights(self, matrix: Fp8Matrix | GroupedMatrix) -> Fp8Weights:
+        assert isinstance(matrix, Fp8Matrix), "memory that `empty` has made"
+        return Fp8Weights(matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class CodesInGroups:
+    """Weights stay in groups."""
+
+    grouping: Grouping
+    codes: GroupedCodes
+
+    def empty(
+        self, shape: LinearShape, dtype: torch.dtype, device: torch.device, *experts: int
+    ) -> GroupedMatrix:
+        """Memory of a matrix, or of as many as there are experts."""
+        outputs, groups = shape.outputs, -(-shape.inputs // self.grouping.group)
+        # One scale an output is little to read.
+        kept = torch.float32 if groups == 1 else self.grouping.multiplied_in(dtype).scales
+        scales = torch.empty((*experts, groups, outputs), dtype=kept, device=device)
+        bias = (*experts, outputs)
+        return GroupedMatrix(
+            self.codes.empty(*experts, outputs, shape.inputs, device=device),
+            scales,
+            torch.empty_like(scales) if self.grouping.minimums else None,
+            self.grouping.group,
+            self.codes.first,
+            torch.empty(bias, dtype=dtype, device=device) if shape.bias else None,
+        )
+
+    def weights(self, matrix: Fp8Matrix | GroupedMatrix) -> GroupedCodeWeights:
+        assert isinstance(matrix, GroupedMatrix), "memory that `empty` has made"
+        return GroupedCodeWeights(matrix, self.grouping)
+
+
 LinearWeights = PlainWeights | PackedWeights | GroupedWeights
 OpWeights = Fp8Weights | GroupedCodeWeights
 """Weights that an op multiplies, which a layer calls for them."""
+OpCodes = Fp8Codes | CodesInGroups
+"""How they are kept."""
 
 
 class LinearMethod(StrEnum):

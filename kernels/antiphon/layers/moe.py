@@ -10,15 +10,15 @@ import torch
 
 from antiphon.kernels.activation import ActivationKind, sigmoid
 from antiphon.kernels.cpu.experts import CompiledExperts, PackedExperts
-from antiphon.kernels.experts import ExpertScales, ExpertWeights, MatrixScales
-from antiphon.kernels.linear_fp8 import E4M3, Fp8Matrix
+from antiphon.kernels.experts import ExpertWeights, Matrix, PlainMatrix, matrix_of
 from antiphon.kernels.routing import RoutingSpec, sort_by_expert
 from antiphon.layers.linear import LinearPart, kernels_of, multiply, weight_sources
 from antiphon.layers.methods import (
     WHOLE_SLICE,
-    Fp8Weights,
     LinearShape,
     LinearWeights,
+    OpCodes,
+    OpWeights,
     PlainWeights,
     RankSlice,
 )
@@ -251,14 +251,15 @@ class ExpertsShare:
 
 @dataclass(frozen=True, slots=True)
 class _Expert:
-    gate_up: LinearWeights | Fp8Weights
-    down: LinearWeights | Fp8Weights
+    gate_up: LinearWeights | OpWeights
+    down: LinearWeights | OpWeights
 
 
 class Experts(Module):
     """This rank's share of all experts; each is two linears of its own.
 
-    A GPU multiplies by all of them at once, and so does what computes with weights in fp8.
+    A GPU multiplies by all of them at once, and so does what computes with weights in fp8. Weights
+    stay as they are stored where those of all experts can.
     """
 
     def __init__(self, site: LayerBuildContext, spec: ExpertsSpec) -> None:
@@ -270,6 +271,7 @@ class Experts(Module):
         self._down_bias = spec.bias and own.start == 0
         wide_shape = LinearShape(site.hidden, 2 * self._width, spec.bias, halves=True)
         self._shapes = wide_shape, LinearShape(self._width, site.hidden, self._down_bias)
+        self._codes = self._op_codes()
         self._stack = self._stacked_weights()
         self._experts = [self._expert(number) for number in self.share.numbers]
         gate = "activation.silu_mul" if spec.activation == "silu" else "activation.gate"
@@ -330,41 +332,34 @@ class Experts(Module):
 
     def _stacked_weights(self) -> ExpertWeights | None:
         """The weights of all experts in one tensor; None: each has its own."""
-        build, groups = self._site.build, self._fp8_groups()
-        if groups is None and build.device_kind == "cpu":
+        build, codes = self._site.build, self._codes
+        if codes is None and build.device_kind == "cpu":
             return None
-        count, device = len(self.share.numbers), build.device
-        kind, scales = build.dtype, None
-        if groups is not None:
-            kind, made = E4M3, list[MatrixScales]()
-            for shape, group in zip(self._shapes, groups, strict=True):
-                size = (count, -(-shape.inputs // group), shape.outputs)
-                made.append(
-                    MatrixScales(torch.empty(size, dtype=torch.float32, device=device), group)
-                )
-            scales = ExpertScales(*made)
-        gate_up, down = (
-            torch.empty((count, shape.outputs, shape.inputs), dtype=kind, device=device)
-            for shape in self._shapes
-        )
-        gate_up_bias, down_bias = (
-            build.empty(count, shape.outputs) if shape.bias else None for shape in self._shapes
-        )
-        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, scales)
+        return ExpertWeights(*map(self._matrix, self._shapes, codes or (None, None)))
 
-    def _fp8_groups(self) -> tuple[int, int] | None:
-        """Inputs that share a scale, of both linears; None: not all experts stay in fp8."""
+    def _matrix(self, shape: LinearShape, codes: OpCodes | None) -> Matrix:
+        """Memory of the weights of a linear of all experts."""
+        build, count = self._site.build, len(self.share.numbers)
+        if codes is not None:
+            return codes.empty(shape, build.dtype, build.device, count)
+        bias = build.empty(count, shape.outputs) if shape.bias else None
+        return PlainMatrix(build.empty(count, shape.outputs, shape.inputs), bias)
+
+    def _op_codes(self) -> tuple[OpCodes, OpCodes] | None:
+        """How both linears stay as they are stored; None: not those of all experts do alike."""
         build, method = self._site.build, self._site.method
         wide_shape, down_shape = self._shapes
-        found: set[tuple[int, int]] = set()
+        found: set[tuple[OpCodes | None, OpCodes | None]] = set()
         for number in self.share.numbers:
             wide_names, down_names = self._names(number)
-            wide = build.fp8_group(wide_names, wide_shape, method, self._site.hidden)
-            down = build.fp8_group(down_names, down_shape, method, self._spec.width)
-            if wide is None or down is None:
-                return None
-            found.add((wide, down))
-        return found.pop() if len(found) == 1 else None
+            found.add(
+                (
+                    build.op_codes(wide_names, wide_shape, method, self._site.hidden),
+                    build.op_codes(down_names, down_shape, method, self._spec.width),
+                )
+            )
+        wide, down = found.pop()
+        return None if found or wide is None or down is None else (wide, down)
 
     def _names(self, number: int) -> tuple[list[str], list[str]]:
         """Of an expert's linears: those of gate and up, and that of down."""
@@ -387,21 +382,14 @@ class Experts(Module):
                 build.create(down, down_shape, method, self._spec.width),
             )
         place = number - self.share.numbers.start
-        linears = [
-            (weights[place], None if biases is None else biases[place])
-            for weights, biases in (
-                (stack.gate_up, stack.gate_up_bias),
-                (stack.down, stack.down_bias),
-            )
-        ]
-        if stack.scales is None:
-            return _Expert(*(PlainWeights(*linear) for linear in linears))
-        return _Expert(
-            *(
-                Fp8Weights(Fp8Matrix(codes, each.scales[place], each.group, bias))
-                for (codes, bias), each in zip(linears, stack.scales, strict=True)
-            )
-        )
+        matrices = (matrix_of(matrix, place) for matrix in stack)
+        return _Expert(*map(self._linear, matrices, self._codes or (None, None)))
+
+    def _linear(self, matrix: Matrix, codes: OpCodes | None) -> PlainWeights | OpWeights:
+        if isinstance(matrix, PlainMatrix):
+            return PlainWeights(*matrix)
+        assert codes is not None, "how it is kept"
+        return codes.weights(matrix)
 
     def _gated(self, ctx: ForwardContext, gate_up: Tensor) -> Tensor:
         activation = self.activation

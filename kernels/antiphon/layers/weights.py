@@ -11,7 +11,7 @@ from antiphon.kernels.cpu.linear import Grouping
 from antiphon.kernels.linear_fp8 import is_multiplied
 from antiphon.kernels.linear_grouped import codes_of
 from antiphon.kernels.triton.backend import INTERPRETER
-from antiphon.layers.methods import ON_DEVICE, Fp8Weights, GroupedCodeWeights, LinearMethod
+from antiphon.layers.methods import ON_DEVICE, CodesInGroups, Fp8Codes, LinearMethod
 from antiphon.layers.quantization.eight_bit import Fp8Storage, OnlineFp8Storage
 from antiphon.layers.quantization.storage import (
     ANY,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.kv import PageLayout
-    from antiphon.layers.methods import LinearShape, LinearWeights, OpWeights
+    from antiphon.layers.methods import LinearShape, LinearWeights, OpCodes, OpWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,29 +234,32 @@ class BuildContext:
         self, names: Sequence[str], shape: LinearShape, plain: LinearMethod, inputs: int
     ) -> LinearWeights | OpWeights:
         """As `create`, for a layer that calls the op of weights that stay as they are stored."""
-        group = self.fp8_group(names, shape, plain, inputs)
-        if group is not None:
-            return Fp8Weights.empty(shape, self.dtype, self.device, group)
-        method = self.method(names, plain)
-        if method in ON_DEVICE and self.device_kind != "cpu":
-            grouping = Grouping(8, shape.inputs, torch.float32, minimums=False)
-            if method is LinearMethod.GROUPED:
-                grouping = self._grouping(names, shape, inputs)
-            codes = None if grouping is None else codes_of(grouping, shape.inputs)
-            if grouping is not None and codes is not None:
-                return GroupedCodeWeights(shape, self.dtype, self.device, grouping, codes)
-        return self.create(names, shape, plain, inputs)
+        codes = self.op_codes(names, shape, plain, inputs)
+        if codes is None:
+            return self.create(names, shape, plain, inputs)
+        return codes.weights(codes.empty(shape, self.dtype, self.device))
 
-    def fp8_group(
+    def op_codes(
         self, names: Sequence[str], shape: LinearShape, plain: LinearMethod, inputs: int
-    ) -> int | None:
-        """Inputs that share a scale of weights that stay in fp8.
+    ) -> OpCodes | None:
+        """How weights stay as they are stored, for the op that multiplies them.
 
         None: they do not stay so, differ in that between linears that are fused, or no kernel reads
         such groups.
         """
-        if self.method(names, plain) is not LinearMethod.FP8:
+        method = self.method(names, plain)
+        if method is LinearMethod.FP8:
+            group = self._fp8_group(names, shape, inputs)
+            return None if group is None else Fp8Codes(group)
+        if method not in ON_DEVICE or self.device_kind == "cpu":
             return None
+        grouping = Grouping(8, shape.inputs, torch.float32, minimums=False)
+        if method is LinearMethod.GROUPED:
+            grouping = self._grouping(names, shape, inputs)
+        codes = None if grouping is None else codes_of(grouping, shape.inputs)
+        return None if grouping is None or codes is None else CodesInGroups(grouping, codes)
+
+    def _fp8_group(self, names: Sequence[str], shape: LinearShape, inputs: int) -> int | None:
         groups: set[int | None] = set()
         for name in names:
             storage = self.storage(name)

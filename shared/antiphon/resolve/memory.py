@@ -111,18 +111,10 @@ FP8_BYTES = 1 + 4 / 128
 
 
 def _wide_parameters(card: ModelCard, quantization: QuantizationConfig | None) -> int:
-    """Quantized parameters that do not stay as they are stored on a GPU.
-
-    Those of a head; and of experts, unless they are in fp8.
-    """
-    if quantization is None:
+    """Quantized parameters that do not stay as they are stored on a GPU: those of a head."""
+    if quantization is None or not quantization.head or not quantization.scheme("lm_head"):
         return 0
-    wide = 0
-    if (experts := card.experts) is not None and not quantization.fp8:
-        wide += experts.layers * experts.count * 3 * experts.width * card.hidden_size
-    if quantization.head and quantization.scheme("lm_head"):
-        wide += 0 if card.tied else card.vocabulary_size * card.hidden_size
-    return wide
+    return 0 if card.tied else card.vocabulary_size * card.hidden_size
 
 
 def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:

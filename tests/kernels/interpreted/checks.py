@@ -23,7 +23,7 @@ from antiphon.kernels import (
 from antiphon.kernels import pages as copies
 from antiphon.kernels import routing as routing_ops
 from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
-from antiphon.kernels.experts import ExpertScales, ExpertWeights, MatrixScales, experts
+from antiphon.kernels.experts import ExpertWeights, PlainMatrix, experts
 from antiphon.kernels.kv import (
     UNSCALED,
     KvScales,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.experts import Matrix
     from antiphon.kernels.norm import NormKind
 
 Module = Any
@@ -140,6 +141,50 @@ def check_route_of_nan(module: Module) -> None:
     assert set(experts.flatten().tolist()) <= set(range(5))
 
 
+Codes = Literal["e4m3", "unsigned", "signed", "e2m1", "bytes"]
+
+
+def expert_matrix(
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    kept: tuple[Codes, int] | None,
+    *,
+    bias: bool,
+    seed: int,
+) -> Matrix:
+    """Weights (E, O, I), plain or in codes with groups of so many inputs."""
+    experts, outputs, inputs = size
+    added = randn(experts, outputs, dtype=dtype, seed=seed + 2) if bias else None
+    weights = randn(*size, dtype=dtype, seed=seed)
+    if kept is None:
+        return PlainMatrix(weights, added)
+    codes, group = kept
+    if codes != "e4m3":
+        return grouped_matrix(size, group, codes, added)
+    scales = randn(experts, -(-inputs // group), outputs, seed=5).abs()
+    return linear_fp8.Fp8Matrix(weights.to(torch.float8_e4m3fn), scales, group, added)
+
+
+def grouped_matrix(
+    size: tuple[int, ...], group: int, codes: Codes, bias: Tensor | None
+) -> linear_grouped.GroupedMatrix:
+    """Weights (..., O, I) of all codes of a kind; unsigned ones, and bytes, have minimums."""
+    *experts, outputs, inputs = size
+    groups = (*experts, -(-inputs // group), outputs)
+    drawn = torch.randint(256, size, generator=torch.Generator().manual_seed(1)).byte()
+    packed = linear_grouped.packed((drawn & 15).view(-1, inputs)).view(*experts, outputs, -1)
+    kind = torch.bfloat16 if codes == "e2m1" else torch.float16
+    shifted = codes in ("unsigned", "bytes")
+    return linear_grouped.GroupedMatrix(
+        drawn.view(torch.int8) if codes == "bytes" else packed,
+        (randn(*groups, seed=2).abs() / (8 * inputs**0.5)).to(kind),
+        randn(*groups, seed=3).to(kind) / 8 if shifted else None,
+        group,
+        {"unsigned": 0, "signed": -8}.get(codes),
+        bias,
+    )
+
+
 def check_experts(
     module: Module,
     tokens: int,
@@ -151,27 +196,24 @@ def check_experts(
     weighted_inputs: bool = False,
     fixed: bool = False,
     groups: tuple[int, int] | None = None,
+    codes: Codes = "e4m3",
 ) -> None:
     """Tokens choose among all experts but the second, so that one has no token.
 
-    Weights are in e4m3 if they have `groups`: those of inputs of gate and up, and of down.
+    Weights are codes if they have `groups`: those of inputs of gate and up, and of down.
     """
     count, hidden, width = sizes
-    weights = ExpertWeights(
-        randn(count, 2 * width, hidden, dtype=dtype, seed=0),
-        randn(count, hidden, width, dtype=dtype, seed=1),
-        randn(count, 2 * width, dtype=dtype, seed=2) if bias else None,
-        randn(count, hidden, dtype=dtype, seed=3) if bias else None,
+    gate_up, down = (
+        expert_matrix(
+            (count, *size),
+            dtype,
+            None if groups is None else (codes, groups[place]),
+            bias=bias,
+            seed=place,
+        )
+        for place, size in enumerate(((2 * width, hidden), (hidden, width)))
     )
-    if groups is not None:
-        codes = [each.to(torch.float8_e4m3fn) for each in (weights.gate_up, weights.down)]
-        scales = [
-            MatrixScales(
-                randn(count, -(-each.shape[2] // group), each.shape[1], seed=5).abs(), group
-            )
-            for each, group in zip(codes, groups, strict=True)
-        ]
-        weights = weights._replace(gate_up=codes[0], down=codes[1], scales=ExpertScales(*scales))
+    weights = ExpertWeights(gate_up, down)
     x, shares = randn(tokens, hidden, dtype=dtype) / hidden**0.5, randn(tokens, 2, seed=7).abs()
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.rand(tokens, count - 1, generator=generator).argsort(dim=-1)[:, :2]
@@ -182,6 +224,16 @@ def check_experts(
     expected = experts.reference(*arguments, weighted_inputs=weighted_inputs)
     scale = expected.abs().max()
     close(got / scale, expected / scale)
+
+
+def check_expert_tiles(module: Module, tokens: int, sizes: tuple[int, int, int]) -> None:
+    """Experts whose pairs this module sorts."""
+    from antiphon.kernels.triton import experts as expert_kernels  # noqa: PLC0415  # imports triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("sort_pairs", "tile_of"):
+            patch.setattr(expert_kernels, name, getattr(module, name))
+        check_experts(expert_kernels, tokens, sizes)
 
 
 def check_quantize(
@@ -237,34 +289,18 @@ def check_linear_grouped(
     tokens: int,
     sizes: tuple[int, int],
     group: int,
-    kind: Literal["unsigned", "signed", "e2m1", "bytes"] = "unsigned",
+    codes: Codes = "unsigned",
     dtype: torch.dtype = torch.float32,
     *,
     bias: bool = False,
     fixed: bool = False,
 ) -> None:
-    """All codes of a kind; unsigned ones, and bytes, have minimums."""
     outputs, inputs = sizes
-    groups = -(-inputs // group)
-    four = kind != "bytes"
-    codes = torch.randint(256, (outputs, inputs), generator=torch.Generator().manual_seed(1)).byte()
-    codes = linear_grouped.packed(codes & 15) if four else codes.view(torch.int8)
-    scales = (randn(groups, outputs, seed=2).abs() / (8 * inputs**0.5)).to(
-        torch.bfloat16 if kind == "e2m1" else torch.float16
-    )
-    matrix = linear_grouped.GroupedMatrix(
-        codes,
-        scales,
-        randn(groups, outputs, seed=3).to(scales.dtype) / 8
-        if kind in ("unsigned", "bytes")
-        else None,
-        group,
-        {"unsigned": 0, "signed": -8}.get(kind),
-        randn(outputs, dtype=dtype, seed=4) if bias else None,
-    )
+    added = randn(outputs, dtype=dtype, seed=4) if bias else None
+    matrix = grouped_matrix(sizes, group, codes, added)
     x = randn(tokens, inputs, dtype=dtype) / inputs**0.5
     call = module.linear_grouped_fixed if fixed else module.linear_grouped
-    weight, added = matrix.dequantize().to(dtype).float(), matrix.bias
+    weight = matrix.dequantize().to(dtype).float()
     expected = x.float() @ weight.T + (0.0 if added is None else added.float())
     close(call(x, matrix), expected.to(dtype))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.kernels.interpreted.checks import DTYPES, a_shape, randn
+from tests.kernels.interpreted.checks import DTYPES, Codes, a_shape, expert_matrix, randn
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
 from tests.models.specs import BY_NAME
@@ -70,12 +70,19 @@ def test_linears_in_groups_do_not_depend_on_the_batch(dtype: torch.dtype) -> Non
 
 
 @dtypes
-def test_experts_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "kept", [None, pytest.param(("e2m1", 32), marks=pytest.mark.long)], ids=str
+)
+def test_experts_do_not_depend_on_the_batch(
+    dtype: torch.dtype, kept: tuple[Codes, int] | None
+) -> None:
     """With more pairs than a tile of few has room for, which others are multiplied in."""
-    count, hidden, width = 3, 48, 40
-    weights = ExpertWeights(
-        randn(count, 2 * width, hidden, dtype=dtype), randn(count, hidden, width, dtype=dtype)
+    count, hidden, width = 3, 64, 32
+    gate_up, down = (
+        expert_matrix(size, dtype, kept, bias=False, seed=seed)
+        for seed, size in enumerate(((count, 2 * width, hidden), (count, hidden, width)))
     )
+    weights = ExpertWeights(gate_up, down)
     x, shares = randn(90, hidden, dtype=dtype) / hidden**0.5, randn(90, 2, seed=7).abs()
     chosen = torch.rand(90, count, generator=torch.Generator().manual_seed(1)).argsort()[:, :2]
     whole = OPS.experts(x, chosen, shares, weights, "silu")

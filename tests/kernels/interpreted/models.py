@@ -17,6 +17,7 @@ from tests.models.quantization.rows import BY_NAME as QUANTIZED
 from tests.models.quantization.rows import SHAPE, write
 from tests.models.specs import BY_NAME
 from tests.models.test_draft_model import with_nan
+from tests.models.test_experts import MXFP4, in_mxfp4, rewrite
 from tests.models.test_speculation import compare, often_wrong, texts_of
 from tests.models.test_steering import bias
 from tests.models.tiny import write_llama
@@ -27,6 +28,7 @@ from antiphon.config.load import load as settings_of
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
 from antiphon.kernels.upload import upload_to
+from antiphon.layers.moe import MixtureOfExperts
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
 from antiphon.model_worker.batching.plan import DeviceLost
@@ -289,23 +291,45 @@ def test_experts_stay_in_fp8(family: str, tmp_path: Path) -> None:
 GROUPED = {**SHAPE, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("name", ["awq", "mxfp4"])
+def check_grouped(folder: Path, op: str, expected: Any, deterministic: str = "false") -> OpenModel:
+    files, environ = find_files(folder), {"ANTIPHON_MODEL__DEVICE": "interpreter"}
+    environ["ANTIPHON_MODEL__DETERMINISTIC"] = deterministic
+    settings = settings_of(environ=environ | {"ANTIPHON_CACHE__BYTES_MAX": "1000000"}).settings
+    plan = resolve(settings, read_card(files), host_device("interpreter"))
+    assert plan.quantized.value == "grouped"
+    model = load_resolved(files, plan)
+    assert {choice.backend for choice in model.runner.choices if choice.op == op} == {"triton"}
+    (got,) = outputs_of(model, overlap=False, count=1)
+    assert got[0] == expected[0]
+    assert got[1] == pytest.approx(expected[1], abs=1e-4)
+    return model
+
+
+@pytest.mark.parametrize("name", ["awq", pytest.param("mxfp4", marks=pytest.mark.long)])
 def test_weights_stay_in_groups(name: str, tmp_path: Path) -> None:
     """They make the tokens of a checkpoint of the same numbers on the CPU."""
     folder, plain = write(tmp_path, QUANTIZED[name], GROUPED)
     on_cpu = open_model(plain, pages=100, dtype="float32")
     (expected,) = outputs_of(on_cpu, overlap=False, count=1)
     for deterministic in ("false", "true"):
-        files, environ = find_files(folder), {"ANTIPHON_MODEL__DEVICE": "interpreter"}
-        environ["ANTIPHON_MODEL__DETERMINISTIC"] = deterministic
-        settings = settings_of(environ=environ | {"ANTIPHON_CACHE__BYTES_MAX": "1000000"}).settings
-        plan = resolve(settings, read_card(files), host_device("interpreter"))
-        assert plan.quantized.value == "grouped"
-        model = load_resolved(files, plan)
-        assert {c.backend for c in model.runner.choices if c.op == "linear.grouped"} == {"triton"}
-        (got,) = outputs_of(model, overlap=False, count=1)
-        assert got[0] == expected[0]
-        assert got[1] == pytest.approx(expected[1], abs=1e-4)
+        check_grouped(folder, "linear.grouped", expected, deterministic)
+
+
+def test_experts_stay_in_groups(tmp_path: Path) -> None:
+    """As those of every published gpt-oss."""
+    row = BY_NAME["gpt-oss"]
+    folder = save(replace(row, fields={**row.fields, "num_hidden_layers": 1}), tmp_path).folder
+    stored, plain = in_mxfp4(folder)
+    rewrite(folder, plain, None)
+    (expected,) = outputs_of(opened(folder, "cpu"), overlap=False, count=1)
+    rewrite(folder, stored, MXFP4)
+    model = check_grouped(folder, "moe.experts", expected)
+    (layer,) = model.runner._model.own_decoder.layers
+    block = layer._feed_forward
+    assert isinstance(block, MixtureOfExperts)
+    stack = block._experts._stack
+    assert stack is not None
+    assert [matrix[0].dtype for matrix in stack] == [torch.uint8] * 2
 
 
 def test_kernels_that_copy_pages_are_compiled_before_the_first_request(tmp_path: Path) -> None:

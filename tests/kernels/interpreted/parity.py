@@ -51,6 +51,14 @@ def _checked() -> Iterator[None]:
 FAST = ([1, 5], [70, 3])
 
 dtypes = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+in_codes = pytest.mark.parametrize(
+    ("codes", "dtype"),
+    [
+        *(("e2m1", dtype) for dtype in checks.DTYPES),
+        *(("unsigned", torch.bfloat16), ("signed", torch.float16), ("bytes", torch.float32)),
+    ],
+    ids=str,
+)
 
 
 @dtypes
@@ -143,6 +151,29 @@ def test_experts_in_tiles_of_one_size_equal_their_reference() -> None:
     checks.check_experts(experts, 90, (3, 64, 64), bias=True, fixed=True)
 
 
+@in_codes
+def test_experts_in_groups_equal_their_reference(codes: checks.Codes, dtype: torch.dtype) -> None:
+    checks.check_experts(
+        experts, 9, (5, 160, 96), (1.7, 0.5), dtype, bias=True, groups=(64, 32), codes=codes
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "groups", "weighted_inputs"),
+    [(1, (4, 96, 32), (96, 32), False), (40, (3, 64, 32), (32, 32), True)],
+)
+def test_experts_in_groups_have_any_size(
+    tokens: int, sizes: tuple[int, int, int], groups: tuple[int, int], *, weighted_inputs: bool
+) -> None:
+    checks.check_experts(
+        experts, tokens, sizes, weighted_inputs=weighted_inputs, groups=groups, codes="e2m1"
+    )
+
+
+def test_experts_in_groups_and_tiles_of_one_size_equal_their_reference() -> None:
+    checks.check_experts(experts, 40, (3, 64, 32), groups=(64, 32), codes="signed", fixed=True)
+
+
 @dtypes
 def test_linears_of_8_bits_equal_their_reference(dtype: torch.dtype) -> None:
     checks.check_linear_fp8(linear_fp8, 9, (72, 300), 128, dtype, bias=True)
@@ -161,12 +192,9 @@ def test_linears_of_8_bits_have_any_size(tokens: int, sizes: tuple[int, int], gr
     checks.check_quantize(rounding, tokens, sizes[1], group)
 
 
-@dtypes
-@pytest.mark.parametrize("kind", ["unsigned", "signed", "e2m1", "bytes"])
-def test_linears_in_groups_equal_their_reference(
-    kind: Literal["unsigned", "signed", "e2m1", "bytes"], dtype: torch.dtype
-) -> None:
-    checks.check_linear_grouped(linear_grouped, 9, (72, 160), 64, kind, dtype, bias=True)
+@in_codes
+def test_linears_in_groups_equal_their_reference(codes: checks.Codes, dtype: torch.dtype) -> None:
+    checks.check_linear_grouped(linear_grouped, 9, (72, 160), 64, codes, dtype, bias=True)
 
 
 @pytest.mark.parametrize(
@@ -357,13 +385,17 @@ routes = partial(checks.check_route, tokens=5, count=12, routing=checks.ROUTINGS
 few_experts = partial(checks.check_experts, tokens=9, sizes=(5, 40, 72), bias=True)
 fp8_experts = partial(few_experts, sizes=(5, 160, 72), groups=(64, 32))
 fp8_outputs = partial(few_experts, groups=(40, 72))
-many_pairs = partial(checks.check_experts, tokens=90, sizes=(3, 16, 16))
 fp8_rows = partial(checks.check_linear_fp8, tokens=9, sizes=(40, 100), group=100, bias=True)
 rounded_rows = partial(checks.check_quantize, tokens=9, inputs=100, group=100)
 rounded_groups = partial(checks.check_quantize, tokens=9, inputs=300, group=64)
 tiled = partial(checks.check_linear_tiled, tokens=70, sizes=(40, 100), bias=True)
 in_groups = partial(checks.check_linear_grouped, tokens=9, sizes=(72, 160), group=64, bias=True)
 in_large_groups = partial(in_groups, sizes=(40, 256), group=128)
+grouped_experts = partial(
+    checks.check_experts, tokens=9, sizes=(5, 160, 96), bias=True, groups=(64, 32), codes="unsigned"
+)
+few_tiles = partial(checks.check_expert_tiles, tokens=9, sizes=(5, 40, 72))
+many_tiles = partial(checks.check_expert_tiles, tokens=90, sizes=(3, 16, 16))
 fp8_groups = partial(checks.check_linear_fp8, tokens=9, sizes=(72, 300), group=64)
 few_heads = partial(checks.check_heads, tokens=3, shape=(6, 2, 24, 16))
 many_heads = partial(checks.check_heads, tokens=30, shape=(6, 2, 24, 24))
@@ -412,22 +444,34 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("routing", "tl.static_range(BEST)", "tl.static_range(1)", groups),
     ("routing", "tl.where(mine, 1, kept)", "tl.where(mine, 1, 0)", groups),
     ("routing", "expert, GROUPS * EACH - 1)", "expert, GROUPS * EACH)", checks.check_route_of_nan),
-    ("experts", "(number < expert)", "(number <= expert)", few_experts),
-    ("experts", "mask=mine == 1", "mask=mine >= 0", few_experts),
+    ("expert_tiles", "(number < expert)", "(number <= expert)", few_tiles),
+    ("expert_tiles", "mask=mine == 1", "mask=mine >= 0", few_tiles),
     (
-        "experts",
+        "expert_tiles",
         "next_place += tl.sum(mine, axis=0)",
         "next_place += 0",
-        partial(many_pairs, tokens=700),
+        partial(many_tiles, tokens=700),
     ),
-    ("experts", "axis=0) <= tile)", "axis=0) < tile)", few_experts),
-    ("experts", "(tile - before) * BLOCK_M", "0", many_pairs),
+    ("expert_tiles", "axis=0) <= tile)", "axis=0) < tile)", few_tiles),
+    ("expert_tiles", "(tile - before) * BLOCK_M", "0", many_tiles),
+    ("expert_tiles", "// size + min(pairs, experts)", "// size + 1", few_tiles),
+    ("experts_grouped", "place // 2 + place % 2 * WIDTH", "place // 2", grouped_experts),
+    ("experts_grouped", "place < 2 * WIDTH", "place >= 0", grouped_experts),
+    ("experts_grouped", "(pair // TOP_K)", "pair", grouped_experts),
+    ("experts_grouped", "(2 * WIDTH * HIDDEN * BITS", "(WIDTH * HIDDEN * BITS", grouped_experts),
+    ("experts_grouped", "codes + which * (HIDDEN", "codes + 0 * (HIDDEN", grouped_experts),
+    ("experts_grouped", "// GROUP * 2 * WIDTH", "// GROUP * WIDTH", grouped_experts),
+    ("experts_grouped", "// GROUP * HIDDEN", "// GROUP * 0", grouped_experts),
+    ("experts_grouped", "biases + which * (2 * WIDTH)", "biases", grouped_experts),
+    ("experts_grouped", "biases + which * HIDDEN", "biases", grouped_experts),
+    ("experts_grouped", "gate, up = tl.split", "up, gate = tl.split", grouped_experts),
     (
-        "experts",
-        "tiles = pairs // block_m + min(pairs, count)",
-        "tiles = pairs // block_m + 1",
-        few_experts,
+        "experts_grouped",
+        "pair.to(tl.int64)[:, None] * HIDDEN",
+        "row[:, None] * HIDDEN",
+        grouped_experts,
     ),
+    ("experts_grouped", "ceil_div(hidden, constants", "(hidden // constants", grouped_experts),
     ("experts", "place + WIDTH * HIDDEN", "place", few_experts),
     ("experts", "bias + WIDTH", "bias", few_experts),
     (
@@ -447,8 +491,8 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("experts", "(GROUPS * 2 * WIDTH)", "WIDTH", fp8_outputs),
     (
         "experts",
-        "weighted, rows_each = False, 1",
-        "weighted, rows_each = False, top_k",
+        "each, weighted = 1, False",
+        "weighted = False",
         partial(fp8_outputs, weighted_inputs=True),
     ),
     ("rounding", "scale > 0, scale, 1.0", "scale >= 0, scale, 1.0", rounded_rows),
@@ -512,16 +556,16 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
     ("linear_grouped", "minimums, begin, column", "scales, begin, column", in_groups),
     ("linear_grouped", "(byte < INPUTS // 2)", "(byte < INPUTS // 2 + 1)", in_groups),
     ("linear_grouped", "bias + column", "bias", in_groups),
-    ("linear_grouped", "ceil_div(outputs, block_n)", "outputs // block_n", in_groups),
+    ("linear_grouped", "ceil_div(outputs, constants", "(outputs // constants", in_groups),
     ("linear_grouped", "asked[:, None] & used[None, :]", "used[None, :]", in_groups),
-    ("linear_grouped", "+ FIRST", "", partial(in_groups, kind="signed")),
-    ("linear_grouped", "code > 7, -0.5", "code > 7, 0.5", partial(in_groups, kind="e2m1")),
-    ("linear_grouped", "((size & 1) | 2)", "2", partial(in_groups, kind="e2m1")),
+    ("linear_grouped", "+ FIRST", "", partial(in_groups, codes="signed")),
+    ("linear_grouped", "code > 7, -0.5", "code > 7, 0.5", partial(in_groups, codes="e2m1")),
+    ("linear_grouped", "((size & 1) | 2)", "2", partial(in_groups, codes="e2m1")),
     (
         "linear_grouped",
         "(depth < INPUTS)",
         "(depth < INPUTS + 1)",
-        partial(in_groups, kind="bytes"),
+        partial(in_groups, codes="bytes"),
     ),
     ("linear_tiled", "(depth < INPUTS)", "(depth < INPUTS + 1)", tiled),
     ("linear_tiled", "tl.trans(part), total,", "tl.trans(part),", tiled),

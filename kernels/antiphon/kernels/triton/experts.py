@@ -1,11 +1,11 @@
 """Experts: pairs of a token and an expert are sorted by expert, and each expert multiplies its own.
 
-A program has a tile of pairs of one expert and some of its outputs. How many tiles each expert has
-only the device knows, so there are as many programs as there might be, and each finds its tile; the
-host waits for nothing. Sums run in one order: there are no atomic additions.
+A program has a tile of pairs of one expert (`antiphon.kernels.triton.expert_tiles`) and some of its
+outputs. Sums run in one order: there are no atomic additions.
 
 Weights in e4m3 have a scale for each output and group of inputs, and activations are rounded to it
-before each product: see `antiphon.kernels.triton.rounding`.
+before each product: see `antiphon.kernels.triton.rounding`. Those of 4 or 8 bits in groups have
+kernels of their own (`antiphon.kernels.triton.experts_grouped`).
 
 Axes: T tokens, K experts of a token, N = T * K pairs, E experts, D hidden size, W width, G groups
 of inputs.
@@ -21,7 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
+from antiphon.kernels.experts import PlainMatrix
+from antiphon.kernels.linear_grouped import GroupedMatrix
+from antiphon.kernels.triton import experts_grouped
 from antiphon.kernels.triton.activation import CLAMPED_SWISH, KINDS, gated
+from antiphon.kernels.triton.expert_tiles import PairTiles, sort_pairs, tile_of
 from antiphon.kernels.triton.launch import ceil_div, launch, power_of_2
 from antiphon.kernels.triton.rounding import quantize
 
@@ -29,51 +33,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.activation import ActivationKind
-    from antiphon.kernels.experts import ExpertWeights, MatrixScales
+    from antiphon.kernels.experts import ExpertWeights
+    from antiphon.kernels.linear_fp8 import Fp8Matrix
 
 PASS = 1024
-"""Pairs, or elements of a row, that a program reads at a time."""
+"""Elements of a row that a program reads at a time."""
 FEW, MANY = 16, 64
 """Pairs of a tile: the fewest that fill the matrix units, and those of a long prefill."""
 OUTPUTS = 64
 DEPTH_BYTES = 128
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def sort_kernel(chosen, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The pairs of an expert in the order of tokens, behind those of the experts before it."""
-    expert = tl.program_id(0)
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, pairs, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        number = tl.load(chosen + place, mask=place < pairs, other=EXPERTS)
-        before += (number < expert).to(tl.int32)
-    next_place = tl.sum(before, axis=0)
-    tl.store(starts + expert, next_place)
-    for start in range(0, pairs, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        number = tl.load(chosen + place, mask=place < pairs, other=EXPERTS)
-        mine = (number == expert).to(tl.int32)
-        tl.store(order + next_place + tl.cumsum(mine, axis=0) - 1, place, mask=mine == 1)
-        next_place += tl.sum(mine, axis=0)
-
-
-@triton.jit
-def _tile_of(
-    starts, tile, pairs, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """The expert of a tile, and its sorted pairs: the first, and the one behind the expert's last.
-
-    Tiles beyond the last have the expert behind the last.
-    """
-    number = tl.arange(0, BLOCK_E)
-    start = tl.load(starts + number, mask=number < EXPERTS, other=pairs)
-    end = tl.load(starts + number + 1, mask=number + 1 < EXPERTS, other=pairs)
-    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
-    expert = tl.sum((tl.cumsum(tiles, axis=0) <= tile).to(tl.int32), axis=0)
-    before = tl.sum(tl.where(number < expert, tiles, 0), axis=0)
-    first = tl.sum(tl.where(number == expert, start, 0), axis=0) + (tile - before) * BLOCK_M
-    return expert, first, tl.sum(tl.where(number == expert, end, 0), axis=0)
 
 
 @triton.jit
@@ -129,7 +97,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Activated outputs (N, W) of the gate and up projections, in the order of sorted pairs."""
-    expert, first, stop = _tile_of(starts, tl.program_id(0), pairs, EXPERTS, BLOCK_E, BLOCK_M)
+    expert, first, stop = tile_of(starts, tl.program_id(0), pairs, EXPERTS, BLOCK_E, BLOCK_M)
     if expert < EXPERTS:
         row = first + tl.arange(0, BLOCK_M)
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -195,7 +163,7 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Outputs (N, D) of the down projections, in the order of pairs."""
-    expert, first, stop = _tile_of(starts, tl.program_id(0), pairs, EXPERTS, BLOCK_E, BLOCK_M)
+    expert, first, stop = tile_of(starts, tl.program_id(0), pairs, EXPERTS, BLOCK_E, BLOCK_M)
     if expert < EXPERTS:
         row = first + tl.arange(0, BLOCK_M)
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -258,14 +226,15 @@ def experts(
     weighted_inputs: bool = False,
 ) -> Tensor:
     """As `antiphon.kernels.experts.experts`."""
-    few = chosen.numel() <= FEW * len(weights.down)
+    few = chosen.numel() <= FEW * weights.experts
+    many = experts_grouped.MANY if isinstance(weights.gate_up, GroupedMatrix) else MANY
     return _experts(
         x,
         chosen,
         shares,
         weights,
         activation,
-        FEW if few else MANY,
+        FEW if few else many,
         weighted_inputs=weighted_inputs,
     )
 
@@ -289,84 +258,27 @@ def _experts(
     shares: Tensor,
     weights: ExpertWeights,
     activation: ActivationKind | tuple[float, float],
-    block_m: int,
+    size: int,
     *,
     weighted_inputs: bool,
 ) -> Tensor:
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
-    count, _, width = weights.down.shape
-    (tokens, hidden), pairs, top_k = x.shape, chosen.numel(), chosen.shape[1]
-    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    starts = torch.empty(count, dtype=torch.int32, device=x.device)
-    launch(sort_kernel, (count,), chosen, order, starts, pairs, EXPERTS=count, BLOCK=PASS)
-    opened = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    made = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    out = torch.empty_like(x)
-    # Each expert that has pairs may have one tile that is not full.
-    tiles = pairs // block_m + min(pairs, count)
-    sharpness, limit = activation if isinstance(activation, tuple) else (1.0, 0.0)
-    narrow, weighted, rows, rows_each = weights.scales, weighted_inputs, x, top_k
-    if narrow is not None and weighted_inputs:
+    (tokens, hidden), top_k = x.shape, chosen.shape[1]
+    tiles = sort_pairs(chosen, weights.experts, size)
+    rows, each, weighted = x, top_k, weighted_inputs
+    if weighted and not isinstance(weights.gate_up, PlainMatrix):
         # Inputs are rounded after they were weighted: those of each pair by themselves.
-        rows = (x[:, None] * shares[..., None]).to(x.dtype).view(pairs, hidden)
-        weighted, rows_each = False, 1
-    inputs = _inputs(rows, narrow and narrow.gate_up)
-    launch(
-        gate_up_kernel,
-        (tiles, ceil_div(width, OUTPUTS)),
-        inputs.codes,
-        inputs.factors,
-        shares,
-        weights.gate_up,
-        weights.gate_up if narrow is None else narrow.gate_up.scales,
-        weights.gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
-        order,
-        starts,
-        opened,
-        len(rows),
-        pairs,
-        float(sharpness),
-        float(limit),
-        stages=3,
-        EXPERTS=count,
-        TOP_K=rows_each,
-        HIDDEN=hidden,
-        WIDTH=width,
-        GROUP=inputs.group,
-        GROUPS=inputs.groups,
-        KIND=CLAMPED_SWISH if isinstance(activation, tuple) else KINDS[activation],
-        BIAS=weights.gate_up_bias is not None,
-        SHARED=weighted,
-        BLOCK_E=power_of_2(count),
-        BLOCK_M=block_m,
-        BLOCK_N=OUTPUTS,
-        BLOCK_K=inputs.depth,
-    )
-    inputs = _inputs(opened, narrow and narrow.down)
-    launch(
-        down_kernel,
-        (tiles, ceil_div(hidden, OUTPUTS)),
-        inputs.codes,
-        inputs.factors,
-        weights.down,
-        weights.down if narrow is None else narrow.down.scales,
-        weights.down if weights.down_bias is None else weights.down_bias,
-        order,
-        starts,
-        made,
-        pairs,
-        stages=3,
-        EXPERTS=count,
-        HIDDEN=hidden,
-        WIDTH=width,
-        GROUP=inputs.group,
-        GROUPS=inputs.groups,
-        BIAS=weights.down_bias is not None,
-        BLOCK_E=power_of_2(count),
-        BLOCK_M=block_m,
-        BLOCK_N=OUTPUTS,
-        BLOCK_K=inputs.depth,
-    )
+        rows = (x[:, None] * shares[..., None]).to(x.dtype).view(-1, hidden)
+        each, weighted = 1, False
+    if isinstance(weights.gate_up, GroupedMatrix):
+        opened = experts_grouped.gate_up(rows, each, weights.gate_up, tiles, activation)
+    else:
+        opened = _gate_up(rows, each, shares, weights.gate_up, tiles, activation, weighted=weighted)
+    if isinstance(weights.down, GroupedMatrix):
+        made = experts_grouped.down(opened, weights.down, tiles)
+    else:
+        made = _down(opened, weights.down, tiles)
+    out = torch.empty_like(x)
     block = min(PASS, power_of_2(hidden))
     launch(
         combine_kernel,
@@ -382,21 +294,106 @@ def _experts(
     return out
 
 
+def _gate_up(
+    rows: Tensor,
+    each: int,
+    shares: Tensor,
+    matrix: PlainMatrix | Fp8Matrix,
+    tiles: PairTiles,
+    activation: ActivationKind | tuple[float, float],
+    *,
+    weighted: bool,
+) -> Tensor:
+    """Activated outputs (N, W) of the gate and up projections, in the order of sorted pairs.
+
+    A row is the input of `each` pairs; `weighted`: multiplied by the share of each.
+    """
+    pairs, (count, outputs, hidden) = len(tiles.order), matrix[0].shape
+    width, inputs = outputs // 2, _inputs(rows, matrix)
+    out = torch.empty((pairs, width), dtype=rows.dtype, device=rows.device)
+    sharpness, limit = activation if isinstance(activation, tuple) else (1.0, 0.0)
+    launch(
+        gate_up_kernel,
+        (tiles.count, ceil_div(width, OUTPUTS)),
+        inputs.codes,
+        inputs.factors,
+        shares,
+        matrix[0],
+        inputs.scales,
+        matrix[0] if matrix.bias is None else matrix.bias,
+        tiles.order,
+        tiles.starts,
+        out,
+        len(rows),
+        pairs,
+        float(sharpness),
+        float(limit),
+        stages=3,
+        EXPERTS=count,
+        TOP_K=each,
+        HIDDEN=hidden,
+        WIDTH=width,
+        GROUP=inputs.group,
+        GROUPS=inputs.groups,
+        KIND=CLAMPED_SWISH if isinstance(activation, tuple) else KINDS[activation],
+        BIAS=matrix.bias is not None,
+        SHARED=weighted,
+        BLOCK_E=power_of_2(count),
+        BLOCK_M=tiles.size,
+        BLOCK_N=OUTPUTS,
+        BLOCK_K=inputs.depth,
+    )
+    return out
+
+
+def _down(opened: Tensor, matrix: PlainMatrix | Fp8Matrix, tiles: PairTiles) -> Tensor:
+    """Outputs (N, D) of the down projections, in the order of pairs."""
+    pairs, (count, hidden, width) = len(opened), matrix[0].shape
+    out = torch.empty((pairs, hidden), dtype=opened.dtype, device=opened.device)
+    inputs = _inputs(opened, matrix)
+    launch(
+        down_kernel,
+        (tiles.count, ceil_div(hidden, OUTPUTS)),
+        inputs.codes,
+        inputs.factors,
+        matrix[0],
+        inputs.scales,
+        matrix[0] if matrix.bias is None else matrix.bias,
+        tiles.order,
+        tiles.starts,
+        out,
+        pairs,
+        stages=3,
+        EXPERTS=count,
+        HIDDEN=hidden,
+        WIDTH=width,
+        GROUP=inputs.group,
+        GROUPS=inputs.groups,
+        BIAS=matrix.bias is not None,
+        BLOCK_E=power_of_2(count),
+        BLOCK_M=tiles.size,
+        BLOCK_N=OUTPUTS,
+        BLOCK_K=inputs.depth,
+    )
+    return out
+
+
 class _Inputs(NamedTuple):
-    """What a product reads of rows: these, or their codes."""
+    """What a product reads of rows, these or their codes, and the scales of its weights."""
 
     codes: Tensor
     factors: Tensor  # (G, rows) float32, if they are codes
+    scales: Tensor  # (E, G, outputs) float32, likewise
     group: int  # inputs that share a scale; 0: there are none
     groups: int
     depth: int  # inputs of a step, which do not cross groups
 
 
-def _inputs(rows: Tensor, scales: MatrixScales | None) -> _Inputs:
+def _inputs(rows: Tensor, matrix: PlainMatrix | Fp8Matrix) -> _Inputs:
     depth, inputs = DEPTH_BYTES // rows.element_size(), rows.shape[1]
-    if scales is None:
-        return _Inputs(rows, rows, 0, 0, depth)
-    group = min(scales.group, inputs)
+    if isinstance(matrix, PlainMatrix):
+        return _Inputs(rows, rows, matrix.weights, 0, 0, depth)
+    group = min(matrix.group, inputs)
     codes, factors = quantize(rows, group)
     depth = DEPTH_BYTES if group == inputs else min(DEPTH_BYTES, group & -group)
-    return _Inputs(codes, factors, group, len(factors), depth)
+    return _Inputs(codes, factors, matrix.scales, group, len(factors), depth)

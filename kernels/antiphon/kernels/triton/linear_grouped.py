@@ -11,7 +11,7 @@ Axes: T tokens, I inputs, O outputs, G groups of inputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -73,15 +73,15 @@ def shared(
     return found
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def multiply_kernel(
-    x,
+@triton.jit
+def products(
+    source,
     codes,
     scales,
     minimums,
-    bias,
-    out,
-    tokens,
+    column,
+    asked,
+    used,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -89,16 +89,14 @@ def multiply_kernel(
     FIRST: tl.constexpr,
     E2M1: tl.constexpr,
     MINIMUMS: tl.constexpr,
-    BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Some outputs of some tokens. A block of inputs lies in one group, or is some groups."""
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    asked, used = row < tokens, column < OUTPUTS
-    source = x + row.to(tl.int64)[:, None] * INPUTS
+    """Sums (N, M) of some outputs of tokens that begin at `source` (M, 1).
+
+    A block of inputs lies in one group, or is some groups.
+    """
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for begin in range(0, INPUTS, BLOCK_K):
         width: tl.constexpr = BLOCK_K if BITS == 8 else BLOCK_K // 2
@@ -128,6 +126,39 @@ def multiply_kernel(
             total = tl.dot(weight, tl.trans(low), total, input_precision="ieee")
             weight = (numbers(code >> 4, FIRST, E2M1) * scale + least).to(low.dtype)
             total = tl.dot(weight, tl.trans(high), total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def multiply_kernel(
+    x,
+    codes,
+    scales,
+    minimums,
+    bias,
+    out,
+    tokens,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    FIRST: tl.constexpr,
+    E2M1: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Some outputs of some tokens."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    asked, used = row < tokens, column < OUTPUTS
+    total = products(
+        x + row.to(tl.int64)[:, None] * INPUTS,
+        codes, scales, minimums, column, asked, used,
+        INPUTS, OUTPUTS, GROUP, BITS, FIRST, E2M1, MINIMUMS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     made = tl.trans(total)
     if BIAS:
         made += tl.load(bias + column, mask=used, other=0.0).to(tl.float32)[None, :]
@@ -145,37 +176,52 @@ def linear_grouped_fixed(x: Tensor, weights: GroupedMatrix) -> Tensor:
     return _multiply(x, weights, MANY)
 
 
-def _multiply(x: Tensor, weights: GroupedMatrix, block_m: int) -> Tensor:
-    x = x.contiguous()
-    outputs, inputs = len(weights.codes), weights.inputs
-    out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    block_n = OUTPUTS if block_m < MANY else 2 * OUTPUTS
-    group = min(weights.group, inputs)
+def tensors_of(matrix: GroupedMatrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales, minimums and bias; others in place of those that there are not."""
+    scales, minimums, bias = matrix.scales, matrix.minimums, matrix.bias
+    return (
+        matrix.codes,
+        scales,
+        scales if minimums is None else minimums,
+        scales if bias is None else bias,
+    )
+
+
+def constants_of(matrix: GroupedMatrix, block_m: int) -> dict[str, Any]:
+    """What kernels know of weights when they are compiled, and of tiles of so many tokens."""
+    inputs = matrix.inputs
+    group = min(matrix.group, inputs)
     # A block is whole groups, or a part of one.
     whole = group == inputs or group % DEPTH == 0 or DEPTH % group == 0
-    minimums, bias = weights.minimums, weights.bias
+    return {
+        "warps": 4 if block_m < MANY else 8,
+        "stages": 4 if block_m == FEW else 3,
+        "GROUP": group,
+        "BITS": 8 if matrix.codes.dtype is torch.int8 else 4,
+        "FIRST": matrix.first or 0,
+        "E2M1": matrix.first is None,
+        "MINIMUMS": matrix.minimums is not None,
+        "BIAS": matrix.bias is not None,
+        "BLOCK_M": block_m,
+        "BLOCK_N": OUTPUTS if block_m < MANY else 2 * OUTPUTS,
+        "BLOCK_K": DEPTH if whole else group & -group,
+    }
+
+
+def _multiply(x: Tensor, weights: GroupedMatrix, block_m: int) -> Tensor:
+    x = x.contiguous()
+    outputs = len(weights.codes)
+    out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    constants = constants_of(weights, block_m)
     launch(
         multiply_kernel,
-        (ceil_div(len(x), block_m), ceil_div(outputs, block_n)),
+        (ceil_div(len(x), block_m), ceil_div(outputs, constants["BLOCK_N"])),
         x,
-        weights.codes,
-        weights.scales,
-        weights.scales if minimums is None else minimums,
-        weights.scales if bias is None else bias,
+        *tensors_of(weights),
         out,
         len(x),
-        warps=4 if block_m < MANY else 8,
-        stages=4 if block_m == FEW else 3,
-        INPUTS=inputs,
+        INPUTS=weights.inputs,
         OUTPUTS=outputs,
-        GROUP=group,
-        BITS=8 if weights.codes.dtype is torch.int8 else 4,
-        FIRST=weights.first or 0,
-        E2M1=weights.first is None,
-        MINIMUMS=minimums is not None,
-        BIAS=bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=DEPTH if whole else group & -group,
+        **constants,
     )
     return out
