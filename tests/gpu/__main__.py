@@ -54,6 +54,7 @@ CHECKS = (
         promise="each kernel against its reference on the CPU",
         command=ON_DEVICE,
     ),
+    _check("flashinfer", "FlashInfer's attention against the reference, if it is installed", 300),
     _check("launches", "a worker launches nothing but what was compiled ahead of time", 300),
     _check("graphs", "decode steps of one size have the same bits with graphs and without", 300),
     _check("determinism", "deterministic inference has the same bits alone and together", 300),

@@ -6,13 +6,17 @@ Each prints what it has found as JSON, and fails by an exception.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.metadata import version
+from itertools import product, starmap
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from tests.gpu.models import LOGPROBS, greedy_requests, open_sized, runner_of, watching
 from tests.kernels.dry_run import MODELS, SAMPLED, Launch, every_launch, loop_of, request
+from tests.kernels.interpreted.checks import LONG, RAGGED, a_shape, check_attention
+from tests.kernels.on_device import OnDevice
 from tests.models.model_loop import LINEAR, ModelLoop, compare_outputs
 from tests.models.rank import Ranks
 from tests.support.models import open_model
@@ -20,6 +24,9 @@ from tests.support.worker import state
 from tokenizers import Tokenizer
 
 from antiphon import embedded
+from antiphon.kernels.attention import paged_attention
+from antiphon.kernels.flashinfer import attention
+from antiphon.kernels.op import AttentionFeatures, DeviceCapability
 from antiphon.kernels.triton.backend import SMS
 from antiphon.model_card.card import read_card
 
@@ -58,6 +65,26 @@ def versions() -> Facts:
         "triton": version("triton"),
         "python": sys.version.partition(" ")[0],
     }
+
+
+def flashinfer(device: str = DEVICE) -> Facts:
+    """FlashInfer's attention equals the reference; left out where its modules are not built."""
+    (row,) = (each for each in paged_attention.backends if each.name == "flashinfer")
+    on, sm, compared = torch.device("cpu"), None, 0
+    if device == DEVICE:
+        major, minor = torch.cuda.get_device_capability(device)
+        on, sm = torch.device(device), 10 * major + minor
+    for dtype, size in product((torch.bfloat16, torch.float16), (64, 128)):
+        features = starmap(partial(AttentionFeatures, size), product((False, True), repeat=2))
+        lacks = row.needs(DeviceCapability(device, dtype, sm, None, tuple(features)))
+        if lacks is not None:
+            return {"left out": lacks}
+        for window, softcap, sinks in product((None, 200), (None, 30.0), (False, True)):
+            shape = a_shape(size=size, page_tokens=16, window=window, dtype=dtype)
+            for lengths in (RAGGED, LONG):
+                check_attention(OnDevice(attention, on), shape, lengths, softcap, sinks=sinks)
+                compared += 1
+    return {"cases": compared}
 
 
 def launches(
@@ -236,6 +263,7 @@ def _sums(folder: Path) -> list[list[int]]:
 
 STAGES: Mapping[str, Callable[[], Facts]] = {
     "versions": versions,
+    "flashinfer": flashinfer,
     "launches": launches,
     "graphs": graphs,
     "determinism": determinism,

@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from tests.gpu.costs import DECODE_AIMS, GPUS, GROUPED_BYTES, LAUNCHES, decode_cost, launches_of
 from tests.kernels.ahead_of_time import read_table
 from tests.kernels.dry_run import MODELS
 
+from antiphon.kernels.flashinfer import backend as flashinfer
 from antiphon.kernels.op import REGISTRY
 from antiphon.kernels.ops import select  # registers all operations
 from antiphon.kernels.triton.backend import DTYPES, SMS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tests.kernels.ahead_of_time import Row
 
@@ -24,6 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 KEYS = 512
 STATUS = {
     "cpu": "runs",
+    "flashinfer": "equals its reference on what stands for FlashInfer; not yet run on a GPU",
     "triton": "equals its reference in Triton's interpreter; not yet run on a GPU",
 }
 
@@ -50,17 +53,16 @@ figure of a GPU is known. A model that needs an operation without a Triton kerne
 a GPU at start, by the name of the operation; torch's own functions run linears and embeddings
 only.
 """
-    yield "| operation | `cpu` | `triton` |"
-    yield "|---|---|---|"
+    yield f"| operation | {' | '.join(f'`{name}`' for name in STATUS)} |"
+    yield "|---" * (1 + len(STATUS)) + "|"
     for name, op in sorted(REGISTRY.items()):
         if not name.startswith("test."):
             columns = (_status(op.backends, backend) for backend in STATUS)
             yield f"| `{name}` | {' | '.join(columns)} |"
     aims = ", ".join(f"{share:.0%} with {rows}" for rows, share in DECODE_AIMS.items())
-    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     yield f"""
-Triton kernels are written for {", ".join(names)}, and accept compute capabilities
-{", ".join(f"{sm // 10}.{sm % 10}" for sm in SMS)}.
+Triton kernels are written for {_names(DTYPES)}, and accept compute capabilities
+{", ".join(map(_capability, SMS))}.
 The interpreter has run all three dtypes. Its own bfloat16 computes with integers; ours rounds after
 each operation, and is compared with torch. Each access of memory in these runs is checked: that it
 lies in the tensor that its pointer began in, that no two programs write to one address, and that
@@ -112,7 +114,8 @@ launches.
 
 `--attention-backend`, `--prefill-attention-backend`, `--decode-attention-backend`,
 `--sampling-backend`, `--moe-runner-backend` and `--fp8-gemm-runner-backend` name the backend of an
-operation; the worker does not start where it cannot run, and says why. `triton` runs on a GPU. On
+operation; the worker does not start where it cannot run, and says why. `triton` runs on a GPU, and
+attention by `flashinfer`, too. On
 the CPU `intel_amx` is the `cpu` backend, and `torch_native` or `pytorch` torch's functions: whole
 layers are then no longer one call of the kernels. [Other names](reference/configuration.md) are
 refused, each with a reason.
@@ -121,7 +124,7 @@ refused, each with a reason.
 
 Models that only pool, expert parallelism, data-parallel attention, draft models, the modules of
 transformers; with latent attention also a KV cache of 8 bits, and deterministic inference with
-latent attention or several ranks. FlashInfer is not used.
+latent attention or several ranks.
 
 ## Ranks
 
@@ -130,6 +133,27 @@ it, or from `--device cuda:N` on. On the interpreter it is gloo, and all else is
 ([decision 81](decisions/0081-ranks-on-gpus-launch-in-one-order.md)). Sums are launched like
 kernels, also in captured decode steps. With `--pp-size` each rank of a stage has a GPU, too; steps
 of stages are not captured. Neither NCCL nor a graph with sums in it has **yet been run on a GPU**.
+
+## FlashInfer
+
+Attention over the KV cache runs on FlashInfer where its package and `flashinfer-jit-cache` of the
+same version are installed, and on Triton elsewhere; `--attention-backend flashinfer` refuses to
+start there ([decision 80](decisions/0080-flashinfer-plans-a-step-on-the-host.md)). Nothing is
+compiled or downloaded while serving: the modules that a model needs are loaded when the worker
+starts, and one that is not among those that are built ahead of time is named in the refusal. So
+are other dtypes than {_names(flashinfer.DTYPES)}, compute capabilities before
+{_capability(flashinfer.SM_MIN)}, and latent attention. Deterministic inference runs on Triton. The
+images do not carry the modules.
+
+| compute capability | decodes | prefills | why |
+|---|---|---|---|
+{_flashinfer_kernels()}
+
+Windows, soft caps, sinks, a KV cache of float8_e4m3fn and pages of any size are supported; decode
+steps are captured like those of Triton, and planned on the host before each replay. Its kernels of
+sampling, experts, latent attention and products in fp8 and fp4 are not used. **No GPU was at
+hand**: the calls are compared with the signatures of the pinned package, and tests compute what
+they mean.
 
 ## Deterministic inference
 
@@ -194,6 +218,27 @@ Decode steps are captured as CUDA graphs before a worker is ready, for SGLang's 
 log says how long it took and how much memory. On the interpreter a tape of all calls stands for a
 graph and is replayed from itself alone. **No graph has yet been captured on a GPU.** Prefills and
 steps that verify drafts are not captured, and neither are models with chunked attention."""
+
+
+def _flashinfer_kernels() -> str:
+    lines: list[str] = []
+    for sm in SMS:
+        decodes, prefills = (
+            flashinfer.prefill_kernels(each, torch.bfloat16, torch.bfloat16) for each in (None, sm)
+        )
+        why = "those of prefills are written for it alone; an 8-bit KV cache takes fa2"
+        if decodes == prefills:
+            why = "its others are for 9.0, compiled when they are first called, or downloaded"
+        lines.append(f"| {_capability(sm)} | `{decodes}` | `{prefills}` | {why} |")
+    return "\n".join(lines)
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _capability(sm: int) -> str:
+    return f"{sm // 10}.{sm % 10}"
 
 
 def _costs() -> str:

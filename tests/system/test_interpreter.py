@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,8 @@ PROMPTS = (
     "A cat and a dog",
 )
 OUTPUTS = 12
+STAND_IN = Path(__file__).parents[1] / "kernels" / "stand_in"
+"""What stands for FlashInfer."""
 AFTER_BLOCKS = {
     "input_ids": [5 + number * 7 % 200 for number in range(5 * BLOCK_TOKENS + 3)],
     "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True},
@@ -100,7 +103,7 @@ def test_interpreted_kernels_generate_what_the_cpu_does(
         summed = captured != "none" and ranks > 1
         assert ("sums over ranks inside: not yet run on a GPU" in log) == summed
         assert "attention.paged        triton" in log
-        assert "stalled" not in log
+        assert "batching loop stalled" not in log
         if ranks > 1:
             lose_a_rank(stack)
 
@@ -112,6 +115,19 @@ def lose_a_rank(stack: Stack) -> None:
     (rank,) = ranks_of(worker)
     os.kill(rank, signal.SIGKILL)
     wait_until(lambda: stack.pid("worker-0") != worker, END_S, "the end of the worker")
+
+
+@pytest.mark.long
+def test_flashinfer_generates_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving("--dtype", "float32") as stack:
+        expected = answers(stack)
+    monkeypatch.setenv("PYTHONPATH", str(STAND_IN), prepend=os.pathsep)
+    for flags in (("--cuda-graph-bs", "1", "2", "4", "6"), ("--disable-cuda-graph",)):
+        with serving(
+            "--device", "interpreter", "--attention-backend", "flashinfer", *flags
+        ) as stack:
+            assert answers(stack) == expected
+            assert "attention.paged        flashinfer" in stack.log("worker-0")
 
 
 def test_a_gpu_that_is_not_there_is_named_in_one_line() -> None:

@@ -20,16 +20,19 @@ from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.extension import CompiledMetadata, cpu
+from antiphon.kernels.flashinfer.backend import flashinfer
 from antiphon.kernels.kv import UNSCALED, KvScales, is_fp8, page_slots, read_keys, read_values
 from antiphon.kernels.op import kernel
 from antiphon.kernels.triton.backend import triton
 from antiphon.kernels.triton.rows import check_pages, device_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from antiphon.kernels.triton.rows import DeviceRows
     from antiphon.kernels.upload import Upload
+
+    Planner = Callable[["AttentionMetadata", "AttentionMetadata"], None]
 
 QUERIES_MAX = 256
 """Queries of one row in a block: longer chunks are split; their first pieces gather fewer keys."""
@@ -91,6 +94,8 @@ class AttentionMetadata:
     query_len: Ints  # (R,) tokens of a row in this pass
     kv_len: Ints  # (R,) tokens that the row's last query may attend to, including itself
     upload: Upload = torch.as_tensor
+    # Of rows in whose place a captured step is replayed for others, pages of each; else None.
+    pages_max: int | None = None
 
     @classmethod
     def of(
@@ -129,15 +134,25 @@ class AttentionMetadata:
         table = np.where(index < pages[:, None], first + index, -1).astype(np.int32)
         return cls(shape, table, lengths, lengths)
 
-    @classmethod
-    def decoding(
-        cls, shape: KvShape, on_device: DeviceRows, slot_mapping: Tensor
-    ) -> AttentionMetadata:
-        """Rows that are on the device already, as Triton kernels read them."""
-        none = np.zeros(0, np.int32)
-        rows = cls(shape, none[:, None], none, none)
-        vars(rows).update(on_device=on_device, slot_mapping=slot_mapping)  # what is cached
+    def resolved(self, on_device: DeviceRows, slot_mapping: Tensor) -> AttentionMetadata:
+        """These rows, which are on the device already; what is planned of them is shared."""
+        rows, known = replace(self), {"on_device": on_device, "slot_mapping": slot_mapping}
+        vars(rows).update(known, plans=self.plans, planners=self.planners)  # what is cached
         return rows
+
+    @cached_property
+    def plans(self) -> dict[Hashable, object]:
+        """What a backend has planned of these rows, which lives as long as they do."""
+        return {}
+
+    @cached_property
+    def planners(self) -> list[Planner]:
+        """What plans the captured step of these rows for others, before it is replayed.
+
+        Each is called with these, and with the rows that own what it plans: the same without rows
+        of padding.
+        """
+        return []
 
     @cached_property
     def compiled(self) -> CompiledMetadata:
@@ -271,6 +286,7 @@ class ImageRows:
 @kernel(
     "attention.paged",
     cpu("paged_attention"),
+    flashinfer("attention:paged_attention"),
     triton("attention:paged_attention", caches=True, fixed="paged_attention_fixed"),
 )
 def paged_attention(

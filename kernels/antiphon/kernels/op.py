@@ -26,13 +26,24 @@ class KernelUnavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionFeatures:
+    """What some layers of a model attend with, as far as backends differ in it."""
+
+    head_size: int
+    window: bool = False
+    softcap: bool = False
+    latent: bool = False  # pages of latents, which are keys and values
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceCapability:
-    """The facts about a device that determine which backends can run."""
+    """The facts about a device, and the model on it, that determine which backends can run."""
 
     kind: str  # cpu, cuda, or interpreter: Triton's, on CPU tensors
     dtype: torch.dtype = torch.float32
     sm: int | None = None  # of a CUDA device, its compute capability: 90 is 9.0
     cache_dtype: torch.dtype | None = None  # of an 8-bit KV cache
+    attention: tuple[AttentionFeatures, ...] = ()  # of all layers that read the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,8 @@ class Op(Generic[P, R_co]):
     ) -> BackendChoice[P, R_co]:
         """The first backend, in order, that this device can run; the reference is the last.
 
-        `invariant`: of a backend with a way that is batch-invariant, that one.
+        `invariant`: of a backend with a way that is batch-invariant, that one; a backend without
+        one only if it is forced.
 
         Raises:
             KernelUnavailable: `forced` cannot run here; names the failed condition.
@@ -83,6 +95,8 @@ class Op(Generic[P, R_co]):
                 refused.append((backend.name, f"{forced} is forced"))
             elif (lacks := backend.needs(device)) is not None:
                 refused.append((backend.name, lacks))
+            elif invariant and forced is None and not (backend.invariant or backend.fixed):
+                refused.append((backend.name, "its results depend on batch composition"))
             else:
                 fixed = backend.fixed if invariant else ""
                 module, _, name = (fixed or backend.target).partition(":")

@@ -235,6 +235,8 @@ class InterpretedStream:
         target.copy_(torch.as_tensor(values.copy()))
 
     def capture(self, run: Callable[[], None]) -> Graph:
+        with Tape().recording():
+            run()  # as on a GPU: backends plan on the host then
         tape = Tape()
         with tape.recording(fixed=True):
             run()

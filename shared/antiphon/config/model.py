@@ -64,6 +64,7 @@ class KernelBackend(StrEnum):
 
     AUTO = "auto"
     CPU = "cpu"
+    FLASHINFER = "flashinfer"
     TRITON = "triton"
     TORCH = "torch"
 
@@ -115,8 +116,9 @@ class ModelConfig(Config):
     """Device that runs the model: cpu, cuda, or cuda:N for one of several GPUs, from which on each
     rank of a worker has one; auto is cpu."""
     attention_backend: KernelBackend = KernelBackend.AUTO
-    """Backend of attention over the KV cache: the CPU's kernels (cpu), Triton's on a GPU (triton),
-    or torch's functions on the CPU (torch); auto takes the first that runs on the device."""
+    """Backend of attention over the KV cache: the CPU's kernels (cpu), FlashInfer's on a GPU whose
+    modules are built ahead of time (flashinfer), Triton's on a GPU (triton), or torch's functions
+    on the CPU (torch); auto takes the first that runs on the device."""
     prefill_attention_backend: KernelBackend = KernelBackend.AUTO
     """Backend of prefill attention; auto takes attention_backend. Prefills and decodes are
     rows of one pass, so both must have the same."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from tests.support.models import load, open_model
 from tests.support.worker import decode_plan, state
 
 from antiphon.config.load import load as settings_of
+from antiphon.kernels.flashinfer import attention as planned
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
 from antiphon.kernels.upload import upload_to
@@ -42,7 +46,6 @@ from antiphon.wire.sampling import SamplingParams, TokenOutputParams
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
-    from pathlib import Path
 
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.batching.state import RequestState
@@ -52,6 +55,7 @@ OUTPUTS = (5, 3, 5, 3)
 """Tokens of each request: steps get shorter."""
 CAPTURED = (2, 3, 5)
 CPU = torch.device("cpu")
+STAND_IN = Path(__file__).parents[1] / "stand_in"
 BAD = 0
 """A token that no prompt has."""
 
@@ -65,9 +69,16 @@ def _nan_in_padding() -> Iterator[None]:
 
 
 def opened(
-    folder: Path, device: str, dtype: str = "float32", cache_dtype: str = "auto"
+    folder: Path,
+    device: str,
+    dtype: str = "float32",
+    cache_dtype: str = "auto",
+    *,
+    attention: str | None = None,
 ) -> OpenModel:
-    return open_model(folder, pages=100, dtype=dtype, device=device, cache_dtype=cache_dtype)
+    backends = () if attention is None else (f"attention.paged:{attention}",)
+    given: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype, "backends": backends}
+    return open_model(folder, pages=100, device=device, **given)
 
 
 def requests(vocabulary: int, count: int) -> list[RequestState]:
@@ -106,10 +117,16 @@ def outputs_of(
     return [(output.ids, [token.logprob for token in output.tokens]) for output in ran]
 
 
-def replaying(folder: Path, model: OpenModel, captured: tuple[int, ...] = CAPTURED) -> DeviceRunner:
+def replaying(
+    folder: Path,
+    model: OpenModel,
+    captured: tuple[int, ...] = CAPTURED,
+    attention: str | None = None,
+) -> DeviceRunner:
     """A runner that replays decode steps, on a device that computes as late as it may."""
     loaded = load(folder, dtype="float32", device="interpreter")
-    runner = DeviceRunner(loaded, model.groups, DrawnStream(), slots=SLOTS)
+    forced = {} if attention is None else {"attention.paged": attention}
+    runner = DeviceRunner(loaded, model.groups, DrawnStream(), forced=forced, slots=SLOTS)
     for pool in runner.pools:
         for layer in range(len(pool.group.layers)):
             for pages in pool.layer(layer):
@@ -123,15 +140,18 @@ def check_device(
     overlaps: Sequence[bool] = (True,),
     count: int = 2,
     captured: tuple[int, ...] = CAPTURED,
+    attention: str | None = None,
 ) -> None:
     expected = outputs_of(opened(folder, "cpu"), overlap=False, count=count)
-    model = opened(folder, "interpreter")
-    backends = {choice.op: choice.backend for choice in model.runner.choices}
-    assert {backends[op] for op in ("attention.paged", "norm.rmsnorm")} == {"triton"}
     for overlap in overlaps:
-        model, runner = opened(folder, "interpreter"), None
+        model, runner = opened(folder, "interpreter", attention=attention), None
+        chosen = {choice.op: choice.backend for choice in model.runner.choices}
+        assert (chosen["attention.paged"], chosen["norm.rmsnorm"]) == (
+            attention or "triton",
+            "triton",
+        )
         if overlap:
-            runner = replaying(folder, model, captured)
+            runner = replaying(folder, model, captured, attention)
         got = outputs_of(model, runner, overlap=overlap, count=count)
         for (ids, logprobs), (expected_ids, expected_logprobs) in zip(got, expected, strict=True):
             assert ids == expected_ids
@@ -151,6 +171,69 @@ def test_other_families_generate_what_they_do_on_the_cpu(family: str, tmp_path: 
 def test_models_with_states_generate_what_they_do_on_the_cpu(family: str, tmp_path: Path) -> None:
     """Step by step: none is captured."""
     check_device(save(BY_NAME[family], tmp_path).folder, captured=())
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for FlashInfer is found."""
+    monkeypatch.syspath_prepend(STAND_IN)
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_flashinfer_generates_what_the_cpu_does(tmp_path: Path) -> None:
+    check_device(write_llama(tmp_path, {"num_hidden_layers": 1}), attention="flashinfer")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt-oss"])
+def test_flashinfer_has_windows_soft_caps_and_sinks(family: str, tmp_path: Path) -> None:
+    folder = save(BY_NAME[family], tmp_path).folder
+    check_device(folder, (False, True), count=4, attention="flashinfer")
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_flashinfer_is_refused_for_a_model_that_it_lacks(tmp_path: Path) -> None:
+    folder = save(BY_NAME["deepseek-v3"], tmp_path).folder
+    reason = r"attention\.paged: backend 'flashinfer' cannot run here: .* latent attention \(MLA\)"
+    with pytest.raises(KernelUnavailable, match=reason):
+        opened(folder, "interpreter", attention="flashinfer")
+
+
+PLANNING_MUTANTS = [
+    ("weakref.finalize(self, free.append, wrapper)", "free.append(wrapper)"),
+    ("rows.planners.append(self._plan_again)", "pass"),
+    (
+        "_decode_wrapper(self._way.device, self._memory)",
+        "_decode_wrapper(self._way.device, [each.clone() for each in self._memory])",
+    ),
+]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flashinfer")
+def test_plans_that_are_old_or_not_copied_yet_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_llama(tmp_path, {"num_hidden_layers": 1})
+    expected = outputs_of(opened(folder, "cpu"), overlap=False, count=2)
+    model, source = opened(folder, "interpreter"), Path(planned.__file__).read_text()
+    found: list[str] = []
+    for old, new in (("", ""), *PLANNING_MUTANTS):
+        assert old in source, "the mutant no longer applies"
+        mutant = ModuleType("mutant")
+        monkeypatch.setitem(sys.modules, "mutant", mutant)  # where a dataclass looks
+        exec(source.replace(old, new) if old else source, vars(mutant))
+        monkeypatch.setattr(planned, "paged_attention", mutant.paged_attention)
+        runner = replaying(folder, model, attention="flashinfer")
+        try:
+            got = outputs_of(model, runner, overlap=True, count=2)
+        except (AssertionError, IndexError):
+            found.append(old)
+            continue
+        if [ids for ids, _ in got] != [ids for ids, _ in expected]:
+            found.append(old)
+    assert found == [old for old, _ in PLANNING_MUTANTS]
 
 
 def test_drafts_are_verified_on_a_device(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +15,6 @@ from tests.models.tiny import VOCABULARY, write_llama
 
 from antiphon.kernels.triton import attention, heads
 from antiphon.model_worker.runner.decode_graphs import DecodeGraphs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY = replace(MODELS["Llama-3.1-8B"], hidden=64, width=96, heads=(4, 2, 16), vocabulary=300)
 SPARSE = replace(TINY, experts=(4, 2))
@@ -34,6 +31,13 @@ def test_an_argument_that_is_not_copied_back_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tests.kernels.on_device._Copies.bring_back", lambda _: None)
     with pytest.raises(AssertionError):
         check_heads(OnDevice(heads, torch.device("cpu")), 9, (6, 2, 32, 32))
+
+
+@pytest.mark.long
+def test_flashinfer_is_compared_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is not installed" in checks.flashinfer("interpreter")["left out"]
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "stand_in")
+    assert checks.flashinfer("interpreter") == {"cases": 64}
 
 
 def test_a_launch_outside_the_compile_table_is_found() -> None:

@@ -118,11 +118,11 @@ def test_a_graph_reads_its_inputs_when_it_is_replayed() -> None:
 def test_a_replay_writes_over_what_other_graphs_have_computed() -> None:
     """They share their memory: only what a graph has copied elsewhere is there afterwards."""
     stream, x = InterpretedStream(DrawnDevice().queue()), torch.ones(2)
-    kept: list[Tensor] = []
+    kept: dict[int, Tensor] = {}
     outs = [torch.zeros(2), torch.zeros(2)]
 
     def run(place: int) -> None:
-        kept.append(x * (place + 2))
+        kept[place] = x * (place + 2)
         outs[place].copy_(kept[place])
 
     with torch.inference_mode():
@@ -130,7 +130,7 @@ def test_a_replay_writes_over_what_other_graphs_have_computed() -> None:
         with stream.launching():
             for graph in graphs:
                 graph.replay()
-            download = stream.download([*outs, *kept])
+            download = stream.download([*outs, *kept.values()])
     first, second, lost, own = (values.tolist() for values in download.wait())
     assert (first, second, own) == ([2, 2], [3, 3], [3, 3])
     assert np.isnan(lost).all()

@@ -134,7 +134,9 @@ def context_tokens(settings: Settings) -> int:
         shows("--dtype", "float", entry("dtype"), "float32"),
         shows("--kv-cache-dtype", "fp8_e4m3", entry("cache_dtype"), "fp8_e4m3"),
         shows("--attention-backend", "torch_native", forced, {"attention.paged": "torch"}),
-        shows("--prefill-attention-backend", "triton", forced, {"attention.paged": "triton"}),
+        shows(
+            "--prefill-attention-backend", "flashinfer", forced, {"attention.paged": "flashinfer"}
+        ),
         shows("--decode-attention-backend", "intel_amx", forced, {"attention.paged": "cpu"}),
         shows("--sampling-backend", "pytorch", forced, {"sampling.draw": "torch"}),
         shows("--moe-runner-backend", "triton", forced, {"moe.experts": "triton"}),

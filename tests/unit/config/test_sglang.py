@@ -40,7 +40,7 @@ SETTABLE = {
     "load.config_overrides": '{"a": 1}',
     "load.format": "dummy",
     "cache.dtype": "bf16",
-    "model.attention_backend": "triton",
+    "model.attention_backend": "flashinfer",
     "model.decode_attention_backend": "torch_native",
     "model.dtype": "half",
     "model.expert_backend": "triton",
@@ -140,7 +140,12 @@ ATTENTION = (
     "flashmla trtllm_mla cutedsl_mla tokenspeed_mla tokenspeed_mha trtllm_mha hpc_ops aiter "
     "dual_chunk_flash_attn minicpm_flashattn minicpm_flashinfer wave intel_amx ascend intel_xpu mlu"
 )
-ATTENDING = {"triton": "triton", "torch_native": "torch", "intel_amx": "cpu"}
+ATTENDING = {
+    "triton": "triton",
+    "flashinfer": "flashinfer",
+    "torch_native": "torch",
+    "intel_amx": "cpu",
+}
 BACKENDS = {
     "--attention-backend": (ATTENTION, ATTENDING),
     "--prefill-attention-backend": (ATTENTION, ATTENDING),

@@ -18,7 +18,7 @@ from antiphon.kernels.triton.rows import DeviceRows, Tiles, splits_of
 from antiphon.model_worker.cache.groups import GroupKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -82,8 +82,9 @@ class DecodeGraphs:
         self._tables = [  # (S + 1, N)
             torch.zeros((slots + 1, width), dtype=torch.int32, device=device) for width in widths
         ]
-        for table, (group, _) in zip(self._tables, groups, strict=True):
-            table[self._padding] = group.pages_total
+        self._padding_pages = [group.pages_total for group, _ in groups]
+        for table, page in zip(self._tables, self._padding_pages, strict=True):
+            table[self._padding] = page
         self._inputs = torch.zeros(COLUMNS * slots, dtype=torch.int32, device=device)
         every = torch.arange(slots, dtype=torch.int32, device=device)
         self._tiles = torch.stack([every, torch.zeros_like(every)], dim=1)
@@ -100,6 +101,7 @@ class DecodeGraphs:
             for group, shape in groups
         )
         self._graphs: dict[int, Graph] = {}  # by size, rising
+        self._captured: dict[int, list[AttentionMetadata]] = {}  # by size, the rows of each group
         self._padded = True
         self._outputs: _Outputs | None = None
 
@@ -163,8 +165,11 @@ class DecodeGraphs:
             and int(plan.kv_len.max()) <= self._positions
         )
 
-    def score(self, plan: StepPlan) -> FusedDecoderOutput:
+    def score(self, plan: StepPlan, groups: Sequence[AttentionMetadata]) -> FusedDecoderOutput:
         """Run a decode step. Inside `launching`; what it returns is overwritten by the next one.
+
+        groups: the rows of the plan as each cache group sees them, which own what is planned for
+        them on the host
 
         Raises:
             RuntimeError: A row writes a token that has no page.
@@ -179,11 +184,53 @@ class DecodeGraphs:
         size = next((size for size in self._graphs if size >= rows), None)
         if size is None or not (size == rows or self._padded):
             self._fill(known, rows)
-            return self._compute(rows, int(plan.kv_len.max()))
+            return self._compute(rows, int(plan.kv_len.max()), groups)
         self._fill(known, size)
+        self._plan_again(size, groups)
         self._graphs[size].replay()
         made = self._outputs_of(rows)
         return FusedDecoderOutput(made.hidden, made.finite, made.logits, made.logits_finite, None)
+
+    def _plan_again(self, size: int, groups: Sequence[AttentionMetadata]) -> None:
+        """Let backends that plan on the host do so for the graph that is about to be replayed."""
+        captured = self._captured_groups(size)
+        if not any(rows.planners for rows in captured):
+            return
+        padded = self._padded_groups(groups, size)
+        for rows, planned, owner in zip(captured, padded, groups, strict=True):
+            for plan in rows.planners:
+                plan(planned, owner)
+
+    def _captured_groups(self, size: int) -> list[AttentionMetadata]:
+        """The rows of a captured step, which are those of padding as long as it is captured."""
+        if size not in self._captured:
+            none = np.zeros(0, np.int32)
+            nothing = (
+                AttentionMetadata(shape, none[:, None], none, none, self._upload)
+                for shape in self._shapes
+            )
+            self._captured[size] = self._padded_groups(nothing, size)
+        return self._captured[size]
+
+    def _padded_groups(
+        self, groups: Iterable[AttentionMetadata], size: int
+    ) -> list[AttentionMetadata]:
+        """The rows of each group, and behind them those of padding."""
+        padded: list[AttentionMetadata] = []
+        for rows, table, page in zip(groups, self._tables, self._padding_pages, strict=True):
+            ones = np.ones(size - len(rows.kv_len), np.int32)
+            added = ((0, len(ones)), (0, 0))
+            padded.append(
+                AttentionMetadata(
+                    rows.shape,
+                    np.pad(rows.page_table, added, constant_values=page),
+                    np.append(rows.query_len, ones),
+                    np.append(rows.kv_len, ones),
+                    rows.upload,
+                    pages_max=table.shape[1],
+                )
+            )
+        return padded
 
     def _check_pages(self, plan: StepPlan) -> None:
         rows, written = np.arange(len(plan.slot)), plan.kv_len - 1
@@ -201,7 +248,8 @@ class DecodeGraphs:
 
     def _run(self, size: int) -> None:
         """What is captured: a step whose rows may be as long as any, into the shared outputs."""
-        made, outputs = self._compute(size, self._positions), self._outputs_of(size)
+        made = self._compute(size, self._positions, self._captured_groups(size))
+        outputs = self._outputs_of(size)
         assert made.finite is not None, "layers run one by one"
         assert made.logits_finite is not None, "layers run one by one"
         outputs.hidden.copy_(made.hidden)
@@ -209,17 +257,19 @@ class DecodeGraphs:
         outputs.logits.copy_(made.logits)
         outputs.logits_finite.copy_(made.logits_finite)
 
-    def _compute(self, size: int, keys: int) -> FusedDecoderOutput:
+    def _compute(
+        self, size: int, keys: int, groups: Sequence[AttentionMetadata]
+    ) -> FusedDecoderOutput:
         inputs = self._inputs[: COLUMNS * size].view(COLUMNS, size)
-        groups: list[AttentionMetadata] = []
+        resolved: list[AttentionMetadata] = []
         rows = None
-        for shape, table in zip(self._shapes, self._tables, strict=True):
-            rows = self._ops.decode_rows(inputs, self._last, table, shape.page_tokens)
-            tiles = Tiles(self._tiles[:size], 1, splits_of(keys, size, shape.heads))
+        for group, table in zip(groups, self._tables, strict=True):
+            rows = self._ops.decode_rows(inputs, self._last, table, group.shape.page_tokens)
+            tiles = Tiles(self._tiles[:size], 1, splits_of(keys, size, group.shape.heads))
             on_device = DeviceRows(table, rows.rows, tiles, None)
-            groups.append(AttentionMetadata.decoding(shape, on_device, rows.places))
+            resolved.append(group.resolved(on_device, rows.places))
         assert rows is not None, "a model that attends"
-        ctx = self._contexts.decoding(tuple(groups), rows.positions, rows.rotary)
+        ctx = self._contexts.decoding(tuple(resolved), rows.positions, rows.rotary)
         hidden, finite, aux = self._decoder.forward(ctx, rows.tokens)
         logits = self._decoder.logits(ctx, hidden)
         return FusedDecoderOutput(hidden, finite, logits, self._ops.finite_rows(logits), None, aux)

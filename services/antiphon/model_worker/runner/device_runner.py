@@ -154,6 +154,8 @@ class DeviceRunner(ModelRunner):
             earlier.attempt(self._conclude_launched)
             if not isinstance(earlier.error, DeviceLost | None):
                 self._forget(earlier)
+            if earlier.batch is not None:
+                earlier.batch.drop_groups()
 
     def _launch(self, launched: LaunchedPlan) -> None:
         plan = launched.plan
@@ -169,7 +171,7 @@ class DeviceRunner(ModelRunner):
                 self._decode.apply(plan.changes)
             self._share_last(plan)
             if by_slot and self._decode.takes(plan):
-                launched.scored = self._decode.score(plan)
+                launched.scored = self._decode.score(plan, batch.groups)
             else:
                 launched.scored = self._score_launched(plan, batch)
 

@@ -87,6 +87,10 @@ class InputBatch:
             )
         return self._groups
 
+    def drop_groups(self) -> None:
+        """Drop what backends have planned of these rows, once the device has computed them."""
+        self._groups = None
+
     @cached_property
     def images(self) -> tuple[ImageRows, ...] | None:
         """The tokens that see each other, for each KV cache group; None: there are none."""

@@ -14,10 +14,18 @@ import numpy as np
 import torch
 
 from antiphon.kernels.latent import LatentSizes
-from antiphon.kernels.op import REFERENCE, BackendChoice, DeviceCapability, KernelUnavailable
+from antiphon.kernels.op import (
+    REFERENCE,
+    AttentionFeatures,
+    BackendChoice,
+    DeviceCapability,
+    KernelUnavailable,
+)
 from antiphon.kernels.ops import select
 from antiphon.kernels.recurrent import StateSpec
 from antiphon.kernels.upload import upload_to
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.batching.plan import (
     Flags,
     Ints,
@@ -47,7 +55,7 @@ from antiphon.model_worker.runner.pools import (
 from antiphon.model_worker.runner.sampling import Sampler, accept, greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -126,7 +134,7 @@ class ModelRunner:
         slots: int = SLOTS,
     ) -> None:
         spec, placement = model.spec, model.build
-        self.ops = select(capability_of(placement), forced, invariant=deterministic)
+        self.ops = select(capability_of(placement, spec), forced, invariant=deterministic)
         if placement.device_kind != "cpu":
             require_kernels(model, self.ops.choices)
         self._upload = upload_to(placement.device_kind, placement.device)
@@ -436,13 +444,23 @@ class ModelRunner:
             pool.zero(rows.slot_mapping[wiped])
 
 
-def capability_of(build: BuildContext) -> DeviceCapability:
-    """The facts about the device of a model."""
+def capability_of(build: BuildContext, spec: ModelSpec) -> DeviceCapability:
+    """The facts about a model and its device."""
     sm = None
     if build.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(build.device)
         sm = 10 * major + minor
-    return DeviceCapability(build.device_kind, build.dtype, sm, build.cache_dtype)
+    attention = tuple(dict.fromkeys(_attention_of(spec)))
+    return DeviceCapability(build.device_kind, build.dtype, sm, build.cache_dtype, attention)
+
+
+def _attention_of(spec: ModelSpec) -> Iterator[AttentionFeatures]:
+    for mixer in (mixer for layer in spec.layers for mixer in layer.mixers):
+        if isinstance(mixer, LatentSpec):
+            yield AttentionFeatures(mixer.cache.head_size, latent=True)
+        elif isinstance(mixer, AttentionSpec) and mixer.causal:
+            window = mixer.window is not None and not mixer.chunked
+            yield AttentionFeatures(mixer.head_size, window, mixer.softcap is not None)
 
 
 def require_kernels(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:

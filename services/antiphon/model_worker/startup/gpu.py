@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import torch
 
+from antiphon.kernels.flashinfer.backend import modules_version
 from antiphon.kernels.linear_fp8 import linear_fp8
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.triton.backend import version as kernels_version
@@ -41,11 +42,12 @@ def find_gpu(name: str, ranks: int = 1) -> int:
 
 def gpu_numerics(name: str) -> dict[str, str]:
     """What determines the bits of a result on a device, apart from its operands."""
-    sm = _sm(name)
+    sm, flashinfer = _sm(name), modules_version()
     return {
         "isa": INTERPRETER if sm is None else f"sm_{sm}",
         "kernels": f"{kernels_version()} by triton {version('triton')}",
         "torch": str(torch.__version__),
+        **({} if flashinfer is None else {"flashinfer": flashinfer}),
     }
 
 

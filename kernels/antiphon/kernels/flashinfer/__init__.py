@@ -1,0 +1,1 @@
+"""FlashInfer's kernels: a row of attention over the paged KV cache."""

@@ -1,0 +1,127 @@
+"""The backend `flashinfer` of an op: what FlashInfer needs of a device and a model.
+
+Its package has no binaries: a module of them is built ahead of time, or compiled when it is first
+called, which would take minutes of a request. So the modules that a model needs are loaded when
+backends are chosen, and one that is not built refuses the backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from antiphon.kernels.op import Backend
+from antiphon.kernels.triton.backend import INTERPRETER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from antiphon.kernels.op import AttentionFeatures, DeviceCapability
+
+PACKAGE = "flashinfer"
+MODULES = "flashinfer-jit-cache"
+"""The package of modules that are built ahead of time."""
+SM_MIN = 80
+"""The first compute capability that has the asynchronous copies of its kernels."""
+FA3_SM = 90
+"""The only compute capability that has the instructions of its FlashAttention-3 kernels."""
+DTYPES = (torch.float16, torch.bfloat16)
+NO_POSITIONS = 0
+"""RoPE is applied before keys are cached."""
+
+Kernels = Literal["fa2", "fa3"]
+"""Which of FlashInfer's kernels; its others need binaries that are downloaded while serving."""
+
+
+def flashinfer(target: str) -> Backend:
+    """The backend `flashinfer` of an op: a function `module:name` of its package.
+
+    How it splits a row depends on the other rows: it is not batch-invariant.
+    """
+    return Backend(PACKAGE, f"antiphon.kernels.flashinfer.{target}", _unsupported_reason)
+
+
+def modules_version() -> str | None:
+    """The version of the modules that are built ahead of time; None: they are not installed."""
+    try:
+        return importlib.metadata.version(MODULES)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def prefill_kernels(sm: int | None, dtype: torch.dtype, cache_dtype: torch.dtype) -> Kernels:
+    """The kernels of prefills: those of FlashAttention-3 do not convert an 8-bit KV cache."""
+    return "fa3" if sm == FA3_SM and dtype == cache_dtype else "fa2"
+
+
+def _unsupported_reason(device: DeviceCapability) -> str | None:
+    if device.kind not in ("cuda", INTERPRETER):
+        return "it runs on CUDA only"
+    if device.sm is not None:
+        if device.sm < SM_MIN:
+            return f"its kernels are not written for sm_{device.sm}"
+        if device.dtype not in DTYPES:
+            return f"it does not compute in {str(device.dtype).removeprefix('torch.')}"
+    if any(features.latent for features in device.attention):
+        return "its kernels of latent attention (MLA) are not used"
+    if importlib.util.find_spec(PACKAGE) is None:
+        return "flashinfer-python is not installed"
+    if importlib.util.find_spec(MODULES.replace("-", "_")) is None:
+        return f"its modules are not built ahead of time: {MODULES} is not installed"
+    return next(_missing_modules(device), None)
+
+
+def _missing_modules(device: DeviceCapability) -> Iterator[str]:
+    """Load the modules that the model needs  ->  of each that does not load, why."""
+    # FlashInfer reads it whenever a module is loaded: what is missing raises and is not compiled.
+    os.environ["FLASHINFER_DISABLE_JIT"] = "1"
+    load = importlib.import_module(f"{PACKAGE}.prefill").get_batch_prefill_module
+    missing = importlib.import_module(f"{PACKAGE}.jit").MissingJITCacheError
+    cache_dtype = device.cache_dtype or device.dtype
+    every = dict.fromkeys(("fa2", prefill_kernels(device.sm, device.dtype, cache_dtype)))
+    for features in device.attention:
+        for kernels in every:
+            arguments = module_arguments(features, device.dtype, cache_dtype)
+            try:
+                load(kernels, *arguments.values())
+            except RuntimeError as error:
+                lacks = f"it is not in {MODULES}" if isinstance(error, missing) else str(error)
+                yield f"its module {_module_name(kernels, arguments)}: {lacks}"
+
+
+def module_arguments(
+    features: AttentionFeatures, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> dict[str, object]:
+    """What a module is compiled for, in the order in which FlashInfer names it."""
+    return {
+        "dtype_q": dtype,
+        "dtype_kv": cache_dtype,
+        "dtype_o": dtype,
+        "dtype_idx": torch.int32,
+        "head_dim_qk": features.head_size,
+        "head_dim_vo": features.head_size,
+        "pos_encoding_mode": NO_POSITIONS,
+        "use_sliding_window": features.window,
+        "use_logits_soft_cap": features.softcap,
+        "use_fp16_qk_reduction": False,
+        "use_token_head_sf": False,
+    }
+
+
+def _module_name(kernels: Kernels, arguments: dict[str, object]) -> str:
+    query, cached = (
+        str(arguments[name]).removeprefix("torch.") for name in ("dtype_q", "dtype_kv")
+    )
+    words = [f"{kernels} of {arguments['head_dim_qk']} numbers a head in {query}"]
+    if cached != query:
+        words.append(f"cached in {cached}")
+    if arguments["use_sliding_window"]:
+        words.append("with a window")
+    if arguments["use_logits_soft_cap"]:
+        words.append("with a soft cap")
+    return ", ".join(words)

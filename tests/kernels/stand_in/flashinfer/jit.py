@@ -1,0 +1,2 @@
+class MissingJITCacheError(RuntimeError):
+    """A module is not built, and must not be compiled."""

@@ -1,0 +1,1 @@
+"""Stands for the package of modules that are built ahead of time."""
