@@ -170,8 +170,7 @@ class CancelBeforeSubmit:
         seen = _Cancelled()
         before_s = site.link.late_s
         site.link.late_s, site.link.rule = self.late_s, seen
-        path, body = path_and_body(site.stack.model, 0)
-        body |= {"max_tokens": TOKENS_OF_CANCELLED}
+        path, body = path_and_body(site.stack.model, 0, TOKENS_OF_CANCELLED)
         try:
             async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
                 asking = group.create_task(_ask(session, site.stack.url + path, body))
