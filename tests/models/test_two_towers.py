@@ -156,7 +156,7 @@ def test_vectors_of_texts_and_images_side_by_side_are_those_of_transformers(fold
     assert loop.loads == 4
     stacked = torch.stack(expected)
     others = (stacked @ stacked.T)[~torch.eye(len(expected), dtype=torch.bool)]
-    assert others.max() < 0.999, "vectors of different inputs are told apart"
+    assert others.max() < 0.999, "different inputs have different vectors"
 
 
 @pytest.mark.skipif(LINEAR == "plain", reason="the CPU's own kernels are not built")
