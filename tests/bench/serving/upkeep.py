@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CLIENTS = 64
 PAIRS = 6
 DATASET = RandomLengths(128, 128)
-LOAD, WARM_UP = (Load(DATASET, requests, ClosedLoop(CLIENTS)) for requests in (3 * CLIENTS, 32))
+LOAD, WARM_UP = (Load(DATASET, requests, ClosedLoop(CLIENTS)) for requests in (9 * CLIENTS, 32))
 REHEARSAL = Load(DATASET, 8, ClosedLoop(8))
 ARMS = {"default": (), "without": ("--service-heartbeat-s", "60", "--no-cache-events")}
 
