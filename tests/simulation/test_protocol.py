@@ -157,7 +157,7 @@ def test_after_one_fault_nothing_hangs_and_new_requests_succeed(
     assert [story.error for story in late] == [None] * len(late)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 536])
 def test_lost_and_repeated_messages_lose_no_request(seed: int) -> None:
     world = loaded(seed, BAD, 30, 10)
     world.run(30)
@@ -184,7 +184,7 @@ def test_what_is_requeued_before_it_began_runs_once_and_elsewhere(seed: int) -> 
     assert requeued(seed), "nothing was requeued"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 219])
 def test_what_is_requeued_in_bad_weather_is_not_lost(seed: int) -> None:
     world = loaded(seed, BAD, 30, 10, fickle=0.3)
     world.timeline.after(5.0, world.drain_worker)
@@ -393,7 +393,7 @@ def test_one_forged_term_leaves_later_processes_able_to_follow(who: str, number:
     world.finish()
 
 
-@pytest.mark.parametrize("seed", [*range(16), 66, 147, 182, 244, 324])
+@pytest.mark.parametrize("seed", [*range(16), 66, 147, 182, 244, 324, 475])
 def test_in_a_storm_of_faults_the_promises_hold(seed: int) -> None:
     world = World(seed, Weather(loss=0.01, repeat=0.01, delay_s=0.02), queue_max=20)
     world.load(60, 25, deadline_s=(1, 30))

@@ -121,12 +121,14 @@ class LeaderElection:
     def _count(self, term: Term) -> bool:
         """Record a term number, unless it is too far ahead of the known maximum.
 
-        A number equally far below it shows that the maximum was forged, or is long out of date.
+        A number equally far below it shows that the maximum was forged, or is long out of date,
+        unless a scheduler leads with such a number: then the lower one is what is out of date.
         """
-        known = self._number_max
+        known, leader = self._number_max, self._leader
         if not term.may_follow(known):
             return False
-        if known is None or (self.term is None and term.number + TERM_JUMP_MAX < known):
+        led = self.term is not None or (leader is not None and not leader.may_follow(term.number))
+        if known is None or (not led and term.number + TERM_JUMP_MAX < known):
             self._number_max = term.number
         else:
             self._number_max = max(known, term.number)

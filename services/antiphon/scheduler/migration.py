@@ -271,6 +271,8 @@ class Migration:
         request = SealRequest(request_id=entry.request_id, attempt=sealing.attempt)
         if sealing.by_owner:
             self._leader_term.outbox.seal_by_owner(entry.owner, request)
+        elif entry.submit is None:
+            self._leader_term.outbox.request_resubmission(entry.owner, [entry.request_id])
         for detokenizer in sorted(sealing.waiting):  # so that a simulation is reproducible
             self._leader_term.outbox.seal(detokenizer, request)
 

@@ -104,7 +104,7 @@ class CommandOutbox:
         self._seqs = SeqSender()
         self._commands: dict[Process, list[Command]] = {}
         self._lost: dict[Process, dict[RequestId, FailedRequest]] = {}
-        self._lacking: dict[Process, tuple[RequestId, ...]] = {}
+        self._lacking: dict[Process, dict[RequestId, None]] = {}
         self._seals: dict[InstanceId, list[SealRequest]] = {}
         self._owner_seals: dict[Process, list[SealRequest]] = {}
         self._actions: list[Action] = []
@@ -122,7 +122,7 @@ class CommandOutbox:
         self._owner_seals.setdefault(gateway, []).append(request)
 
     def request_resubmission(self, gateway: Process, requests: Sequence[RequestId]) -> None:
-        self._lacking[gateway] = tuple(requests[:RESUBMISSIONS_MAX])
+        self._lacking.setdefault(gateway, {}).update(dict.fromkeys(requests))
 
     def add_action(self, action: Action) -> None:
         self._actions.append(action)
@@ -159,7 +159,7 @@ class CommandOutbox:
                     LostRequest(request_id=one.request_id, attempt=one.attempt, error=one.error)
                     for one in self._lost.get(gateway, {}).values()
                 ),
-                lacking=self._lacking.get(gateway, ()),
+                lacking=tuple(self._lacking.get(gateway, ()))[:RESUBMISSIONS_MAX],
                 seals=tuple(self._owner_seals.get(gateway, ())[:RESUBMISSIONS_MAX]),
                 not_after_unix_ms=self._not_after(),
             )

@@ -53,8 +53,8 @@ class Reconciliation:
         self._assignments = leader_term.assignments
         self._lists = lists
         self._unowned_since: dict[Process, dict[RequestId, float]] = {}
-        # Consecutive complete lists without the request.
-        self._unlisted: dict[Process, dict[RequestId, int]] = {}
+        # Since when the complete lists of its gateway are without a request.
+        self._unlisted: dict[Process, dict[RequestId, float]] = {}
         self._dead_detokenizers: dict[Process, float] = {}  # since when requests wait for them
         self._dead_owners: dict[Process, float] = {}  # of requests, and since when they are dead
         self._resent_at = self._clock.now()
@@ -308,12 +308,13 @@ class Reconciliation:
             entry.adopted_at = None
             if line.attempt is not None:
                 self._leader_term.follow(entry, line.attempt)
+            return entry.submit is not None
         return True
 
     def _open_unknown(self, owner: Process, line: OpenRequest) -> bool:
-        """Add a request of an earlier leader that runs, or that can only end as lost.
+        """Add a request that a worker or its gateway knows an attempt of.
 
-        Returns False for any other request.
+        Returns False if it must be submitted: it can be bound again only then.
         """
         if self._leader_term.has_ended(line.request_id):
             return True
@@ -325,7 +326,7 @@ class Reconciliation:
         self._ledger.add(entry)
         if held is not None:
             self._leader_term.adopt(entry, held)
-        return True
+        return False
 
     def _close(self, request_id: RequestId, owner: Process) -> None:
         """Forget a request that its gateway has ended. Its submit may still be in transit."""
@@ -340,11 +341,13 @@ class Reconciliation:
 
     def _drop_unlisted(self, owner: Process, listed: Collection[RequestId]) -> None:
         owned, before = self._ledger.owned(owner), self._unlisted.pop(owner, {})
+        # By time: several lists that were sent before a submit may come at once after it.
+        now, grace_s = self._clock.now(), self._rules.beats(GRACE_BEATS)
         # In order of their ids, so that a simulation is reproducible.
         if unlisted := sorted(owned.keys() - set(listed)):
-            self._unlisted[owner] = {name: before.get(name, 0) + 1 for name in unlisted}
-        for name, lists in self._unlisted.get(owner, {}).items():
-            if lists >= GRACE_BEATS and not self._is_being_adopted(owned[name]):
+            self._unlisted[owner] = {name: before.get(name, now) for name in unlisted}
+        for name, since in self._unlisted.get(owner, {}).items():
+            if now - since >= grace_s and not self._is_being_adopted(owned[name]):
                 self._leader_term.drop(owned[name])
         self._drop_failed(lambda failed: failed.owner == owner and failed.request_id not in listed)
 

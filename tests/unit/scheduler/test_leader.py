@@ -302,9 +302,11 @@ def test_what_was_accepted_and_is_not_open_is_dropped_after_a_grace() -> None:
     stage, gateway, worker, _ = usual()
     stage.submit("r")
     gateway.open.clear()
+    for _ in range(8):
+        gateway.list(whole=True)  # sent before the submit, and late
     stage.pass_s(1.0)
     assert stage.leader.open_requests == 1
-    stage.pass_s(1.0)
+    stage.pass_s(1.5)
     assert stage.leader.open_requests == 0
     assert [abort.request_id for abort in stage.aborts(worker)] == ["r"]
 
@@ -340,6 +342,36 @@ def test_unknown_open_request_is_requested_until_it_is_submitted() -> None:
     stage.leader.submit(request)
     stage.pass_s(1.0)
     assert not stage.asked()
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_what_is_known_by_an_attempt_alone_is_requested_until_it_is_submitted(
+    followed: bool,
+) -> None:
+    """Its submit was dropped or lost: without it, the request could only be lost, too."""
+    stage, gateway, worker, detokenizer = usual()
+    request, old = stage.request("r"), other_attempt(0)
+    gateway.open[request.request_id] = open_entry(request, old if followed else None)
+    if not followed:
+        worker.reports(held(request.request_id, old))
+    gateway.list(whole=True)
+    stage.listen()
+    assert stage.asked() == ["r"]
+    worker.silent = True
+    stage.enter(Role.WORKER, "worker-1")
+    output = ChoiceOutput(choice=0, output_ids=pack_ids([5]))
+    detokenizer.outputs[request.request_id] = SealedRequest(
+        request_id=request.request_id, attempt=old, choices=(output,)
+    )
+    stage.pass_s(4.0)
+    stage.actions.clear()
+    stage.pass_s(1.0)
+    assert set(stage.asked()) == {"r"}
+    assert not stage.admits()
+    stage.leader.submit(request)
+    stage.pass_s(1.0)
+    assert [(each.continues, each.choices) for each in stage.admits()][:1] == [(old, (output,))]
+    assert not stage.lost()
 
 
 def test_what_is_lost_or_cancelled_is_not_asked_for() -> None:

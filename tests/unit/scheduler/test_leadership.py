@@ -246,6 +246,18 @@ def test_a_lower_claim_shows_that_what_a_new_scheduler_counted_from_was_forged()
     assert stage.leader.term == mine(5)
 
 
+def test_a_worker_far_below_a_live_leader_does_not_show_that_it_was_forged() -> None:
+    """Two standbys that counted from such workers' terms would take turns for ever."""
+    stage = Stage()
+    leader = lead(stage, 2**32 + 4)
+    worker_obeyed(stage, 3)
+    stage.pass_s(10)
+    assert stage.leader.term is None
+    leader.silent = True
+    stage.pass_s(3)
+    assert stage.leader.term is not None
+
+
 def test_a_leader_that_fails_leaves_its_place_to_a_standby() -> None:
     stage, *_ = usual()
     assert stage.leader.start_over() is not None
