@@ -60,6 +60,8 @@ RESUMED_MAX = 4
 """How often a client loses its connection at most."""
 WINDOW_MS = 20_000
 """Longer than two gateways are tried one after the other, of which one is frozen."""
+NAME_TIMEOUT_S = 5 * BEAT_S
+"""How long the holder of a name may take to say so to a process that claims it."""
 FORGET_S = 14.0
 """Past the last deadline no service remembers anything."""
 
@@ -526,10 +528,13 @@ class World:
         node = self.random.choice(self._kinds[kind][0])
         if node.alive:
             node.freeze(self.random.uniform(4, 8))
-            self.timeline.after(3, lambda: self._succeed(kind, node))
+            self.timeline.after(3 - NAME_TIMEOUT_S, lambda: self._succeed(kind, node))
 
-    def _succeed(self, kind: str, node: Node) -> None:
-        """Start another life, if no process answers to its name."""
+    def _succeed(self, kind: str, node: Node, since: float | None = None) -> None:
+        """Start another life, if no process answers to its name.
+
+        One that is connected has some time to do so from `since` on, and all of an outage.
+        """
         nodes, _ = self._kinds[kind]
         if node not in nodes:
             return
@@ -537,10 +542,13 @@ class World:
             one
             for one in self.network.parties
             if isinstance(one, type(node)) and one.process.instance == node.process.instance
-            if one.answers
         ]
-        if holders:
-            nodes[nodes.index(node)] = holders[0]  # the newcomer is refused
+        if answering := [one for one in holders if one.answers]:
+            nodes[nodes.index(node)] = answering[0]  # the newcomer is refused
+            return
+        since = self.now if since is None or not self.network.up else since
+        if holders and self.now - since < NAME_TIMEOUT_S:
+            self.timeline.after(0.1, partial(self._succeed, kind, node, since))
             return
         nodes[nodes.index(node)] = fresh = self._make(kind, node.process.instance)
         fresh.start()
