@@ -10,16 +10,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.models.rank import HOST
+from tests.support.worker import decode_plan
 
 from antiphon.config.parallel import ParallelConfig
+from antiphon.model_worker.batching.flights import InStream
+from antiphon.model_worker.batching.plan import DeviceLost, SamplingPart, StepOutcome
+from antiphon.model_worker.batching.plan_buffer import pack
 from antiphon.model_worker.ranks import groups
 from antiphon.model_worker.ranks.groups import RankGroups
 from antiphon.model_worker.ranks.layout import RankLayout, devices_of
+from antiphon.model_worker.ranks.protocol import FollowerRank, RankMessage
 from antiphon.model_worker.startup.gpu import find_gpu
 from antiphon.service.startup import CannotStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from antiphon.model_worker.batching.plan import Ints, Longs, StepPlan
 
 LAYOUT = RankLayout(tp=2)
 
@@ -97,3 +104,68 @@ def test_too_few_gpus_are_counted(
     assert str(refused.value).startswith(f"model.device = {name}: {reason}")
     assert find_gpu("cuda", 2) == 7
     assert find_gpu("cuda:1") == 8
+
+
+class Announcements:
+    """What rank 0 sends, which agrees with everything."""
+
+    rank = 1
+
+    def __init__(self, *messages: RankMessage) -> None:
+        self._messages = [*map(pack, messages)]
+
+    def send(self, message: bytearray) -> None:
+        raise AssertionError("rank 0 sends")
+
+    def receive(self) -> bytearray:
+        return self._messages.pop(0)
+
+    def max(self, values: Longs) -> Longs:
+        return values
+
+
+class FailedLaunch:
+    """Of a plan that does not fit into the memory of the device."""
+
+    error = DeviceLost("out of memory")
+
+    def sample(self, part: SamplingPart) -> None:
+        raise AssertionError("rank 0 samples")
+
+    def outcome(self) -> StepOutcome:
+        raise self.error
+
+    def drafts(self) -> Ints:
+        raise AssertionError("there are none")
+
+
+class FullDevice:
+    """A runner whose launches fail."""
+
+    def check(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def launch(self, plan: StepPlan) -> FailedLaunch:
+        return FailedLaunch()
+
+    def run(self, plan: StepPlan, part: Callable[[], SamplingPart] | None = None) -> StepOutcome:
+        raise AssertionError("it launches")
+
+    def make_drafts(self) -> Ints:
+        raise AssertionError("there are none")
+
+    def settle(self) -> None: ...
+
+
+def test_a_rank_whose_launch_fails_ends_before_rank_0_reads_the_outcome() -> None:
+    """Which it never does: its device waits for a sum with this one's."""
+    follower = FollowerRank(Announcements(RankMessage(plan=decode_plan(2, 1, 5)), RankMessage()))
+    follower.receive(runner := FullDevice())
+    with pytest.raises(DeviceLost, match="out of memory"):
+        follower.compute(runner)
+
+
+def test_a_launch_that_fails_on_rank_0_is_the_last_one() -> None:
+    """Sums of a later plan would meet those of this one on other ranks."""
+    with pytest.raises(DeviceLost, match="out of memory"):
+        InStream(FullDevice()).launch(decode_plan(2, 1, 5))

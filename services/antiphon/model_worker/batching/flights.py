@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import DeviceLost, Ints, SamplingPart, StepOutcome
+from antiphon.model_worker.batching.plan import (
+    DeviceLost,
+    Flight,
+    Ints,
+    SamplingPart,
+    StepOutcome,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from antiphon.model_worker.batching.plan import Flight, PlanRunner, StepPlan
+    from antiphon.model_worker.batching.plan import PlanRunner, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -122,11 +128,20 @@ class Seat(Protocol):
         """Compute with the forward thread until a step is over."""
 
 
+class StreamFlight(Flight, Protocol):
+    """A plan that was launched on a device."""
+
+    @property
+    def error(self) -> Exception | None:
+        """What it has raised so far, as `outcome` will."""
+        ...
+
+
 @runtime_checkable
 class StreamRunner(Protocol):
     """Launches plans on a device, which computes them in their order."""
 
-    def launch(self, plan: StepPlan) -> Flight: ...
+    def launch(self, plan: StepPlan) -> StreamFlight: ...
 
 
 class InStream:
@@ -139,7 +154,15 @@ class InStream:
         self._runner = runner
 
     def launch(self, plan: StepPlan) -> Flight:
-        return self._runner.launch(plan)
+        """Launch a plan.
+
+        Raises:
+            DeviceLost: At once, since devices of other ranks wait for what was not launched.
+        """
+        flight = self._runner.launch(plan)
+        if isinstance(flight.error, DeviceLost):
+            raise flight.error
+        return flight
 
     def wait(self) -> None:
         pass

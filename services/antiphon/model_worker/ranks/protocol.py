@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.flights import StreamRunner
+from antiphon.model_worker.batching.flights import InStream, StreamRunner
 from antiphon.model_worker.batching.plan import (
     PLAIN,
     DeviceLost,
@@ -357,7 +357,9 @@ class FollowerRank:
             if isinstance(plan, int):
                 continue
             if isinstance(runner, StreamRunner):
-                flights.append(runner.launch(plan))
+                # If that fails it raises here: rank 0 would wait for its device, and that for what
+                # was not launched, and it would never send that the outcome may be read.
+                flights.append(InStream(runner).launch(plan))
                 continue
             runner.run(plan)
             undrafted = None if plan.draft_counts is None else plan.step
