@@ -207,6 +207,10 @@ PLANNING_MUTANTS = [
         "_decode_wrapper(self._way.device, self._memory)",
         "_decode_wrapper(self._way.device, [each.clone() for each in self._memory])",
     ),
+    (
+        "int_workspace_buffer=_plan_memory(self._way)",
+        "int_workspace_buffer=torch.zeros(PLAN_BYTES, dtype=torch.uint8)",
+    ),
 ]
 
 

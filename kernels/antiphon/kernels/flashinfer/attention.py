@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int32]
 
 WORKSPACE_BYTES = 128 << 20
-"""For parts of rows: FlashInfer splits rows into as many as run at a time, whose results need less
-than 70 MB with 132 processors and heads of up to 256."""
+"""For parts of rows, as FlashInfer recommends: it splits rows into as many tiles of 128 queries as
+run at a time, two a processor, whose results in float32 need 17 MB with 132 processors. Releases
+before its pull request 5177 took more, up to 512 MB, and raised where there were less:
+https://github.com/vllm-project/vllm/issues/40023."""
 PLAN_BYTES = 1 << 20
 """Of a decode: some numbers a row, or for each of two parts a processor if these are more."""
 
@@ -181,15 +183,16 @@ def _plan(way: Way, rows: AttentionMetadata) -> _Lease:
 
 
 class _Captured:
-    """A captured step: all its wrappers plan into the memory that its graph reads."""
+    """A captured step: all its wrappers plan into the memory that its graph reads.
+
+    That of steps of all sizes is the same, since a step is planned just before it is replayed.
+    """
 
     def __init__(self, way: Way, rows: AttentionMetadata) -> None:
         assert rows.pages_max is not None, "a captured step"
         self._way, size = way, len(rows.kv_len)
         counts = size + 1, size * rows.pages_max, size
-        self._memory = [
-            torch.zeros(count, dtype=torch.int32, device=way.device) for count in counts
-        ]
+        self._memory = [_graph_memory(way, place, count) for place, count in enumerate(counts)]
         self._free: list[Wrapper] = []
         self.wrapper = self._make()
         _plan_decode(self.wrapper, way, rows, RowPages.of(rows))
@@ -256,6 +259,18 @@ def _free_wrappers(device: torch.device, prefills: Kernels | None) -> list[Wrapp
 @cache
 def _workspace(device: torch.device) -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+_GRAPH_MEMORY: dict[tuple[Way, int], Tensor] = {}
+
+
+def _graph_memory(way: Way, place: int, count: int) -> Tensor:
+    """The first numbers of those that graphs of all sizes read; a larger graph gets others."""
+    found = _GRAPH_MEMORY.get((way, place))
+    if found is None or len(found) < count:
+        found = torch.zeros(count, dtype=torch.int32, device=way.device)
+        _GRAPH_MEMORY[way, place] = found
+    return found[:count]
 
 
 @cache

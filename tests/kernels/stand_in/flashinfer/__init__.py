@@ -32,11 +32,13 @@ class _Wrapper:
         self._layout = kv_layout
         self._captured = memory  # starts, pages, tokens in last pages
         self._pinned = np.zeros(PLAN_INTS, np.int32)  # which the device reads later
+        self._schedule = torch.zeros(PLAN_INTS, dtype=torch.int32)
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
     ) -> None:
         assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+        self._schedule = int_workspace_buffer.view(torch.int32)
 
     def _plan(
         self, query_starts: Any, starts: Any, pages: Tensor, last_tokens: Any, facts: dict[str, Any]
@@ -53,13 +55,16 @@ class _Wrapper:
         assert facts["num_qo_heads"] % facts["num_kv_heads"] == 0
         assert facts["pos_encoding_mode"] == "NONE"
         assert pages.dtype == torch.int32
-        planned = np.concatenate((query_starts, starts, last_tokens))
+        planned = np.concatenate((query_starts, starts, last_tokens, counts))
         self._pinned[: len(planned)] = planned
-        memory, ends = torch.from_numpy(self._pinned), (0, rows + 1, 2 * rows + 2, 3 * rows + 2)
+        ends = 0, rows + 1, 2 * rows + 2, 3 * rows + 2, 4 * rows + 2
+        memory = torch.from_numpy(self._pinned)
         pinned = [memory[start:end] for start, end in pairwise(ends)]
+        with torch.inference_mode():  # in which a worker may have made it
+            schedule = self._schedule[:rows].copy_(pinned.pop())
         if self._captured is None:
             queries, known_starts, last = (torch.empty_like(part).copy_(part) for part in pinned)
-            self._read = queries, known_starts, pages, last
+            self._read = queries, known_starts, pages, last, schedule
         else:
             known_starts, known_pages, last = self._captured
             assert len(last) == rows, "a graph has as many rows as it had"
@@ -68,7 +73,7 @@ class _Wrapper:
             known_pages[: len(pages)].copy_(pages)
             last.copy_(pinned[2])
             queries = torch.from_numpy(np.arange(rows + 1, dtype=np.int32))
-            self._read = queries, known_starts, known_pages, last
+            self._read = queries, known_starts, known_pages, last, schedule
         self._rows, self._facts = rows, facts
 
     def _run(
@@ -230,12 +235,14 @@ def _attend(
     starts: Tensor,
     pages: Tensor,
     last_tokens: Tensor,
+    schedule: Tensor,
     page_axis: int,
     causal: bool,
     window_left: int,
     soft_cap: float,
     scale: float,
 ) -> None:
+    assert torch.equal(schedule, starts[1:] - starts[:-1]), "a schedule of other rows"
     for row, last in enumerate(last_tokens.tolist()):
         tokens = slice(*query_starts[row : row + 2].tolist())
         own = pages[slice(*starts[row : row + 2].tolist())].long()
@@ -271,7 +278,8 @@ def _read(cached: Tensor, pages: Tensor, page_axis: int, last: int) -> Tensor:
 
 _LIBRARY.define(
     "attend(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor keys, Tensor values, "
-    "Tensor query_starts, Tensor starts, Tensor pages, Tensor last_tokens, int page_axis, "
+    "Tensor query_starts, Tensor starts, Tensor pages, Tensor last_tokens, Tensor schedule, "
+    "int page_axis, "
     "bool causal, int window_left, float soft_cap, float scale) -> ()"
 )
 _LIBRARY.impl("attend", _attend, "CPU")
