@@ -254,6 +254,24 @@ def test_triton_runs_where_flashinfer_or_its_modules_are_not_installed(
         paged_attention.select(gpu, "flashinfer")
 
 
+def test_triton_runs_where_flashinfer_and_its_modules_are_of_two_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As FlashInfer raises it when it is imported."""
+    reason = "flashinfer-jit-cache version (0.7.1) does not match flashinfer version (0.7.2)"
+    import_module = importlib.import_module
+
+    def refuse(name: str) -> ModuleType:
+        if name.startswith("flashinfer"):
+            raise RuntimeError(reason)
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    choice = paged_attention.select(GPU(90, None, (PLAIN,)))
+    assert choice.backend == "triton"
+    assert dict(choice.refused)["flashinfer"] == f"it cannot be imported: {reason}"
+
+
 def test_deterministic_inference_leaves_flashinfer_out() -> None:
     gpu = GPU(90, None, (PLAIN,))
     choice = paged_attention.select(gpu, invariant=True)

@@ -34,6 +34,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 NO_POSITIONS = 0
 """RoPE is applied before keys are cached."""
 
+UNUSABLE = (ImportError, OSError, RuntimeError)
+"""What importing the package, or loading a module, raises: it is not for this torch, say."""
+
 Kernels = Literal["fa2", "fa3"]
 """Which of FlashInfer's kernels; its others need binaries that are downloaded while serving."""
 
@@ -80,8 +83,12 @@ def _missing_modules(device: DeviceCapability) -> Iterator[str]:
     """Load the modules that the model needs  ->  of each that does not load, why."""
     # FlashInfer reads it whenever a module is loaded: what is missing raises and is not compiled.
     os.environ["FLASHINFER_DISABLE_JIT"] = "1"
-    load = importlib.import_module(f"{PACKAGE}.prefill").get_batch_prefill_module
-    missing = importlib.import_module(f"{PACKAGE}.jit").MissingJITCacheError
+    try:  # it raises if its modules are of another version
+        load = importlib.import_module(f"{PACKAGE}.prefill").get_batch_prefill_module
+        missing = importlib.import_module(f"{PACKAGE}.jit").MissingJITCacheError
+    except UNUSABLE as error:
+        yield f"it cannot be imported: {error}"
+        return
     cache_dtype = device.cache_dtype or device.dtype
     every = dict.fromkeys(("fa2", prefill_kernels(device.sm, device.dtype, cache_dtype)))
     for features in device.attention:
@@ -89,7 +96,7 @@ def _missing_modules(device: DeviceCapability) -> Iterator[str]:
             arguments = module_arguments(features, device.dtype, cache_dtype)
             try:
                 load(kernels, *arguments.values())
-            except RuntimeError as error:
+            except UNUSABLE as error:
                 lacks = f"it is not in {MODULES}" if isinstance(error, missing) else str(error)
                 yield f"its module {_module_name(kernels, arguments)}: {lacks}"
 
