@@ -415,6 +415,11 @@ def _ranks(settings: Settings, pooling: Pooling | None, device: HostDevice) -> R
             f"model.deterministic: parallel.nodes = {parallel.nodes}: sums over machines depend on "
             "the size of a batch"
         )
+    if settings.model.deterministic and device.kind != "cpu":
+        raise ConfigError(
+            f"model.deterministic: parallel.tp_size = {ranks}: sums over ranks on "
+            f"{settings.model.device} depend on the size of a batch; use one rank"
+        )
     reason = "layers run one by one, since the fused decoder sums over no ranks"
     if device.kind == "cuda":
         reason = f"each on a GPU of its own, which sum by NCCL: {NOT_YET_RUN}"
