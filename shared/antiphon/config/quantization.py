@@ -65,12 +65,19 @@ class QuantizationScheme(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a weight whose codes and scales are packed; None: it is not stored in groups."""
         return None
 
+    def group_of(self, inputs: int) -> int:
+        """How many of the inputs of a linear share what ranks cannot divide."""
+        return 1
+
 
 class Fp8(QuantizationScheme, frozen=True, kw_only=True):
     """FP8 (e4m3); `block` is the block size in outputs and inputs."""
 
     scale: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (128, 128)
+
+    def group_of(self, inputs: int) -> int:
+        return self.block[1] if self.scale == "block" else 1
 
 
 class OnlineFp8(QuantizationScheme, frozen=True, kw_only=True):
@@ -90,6 +97,11 @@ class Int8(QuantizationScheme, frozen=True, kw_only=True):
             return None
         return grouped_bytes(8, self.group, zeros=self.zero_point, scale_bytes=scale_bytes)
 
+    def group_of(self, inputs: int) -> int:
+        if self.scale == "group":
+            return self.group
+        return inputs if self.zero_point else 1
+
 
 class LlmInt8(QuantizationScheme, frozen=True, kw_only=True):
     """Int8 in bitsandbytes' format."""
@@ -107,6 +119,9 @@ class TorchaoInt4(QuantizationScheme, frozen=True, kw_only=True):
     def grouped_bytes(self, scale_bytes: int) -> float | None:
         return grouped_bytes(4, self.group, zeros=True, scale_bytes=scale_bytes)
 
+    def group_of(self, inputs: int) -> int:
+        return _group_of(self.group, inputs)
+
 
 class Awq(QuantizationScheme, frozen=True, kw_only=True):
     """Int4, eight outputs per word."""
@@ -115,6 +130,9 @@ class Awq(QuantizationScheme, frozen=True, kw_only=True):
 
     def grouped_bytes(self, scale_bytes: int) -> float | None:
         return grouped_bytes(4, self.group, zeros=True, scale_bytes=scale_bytes)
+
+    def group_of(self, inputs: int) -> int:
+        return _group_of(self.group, inputs)
 
 
 class Gptq(QuantizationScheme, frozen=True, kw_only=True):
@@ -131,6 +149,9 @@ class Gptq(QuantizationScheme, frozen=True, kw_only=True):
             if self.ordered
             else grouped_bytes(max(self.bits, 4), self.group, zeros=True, scale_bytes=scale_bytes)
         )
+
+    def group_of(self, inputs: int) -> int:
+        return _group_of(self.group, inputs)
 
 
 class Packed(QuantizationScheme, frozen=True, kw_only=True):
@@ -150,6 +171,9 @@ class Packed(QuantizationScheme, frozen=True, kw_only=True):
             )
         )
 
+    def group_of(self, inputs: int) -> int:
+        return _group_of(self.group, inputs)
+
 
 class BitsAndBytes4(QuantizationScheme, frozen=True, kw_only=True):
     """Four-bit indices of a lookup table (NF4, FP4)."""
@@ -162,9 +186,14 @@ class Mxfp4(QuantizationScheme, frozen=True, kw_only=True):
     """MXFP4: E2M1 with a power-of-two scale per 32 weights."""
 
     def grouped_bytes(self, scale_bytes: int) -> float | None:
-        return grouped_bytes(4, 32, zeros=False, scale_bytes=MX_SCALE_BYTES)
+        return grouped_bytes(4, MX_GROUP, zeros=False, scale_bytes=MX_SCALE_BYTES)
+
+    def group_of(self, inputs: int) -> int:
+        return MX_GROUP
 
 
+MX_GROUP = 32
+"""Weights that share a scale."""
 MX_SCALE_BYTES = 2
 """Powers of two are exact in bfloat16."""
 
@@ -176,6 +205,10 @@ def grouped_bytes(bits: int, group: int, *, zeros: bool, scale_bytes: int) -> fl
     """
     shared = scale_bytes * (2 if zeros else 1) / group if group > 0 else 0.0
     return bits / 8 + shared
+
+
+def _group_of(group: int, inputs: int) -> int:
+    return group if group > 0 else inputs
 
 
 class Pattern(msgspec.Struct, frozen=True):

@@ -110,11 +110,31 @@ FP8_BYTES = 1 + 4 / 128
 """Of a weight in fp8 and its part of the scale of an output, or of 128 inputs of an output."""
 
 
-def _wide_parameters(card: ModelCard, quantization: QuantizationConfig | None) -> int:
-    """Quantized parameters that do not stay as they are stored on a GPU: those of a head."""
-    if quantization is None or not quantization.head or not quantization.scheme("lm_head"):
+def _wide_parameters(card: ModelCard, quantization: QuantizationConfig | None, ranks: int) -> int:
+    """Quantized parameters that do not stay as they are stored on a GPU.
+
+    Those of a head, and those whose groups ranks would have to divide: down projections, and all of
+    experts.
+    """
+    if quantization is None:
         return 0
-    return 0 if card.tied else card.vocabulary_size * card.hidden_size
+    wide = 0
+    if quantization.head and quantization.scheme("lm_head") and not card.tied:
+        wide += card.vocabulary_size * card.hidden_size
+    dense = card.layers
+    if (experts := card.experts) is not None:
+        dense -= experts.layers
+        if _divides_groups(quantization, experts.width, ranks):
+            wide += experts.layers * experts.count * 3 * experts.width * card.hidden_size
+    if _divides_groups(quantization, card.mlp_width, ranks):
+        wide += dense * card.mlp_width * card.hidden_size
+    return wide
+
+
+def _divides_groups(quantization: QuantizationConfig, inputs: int, ranks: int) -> bool:
+    if ranks == 1:
+        return False
+    return any(inputs // ranks % rule.scheme.group_of(inputs) for rule in quantization.rules)
 
 
 def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
@@ -234,7 +254,7 @@ def resolve_weight_storage(
         quantized=quantized.value,
         count=count,
         grouped_bytes=grouped or 0,
-        wide=_wide_parameters(card, quantization) if gpu else 0,
+        wide=_wide_parameters(card, quantization, settings.parallel.tp_size) if gpu else 0,
     )
     of = f", {count} of them quantized" if count else ""
     read = gib(token_weight_bytes(card, dtype, taken))

@@ -353,6 +353,32 @@ def test_experts_in_groups_stay_so_on_a_gpu_as_on_a_cpu() -> None:
     on_cpu = decide(DEVICE, card, model__dtype="bfloat16").weight_bytes.value
     taken = decide(gpu, card, model__dtype="bfloat16", model__device="cuda").weight_bytes.value
     assert taken == on_cpu
+    # Each of two ranks has half of a group of 64 inputs of an expert's down projection.
+    ranked = {"model__device": "cuda", "parallel__tp_size": "2"}
+    wide = 2 * 8 * 3 * 64 * card.hidden_size
+    converted = on_cpu + wide * 2 - round(wide * (0.5 + 4 / 64))
+    share = decide(gpu, card, model__dtype="bfloat16", **ranked).weight_bytes.value
+    assert share == -(-converted // 2)
+    whole = msgspec.structs.replace(card, experts=msgspec.structs.replace(experts, width=128))
+    share = decide(gpu, whole, model__dtype="bfloat16", **ranked).weight_bytes.value
+    assert share == -(-on_cpu // 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs", "group"),
+    [
+        ({"quant_method": "awq", "group_size": 64}, 256, 64),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 256, 256),
+        ({"quant_method": "mxfp4"}, 256, 32),
+        ({"quant_method": "fp8", "weight_block_size": [64, 96]}, 256, 96),
+        ({"quant_method": "fp8"}, 256, 1),
+    ],
+    ids=str,
+)
+def test_schemes_say_which_inputs_ranks_cannot_divide(
+    config: dict[str, object], inputs: int, group: int
+) -> None:
+    assert [rule.scheme.group_of(inputs) for rule in said(**config).rules] == [group]
 
 
 def test_fp8_stays_where_a_kernel_multiplies_it() -> None:
