@@ -1,8 +1,7 @@
 """The process groups of the ranks of a worker.
 
-What ranks say to each other goes over gloo, and on one machine through shared memory. So do tensors
-on the CPU; those on GPUs go over NCCL, and those of the interpreter, which stands for one, over
-gloo.
+Messages go over gloo, and on one machine through shared memory. So do tensors on the CPU; those on
+GPUs go over NCCL, and those of the interpreter over gloo.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class DeviceStageRunner(DeviceRunner):
     """Launches the layers of its stage, while later stages compute theirs of the plan before.
 
-    Which rows are not finite it learns when rank 0 concludes a plan, before a later one has their
+    It receives which rows are not finite when rank 0 concludes a plan, before a later one has their
     pages. No plan starts from a token that is still to be sampled, and none is captured.
     """
 
