@@ -38,7 +38,14 @@ LOGPROBS = TokenOutputParams(logprobs=True, top=2)
 
 
 def open_sized(
-    sizes: Sizes, layers: int, device: str, *, rows: int, tokens: int, dtype: str = "bfloat16"
+    sizes: Sizes,
+    layers: int,
+    device: str,
+    *,
+    rows: int,
+    tokens: int,
+    dtype: str = "bfloat16",
+    backends: tuple[str, ...] = (),
 ) -> OpenModel:
     """A model of these sizes, with pages for so many rows of so many tokens."""
     with TemporaryDirectory() as place:
@@ -52,6 +59,7 @@ def open_sized(
             pages=rows * -(-tokens // PAGE_TOKENS),
             running_max=rows,
             context_tokens=tokens,
+            backends=backends,
         )
 
 

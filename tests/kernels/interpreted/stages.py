@@ -37,7 +37,9 @@ def test_an_argument_that_is_not_copied_back_is_found(monkeypatch: pytest.Monkey
 def test_flashinfer_is_compared_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is not installed" in checks.flashinfer("interpreter")["left out"]
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "stand_in")
-    assert checks.flashinfer("interpreter") == {"cases": 64}
+    few = {"rows": 2, "prompt_tokens": 5, "new_tokens": 4}
+    facts = checks.flashinfer("interpreter", dtype="float32", **few)
+    assert facts == {"cases": 64, "tokens": 8, "equal": 8}
 
 
 def test_a_launch_outside_the_compile_table_is_found() -> None:
