@@ -411,7 +411,7 @@ def process_share(
         return {}
     values: dict[str, int | str] = {}
     if role is Role.WORKER:
-        model, pool = settings.model, settings.cache.bytes_max
+        model = settings.model
         values = {
             "model.cores": model.cores or device.cores // count,
             "batching.running_max": settings.batching.running_max // count,
@@ -419,9 +419,8 @@ def process_share(
         if model.device == "cuda":
             values["model.device"] = f"cuda:{number * len(settings.parallel.local_ranks)}"
         else:
+            pool = settings.cache.bytes_max or HOST_POOL_BYTES_MAX
             values["model.memory_bytes"] = model.memory_bytes or device.memory_bytes // count
-            pool = pool or HOST_POOL_BYTES_MAX
-        if pool is not None:
             values["cache.bytes_max"] = max(pool // count, 1)
     elif role is Role.TOKENIZER:
         values = {"tokenizer.threads": min(settings.tokenizer.threads, device.cores // count)}

@@ -201,6 +201,8 @@ def test_workers_share_a_machine_and_have_a_gpu_each():
     settings = settings_of("--dp-size", "2", "--max-running-requests", "8", "--device", "cuda")
     share = process_share(settings, Role.WORKER, 1, machine)
     assert share == running | {"ANTIPHON_MODEL__DEVICE": "cuda:1"}
+    limited = replace(settings, cache=replace(settings.cache, bytes_max=1 << 30))
+    assert process_share(limited, Role.WORKER, 1, machine) == share
     ranked = replace(settings, parallel=ParallelConfig(tp_size=4))
     share = process_share(ranked, Role.WORKER, 1, machine)
     assert share == running | {"ANTIPHON_MODEL__DEVICE": "cuda:4"}
