@@ -50,7 +50,7 @@ ABSENT: tuple[tuple[type[InvalidRequest], str, str, str], ...] = (
         GpuOnly,
         "GET POST",
         "/release_memory_occupation /resume_memory_occupation",
-        "a worker keeps its memory until it exits, and has no device memory to release",
+        "a worker keeps its memory until it exits; stop it to free memory",
     ),
     (
         NotBuilt,
