@@ -364,6 +364,7 @@ async def test_a_file_is_below_the_folder_after_its_links_are_resolved(tmp_path:
         (place / "a.png").write_bytes(IMAGES["png"])
     (folder / "out.png").symlink_to(tmp_path / "a.png")
     (folder / "in.png").symlink_to(folder / "a.png")
+    (folder / "circle.png").symlink_to(folder / "circle.png")
     async with fetching(allowed_local_path=str(folder)) as fetcher:
         for source in (
             f"file://{folder}/a.png",
@@ -375,6 +376,7 @@ async def test_a_file_is_below_the_folder_after_its_links_are_resolved(tmp_path:
         for source in (
             *(f"file://{folder}/out.png", "out.png", "../a.png", f"file://{folder}/%2e%2e/a.png"),
             *(f"file://{tmp_path}/a.png", f"file://{folder}", "none.png", "file:///dev/zero.png"),
+            *("file://[a.png", "file://localhost]/a.png", "circle.png", "a\0.png"),
         ):
             with pytest.raises(InvalidRequest, match="not below the allowed folder"):
                 await fetcher.fetch(source)

@@ -179,18 +179,19 @@ class MediaFetcher:
                 "files are disabled; start the gateway with --allowed-local-media-path"
             )
         name = source
-        if source[:5].lower() == "file:":
-            parts = urllib.parse.urlsplit(source)
-            if parts.netloc not in ("", "localhost"):
-                raise InvalidRequest("a file URL must name a file of this machine")
-            name = urllib.parse.unquote(parts.path)
         try:
+            if source[:5].lower() == "file:":
+                parts = urllib.parse.urlsplit(source)
+                if parts.netloc not in ("", "localhost"):
+                    raise InvalidRequest("a file URL must name a file of this machine")
+                name = urllib.parse.unquote(parts.path)
             root = Path(allowed).expanduser().resolve(strict=True)
             path = (root / name).resolve(strict=True)
             if not path.is_relative_to(root) or not path.is_file():
                 raise InvalidRequest(_NOT_BELOW)
             return path, path.stat().st_size
-        except (OSError, ValueError) as error:
+        # A RuntimeError: links in a circle, before Python 3.13.
+        except (OSError, RuntimeError, ValueError) as error:
             raise InvalidRequest(_NOT_BELOW) from error
 
     # The network.
