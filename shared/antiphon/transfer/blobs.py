@@ -58,6 +58,7 @@ LOG_PAUSE_S = 10.0
 IDLE_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
 _TIMEVAL: Final = struct.Struct("@ll")
+_PORT_MAX: Final = 65_535
 
 
 class ConnectionClosed(Exception):
@@ -289,7 +290,7 @@ def token_bytes(claim: Claim) -> bytes:
 
 def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
         raise InvalidRequest(f"a claim's address is not host:port: {address}")
     return host, int(port)
 

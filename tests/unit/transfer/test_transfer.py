@@ -203,7 +203,10 @@ async def test_holder_that_says_nothing_is_gone_in_time():
         await fetch(claim, timeout_s=0.05, bytes_max=MIB)
 
 
-@pytest.mark.parametrize("address", ["", "nowhere", ":1", "host:x"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "nowhere", ":1", "host:x", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:" + "9" * 999],
+)
 async def test_malformed_address_is_the_callers_error(address: str):
     claim = BlobStore(address, MIB, ManualClock()).put(b"x", 60)
     with pytest.raises(InvalidRequest):
