@@ -117,6 +117,11 @@ def test_an_embedding_stands_where_its_image_would(name: str, tmp_path: Path) ->
     assert f"has {span.rows + 1} rows; in this model such an image has {span.rows}" in wrong
     if prompts.card.SIZED:
         assert "requires image_grid_thw or image_sizes" in prompts.refusal(rows=span.rows)
+    if name in MARKED:
+        # The same numbers in other lines or tiles have other texts between them.
+        across = prompts.encode(HEIGHT, WIDTH, rows=span.rows)
+        assert across.token_ids != made.token_ids
+        assert across.media[0].key != other.key
     if name not in GRIDS:
         assert "no grid of patches" in prompts.refusal(rows=span.rows, patches=(2, 2))
         return

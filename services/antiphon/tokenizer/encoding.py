@@ -405,8 +405,11 @@ def _shown_image(vision: VisionCard, medium: MediumHeader) -> _ShownMedium:
     size = _size(card, medium)
     pieces, columns = card.pieces(*size), card.columns(*size)
     _check_rows(medium, pieces)
-    # What a client has embedded was not processed here; its positions go by the columns.
-    processing = EMBEDDED + pack_ids([columns]) if medium.rows else card.processing
+    processing = card.processing
+    if medium.rows:
+        # What a client has embedded was not processed here. The same rows may stand in other lines
+        # or tiles, with other texts between them.
+        processing = EMBEDDED + msgspec.msgpack.encode((pieces, columns))
     return _ShownMedium(card.placeholder, pieces, medium_key(medium.digest, processing), columns)
 
 
