@@ -666,3 +666,21 @@ async def test_a_named_image_is_sent_again_by_its_name_alone() -> None:
     finally:
         await intake.close()
     assert store.bytes_held == 0
+
+
+async def test_a_name_stands_for_a_medium_of_its_kind() -> None:
+    """Else an image could be a video, of which a request may have fewer."""
+    store = BlobStore("a:1", 10**6, ManualClock())
+    intake = MediaIntake(MediaConfig(), store, EncoderConfig(pixels_max=10**6))
+    frame = base64.b64encode(IMAGES["png"]).decode()
+    sources = [
+        MediumSource(f"data:video/jpeg;base64,{frame},{frame}", "video", "x", video=True),
+        MediumSource("", "image", "x"),
+    ]
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            await intake.open(sources, 1.0)
+        assert refused.value.param == "image"
+    finally:
+        await intake.close()
+    assert store.bytes_held == 0

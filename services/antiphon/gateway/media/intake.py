@@ -407,10 +407,11 @@ def _digests(data: bytes, part_bytes: int) -> tuple[bytes, bytes]:
 
 
 def _resolved(sources: Sequence[MediumSource]) -> Sequence[MediumSource]:
-    """Put what has a uuid in a request in place of that uuid alone."""
-    named = {each.uuid: each for each in reversed(sources) if each.source and each.uuid}
+    """Put what has a uuid in a request in place of that uuid alone, in parts of the same kind."""
+    named = {(each.kind, each.uuid): each for each in reversed(sources) if each.source}
     return [
-        named.get(each.uuid, each) if each.uuid and not each.source else each for each in sources
+        named.get((each.kind, each.uuid), each) if each.uuid and not each.source else each
+        for each in sources
     ]
 
 
