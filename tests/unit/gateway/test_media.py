@@ -24,6 +24,7 @@ from tests.support.wait import until
 from antiphon.config.gateway import MediaConfig
 from antiphon.config.settings import EncoderConfig
 from antiphon.gateway.media import fetch, room
+from antiphon.gateway.media import intake as intakes
 from antiphon.gateway.media.fetch import (
     AddressRefused,
     MediaFetcher,
@@ -31,7 +32,7 @@ from antiphon.gateway.media.fetch import (
     is_public,
 )
 from antiphon.gateway.media.header import PIECES_MAX, read_header
-from antiphon.gateway.media.intake import MediaIntake
+from antiphon.gateway.media.intake import MediaIntake, NamedMedia
 from antiphon.gateway.media.room import RequestRoom
 from antiphon.gateway.requests.generation_request import MediumSource
 from antiphon.service.startup import bind
@@ -684,3 +685,12 @@ async def test_a_name_stands_for_a_medium_of_its_kind() -> None:
     finally:
         await intake.close()
     assert store.bytes_held == 0
+
+
+def test_names_are_bounded_however_small_their_images_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intakes, "NAMES_MAX", 2)
+    named, tenant = NamedMedia(10**6), TenantId("one")
+    for name in "abc":
+        named.put(tenant, name, b"x")
+    assert [named.get(tenant, name) for name in "abc"] == [None, b"x", b"x"]
+    assert named.bytes_held == 2

@@ -48,6 +48,8 @@ _ITEM_BYTES: dict[NumberType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 FPS_MAX = 10**6
 LISTED_FPS = 2.0
 """Frames a second of a list of frames, if the request does not say."""
+NAMES_MAX = 16_384
+"""Media that are kept by their uuid: a name takes up to a kilobyte, however small its image is."""
 _PARTS_MAX = 16
 """Parts of an embedding: their checksums are in each message that has its claim."""
 
@@ -418,7 +420,7 @@ def _resolved(sources: Sequence[MediumSource]) -> Sequence[MediumSource]:
 class NamedMedia:
     """The bytes of images that clients have named, so that they may send them again by name alone.
 
-    Those that were used last are kept, by tenant, up to a number of bytes.
+    Those that were used last are kept, by tenant: up to a number of bytes, and `NAMES_MAX`.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -439,6 +441,6 @@ class NamedMedia:
             return
         self._data[tenant, name] = data
         self.bytes_held += len(data)
-        while self.bytes_held > self._bytes_max:
+        while self.bytes_held > self._bytes_max or len(self._data) > NAMES_MAX:
             _, oldest = self._data.popitem(last=False)
             self.bytes_held -= len(oldest)
