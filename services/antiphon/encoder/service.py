@@ -23,6 +23,7 @@ from antiphon.service.clock import check
 from antiphon.service.endpoint import Endpoint, RequestEndpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.startup import CannotStart, address_for_others, bind
+from antiphon.service.tasks import repeat
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics, RunningTotal
 from antiphon.transfer.blobs import PART_BYTES, BlobServer, BlobStore, fetch, part_digests
@@ -89,7 +90,9 @@ class EncoderService:
         ):
             address = address_for_others(bound, config.host, config.advertise_host)
             shelf = BlobStore(address, config.claims_bytes_max, runtime.clock)
-            runtime.group.create_task(BlobServer(bound, shelf).run())
+            # A worker that needs a result again calls again, and mostly finds it in the cache.
+            runtime.group.create_task(BlobServer(bound, shelf, sent=shelf.spare).run())
+            runtime.group.create_task(repeat(shelf.sweep, config.claim_s))
             processes = _decode_processes(model, config)
             async with processes.images, processes.videos:
                 images = ImageEncoder(runtime, model, processes, thread, shelf)
@@ -273,7 +276,9 @@ class ImageEncoder:
     def _claim(self, embedding: CachedEmbedding) -> Claim:
         """Store an embedding for fetching; calls within half of `claim_s` share the claim."""
         claim, wait_s = embedding.claim, self._config.claim_s
-        if claim is None or self._shelf.left_s(claim) < wait_s / 2:
+        if claim is not None and self._shelf.left_s(claim) >= wait_s / 2:
+            self._shelf.retain(claim)
+        else:
             claim = self._shelf.put(
                 embedding.data,
                 wait_s,

@@ -31,7 +31,7 @@ from antiphon.wire.claim import Claim
 from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from antiphon.transfer.memory import BlobData
 
@@ -309,10 +309,13 @@ class ExpiryClock(Protocol):
     def unix_ms(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Blob:
+    """Bytes until they expire, or, if they are `spare`, until others find no room."""
+
     data: bytes | bytearray | memoryview
     expires_at: float
+    spare: bool = False
 
 
 class BlobStore:
@@ -329,6 +332,7 @@ class BlobStore:
         self._blobs: dict[str, Blob] = {}
         self._bytes = 0
         self._expires_at = math.inf  # nothing does before
+        self._any_spare = False
 
     @property
     def bytes_held(self) -> int:
@@ -341,10 +345,23 @@ class BlobStore:
         So many bytes as `leaving` says have to be free behind it.
         """
         self.sweep()
-        if self._bytes + size_bytes > self.bytes_max - leaving:
+        most = self.bytes_max - leaving - size_bytes
+        if self._bytes > most and self._any_spare:
+            self._drop_spare(self._bytes - most)
+        if self._bytes > most:
             return False
         self._bytes += size_bytes
         return True
+
+    def _drop_spare(self, size_bytes: int) -> None:
+        """Drop what is spare, the oldest first, up to so many bytes or a few more."""
+        self._any_spare, dropped = False, 0  # a thread may find one meanwhile
+        for token in [token for token, blob in self._blobs.items() if blob.spare]:
+            if dropped >= size_bytes:
+                self._any_spare = True
+                break
+            dropped += len(self._blobs.pop(token).data)
+        self._bytes -= dropped
 
     def release(self, size_bytes: int) -> None:
         """Give back what was reserved."""
@@ -395,6 +412,16 @@ class BlobStore:
         blob = self._blobs.get(token)
         return None if blob is None or blob.expires_at < self._clock.now() else blob.data
 
+    def spare(self, token: str) -> None:
+        """Let the bytes of a token be dropped where others find no room. Called in threads."""
+        if (blob := self._blobs.get(token)) is not None:
+            blob.spare = self._any_spare = True
+
+    def retain(self, claim: Claim) -> None:
+        """Keep bytes that were spare, since their claim is given out once more."""
+        if (blob := self._blobs.get(claim.token)) is not None:
+            blob.spare = False
+
     def discard(self, claim: Claim) -> None:
         """Drop bytes that were fetched. Unknown claims are ignored."""
         if (blob := self._blobs.pop(claim.token, None)) is not None:
@@ -415,11 +442,20 @@ class BlobServer:
 
     Each connection has a thread, whose calls block: an event loop that sends a large blob is woken
     for each part of it that the kernel has taken, which costs more than the copy itself.
+
+    `sent` is called in such a thread, with the token of bytes that were sent to their end.
     """
 
-    def __init__(self, bound: socket.socket, source: BlobSource) -> None:
+    def __init__(
+        self,
+        bound: socket.socket,
+        source: BlobSource,
+        *,
+        sent: Callable[[str], None] | None = None,
+    ) -> None:
         self._bound = bound
         self._source = source
+        self._sent = sent
         self._slots = asyncio.Semaphore(CONNECTIONS_MAX)
         self._threads = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="blobs")
 
@@ -489,15 +525,17 @@ class BlobServer:
         wanted = [token, range_] if ranges else [token]
         receive_into(connection, wanted, time.monotonic() + IDLE_TIMEOUT_S)
         data = self._source.get(token.hex())
-        pieces = [GONE]
+        pieces, ended = [GONE], False
         if data is not None:
-            size, views = len(data), views_of(data)
+            first, size, views = 0, len(data), views_of(data)
             if ranges:
                 first = int.from_bytes(range_[:SIZE_BYTES], "little")
                 size = min(int.from_bytes(range_[SIZE_BYTES:], "little"), max(0, size - first))
                 views = tuple(_within(views, first, first + size))
-            pieces = [size.to_bytes(SIZE_BYTES, "little"), *views]
+            pieces, ended = [size.to_bytes(SIZE_BYTES, "little"), *views], first + size == len(data)
         send(connection, pieces, time.monotonic() + SEND_TIMEOUT_S)
+        if ended and self._sent is not None:
+            self._sent(token.hex())
 
 
 def _within(views: Iterable[memoryview], start: int, end: int) -> Iterator[memoryview]:

@@ -90,6 +90,13 @@ class World:
             await self.bus.call(ENCODE_IMAGE, request, timeout_s=10, encoder=ENCODER)
         return caught.value
 
+    @property
+    def shelf(self) -> BlobStore:
+        service = self.encoder.service
+        assert isinstance(service, EncoderService)
+        assert service._images is not None
+        return service._images._shelf
+
     def embedded(self) -> float:
         return self.counted("request_e2e_latency_seconds_count") or 0.0
 
@@ -303,6 +310,27 @@ async def test_too_much_that_waits_is_overload(siglip: Path) -> None:
         full = await world.refusal(BLUE)
         assert isinstance(full, Overloaded)
         assert full.retry_after_s is not None
+
+
+async def test_what_was_fetched_gives_way_to_other_results(siglip: Path) -> None:
+    async with started(settings(siglip, claims_bytes_max=4 * 16 * 4)) as world:
+        first = await world.ask(RED)
+        await fetch(first.claim, timeout_s=5, bytes_max=10**6)
+        await until(lambda: world.shelf._blobs[first.claim.token].spare)
+        other = await world.ask(BLUE)
+        assert world.shelf.bytes_held == 4 * 16 * 4
+        assert isinstance(await world.refusal(RED), Overloaded), "the other one is not fetched yet"
+        await fetch(other.claim, timeout_s=5, bytes_max=10**6)
+        await until(lambda: world.shelf._blobs[other.claim.token].spare)
+        again = await world.ask(RED)
+        assert again.cached
+        assert again.claim.token != first.claim.token
+
+
+async def test_nothing_is_held_when_the_claims_have_expired(siglip: Path) -> None:
+    async with started(settings(siglip, claim_s=0.05)) as world:
+        await world.ask(RED)
+        await until(lambda: not world.shelf.bytes_held)
 
 
 async def test_without_a_model_every_call_is_unsupported() -> None:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.support.clock import ManualClock
+from tests.support.wait import until
 
 from antiphon.service.startup import bind
 from antiphon.transfer import blobs
@@ -35,7 +36,7 @@ from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
 MIB = 1024 * 1024
 
@@ -46,10 +47,12 @@ def listener() -> tuple[socket.socket, str]:
 
 
 @asynccontextmanager
-async def serving(bound: socket.socket, source: BlobSource) -> AsyncGenerator[None]:
+async def serving(
+    bound: socket.socket, source: BlobSource, *, sent: Callable[[str], None] | None = None
+) -> AsyncGenerator[None]:
     with bound:
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(BlobServer(bound, source).run())
+            running = group.create_task(BlobServer(bound, source, sent=sent).run())
             try:
                 yield
             finally:
@@ -223,6 +226,34 @@ async def test_full_shelf_refuses_until_something_expires():
         clock.advance(1.001)
         holder.put(b"y" * 30, 1)
         assert holder.bytes_held == 30
+
+
+async def test_what_was_sent_to_its_end_gives_way_to_what_finds_no_room() -> None:
+    bound, address = listener()
+    store = BlobStore(address, 100, ManualClock())
+    sent = list[str]()
+
+    def spare(token: str) -> None:
+        store.spare(token)
+        sent.append(token)
+
+    async with serving(bound, store, sent=spare):
+        data = os.urandom(40)
+        first = store.put(data, 60, part_bytes=20, part_digests=part_digests(data, 20))
+        second = store.put(b"y" * 40, 60)
+        await fetch_range(first, 0, 20, timeout_s=5)
+        with pytest.raises(Overloaded):
+            store.put(b"z" * 40, 60)
+        await fetch_range(first, 10, 40, timeout_s=5)
+        await take(second)
+        await until(lambda: sent == [first.token, second.token])
+        store.retain(first)  # given out once more
+        third = store.put(b"z" * 40, 60)
+        assert store.bytes_held == 80
+        assert await take(first) == data
+        with pytest.raises(BlobGone):
+            await take(second)
+        assert await take(third) == b"z" * 40
 
 
 async def test_stranger_is_hung_up_on():
