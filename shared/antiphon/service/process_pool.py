@@ -212,6 +212,8 @@ class ProcessPool:
                     child.stdin.write(chunk)
                     await child.stdin.drain()
                 size = int.from_bytes(await child.stdout.readexactly(_LENGTH_BYTES), "little")
+                if size > self._memory_bytes_max:  # it was led astray: it cannot hold as much
+                    raise Internal("a child process announced a result beyond its memory")
                 result = bytearray()
                 while left := size - len(result):
                     result += await child.stdout.readexactly(min(left, _CHUNK_BYTES))

@@ -22,6 +22,10 @@ CHILD = """
 import os, sys
 from antiphon.service.process_pool import serve
 
+class Endless(bytes):
+    def __len__(self):
+        return 1 << 60
+
 def wait(gate):
     os.close(os.open(gate, os.O_RDONLY))  # until it is opened to be written
 
@@ -29,6 +33,8 @@ def work(job):
     kind, _, gate = job.partition(b" ")
     if kind == b"exit":
         os._exit(3)
+    if kind == b"lie":
+        return Endless(b"x")
     if kind == b"wait":
         wait(gate)
     if kind == b"fork":
@@ -99,6 +105,8 @@ async def test_pool_runs_many_jobs_in_one_child_and_replaces_one_that_ended() ->
         assert await made.run(b"large", timeout_s=20) == b"too large", "its memory is bounded"
         with pytest.raises(Internal):
             await made.run(b"exit", timeout_s=20)
+        with pytest.raises(Internal, match="a result beyond its memory"):
+            await made.run(b"lie", timeout_s=20)
         assert (await made.run(b"again", timeout_s=20)).endswith(b" again")
 
 
