@@ -5,7 +5,7 @@ The model has the parts of a LLaVA, small: a tower of 12 layers of 384 and 576 t
 4 layers of text. Each image is new, and each answer is one token: what is measured is the way of
 an image. Expected of a new image: 30 GFLOP in the tower (22 M parameters, 576 tokens), 0.3 s of a
 core in float32; 7 ms to decode 448 x 448 pixels, 150 ms for 8.3 million; 0.9 MB of embedding, less
-than a millisecond. Encoders and the worker have even shares of the cores: with two cores, one each.
+than a millisecond. An encoder has an even share of the cores beside the worker: one of two.
 
     python -m tests.bench.images
     python -m tests.bench.images --rounds 1 --json FILE
