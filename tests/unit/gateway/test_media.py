@@ -145,6 +145,7 @@ def test_what_is_read_of_a_header_does_not_grow_with_the_file(
             "100.100.100.200",
             "fd00:ec2::254",
             "2002:a83f:8110::",
+            *("192.0.0.192", "::ffff:192.0.0.192", "2002:c000:c0::", "192.0.0.10"),
             "::ffff:0:7f00:1",
         ),
         *("no address", ""),

@@ -41,6 +41,9 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".mov", "
 _SUFFIX_CHARACTERS = max(map(len, _SUFFIXES))
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CARRIER_NAT = ipaddress.ip_network("100.64.0.0/10")
+_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
+"""RFC 6890's, of which Python before 3.12.4 calls most global. A cloud has its metadata among them.
+"""
 _METADATA = ipaddress.ip_address("168.63.129.16")
 """Azure's host, which has secrets of its machines, at an address like a public one."""
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -73,7 +76,7 @@ def is_public(address: str) -> bool:
         if inner is not None:
             return is_public(str(inner))
         return ip in _UNICAST and ip.is_global and ip.teredo is None
-    special = ip.is_multicast or ip in _CARRIER_NAT or ip == _METADATA
+    special = ip.is_multicast or ip in _CARRIER_NAT or ip in _PROTOCOLS or ip == _METADATA
     return ip.is_global and not special
 
 
