@@ -130,6 +130,35 @@ def test_other_formats_and_codecs_are_refused() -> None:
         list(file_frames(written_prores(), [0]))
 
 
+def test_no_other_decoder_looks_into_a_file_when_it_is_opened() -> None:
+    av.logging.set_level(av.logging.ERROR)
+    try:
+        with av.logging.Capture() as lines, pytest.raises(InvalidRequest):
+            list(file_frames(written_prores(), [0]))
+    finally:
+        av.logging.set_level(None)
+    assert "Codec (prores) not on whitelist" in "".join(text for _, _, text in lines)
+
+
+def test_the_sound_of_a_video_is_passed_over() -> None:
+    file, silent = io.BytesIO(), io.BytesIO(VIDEO)
+    with av.open(silent) as source, av.open(file, "w", format="mp4") as container:
+        sound = container.add_stream("aac", rate=48_000, layout="mono")
+        stream = container.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:  # the last one has no data
+                packet.stream = stream
+                container.mux(packet)
+        tone = np.zeros((1, 48_000), np.float32)
+        frame = av.AudioFrame.from_ndarray(tone, format="fltp", layout="mono")
+        frame.sample_rate = 48_000
+        container.mux(sound.encode(frame))
+        container.mux(sound.encode())
+    assert read_video_header(file.getvalue(), 100) == read_video_header(VIDEO, 100)
+    found = file_frames(file.getvalue(), range(FRAMES))
+    np.testing.assert_array_equal([*found], [*file_frames(VIDEO, range(FRAMES))])
+
+
 def written_prores() -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as container:

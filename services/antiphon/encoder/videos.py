@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 
 DEMUXER = "mp4"
 """FFmpeg's name, of MP4 and QuickTime files. Others are not exposed: some open further files."""
-_OPTIONS = {"ignore_editlist": "1"}
-"""All frames of the file are there, as its index counts them, also those that a cut has hidden."""
 CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg"})
 """FFmpeg's names of the usual ones. Its other decoders are not exposed to untrusted data."""
-
+_DECODERS = ("libdav1d",)
+"""FFmpeg's names of decoders that differ from their codec's."""
+_OPTIONS = {
+    # All frames of the file are there, as its index counts them, also those that a cut has hidden.
+    "ignore_editlist": "1",
+    # All tracks are looked into when a file is opened, by their decoders.
+    "codec_whitelist": ",".join((*sorted(CODECS), *_DECODERS)),
+}
 
 _BROKEN = (OSError, ValueError, EOFError, LookupError, RuntimeError, ArithmeticError, MemoryError)
 """Exceptions beside FFmpeg's own that PyAV raises on bytes that are not a video."""
