@@ -9,6 +9,8 @@ import io
 import random
 import socket
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -321,13 +323,12 @@ async def test_a_name_is_resolved_anew_behind_each_redirect(
         async with serving(web.get("/", redirect_to(target)), host="127.0.0.2") as port:
             answers = iter([("127.0.0.2", port), ("127.0.0.1", inside)])
 
-            async def getaddrinfo(*_: object, **__: object) -> list[object]:
+            def getaddrinfo(*_: object, **__: object) -> list[object]:
                 return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", next(answers))]
 
-            loop = asyncio.get_running_loop()
             async with fetching() as fetcher:
                 with monkeypatch.context() as patched:
-                    patched.setattr(loop, "getaddrinfo", getaddrinfo, raising=False)
+                    patched.setattr(socket, "getaddrinfo", getaddrinfo)
                     with pytest.raises(InvalidRequest, match="could not be fetched"):
                         await fetcher.fetch(f"http://rebinding.example:{port}/")
     assert [*answers] == [], "it was resolved twice"
@@ -394,16 +395,51 @@ async def test_a_name_that_changes_its_address_is_connected_to_where_it_was_chec
 ) -> None:
     answers = iter(["93.184.216.34", "127.0.0.1"])
 
-    async def getaddrinfo(*_: object, **__: object) -> list[object]:
+    def getaddrinfo(*_: object, **__: object) -> list[object]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), 80))]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-    resolver = PublicResolver(frozenset())
-    (found,) = await resolver.resolve("rebinding.example", 80)
-    assert found["host"] == "93.184.216.34"
-    assert found["flags"] & socket.AI_NUMERICHOST
-    with pytest.raises(AddressRefused):
-        await resolver.resolve("rebinding.example", 80)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with ThreadPoolExecutor(1) as threads:
+        resolver = PublicResolver(frozenset(), threads)
+        (found,) = await resolver.resolve("rebinding.example", 80)
+        assert found["host"] == "93.184.216.34"
+        assert found["flags"] & socket.AI_NUMERICHOST
+        with pytest.raises(AddressRefused):
+            await resolver.resolve("rebinding.example", 80)
+
+
+async def test_names_that_are_not_answered_hold_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More of them than the event loop has threads."""
+    asked, answered, real = list[str](), threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: str, *rest: Any, **named: Any) -> list[Any]:
+        if host != "slow.example":
+            return real(host, *rest, **named)
+        asked.append(host)
+        answered.wait(20)
+        raise socket.gaierror("no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    slow = 40
+
+    async def unanswered(fetcher: Fetching) -> None:
+        with pytest.raises(InvalidRequest, match="could not be fetched"):
+            await fetcher.fetch("http://slow.example/a.png")
+
+    async with (
+        serving(web.get("/a.png", _picture)) as port,
+        fetching(allowed_domains="localhost, slow.example", fetches_max=slow + 1) as fetcher,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(slow):
+            group.create_task(unanswered(fetcher))
+        try:
+            await until(lambda: len(asked) == slow)
+            assert await fetcher.fetch(f"http://localhost:{port}/a.png") == IMAGES["png"]
+        finally:
+            answered.set()
 
 
 async def test_bytes_beyond_the_limit_are_not_read() -> None:
