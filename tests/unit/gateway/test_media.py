@@ -602,6 +602,11 @@ async def test_an_embedding_of_any_type_is_stored_as_encoders_store_theirs() -> 
             EmbeddingForm(rows=4, width=4),
             "rows of 4 numbers; this model has 3",
         ),
+        (
+            "http://localhost/a.bin",  # it is not fetched
+            EmbeddingForm(rows=4, width=4),
+            "rows of 4 numbers; this model has 3",
+        ),
         (AS_BYTES["float32"][1:], FORM, "has 47 bytes; 4 x 3 numbers in float32 have 48"),
         (AS_BYTES["float16"], FORM, "has 24 bytes"),
         (np.full_like(NUMBERS, np.nan).tobytes(), FORM, "not finite"),
@@ -609,7 +614,7 @@ async def test_an_embedding_of_any_type_is_stored_as_encoders_store_theirs() -> 
     ],
 )
 async def test_an_embedding_that_is_not_what_it_says_is_refused(
-    data: bytes, form: EmbeddingForm, reason: str
+    data: str | bytes, form: EmbeddingForm, reason: str
 ) -> None:
     store = BlobStore("a:1", 10**6, ManualClock())
     intake = MediaIntake(MediaConfig(file_bytes_max=200), store, EncoderConfig(pixels_max=1))

@@ -264,9 +264,13 @@ class MediaIntake:
     ) -> _StoredMedium:
         """Check what a client has embedded, and store it as encoders do their embeddings."""
         with _naming(source), request.medium(self._config.file_bytes_max) as room:
+            if form.width != width:
+                raise InvalidRequest(
+                    f"the embedding has rows of {form.width} numbers; this model has {width}"
+                )
             data = await self._fetcher.fetch(source.source, room)
             await room.take(len(data) * _ITEM_BYTES["float32"] // _ITEM_BYTES[form.dtype])
-            data = await asyncio.to_thread(_float32_rows, data, form, width)
+            data = await asyncio.to_thread(_float32_rows, data, form)
             part_bytes = _part_bytes(len(data), 4 * width)
             digest, digests = await asyncio.to_thread(_digests, data, part_bytes)
             claim = room.put(
@@ -368,19 +372,14 @@ def _naming(source: MediumSource) -> Generator[None]:
         raise
 
 
-def _float32_rows(data: bytes | bytearray, form: EmbeddingForm, width: int) -> bytes:
-    """Return the numbers as float32; `width` is the model's. Called in a thread.
+def _float32_rows(data: bytes | bytearray, form: EmbeddingForm) -> bytes:
+    """Return the numbers as float32. Called in a thread.
 
     Raises:
-        InvalidRequest: There are not as many as the form says, the model has another width, or one
-            is not finite.
+        InvalidRequest: There are not as many as the form says, or one is not finite.
     """
     import numpy as np  # noqa: PLC0415  # most gateways get no embeddings
 
-    if form.width != width:
-        raise InvalidRequest(
-            f"the embedding has rows of {form.width} numbers; this model has {width}"
-        )
     expected = form.rows * form.width * _ITEM_BYTES[form.dtype]
     if len(data) != expected:
         raise InvalidRequest(
