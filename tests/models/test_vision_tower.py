@@ -38,6 +38,7 @@ from antiphon.encoder.model import VisionTower, read_weights
 from antiphon.encoder.preprocess import Preprocessor, PreprocessorConfig
 from antiphon.encoder.preprocessor_files import read_preprocessor_config
 from antiphon.encoder.tower_spec import SiglipSpec, VisionFamily, VisionTowerSpec, read_spec
+from antiphon.gateway.media.header import read_header
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -386,6 +387,21 @@ def test_a_photo_is_turned_as_the_camera_was_held() -> None:
     exif[0x0112] = 6  # shown after a quarter turn to the right
     turned = image.transpose(Image.Transpose.ROTATE_270)
     np.testing.assert_array_equal(OURS(encoded(image, exif=exif)), OURS(encoded(turned)))
+
+
+def test_an_orientation_that_the_header_does_not_show_turns_nothing() -> None:
+    """Pillow reads one in XMP data, too, of which the gateway knows nothing."""
+    image = noise(30, 60)
+    data = encoded(image, "JPEG", xmp=b'<rdf:Description tiff:Orientation="6"/>', quality=100)
+    header = read_header(data)
+    assert header is not None
+    assert (header.width, header.height) == image.size
+    found = OURS.decoded(data, *image.size)
+    assert (found.width, found.height) == image.size
+    plain = OURS.decoded(encoded(image, "JPEG", quality=100))
+    np.testing.assert_array_equal(found.pixels, plain.pixels)
+    with pytest.raises(InvalidRequest, match="61 x 30 by its header"):
+        OURS.decoded(data, 61, 30)
 
 
 def test_too_many_pixels_are_refused_by_the_header() -> None:

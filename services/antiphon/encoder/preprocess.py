@@ -102,7 +102,7 @@ class Preprocessor:
                 within `limits`.
             RequestTooLarge: The image has too many pixels.
         """
-        image = self.image(data)
+        image = self.image(data, (width, height))
         if (width or height) and image.size != (width, height):
             raise InvalidRequest(
                 f"the image has {image.width} x {image.height} pixels, and {width} x {height} by "
@@ -121,8 +121,11 @@ class Preprocessor:
     def recipe(self) -> PreprocessorConfig:
         return self._recipe
 
-    def image(self, data: bytes | bytearray) -> Image.Image:
+    def image(self, data: bytes | bytearray, size: tuple[int, int] = (0, 0)) -> Image.Image:
         """Decode an image, upright and opaque.
+
+        With another `size` by its header than it has upright, it is left as it is stored: of the
+        places where an orientation may be, the header's reader knows EXIF data before the pixels.
 
         Raises:
             InvalidRequest: It is not an image of one of `FORMATS`.
@@ -131,8 +134,8 @@ class Preprocessor:
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 self._check_size(image)
-                # Cameras store the orientation in EXIF data.
-                return _opaque(ImageOps.exif_transpose(image))
+                upright = ImageOps.exif_transpose(image)
+                return _opaque(image if upright.size != size == image.size else upright)
         except Image.UnidentifiedImageError as error:
             raise InvalidRequest(
                 f"not an image of a known format ({', '.join(FORMATS)})", param="image"

@@ -109,7 +109,7 @@ class VideoPreprocessor:
             raise RequestTooLarge.of(size_bytes=width * height, bytes_max=self._pixels_max)
         indices, size = self.chosen(width, height, video, limits)
         if is_frame_list(data):
-            frames = map(self._images.image, unpack_frames(data))
+            frames = (self._images.image(each, (width, height)) for each in unpack_frames(data))
         else:
             frames = file_frames(data, indices)
         # They may take most of the process's memory: no second copy is made of them.
