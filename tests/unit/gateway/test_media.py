@@ -251,6 +251,7 @@ async def test_redirects_are_followed_and_checked_anew() -> None:
             web.get("/loop", to("/loop")),
             web.get("/file", to("file:///etc/passwd")),
             web.get("/loopback", to("http://127.0.0.1/a.png")),
+            web.get("/brackets", to("http://[]@/a.png")),
         ) as port,
         fetching(allowed_domains="localhost") as fetcher,
     ):
@@ -261,9 +262,13 @@ async def test_redirects_are_followed_and_checked_anew() -> None:
             ("/file", "only http and https"),
             ("/loopback", "not one of the allowed domains"),
             ("/none", "status 404"),
+            ("/brackets", "could not be fetched"),
         ):
             with pytest.raises(InvalidRequest, match=reason):
                 await fetcher.fetch(at + path)
+        for source in ("http://[]@", "http://[", "http://", "http://a:b:c", "http://a:70000/"):
+            with pytest.raises(InvalidRequest):
+                await fetcher.fetch(source)
 
 
 @pytest.fixture

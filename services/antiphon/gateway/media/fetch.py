@@ -242,7 +242,8 @@ class MediaFetcher:
         except TimeoutError as error:
             text = f"{source[:_SHOWN]} was not fetched within {timeout_s:g} s"
             raise InvalidRequest(text) from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        # yarl 1.25 has an IndexError for http://[]@: a user with brackets, and no host.
+        except (aiohttp.ClientError, OSError, ValueError, IndexError) as error:
             # No detail: it would show what is to be reached from here.
             raise InvalidRequest(f"{source[:_SHOWN]} could not be fetched") from error
 
