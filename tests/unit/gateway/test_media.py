@@ -20,11 +20,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 from PIL import Image, ImageOps
+from tests.simulation.owner_world import submission
 from tests.support.clock import ManualClock
 from tests.support.wait import until
 
 from antiphon.config.gateway import MediaConfig
 from antiphon.config.settings import EncoderConfig
+from antiphon.config.tenants import TenantConfig
+from antiphon.gateway.access.limits import QuotaReservation, Tenant
 from antiphon.gateway.media import fetch, room
 from antiphon.gateway.media import intake as intakes
 from antiphon.gateway.media.fetch import (
@@ -34,13 +37,17 @@ from antiphon.gateway.media.fetch import (
     is_public,
 )
 from antiphon.gateway.media.header import PIECES_MAX, read_header
-from antiphon.gateway.media.intake import MediaIntake, NamedMedia
+from antiphon.gateway.media.intake import LINGER_S, MediaIntake, NamedMedia
 from antiphon.gateway.media.room import RequestRoom
+from antiphon.gateway.owner.actions import Ended
 from antiphon.gateway.requests.generation_request import MediumSource
+from antiphon.gateway.stream.stream import RequestStream
 from antiphon.service.startup import bind
+from antiphon.telemetry.tracing import span
 from antiphon.transfer.blobs import BlobServer, BlobStore, part_digests
+from antiphon.wire.base import Usage
 from antiphon.wire.claim import Claim, PixelLimits
-from antiphon.wire.errors import InvalidRequest, Overloaded
+from antiphon.wire.errors import GatewayLost, InvalidRequest, Overloaded
 from antiphon.wire.ids import TenantId
 from antiphon.wire.media import EmbeddingForm, MediumSpan
 
@@ -741,3 +748,23 @@ def test_names_are_bounded_however_small_their_images_are(monkeypatch: pytest.Mo
         named.put(tenant, name, b"x")
     assert [named.get(tenant, name) for name in "abc"] == [None, b"x", b"x"]
     assert named.bytes_held == 2
+
+
+@pytest.mark.parametrize("error", [None, GatewayLost("the stream was resumed at another gateway")])
+async def test_media_of_a_stream_that_goes_on_elsewhere_are_held_until_they_expire(
+    error: GatewayLost | None,
+) -> None:
+    clock = ManualClock()
+    store = BlobStore("a:1", 10**6, clock)
+    intake = MediaIntake(MediaConfig(), store, EncoderConfig(pixels_max=10**6))
+    quota = QuotaReservation(Tenant(TenantConfig(), 0.0))
+    stream = RequestStream(
+        submission("r", clock), span("t", None), quota, api="chat", received_at=0, submitted_at=0
+    )
+    stream.media = await intake.open([MediumSource(_data("png"), "part")], 1.0)
+    await intake.close()
+    stream.put(Ended(Usage(), error), 0.0)
+    assert (store.bytes_held > 0) == (error is not None)
+    clock.advance(1.0 + LINGER_S + 0.1)
+    store.sweep()
+    assert store.bytes_held == 0

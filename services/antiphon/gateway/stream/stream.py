@@ -11,6 +11,7 @@ import msgspec
 
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent, TextDelta
 from antiphon.wire.base import Usage
+from antiphon.wire.errors import GatewayLost
 from antiphon.wire.token_outputs import TokenOutputsChunk, join_chunks
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class RequestStream:
     name: tuple[TenantId, ClientKey] | None = None  # the client's id of it
     starts_in_reasoning: bool = False
     truncated: bool = False
-    media: HeldMedia | None = None  # held until the end
+    media: HeldMedia | None = None  # held until the end; if it is resumed elsewhere, for their time
     prompt: HeldPrompt | None = None  # likewise, if it is too long for a message
     labels: tuple[str, ...] = ()  # values of its custom metric labels
     detached: bool = False  # its output has no reader, and is not kept here
@@ -93,8 +94,9 @@ class RequestStream:
                 self.ended_at = now
                 self.trace.end(event.error)
                 self.reservation.end(event.usage.prompt_tokens + event.usage.completion_tokens)
+                goes_on = isinstance(event.error, GatewayLost)  # elsewhere, with what is held here
                 for held in (self.media, self.prompt):
-                    if held is not None:
+                    if held is not None and not goes_on:
                         held.discard()
                 if self.on_end is not None:
                     self.on_end()
