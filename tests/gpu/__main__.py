@@ -56,7 +56,7 @@ CHECKS = (
     ),
     _check("flashinfer", "FlashInfer's attention against the reference, if it is installed", 300),
     _check("launches", "a worker launches nothing but what was compiled ahead of time", 300),
-    _check("graphs", "decode steps of one size have the same bits with graphs and without", 300),
+    _check("graphs", "steps of one size have the same bits with graphs and without", 300),
     _check("determinism", "deterministic inference has the same bits alone and together", 300),
     _check("ranks", "two ranks, with a GPU each, have the tokens of one, but for near ties", 300),
     _check("prompts", "64 prompts have the tokens of the CPU in float32, but for near ties", 600),
@@ -66,6 +66,7 @@ BENCHES = (
     _bench("matmul", "experts and linears in fp8 against products of torch and copies"),
     _bench("sampling", "sampling of 256 rows of 128k logits, in times that these are read"),
     _bench("decode", "decode steps of Llama-3.1-8B's shape against the roofline"),
+    _bench("prefill", "prefills of that shape, in pieces against kernel by kernel"),
 )
 
 

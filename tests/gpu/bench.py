@@ -51,6 +51,8 @@ HOST_MS_MAX = 0.5
 """Of a step, and hidden: while the GPU computes the one before."""
 PROFILED = range(20, 50)
 """Which decode steps in a row are profiled."""
+PROMPTS = 9
+"""Of each length, whose median counts."""
 Facts = dict[str, Any]
 
 
@@ -305,6 +307,41 @@ def decode(
     return found
 
 
+def prefill(
+    bench: GpuBench | None = None,
+    sizes: Sizes = LLAMA,
+    *,
+    layers: int = 32,
+    lengths: tuple[int, ...] = (128, 512, 2048),
+) -> Facts:
+    """A prompt of so many tokens that generates one, launched kernel by kernel and in pieces."""
+    bench, most = bench or GpuBench(), max(lengths)
+    device = "cuda" if bench.device.type == "cuda" else "interpreter"
+    model = open_sized(sizes, layers, device, rows=1, tokens=most + 1)
+    loop = ModelLoop(
+        model,
+        overlap=True,
+        running_max=1,
+        step_tokens_max=most,
+        chunk_tokens=most,
+        context_tokens=most + 1,
+    )
+    found: Facts = {}
+    for way in ("kernel by kernel", "in pieces"):
+        if way == "in pieces":
+            _, seconds, size_bytes = runner_of(model).capture_prefills(lengths)
+            found["capture"] = _rounded(seconds=seconds, mib=size_bytes / 2**20)
+        for tokens in lengths:
+            taken_s: list[float] = []
+            for _ in range(PROMPTS):
+                began_s = time.perf_counter()
+                _generate(loop, sizes.vocabulary, 1, tokens, 1)
+                taken_s.append(time.perf_counter() - began_s)
+            milliseconds = float(np.median(taken_s)) * 1e3
+            found[f"{tokens} tokens, {way}"] = _rounded(milliseconds=milliseconds)
+    return found
+
+
 def _generate(
     loop: ModelLoop, vocabulary: int, rows: int, prompt_tokens: int, new_tokens: int
 ) -> None:
@@ -334,6 +371,7 @@ STAGES: dict[str, Callable[[], Facts]] = {
     "matmul": matmul,
     "sampling": sampling,
     "decode": decode,
+    "prefill": prefill,
 }
 
 

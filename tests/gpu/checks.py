@@ -144,6 +144,7 @@ def launches(
             sizes, 2, device, rows=rows, tokens=tokens, dtype=dtype, backends=(TRITON,)
         )
     captured = runner_of(model).capture((1, 2)).sizes
+    pieces = runner_of(model).capture_prefills((48, 512)).sizes
     runner_of(model).page_memories()
     asked = [
         request(length, {**SAMPLED[place % len(SAMPLED)], "details": LOGPROBS}, NEW_TOKENS)
@@ -153,7 +154,7 @@ def launches(
     assert all(len(ran.ids) == NEW_TOKENS for ran in loop.run(asked, one_a_turn=True))
     unknown = seen - set(every_launch() if table is None else table)
     assert not unknown, f"{len(unknown)} launches are not in the compile table: {unknown}"
-    return {"launches": len(seen), "graphs": captured}
+    return {"launches": len(seen), "graphs": captured, "prefills": pieces}
 
 
 def graphs(
@@ -164,12 +165,14 @@ def graphs(
     rows: int = 8,
     new_tokens: int = 24,
 ) -> Facts:
-    """Tokens and logprobs of steps of so many rows have the same bits with graphs and without."""
+    """Tokens and logprobs have the same bits with graphs and without: of rows that are prefilled
+    together, and of their decode steps."""
     folder = folder or embedded.path()
     found: list[list[tuple[list[int], list[float | None]]]] = []
-    for sizes in ((), (rows,)):
+    for sizes, tokens in (((), ()), ((rows,), (10 * rows,))):
         model = open_model(folder, device=device, dtype=dtype, pages=rows * 20)
         assert runner_of(model).capture(sizes).sizes == sizes
+        assert runner_of(model).capture_prefills(tokens).sizes == tokens
         loop = ModelLoop(
             model,
             overlap=True,
@@ -183,6 +186,7 @@ def graphs(
         plans = [record.plan for record in loop.loop.recorder.records()]
         steps = sum(len(plan.slot) == len(plan.tokens) == rows for plan in plans)
         assert steps >= new_tokens - 2, "all rows are decoded together"
+        assert len(plans[0].tokens) == 10 * rows, "and all are prefilled together"
     assert found[0] == found[1]
     return {"rows": rows, "tokens": rows * new_tokens}
 

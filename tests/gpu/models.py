@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.kernels.dry_run import Launch, Sizes
     from torch import Tensor
 
-    from antiphon.kernels.stream import Download, Graph, Stream
+    from antiphon.kernels.stream import Cut, Download, Graph, Stream
     from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.runner.opening import OpenModel
 
@@ -89,10 +89,10 @@ class WatchedStream:
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return self._stream.download(tensors)
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        def seen() -> None:
+    def capture(self, run: Callable[[Cut], None]) -> Graph:
+        def seen(cut: Cut) -> None:
             with seeing(self._see):
-                run()
+                run(cut)
 
         return self._stream.capture(seen)
 

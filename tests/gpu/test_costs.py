@@ -90,7 +90,7 @@ def counted(name: str, layers: int, rows: int, way: dict[str, Any]) -> StepCount
         with torch.inference_mode():
             graphs._outputs = graphs._allocate(rows)
             with counts:
-                graphs._run(rows)
+                graphs._run(rows, lambda call: call())
     finally:
         RECORDING.recorder = None
     return counts

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.config.quantization import QuantizationConfig
-    from antiphon.kernels.stream import Download
+    from antiphon.kernels.stream import Cut, Download
     from antiphon.model_worker.model.spec import ModelSpec
 
 META = torch.device("meta")
@@ -124,9 +124,10 @@ class _NoDataStream:
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return _NoDataDownload(tensors)
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        run()
-        return Graph(run, 0)
+    def capture(self, run: Callable[[Cut], None]) -> Graph:
+        whole = partial(run, lambda call: call())
+        whole()
+        return Graph(whole, 0)
 
 
 class _NoDataDownload(NamedTuple):

@@ -31,7 +31,7 @@ CONFIGS = [
     pytest.param(EMBEDDED, id="embedded"),
     pytest.param(MODELS["Qwen3-30B-A3B"].config(2), id="experts"),
 ]
-GRAPH_SIZES = (1, 4)
+GRAPH_SIZES, PREFILL_SIZES = (1, 4), (32, 80)
 NEW_TOKENS = 6
 
 
@@ -69,6 +69,7 @@ def run_steps(config: Mapping[str, Any]) -> None:
         loop = loop_of(model, **limits, drafter=SomeDrafts())
         check(loop, failed)
         assert runner.capture(GRAPH_SIZES).sizes == GRAPH_SIZES
+        assert runner.capture_prefills(PREFILL_SIZES).sizes == PREFILL_SIZES
         check(loop, failed)
 
 

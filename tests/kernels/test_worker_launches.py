@@ -54,6 +54,7 @@ def launched(name: str, seed: int = 0, requests: int = 24, **changes: int) -> se
         model = open_worker(MODELS[name].config(3), rows=48, **changes)
         assert isinstance(model.runner, DeviceRunner)
         model.runner.capture((1, 3, 20))
+        model.runner.capture_prefills((7, 64, 300))
         loop = loop_of(model, running_max=48, step_tokens_max=2048, chunk_tokens=512)
         asked = [
             request(length, SAMPLED[way], new_tokens)

@@ -49,6 +49,10 @@ class Case(msgspec.Struct):
     captured: tuple[int, ...] = ()
 
 
+PREFILLS = (6, 24)
+"""Numbers of tokens that are captured where anything is."""
+
+
 class LoneRank(SingleRank):
     """One of several ranks, which sums nothing."""
 
@@ -118,6 +122,7 @@ def _capture(model: OpenModel, sizes: tuple[int, ...]) -> None:
     if sizes:
         assert isinstance(model.runner, DeviceRunner), "the runner of a device"
         assert model.runner.capture(sizes).sizes == sizes
+        assert model.runner.capture_prefills(PREFILLS).sizes == PREFILLS
 
 
 def main(port: int, rank: int, *sizes: int) -> None:

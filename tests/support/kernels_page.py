@@ -97,8 +97,9 @@ their own: each kernel under compute-sanitizer, the cases of the interpreter aga
 launches that are not in the table above, bits of steps with graphs and without, and of
 deterministic inference, two ranks against one where there are two GPUs, and 64 prompts against the
 CPU. `make bench-gpu` compares kernels with copies and products of torch that are measured beside
-them, and decode steps of Llama-3.1-8B's shape with the roofline; it says what the host works in a
-step, and for which share of it the GPU is idle. **No figure is known yet.**
+them, decode steps of Llama-3.1-8B's shape with the roofline, and prefills in pieces with those
+without; it says what the host works in a step, and for which share of it the GPU is idle. **No
+figure is known yet.**
 
 What a decode step in bfloat16 costs at least, whose rows have {KEYS} keys each: it reads all
 weights but embeddings, of evenly chosen experts those that some row has, and keys and values; of
@@ -173,7 +174,7 @@ program has one latent in registers for 16 heads of a token, or a few heads of s
 
 A program keeps some columns of a head's state in registers and takes the tokens of a row one by one
 ([decision 79](decisions/0079-states-are-walked-through-on-a-gpu.md)). Decode steps of models with
-such layers are not captured.
+such layers are not captured whole.
 
 ## fp8 weights
 
@@ -216,8 +217,15 @@ Decode steps are captured as CUDA graphs before a worker is ready, for SGLang's 
 `--max-running-requests` and 256, and padded to the next size; `--cuda-graph-bs`,
 `--cuda-graph-max-bs`, `--disable-cuda-graph` and `--disable-cuda-graph-padding` change that. The
 log says how long it took and how much memory. On the interpreter a tape of all calls stands for a
-graph and is replayed from itself alone. **No graph has yet been captured on a GPU.** Prefills and
-steps that verify drafts are not captured, and neither are models with chunked attention."""
+graph and is replayed from itself alone. **No graph has yet been captured on a GPU.**
+
+Passes with prefills, and steps that verify drafts, are captured in pieces: for the numbers of
+tokens that `--cuda-graph-bs-prefill` lists, or SGLang's up to `--cuda-graph-max-bs-prefill`. By
+default none is, since what they save and take was not measured. A pass is padded to the next size.
+Attention, recurrences and sums over ranks are launched between the pieces, as without graphs. So
+decode steps of models with recurrent layers or chunked attention, which are not captured whole, are
+captured in pieces, too. A pass is launched kernel by kernel if its images add to the stream behind
+layers (deepstack), and so are those of pipeline stages."""
 
 
 def _flashinfer_kernels() -> str:

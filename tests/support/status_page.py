@@ -89,9 +89,8 @@ SERVICES: Mapping[Role, tuple[str, str]] = {
 NOT_BUILT: tuple[tuple[str, str, str], ...] = (
     (
         "GPU kernels and CUDA graphs",
-        "Kernels of a GPU, and CUDA graphs of decode steps, have not yet run on one. Other steps "
-        "are not captured.",
-        "gpu base_gpu cuda_graphs",
+        "Kernels of a GPU, and CUDA graphs of decode steps and prefills, have not yet run on one.",
+        "gpu base_gpu cuda_graphs prefill_graphs",
     ),
     (
         "Tensor parallelism by other splits, and other collectives",

@@ -6,7 +6,7 @@ For a step the host waits for a `Download` and for nothing else.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from torch import Tensor
+
+    Cut = Callable[[Callable[[], object]], object]
+    """Leaves a call out of what is captured; each replay makes it in this place."""
 
 
 class Download(Protocol):
@@ -64,11 +67,11 @@ class Stream(Protocol):
         """Another stream of the device, for another thread; only the host orders the two."""
         ...
 
-    def capture(self, run: Callable[[], None]) -> Graph:
+    def capture(self, run: Callable[[Cut], None]) -> Graph:
         """Capture what `run` launches, to be replayed with other contents of the same tensors.
 
-        `run` may be called before, too. All graphs share their memory: the outputs of one are
-        overwritten by the next replay of any.
+        `run` may be called before, too; it gets what cuts the graph in pieces. All graphs share
+        their memory: the outputs of one are overwritten by the next replay of any.
 
         Raises:
             Exception: `run` waits for the device, or copies from the host.
@@ -80,7 +83,7 @@ class Graph(NamedTuple):
     """Captured launches.
 
     Attributes:
-        replay: Launches all of them. Inside `launching`.
+        replay: Launches all of them, and makes the calls between them. Inside `launching`.
         size_bytes: Memory that was allocated for them.
     """
 
@@ -119,16 +122,17 @@ class CudaStream:
     def fill(self, target: Tensor, values: NDArray[Any]) -> None:
         target.copy_(torch.as_tensor(values).pin_memory(), non_blocking=True)
 
-    def capture(self, run: Callable[[], None]) -> Graph:
+    def capture(self, run: Callable[[Cut], None]) -> Graph:
         with self.launching():
-            run()  # compiles kernels, and gives libraries their workspaces
+            run(lambda call: call())  # compiles kernels, and gives libraries their workspaces
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # as each capture does, which must not count
             before = torch.cuda.memory_reserved()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                run()
-            self._pool = graph.pool()
-            return Graph(graph.replay, torch.cuda.memory_reserved() - before)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            pieces = _CudaPieces(self._pool)
+            with pieces.capturing():
+                run(pieces.cut)
+            return Graph(pieces.replay, torch.cuda.memory_reserved() - before)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         copies = [
@@ -140,6 +144,36 @@ class CudaStream:
         copied = torch.cuda.Event(blocking=True)  # a host that spins would take a core
         copied.record()
         return _CudaDownload(copies, copied)
+
+
+class _CudaPieces:
+    """Graphs, and the calls between them."""
+
+    def __init__(self, pool: Any) -> None:  # noqa: ANN401 (its type is private to torch)
+        self._pool = pool
+        self._parts: list[Callable[[], object]] = []
+        self._open = ExitStack()  # while a piece is captured
+
+    @contextmanager
+    def capturing(self) -> Generator[None]:
+        with self._open:
+            self._begin()
+            yield
+
+    def cut(self, call: Callable[[], object]) -> None:
+        self._open.close()
+        self._parts.append(call)
+        self._begin()
+
+    def replay(self) -> None:
+        for part in self._parts:
+            part()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # All pieces are captured on one stream of torch's, which reuses what others have freed.
+        self._open.enter_context(torch.cuda.graph(graph, pool=self._pool))
+        self._parts.append(graph.replay)
 
 
 class _CudaDownload(NamedTuple):
@@ -234,20 +268,26 @@ class InterpretedStream:
     def fill(self, target: Tensor, values: NDArray[Any]) -> None:
         target.copy_(torch.as_tensor(values.copy()))
 
-    def capture(self, run: Callable[[], None]) -> Graph:
+    def capture(self, run: Callable[[Cut], None]) -> Graph:
         with Tape().recording():
-            run()  # as on a GPU: backends plan on the host then
+            run(lambda call: call())  # as on a GPU: backends plan on the host then
         tape = Tape()
+        cuts: list[tuple[int, Callable[[], object]]] = []
         with tape.recording(fixed=True):
-            run()
+            run(lambda call: cuts.append((len(tape.calls), call)))
         self._graphs.append(tape)
-        return Graph(partial(self._replay, tape), tape.allocated_bytes)
+        return Graph(partial(self._replay, tape, cuts), tape.allocated_bytes)
 
-    def _replay(self, tape: Tape) -> None:
+    def _replay(self, tape: Tape, cuts: Sequence[tuple[int, Callable[[], object]]]) -> None:
         assert self._launched is not None, "nothing is being launched"
+        launched, start = self._launched.tape.calls, 0
         # They share their memory, which this one may write over.
-        calls = [graph.poison for graph in self._graphs]
-        self._launched.tape.calls += calls + tape.calls
+        launched += [graph.poison for graph in self._graphs]
+        for end, call in cuts:
+            launched += tape.calls[start:end]
+            call()
+            start = end
+        launched += tape.calls[start:]
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         assert self._launched is not None, "nothing is being launched"

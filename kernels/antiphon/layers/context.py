@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from antiphon.kernels.recurrent import LayerStates, StateMetadata
-
 if TYPE_CHECKING:
     from antiphon.kernels.latent import LatentHeads
     from antiphon.kernels.ops import Ops
+    from antiphon.kernels.recurrent import Recurrence
     from antiphon.kernels.rotary import QkNormWeights, RotarySpec
     from antiphon.layers.weights import Tp
 
@@ -43,8 +42,9 @@ AttentionBackend = Callable[[int, Tensor, AttentionParams], Tensor]
 heads (T, Q + 2 H, D), queries before keys before values, and its parameters  ->  (T, Q, D).
 Axes: T tokens, Q query heads, H kv heads, D head size."""
 
-StateLookup = Callable[[int], tuple[LayerStates, StateMetadata]]
-"""A layer's recurrent states, and which of them each row of the pass reads and writes."""
+RecurrenceBackend = Callable[[int, Tensor, "Recurrence"], Tensor]
+"""Runs a recurrence over the states of each row of the pass, which it changes: the layer, its
+projected tokens (T, inputs), and what it computes of them  ->  (T, H * columns)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,7 @@ class LatentAttentionParams:
     scale: float  # of scores
     rotary: RotarySpec  # RoPE of the position part of queries and keys
     heads: LatentHeads  # the layer's projections between latents and heads
+    value: int  # elements of a head's value: V
 
 
 LatentAttentionBackend = Callable[[int, Tensor, Tensor, LatentAttentionParams], Tensor]
@@ -146,7 +147,7 @@ class ForwardContext:
     tp: Tp  # the tensor-parallel group
     experts: ExpertRanks
     attend: AttentionBackend  # attention over the paged KV cache, with RoPE
-    states_of: StateLookup | None = None  # the recurrent states; unset: no layer has one
+    recur: RecurrenceBackend | None = None  # over recurrent states; unset: no layer has one
     # Attention over the latent cache; unset: no layer has one.
     attend_latent: LatentAttentionBackend | None = None
     cross: CrossAttentionBackend | None = None  # unset: no layer attends to another sequence

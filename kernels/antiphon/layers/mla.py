@@ -187,7 +187,9 @@ class LatentAttention(Sublayer):
         self._up = LatentUpProjection(site, spec)
         self._out = site.row("self_attn.o_proj", sizes.heads * sizes.value, bias=spec.bias)
         self.children = (self._query, self._down, self._norm, self._up, self._out)
-        self.params = LatentAttentionParams(scale=spec.scale, rotary=spec.rotary, heads=self._up)
+        self.params = LatentAttentionParams(
+            scale=spec.scale, rotary=spec.rotary, heads=self._up, value=sizes.value
+        )
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         sizes = self._spec.sizes

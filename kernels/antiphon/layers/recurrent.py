@@ -89,9 +89,8 @@ class RecurrentMixer(Sublayer):
     out: RowLinear
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
-        assert ctx.states_of is not None, "a pass without states"
-        states = ctx.states_of(self.layer)
-        return self.out(ctx, ctx.ops.recurrence(self.inputs(ctx, x), self.recurrence, *states))
+        assert ctx.recur is not None, "a pass without states"
+        return self.out(ctx, ctx.recur(self.layer, self.inputs(ctx, x), self.recurrence))
 
     @property
     def packed(self) -> tuple[CompiledLinear, CompiledLinear] | None:

@@ -177,6 +177,7 @@ class ModelWorker:
             running_max=limits.running_max,
             context_tokens=limits.context_tokens,
             captured=engine.captured(padded=batching.graph_padding),
+            captured_tokens=engine.captured_tokens,
         )
         self._accounting = StepAccounting(
             runtime.metrics, size, engine.resolved, batching.decode_log_interval

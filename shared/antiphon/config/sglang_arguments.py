@@ -246,6 +246,17 @@ def _media_process(text: str) -> TranslatedValue:
     return TranslatedValue(str(image.max_pixels), {"media.pixels_min": str(image.min_pixels)})
 
 
+def _sizes(text: str) -> TranslatedValue:
+    try:
+        sizes = msgspec.json.decode(text, type=list[int])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--piecewise-cuda-graph-tokens {text}: refused: {error}; must be a JSON array such as "
+            "[64, 256]"
+        ) from error
+    return TranslatedValue(" ".join(map(str, sizes)))
+
+
 _TORCHAO = "torchao-"
 _JSON_WHITE = frozenset({" ", r"\n", r"\r", r"\t"})
 _WHITESPACE = re.compile(
@@ -298,6 +309,7 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "sampler": Translation(
         _renamed(pytorch="torch"), lambda value: "pytorch" if value == "torch" else value
     ),
+    "sizes": Translation(_sizes, lambda value: f"[{', '.join(str(value).split())}]"),
     "torchao": Translation(
         lambda text: TranslatedValue(f"{_TORCHAO}{text}" if text else None),
         lambda value: str(value).removeprefix(_TORCHAO) if str(value).startswith(_TORCHAO) else "",

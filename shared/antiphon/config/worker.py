@@ -102,7 +102,9 @@ class BatchingConfig(Config):
     """Whether the next step is planned while the one before it is computed, by a GPU or in a thread
     of its own; a CPU worker measures at start whether that is faster."""
     graphs: bool = True
-    """Whether a GPU replays decode steps that were captured at start (CUDA graphs)."""
+    """Whether a GPU replays what was captured at start (CUDA graphs)."""
+    decode_graphs: bool = True
+    """Whether decode steps are captured."""
     graph_sizes: str = ""
     """List of batch sizes of captured decode steps, separated by spaces; empty: chosen up to
     `graph_rows_max`."""
@@ -110,6 +112,15 @@ class BatchingConfig(Config):
     """Maximum batch size of captured decode steps; unset: the largest of `graph_sizes`, or 256."""
     graph_padding: bool = True
     """Whether decode steps are padded to the next captured batch size."""
+    prefill_graphs: bool = True
+    """Whether prefills are captured: what their layers compute between attentions, recurrences and
+    sums over ranks."""
+    prefill_graph_sizes: str = ""
+    """List of numbers of tokens of captured prefills, separated by spaces; empty: chosen up to
+    `prefill_graph_tokens_max`."""
+    prefill_graph_tokens_max: Tokens | None = None
+    """Maximum number of tokens of captured prefills; unset: the largest of `prefill_graph_sizes`.
+    With neither none is captured."""
     decode_log_interval: Steps = 40
     """Interval between log lines of decode batches, in steps."""
     dump_folder: str = ""
@@ -125,14 +136,18 @@ class BatchingConfig(Config):
             raise ValueError(
                 f"chunk_tokens = {self.chunk_tokens} exceeds tokens_max = {self.tokens_max}"
             )
-        batch_sizes(self.graph_sizes)
+        for name in ("graph_sizes", "prefill_graph_sizes"):
+            try:
+                captured_sizes(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name} = {error}") from error
 
 
-def batch_sizes(text: str) -> tuple[int, ...]:
-    """Parse a list of batch sizes, which come in any order; empty if the text is."""
+def captured_sizes(text: str) -> tuple[int, ...]:
+    """Parse a list of sizes, which come in any order; empty if the text is."""
     words = text.split()
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f"graph_sizes = '{text}': must be positive integers, separated by spaces")
+        raise ValueError(f"'{text}': must be positive integers, separated by spaces")
     return tuple(sorted({int(word) for word in words}))
 
 

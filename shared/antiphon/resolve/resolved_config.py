@@ -8,7 +8,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import CacheDtype, Dtype, KernelBackend, LinearFormat, ModelConfig
-from antiphon.config.worker import batch_sizes
+from antiphon.config.worker import captured_sizes
 from antiphon.model_card.config_json import Task
 from antiphon.model_card.files import gib
 from antiphon.model_card.pooling import Pooling, PoolMode
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.parallel import ParallelConfig
     from antiphon.config.settings import Settings
+    from antiphon.config.worker import BatchingConfig
     from antiphon.model_card.card import ModelCard
     from antiphon.resolve.device import HostDevice
     from antiphon.resolve.draft import DraftCard
@@ -123,6 +124,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True):
     attention_groups: ResolvedValue[int] = ONE_GROUP
     decoder: ResolvedValue[str] = UNLOADED
     graph_sizes: ResolvedValue[tuple[int, ...]] = NO_GRAPHS
+    prefill_graph_sizes: ResolvedValue[tuple[int, ...]] = NO_GRAPHS
     draft: ResolvedValue[ResolvedDraft | None] = NO_DRAFT
     backends: ResolvedValue[tuple[str, ...]] = ANY_BACKENDS
 
@@ -293,6 +295,7 @@ def resolve(
         attention_groups=ResolvedValue(groups, "parallel.attn_dp_size"),
         draft=beside,
         graph_sizes=_graphs(settings, device, running.value),
+        prefill_graph_sizes=_prefill_graphs(settings, device, step.value),
         backends=backends,
     )
 
@@ -778,24 +781,28 @@ def _graphs(
     settings: Settings, device: HostDevice, running_max: int
 ) -> ResolvedValue[tuple[int, ...]]:
     """Batch sizes of the decode steps that are captured, with their sums over ranks."""
-    sizes = _graph_sizes(settings, device, running_max)
-    if not sizes.value or settings.parallel.ranks == 1:
+    if not settings.batching.decode_graphs:
+        return ResolvedValue((), "batching.decode_graphs")
+    if (reason := _uncaptured(settings, device)) is not None:
+        return ResolvedValue((), reason)
+    sizes = _graph_sizes(settings.batching, running_max)
+    if settings.parallel.ranks == 1:
         return sizes
-    if settings.parallel.pp_size > 1:
-        return ResolvedValue((), "stages are launched layer by layer")
     return ResolvedValue(sizes.value, f"{sizes.reason}; sums over ranks inside: {NOT_YET_RUN}")
 
 
-def _graph_sizes(
-    settings: Settings, device: HostDevice, running_max: int
-) -> ResolvedValue[tuple[int, ...]]:
-    """Batch sizes of the decode steps that are captured."""
-    batching = settings.batching
-    if not batching.graphs:
-        return NO_GRAPHS
+def _uncaptured(settings: Settings, device: HostDevice) -> str | None:
+    """Why nothing is captured; None: something may be."""
+    if not settings.batching.graphs:
+        return NO_GRAPHS.reason
     if device.kind == "cpu":
-        return ResolvedValue((), "a GPU has them")
-    if listed := batch_sizes(batching.graph_sizes):
+        return "a GPU has them"
+    return "stages are launched layer by layer" if settings.parallel.pp_size > 1 else None
+
+
+def _graph_sizes(batching: BatchingConfig, running_max: int) -> ResolvedValue[tuple[int, ...]]:
+    """Batch sizes of the decode steps that are captured."""
+    if listed := captured_sizes(batching.graph_sizes):
         most = min(batching.graph_rows_max or listed[-1], running_max)
         sizes = tuple(size for size in listed if size <= most)
         return ResolvedValue(sizes, "batching.graph_sizes")
@@ -806,6 +813,29 @@ def _graph_sizes(
     every = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most, 32))
     sizes = (*(size for size in every if size < most), most)
     return ResolvedValue(sizes, f"up to {most} running requests")
+
+
+def _prefill_graphs(
+    settings: Settings, device: HostDevice, step_tokens: int
+) -> ResolvedValue[tuple[int, ...]]:
+    """Numbers of tokens of the prefills that are captured in pieces."""
+    batching = settings.batching
+    if not batching.prefill_graphs:
+        return ResolvedValue((), "batching.prefill_graphs")
+    if (reason := _uncaptured(settings, device)) is not None:
+        return ResolvedValue((), reason)
+    listed, most = captured_sizes(batching.prefill_graph_sizes), batching.prefill_graph_tokens_max
+    if not listed and most is None:
+        return ResolvedValue((), "batching.prefill_graph_sizes: none are listed")
+    most = min(most or listed[-1], step_tokens)
+    if listed:
+        sizes = tuple(size for size in listed if size <= most)
+        return ResolvedValue(sizes, "batching.prefill_graph_sizes")
+    # SGLang's: from 64 tokens on they are padded by less than a quarter.
+    every = (*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
+    every = (*every, *range(1280, 4097, 256), *range(4608, most, 512))
+    sizes = (*(size for size in every if size < most), most)
+    return ResolvedValue(sizes, f"up to {most} tokens of a step")
 
 
 def _running(

@@ -136,7 +136,10 @@ DETAILS = TokenOutputParams(logprobs=True, top=2)
 
 
 def answers(folder: Path, chosen: Sequence[int], chunk: int, sizes: Sequence[int]) -> list[Any]:
-    """Tokens and logprobs of these requests, in chunks, with graphs of these sizes."""
+    """Tokens and logprobs of these requests, in chunks, with graphs of these sizes.
+
+    And of prefills of ten times as many tokens.
+    """
     model = open_model(
         folder,
         pages=200,
@@ -147,6 +150,7 @@ def answers(folder: Path, chosen: Sequence[int], chunk: int, sizes: Sequence[int
     )
     assert isinstance(model.runner, DeviceRunner)
     model.runner.capture(sizes)
+    model.runner.capture_prefills([10 * size for size in sizes])
     prompts = [[3, 1, 4], [*range(5, 42)], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
     asked = [
         state(

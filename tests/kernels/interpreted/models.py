@@ -10,14 +10,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.kernels.edits import Edit
 from tests.kernels.interpreted.drawn import SLOTS, DrawnDevice, DrawnStream
 from tests.models.model_loop import ModelLoop
 from tests.models.parity import save
 from tests.models.quantization.rows import BY_NAME as QUANTIZED
 from tests.models.quantization.rows import SHAPE, write
+from tests.models.seeing_loop import SeeingLoop, medium
 from tests.models.specs import BY_NAME
 from tests.models.test_draft_model import with_nan
 from tests.models.test_experts import MXFP4, in_mxfp4, rewrite
@@ -32,11 +35,12 @@ from antiphon.kernels.flashinfer import attention as planned
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
 from antiphon.kernels.upload import upload_to
-from antiphon.layers.moe import MixtureOfExperts
+from antiphon.layers.moe import MixtureOfExperts, MoeSpec
 from antiphon.model_card.card import read_card
 from antiphon.model_card.files import find_files
-from antiphon.model_worker.batching.plan import DeviceLost
+from antiphon.model_worker.batching.plan import DeviceLost, StepPlan
 from antiphon.model_worker.cache.groups import HOLE
+from antiphon.model_worker.runner import prefill_graphs
 from antiphon.model_worker.runner.device_pages import DevicePages, PageStream
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.model_worker.runner.pools import cache_groups
@@ -50,10 +54,12 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import PlanRunner
     from antiphon.model_worker.batching.state import RequestState
     from antiphon.model_worker.runner.opening import OpenModel
+    from antiphon.wire.media import Medium
 
 OUTPUTS = (5, 3, 5, 3)
 """Tokens of each request: steps get shorter."""
 CAPTURED = (2, 3, 5)
+PREFILLS = (6, 24)
 CPU = torch.device("cpu")
 STAND_IN = Path(__file__).parents[1] / "stand_in"
 BAD = 0
@@ -132,7 +138,23 @@ def replaying(
             for pages in pool.layer(layer):
                 pages[-1] = torch.nan  # which only rows of padding read
     assert runner.capture((*CAPTURED, 999)).sizes == captured
+    assert runner.capture_prefills(PREFILLS).sizes == PREFILLS
     return runner
+
+
+@contextmanager
+def padded_absurdly(model: OpenModel) -> Generator[None]:
+    """Tokens of padding of a captured prefill are what they never are, and change nothing."""
+    routed = any(isinstance(layer.feed_forward, MoeSpec) for layer in model.spec.layers)
+    value = "7" if routed else "torch.nan if values.is_floating_point() else 700"
+    absurd = Edit(
+        "padding is absurd",
+        prefill_graphs,
+        "values[tokens:].zero_()",
+        f"values[tokens:].fill_({value})",
+    )
+    with absurd.applied():
+        yield
 
 
 def check_device(
@@ -152,7 +174,8 @@ def check_device(
         )
         if overlap:
             runner = replaying(folder, model, captured, attention)
-        got = outputs_of(model, runner, overlap=overlap, count=count)
+        with padded_absurdly(model):
+            got = outputs_of(model, runner, overlap=overlap, count=count)
         for (ids, logprobs), (expected_ids, expected_logprobs) in zip(got, expected, strict=True):
             assert ids == expected_ids
             assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
@@ -169,7 +192,7 @@ def test_other_families_generate_what_they_do_on_the_cpu(family: str, tmp_path: 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
 def test_models_with_states_generate_what_they_do_on_the_cpu(family: str, tmp_path: Path) -> None:
-    """Step by step: none is captured."""
+    """Decodes, too, are captured in pieces."""
     check_device(save(BY_NAME[family], tmp_path).folder, captured=())
 
 
@@ -254,6 +277,57 @@ def test_drafts_are_verified_on_a_device(tmp_path: Path) -> None:
         compare(got, wanted, rounding=1e-4)
     plans = [record.plan for record in loop.loop.recorder.records()]
     assert any(len(plan.logit_tokens) > len(plan.slot) for plan in plans)
+
+
+def test_chunks_of_prompts_have_logprobs_of_their_own(tmp_path: Path) -> None:
+    """The next chunk is launched before those of one are read."""
+    folder = write_llama(tmp_path, {"num_hidden_layers": 1})
+    found: list[list[float | None]] = []
+    for device in ("cpu", "interpreter"):
+        model = opened(folder, device)
+        runner = replaying(folder, model) if device == "interpreter" else None
+        loop = ModelLoop(model, runner, overlap=runner is not None, chunk_tokens=6)
+        details = TokenOutputParams(logprobs=True, prompt_start=0)
+        asked = state(list(range(3, 20)), max_new_tokens=2, temperature=0.0, details=details)
+        found.append([token.logprob for token in loop.run([asked])[0].tokens])
+    assert len(found[0]) > 17
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+def in_a_line(image: Medium) -> Medium:
+    """Its tokens have positions as those of text."""
+    return msgspec.structs.replace(image, span=msgspec.structs.replace(image.span, columns=0))
+
+
+@pytest.mark.parametrize("deepstack", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_embeddings_of_images_enter_captured_layers(
+    deepstack: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those with parts that are added behind layers."""
+    folder, replayed = write_llama(tmp_path, {"num_hidden_layers": 1}), list[StepPlan]()
+    run_layers = prefill_graphs.PrefillGraphs.run_layers
+
+    def seen(graphs: prefill_graphs.PrefillGraphs, plan: StepPlan, *rest: Any) -> Any:
+        replayed.append(plan)
+        return run_layers(graphs, plan, *rest)
+
+    monkeypatch.setattr(prefill_graphs.PrefillGraphs, "run_layers", seen)
+    prompt, found = [3] * 4 + [9] * 8 + [4] * 5, list[list[list[int]]]()
+    images = [in_a_line(medium(4, 2, 4, content)) for content in (1, 2)]
+    for device in ("cpu", "interpreter"):
+        model = opened(folder, device)
+        on_device = device == "interpreter"
+        runner = replaying(folder, model) if on_device else None
+        sees: dict[str, Any] = {"deepstack": deepstack, "media_grids": False, "chunk_tokens": 9}
+        loop = SeeingLoop(model, runner=runner, overlap=on_device, **sees)
+        asked = [
+            state(prompt, max_new_tokens=3, temperature=0.0, media=(image,)) for image in images
+        ]
+        found.append([output.ids for output in loop.run(asked)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+    assert replayed
+    assert any(plan.spliced is not None for plan in replayed) == (deepstack == 0)
 
 
 def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from tests.models.tiny import VOCABULARY, write_llama
 
 from antiphon.kernels.triton import attention, heads
 from antiphon.model_worker.runner.decode_graphs import DecodeGraphs
+
+if TYPE_CHECKING:
+    from antiphon.kernels.stream import Cut
 
 TINY = replace(MODELS["Llama-3.1-8B"], hidden=64, width=96, heads=(4, 2, 16), vocabulary=300)
 SPARSE = replace(TINY, experts=(4, 2))
@@ -58,8 +62,8 @@ def test_steps_with_graphs_and_without_are_compared(
     assert checks.graphs(folder, "interpreter", **sizes) == {"rows": 3, "tokens": 15}
     run = DecodeGraphs._run
 
-    def another(graphs: DecodeGraphs, size: int) -> None:
-        run(graphs, size)
+    def another(graphs: DecodeGraphs, size: int, cut: Cut) -> None:
+        run(graphs, size, cut)
         graphs._outputs_of(size).logits[:, 1:].mul_(1 + 1e-6)
 
     monkeypatch.setattr(DecodeGraphs, "_run", another)
@@ -101,3 +105,5 @@ def test_every_bench_runs() -> None:
     assert bench.sampling(small, rows=2, vocabulary=300)["top-k 50"]["reads"] > 0
     found = bench.decode(small, TINY, layers=1, batches=(2,), prompt_tokens=5, new_tokens=12)
     assert 0 < found["batch 2"]["host_ms"] <= found["batch 2"]["step_ms"]
+    found = bench.prefill(small, TINY, layers=1, lengths=(3, 9))
+    assert found["9 tokens, in pieces"]["milliseconds"] > 0

@@ -25,7 +25,7 @@ from tests.support.worker import state
 from antiphon.kernels import stream, upload
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.page_transfers import TransferDone, TransferLimits
-from antiphon.model_worker.runner import decode_graphs, device_pages
+from antiphon.model_worker.runner import decode_graphs, device_pages, prefill_graphs
 from antiphon.model_worker.runner.device_runner import DeviceRunner
 from antiphon.model_worker.runner.opening import OpenModel
 from antiphon.model_worker.runner.pools import cache_groups
@@ -50,6 +50,7 @@ FEW = 2
 BAD = 0
 """A token whose embedding is not finite, and which no good prompt has."""
 CAPTURED = (2, 3)
+PREFILLS = (8, 48)
 PAGES = 60
 POSITIONS = 128
 CHUNKS: dict[str, Any] = {"chunk_tokens": 40, "step_tokens_max": 48}
@@ -133,7 +134,7 @@ class World:
         self._groups = cache_groups(self._model.spec, self._model.build, page_tokens=4, pages=PAGES)
 
     def live(self, seed: int) -> None:
-        """Let a worker run.
+        """Let a worker run; every other one has graphs of prefills.
 
         Raises:
             AssertionError: It generates something else.
@@ -145,6 +146,8 @@ class World:
         for pages in pool.layer(0):
             pages[-1] = torch.nan  # which only rows of padding read
         assert runner.capture(CAPTURED).sizes == CAPTURED
+        if seed % 2 == 0:
+            assert runner.capture_prefills(PREFILLS).sizes == PREFILLS
         loop = StoredLoop(OpenModel(runner, self._groups, self._model.spec), seed)
         self._compare(loop.run(_requests()))
         loop.forget()
@@ -281,6 +284,24 @@ MUTANTS = [
         decode_graphs,
         "outputs.logits.copy_(made.logits)",
         "outputs.logits.add_(0)",
+    ),
+    Edit(
+        "what enters the layers of a prefill is not copied to where its graph reads it",
+        prefill_graphs,
+        "fixed[:tokens].copy_(values)",
+        "fixed[:tokens].add_(0)",
+    ),
+    Edit(
+        "what attention makes of a prefill is not read by the piece after it",
+        prefill_graphs,
+        "return out.clone()",
+        "return torch.zeros_like(out)",
+    ),
+    Edit(
+        "what a prefill computes is not copied to where it is read",
+        prefill_graphs,
+        "self._states.hidden[:size].copy_(hidden)",
+        "self._states.hidden[:size].add_(0)",
     ),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,12 @@ from antiphon.model_worker.runner.device_pages import DevicePages, PageStream
 from antiphon.model_worker.runner.pools import GroupMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from antiphon.kernels.stream import Download
+    from antiphon.kernels.stream import Cut, Download
 
 UPLOAD = upload_to("interpreter", torch.device("cpu"))
 
@@ -98,7 +98,7 @@ def test_a_graph_reads_its_inputs_when_it_is_replayed() -> None:
     stream, x = InterpretedStream(DrawnDevice().queue()), torch.zeros(2)
     out = torch.zeros(2)
 
-    def run() -> None:
+    def run(_: Cut) -> None:
         out.copy_(x * 3)
 
     with torch.inference_mode():
@@ -111,7 +111,7 @@ def test_a_graph_reads_its_inputs_when_it_is_replayed() -> None:
                 downloads.append(stream.download([out]))
         assert [each.wait()[0].tolist() for each in downloads] == [[3, 3], [6, 6]]
         with pytest.raises(HostWaits):
-            stream.capture(lambda: stream.fill(x, np.zeros(2, np.float32)))
+            stream.capture(lambda _: stream.fill(x, np.zeros(2, np.float32)))
     assert graph.size_bytes == 8
 
 
@@ -121,7 +121,7 @@ def test_a_replay_writes_over_what_other_graphs_have_computed() -> None:
     kept: dict[int, Tensor] = {}
     outs = [torch.zeros(2), torch.zeros(2)]
 
-    def run(place: int) -> None:
+    def run(place: int, _: Cut) -> None:
         kept[place] = x * (place + 2)
         outs[place].copy_(kept[place])
 
@@ -134,6 +134,26 @@ def test_a_replay_writes_over_what_other_graphs_have_computed() -> None:
     first, second, lost, own = (values.tolist() for values in download.wait())
     assert (first, second, own) == ([2, 2], [3, 3], [3, 3])
     assert np.isnan(lost).all()
+
+
+def test_a_graph_is_cut_where_a_call_is_made_anew() -> None:
+    """What the call uploads is another thing in each replay, and beforehand."""
+    stream, x = InterpretedStream(DrawnDevice().queue()), torch.ones(2)
+    out, factors = torch.zeros(2), [1.0, 3.0, 5.0]
+
+    def run(cut: Cut) -> None:
+        doubled, scaled = x * 2, torch.empty(2)
+        cut(lambda: scaled.copy_(doubled * UPLOAD(np.array(factors.pop(0), np.float32))))
+        out.copy_(scaled + 1)
+
+    with torch.inference_mode():
+        graph = stream.capture(run)
+        downloads: list[Download] = []
+        for _ in range(2):
+            with stream.launching():
+                graph.replay()
+                downloads.append(stream.download([out]))
+    assert [each.wait()[0].tolist() for each in downloads] == [[7, 7], [11, 11]]
 
 
 def test_what_the_device_raises_is_raised_by_the_wait() -> None:
@@ -174,6 +194,42 @@ def test_what_a_gpu_computes_while_the_host_reads_is_waited_for(
     with CudaStream(torch.device("cuda")).reading():
         done.append("launched")
     assert done == ["launched", "waited for"]
+
+
+def test_a_gpu_replays_pieces_and_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces have one pool of memory."""
+    done: list[str] = []
+
+    class FakeGraph:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def replay(self) -> None:
+            done.extend(self.calls)
+
+    @contextmanager
+    def capturing(graph: FakeGraph, pool: str) -> Generator[None]:
+        assert pool == "pool"
+        before = len(done)
+        yield
+        graph.calls = done[before:]
+
+    def run(cut: Cut) -> None:
+        done.append("first")
+        cut(lambda: done.append("call"))
+        done.append("second")
+
+    fakes: dict[str, Any] = {"CUDAGraph": FakeGraph, "graph": capturing}
+    fakes |= {"graph_pool_handle": lambda: "pool", "memory_reserved": lambda: 0}
+    fakes |= dict.fromkeys(("synchronize", "empty_cache"), lambda: None)
+    fakes |= dict.fromkeys(("device", "stream"), lambda _: nullcontext())
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graph = CudaStream(torch.device("cuda")).capture(run)
+    assert done == ["first", "call", "second", "first", "second"]  # nothing is called in between
+    done.clear()
+    graph.replay()
+    assert done == ["first", "call", "second"]
 
 
 def test_a_copy_that_fails_half_way_writes_nothing_afterwards() -> None:

@@ -115,6 +115,18 @@ def graph_sizes(settings: Settings) -> tuple[int, ...]:
     return resolve(settings, CARD, device).graph_sizes.value
 
 
+def prefill_graph_sizes(settings: Settings) -> tuple[int, ...]:
+    """The numbers of tokens of the prefills that a GPU captures."""
+    device = msgspec.structs.replace(DEVICE, kind="cuda")
+    return resolve(settings, CARD, device).prefill_graph_sizes.value
+
+
+def listed_prefill_graphs(settings: Settings) -> tuple[int, ...]:
+    """The same, where a list is set."""
+    listed = msgspec.structs.replace(settings.batching, prefill_graph_sizes="4 8")
+    return prefill_graph_sizes(msgspec.structs.replace(settings, batching=listed))
+
+
 def forced(settings: Settings) -> dict[str, str]:
     """Backends of operations."""
     return plan(settings).forced
@@ -149,6 +161,11 @@ def context_tokens(settings: Settings) -> int:
         shows("--cuda-graph-bs-decode", "4 1", graph_sizes, (1, 4)),
         shows("--cuda-graph-max-bs", "10", graph_sizes, (1, 2, 4, 8, 10)),
         shows("--cuda-graph-max-bs-decode", "10", graph_sizes, (1, 2, 4, 8, 10)),
+        shows("--cuda-graph-bs-prefill", "16 4", prefill_graph_sizes, (4, 16)),
+        shows("--piecewise-cuda-graph-tokens", "[16, 4]", prefill_graph_sizes, (4, 16)),
+        shows("--cuda-graph-max-bs-prefill", "18", prefill_graph_sizes, (4, 8, 12, 16, 18)),
+        shows("--piecewise-cuda-graph-max-tokens", "9", prefill_graph_sizes, (4, 8, 9)),
+        shows("--disable-prefill-cuda-graph", None, listed_prefill_graphs, ()),
         shows("--disable-cuda-graph", None, graph_sizes, ()),
         shows("--disable-decode-cuda-graph", None, graph_sizes, ()),
         shows("--disable-cuda-graph-padding", None, graph_sizes, tuple(range(1, 65))),
@@ -1031,3 +1048,9 @@ def test_mm_process_config_limits_the_pixels_of_requests_without_limits() -> Non
     assert without == [None, PixelLimits(most=900)]
     for bad in ('{"video": {"fps": 1}}', '{"image": {"do_resize": false}}', "[]"):
         assert "must be a JSON object with image" in refusal("--mm-process-config", bad)
+
+
+def test_sizes_of_captured_prefills_are_numbers() -> None:
+    for bad in ("64", "[0.5]", '["a"]'):
+        assert "must be a JSON array" in refusal("--piecewise-cuda-graph-tokens", bad)
+    assert "must be positive integers" in refusal("--cuda-graph-bs-prefill", "0")

@@ -111,7 +111,6 @@ def worker(settings: Settings) -> Worker:
         shows("--disable-custom-all-reduce"),
         shows("--disable-flashinfer-autotune"),
         shows("--disable-flashinfer-cutlass-moe-fp4-allgather"),
-        shows("--disable-prefill-cuda-graph"),
         shows("--enforce-disable-flashinfer-allreduce-fusion"),
     ],
 )

@@ -420,6 +420,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "cluster.name": st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
     "telemetry.otlp_endpoint": st.sampled_from(["[::1]:4317", "http://collector:4318"]),
     "batching.graph_sizes": st.sampled_from(["", "1 4 8"]),
+    "batching.prefill_graph_sizes": st.sampled_from(["", "256 64"]),
     "metrics.time_to_first_token_buckets": st.sampled_from(["", "0.1, 0.5 2"]),
     "metrics.inter_token_latency_buckets": st.sampled_from(["", "0.01,0.1"]),
     "metrics.e2e_request_latency_buckets": st.sampled_from(["", "1 2 3"]),

@@ -279,10 +279,19 @@ def test_ranks_on_gpus_have_the_memory_of_one_each() -> None:
     assert plan.ranks.reason.endswith("which sum by NCCL: not yet run on a GPU")
     inside = "up to 2 running requests; sums over ranks inside: not yet run on a GPU"
     assert plan.graph_sizes == ResolvedValue((1, 2), inside)
-    assert decide(device, **said, batching__graphs="0").graph_sizes.reason == "batching.graphs"
+    assert plan.prefill_graph_sizes.reason == "batching.prefill_graph_sizes: none are listed"
+    said["batching__prefill_graph_sizes"] = "64 9999 32"
+    plan = decide(device, **said)
+    assert plan.prefill_graph_sizes == ResolvedValue((32, 64), "batching.prefill_graph_sizes")
+    for off in ("graphs", "decode_graphs", "prefill_graphs"):
+        plan = decide(device, **said, **{f"batching__{off}": "0"})
+        none = ResolvedValue[tuple[int, ...]]((), f"batching.{off}")
+        assert (plan.graph_sizes == none) == (off != "prefill_graphs")
+        assert (plan.prefill_graph_sizes == none) == (off != "decode_graphs")
     staged = decide(device, **said | {"parallel__pp_size": "2"})
     assert staged.stages.reason.endswith("linked by NCCL: not yet run on a GPU")
-    assert staged.graph_sizes == ResolvedValue((), "stages are launched layer by layer")
+    for sizes in (staged.graph_sizes, staged.prefill_graph_sizes):
+        assert sizes == ResolvedValue((), "stages are launched layer by layer")
     limited = decide(device, **said, model__memory_bytes=str(20 * GIB))
     assert limited.memory_bytes.value == 10 * GIB
     shared = replace(device, kind="interpreter")

@@ -30,6 +30,7 @@ SETTABLE = {
     "cache.storage": "kv_storage",
     "--log-requests-format": "json",
     "--limit-mm-data-per-request": '{"image": 4}',
+    "--piecewise-cuda-graph-tokens": "[3, 4]",
     "--mm-process-config": '{"image": {"min_pixels": 800, "max_pixels": 9000}}',
     "grammar.backend": "none",
     "gateway.sampling_defaults": "openai",

@@ -217,8 +217,9 @@ def written(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def test_a_prefill_batch_has_a_line(written: pytest.LogCaptureFixture) -> None:
-    log = StepLog(40, WorkerSize(pages_total=100, page_tokens=16))
+@pytest.mark.parametrize("captured", [0, 51, 52])
+def test_a_prefill_batch_has_a_line(written: pytest.LogCaptureFixture, captured: int) -> None:
+    log = StepLog(40, WorkerSize(pages_total=100, page_tokens=16, captured_tokens=captured))
     prefill = sized_report(
         tokens=52,
         rows=6,
@@ -232,7 +233,8 @@ def test_a_prefill_batch_has_a_line(written: pytest.LogCaptureFixture) -> None:
     log.step(prefill, 4, 12.0)
     assert [record.message for record in written.records] == [
         "Prefill batch, #new-seq: 2, #new-token: 48, #cached-token: 16, token usage: 0.25, "
-        "#running-req: 4, #queue-req: 2, #pending-token: 70, cuda graph: False, "
+        "#running-req: 4, #queue-req: 2, #pending-token: 70, "
+        f"cuda graph: {captured >= 52}, "
         f"input throughput (token/s): {throughput}"
         for throughput in ("0.00", "24.00")
     ]

@@ -44,7 +44,7 @@ from antiphon.model_worker.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
     PositionSpec = tuple[RotarySpec | None, Temperature | None]
     """The RoPE of a layer, and the temperature of its queries."""
+    Splice = tuple[Tensor, Tensor]
+    """Indices (E,) of tokens, and rows (E, hidden)."""
 
 SUBLAYERS: Mapping[type, Callable[..., Sublayer]] = {
     AttentionSpec: Attention,
@@ -155,14 +157,28 @@ class Decoder(Module):
 
         Source: Meng et al. 2024, arXiv:2406.04334.
         """
-        residual = self._enter(ctx, tokens)
-        added: tuple[Tensor, ...] = ()
-        if splices is not None:
-            places, rows = splices
-            parts = rows.to(residual.dtype).view(len(rows), -1, self._spec.hidden).unbind(1)
-            added = parts[1:]
-            if self.embedding is not None:
-                residual = residual.index_copy(0, places, parts[0])
+        return self.run_layers(ctx, *self.enter(ctx, tokens, splices))
+
+    def enter(
+        self, ctx: ForwardContext, tokens: Tensor, splices: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Splice, ...]]:
+        """The residual stream as it enters the first layer, and what is added behind each of some.
+
+        See `forward`; the stream is (T, hidden).
+        """
+        residual = self._receive(ctx, tokens)
+        if splices is None:
+            return residual, ()
+        places, rows = splices
+        first, *added = rows.to(residual.dtype).view(len(rows), -1, self._spec.hidden).unbind(1)
+        if self.embedding is not None:
+            residual = residual.index_copy(0, places, first)
+        return residual, tuple((places, part) for part in added)
+
+    def run_layers(
+        self, ctx: ForwardContext, residual: Tensor, added: Sequence[Splice] = ()
+    ) -> HiddenStates:
+        """Run the layers on the stream (T, hidden), which is overwritten: see `enter`."""
         if ctx.fused is not None and not added:
             states = HiddenStates(*ctx.fused(residual))
             if self._next is None:
@@ -174,16 +190,16 @@ class Decoder(Module):
                 if index in ctx.aux_layers:
                     entering.append(residual.clone() if pending is None else residual + pending)
                 pending, residual = layer(ctx, pending, residual)
-                if splices is not None and index < len(added):
-                    residual = residual.index_add(0, splices[0], added[index])
+                if index < len(added):
+                    residual = residual.index_add(0, *added[index])
             hidden, _ = _enter(ctx, self._norm, pending, residual)
             aux = torch.cat(entering, dim=-1) if entering else None
         if self._next is not None:
             self._next.send(hidden)
         return HiddenStates(hidden, ctx.ops.finite_rows(hidden), aux)
 
-    def _enter(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
-        """The residual stream as it enters the layers, (T, hidden)."""
+    def _receive(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
+        """What the embedding makes of tokens, or the stage before, (T, hidden)."""
         if self.embedding is not None and self._entry is not None:
             return self._entry(ctx, self.embedding.embed(ctx, tokens))
         assert self._pp is not None, "a later stage"

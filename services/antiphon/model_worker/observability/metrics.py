@@ -36,6 +36,12 @@ class WorkerSize(msgspec.Struct, frozen=True, kw_only=True):
     running_max: int = 0
     context_tokens: int = 0
     captured: frozenset[int] = frozenset()  # rows of decode steps that are replayed
+    captured_tokens: int = 0  # of the largest prefill that is replayed
+
+    def replays(self, report: StepReport) -> bool:
+        """Whether the step was captured at start, whole or in pieces."""
+        whole = not report.prefill_rows and report.rows in self.captured
+        return whole or 0 < report.tokens <= self.captured_tokens
 
     def used_pages(self, report: StepReport) -> int:
         """Pages that requests hold."""

@@ -214,7 +214,7 @@ class StepLog:
     def _prefill(self, report: StepReport, now: float) -> None:
         log.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
-            "#running-req: %d, #queue-req: %d, #pending-token: %d, cuda graph: False, "
+            "#running-req: %d, #queue-req: %d, #pending-token: %d, cuda graph: %s, "
             "input throughput (token/s): %.2f",
             report.prefill_rows,
             report.prefill_tokens,
@@ -223,6 +223,7 @@ class StepLog:
             max(0, report.totals.running - report.prefill_rows),
             report.totals.waiting,
             report.backlog.tokens,
+            self.size.replays(report),
             _rate(self._prefilled, self._prefilled_at, now),
         )
         self._prefilled, self._prefilled_at = report.prefill_tokens, now
@@ -234,7 +235,7 @@ class StepLog:
             report.totals.running,
             self.size.used_pages(report) * self.size.page_tokens,
             self.size.usage(report),
-            report.rows in self.size.captured,
+            self.size.replays(report),
             _rate(self._generated, self._decoded_at, now),
             report.totals.waiting,
         )

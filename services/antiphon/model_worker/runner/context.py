@@ -14,7 +14,7 @@ from antiphon.kernels.cpu.ops import PASS_PAGE_TOKENS
 from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache, store_keys
 from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 from antiphon.kernels.op import BackendChoice
-from antiphon.kernels.recurrent import LayerStates, StateMetadata
+from antiphon.kernels.recurrent import LayerStates
 from antiphon.kernels.rotary import CosSinCache, RotarySpec, TokenCosSin, apply_rotary
 from antiphon.kernels.upload import upload_to
 from antiphon.layers.attention import AttentionSpec
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.fused_decoder import FusedDecoder
     from antiphon.kernels.ops import Ops
+    from antiphon.kernels.recurrent import Recurrence, StateMetadata
     from antiphon.model_worker.batching.plan import Ints, StepPlan
     from antiphon.model_worker.model.decoder import PositionSpec
     from antiphon.model_worker.model.load import LoadedModel
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
     Angles = Callable[[RotarySpec | None], TokenCosSin]
     """Cosine and sine of a RoPE variant at the positions of a pass."""
+    RunLayers = Callable[[StepPlan, InputBatch, Tensor], tuple[ForwardContext, HiddenStates]]
+    """The context of a forward pass on tokens (T,) int64, and its hidden states."""
 
 STACK = "decoder.stack"
 """The name under which the kernel table lists the fused decoder or the layer-by-layer one."""
@@ -191,16 +194,23 @@ class ForwardContexts:
         """The context of a forward pass on tokens (T,) int64, and its hidden states."""
         decoder, ctx = self._decoder, self.of(plan, batch)
         assert not isinstance(decoder, DraftHead), "its layer reads more than tokens"
+        return ctx, decoder.forward(ctx, token_ids, self.splices(plan))
+
+    def splices(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """What `Decoder.forward` takes of a plan; None: all tokens are read from the table."""
         if plan.spliced is None or plan.spliced_rows is None:
-            return ctx, decoder.forward(ctx, token_ids)
-        places = self._upload(plan.spliced.astype(np.int64))
-        return ctx, decoder.forward(ctx, token_ids, (places, self._upload(plan.spliced_rows)))
+            return None
+        return self._upload(plan.spliced.astype(np.int64)), self._upload(plan.spliced_rows)
 
     def score_by_layer(
-        self, plan: StepPlan, batch: InputBatch, token_ids: Tensor
+        self,
+        plan: StepPlan,
+        batch: InputBatch,
+        token_ids: Tensor,
+        run_layers: RunLayers | None = None,
     ) -> FusedDecoderOutput:
         """`score` in several calls. Only requested rows get logits, since the head is wide."""
-        ctx, (hidden, finite, aux) = self.run_layers(plan, batch, token_ids)
+        ctx, (hidden, finite, aux) = (run_layers or self.run_layers)(plan, batch, token_ids)
         wanted = hidden
         if len(plan.logit_tokens) < len(hidden):
             wanted = hidden.index_select(0, self._upload(plan.logit_tokens))
@@ -223,7 +233,7 @@ class ForwardContexts:
 
     def _of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
         """The context of tokens that have their pages here."""
-        positions = batch.rotary_positions
+        positions, states = batch.rotary_positions, batch.states
 
         @cache
         def angles(rotary: RotarySpec | None) -> TokenCosSin:
@@ -233,13 +243,13 @@ class ForwardContexts:
         if self._stack is not None and batch.images is None and self._absorbed(batch):
             groups = batch.groups if self._causal else self._whole_rows(plan)
             turns = self._turns(positions)
-            fused = partial(self._stack, turns=turns, groups=groups, states=batch.states)
+            fused = partial(self._stack, turns=turns, groups=groups, states=states)
         return ForwardContext(
             ops=self._ops,
             tp=self._mixing_tp,
             experts=self._experts,
             attend=self._attend(plan, batch, angles),
-            states_of=partial(_states_of, self._states, batch.states) if batch.states else None,
+            recur=partial(_recurrence, self._ops, self._states, states) if states else None,
             attend_latent=self._attend_latent(batch.groups, angles) if self._latent else None,
             cross=None if self._cross is None else self._cross.of(self._ops, plan, batch.token_row),
             positions=self._upload(batch.positions),
@@ -378,11 +388,16 @@ def _paged_latent_attention(
     return latent_attention(q, cache, rows, params.heads, params.scale, ops.paged_attention)
 
 
-def _states_of(
-    layers: Mapping[int, LayerStates], groups: tuple[StateMetadata, ...], layer: int
-) -> tuple[LayerStates, StateMetadata]:
+def _recurrence(
+    ops: Ops,
+    layers: Mapping[int, LayerStates],
+    groups: tuple[StateMetadata, ...],
+    layer: int,
+    projected: Tensor,
+    recurrence: Recurrence,
+) -> Tensor:
     states = layers[layer]
-    return states, groups[states.group]
+    return ops.recurrence(projected, recurrence, states, groups[states.group])
 
 
 def _rotated(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:

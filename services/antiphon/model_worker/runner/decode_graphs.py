@@ -16,6 +16,7 @@ from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
 from antiphon.kernels.triton.rows import DeviceRows, Tiles, splits_of
 from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.runner.graphs import Captured, capture_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.ops import Ops
-    from antiphon.kernels.stream import Graph, Stream
+    from antiphon.kernels.stream import Cut, Graph, Stream
     from antiphon.kernels.upload import Upload
     from antiphon.model_worker.batching.plan import Ints, SlotChanges, StepPlan
     from antiphon.model_worker.cache.groups import CacheGroup
@@ -32,14 +33,6 @@ if TYPE_CHECKING:
 
 COLUMNS = 4
 """Of a row of a step: slot, token, length, and what is added to its position."""
-
-
-class Captured(NamedTuple):
-    """What capturing has cost."""
-
-    sizes: tuple[int, ...]
-    seconds: float
-    size_bytes: int
 
 
 class _Outputs(NamedTuple):
@@ -112,26 +105,14 @@ class DecodeGraphs:
         padded: bool = True,
         report: Callable[[int, int], None] | None = None,
     ) -> Captured:
-        """Capture steps of these sizes, the largest first; `report` how many of how many are done.
+        """Capture steps of these sizes: see `capture_each`.
 
         Sizes above the number of slots, and all of a model that is not supported, are left out.
         """
         began = time.monotonic()
-        falling = sorted((s for s in set(sizes) if s <= self._padding), reverse=True)
-        if not self._supported:
-            falling = []
-        graphs: dict[int, Graph] = {}
-        with torch.inference_mode():
-            for size in falling:
-                if self._outputs is None:
-                    self._outputs = self._allocate(size)
-                with self._stream.launching():
-                    self._fill(np.zeros((COLUMNS, 0), np.int32), size)
-                graphs[size] = self._stream.capture(partial(self._run, size))
-                if report is not None:
-                    report(len(graphs), len(falling))
-        self._graphs, self._padded = dict(sorted(graphs.items())), padded
-        size_bytes = sum(graph.size_bytes for graph in graphs.values())
+        sizes = [size for size in sizes if self._supported and size <= self._padding]
+        self._graphs, self._padded = capture_each(sizes, self._capture, report), padded
+        size_bytes = sum(graph.size_bytes for graph in self._graphs.values())
         if self._outputs is not None:
             size_bytes += self._outputs.logits.nbytes + self._outputs.hidden.nbytes
         return Captured(tuple(self._graphs), time.monotonic() - began, size_bytes)
@@ -246,7 +227,14 @@ class DecodeGraphs:
         inputs[:, : known.shape[1]] = known
         self._stream.fill(self._inputs[: COLUMNS * size], inputs.ravel())
 
-    def _run(self, size: int) -> None:
+    def _capture(self, size: int) -> Graph:
+        if self._outputs is None:
+            self._outputs = self._allocate(size)
+        with self._stream.launching():
+            self._fill(np.zeros((COLUMNS, 0), np.int32), size)
+        return self._stream.capture(partial(self._run, size))
+
+    def _run(self, size: int, _: Cut) -> None:
         """What is captured: a step whose rows may be as long as any, into the shared outputs."""
         made = self._compute(size, self._positions, self._captured_groups(size))
         outputs = self._outputs_of(size)

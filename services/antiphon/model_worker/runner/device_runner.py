@@ -25,6 +25,7 @@ from antiphon.model_worker.runner.decode_graphs import DecodeGraphs
 from antiphon.model_worker.runner.device_pages import DevicePages, PageStream
 from antiphon.model_worker.runner.input_batch import PlanRefused
 from antiphon.model_worker.runner.model_runner import ModelRunner
+from antiphon.model_worker.runner.prefill_graphs import PrefillGraphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.codec import PageMemory
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.load import LoadedModel
-    from antiphon.model_worker.runner.decode_graphs import Captured
+    from antiphon.model_worker.runner.graphs import Captured
     from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.model_runner import SampleExchange
 
@@ -94,6 +95,7 @@ class DeviceRunner(ModelRunner):
             stream=self._stream,
             upload=self._upload,
         )
+        self._prefill = PrefillGraphs(model, self.ops, self._contexts, self._stream)
 
     def capture(
         self,
@@ -104,6 +106,12 @@ class DeviceRunner(ModelRunner):
     ) -> Captured:
         """Capture decode steps of these sizes: see `DecodeGraphs.capture`."""
         return self._decode.capture(sizes, padded=padded, report=report)
+
+    def capture_prefills(
+        self, sizes: Sequence[int], report: Callable[[int, int], None] | None = None
+    ) -> Captured:
+        """Capture passes of these numbers of tokens: see `PrefillGraphs.capture`."""
+        return self._prefill.capture(sizes, report)
 
     def page_memories(self) -> list[PageMemory]:
         copies = PageStream(self._stream.beside(), self.ops, self._upload)
@@ -183,7 +191,8 @@ class DeviceRunner(ModelRunner):
 
     def _score_launched(self, plan: StepPlan, batch: InputBatch) -> FusedDecoderOutput:
         ids = self.ops.resolve_futures(self._upload(plan.tokens), self._last)
-        return self._contexts.score_by_layer(plan, batch, ids)
+        run_layers = self._prefill.run_layers if self._prefill.takes(plan) else None
+        return self._contexts.score_by_layer(plan, batch, ids, run_layers)
 
     def _launch_sampling(self, launched: LaunchedPlan) -> None:
         plan, batch, scored = launched.plan, launched.batch, launched.scored
@@ -196,6 +205,8 @@ class DeviceRunner(ModelRunner):
         with torch.inference_mode(), self._stream.launching():
             finite, logits_finite, logits = scored.finite, scored.logits_finite, scored.logits
             assert finite is not None, "layers run one by one"
+            if plan.details is not None:  # the next step may overwrite them, and logits below
+                launched.scored = scored = scored._replace(hidden=scored.hidden.clone())
             if not len(plan.logit_tokens):
                 launched.download = self._stream.download([finite])
                 return
@@ -210,9 +221,8 @@ class DeviceRunner(ModelRunner):
             if blockable:
                 results.append(torch.isneginf(logits.amax(dim=-1)))
             launched.download = self._stream.download(results)
-            if plan.details is not None:  # the next step may overwrite them
-                hidden, logits = scored.hidden.clone(), logits.clone()
-                launched.scored = scored._replace(hidden=hidden, logits=logits)
+            if plan.details is not None:
+                launched.scored = scored._replace(logits=logits.clone())
 
     def _conclude_before(self, launched: LaunchedPlan) -> None:
         place = self._launched.index(launched)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.step_core import StepCore
     from antiphon.model_worker.cache.codec import PageCodec
     from antiphon.model_worker.ranks.groups import RankGroups
-    from antiphon.model_worker.runner.decode_graphs import Captured
+    from antiphon.model_worker.runner.graphs import Captured
     from antiphon.model_worker.runner.model_runner import SampleExchange
     from antiphon.model_worker.runner.opening import OpenModel
     from antiphon.model_worker.speculation.ngram import NgramDrafter
@@ -114,6 +114,12 @@ class Engine:
         """Numbers of rows of decode steps that are replayed."""
         sizes = () if self.resolved is None else self.resolved.graph_sizes.value
         return frozenset(range(1, sizes[-1] + 1) if sizes and padded else sizes)
+
+    @property
+    def captured_tokens(self) -> int:
+        """The most tokens of a prefill that is replayed."""
+        sizes = () if self.resolved is None else self.resolved.prefill_graph_sizes.value
+        return max(sizes, default=0)
 
     def in_turn(self) -> Launcher:
         """A launcher that computes plans when their outcomes are read."""
@@ -252,35 +258,49 @@ def kernel_choices(model: OpenModel) -> tuple[KernelChoice, ...]:
 
 
 def capture(settings: Settings, resolved: ResolvedConfig, model: OpenModel) -> ResolvedConfig:
-    """Capture decode steps on a device, as resolved; says what that has cost.
+    """Capture decode steps and prefills on a device, as resolved; says what that has cost.
 
     All ranks do so at once, since a step sums over them.
     """
-    sizes, runner = resolved.graph_sizes, model.runner
-    if not sizes.value:
+    decodes, prefills, runner = resolved.graph_sizes, resolved.prefill_graph_sizes, model.runner
+    if not (decodes.value or prefills.value):
         return resolved
     from antiphon.model_worker.runner.device_runner import DeviceRunner  # noqa: PLC0415 (see `host_device`)
 
     assert isinstance(runner, DeviceRunner), "the CPU has no graphs"
+    if decodes.value:
+        report, padded = _reporter("capturing decode steps"), settings.batching.graph_padding
+        captured = runner.capture(decodes.value, padded=padded, report=report)
+        sizes = _captured("graphs of decode steps", decodes.reason, captured)
+        resolved = msgspec.structs.replace(resolved, graph_sizes=sizes)
+    if prefills.value:
+        captured = runner.capture_prefills(prefills.value, _reporter("capturing prefills"))
+        sizes = _captured("graphs of prefills", prefills.reason, captured)
+        resolved = msgspec.structs.replace(resolved, prefill_graph_sizes=sizes)
+    return resolved
+
+
+def _reporter(event: str) -> Callable[[int, int], None]:
+    """Logs how much of a work is done, now and then and at its end."""
     reported_s = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal reported_s
         if done == total or time.monotonic() - reported_s > CAPTURE_LOG_S:
             reported_s = time.monotonic()
-            log.info("capturing decode steps", extra={"done": done, "total": total})
+            log.info(event, extra={"done": done, "total": total})
 
-    captured = runner.capture(sizes.value, padded=settings.batching.graph_padding, report=report)
-    graphs = ResolvedValue(captured.sizes, _cost(sizes.reason, captured))
-    log.info("graphs", extra={"value": graphs.value, "reason": graphs.reason})
-    return msgspec.structs.replace(resolved, graph_sizes=graphs)
+    return report
 
 
-def _cost(reason: str, captured: Captured) -> str:
-    if not captured.sizes:
-        return "the attention of this model is not captured"
-    mib = captured.size_bytes / 2**20
-    return f"{reason}; captured in {captured.seconds:.1f} s, {mib:.0f} MiB"
+def _captured(event: str, reason: str, captured: Captured) -> ResolvedValue[tuple[int, ...]]:
+    """Log which sizes were captured, and what that has cost."""
+    cost = "the attention of this model is not captured"
+    if captured.sizes:
+        mib = captured.size_bytes / 2**20
+        cost = f"{reason}; captured in {captured.seconds:.1f} s, {mib:.0f} MiB"
+    log.info(event, extra={"value": captured.sizes, "reason": cost})
+    return ResolvedValue(captured.sizes, cost)
 
 
 def _check_stored(resolved: ResolvedConfig) -> None:
