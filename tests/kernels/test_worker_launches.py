@@ -13,11 +13,14 @@ from tests.kernels.dry_run import (
     PAGE_TOKENS,
     SAMPLED,
     Launch,
+    Sizes,
     every_launch,
+    in_groups,
     loop_of,
     open_worker,
     recording,
     request,
+    worker_launches,
 )
 
 from antiphon.config.load import load
@@ -32,6 +35,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LLAMA = "Llama-3.1-8B"
+LATENT = Sizes(
+    hidden=256,
+    width=256,
+    heads=(4, 4, 48),
+    vocabulary=300,
+    layers=2,
+    fields={
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+)
+"""Of DeepSeek-V3's shape."""
 
 
 def test_the_dry_run_has_the_defaults_of_a_worker(tmp_path: Path) -> None:
@@ -74,6 +101,12 @@ def test_a_worker_launches_what_was_compiled(name: str) -> None:
         *("argmax_kernel", "candidates_kernel", "penalize_kernel", "bias_kernel", "mask_kernel"),
     }
     assert not found - set(every_launch())
+
+
+def test_latents_of_a_checkpoint_in_groups_are_read_back_on_the_device() -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    found = worker_launches(LATENT.config(2), **in_groups(awq))
+    assert {each.kernel for each in found} >= {"multiply_kernel", "latent_kernel", "down_kernel"}
 
 
 def test_pages_of_another_size_were_not_compiled() -> None:

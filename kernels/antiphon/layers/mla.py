@@ -109,7 +109,7 @@ class LatentUpProjection(Module):
         shape = LinearShape(sizes.latent, outputs, bias=False)
         self._weights = build.create((self._name,), shape, method, sizes.latent)
         # Weights that are read back are already quantized, if the method quantizes.
-        exact = build.method((self._name,), method).exact()
+        exact = build.tensor_method((self._name,), method).exact()
         absorb = LinearShape(sizes.content, sizes.latent, bias=False)
         restore = LinearShape(sizes.latent, sizes.value, bias=False)
         self._absorb, self._restore = (

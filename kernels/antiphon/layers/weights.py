@@ -210,6 +210,13 @@ class BuildContext:
             return plain
         return self.quantization.method
 
+    def tensor_method(self, names: Iterable[str], plain: LinearMethod) -> LinearMethod:
+        """The method of a linear that calls no op: what such an op would multiply is numbers."""
+        method = self.method(names, plain)
+        if method in ON_DEVICE and self.device_kind != "cpu":
+            return LinearMethod.PLAIN
+        return method
+
     def create(
         self,
         names: Sequence[str],
@@ -223,11 +230,9 @@ class BuildContext:
 
         `table`: it is an embedding table, too.
         """
-        method = self.method(names, plain)
+        method = self.tensor_method(names, plain)
         if table:
             method = method.for_table()
-        if method in ON_DEVICE and self.device_kind != "cpu":
-            method = LinearMethod.PLAIN
         return method.create(shape, self.dtype, self.device, self._grouping(names, shape, inputs))
 
     def create_linear(
