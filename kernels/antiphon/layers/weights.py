@@ -211,11 +211,9 @@ class BuildContext:
         return self.quantization.method
 
     def tensor_method(self, names: Iterable[str], plain: LinearMethod) -> LinearMethod:
-        """The method of a linear that calls no op: what such an op would multiply is numbers."""
+        """The method of a linear that calls no op of codes: on a GPU they become numbers."""
         method = self.method(names, plain)
-        if method in ON_DEVICE and self.device_kind != "cpu":
-            return LinearMethod.PLAIN
-        return method
+        return plain if method in ON_DEVICE and self.device_kind != "cpu" else method
 
     def create(
         self,

@@ -27,8 +27,16 @@ from antiphon.config.quantization import (
     choose_quantization,
 )
 from antiphon.kernels.cpu import extension
+from antiphon.layers.embedding import VocabParallelEmbedding
 from antiphon.layers.linear import CheckpointLayout, RowLinear, quantized_sources
-from antiphon.layers.methods import ON_DEVICE, Fp8Weights, GroupedCodeWeights, LinearMethod
+from antiphon.layers.methods import (
+    ON_DEVICE,
+    Fp8Weights,
+    GroupedCodeWeights,
+    LinearMethod,
+    PlainWeights,
+    TiledWeights,
+)
 from antiphon.layers.quantization import storage as parts
 from antiphon.layers.weights import BuildContext, CheckpointQuantization, SingleRank
 from antiphon.model_card.card import read_card
@@ -396,6 +404,16 @@ def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
             torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("method", [LinearMethod.PLAIN, LinearMethod.TILED])
+def test_a_head_that_is_quantized_is_multiplied_on_a_gpu_as_others_are(
+    method: LinearMethod,
+) -> None:
+    build = everywhere(storage_of(MXFP4), LinearMethod.GROUPED)
+    head = VocabParallelEmbedding("head", 64, 64, build, method)
+    assert isinstance(head._weights, PlainWeights)
+    assert isinstance(head._weights, TiledWeights) == (method is LinearMethod.TILED)
 
 
 def test_transposed_tensors_are_not_quantized() -> None:
