@@ -49,10 +49,10 @@ WEIGHTS_FIRST = frozenset(
 """Kernels whose tiles have outputs as rows: weights are the left side of their products."""
 MULTIPLYING = WEIGHTS_FIRST | {
     *("attention.paged_attention", "experts.gate_up", "experts.down", "latent.latent"),
-    *("linear_fp8.multiply", "linear_tiled.linear"),
+    *("linear_fp8.multiply", "linear_int8.multiply", "linear_tiled.linear"),
 }
 """Kernels whose innermost loop multiplies matrices, and loads the next ones meanwhile."""
-WIDE, NARROW = "*fp32", "*fp8"
+WIDE, NARROW, WHOLE = "*fp32", "*fp8", "*i8"
 """What matrix units do not multiply as it is, and what others than those of 16 bits do."""
 FEW_ELEMENTS = frozenset(
     {
@@ -93,6 +93,8 @@ def lacks(code: Code, launch: Launch, sm: int) -> str | None:
     large = int(dict(launch.constants)[rows] or 0) >= MATRIX_ROWS_MIN
     if launch.arguments[0].startswith(NARROW):
         expected = MATRIX_OF_FP8[sm] if large or sm not in MATRIX_OF else "HMMA"
+    elif launch.arguments[0].startswith(WHOLE):
+        expected = "IGMMA" if large and sm in MATRIX_OF else "IMMA"
     else:
         expected = MATRIX_OF.get(sm, "HMMA") if large else "HMMA"
     if code.matrix != expected:

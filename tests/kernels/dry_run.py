@@ -26,7 +26,7 @@ from antiphon.kernels.linear_grouped import GroupedMatrix
 from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
 from antiphon.kernels.recurrent import LayerStates, Recurrence, StateMetadata
-from antiphon.kernels.triton.backend import E4M3_SM
+from antiphon.kernels.triton.backend import E4M3_SM, INT8_SMS
 from antiphon.kernels.triton.launch import RECORDING, Constant
 from antiphon.layers.methods import LinearMethod
 from antiphon.model_card.quantization_config import read_quantization
@@ -93,6 +93,8 @@ class Launch(msgspec.Struct, frozen=True):
 
     def runs_on(self, sm: int) -> bool:
         """Whether the rows of the selection table let it run there."""
+        if self.module.endswith(".linear_int8"):
+            return sm in INT8_SMS
         return sm >= E4M3_SM or not any("fp8e4nv" in argument for argument in self.arguments)
 
 
@@ -323,7 +325,7 @@ def _call_others() -> None:
 
 
 def _call_grouped(ops: Ops) -> None:
-    """Square linears of AWQ, MXFP4 and int8, in each tile."""
+    """Square linears of AWQ, MXFP4 and int8, in each tile; int8 in both ways."""
     half, whole = empty(4096, 2048, dtype=torch.uint8), empty(4096, 4096, dtype=torch.int8)
     halves, scales = empty(32, 4096, dtype=torch.float16), empty(128, 4096)
     outputs = empty(1, 4096, dtype=torch.float32)
@@ -332,6 +334,8 @@ def _call_grouped(ops: Ops) -> None:
         ops.linear_grouped(x, GroupedMatrix(half, halves, halves, 128, -8))
         ops.linear_grouped(x, GroupedMatrix(half, scales, None, 32))
         ops.linear_grouped(x, GroupedMatrix(whole, outputs, None, 4096))
+    for tokens in (1, 32, 64, 8192):
+        ops.linear_int8(empty(tokens, 4096), GroupedMatrix(whole, outputs, None, 4096))
 
 
 def _call_latent(ops: Ops) -> None:

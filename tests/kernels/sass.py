@@ -15,8 +15,8 @@ _LINE = re.compile(
 )
 _TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 _BITS = re.compile(r"\.(64|128)\b")
-MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "QMMA", "QGMMA", "UTCQMMA")
-"""Multiply matrices: of sm_80, sm_90 and sm_100, of 16 bits and of 8."""
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "QMMA", "QGMMA", "UTCQMMA", "IMMA", "IGMMA")
+"""Multiply matrices: of sm_80, sm_90 and sm_100, of 16 bits and of 8, and integers."""
 SPILLS = frozenset({"LDL", "STL"})
 
 

@@ -13,7 +13,7 @@ from tests.kernels.dry_run import MODELS
 from antiphon.kernels.flashinfer import backend as flashinfer
 from antiphon.kernels.op import REGISTRY
 from antiphon.kernels.ops import select  # registers all operations
-from antiphon.kernels.triton.backend import DTYPES, SMS
+from antiphon.kernels.triton.backend import DTYPES, INT8_SMS, SMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -62,7 +62,7 @@ only.
     aims = ", ".join(f"{share:.0%} with {rows}" for rows, share in DECODE_AIMS.items())
     yield f"""
 Triton kernels are written for {_names(DTYPES)}, and accept compute capabilities
-{", ".join(map(_capability, SMS))}.
+{_capabilities(SMS)}.
 The interpreter has run all three dtypes. Its own bfloat16 computes with integers; ours rounds after
 each operation, and is compared with torch. Each access of memory in these runs is checked: that it
 lies in the tensor that its pointer began in, that no two programs write to one address, and that
@@ -195,6 +195,10 @@ model's dtype in registers as they are multiplied ([decision
 output head, of GGUF files, with inputs or groups that are no multiple of 32, experts of a layer
 that differ in how they are stored, and all of them with `--model-linear plain`.
 
+Linears of W8A8 checkpoints with dynamic scales of activations round each token to int8 on compute
+capabilities where Triton multiplies that faster than bfloat16: {_capabilities(INT8_SMS)}.
+Elsewhere, and in experts, activations are not rounded.
+
 ## Pages outside the worker
 
 With `--enable-hierarchical-cache --hicache-storage-backend kv_storage` one kernel gathers pages of
@@ -247,6 +251,10 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 
 def _capability(sm: int) -> str:
     return f"{sm // 10}.{sm % 10}"
+
+
+def _capabilities(sms: Iterable[int]) -> str:
+    return ", ".join(map(_capability, sms))
 
 
 def _costs() -> str:

@@ -17,6 +17,7 @@ from antiphon.kernels.decode_rows import decode_rows
 from antiphon.kernels.experts import experts
 from antiphon.kernels.linear_fp8 import linear_fp8
 from antiphon.kernels.linear_grouped import linear_grouped
+from antiphon.kernels.linear_int8 import linear_int8
 from antiphon.kernels.linear_tiled import linear_tiled
 from antiphon.kernels.norm import (
     add_rmsnorm,
@@ -75,6 +76,7 @@ class Ops:
         self.soft_capped = choose(soft_capped)
         self.linear_fp8 = choose(linear_fp8)
         self.linear_grouped = choose(linear_grouped)
+        self.linear_int8 = choose(linear_int8)
         self.linear_tiled = choose(linear_tiled)
         self.route = choose(route)
         self.combine = choose(combine)

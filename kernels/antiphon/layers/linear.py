@@ -266,7 +266,7 @@ def kernels_of(weights: LinearWeights | OpWeights) -> frozenset[str]:
     if isinstance(weights, Fp8Weights):
         return frozenset({"linear.fp8"})
     if isinstance(weights, GroupedCodeWeights):
-        return frozenset({"linear.grouped"})
+        return frozenset({"linear.int8" if weights.rounding else "linear.grouped"})
     return frozenset({"linear.tiled"}) if isinstance(weights, TiledWeights) else frozenset[str]()
 
 
@@ -275,6 +275,8 @@ def multiply(ctx: ForwardContext, weights: LinearWeights | OpWeights, x: Tensor)
     if isinstance(weights, Fp8Weights):
         return ctx.ops.linear_fp8(x, weights.matrix)
     if isinstance(weights, GroupedCodeWeights):
+        if weights.rounding:
+            return ctx.ops.linear_int8(x, weights.matrix)
         return ctx.ops.linear_grouped(x, weights.matrix)
     if isinstance(weights, TiledWeights):
         return ctx.ops.linear_tiled(x, weights.table, weights.bias)

@@ -190,12 +190,15 @@ class Fp8Weights:
 
 
 class GroupedCodeWeights:
-    """Weights that are stored in groups, and stay so: the op `linear.grouped` has `matrix`."""
+    """Weights that are stored in groups, and stay so: the op `linear.grouped` has `matrix`.
+
+    `rounding`: the op `linear.int8` has it, which rounds activations.
+    """
 
     packed: CompiledLinear | None = None
 
-    def __init__(self, matrix: GroupedMatrix, grouping: Grouping) -> None:
-        self.matrix = matrix
+    def __init__(self, matrix: GroupedMatrix, grouping: Grouping, *, rounding: bool) -> None:
+        self.matrix, self.rounding = matrix, rounding
         self._grouping = grouping
 
     def load(self, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
@@ -247,10 +250,11 @@ class Fp8Codes:
 
 @dataclass(frozen=True, slots=True)
 class CodesInGroups:
-    """Weights stay in groups."""
+    """Weights stay in groups; `rounding`: a linear rounds activations to int8, as weights are."""
 
     grouping: Grouping
     codes: GroupedCodes
+    rounding: bool = False
 
     def empty(
         self, shape: LinearShape, dtype: torch.dtype, device: torch.device, *experts: int
@@ -272,7 +276,7 @@ class CodesInGroups:
 
     def weights(self, matrix: Fp8Matrix | GroupedMatrix) -> GroupedCodeWeights:
         assert isinstance(matrix, GroupedMatrix), "memory that `empty` has made"
-        return GroupedCodeWeights(matrix, self.grouping)
+        return GroupedCodeWeights(matrix, self.grouping, rounding=self.rounding)
 
 
 LinearWeights = PlainWeights | PackedWeights | GroupedWeights
@@ -287,9 +291,9 @@ class LinearMethod(StrEnum):
 
     `plain` is torch's matmul, all others are packed for the CPU kernels; `grouped` keeps the codes
     and scales of weights that are stored in groups, and packs others; on a GPU, where a layer calls
-    the op for them and for `int8`, others are dequantized. `fp8` keeps weights that are
-    stored in fp8 for a GPU, where a layer calls the op for them, and dequantizes others. `tiled`
-    is `plain` with an op of a GPU that is batch-invariant.
+    the op for them, for `int8` and for `int8_dynamic`, others are dequantized. `fp8` keeps weights
+    that are stored in fp8 for a GPU, where a layer calls the op for them, and dequantizes others.
+    `tiled` is `plain` with an op of a GPU that is batch-invariant.
     """
 
     PLAIN = "plain"
@@ -337,8 +341,9 @@ class LinearMethod(StrEnum):
         return LinearMethod.PACKED if self.invariant else LinearMethod.PLAIN
 
 
-ON_DEVICE = (LinearMethod.GROUPED, LinearMethod.INT8)
-"""Methods of a CPU by which a GPU keeps quantized weights, too, for the op `linear.grouped`."""
+ON_DEVICE = (LinearMethod.GROUPED, LinearMethod.INT8, LinearMethod.INT8_DYNAMIC)
+"""Methods of a CPU by which a GPU keeps quantized weights, too, for the ops `linear.grouped` and
+`linear.int8`."""
 
 
 def unsupported_reason(

@@ -260,7 +260,9 @@ class BuildContext:
         if method is LinearMethod.GROUPED:
             grouping = self._grouping(names, shape, inputs)
         codes = None if grouping is None else codes_of(grouping, shape.inputs)
-        return None if grouping is None or codes is None else CodesInGroups(grouping, codes)
+        if grouping is None or codes is None:
+            return None
+        return CodesInGroups(grouping, codes, rounding=method is LinearMethod.INT8_DYNAMIC)
 
     def _fp8_group(self, names: Sequence[str], shape: LinearShape, inputs: int) -> int | None:
         groups: set[int | None] = set()

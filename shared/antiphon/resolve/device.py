@@ -18,7 +18,7 @@ INTERPRETER = "interpreter"
 
 
 class HostDevice(msgspec.Struct, frozen=True):
-    """Where a model runs; only the worker sets the last three fields."""
+    """Where a model runs; only the worker sets the last four fields."""
 
     kind: str
     """cpu, cuda or interpreter."""
@@ -31,6 +31,8 @@ class HostDevice(msgspec.Struct, frozen=True):
     """What the numerics depend on here, by name: instruction set, version of the kernels."""
     lacking_fp8: str | None = "only kernels of a GPU multiply fp8"
     """Why weights do not stay in fp8 here; None if they do."""
+    lacking_int8: str | None = None
+    """Why activations are not rounded to int8 here; None if they are where a checkpoint says so."""
 
 
 def detect_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostDevice:

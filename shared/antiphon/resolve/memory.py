@@ -246,7 +246,7 @@ def resolve_weight_storage(
         reason = f"{linear.reason}; tensors of a GGUF file are converted while loading"
         quantized = ResolvedValue(linear.value, reason)
     else:
-        quantized = _quantized(settings, quantization, linear, dtype, count, grouped, gpu=gpu)
+        quantized = _quantized(settings, quantization, linear, dtype, count, grouped, device)
     taken = weight_bytes(
         card,
         dtype,
@@ -348,25 +348,27 @@ def _quantized(
     dtype: Dtype,
     count: int,
     grouped_bytes: int | None,
-    *,
-    gpu: bool,
+    device: HostDevice,
 ) -> ResolvedValue[LinearFormat]:
     if quantization is None and grouped_bytes is None:
         return ResolvedValue(linear.value, "model.linear")
     said = settings.model.linear
     packs = linear.value not in (LinearFormat.PLAIN, LinearFormat.TILED)
-    if said not in KEEPING or not (packs or gpu):
+    if said not in KEEPING or not (packs or device.kind != "cpu"):
         return ResolvedValue(linear.value, linear.reason)
     if grouped_bytes is not None:
         wide = gib(count * item_bytes(dtype))
         reason = f"codes and scales as stored, {gib(grouped_bytes)}; in {dtype}, {wide}"
         return ResolvedValue(LinearFormat.GROUPED, reason)
     assert quantization is not None
-    if quantization.int8_exact and quantization.dynamic_activations and not gpu:
+    if quantization.int8_exact:
+        reason = "int8 as stored; activations are not quantized"
+        if not quantization.dynamic_activations:
+            return ResolvedValue(LinearFormat.INT8, reason)
+        if device.lacking_int8 is not None:
+            return ResolvedValue(LinearFormat.INT8, f"{reason}: {device.lacking_int8}")
         reason = "int8 as stored; activations are quantized to int8, as the checkpoint specifies"
         return ResolvedValue(LinearFormat.INT8_DYNAMIC, reason)
-    if quantization.int8_exact:
-        return ResolvedValue(LinearFormat.INT8, "int8 as stored; activations are not quantized")
     if not packs:
         return ResolvedValue(linear.value, linear.reason)
     return _converted(linear, dtype, count)

@@ -15,6 +15,7 @@ from antiphon.kernels import (
     decode_rows,
     linear_fp8,
     linear_grouped,
+    linear_int8,
     linear_tiled,
     norm,
     rotary,
@@ -303,6 +304,34 @@ def check_linear_grouped(
     weight = matrix.dequantize().to(dtype).float()
     expected = x.float() @ weight.T + (0.0 if added is None else added.float())
     close(call(x, matrix), expected.to(dtype))
+
+
+def check_linear_int8(
+    module: Module,
+    tokens: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = False,
+) -> None:
+    """The first token is zero; in the last one a number is none at the end, or is infinite."""
+    outputs, inputs = sizes
+    added = randn(outputs, dtype=dtype, seed=4) if bias else None
+    drawn = torch.randint(-127, 128, sizes, generator=torch.Generator().manual_seed(1))
+    scales = randn(1, outputs, seed=2).abs() / inputs**0.5
+    matrix = linear_grouped.GroupedMatrix(drawn.to(torch.int8), scales, None, inputs, bias=added)
+    x = randn(tokens, inputs, dtype=dtype) * torch.arange(tokens).to(dtype)[:, None]
+    expected = linear_int8.linear_int8.reference(x, matrix)
+    largest = expected.abs().max().clamp(min=1.0) if tokens else 1.0
+    close(module.linear_int8(x, matrix) / largest, expected / largest)
+    for got, rounded in zip(module.quantize(x), linear_int8.quantize(x), strict=True):
+        assert torch.equal(got, rounded)
+    for wrong in (float("nan"), float("inf")):
+        x[-1:, inputs // 2] = wrong
+        with np.errstate(invalid="ignore"):
+            made = module.linear_int8(x, matrix)
+        assert made[:-1].isfinite().all()
+        assert not made[-1:].isfinite().any()
 
 
 def check_linear_tiled(

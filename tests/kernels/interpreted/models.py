@@ -32,8 +32,10 @@ from tests.support.worker import decode_plan, state
 
 from antiphon.config.load import load as settings_of
 from antiphon.kernels.flashinfer import attention as planned
+from antiphon.kernels.linear_int8 import linear_int8
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.kernels.stream import InterpretedStream
+from antiphon.kernels.triton import linear_int8 as int8_kernels
 from antiphon.kernels.upload import upload_to
 from antiphon.layers.moe import MixtureOfExperts, MoeSpec
 from antiphon.model_card.card import read_card
@@ -450,14 +452,26 @@ def test_experts_stay_in_fp8(family: str, tmp_path: Path) -> None:
 
 
 GROUPED = {**SHAPE, "num_hidden_layers": 1}
+INT8: dict[str, Any] = {
+    "pages": 100,
+    "dtype": "float32",
+    "device": "interpreter",
+    "quantized": "int8_dynamic",
+}
 
 
-def check_grouped(folder: Path, op: str, expected: Any, deterministic: str = "false") -> OpenModel:
+def check_grouped(
+    folder: Path,
+    op: str,
+    expected: Any,
+    deterministic: str = "false",
+    kept: str = "grouped",
+) -> OpenModel:
     files, environ = find_files(folder), {"ANTIPHON_MODEL__DEVICE": "interpreter"}
     environ["ANTIPHON_MODEL__DETERMINISTIC"] = deterministic
     settings = settings_of(environ=environ | {"ANTIPHON_CACHE__BYTES_MAX": "1000000"}).settings
     plan = resolve(settings, read_card(files), host_device("interpreter"))
-    assert plan.quantized.value == "grouped"
+    assert plan.quantized.value == kept
     model = load_resolved(files, plan)
     assert {choice.backend for choice in model.runner.choices if choice.op == op} == {"triton"}
     (got,) = outputs_of(model, overlap=False, count=1)
@@ -474,6 +488,19 @@ def test_weights_stay_in_groups(name: str, tmp_path: Path) -> None:
     (expected,) = outputs_of(on_cpu, overlap=False, count=1)
     for deterministic in ("false", "true"):
         check_grouped(folder, "linear.grouped", expected, deterministic)
+
+
+@pytest.mark.long
+def test_int8_weights_meet_int8_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They make the tokens that torch makes by the operation's definition."""
+    folder, _ = write(tmp_path, QUANTIZED["w8a8_int8"], GROUPED)
+    with monkeypatch.context() as patch:
+        patch.setattr(int8_kernels, "linear_int8", linear_int8.reference)
+        by_torch = open_model(folder, **INT8)
+    (expected,) = outputs_of(by_torch, overlap=False, count=1)
+    check_grouped(folder, "linear.int8", expected, kept="int8_dynamic")
 
 
 def test_experts_stay_in_groups(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from antiphon.kernels.triton import (
     latent,
     linear_fp8,
     linear_grouped,
+    linear_int8,
     linear_tiled,
     logits,
     norm,
@@ -211,6 +212,19 @@ def test_linears_in_groups_have_any_size(
 
 
 @dtypes
+def test_linears_of_int8_equal_their_reference(dtype: torch.dtype) -> None:
+    checks.check_linear_int8(linear_int8, 9, (72, 160), dtype, bias=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [(0, (8, 64)), (1, (40, 96)), (2, (8, 2112)), (40, (40, 32)), (129, (33, 32))],
+)
+def test_linears_of_int8_have_any_size(tokens: int, sizes: tuple[int, int]) -> None:
+    checks.check_linear_int8(linear_int8, tokens, sizes)
+
+
+@dtypes
 @pytest.mark.parametrize(
     ("tokens", "sizes", "bias"),
     [(0, (8, 64), False), (1, (40, 100), True), (3, (8200, 24), False), (65, (33, 200), True)],
@@ -390,6 +404,7 @@ rounded_rows = partial(checks.check_quantize, tokens=9, inputs=100, group=100)
 rounded_groups = partial(checks.check_quantize, tokens=9, inputs=300, group=64)
 tiled = partial(checks.check_linear_tiled, tokens=70, sizes=(40, 100), bias=True)
 in_groups = partial(checks.check_linear_grouped, tokens=9, sizes=(72, 160), group=64, bias=True)
+in_int8 = partial(checks.check_linear_int8, tokens=9, sizes=(40, 160), bias=True)
 in_large_groups = partial(in_groups, sizes=(40, 256), group=128)
 grouped_experts = partial(
     checks.check_experts, tokens=9, sizes=(5, 160, 96), bias=True, groups=(64, 32), codes="unsigned"
@@ -567,6 +582,15 @@ MUTANTS: list[tuple[str, str, str, Callable[..., None]]] = [
         "(depth < INPUTS + 1)",
         partial(in_groups, codes="bytes"),
     ),
+    ("linear_int8", 'float("inf")', "0.0", in_int8),
+    ("linear_int8", "scale > 0, scale, 1.0", "scale >= 0, scale, 1.0", in_int8),
+    ("linear_int8", "(value + 12582912.0) - 12582912.0", "value", in_int8),
+    ("linear_int8", "mask=member < INPUTS", "mask=member <= INPUTS", in_int8),
+    ("linear_int8", "(depth < INPUTS)", "(depth < INPUTS + 1)", in_int8),
+    ("linear_int8", "factor[:, None] * scale[None, :]", "scale[None, :]", in_int8),
+    ("linear_int8", "bias + column", "bias", in_int8),
+    ("linear_int8", "ceil_div(outputs, block_n)", "outputs // block_n", in_int8),
+    ("linear_int8", "asked[:, None] & used[None, :]", "used[None, :]", in_int8),
     ("linear_tiled", "(depth < INPUTS)", "(depth < INPUTS + 1)", tiled),
     ("linear_tiled", "tl.trans(part), total,", "tl.trans(part),", tiled),
     ("linear_tiled", "ceil_div(outputs, block_n)", "outputs // block_n", tiled),

@@ -336,7 +336,10 @@ def test_groups_stay_on_a_gpu_but_for_those_of_files_in_gguf() -> None:
     fixed = plan(AWQ, gpu, model__device="cuda", model__deterministic="true")
     kept = (fixed.linear.value, fixed.quantized.value)
     assert kept == (LinearFormat.TILED, LinearFormat.GROUPED)
-    assert plan(W8A8, gpu, model__device="cuda").quantized.value is LinearFormat.INT8
+    assert plan(W8A8, gpu, model__device="cuda").quantized.value is LinearFormat.INT8_DYNAMIC
+    slow = msgspec.structs.replace(gpu, lacking_int8="int8 is slow here")
+    kept = plan(W8A8, slow, model__device="cuda").quantized
+    assert (kept.value, "int8 is slow here" in kept.reason) == (LinearFormat.INT8, True)
     for other in ("plain", "tiled"):
         said = plan(AWQ, gpu, model__device="cuda", model__linear=other)
         assert said.quantized.value == other

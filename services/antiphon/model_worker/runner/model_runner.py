@@ -84,7 +84,8 @@ BLOCKS = frozenset(
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("activation.sigmoid_mul", "recurrent.layer"),
         *("attention.heads", "attention.paged", "attention.whole"),
-        *("logits.softcap", "moe.experts", "linear.fp8", "linear.grouped", "linear.tiled"),
+        *("logits.softcap", "moe.experts", "linear.fp8", "linear.grouped", "linear.int8"),
+        "linear.tiled",
     }
 )
 """Operations of layers and heads, which only some models call."""

@@ -374,6 +374,7 @@ def host_device(name: str = "cpu", ranks: int = 1) -> HostDevice:
         find_gpu,
         gpu_numerics,
         lacking_fp8,
+        lacking_int8,
     )
 
     memory_bytes = host.memory_bytes if name == INTERPRETER else find_gpu(name, ranks)
@@ -384,6 +385,7 @@ def host_device(name: str = "cpu", ranks: int = 1) -> HostDevice:
         lacking=f"model.device is {name}",
         arithmetic=gpu_numerics(name),
         lacking_fp8=lacking_fp8(name),
+        lacking_int8=lacking_int8(name),
     )
 
 

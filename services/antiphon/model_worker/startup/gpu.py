@@ -8,7 +8,8 @@ import torch
 
 from antiphon.kernels.flashinfer.backend import modules_version
 from antiphon.kernels.linear_fp8 import linear_fp8
-from antiphon.kernels.op import DeviceCapability
+from antiphon.kernels.linear_int8 import linear_int8
+from antiphon.kernels.op import DeviceCapability, Op
 from antiphon.kernels.triton.backend import version as kernels_version
 from antiphon.resolve.device import INTERPRETER
 from antiphon.service.startup import CannotStart
@@ -53,7 +54,16 @@ def gpu_numerics(name: str) -> dict[str, str]:
 
 def lacking_fp8(name: str) -> str | None:
     """What the kernel that multiplies fp8 needs of a device and does not find; None: nothing."""
-    kernel = next(each for each in linear_fp8.backends if each.name == "triton")
+    return _lacking(linear_fp8, name)
+
+
+def lacking_int8(name: str) -> str | None:
+    """The same of the kernel that multiplies int8."""
+    return _lacking(linear_int8, name)
+
+
+def _lacking(op: Op[..., object], name: str) -> str | None:
+    kernel = next(each for each in op.backends if each.name == "triton")
     return kernel.needs(DeviceCapability(name.partition(":")[0], torch.bfloat16, _sm(name)))
 
 
